@@ -1,0 +1,70 @@
+"""DCFormer for Transformers: dynamically composable multi-head attention as an ordinary model of the library.
+
+Importing the package registers "dcformer" and "dcpythia" with Transformers' Auto classes, and the attention
+implementations "dcformer_chunked" and, where Triton is, "dcformer_triton".
+"""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from .attention_dcformer import ComposeTrace, LayerTrace
+from .compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, compose
+from .configuration_dcformer import ComposeOverhead, DCFormerConfig, DCPythiaConfig
+from .modeling_dcformer import (
+    DCFormerForCausalLM,
+    DCFormerForQuestionAnswering,
+    DCFormerForSequenceClassification,
+    DCFormerForTokenClassification,
+    DCFormerModel,
+    DCFormerPreTrainedModel,
+    DCPythiaForCausalLM,
+    DCPythiaForQuestionAnswering,
+    DCPythiaForSequenceClassification,
+    DCPythiaForTokenClassification,
+    DCPythiaModel,
+)
+
+__version__ = "0.1.0"
+
+_AUTO_CLASSES = {
+    AutoModel: (DCFormerModel, DCPythiaModel),
+    AutoModelForCausalLM: (DCFormerForCausalLM, DCPythiaForCausalLM),
+    AutoModelForSequenceClassification: (DCFormerForSequenceClassification, DCPythiaForSequenceClassification),
+    AutoModelForTokenClassification: (DCFormerForTokenClassification, DCPythiaForTokenClassification),
+    AutoModelForQuestionAnswering: (DCFormerForQuestionAnswering, DCPythiaForQuestionAnswering),
+}
+for _config_class in (DCFormerConfig, DCPythiaConfig):
+    AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
+for _auto_class, _model_classes in _AUTO_CLASSES.items():
+    for _model_class in _model_classes:
+        _auto_class.register(_model_class.config_class, _model_class, exist_ok=True)
+
+__all__ = [
+    "ComposeOverhead",
+    "ComposeTrace",
+    "ComposeWeights",
+    "DCFormerCompose",
+    "DCFormerConfig",
+    "DCFormerForCausalLM",
+    "DCFormerForQuestionAnswering",
+    "DCFormerForSequenceClassification",
+    "DCFormerForTokenClassification",
+    "DCFormerModel",
+    "DCFormerPreTrainedModel",
+    "DCPythiaConfig",
+    "DCPythiaForCausalLM",
+    "DCPythiaForQuestionAnswering",
+    "DCPythiaForSequenceClassification",
+    "DCPythiaForTokenClassification",
+    "DCPythiaModel",
+    "LayerTrace",
+    "SideWeights",
+    "__version__",
+    "compose",
+]

@@ -1,0 +1,270 @@
+"""Composition of attention heads: the dynamic weights, where they come from, and what they do to a map of scores.
+
+The readable definition of DCMHA's Compose function (arXiv 2405.08553, section 3.1, equations 4 to 10, and figure 2).
+Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, R rank, G groups, M = H/G heads per group,
+K = 2·R·M hidden width of a weight generator, C generators in use.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from .configuration_dcformer import DCFormerConfig
+
+COMPOSE_NORM_EPS = 1e-6
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores, softmax, norms and mixing are computed: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class SideWeights:
+    """Weights of one stage that depend on one token: all of the queries' or all of the keys'. N is T or S.
+
+    Laid out heads first, like queries and keys.
+
+    Attributes:
+        down: [B, H, N, R] or None: mixes the heads of a group into R hidden maps (RMS-normalised over the group).
+        up: [B, H, N, R] or None: mixes the R hidden maps back into heads.
+        gate: [B, H, N] or None: scales each head's own map; in (-1, 1).
+    """
+
+    down: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+
+    def slice_tokens(self, start: int, stop: int) -> "SideWeights":
+        """The weights of tokens `start` to `stop` (views)."""
+        return SideWeights(*(None if w is None else w[:, :, start:stop] for w in (self.down, self.up, self.gate)))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors present, in the order down, up, gate."""
+        return [w for w in (self.down, self.up, self.gate) if w is not None]
+
+
+@dataclass
+class ComposeWeights:
+    """All weights of one stage (before or after the softmax) of one layer.
+
+    Attributes:
+        query: query-wise weights, N = T, or None.
+        key: key-wise weights, N = S, or None.
+        static: [G, M, M] or None: the input-independent projection, from head (row) to head (column).
+        groups: G.
+    """
+
+    query: SideWeights | None = None
+    key: SideWeights | None = None
+    static: torch.Tensor | None = None
+    groups: int = 1
+
+
+def compose(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:
+    """Mixes the heads of attention maps: the definition of Compose (paper section 3.1, equation 4).
+
+    Each of the five branches reads the same input, and a skip connection is always there:
+    static projection, query-wise low rank, query-wise gate, key-wise low rank, key-wise gate.
+
+    Args:
+        maps: scores or weights, [B, H, T, S], float32 or float64.
+        weights: what to mix with; None leaves the maps as they are.
+
+    Returns:
+        the composed maps, [B, H, T, S], in the dtype of `maps`.
+    """
+    if weights is None:
+        return maps
+
+    def grouped(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(maps.dtype).unflatten(1, (weights.groups, -1))  # [B, H, ...] -> [B, G, M, ...]
+
+    a = grouped(maps)  # [B, G, M, T, S]
+    out = a
+    if weights.static is not None:
+        out = out + torch.einsum("bgjts,gjm->bgmts", a, weights.static.to(maps.dtype))
+    if (query := weights.query) is not None:
+        if query.down is not None and query.up is not None:
+            hidden = torch.einsum("bgjts,bgjtr->bgrts", a, grouped(query.down))  # [B, G, R, T, S]
+            out = out + torch.einsum("bgrts,bgmtr->bgmts", hidden, grouped(query.up))
+        if query.gate is not None:
+            out = out + a * grouped(query.gate)[..., :, None]
+    if (key := weights.key) is not None:
+        if key.down is not None and key.up is not None:
+            hidden = torch.einsum("bgjts,bgjsr->bgrts", a, grouped(key.down))  # [B, G, R, T, S]
+            out = out + torch.einsum("bgrts,bgmsr->bgmts", hidden, grouped(key.up))
+        if key.gate is not None:
+            out = out + a * grouped(key.gate)[..., None, :]
+    return out.flatten(1, 2)  # [B, H, T, S]
+
+
+class DCFormerCompose(nn.Module):
+    """Makes a layer's composition weights from its normalised hidden states (paper section 3.1, equations 5 to 8).
+
+    Parameters, each present only when its switch is on; groups lead, so that tensor parallelism by groups of heads is a
+    plain split of the first dimension:
+        dw1_proj.weight: [G·C·K, E], hidden layer of all weight generators.
+        qkw: [G·C·K, 2·R·M], second layer: for each (group, generator) a [K, 2R, M] block; the first R of its 2R rows
+            give `down`, the others `up`.
+        gate_proj.weight: [G·C·M, E], gates of all generators.
+        pre_static, post_static: [G·M, M], static projections.
+    Generators are in the order of `config.compose_generators`.
+    """
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__()
+        heads, self.rank = config.num_attention_heads, config.compose_rank
+        self.generators = config.compose_generators
+        self.heads_per_group = heads // config.compose_groups
+        self.key_value_repeats = heads // config.num_key_value_heads
+        self.channels = {stage: config.compose_cache_channels(stage) for stage in ("pre", "post")}
+        rows = config.compose_groups * len(self.generators)  # G·C
+        hidden = 2 * self.rank * self.heads_per_group  # K
+        has_low_rank = bool(rows) and config.compose_projection
+        has_gate = bool(rows) and config.compose_gate
+        self.dw1_proj = nn.Linear(config.hidden_size, rows * hidden, bias=False) if has_low_rank else None
+        self.qkw = nn.Parameter(torch.empty(rows * hidden, hidden)) if has_low_rank else None
+        self.gate_proj = (
+            nn.Linear(config.hidden_size, rows * self.heads_per_group, bias=False) if has_gate else None
+        )
+        self.act_fn = ACT2FN[config.compose_act]
+        for stage in ("pre", "post"):
+            has_static = config.compose_static and getattr(config, f"compose_{stage}")
+            static = nn.Parameter(torch.empty(heads, self.heads_per_group)) if has_static else None
+            self.register_parameter(f"{stage}_static", static)
+
+    def forward(self, hidden_states: torch.Tensor) -> dict[tuple[str, str], SideWeights]:
+        """Makes the dynamic weights.
+
+        Args:
+            hidden_states: [B, N, E], the normalised states that also feed the q, k and v projections.
+
+        Returns:
+            for each generator, (stage, side) -> `SideWeights` over H heads and N tokens, in the dtype of
+            `hidden_states` (the norm and the tanh are computed in float32).
+        """
+        batch, length, _ = hidden_states.shape
+        count, m, r = len(self.generators), self.heads_per_group, self.rank
+        dtype, compute = hidden_states.dtype, accumulation_dtype(hidden_states.dtype)
+        down = up = gate = None
+        if self.dw1_proj is not None and self.qkw is not None:
+            hidden = self.act_fn(self.dw1_proj(hidden_states))  # [B, N, G·C·K]
+            k = 2 * r * m
+            hidden = hidden.view(batch * length, -1, k).transpose(0, 1)  # [G·C, B·N, K]
+            pair = torch.bmm(hidden, self.qkw.view(-1, k, k))  # [G·C, B·N, 2·R·M]
+            pair = pair.view(-1, count, batch, length, 2, r, m)  # [G, C, B, N, 2, R, M]
+            pair = pair.permute(4, 1, 2, 0, 6, 3, 5)  # [2, C, B, G, M, N, R]
+            down = pair[0].to(compute)
+            mean_square = down.pow(2).mean(dim=3, keepdim=True)  # over the heads of a group
+            down = (down * torch.rsqrt(mean_square + COMPOSE_NORM_EPS)).to(dtype).flatten(2, 3)  # [C, B, H, N, R]
+            up = pair[1].flatten(2, 3)  # [C, B, H, N, R]
+        if self.gate_proj is not None:
+            gate = torch.tanh(self.gate_proj(hidden_states).to(compute)).to(dtype)  # [B, N, G·C·M]
+            gate = gate.view(batch, length, -1, count, m).permute(3, 0, 2, 4, 1)  # [C, B, G, M, N]
+            gate = gate.flatten(2, 3)  # [C, B, H, N]
+        return {
+            generator: SideWeights(*(None if w is None else w[i] for w in (down, up, gate)))
+            for i, generator in enumerate(self.generators)
+        }
+
+    def pack(self, states: torch.Tensor, side: SideWeights | None, stage: str) -> torch.Tensor:
+        """Puts key-wise weights behind keys (stage "pre") or values (stage "post"), where any cache carries them along.
+
+        Args:
+            states: keys or values, [B, Hkv, N, D].
+            side: key-wise weights of the stage, or None.
+            stage: "pre" or "post".
+
+        Returns:
+            [B, Hkv, N, D + channels]: the weights of all query heads of a key/value head, then zeros up to the multiple
+            of 8 given by `config.compose_cache_channels`. `states` itself when there is nothing to pack.
+        """
+        if side is None:
+            return states
+        parts = [w if w.dim() == 4 else w[..., None] for w in side.tensors()]
+        packed = torch.cat(parts, dim=-1)  # [B, H, N, 2R + 1]
+        packed = packed.unflatten(1, (-1, self.key_value_repeats)).transpose(2, 3).flatten(3)  # [B, Hkv, N, rep·(2R+1)]
+        padding = self.channels[stage] - packed.shape[-1]
+        return torch.cat([states, packed, packed.new_zeros(()).expand(*packed.shape[:-1], padding)], dim=-1)
+
+    def unpack(
+        self, packed: torch.Tensor, head_dim: int, stage: str
+    ) -> tuple[torch.Tensor, SideWeights | None]:
+        """Takes apart what `pack` made.
+
+        Args:
+            packed: [B, Hkv, S, D + channels].
+            head_dim: D.
+            stage: "pre" or "post".
+
+        Returns:
+            keys or values [B, Hkv, S, D], and the key-wise weights over H heads and S tokens or None (views).
+        """
+        if (stage, "key") not in self.generators:
+            return packed, None
+        r = self.rank if self.dw1_proj is not None else 0
+        width = 2 * r + (self.gate_proj is not None)
+        weights = packed[..., head_dim : head_dim + width * self.key_value_repeats]
+        weights = weights.unflatten(-1, (self.key_value_repeats, width)).transpose(2, 3)  # [B, Hkv, rep, S, 2R+1]
+        weights = weights.flatten(1, 2)  # [B, H, S, 2R+1]
+        side = SideWeights(
+            down=weights[..., :r] if r else None,
+            up=weights[..., r : 2 * r] if r else None,
+            gate=weights[..., 2 * r] if self.gate_proj is not None else None,
+        )
+        return packed[..., :head_dim], side
+
+    def stage_weights(
+        self, stage: str, query: SideWeights | None, key: SideWeights | None
+    ) -> ComposeWeights | None:
+        """Everything one stage composes with, or None when the stage is off.
+
+        Args:
+            stage: "pre" or "post".
+            query: query-wise weights of the T queries, or None.
+            key: key-wise weights of all S keys, or None.
+        """
+        static = getattr(self, f"{stage}_static")
+        if query is None and key is None and static is None:
+            return None
+        if static is not None:
+            static = static.view(-1, self.heads_per_group, self.heads_per_group)  # [G, M, M]
+            groups = static.shape[0]
+        else:
+            tensor = (query or key).tensors()[0]  # type: ignore[union-attr]
+            groups = tensor.shape[1] // self.heads_per_group
+        return ComposeWeights(query, key, static, groups)
+
+
+def compose_init_std(config: DCFormerConfig) -> dict[str, float]:
+    """Standard deviations of composition's parameters at initialisation (paper section 4.1 and the training code).
+
+    Small dynamic weights at the start are what the paper found critical.
+
+    Returns:
+        parameter name within `DCFormerCompose` -> standard deviation of its normal distribution.
+    """
+    e, h, r = config.hidden_size, config.num_attention_heads, config.compose_rank
+    m = h // config.compose_groups
+    return {
+        "dw1_proj.weight": math.sqrt(2 / (e + 2 * r * m)),  # Xavier: fan in E, fan out K
+        "qkw": 0.02 / (math.sqrt(2 * h * r) * (h + r)),
+        "gate_proj.weight": 0.05 * math.sqrt(2 / (e + h)),
+        "pre_static": 0.1 * math.sqrt(1 / m),
+        "post_static": 0.1 * math.sqrt(1 / m),
+    }
+
+
+__all__ = [
+    "COMPOSE_NORM_EPS",
+    "ComposeWeights",
+    "DCFormerCompose",
+    "SideWeights",
+    "accumulation_dtype",
+    "compose",
+    "compose_init_std",
+]

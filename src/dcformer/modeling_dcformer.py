@@ -1,0 +1,541 @@
+"""DCFormer and DCPythia models: Transformers whose attention heads are composed dynamically (arXiv 2405.08553).
+
+The shape of the file is that of any Transformers model. What is particular to DCFormer is in `DCFormerAttention`:
+composition weights are made from the layer's normalised hidden states, those of the keys ride in the cache behind the
+keys and values they belong to, and the attention implementation mixes the heads with them.
+Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, F MLP width, V vocabulary.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_dcformer import eager_attention
+from .compose_dcformer import DCFormerCompose, accumulation_dtype, compose_init_std
+from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+
+
+class DCFormerRMSNorm(nn.Module):
+    """Root-mean-square norm with scale over the last dimension; computed in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> [..., size] in the dtype of `x`."""
+        wide = x.to(accumulation_dtype(x.dtype))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class DCFormerLayerNorm(nn.LayerNorm):
+    """Layer norm with scale and bias over the last dimension; computed in float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> [..., size] in the dtype of `x`."""
+        compute = accumulation_dtype(x.dtype)
+        weight, bias = self.weight.to(compute), self.bias.to(compute)
+        return F.layer_norm(x.to(compute), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+def _make_norm(config: DCFormerConfig) -> nn.Module:
+    norm_class = DCFormerRMSNorm if config.norm_type == "rmsnorm" else DCFormerLayerNorm
+    return norm_class(config.hidden_size, eps=config.norm_eps)
+
+
+class DCFormerRotaryEmbedding(nn.Module):
+    """Cosines and sines of RoPE over the first `partial_rotary_factor` of the head dim."""
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        rope_init = self.compute_default_rope_parameters
+        if self.rope_type != "default":
+            rope_init = ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = rope_init(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: DCFormerConfig, **kwargs: Any) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies [rotary_dim / 2] in float32, and the scaling of the default RoPE (1)."""
+        rotary_dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        return config.rope_parameters["rope_theta"] ** -exponent, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Position ids [B or 1, T] -> cosine and sine [B or 1, T, rotary_dim] in the dtype of `x`."""
+        angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float32)
+        angles = torch.cat([angles, angles], dim=-1)
+        return (
+            (angles.cos() * self.attention_scaling).to(x.dtype),
+            (angles.sin() * self.attention_scaling).to(x.dtype),
+        )
+
+
+def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the first rotary_dim channels of queries or keys [B, H, T, D], half-split; the others pass."""
+    rotary_dim = cos.shape[-1]
+    turned, passed = states[..., :rotary_dim], states[..., rotary_dim:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+    return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned
+
+
+class DCFormerMLP(nn.Module):
+    """Gated (SwiGLU), plain, or multi-gate feed-forward layer."""
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__()
+        e, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(e, f, bias=bias) if config.mlp_type == "gated" else None
+        self.up_proj = nn.Linear(e, f, bias=bias)
+        self.down_proj = nn.Linear(f, e, bias=bias)
+        self.multi_gate_proj = nn.Linear(e, config.mlp_gates, bias=False) if config.mlp_gates else None
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, E] -> [B, T, E]."""
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(self.up_proj(x)))
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)  # [B, T, F]
+        if self.multi_gate_proj is not None:
+            gates = self.multi_gate_proj(x).softmax(dim=-1, dtype=accumulation_dtype(x.dtype)).to(x.dtype)
+            hidden = hidden.unflatten(-1, (gates.shape[-1], -1)) * gates[..., None]  # [B, T, gates, F / gates]
+            hidden = hidden.flatten(-2)
+        return self.down_proj(hidden)
+
+
+class DCFormerAttention(nn.Module):
+    """Dynamically composable multi-head attention (paper section 3)."""
+
+    def __init__(self, config: DCFormerConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = getattr(config, "is_causal", True)
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        heads, kv_heads, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
+        self.compose = DCFormerCompose(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[B, T, E] -> output [B, T, E] and, from the eager implementation, composed weights [B, H, T, S]."""
+        input_shape = hidden_states.shape[:-1]
+        head_shape = (*input_shape, -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)  # [B, H, T, D]
+        key = self.k_norm(self.k_proj(hidden_states).view(head_shape)).transpose(1, 2)  # [B, Hkv, T, D]
+        value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)  # [B, Hkv, T, D]
+        query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))
+
+        generated = self.compose(hidden_states)
+        key = self.compose.pack(key, generated.get(("pre", "key")), "pre")  # [B, Hkv, T, D + channels]
+        value = self.compose.pack(value, generated.get(("post", "key")), "post")
+        if past_key_values is not None:
+            self._check_cache(past_key_values, key, value)
+            key, value = past_key_values.update(key, value, self.layer_idx)  # [B, Hkv, S, D + channels]
+        key, pre_key = self.compose.unpack(key, self.head_dim, "pre")  # [B, Hkv, S, D], weights of S keys
+        value, post_key = self.compose.unpack(value, self.head_dim, "post")
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
+        output, weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            pre=self.compose.stage_weights("pre", generated.get(("pre", "query")), pre_key),
+            post=self.compose.stage_weights("post", generated.get(("post", "query")), post_key),
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*input_shape, -1)), weights
+
+    def _check_cache(self, cache: Cache, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Refuses a cache whose keys or values another model made."""
+        layers = getattr(cache, "layers", None)
+        if layers is None or self.layer_idx >= len(layers):
+            return
+        for name, new in (("keys", key), ("values", value)):
+            old = getattr(layers[self.layer_idx], name, None)
+            if old is None or old.dim() != 4 or not old.shape[2]:
+                continue
+            expected = (new.shape[0], new.shape[1], new.shape[3])
+            found = (old.shape[0], old.shape[1], old.shape[3])
+            if expected != found:
+                raise ValueError(
+                    f"past_key_values does not belong to this model and batch: layer {self.layer_idx} of the cache holds "
+                    f"{name} of (batch, heads, channels) {found}, the model makes {expected} (head_dim {self.head_dim} "
+                    f"plus composition channels). Pass a cache that this model filled for the same batch, or none."
+                )
+
+
+class DCFormerDecoderLayer(GradientCheckpointingLayer):
+    """One layer: attention and MLP, each behind a norm, in sequence or in parallel."""
+
+    def __init__(self, config: DCFormerConfig, layer_idx: int):
+        super().__init__()
+        self.parallel_residual = config.use_parallel_residual
+        self.self_attn = DCFormerAttention(config, layer_idx)
+        self.mlp = DCFormerMLP(config)
+        self.input_layernorm = _make_norm(config)
+        self.post_attention_layernorm = _make_norm(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """[B, T, E] -> [B, T, E]."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        attended = self.dropout(attended)
+        if self.parallel_residual:
+            return hidden_states + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+        hidden_states = hidden_states + attended
+        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+@auto_docstring
+class DCFormerPreTrainedModel(PreTrainedModel):
+    config: DCFormerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DCFormerDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = False
+    _supports_sdpa = False
+    _supports_flex_attn = False
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": DCFormerDecoderLayer, "attentions": DCFormerAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DCFormerCompose):
+            std = compose_init_std(self.config)
+            for name, parameter in module.named_parameters():
+                init.normal_(parameter, mean=0.0, std=std[name])
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """The attention implementation to use: the best that runs here when none is named, otherwise just that one.
+
+        Raises:
+            ValueError: on a name that cannot compose heads, or one whose requirements are missing here.
+        """
+        if requested_attention is None:
+            on_gpu = torch.cuda.is_available() and "dcformer_triton" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+            return "dcformer_triton" if on_gpu else "dcformer_chunked"
+        known = ("eager", "dcformer_chunked", "dcformer_triton")
+        if requested_attention not in known:
+            raise ValueError(
+                f"attn_implementation={requested_attention!r} cannot compose attention heads, so "
+                f"{self.__class__.__name__} does not support it: use one of {known}, or leave it unset for the best that "
+                "runs here."
+            )
+        if requested_attention != "eager" and requested_attention not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+            raise ValueError(
+                f"attn_implementation={requested_attention!r} is not available here: it needs Triton and a CUDA device "
+                "(pip install 'dcformer[kernels]')."
+            )
+        return requested_attention
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any) -> Any:
+        """Loads a model as Transformers does, but refuses an incomplete or damaged checkpoint.
+
+        Arguments and return value are those of `PreTrainedModel.from_pretrained`. Heads for other tasks may be missing
+        and are then initialised, as everywhere in Transformers.
+
+        Raises:
+            ValueError: when weights of the decoder, or a causal model's `lm_head`, are not in the checkpoint.
+            OSError: when a weight file is damaged, naming it.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise OSError(_damaged_files(pretrained_model_name_or_path) or str(error)) from error
+        if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
+            prefix = "" if model.base_model is model else f"{cls.base_model_prefix}."
+            saved_as = model.config.architectures or []
+            missing = sorted(
+                key
+                for key in info["missing_keys"]
+                if key.startswith(prefix) or (key == "lm_head.weight" and any("CausalLM" in name for name in saved_as))
+            )
+            if missing:
+                raise ValueError(
+                    f"{pretrained_model_name_or_path} lacks {len(missing)} of the tensors of {cls.__name__}: "
+                    f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. The checkpoint is incomplete, or "
+                    "belongs to another configuration; loading it would leave these at random values."
+                )
+        return (model, info) if wants_info else model
+
+    def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
+        """Head count and width for a static cache allocated before the first forward (`prefill_chunk_size`)."""
+        shape = super()._get_static_cache_init_shape()
+        pre, post = (self.config.compose_cache_channels(stage) for stage in ("pre", "post"))
+        if shape is None or pre != post:  # None: allocate on the first forward, from what it brings
+            return None
+        heads, head_dim = shape
+        return heads, head_dim + pre
+
+
+def _damaged_files(path: str | os.PathLike | None) -> str:
+    """Says which of a folder's safetensors files cannot be opened, and why; empty when that cannot be told."""
+    if path is None or not os.path.isdir(path):
+        return ""
+    for name in sorted(os.listdir(path)):
+        if name.endswith(".safetensors"):
+            try:
+                with safe_open(os.path.join(path, name), "pt"):
+                    pass
+            except SafetensorError as error:
+                return f"{os.path.join(path, name)} is damaged or truncated ({error}): copy or download it again."
+    return ""
+
+
+@auto_docstring
+class DCFormerModel(DCFormerPreTrainedModel):
+    def __init__(self, config: DCFormerConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList([DCFormerDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = _make_norm(config)
+        self.rotary_emb = DCFormerRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            self._check_token_ids(input_ids)
+            inputs_embeds = self.embed_tokens(input_ids)  # [B, T, E]
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
+
+        masks = attention_mask
+        if not isinstance(masks, dict):  # generate prepares the masks itself when it compiles the forward
+            mask_arguments = {
+                "config": self.config,
+                "inputs_embeds": inputs_embeds,
+                "attention_mask": attention_mask,
+                "past_key_values": past_key_values,
+                "position_ids": position_ids,
+            }
+            make_mask = {
+                "full_attention": create_causal_mask,
+                "sliding_attention": create_sliding_window_causal_mask,
+            }
+            masks = {kind: make_mask[kind](**mask_arguments) for kind in sorted(set(self.config.layer_types))}
+
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            hidden_states = layer(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=masks[kind],
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states),
+            past_key_values=past_key_values,
+        )
+
+    def _check_token_ids(self, input_ids: torch.Tensor) -> None:
+        """Names a token id outside the vocabulary. On the CPU only: elsewhere looking would stall the device."""
+        if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or not input_ids.numel():
+            return
+        low, high = (int(bound) for bound in input_ids.aminmax())
+        if low < 0 or high >= self.vocab_size:
+            raise ValueError(
+                f"input_ids holds token id {low if low < 0 else high}, outside the model's vocabulary of "
+                f"{self.vocab_size} ids (0 to {self.vocab_size - 1}): is the tokenizer the model's own?"
+            )
+
+
+@auto_docstring
+class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__(config)
+        self.model = DCFormerModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = self.lm_head(hidden_states)  # [B, T or logits_to_keep, V]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):
+    """DCFormer with a classifier of whole sequences."""
+
+
+class DCFormerForTokenClassification(GenericForTokenClassification, DCFormerPreTrainedModel):
+    """DCFormer with a classifier of tokens."""
+
+
+class DCFormerForQuestionAnswering(GenericForQuestionAnswering, DCFormerPreTrainedModel):
+    """DCFormer with a span predictor for extractive question answering."""
+
+    base_model_prefix = "transformer"  # where Transformers' generic head keeps the decoder
+
+
+# DCPythia is DCFormer with other settings. Transformers ties a model class to its configuration class, hence the names.
+
+
+class DCPythiaModel(DCFormerModel):
+    """DCPythia's decoder."""
+
+    config: DCPythiaConfig
+
+
+class DCPythiaForCausalLM(DCFormerForCausalLM):
+    """DCPythia language model."""
+
+    config: DCPythiaConfig
+
+
+class DCPythiaForSequenceClassification(DCFormerForSequenceClassification):
+    """DCPythia with a classifier of whole sequences."""
+
+    config: DCPythiaConfig
+
+
+class DCPythiaForTokenClassification(DCFormerForTokenClassification):
+    """DCPythia with a classifier of tokens."""
+
+    config: DCPythiaConfig
+
+
+class DCPythiaForQuestionAnswering(DCFormerForQuestionAnswering):
+    """DCPythia with a span predictor for extractive question answering."""
+
+    config: DCPythiaConfig
+
+
+__all__ = [
+    "DCFormerForCausalLM",
+    "DCFormerForQuestionAnswering",
+    "DCFormerForSequenceClassification",
+    "DCFormerForTokenClassification",
+    "DCFormerModel",
+    "DCFormerPreTrainedModel",
+    "DCPythiaForCausalLM",
+    "DCPythiaForQuestionAnswering",
+    "DCPythiaForSequenceClassification",
+    "DCPythiaForTokenClassification",
+    "DCPythiaModel",
+]

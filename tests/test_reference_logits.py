@@ -1,0 +1,179 @@
+"""Logits of the original JAX and PyTorch code, reproduced from their own weights (placed here by hand)."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dcformer import DCFormerConfig, DCFormerForCausalLM
+
+TOLERANCE = 5e-5  # the original JAX model's own float32 noise on 4 layers is about 2e-5
+IMPLEMENTATIONS = ("eager", "dcformer_chunked")
+
+
+def _compose_tensors(dw1, qkw, dd):
+    """dw1 [E, G, C, K], qkw [G, C, K, 2R, M], dd [E, G, C·M] -> the three native tensors."""
+    return {
+        "self_attn.compose.dw1_proj.weight": dw1.flatten(1).T,
+        "self_attn.compose.qkw": qkw.flatten(3).flatten(0, 2),
+        "self_attn.compose.gate_proj.weight": dd.flatten(1).T,
+    }
+
+
+def _load(model, tensors):
+    model.load_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, strict=True)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def jax_model(shared):
+    """The MaxText checkpoint A1 and what the JAX code computed with it."""
+    tensorstore = pytest.importorskip("tensorstore", reason="reading a MaxText checkpoint needs tensorstore")
+    folder = shared / "fixtures" / "A1"
+    hyper = json.loads((folder / "meta.json").read_text())["hyperparameters"]
+
+    def read(name):
+        path = folder / "checkpoints" / "1000" / "state" / f"params.{name}"
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(path)}}
+        return torch.from_numpy(np.asarray(tensorstore.open(spec).result().read().result(), dtype=np.float32))
+
+    config = DCFormerConfig(
+        vocab_size=hyper["vocab_size"],
+        hidden_size=hyper["emb_dim"],
+        intermediate_size=hyper["mlp_dim"],
+        num_hidden_layers=hyper["num_decoder_layers"],
+        num_attention_heads=hyper["num_query_heads"],
+        head_dim=hyper["head_dim"],
+        sliding_window=8,
+        layer_pattern="LG",
+        qk_norm=True,
+        norm_eps=1e-5,
+        compose_act="gelu_pytorch_tanh",
+    )
+    tensors = {
+        "model.embed_tokens.weight": read("token_embedder.embedding"),
+        "model.norm.weight": read("decoder.decoder_norm.scale"),
+        "lm_head.weight": read("decoder.logits_dense.kernel").T,
+    }
+    for layer in range(config.num_hidden_layers):
+        block, sub = divmod(layer, 2)
+
+        def pick(name, axis=1, block=block, sub=sub):
+            return read("decoder.layers." + name.format(sub)).select(axis, block)
+
+        attention = "self_attention_{}."
+        named = {
+            "input_layernorm.weight": pick("pre_self_attention_layer_norm_{}.scale"),
+            "post_attention_layernorm.weight": pick("post_self_attention_layer_norm_{}.scale"),
+            "mlp.gate_proj.weight": pick("mlp_{}.wi_0.kernel").T,
+            "mlp.up_proj.weight": pick("mlp_{}.wi_1.kernel").T,
+            "mlp.down_proj.weight": pick("mlp_{}.wo.kernel").T,
+            "self_attn.q_proj.weight": pick(attention + "query.kernel").flatten(1).T,
+            "self_attn.k_proj.weight": pick(attention + "key.kernel").flatten(1).T,
+            "self_attn.v_proj.weight": pick(attention + "value.kernel").flatten(1).T,
+            "self_attn.o_proj.weight": pick(attention + "out.kernel").flatten(0, 1).T,
+            "self_attn.q_norm.weight": pick(attention + "q_norm.scale"),
+            "self_attn.k_norm.weight": pick(attention + "k_norm.scale"),
+            **_compose_tensors(
+                pick(attention + "AttentionOp_0.dyn_w_proj.dw1.kernel"),
+                pick(attention + "AttentionOp_0.dyn_w_proj.qkw"),
+                pick(attention + "AttentionOp_0.dyn_w_proj.dd.kernel"),
+            ),
+        }
+        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in named.items()}
+    arrays = {name: torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("tokens", "logits")}
+    arrays["hidden"] = [torch.from_numpy(np.load(folder / f"hidden_{i}.npy")) for i in range(config.num_hidden_layers)]
+    return _load(DCFormerForCausalLM(config), tensors), arrays
+
+
+@pytest.fixture(scope="module")
+def torch_model(shared):
+    """The published PyTorch layout B1 and what the authors' code computed with it."""
+    folder = shared / "fixtures" / "B1"
+    config = DCFormerConfig.from_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    tensors = {
+        "model.embed_tokens.weight": stored["tok_embeddings.weight"],
+        "model.norm.weight": stored["norm.weight"],
+        "lm_head.weight": stored["output.weight"],
+    }
+    width = config.num_attention_heads * config.head_dim
+    for layer in range(config.num_hidden_layers):
+        old = {name.split(".", 2)[2]: t for name, t in stored.items() if name.startswith(f"layers.{layer}.")}
+        q, k, v = old["attention.wqkv.weight"].split(width)
+        dynamic = "attention.dyn_w_proj."
+        named = {
+            "input_layernorm.weight": old["attention_norm.weight"],
+            "post_attention_layernorm.weight": old["ffn_norm.weight"],
+            "mlp.gate_proj.weight": old["feed_forward.w1.weight"],
+            "mlp.up_proj.weight": old["feed_forward.w3.weight"],
+            "mlp.down_proj.weight": old["feed_forward.w2.weight"],
+            "self_attn.q_proj.weight": q,
+            "self_attn.k_proj.weight": k,
+            "self_attn.v_proj.weight": v,
+            "self_attn.o_proj.weight": old["attention.wo.weight"],
+            "self_attn.q_norm.weight": old["attention.q_norm.scale"],
+            "self_attn.k_norm.weight": old["attention.k_norm.scale"],
+            **_compose_tensors(old[dynamic + "dw1"], old[dynamic + "qkw"], old[dynamic + "dd"]),
+        }
+        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in named.items()}
+    arrays = {
+        name: torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("tokens", "prefill_logits", "decode_logits")
+    }
+    return _load(DCFormerForCausalLM(config), tensors), arrays
+
+
+def _decode(model, tokens, prompt_length):
+    """Logits of the tokens after the prompt, fed one at a time."""
+    out = model(tokens[:, :prompt_length], use_cache=True) if prompt_length else None
+    cache, logits = (out.past_key_values if out else None), []
+    for position in range(prompt_length, tokens.shape[1]):
+        out = model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("training", [False, True])
+def test_jax_forward(jax_model, implementation, training):
+    model, expected = jax_model
+    model.set_attn_implementation(implementation)
+    model.train(training)
+    out = model(expected["tokens"], output_hidden_states=True)
+    model.eval()
+    torch.testing.assert_close(out.logits, expected["logits"], atol=TOLERANCE, rtol=0)
+    # hidden_states[-1] is normalised, so the last layer's own output is not among them
+    for ours, theirs in zip(out.hidden_states[1:-1], expected["hidden"], strict=False):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@torch.no_grad()
+def test_jax_decoding(jax_model, implementation):
+    model, expected = jax_model
+    model.set_attn_implementation(implementation)
+    logits = _decode(model, expected["tokens"], 0)
+    torch.testing.assert_close(logits, expected["logits"], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("training", [False, True])
+def test_torch_prefill(torch_model, implementation, training):
+    model, expected = torch_model
+    model.set_attn_implementation(implementation)
+    model.train(training)
+    logits = model(expected["tokens"]).logits
+    model.eval()
+    torch.testing.assert_close(logits, expected["prefill_logits"], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@torch.no_grad()
+def test_torch_decoding(torch_model, implementation):
+    model, expected = torch_model
+    model.set_attn_implementation(implementation)
+    logits = _decode(model, expected["tokens"], 24)
+    torch.testing.assert_close(logits, expected["decode_logits"], atol=TOLERANCE, rtol=0)
