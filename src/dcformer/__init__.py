@@ -29,6 +29,7 @@ from .modeling_dcformer import (
     DCPythiaForTokenClassification,
     DCPythiaModel,
 )
+from .remote_code import export_remote_code
 
 __version__ = "0.1.0"
 
@@ -67,4 +68,5 @@ __all__ = [
     "SideWeights",
     "__version__",
     "compose",
+    "export_remote_code",
 ]

@@ -10,6 +10,7 @@ What both compute (paper section 3.1), composition inside groups of heads:
     output  = compose(weights) v              the composed weights are rounded to the model's dtype first
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,19 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils import logging
 
 from .compose_dcformer import ComposeWeights, SideWeights, accumulation_dtype, compose
 
+logger = logging.get_logger(__name__)
+
 # Scores of one block of queries in the chunked implementation: at most this many (a soft bound, per problem).
-BLOCK_SCORES = 1 << 20
+BLOCK_SCORES = 1 << 22
 MAX_QUERY_BLOCK = 128
+_NO_MAPS = (
+    "attn_implementation='dcformer_chunked' never holds the attention maps. Load the model with "
+    "attn_implementation='eager', or call model.set_attn_implementation('eager')."
+)
 # Up to this many queries (decoding, assisted decoding) the definition itself is linear in S and has the least overhead.
 FEW_QUERIES = 16
 
@@ -162,7 +170,8 @@ def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> None:
-    if query.shape[1] % key.shape[1] or key.shape[:3] != value.shape[:3] or query.shape[-1] != key.shape[-1]:
+    heads_fit = query.shape[0] == key.shape[0] and query.shape[1] % key.shape[1] == 0
+    if not heads_fit or key.shape[:3] != value.shape[:3] or query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not belong together: "
             "expected [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv] with H a multiple of Hkv."
@@ -271,14 +280,15 @@ def chunked_attention(
         output [B, T, H, D], and None: there are no weights to return.
 
     Raises:
-        ValueError: on shapes that do not fit, or when attention maps are asked for.
+        ValueError: on shapes that do not fit, when a trace of the maps is asked for, or for a mask to be trained.
     """
     _check_shapes(query, key, value, attention_mask)
-    if compose_trace is not None or kwargs.get("output_attentions"):
-        raise ValueError(
-            "attn_implementation='dcformer_chunked' never holds the attention maps, so it cannot return them: load the "
-            "model with attn_implementation='eager', or call model.set_attn_implementation('eager')."
-        )
+    if compose_trace is not None:
+        raise ValueError(f"compose_trace cannot be filled: {_NO_MAPS}")
+    if kwargs.get("output_attentions"):  # as Transformers' own fused implementations: nothing to return, and a warning
+        logger.warning_once(f"output_attentions=True returns nothing: {_NO_MAPS}")
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad:
+        raise ValueError("an attention mask that requires gradients needs attn_implementation='eager'.")
     causal = attention_mask is None and getattr(module, "is_causal", True)
     dropout = dropout if module.training else 0.0
     if query.shape[2] <= FEW_QUERIES and not dropout:
@@ -308,14 +318,24 @@ def _attend_few(query, key, value, attention_mask, scaling, pre, post, sliding_w
 
 # --- dcformer_chunked -------------------------------------------------------------------------------------------------
 #
-# Groups of heads and sequences of a batch are independent, so the work is a loop over (sequence, group, block of
-# queries). Inside, a map is [M, t, S'] with S' the keys the block can see. The mixing is done the cheap way round:
-#
-#   query side: for each query one [M, M] matrix, I + static + Σ_r down upᵀ + diag(gate), applied to [M, S'] (one bmm);
-#   key side: R hidden maps [t, S'] per stage, accumulated head by head in cache.
+# Groups of heads are independent, so the work is a loop over (group, slice of the batch, block of queries). Inside, all
+# maps are [M, b, t, S'], heads first: b sequences, t queries, S' the keys that the block can see. The mixing never forms
+# an [H, H] matrix: R hidden maps [b, t, S'] per side and stage are accumulated head by head, and added back head by head,
+# while they sit in cache.
 #
 # The backward pass recomputes a block's maps from q, k, v and the weights. Rows are complete, so the softmax needs no
 # saved log-sum-exp.
+
+
+@dataclass
+class _Block:
+    """One block of work: which sequences, queries and keys, and what is visible among them."""
+
+    batch: slice
+    queries: slice
+    keys: slice
+    visible: torch.Tensor | None = None  # [1 or M, 1 or b, t, S']
+    bias: torch.Tensor | None = None
 
 
 @dataclass
@@ -329,42 +349,55 @@ class _Plan:
     dropout: float
     seed: int
 
-    def blocks(self, heads: int, query_length: int, key_length: int):
-        """Yields (start, stop, first key, key after the last) for each block of queries of a [M, T, S] problem."""
-        offset = key_length - query_length
-        span = key_length if self.window is None or not self.causal else min(key_length, self.window + MAX_QUERY_BLOCK)
-        size = max(8, min(MAX_QUERY_BLOCK, BLOCK_SCORES // max(1, heads * span)))
-        for start in range(0, query_length, size):
-            stop = min(start + size, query_length)
-            first, last = 0, key_length
+    def blocks(self, query: torch.Tensor, key: torch.Tensor, heads: slice):
+        """Yields the blocks of one group's problem: `query` [B, H, T, D], `key` [B, Hkv, S, D]."""
+        (batch, _, length, _), key_length, count = query.shape, key.shape[2], heads.stop - heads.start
+        windowed = self.window is not None and self.causal
+        span = min(key_length, self.window + MAX_QUERY_BLOCK) if windowed else key_length
+        rows = max(1, BLOCK_SCORES // max(1, count * span))
+        size = min(length, MAX_QUERY_BLOCK, max(8, rows))
+        sequences = max(1, rows // size)
+        for first in range(0, batch, sequences):
+            for start in range(0, length, size):
+                block = _Block(
+                    slice(first, min(batch, first + sequences)), slice(start, min(length, start + size)), slice(None)
+                )
+                self._find_keys(block, heads, length, key_length, query.device)
+                if block.keys.start < block.keys.stop:
+                    yield block
+
+    def _find_keys(self, block: _Block, heads: slice, length: int, key_length: int, device: torch.device) -> None:
+        """Sets the keys that a block needs, and which of them each query sees."""
+        start, stop, first, last = block.queries.start, block.queries.stop, 0, key_length
+        if self.mask is None:
             if self.causal:
+                offset = key_length - length
                 last = min(key_length, max(0, stop + offset))
                 first = 0 if self.window is None else min(last, max(0, start + offset - self.window + 1))
-            yield start, stop, first, last
-
-    def block_mask(self, batch: int, heads: slice, start: int, stop: int, first: int, last: int, shape, device):
-        """Visible keys and bias of a block, [1 or M, t, S'] each or None, and the key range narrowed to what is seen."""
-        if self.mask is None:
-            if not self.causal:
-                return None, None, first, last
-            return _causal_rows(start, stop, shape[0], shape[1], self.window, device)[None, :, first:last], None, first, last
+                rows = _causal_rows(start, stop, length, key_length, self.window, device)
+                block.visible = rows[None, None, :, first:last]
+            block.keys = slice(first, last)
+            return
         if isinstance(self.mask, QueryBlockMask):
             rows = self.mask.rows(start, stop)
         else:
             rows = self.mask[:, :, start:stop]
-        rows = rows[batch if rows.shape[0] > 1 else 0].to(device)
-        rows = rows[heads] if rows.shape[0] > 1 else rows
+        rows = rows[block.batch] if rows.shape[0] > 1 else rows
+        rows = (rows[:, heads] if rows.shape[1] > 1 else rows).transpose(0, 1).to(device)  # [1 or M, 1 or b, t, S]
         visible, bias = _visible_and_bias(rows)
-        if not torch.compiler.is_compiling():
-            seen = visible.any(dim=0).any(dim=0).nonzero()
+        if not torch.compiler.is_compiling():  # what no query of the block sees need not be computed
+            seen = visible.flatten(0, 2).any(dim=0).nonzero()
             first, last = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
-        return visible[..., first:last], None if bias is None else bias[..., first:last], first, last
+        block.keys = slice(first, last)
+        block.visible = visible[..., first:last]
+        block.bias = None if bias is None else bias[..., first:last]
 
-    def keep(self, batch: int, group: int, start: int, like: torch.Tensor) -> torch.Tensor | None:
+    def keep(self, block: _Block, heads: slice, like: torch.Tensor) -> torch.Tensor | None:
         """Dropout factors of a block, the same whenever they are asked for."""
         if not self.dropout:
             return None
-        generator = torch.Generator(like.device).manual_seed(self.seed + 1_000_003 * batch + 10_007 * group + start)
+        place = 1_000_003 * block.batch.start + 10_007 * heads.start + block.queries.start
+        generator = torch.Generator(like.device).manual_seed(self.seed + place)
         kept = torch.rand(like.shape, generator=generator, device=like.device) >= self.dropout
         return kept.to(like.dtype) / (1 - self.dropout)
 
@@ -376,156 +409,180 @@ def _flatten(weights: ComposeWeights | None) -> tuple[torch.Tensor | None, ...]:
     return (query.down, query.up, query.gate, key.down, key.up, key.gate, weights.static)
 
 
-class _Stage:
-    """One stage's weights for one sequence and one group, in the layout in which the blocks use them."""
-
-    def __init__(self, tensors, batch: int, group: int, heads: slice, compute: torch.dtype):
-        q_down, q_up, q_gate, k_down, k_up, k_gate, static = (
-            None if w is None else (w[group] if i == 6 else w[batch, heads]).to(compute) for i, w in enumerate(tensors)
-        )
-        self.q_down, self.q_up, self.q_gate, self.static = q_down, q_up, q_gate, static  # [M, T, R], [M, T], [M, M]
-        self.k_down = None if k_down is None else k_down.permute(2, 0, 1).contiguous()  # [R, M, S]
-        self.k_up = None if k_up is None else k_up.permute(2, 0, 1).contiguous()  # [R, M, S]
-        self.k_gate = None if k_gate is None else k_gate.contiguous()  # [M, S]
-        self.mixes_query = q_down is not None or q_gate is not None or static is not None
-        self.mixes_key = k_down is not None or k_gate is not None
-
-    def matrix(self, start: int, stop: int) -> torch.Tensor:
-        """One mixing matrix per query, from head (row) to head (column), the skip connection included: [t, M, M]."""
-        heads = next(w for w in (self.q_down, self.q_gate, self.static) if w is not None)
-        out = torch.eye(heads.shape[0], dtype=heads.dtype, device=heads.device)
-        if self.static is not None:
-            out = out + self.static
-        out = out.expand(stop - start, -1, -1)
-        if self.q_down is not None:
-            down, up = self.q_down[:, start:stop], self.q_up[:, start:stop]  # [M, t, R]
-            out = torch.baddbmm(out, down.transpose(0, 1), up.permute(1, 2, 0))
-        if self.q_gate is not None:
-            out = out + torch.diag_embed(self.q_gate[:, start:stop].T)
-        return out
-
-    def mix(self, maps: torch.Tensor, start: int, stop: int, keys: slice) -> torch.Tensor:
-        """Composes [M, t, S'] maps of queries `start` to `stop` and keys `keys`."""
-        if not self.mixes_query and not self.mixes_key:
-            return maps
-        if self.mixes_query:
-            # [t, M, M] x [t, M, S'] -> [t, M, S'], seen as [M, t, S']
-            out = torch.bmm(self.matrix(start, stop).transpose(1, 2), maps.transpose(0, 1)).transpose(0, 1)
-        else:
-            out = maps.clone()
-        if self.k_down is not None:
-            down, up = self.k_down[..., keys], self.k_up[..., keys]  # [R, M, S']
-            for rank in range(down.shape[0]):
-                hidden = _weighted_sum(maps, down[rank])  # [t, S']
-                for head in range(maps.shape[0]):
-                    out[head].addcmul_(hidden, up[rank, head])
-        if self.k_gate is not None:
-            gate = self.k_gate[:, keys]
-            for head in range(maps.shape[0]):
-                out[head].addcmul_(maps[head], gate[head])
-        return out
+def _hide(scores: torch.Tensor, block: _Block) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Adds a block's mask to its scores. Also returns, where some row sees no key, 1 for the rows that do and 0 else."""
+    visible = block.visible
+    if visible is None:
+        return scores, None
+    hidden = torch.zeros(visible.shape, dtype=scores.dtype, device=scores.device)
+    if block.bias is not None:
+        hidden += block.bias
+    hidden.masked_fill_(~visible, float("-inf"))
+    nonempty = visible.any(dim=-1, keepdim=True)
+    if not torch.compiler.is_compiling() and bool(nonempty.all()):
+        return scores + hidden, None
+    hidden.masked_fill_(~nonempty, 0.0)
+    return scores + hidden, nonempty.to(scores.dtype)
 
 
-def _weighted_sum(maps: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Σ_m maps[m] · factors[m]: [M, t, S'] and [M, S'] -> [t, S']."""
+def _weighted_sum(maps: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Σ_m maps[m] · factors[m] of [b, t, S'] maps and [b, t, 1] or [b, 1, S'] factors -> [b, t, S']."""
     out = maps[0] * factors[0]
-    for head in range(1, maps.shape[0]):
-        out.addcmul_(maps[head], factors[head])
+    for one, factor in zip(maps[1:], factors[1:], strict=True):
+        out.addcmul_(one, factor)
     return out
 
 
-class _StageGradients:
-    """Gradients of one `_Stage`, accumulated over blocks, and the way back through its mixing."""
+class _Side:
+    """One side's weights of one group, as factors that broadcast against maps [M, b, t, S']; and their gradients.
 
-    def __init__(self, stage: _Stage):
-        self.stage = stage
-        for name in ("q_down", "q_up", "q_gate", "static", "k_down", "k_up", "k_gate"):
-            weight = getattr(stage, name)
-            setattr(self, name, None if weight is None else torch.zeros_like(weight))
+    down, up: [R, M, B, T, 1] (queries) or [R, M, B, 1, S] (keys); gate: [M, B, T, 1] or [M, B, 1, S].
+    """
 
-    def mix_backward(
-        self, maps: torch.Tensor, grad: torch.Tensor, start: int, stop: int, keys: slice
-    ) -> torch.Tensor:
-        """From the gradient of the composed maps to that of `maps`; both [M, t, S']. Adds to the weights' gradients."""
-        stage = self.stage
-        if not stage.mixes_query and not stage.mixes_key:
-            return grad
-        if stage.mixes_query:
-            out = torch.bmm(stage.matrix(start, stop), grad.transpose(0, 1)).transpose(0, 1)
-            pairs = torch.bmm(maps.transpose(0, 1), grad.permute(1, 2, 0))  # [t, M, M]: Σ_s maps[j] grad[m]
-            if stage.static is not None:
-                self.static += pairs.sum(0)
-            if stage.q_down is not None:
-                down, up = stage.q_down[:, start:stop], stage.q_up[:, start:stop]  # [M, t, R]
-                self.q_down[:, start:stop] = torch.bmm(pairs, up.transpose(0, 1)).transpose(0, 1)
-                self.q_up[:, start:stop] = torch.bmm(pairs.transpose(1, 2), down.transpose(0, 1)).transpose(0, 1)
-            if stage.q_gate is not None:
-                self.q_gate[:, start:stop] = pairs.diagonal(dim1=1, dim2=2).T
+    def __init__(self, tensors, heads: slice, compute: torch.dtype, is_query: bool):
+        down, up, gate = (None if w is None else w[:, heads].to(compute) for w in tensors)
+        self.axis = -1 if is_query else -2
+        self.down, self.up = (
+            None if w is None else w.permute(3, 1, 0, 2).contiguous().unsqueeze(self.axis) for w in (down, up)
+        )
+        self.gate = None if gate is None else gate.transpose(0, 1).contiguous().unsqueeze(self.axis)
+        self.grads: dict[str, torch.Tensor] = {}
+
+    def _at(self, block: _Block) -> tuple:
+        """Index of a block's tokens in `down`, `up` and `gate`."""
+        tokens = (block.queries, slice(None)) if self.axis == -1 else (slice(None), block.keys)
+        return (..., block.batch, *tokens)
+
+    def add(self, out: torch.Tensor, maps: torch.Tensor, block: _Block, transposed: bool = False) -> None:
+        """Adds this side's low-rank and gate branches of `maps` to `out`, both [M, b, t, S'].
+
+        With `transposed`, the transpose of that linear map: what takes gradients back.
+        """
+        at, maps_of, out_of = self._at(block), maps.unbind(0), out.unbind(0)
+        if self.down is not None and self.up is not None:
+            inner, outer = (self.up, self.down) if transposed else (self.down, self.up)
+            for inner_rank, outer_rank in zip(inner[at], outer[at], strict=True):
+                hidden = _weighted_sum(maps_of, inner_rank.unbind(0))  # [b, t, S']
+                for one, factor in zip(out_of, outer_rank.unbind(0), strict=True):
+                    one.addcmul_(hidden, factor)
+        if self.gate is not None:
+            for one, own, factor in zip(out_of, maps_of, self.gate[at].unbind(0), strict=True):
+                one.addcmul_(own, factor)
+
+    def add_grads(self, maps: torch.Tensor, grad: torch.Tensor, block: _Block) -> None:
+        """Adds to the gradients of the weights, from maps and the gradient of the composed maps, both [M, b, t, S']."""
+        if not self.grads:
+            self.grads = {n: torch.zeros_like(w) for n in ("down", "up", "gate") if (w := getattr(self, n)) is not None}
+        at, maps_of, grad_of = self._at(block), maps.unbind(0), grad.unbind(0)
+        if self.down is not None and self.up is not None:
+            for down, up, to_down, to_up in zip(
+                self.down[at], self.up[at], self.grads["down"][at], self.grads["up"][at], strict=True
+            ):
+                hidden, grad_hidden = _weighted_sum(maps_of, down.unbind(0)), _weighted_sum(grad_of, up.unbind(0))
+                for head, (own, its_grad) in enumerate(zip(maps_of, grad_of, strict=True)):
+                    to_up[head] += (hidden * its_grad).sum(self.axis, keepdim=True)
+                    to_down[head] += (grad_hidden * own).sum(self.axis, keepdim=True)
+        if self.gate is not None:
+            to_gate = self.grads["gate"][at]
+            for head, (own, its_grad) in enumerate(zip(maps_of, grad_of, strict=True)):
+                to_gate[head] += (own * its_grad).sum(self.axis, keepdim=True)
+
+    def flat_grads(self) -> list[torch.Tensor | None]:
+        """Gradients of down, up [B, M, N, R] and gate [B, M, N]."""
+        down, up, gate = (None if (g := self.grads.get(n)) is None else g.squeeze(self.axis) for n in ("down", "up", "gate"))
+        low_rank = [None if g is None else g.permute(2, 1, 3, 0) for g in (down, up)]
+        return [*low_rank, None if gate is None else gate.transpose(0, 1)]
+
+
+class _Stage:
+    """One stage of one group: both sides and the static projection [M, M]."""
+
+    def __init__(self, tensors, group: int, heads: slice, compute: torch.dtype):
+        self.sides = [
+            _Side(part, heads, compute, is_query)
+            for part, is_query in ((tensors[0:3], True), (tensors[3:6], False))
+            if any(w is not None for w in part)
+        ]
+        self.side_places = [i for i in (0, 3) if any(w is not None for w in tensors[i : i + 3])]
+        self.static = None if tensors[6] is None else tensors[6][group].to(compute)
+        self.static_grad = None if self.static is None else torch.zeros_like(self.static)
+
+    def _apply(self, maps: torch.Tensor, block: _Block, transposed: bool) -> torch.Tensor:
+        if not self.sides and self.static is None:
+            return maps
+        if self.static is None:
+            out = maps.clone()
         else:
-            out = grad.clone()
-        heads = range(maps.shape[0])
-        if stage.k_down is not None:
-            down, up = stage.k_down[..., keys], stage.k_up[..., keys]  # [R, M, S']
-            for rank in range(down.shape[0]):
-                hidden = _weighted_sum(maps, down[rank])  # [t, S']
-                grad_hidden = _weighted_sum(grad, up[rank])  # [t, S']
-                for head in heads:
-                    self.k_up[rank, head, keys] += (hidden * grad[head]).sum(0)
-                    self.k_down[rank, head, keys] += (grad_hidden * maps[head]).sum(0)
-                    out[head].addcmul_(grad_hidden, down[rank, head])
-        if stage.k_gate is not None:
-            gate = stage.k_gate[:, keys]
-            for head in heads:
-                self.k_gate[head, keys] += (maps[head] * grad[head]).sum(0)
-                out[head].addcmul_(grad[head], gate[head])
+            static = self.static if transposed else self.static.T
+            out = torch.addmm(maps.flatten(1), static, maps.flatten(1)).view_as(maps)
+        for side in self.sides:
+            side.add(out, maps, block, transposed)
         return out
 
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order and layout of `_flatten`, without the batch and head axes: [M, N, R], [M, N], [M, M]."""
-        k_down, k_up = (None if w is None else w.permute(1, 2, 0) for w in (self.k_down, self.k_up))
-        return (self.q_down, self.q_up, self.q_gate, k_down, k_up, self.k_gate, self.static)
+    def mix(self, maps: torch.Tensor, block: _Block) -> torch.Tensor:
+        """Composes maps [M, b, t, S']."""
+        return self._apply(maps, block, transposed=False)
+
+    def mix_backward(self, maps: torch.Tensor, grad: torch.Tensor, block: _Block) -> torch.Tensor:
+        """From the gradient of the composed maps to that of `maps`, both [M, b, t, S']; keeps those of the weights."""
+        for side in self.sides:
+            side.add_grads(maps, grad, block)
+        if self.static_grad is not None:
+            self.static_grad += maps.flatten(1) @ grad.flatten(1).T
+        return self._apply(grad, block, transposed=True)
+
+    def flat_grads(self) -> list[torch.Tensor | None]:
+        """Gradients in the order and layout of `_flatten`, for this group's heads."""
+        grads: list[torch.Tensor | None] = [None] * 6 + [self.static_grad]
+        for place, side in zip(self.side_places, self.sides, strict=True):
+            grads[place : place + 3] = side.flat_grads()
+        return grads
 
 
-def _problems(groups: int, tensors, compute: torch.dtype):
-    """Splits a call into independent problems: yields (sequence, group, heads, q, k, v, pre, post).
+class _Problem:
+    """One group of heads: its queries, keys and values [M, B, T or S, D] in the accumulation dtype, and its stages."""
 
-    q is [M, T, D], k and v are [M, S, D], in the accumulation dtype.
-    """
-    query, key, value = tensors[:3]
-    batch, total = query.shape[:2]
-    per_group = total // groups
-    for b in range(batch):
-        repeated = [_repeat_heads(states[b : b + 1], total)[0].to(compute) for states in (key, value)]
-        for group in range(groups):
-            heads = slice(group * per_group, (group + 1) * per_group)
-            pre, post = (_Stage(tensors[i : i + 7], b, group, heads, compute) for i in (3, 10))
-            yield b, group, heads, query[b, heads].to(compute), repeated[0][heads], repeated[1][heads], pre, post
+    def __init__(self, tensors, groups: int, group: int):
+        query, key, value = tensors[:3]
+        compute = accumulation_dtype(query.dtype)
+        total = query.shape[1]
+        self.dtype, self.compute = query.dtype, compute
+        self.heads = heads = slice(group * (total // groups), (group + 1) * (total // groups))
+        self.q, self.k, self.v = (
+            _repeat_heads(states, total)[:, heads].transpose(0, 1).to(compute).contiguous()
+            for states in (query, key, value)
+        )
+        self.pre, self.post = (_Stage(tensors[i : i + 7], group, heads, compute) for i in (3, 10))
 
+    def at(self, block: _Block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [M, b, t, D], keys and values [M, b, S', D] of a block."""
+        keys = (slice(None), block.batch, block.keys)
+        return self.q[:, block.batch, block.queries], self.k[keys], self.v[keys]
 
-def _block_maps(q, k, plan: _Plan, pre: _Stage, post: _Stage, visible, bias, start, stop, keys: slice):
-    """Scores, weights and composed weights of a block, each [M, t, S']."""
-    scores = torch.bmm(q[:, start:stop] * plan.scaling, k[:, keys].transpose(1, 2))
-    weights = _masked_softmax(pre.mix(scores, start, stop, keys), visible, bias)
-    return scores, weights, post.mix(weights, start, stop, keys)
+    def maps(self, plan: _Plan, block: _Block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scores, weights and composed weights of a block, each [M, b, t, S']."""
+        q, k, _ = self.at(block)
+        scores = torch.bmm((q * plan.scaling).flatten(0, 1), k.transpose(2, 3).flatten(0, 1)).unflatten(0, q.shape[:2])
+        masked, nonempty = _hide(self.pre.mix(scores, block), block)
+        weights = masked.softmax(dim=-1)
+        if nonempty is not None:
+            weights = weights * nonempty
+        composed = self.post.mix(weights, block)
+        return scores, weights, composed if self.dtype == self.compute else composed.to(self.dtype).to(self.compute)
 
 
 def _chunked_forward(plan: _Plan, groups: int, tensors) -> torch.Tensor:
     """Forward pass; `tensors` are query, key, value and the flattened stages. Returns [B, H, T, D]."""
     query, key, value = tensors[:3]
-    compute = accumulation_dtype(query.dtype)
     output = query.new_zeros((*query.shape[:3], value.shape[-1]))
-    shape = (query.shape[2], key.shape[2])
-    for b, group, heads, q, k, v, pre, post in _problems(groups, tensors, compute):
-        for start, stop, first, last in plan.blocks(q.shape[0], *shape):
-            visible, bias, first, last = plan.block_mask(b, heads, start, stop, first, last, shape, q.device)
-            if first == last:
-                continue
-            keys = slice(first, last)
-            _, _, composed = _block_maps(q, k, plan, pre, post, visible, bias, start, stop, keys)
-            composed = composed.to(query.dtype).to(compute)
-            if (keep := plan.keep(b, group, start, composed)) is not None:
+    for group in range(groups):
+        problem = _Problem(tensors, groups, group)
+        for block in plan.blocks(query, key, problem.heads):
+            composed = problem.maps(plan, block)[2]
+            if (keep := plan.keep(block, problem.heads, composed)) is not None:
                 composed = composed * keep
-            output[b, heads, start:stop] = torch.bmm(composed, v[:, keys]).to(query.dtype)
+            out = torch.matmul(composed, problem.at(block)[2])  # [M, b, t, D]
+            output[block.batch, problem.heads, block.queries] = out.transpose(0, 1).to(query.dtype)
     return output
 
 
@@ -542,45 +599,38 @@ class _ChunkedAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
         plan, groups, tensors = ctx.plan, ctx.groups, ctx.saved_tensors
-        query, key, value = tensors[:3]
+        query, key = tensors[:2]
         compute = accumulation_dtype(query.dtype)
-        shape = (query.shape[2], key.shape[2])
         grads = [None if t is None else torch.zeros_like(t, dtype=compute) for t in tensors]
         repeats = query.shape[1] // key.shape[1]
-        for b, group, heads, q, k, v, pre, post in _problems(groups, tensors, compute):
-            grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-            grad_pre, grad_post = _StageGradients(pre), _StageGradients(post)
-            for start, stop, first, last in plan.blocks(q.shape[0], *shape):
-                visible, bias, first, last = plan.block_mask(b, heads, start, stop, first, last, shape, q.device)
-                if first == last:
-                    continue
-                keys = slice(first, last)
-                scores, weights, composed = _block_maps(
-                    q, k, plan, pre, post, visible, bias, start, stop, keys
-                )
-                composed = composed.to(query.dtype).to(compute)
-                grad_out = grad_output[b, heads, start:stop].to(compute)  # [M, t, D]
-                grad_map = torch.bmm(grad_out, v[:, keys].transpose(1, 2))  # [M, t, S']
-                if (keep := plan.keep(b, group, start, composed)) is not None:
+        for group in range(groups):
+            problem = _Problem(tensors, groups, group)
+            heads, pre, post = problem.heads, problem.pre, problem.post
+            grad_q, grad_k, grad_v = (torch.zeros_like(states) for states in (problem.q, problem.k, problem.v))
+            for block in plan.blocks(query, key, heads):
+                q, k, v = problem.at(block)
+                scores, weights, composed = problem.maps(plan, block)
+                grad_out = grad_output[block.batch, heads, block.queries].to(compute).transpose(0, 1)  # [M, b, t, D]
+                grad_map = torch.matmul(grad_out, v.transpose(2, 3))  # [M, b, t, S']
+                if (keep := plan.keep(block, heads, composed)) is not None:
                     composed, grad_map = composed * keep, grad_map * keep
-                grad_v[:, keys] += torch.bmm(composed.transpose(1, 2), grad_out)
-                grad_map = grad_post.mix_backward(weights, grad_map, start, stop, keys)
+                at_keys = (slice(None), block.batch, block.keys)
+                grad_v[at_keys] += torch.matmul(composed.transpose(2, 3), grad_out)
+                grad_map = post.mix_backward(weights, grad_map, block)
                 grad_map = torch._softmax_backward_data(grad_map, weights, -1, weights.dtype)
-                grad_map = grad_pre.mix_backward(scores, grad_map, start, stop, keys)
-                grad_q[:, start:stop] = torch.bmm(grad_map, k[:, keys]) * plan.scaling
-                grad_k[:, keys] += torch.bmm(grad_map.transpose(1, 2), q[:, start:stop] * plan.scaling)
-            grads[0][b, heads] = grad_q
-            kv_heads = torch.arange(heads.start, heads.stop, device=q.device) // repeats
-            grads[1][b].index_add_(0, kv_heads, grad_k)
-            grads[2][b].index_add_(0, kv_heads, grad_v)
-            for offset, stage in ((3, grad_pre), (10, grad_post)):
-                for i, grad in enumerate(stage.tensors(), start=offset):
-                    if grad is None:
-                        continue
-                    if i == offset + 6:
-                        grads[i][group] += grad
-                    else:
-                        grads[i][b, heads] = grad
+                grad_map = pre.mix_backward(scores, grad_map, block)
+                grad_q[:, block.batch, block.queries] = torch.matmul(grad_map, k) * plan.scaling
+                grad_k[at_keys] += torch.matmul(grad_map.transpose(2, 3), q * plan.scaling)
+            grads[0][:, heads] = grad_q.transpose(0, 1)
+            kv_heads = torch.arange(heads.start, heads.stop, device=query.device) // repeats
+            grads[1].index_add_(1, kv_heads, grad_k.transpose(0, 1))
+            grads[2].index_add_(1, kv_heads, grad_v.transpose(0, 1))
+            for offset, stage in ((3, pre), (10, post)):
+                for i, grad in enumerate(stage.flat_grads()):
+                    if grad is not None and i == 6:
+                        grads[offset + i][group] = grad
+                    elif grad is not None:
+                        grads[offset + i][:, heads] = grad
         return None, None, *(None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
 
 

@@ -55,8 +55,10 @@ _LEGACY_RENAMED = {
     "n_head": "num_attention_heads",
     "block_size": "max_position_embeddings",
 }
-# Keys that only steer the authors' PyTorch code.
-_LEGACY_IGNORED = ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad")
+# Keys that only steer the authors' PyTorch code, or point to it.
+_LEGACY_IGNORED = ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad", "auto_map")
+# Their model classes -> ours.
+_LEGACY_ARCHITECTURES = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,14 @@ def _expand_pattern(pattern: str | list[str]) -> list[str]:
     """Spells out a layer pattern: "LGL6" or ["L", "G", ...] -> one layer type per layer of a period."""
     letters = pattern
     if isinstance(pattern, str):
-        if not re.fullmatch(r"([LG]\d*)+", pattern):
+        if not re.fullmatch(r"([LG]([1-9]\d*)?)+", pattern):
             raise ValueError(
                 f"layer_pattern={pattern!r} is not understood: expected letters L (local) and G (global), each "
-                'optionally followed by a count, such as "LG", "LGLL" or "LGL6".'
+                'optionally followed by a count of at least 1, such as "LG", "LGLL" or "LGL6".'
             )
         letters = [letter for letter, count in re.findall(r"([LG])(\d*)", pattern) for _ in range(int(count or 1))]
     names = {"L": "sliding_attention", "G": "full_attention"} | {name: name for name in LAYER_TYPES}
-    unknown = [letter for letter in letters if letter not in names]
-    if unknown or not letters:
+    if not isinstance(letters, (list, tuple)) or not letters or any(letter not in names for letter in letters):
         raise ValueError(
             f"layer_pattern={pattern!r} is not understood: a list may hold 'L', 'G' or {LAYER_TYPES}, at least one."
         )
@@ -160,13 +161,14 @@ class DCFormerConfig(PreTrainedConfig):
     model_type = "dcformer"
     keys_to_ignore_at_inference = ["past_key_values"]
 
+    # Composition is sharded by groups of heads, like the heads themselves, and so needs no collective of its own. Kept
+    # as a superset here; a configuration drops the entries of modules that it does not have.
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
         "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
         "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-        # Composition is sharded by groups of heads, like the heads themselves: it needs no collective of its own.
         "layers.*.self_attn.compose": "local_params",
         "layers.*.self_attn.compose.dw1_proj": "colwise",
         "layers.*.self_attn.compose.gate_proj": "colwise",
@@ -246,6 +248,27 @@ class DCFormerConfig(PreTrainedConfig):
             self.layer_types = [period[i % len(period)] for i in range(self.num_hidden_layers)]
         super().__post_init__(**kwargs)
         self.validate_architecture()  # here too, so that the error is a plain ValueError
+        self.base_model_tp_plan = self._tensor_parallel_plan()
+
+    def _tensor_parallel_plan(self) -> dict[str, str]:
+        """The class's plan without the modules that this configuration does not have."""
+        dynamic = bool(self.compose_generators)
+        present = {
+            "self_attn.q_norm": self.qk_norm,
+            "self_attn.k_norm": self.qk_norm,
+            "compose": dynamic or self.compose_static,
+            "compose.dw1_proj": dynamic and self.compose_projection,
+            "compose.qkw": dynamic and self.compose_projection,
+            "compose.gate_proj": dynamic and self.compose_gate,
+            "compose.pre_static": self.compose_static and self.compose_pre,
+            "compose.post_static": self.compose_static and self.compose_post,
+            # multi-gate MLPs stay whole: their softmax runs over gates that sit with all slices of the activation
+            "mlp.gate_proj": self.mlp_type == "gated" and not self.mlp_gates,
+            "mlp.up_proj": not self.mlp_gates,
+            "mlp.down_proj": not self.mlp_gates,
+        }
+        absent = tuple("." + name for name, is_present in present.items() if not is_present)
+        return {name: style for name, style in type(self).base_model_tp_plan.items() if not name.endswith(absent)}
 
     def _read_legacy(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Takes the keys of an authors' configuration out of `kwargs` and sets the fields they stand for."""
@@ -253,10 +276,10 @@ class DCFormerConfig(PreTrainedConfig):
         for old, new in _LEGACY_RENAMED.items():
             if old in kwargs:
                 setattr(self, new, kwargs.pop(old))
+        if self.architectures:
+            self.architectures = [_LEGACY_ARCHITECTURES.get(name, name) for name in self.architectures]
         self.qk_norm = kwargs.pop("use_qk_norm", False)
         self.attention_bias = self.mlp_bias = kwargs.pop("use_linear_bias", self.attention_bias)
-        if self.intermediate_size is None:  # LLaMA's rule: 8E/3 rounded up to a multiple of 256
-            self.intermediate_size = -(-int(8 * self.hidden_size / 3) // 256) * 256
         kv_heads = kwargs.pop("n_local_heads", -1)
         self.num_key_value_heads = self.num_attention_heads if kv_heads in (-1, None) else kv_heads
         self.qk_norm_eps = 1e-6  # fixed in the authors' PyTorch code, whatever norm_eps says

@@ -205,11 +205,10 @@ class DCFormerAttention(nn.Module):
 
     def _check_cache(self, cache: Cache, key: torch.Tensor, value: torch.Tensor) -> None:
         """Refuses a cache whose keys or values another model made."""
-        layers = getattr(cache, "layers", None)
-        if layers is None or self.layer_idx >= len(layers):
+        if self.layer_idx >= len(cache.layers):
             return
         for name, new in (("keys", key), ("values", value)):
-            old = getattr(layers[self.layer_idx], name, None)
+            old = getattr(cache.layers[self.layer_idx], name, None)
             if old is None or old.dim() != 4 or not old.shape[2]:
                 continue
             expected = (new.shape[0], new.shape[1], new.shape[3])
@@ -297,16 +296,27 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         and are then initialised, as everywhere in Transformers.
 
         Raises:
-            ValueError: when weights of the decoder, or a causal model's `lm_head`, are not in the checkpoint.
+            ValueError: when weights of the decoder, or a causal model's `lm_head`, are not in the checkpoint (with
+                `output_loading_info=True` they are in the returned `missing_keys` instead), or when shapes differ.
             OSError: when a weight file is damaged, naming it.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        takes_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         try:
             model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         except SafetensorError as error:
             raise OSError(_damaged_files(pretrained_model_name_or_path) or str(error)) from error
+        if info["mismatched_keys"] and not takes_mismatch:
+            key, found, expected = sorted(info["mismatched_keys"], key=str)[0]
+            raise ValueError(
+                f"{pretrained_model_name_or_path} holds {key} with shape {tuple(found)}, the configuration asks for "
+                f"{tuple(expected)} ({len(info['mismatched_keys'])} such tensors): config.json and weights do not belong "
+                "together. Pass ignore_mismatched_sizes=True to initialise these tensors instead."
+            )
+        if wants_info:
+            return model, info
         if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
             prefix = "" if model.base_model is model else f"{cls.base_model_prefix}."
             saved_as = model.config.architectures or []
@@ -321,7 +331,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                     f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. The checkpoint is incomplete, or "
                     "belongs to another configuration; loading it would leave these at random values."
                 )
-        return (model, info) if wants_info else model
+        return model
 
     def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
         """Head count and width for a static cache allocated before the first forward (`prefill_chunk_size`)."""
@@ -380,10 +390,14 @@ class DCFormerModel(DCFormerPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)  # [B, T, E]
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            self._check_cache(past_key_values)
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
 
+        layers = self.layers[: self.config.num_hidden_layers]  # fewer while generate drafts with `assistant_early_exit`
+        kinds = self.config.layer_types[: len(layers)]
         masks = attention_mask
         if not isinstance(masks, dict):  # generate prepares the masks itself when it compiles the forward
             mask_arguments = {
@@ -397,11 +411,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 "full_attention": create_causal_mask,
                 "sliding_attention": create_sliding_window_causal_mask,
             }
-            masks = {kind: make_mask[kind](**mask_arguments) for kind in sorted(set(self.config.layer_types))}
+            masks = {kind: make_mask[kind](**mask_arguments) for kind in sorted(set(kinds))}
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+        for layer, kind in zip(layers, kinds, strict=True):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -416,15 +430,45 @@ class DCFormerModel(DCFormerPreTrainedModel):
             past_key_values=past_key_values,
         )
 
+    def _check_cache(self, cache: Cache) -> None:
+        """Refuses a cache of another model, as far as its layers tell; the attention looks at what they hold."""
+        config, advice = self.config, "Pass a cache that this model filled, or none."
+        refused = "past_key_values does not belong to this model"
+        layers, count = getattr(cache, "layers", None), config.num_hidden_layers
+        if layers is None:
+            raise ValueError(f"{refused}: a {type(cache).__name__} is no Transformers cache of layers. {advice}")
+        grows = cache.layer_class_to_replicate is not None  # a DynamicCache made without a configuration
+        if len(layers) > count or (len(layers) < count and not grows):
+            raise ValueError(f"{refused}: it has {len(layers)} layers, the model has {count}. {advice}")
+        for index, (layer, kind) in enumerate(zip(layers, config.layer_types, strict=False)):
+            window = config.sliding_window if kind == "sliding_attention" else None
+            held = getattr(layer, "sliding_window", window)  # a static layer does not say
+            if getattr(layer, "is_sliding", False) and (window is None or held < window):
+                raise ValueError(
+                    f"{refused}: layer {index} of the cache keeps a window of {held} keys, but the model's layer is "
+                    f"{kind!r} with sliding_window={window}. {advice}"
+                )
+        # Ranks 1 to 3 are padded to the same width, so that shapes do not tell them apart.
+        layout = (config.compose_rank, config.compose_projection, config.compose_gate)
+        found = getattr(cache, "_dcformer_layout", layout)
+        if found != layout:
+            raise ValueError(
+                f"{refused}: (compose_rank, compose_projection, compose_gate) of the model that filled it are {found}, "
+                f"of this model {layout}. {advice}"
+            )
+        if not torch.compiler.is_compiling():
+            cache._dcformer_layout = layout  # type: ignore[attr-defined]
+
     def _check_token_ids(self, input_ids: torch.Tensor) -> None:
         """Names a token id outside the vocabulary. On the CPU only: elsewhere looking would stall the device."""
         if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or not input_ids.numel():
             return
         low, high = (int(bound) for bound in input_ids.aminmax())
-        if low < 0 or high >= self.vocab_size:
+        size = self.embed_tokens.num_embeddings
+        if low < 0 or high >= size:
             raise ValueError(
                 f"input_ids holds token id {low if low < 0 else high}, outside the model's vocabulary of "
-                f"{self.vocab_size} ids (0 to {self.vocab_size - 1}): is the tokenizer the model's own?"
+                f"{size} ids (0 to {size - 1}): is the tokenizer the model's own?"
             )
 
 

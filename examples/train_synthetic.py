@@ -1,0 +1,156 @@
+"""Trains the checkpoint that `make demo` uses, and its two twins, on the synthetic head-composition tasks.
+
+    python examples/train_synthetic.py                       # all three, then writes checkpoints/dcformer-synthetic
+    python examples/train_synthetic.py --variants plain      # one of them, into runs/synthetic/plain
+
+The twins have the same size, seed, data and steps: "plain" has all composition off, "talking-heads" only the static
+projection. Everything runs through `transformers.Trainer`, on a CPU in under an hour.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
+
+import dcformer
+from dcformer.synthetic import build_tokenizer, encode, generate_dataset
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
+PLAIN = {"compose_pre": False, "compose_post": False, "compose_query": False, "compose_key": False}
+VARIANTS = {
+    "dcformer": {},
+    "talking-heads": {"compose_query": False, "compose_key": False, "compose_static": True},
+    "plain": PLAIN,
+}
+
+
+def make_config(tokenizer, **switches) -> dcformer.DCFormerConfig:
+    """The small model: 4 layers, LG, about a million parameters."""
+    return dcformer.DCFormerConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        sliding_window=32,
+        max_position_embeddings=512,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **switches,
+    )
+
+
+def make_data(split: str, contexts_per_task: int, num_examples: int, seed: int, tokenizer):
+    """Tokenised contexts; the loss is on the answers, those of the first examples included."""
+    contexts = generate_dataset(split, contexts_per_task=contexts_per_task, num_examples=num_examples, seed=seed)
+    return contexts.map(
+        lambda record: encode(record, tokenizer, score_all=True),
+        remove_columns=contexts.column_names,
+        desc=f"tokenising {split}",
+    )
+
+
+def answer_accuracy(prediction) -> dict[str, float]:
+    """Share of answers that are the model's first choice; predictions are token ids, already argmaxed."""
+    predicted, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    scored = labels != -100
+    return {"accuracy": float((predicted == labels)[scored].mean()), "answers": int(scored.sum())}
+
+
+def train(variant: str, arguments: argparse.Namespace, tokenizer, train_data, test_data) -> dict:
+    """Trains and evaluates one variant; returns what the model card says of it."""
+    set_seed(arguments.seed)
+    config = make_config(tokenizer, attn_implementation=arguments.attention, **VARIANTS[variant])
+    model = dcformer.DCFormerForCausalLM(config)
+    folder = arguments.output / variant
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=arguments.steps,
+            per_device_train_batch_size=arguments.batch_size,
+            per_device_eval_batch_size=64,
+            learning_rate=arguments.learning_rate,
+            adam_beta2=0.98,
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            warmup_steps=arguments.steps // 20,
+            lr_scheduler_type="cosine",
+            logging_steps=50,
+            disable_tqdm=arguments.quiet,
+            eval_strategy="steps",
+            eval_steps=max(1, arguments.steps // 8),
+            save_strategy="no",
+            report_to="none",
+            seed=arguments.seed,
+            use_cpu=arguments.cpu,
+        ),
+        data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100),
+        train_dataset=train_data,
+        eval_dataset=test_data,
+        compute_metrics=answer_accuracy,
+        preprocess_logits_for_metrics=lambda logits, labels: (
+            logits[0] if isinstance(logits, tuple) else logits
+        ).argmax(-1),
+    )
+    start = time.perf_counter()
+    result = trainer.train()
+    minutes = (time.perf_counter() - start) / 60
+    scores = trainer.evaluate()
+    report = {
+        "variant": variant,
+        "parameters": model.num_parameters(),
+        "steps": arguments.steps,
+        "batch_size": arguments.batch_size,
+        "learning_rate": arguments.learning_rate,
+        "seed": arguments.seed,
+        "train_loss": result.training_loss,
+        "test_loss": scores["eval_loss"],
+        "test_accuracy": scores["eval_accuracy"],
+        "test_answers": scores["eval_answers"],
+        "minutes": round(minutes, 1),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__.split("+")[0],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    history = [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
+    (folder / "history.json").write_text(json.dumps(history, indent=1) + "\n")
+    print(json.dumps(report))
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "synthetic", help="folder of the runs")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch-size", type=int, default=32, help="contexts a step")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--num-examples", type=int, default=5, help="examples a context")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attention", default=None, help="attn_implementation; the best that runs here when not given")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.add_argument("--cpu", action="store_true", help="do not use an accelerator that is there")
+    arguments = parser.parse_args()
+
+    tokenizer = build_tokenizer()
+    contexts_per_task = -(-arguments.steps * arguments.batch_size // len(dcformer.synthetic.TASKS))
+    train_data = make_data("train", contexts_per_task, arguments.num_examples, arguments.seed, tokenizer)
+    test_data = make_data("test", 10, arguments.num_examples, arguments.seed, tokenizer)
+    lengths = np.array([len(ids) for ids in train_data["input_ids"]])
+    print(f"{len(train_data)} training contexts of {lengths.mean():.0f} tokens, {len(test_data)} test contexts")
+    for variant in arguments.variants:
+        train(variant, arguments, tokenizer, train_data, test_data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Small models for tests."""
+
+import torch
+
+from dcformer import DCFormerConfig
+
+
+def tiny_config(**overrides) -> DCFormerConfig:
+    """A model small enough for float64 on a CPU, with both kinds of layers and grouped-query attention."""
+    fields = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "sliding_window": 8,
+        "max_position_embeddings": 128,
+    }
+    return DCFormerConfig(**(fields | overrides))
+
+
+def randomise(model: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
+    """Moves every parameter well away from its initialisation, where composition hardly does anything."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.add_(noise.to(parameter.dtype) * (scale / max(1, parameter.shape[-1]) ** 0.5))
+    return model.eval()

@@ -1,0 +1,728 @@
+"""Generation through the library: every way of decoding gives the tokens of decoding without a cache."""
+
+import copy
+import functools
+import gc
+import shutil
+
+import pytest
+import torch
+import torch.utils._python_dispatch
+from helpers import randomise, tiny_config
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    QuantizedCache,
+    StaticCache,
+)
+from transformers.generation import configuration_utils
+
+from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+
+IMPLEMENTATIONS = ("eager", "dcformer_chunked")
+WINDOW = 8
+NEW_TOKENS = 12
+PROMPT_LENGTHS = (5, 60, 7, 23)  # shorter than the window, and far longer
+
+CONFIGS = {
+    "gqa": {},
+    "mha": {"num_key_value_heads": 4},
+    "groups": {"num_key_value_heads": 4, "compose_groups": 2},
+    "static-projection": {"compose_static": True},
+    "query-wise": {"compose_key": False},
+    "pre-only": {"compose_post": False},
+    "gates-only": {"compose_projection": False},
+    "global": {"sliding_window": None},
+    "dcpythia": None,
+}
+
+# The ways `generate` keeps and fills its cache. All must give the tokens of decoding without one.
+MODES = {
+    "no cache": {"use_cache": False},
+    "default": {},
+    "dynamic": {"cache_implementation": "dynamic"},
+    "static": {"cache_implementation": "static"},
+    "static, larger": {"cache_implementation": "static", "max_cache_len": 100},
+    "chunked prefill": {"prefill_chunk_size": 7},
+    "chunked prefill, static": {"prefill_chunk_size": 7, "cache_implementation": "static"},
+    "large chunks, static": {"prefill_chunk_size": 25, "cache_implementation": "static"},
+}
+
+
+def make_config(name: str):
+    if name == "dcpythia":
+        return DCPythiaConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            head_dim=8,
+            sliding_window=WINDOW,
+            max_position_embeddings=128,
+        )
+    return tiny_config(**CONFIGS[name])
+
+
+def make_model(config, implementation: str = "dcformer_chunked", seed: int = 0):
+    """A model whose attention and composition matter, so that a wrong cache shows in the tokens."""
+    torch.manual_seed(seed)
+    model_class = DCPythiaForCausalLM if isinstance(config, DCPythiaConfig) else DCFormerForCausalLM
+    return randomise(model_class._from_config(config, attn_implementation=implementation), scale=1.0)
+
+
+@functools.cache
+def model_named(name: str, implementation: str = "dcformer_chunked"):
+    return make_model(make_config(name), implementation)
+
+
+@functools.cache
+def prompts() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    return tuple(torch.randint(1, 97, (length,), generator=generator) for length in PROMPT_LENGTHS)
+
+
+def tokens(length: int, batch: int = 1, seed: int = 5) -> torch.Tensor:
+    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """One batch [B, longest] and its attention mask."""
+    longest = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
+    return ids, mask
+
+
+@torch.no_grad()
+def greedy(model, ids: torch.Tensor, count: int = NEW_TOKENS) -> torch.Tensor:
+    """The reference: [B, T] -> [B, T + count], every step a forward pass over the whole sequence."""
+    for _ in range(count):
+        logits = model(ids, use_cache=False).logits  # [B, T, V]
+        ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return ids
+
+
+@functools.cache
+def expected(name: str) -> tuple[torch.Tensor, ...]:
+    """What each prompt continues with, by the definition of attention and without a cache: [NEW_TOKENS] each."""
+    model = model_named(name, "eager")
+    return tuple(greedy(model, prompt[None])[0, len(prompt) :] for prompt in prompts())
+
+
+def generate(model, ids: torch.Tensor, mask: torch.Tensor | None = None, **options):
+    """`model.generate` without sampling or an end token; the new tokens [B, NEW_TOKENS] unless a dict is asked for."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0} | options
+    output = model.generate(ids, attention_mask=mask, **options)
+    return output if isinstance(output, dict) else output[:, ids.shape[1] :]
+
+
+# --- the same tokens, however they are made ---------------------------------------------------------------------------
+
+
+def test_the_models_are_no_trivial_ones():
+    """Different tokens, which depend on composition and on the window; otherwise equal tokens would say little."""
+    for name in CONFIGS:
+        assert all(len(set(row.tolist())) > NEW_TOKENS // 2 for row in expected(name)), name
+    ids = prompts()[1][None]
+    model = model_named("mha")
+    for switches in ({"compose_query": False}, {"compose_key": False}, {"sliding_window": 30}):
+        other = make_model(tiny_config(num_key_value_heads=4, **switches))
+        other.load_state_dict(model.state_dict(), strict=False)
+        if "sliding_window" not in switches:  # the generators that are left, of all four
+            left = [i for i, (_, side) in enumerate(model.config.compose_generators) if f"compose_{side}" not in switches]
+            rows = model.config.num_attention_heads * 2 * model.config.compose_rank
+            pick = torch.cat([torch.arange(i * rows, (i + 1) * rows) for i in left])
+            for layer, its_layer in zip(other.model.layers, model.model.layers, strict=True):
+                mine, its = layer.self_attn.compose, its_layer.self_attn.compose
+                mine.dw1_proj.weight.data, mine.qkw.data = its.dw1_proj.weight.data[pick], its.qkw.data[pick]
+        assert not torch.equal(generate(other, ids), generate(model, ids)), switches
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_single_and_batched(name, mode):
+    """Batched with left padding, short and long prompts together, and one by one."""
+    model = model_named(name)
+    ids, mask = left_padded(prompts())
+    torch.testing.assert_close(generate(model, ids, mask, **MODES[mode]), torch.stack(expected(name)))
+    for prompt, want in zip(prompts(), expected(name), strict=True):
+        torch.testing.assert_close(generate(model, prompt[None], **MODES[mode])[0], want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_with_eager_attention(mode):
+    ids, mask = left_padded(prompts())
+    out = generate(model_named("gqa", "eager"), ids, mask, **MODES[mode])
+    torch.testing.assert_close(out, torch.stack(expected("gqa")))
+
+
+@pytest.mark.parametrize("implementation", configuration_utils.ALL_CACHE_IMPLEMENTATIONS)
+def test_every_cache_implementation_of_the_library(implementation):
+    """Whatever this version of the library lists; those with requirements have tests of their own."""
+    if "offloaded" in implementation and not torch.cuda.is_available():
+        pytest.skip(f"the library's {implementation!r} cache needs CUDA streams (torch.cuda.default_stream)")
+    if implementation == "quantized":
+        pytest.skip("lossy and without sliding layers: test_quantized_cache")
+    device = "cuda" if "offloaded" in implementation else "cpu"
+    model = copy.deepcopy(model_named("gqa")).to(device)
+    ids, mask = (tensor.to(device) for tensor in left_padded(prompts()))
+    out = generate(model, ids, mask, cache_implementation=implementation, disable_compile=True)
+    torch.testing.assert_close(out.cpu(), torch.stack(expected("gqa")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: offloading copies between devices")
+@pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
+def test_offloaded_with_chunked_prefill(implementation):
+    model = copy.deepcopy(model_named("gqa")).cuda()
+    ids, mask = (tensor.cuda() for tensor in left_padded(prompts()))
+    options = {"cache_implementation": implementation, "prefill_chunk_size": 25, "disable_compile": True}
+    torch.testing.assert_close(generate(model, ids, mask, **options).cpu(), torch.stack(expected("gqa")))
+
+
+@pytest.mark.parametrize("name", ["gqa", "groups", "dcpythia"])
+def test_sampling(name):
+    """One seed, one continuation, with and without a cache."""
+    model = model_named(name)
+    ids, mask = left_padded(prompts())
+    outputs = []
+    for options in ({"use_cache": False}, {}, {"cache_implementation": "static"}, {"prefill_chunk_size": 9}):
+        torch.manual_seed(11)
+        outputs.append(generate(model, ids, mask, do_sample=True, top_k=0, temperature=1.5, **options))
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
+    torch.manual_seed(12)
+    assert not torch.equal(generate(model, ids, mask, do_sample=True, top_k=0, temperature=1.5), outputs[0])
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["beam", "beam-sample"])
+@pytest.mark.parametrize("name", ["gqa", "groups", "dcpythia"])
+def test_beam_search(name, sampled):
+    """Beams copy and reorder the cache at every step."""
+    model = model_named(name)
+    ids, mask = left_padded(prompts())
+    outputs = []
+    for options in ({"use_cache": False}, {}, {"cache_implementation": "static"}):
+        torch.manual_seed(11)
+        outputs.append(
+            generate(model, ids, mask, num_beams=3, num_return_sequences=2, do_sample=sampled, **options)
+        )
+    assert outputs[0].shape == (2 * len(PROMPT_LENGTHS), NEW_TOKENS)
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
+    if not sampled:
+        single = generate(model, prompts()[0][None], num_beams=3, num_return_sequences=2)
+        torch.testing.assert_close(single, outputs[0][:2])
+        assert not torch.equal(outputs[0][::2], torch.stack(expected(name)))  # or it would be greedy decoding again
+
+
+@pytest.mark.parametrize("prefill", [None, 7])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompt_lookup(name, prefill):
+    """Several tokens are verified at once and the rejected ones cropped from the cache, past the window too."""
+    model = model_named(name)
+    ids = tokens(12).repeat(1, 4)  # repetition, so that there is something to look up
+    out = generate(model, ids, prompt_lookup_num_tokens=5, prefill_chunk_size=prefill)
+    torch.testing.assert_close(out, greedy(model, ids)[:, ids.shape[1] :])
+    for prompt, want in zip(prompts(), expected(name), strict=True):
+        out = generate(model, prompt[None], prompt_lookup_num_tokens=3, prefill_chunk_size=prefill)
+        torch.testing.assert_close(out[0], want)
+
+
+@pytest.mark.parametrize("assistant", ["itself", "smaller", "early exit"])
+@pytest.mark.parametrize("name", ["gqa", "groups", "query-wise", "dcpythia"])
+def test_assisted_decoding(name, assistant):
+    model = model_named(name)
+    options = {"assistant_early_exit": 1}
+    if assistant == "itself":
+        options = {"assistant_model": make_model(make_config(name))}
+    elif assistant == "smaller":
+        options = {"assistant_model": make_model(tiny_config(num_hidden_layers=1, hidden_size=16), seed=4)}
+    for prompt, want in zip(prompts(), expected(name), strict=True):
+        torch.testing.assert_close(generate(model, prompt[None], **options)[0], want)
+    assert model.config.num_hidden_layers == 2
+
+
+def test_assistant_that_is_the_model_itself_is_believed():
+    """A draft by the same weights is never rejected: fewer forward passes than tokens."""
+    model, assistant = model_named("gqa"), make_model(make_config("gqa"))
+    assistant.generation_config.num_assistant_tokens = 5
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    lengths = _record_lengths(model, "model")
+    out = generate(model, prompts()[1][None], assistant_model=assistant)
+    torch.testing.assert_close(out[0], expected("gqa")[1])
+    assert len(lengths()) <= 4, lengths()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_continue_from_past_key_values(name):
+    """A conversation: generate, append a turn, generate again from the returned cache."""
+    model = model_named(name)
+    ids = prompts()[3][None]
+    first = generate(model, ids, return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, tokens(9, seed=8)], dim=1)
+    lengths = _record_lengths(model, "model")
+    again = generate(model, turn, past_key_values=first.past_key_values)
+    ran = lengths()
+    torch.testing.assert_close(again, greedy(model, turn)[:, turn.shape[1] :])
+    assert ran[0] == 1 + 9  # the last generated token was never fed; everything before it was not fed again
+    assert ran[1:] == [1] * (NEW_TOKENS - 1)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "unconfigured"])
+def test_continue_a_batch(kind):
+    """The same with left padding, with caches of the user's own, and a second prefill in chunks."""
+    model = model_named("gqa")
+    ids, mask = left_padded(prompts())
+    cache = _make_cache(kind, model.config, 120)
+    first = generate(model, ids, mask, past_key_values=cache, return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, tokens(9, batch=4, seed=8)], dim=1)
+    turn_mask = torch.cat([mask, torch.ones(4, NEW_TOKENS + 9, dtype=torch.long)], dim=1)
+    again = generate(model, turn, turn_mask, past_key_values=cache, prefill_chunk_size=4)
+    for i, length in enumerate(PROMPT_LENGTHS):
+        row = turn[i : i + 1, turn.shape[1] - length - NEW_TOKENS - 9 :]  # without its padding
+        torch.testing.assert_close(again[i : i + 1], greedy(model, row)[:, row.shape[1] :])
+
+
+def test_modes_that_left_the_library():
+    """Their code is fetched from the Hub now; if one came back, it belongs above."""
+    left = {"CONTRASTIVE_SEARCH", "DOLA_GENERATION", "GROUP_BEAM_SEARCH", "CONSTRAINED_BEAM_SEARCH"}
+    modes = __import__("transformers.generation.utils", fromlist=["x"]).GENERATION_MODES_MAPPING
+    assert {mode.name for mode, method in modes.items() if "/" in method} == left
+
+
+# --- quantized --------------------------------------------------------------------------------------------------------
+
+
+def test_quantized_cache_refuses_sliding_layers():
+    with pytest.raises(ValueError, match="only full attention layers.*sliding_attention"):
+        generate(
+            model_named("gqa"), prompts()[0][None], cache_implementation="quantized", cache_config={"backend": "fp8"}
+        )
+
+
+@pytest.mark.parametrize("name", ["global", "groups, global"])
+@pytest.mark.parametrize("backend", ["fp8", "quanto", "hqq"])
+def test_quantized_cache(backend, name):
+    """Composition's channels are quantized with the keys and values. Lossy, so the yardstick is the rounding itself."""
+    if backend != "fp8":
+        package = {"quanto": "optimum.quanto", "hqq": "hqq"}[backend]
+        pytest.importorskip(package, reason=f"the library's {backend!r} cache needs the package {package}")
+    fields = {} if name == "global" else {"compose_groups": 2, "num_key_value_heads": 4}
+    model = make_model(tiny_config(sliding_window=None, **fields))
+    ids = prompts()[1][None]
+    options = {"backend": backend} if backend == "fp8" else {"backend": backend, "nbits": 4}
+    out = generate(model, ids, cache_implementation="quantized", cache_config=options)
+    assert torch.equal(out[:, 0], greedy(model, ids, 1)[:, -1])  # made by the prefill, from exact keys
+
+    def rounded(states):  # the library's own rounding: one scale per tensor, set by the first call
+        scale = states.abs().amax() / torch.finfo(torch.float8_e4m3fn).max
+        return (states / scale).to(torch.float8_e4m3fn).float() * scale
+
+    with torch.no_grad():
+        exact = model(ids, use_cache=False).logits[:, -1]
+        cache = QuantizedCache(config=model.config, **options)
+        model(ids[:, :-1], past_key_values=cache)
+        logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+        if backend == "fp8":
+            plain = DynamicCache(config=model.config)
+            model(ids[:, :-1], past_key_values=plain)
+            last = _last_states(model, ids)
+            for layer, (key, value) in zip(plain.layers, last, strict=True):
+                del key, value
+                layer.keys, layer.values = rounded(layer.keys), rounded(layer.values)
+            wanted = model(ids[:, -1:], past_key_values=plain).logits[:, -1]
+            # the newest key is rounded by the library and exact here: the only difference
+            assert (logits - wanted).abs().max() < 0.5 * (exact - wanted).abs().max() + 0.02 * exact.std()
+    assert (logits - exact).std() < 0.25 * exact.std()
+
+
+# --- logits position by position --------------------------------------------------------------------------------------
+
+
+def _make_cache(kind: str, config, length: int):
+    if kind == "static":
+        return StaticCache(config=config, max_cache_len=length)
+    return DynamicCache(config=config) if kind == "dynamic" else DynamicCache()
+
+
+def _pieces(plan: str, length: int) -> list[int]:
+    """Lengths of the pieces in which a sequence is fed."""
+    if plan == "tokens":
+        return [1] * length
+    if plan == "one shot, then tokens":
+        return [length - 40] + [1] * 40
+    sizes, given = [], 0
+    for size in (3, 5, 1, 17, 7, 1, 1, 31, 13, 2) * length:
+        sizes.append(min(size, length - given))
+        given += sizes[-1]
+        if given == length:
+            return sizes
+    raise AssertionError
+
+
+@pytest.mark.parametrize("plan", ["one shot, then tokens", "odd chunks", "tokens"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "unconfigured"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["gqa", "groups", "dcpythia"])
+def test_logits_at_every_position(name, implementation, kind, plan):
+    """100 tokens through a window of 8: whatever way they come in, the logits of the forward pass without a cache."""
+    model = model_named(name, implementation)
+    ids = tokens(100, batch=2)
+    with torch.no_grad():
+        want = model_named(name, "eager")(ids, use_cache=False).logits  # [B, T, V]
+        cache, outputs = _make_cache(kind, model.config, 100), []
+        for piece in ids.split(_pieces(plan, 100), dim=1):
+            outputs.append(model(piece, past_key_values=cache, use_cache=True).logits)
+    assert want.std() > 0.5  # against which 1e-4 means something
+    torch.testing.assert_close(torch.cat(outputs, dim=1), want, rtol=0, atol=1e-4)
+    assert int(cache.get_seq_length()) == 100
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_logits_at_every_position_with_left_padding(kind):
+    model = model_named("gqa")
+    rows = [tokens(100, seed=5)[0], tokens(41, seed=6)[0], tokens(6, seed=7)[0]]
+    ids, mask = left_padded(rows)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache, outputs, start = _make_cache(kind, model.config, 100), [], 0
+    with torch.no_grad():
+        for size in _pieces("odd chunks", 100):
+            at = slice(start, start + size)
+            outputs.append(
+                model(
+                    ids[:, at],
+                    attention_mask=mask[:, : at.stop],
+                    position_ids=positions[:, at],
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits
+            )
+            start += size
+        logits = torch.cat(outputs, dim=1)
+        for i, row in enumerate(rows):
+            want = model(row[None], use_cache=False).logits[0]
+            torch.testing.assert_close(logits[i, 100 - len(row) :], want, rtol=0, atol=1e-4)
+
+
+# --- compiled decoding ------------------------------------------------------------------------------------------------
+
+
+class GraphCounter:
+    """A backend that runs graphs as they are and counts them."""
+
+    def __init__(self):
+        torch._dynamo.reset()
+        self.graphs = 0
+
+    def __deepcopy__(self, memo):  # generate copies its configuration, and with it the backend
+        return self
+
+    def __call__(self, graph, example_inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+def _compiled(model, prompt: torch.Tensor, dynamic: bool | None, backend, **options) -> torch.Tensor:
+    compile_config = CompileConfig(fullgraph=True, dynamic=dynamic, backend=backend, mode=None)
+    compile_config._compile_all_devices = True  # generate compiles by itself on accelerators only
+    model._compiled_call = None  # the previous test's
+    return generate(
+        model, prompt, cache_implementation="static", compile_config=compile_config, eos_token_id=None, **options
+    )
+
+
+def _gemma2():
+    """The library's own model of alternating sliding and global layers."""
+    torch.manual_seed(0)
+    sizes = {name: getattr(tiny_config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=WINDOW
+        )
+    ).eval()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("name", "length", "dynamic", "graphs"),
+    [
+        ("gqa", 23, True, 1),  # the window is full after the prefill: one graph for all steps
+        ("gqa", 5, True, 2),  # one until the window is full, one from then on
+        ("gqa", 23, None, 2),  # the sliding layers' length, a Python int, is a constant of the first graph only
+        ("global", 23, None, 1),  # no sliding layer, no such int
+        ("global", 5, None, 1),
+    ],
+)
+def test_compiled_static_decoding(name, length, dynamic, graphs, implementation):
+    """generate's own compilation, without graph breaks, in a known number of graphs; none on the second call."""
+    model = copy.deepcopy(model_named(name, implementation))
+    prompt, backend = tokens(length), GraphCounter()
+    want = greedy(model, prompt)[:, length:]
+    torch.testing.assert_close(_compiled(model, prompt, dynamic, backend), want)
+    assert backend.graphs == graphs
+
+
+@pytest.mark.parametrize(("length", "dynamic"), [(23, None), (23, True), (5, None), (5, True)])
+def test_compiles_as_often_as_gemma2(length, dynamic):
+    """No more graphs than the library's own model with sliding layers needs."""
+    graphs = []
+    for model in (_gemma2(), copy.deepcopy(model_named("gqa"))):
+        backend = GraphCounter()
+        _compiled(model, tokens(length), dynamic, backend)
+        graphs.append(backend.graphs)
+    assert graphs[1] <= graphs[0]
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("length", [5, 23])
+def test_one_graph_for_any_prompt(length, with_mask):
+    """`torch.compile(model)` and a static cache that keeps every layer whole: one graph, short prompts included."""
+    model = model_named("gqa")
+    whole = copy.deepcopy(model.config)
+    whole.layer_types = ["full_attention"] * whole.num_hidden_layers
+    total = length + NEW_TOKENS
+    cache, backend = StaticCache(config=whole, max_cache_len=total), GraphCounter()
+    step = torch.compile(model, fullgraph=True, backend=backend)
+    ids = tokens(length, batch=2)
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache).logits
+        for _ in range(NEW_TOKENS):
+            ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            options = {"attention_mask": torch.ones(2, total, dtype=torch.long)} if with_mask else {}
+            logits = step(ids[:, -1:], past_key_values=cache, **options).logits
+            torch.testing.assert_close(logits[:, -1], model(ids, use_cache=False).logits[:, -1], rtol=0, atol=1e-4)
+    assert backend.graphs == 1
+
+
+@pytest.mark.parametrize("length", [5, 60])
+def test_compiled_chunked_prefill(length):
+    """Here the prefill is compiled too."""
+    model = copy.deepcopy(model_named("gqa"))
+    prompt, backend = tokens(length), GraphCounter()
+    out = _compiled(model, prompt, None, backend, prefill_chunk_size=20)
+    torch.testing.assert_close(out, greedy(model, prompt)[:, length:])
+    before = backend.graphs
+    assert before
+    torch.testing.assert_close(_again(model, prompt, backend, prefill_chunk_size=20), out)
+    assert backend.graphs == before
+
+
+def _again(model, prompt, backend, **options):
+    """A second call of the same compiled model."""
+    compiled = model._compiled_call
+    compile_config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    compile_config._compile_all_devices = True
+    out = generate(model, prompt, cache_implementation="static", compile_config=compile_config, **options)
+    assert model._compiled_call is compiled
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on a CPU needs a C++ compiler")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_inductor(implementation):
+    model = copy.deepcopy(model_named("gqa", implementation))
+    torch._dynamo.reset()
+    prompt = tokens(23, batch=2)
+    torch.testing.assert_close(_compiled(model, prompt, True, "inductor"), greedy(model, prompt)[:, 23:])
+
+
+# --- the cost of a step -----------------------------------------------------------------------------------------------
+
+
+def _record_lengths(model, path: str):
+    """Records how many tokens a module is given. Call the result for the list; that ends the recording."""
+    lengths = []
+
+    def hook(module, args, kwargs):
+        given = args[0] if args else kwargs["input_ids"]
+        lengths.append(given.shape[1])
+
+    handle = model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def finish():
+        handle.remove()
+        return lengths
+
+    return finish
+
+
+class Elements(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the elements that operations write, and the multiply-adds of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = self.multiply_adds = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and not func.is_view:
+                self.written += tensor.numel()
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.multiply_adds += out.numel() * args[0].shape[-1]
+        return out
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_step_is_linear_in_the_cache(implementation, kind):
+    """Twice the keys, at most twice the work; and the weight generators run for the new token only."""
+    model = model_named("global", implementation)
+    work = {}
+    for length in (256, 512):
+        ids = tokens(length + 1) if length < 97 else tokens(length + 1) % 96 + 1
+        cache = _make_cache(kind, model.config, length + 1)
+        with torch.no_grad():
+            model(ids[:, :-1], past_key_values=cache)
+            finish = [
+                _record_lengths(model, f"model.layers.{layer}.self_attn.{name}")
+                for layer in range(2)
+                for name in ("compose", "compose.dw1_proj", "compose.gate_proj", "k_proj", "v_proj")
+            ]
+            with Elements() as elements:
+                model(ids[:, -1:], past_key_values=cache)
+        assert [lengths() for lengths in finish] == [[1]] * 10
+        work[length] = elements
+    for count in ("written", "multiply_adds"):
+        ratio = getattr(work[512], count) / getattr(work[256], count)
+        assert 1.2 < ratio < 2.05, (count, ratio)
+
+
+def test_a_local_layer_keeps_its_window_only():
+    model = model_named("gqa")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for piece in tokens(60).split(7, dim=1):
+            model(piece, past_key_values=cache)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [WINDOW - 1, 60]
+    static = StaticCache(config=model.config, max_cache_len=60)
+    model(tokens(60), past_key_values=static)
+    assert [layer.keys.shape[2] for layer in static.layers] == [WINDOW, 60]
+
+
+# --- what is done to a cache ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "unconfigured"])
+@pytest.mark.parametrize("name", ["gqa", "groups", "pre-only"])
+@torch.no_grad()
+def test_reorder_select_repeat(name, kind):
+    """Composition's channels follow their keys through everything that moves sequences of a batch."""
+    model = model_named(name)
+    ids, step = tokens(30, batch=3), tokens(1, batch=3, seed=9)
+    want = model(torch.cat([ids, step], dim=1), use_cache=False).logits[:, -1]  # [B, V]
+    picks = {
+        "reorder_cache": (torch.tensor([2, 0, 0]), [2, 0, 0]),
+        "batch_select_indices": (torch.tensor([1]), [1]),
+        "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
+    }
+    for operation, (argument, rows) in picks.items():
+        cache = _make_cache(kind, model.config, 40)
+        model(ids, past_key_values=cache)
+        getattr(cache, operation)(argument)
+        logits = model(step[rows], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, want[rows], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gqa", "groups", "pre-only"])
+@torch.no_grad()
+def test_crop(name):
+    """Tokens taken back leave no trace, past the window too where the cache records."""
+    model = model_named(name)
+    ids, other = tokens(30), tokens(4, seed=9)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :20], past_key_values=cache)
+    cache.activate_past_recording()
+    model(ids[:, 20:], past_key_values=cache)
+    cache.crop(-6)
+    logits = model(other, past_key_values=cache).logits
+    want = model(torch.cat([ids[:, :24], other], dim=1), use_cache=False).logits[:, -4:]
+    torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_static_cache_is_reusable():
+    model = model_named("gqa")
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    for seed in (1, 2):
+        ids = tokens(30, seed=seed)
+        cache.reset()
+        model(ids[:, :29], past_key_values=cache)
+        want = model(ids, use_cache=False).logits[:, -1]
+        torch.testing.assert_close(model(ids[:, 29:], past_key_values=cache).logits[:, -1], want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_early_initialisation_of_a_static_cache(name):
+    """What `prefill_chunk_size` allocates before the first forward is what the first forward brings."""
+    model = model_named(name)
+    cache = DynamicCache(config=model.config)
+    model(prompts()[0][None], past_key_values=cache)
+    keys, values = cache.layers[0].keys, cache.layers[0].values
+    shape = model._get_static_cache_init_shape()
+    if keys.shape[-1] != values.shape[-1]:
+        assert name == "pre-only"
+        assert shape is None  # the library knows one width for both: left to the first forward
+    else:
+        assert shape == (keys.shape[1], keys.shape[-1])
+
+
+FOREIGN = {
+    "head_dim": ({"head_dim": 16}, "layer 0 of the cache holds keys .*(1, 4, 24).*(1, 4, 16)"),
+    "heads": ({"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}, r"layer 0.*\(1, 8, 16\)"),
+    "stage": ({"compose_post": False}, "layer 0 of the cache holds values"),
+    "plain": ({"compose_query": False, "compose_key": False, "compose_pre": False, "compose_post": False}, "layer 0"),
+    "rank, other width": ({"compose_rank": 4}, r"compose_rank.*\(4, True, True\).*\(2, True, True\)"),
+    "rank, same width": ({"compose_rank": 3}, r"compose_rank.*\(3, True, True\).*\(2, True, True\)"),
+    "fewer layers": ({"num_hidden_layers": 1}, "1 layers.*has 2"),
+    "more layers": ({"num_hidden_layers": 3}, "3 layers.*has 2"),
+    "local where ours is global": ({"layer_pattern": "GL"}, "layer 1 of the cache keeps a window of 8"),
+    "smaller window": ({"sliding_window": 4}, "layer 0 of the cache keeps a window of 4 keys.*sliding_window=8"),
+}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("case", FOREIGN)
+def test_cache_of_another_model(case, static):
+    overrides, message = FOREIGN[case]
+    if case == "smaller window" and static:
+        pytest.skip("a static layer does not keep its window, only the length it allocated")
+    fields = {"num_key_value_heads": 4}
+    other = make_model(tiny_config(**(fields | overrides)))
+    cache = StaticCache(config=other.config, max_cache_len=30) if static else DynamicCache(config=other.config)
+    other(tokens(20), past_key_values=cache)
+    model = model_named("mha")
+    with pytest.raises(ValueError, match=message.replace("(1, 4", r"\(1, 4")):
+        model(tokens(1), past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values does not belong to this model"):
+        generate(model, tokens(24), past_key_values=cache)
+
+
+def test_cache_of_another_batch_or_kind():
+    model = model_named("mha")
+    cache = DynamicCache(config=model.config)
+    model(tokens(20, batch=2), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"layer 0 .*\(2, 4, 16\).*\(3, 4, 16\).*same batch"):
+        model(tokens(1, batch=3), past_key_values=cache)
+    library = _gemma2()(tokens(20), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"layer 0 of the cache holds keys .*\(1, 2, 8\).*\(1, 4, 16\)"):
+        model(tokens(1), past_key_values=library)
+    with pytest.raises(ValueError, match="a tuple is no Transformers cache"):
+        model(tokens(1), past_key_values=((torch.zeros(1, 4, 3, 16),) * 2,) * 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free():
+    yield
+    model_named.cache_clear()
+    torch._dynamo.reset()
+    gc.collect()

@@ -1,0 +1,305 @@
+"""The models: registration, heads, switches, training features, and clear errors for bad input."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from helpers import randomise, tiny_config
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, DynamicCache
+
+import dcformer
+from dcformer import ComposeTrace, DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
+
+SWITCHES = {
+    "default": {},
+    "plain": {"compose_pre": False, "compose_post": False, "compose_query": False, "compose_key": False},
+    "talking-heads": {"compose_query": False, "compose_key": False, "compose_static": True},
+    "static too": {"compose_static": True},
+    "query-wise": {"compose_key": False},
+    "key-wise": {"compose_query": False},
+    "pre": {"compose_post": False},
+    "post": {"compose_pre": False},
+    "no gate": {"compose_gate": False},
+    "gate only": {"compose_projection": False},
+    "rank 1": {"compose_rank": 1},
+    "rank 3": {"compose_rank": 3},
+    "groups": {"compose_groups": 2},
+    "erf": {"compose_act": "gelu"},
+    "mha": {"num_key_value_heads": 4},
+    "no qk-norm": {"qk_norm": False},
+    "layernorm": {"norm_type": "layernorm"},
+    "parallel": {"use_parallel_residual": True},
+    "partial rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "plain mlp": {"mlp_type": "plain", "hidden_act": "gelu"},
+    "multi-gate": {"mlp_gates": 4},
+    "LGLL": {"layer_pattern": "LGLL", "num_hidden_layers": 4},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+def _tokens(batch=2, length=20):
+    return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+def test_every_switch_trains_saves_and_counts(switches, tmp_path):
+    config = tiny_config(**switches)
+    model = randomise(DCFormerForCausalLM(config))
+    assert sum(p.numel() for p in model.parameters()) == config.num_parameters()
+    composition = sum(p.numel() for n, p in model.named_parameters() if ".compose." in n)
+    assert composition == config.num_compose_parameters()
+
+    ids = _tokens()
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(ids).logits, out.logits)
+
+
+@pytest.mark.parametrize("config_class", [DCFormerConfig, DCPythiaConfig])
+@pytest.mark.parametrize(
+    ("auto_class", "suffix"),
+    [
+        ("AutoModel", "Model"),
+        ("AutoModelForCausalLM", "ForCausalLM"),
+        ("AutoModelForSequenceClassification", "ForSequenceClassification"),
+        ("AutoModelForTokenClassification", "ForTokenClassification"),
+        ("AutoModelForQuestionAnswering", "ForQuestionAnswering"),
+    ],
+)
+def test_auto_classes(config_class, auto_class, suffix, tmp_path):
+    config = config_class(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    )
+    model = getattr(transformers, auto_class).from_config(config)
+    prefix = {"dcformer": "DCFormer", "dcpythia": "DCPythia"}[config.model_type]
+    assert type(model) is getattr(dcformer, prefix + suffix)
+    model.save_pretrained(tmp_path)
+    again = getattr(transformers, auto_class).from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is config_class
+    ids = _tokens(length=10)
+    out, same = model.eval()(ids), again(ids)
+    name = next(n for n in ("logits", "start_logits", "last_hidden_state") if n in out)
+    assert torch.equal(out[name], same[name])
+    if suffix == "ForSequenceClassification":
+        assert out.logits.shape == (2, 2)
+        assert model(ids, labels=torch.tensor([0, 1])).loss.isfinite()
+    if suffix == "ForTokenClassification":
+        assert out.logits.shape == (2, 10, 2)
+    if suffix == "ForQuestionAnswering":
+        assert out.start_logits.shape == out.end_logits.shape == (2, 10)
+
+
+def test_multi_gate_mlp_by_its_formula():
+    config = tiny_config(mlp_gates=4)
+    mlp = dcformer.modeling_dcformer.DCFormerMLP(config).double()
+    x = torch.randn(2, 3, 32, dtype=torch.float64)
+    gates = torch.softmax(x @ mlp.multi_gate_proj.weight.T, -1)
+    hidden = nn.functional.silu(x @ mlp.gate_proj.weight.T) * (x @ mlp.up_proj.weight.T)
+    expected = torch.zeros(2, 3, 32, dtype=torch.float64)
+    for group in range(4):
+        part = slice(group * 16, (group + 1) * 16)
+        expected += gates[..., group, None] * (hidden[..., part] @ mlp.down_proj.weight.T[part])
+    torch.testing.assert_close(mlp(x), expected, atol=1e-12, rtol=1e-12)
+
+
+def test_attention_implementations_are_named():
+    model = DCFormerForCausalLM(tiny_config())
+    best = "dcformer_triton" if torch.cuda.is_available() and "dcformer_triton" in _registered() else "dcformer_chunked"
+    assert model.config._attn_implementation == best
+    for name in ("sdpa", "flash_attention_2", "flex_attention"):
+        with pytest.raises((ValueError, ImportError), match=name):
+            DCFormerForCausalLM(tiny_config(attn_implementation=name))
+    with pytest.raises(ValueError, match="nonsense"):
+        model.set_attn_implementation("nonsense")
+    if "dcformer_triton" not in _registered():
+        with pytest.raises(ValueError, match=r"dcformer_triton.*not available here"):
+            DCFormerForCausalLM(tiny_config(attn_implementation="dcformer_triton"))
+
+
+def _registered():
+    return transformers.AttentionInterface().valid_keys()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+def test_gradient_checkpointing_changes_nothing(implementation):
+    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
+    ids = _tokens(length=40)
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train().zero_grad()
+        model(ids, labels=ids).loss.backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert model.model.layers[0].gradient_checkpointing
+    for name, grad in grads[0].items():
+        assert torch.equal(grad, grads[1][name]), name
+
+
+def test_compiled_training_step_is_one_graph():
+    model = randomise(DCFormerForCausalLM(tiny_config())).train()
+    ids = _tokens(length=40)
+    model(ids, labels=ids).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_forward_options_agree():
+    model = randomise(DCFormerForCausalLM(tiny_config()))
+    ids = _tokens(length=24)
+    full = model(ids).logits
+    assert torch.equal(model(ids, logits_to_keep=3).logits, full[:, -3:])
+    assert torch.equal(model(ids, logits_to_keep=torch.tensor([1, 5])).logits, full[:, [1, 5]])
+    assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, full)
+    shifted = model(ids, position_ids=torch.arange(7, 31)[None]).logits  # RoPE is relative
+    torch.testing.assert_close(shifted, full, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(
+        model(ids, position_ids=2 * torch.arange(24)[None], attention_mask=ids * 0 + 1).logits, full
+    )
+    assert isinstance(model(ids, return_dict=False), tuple)
+    states = model(ids, output_hidden_states=True).hidden_states
+    assert len(states) == 3 and all(s.shape == (2, 24, 32) for s in states)
+
+
+def test_loss_averages_over_the_given_number_of_items():
+    model = randomise(DCFormerForCausalLM(tiny_config()))
+    ids = _tokens()
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+    torch.testing.assert_close(model(ids, labels=ids).loss, total / 38)
+    torch.testing.assert_close(model(ids, labels=ids, num_items_in_batch=100).loss, total / 100)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+def test_packed_documents_do_not_see_each_other(implementation):
+    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
+    first, second = _tokens(1, 30), _tokens(1, 25).flip(1)
+    packed = torch.cat([first, second], dim=1)
+    positions = torch.cat([torch.arange(30), torch.arange(25)])[None]
+    logits = model(packed, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(first).logits, model(second).logits], dim=1)
+    torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(model(packed).logits, alone, atol=1e-2)
+
+
+def test_output_attentions_are_the_composed_weights():
+    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation="eager")))
+    ids, trace = _tokens(length=16), ComposeTrace()
+    out = model(ids, output_attentions=True, compose_trace=trace)
+    assert len(out.attentions) == len(trace.layers) == 2
+    for layer, weights in zip(trace.layers, out.attentions, strict=True):
+        assert torch.equal(layer.composed_weights, weights)
+        assert weights.shape == (2, 4, 16, 16)
+        torch.testing.assert_close(layer.weights.sum(-1), torch.ones(2, 4, 16))
+        assert not torch.allclose(layer.scores, layer.composed_scores)
+        assert not torch.allclose(layer.weights, layer.composed_weights)
+    chunked = randomise(DCFormerForCausalLM(tiny_config()))
+    with pytest.raises(ValueError, match="eager"):
+        chunked(ids, compose_trace=ComposeTrace())
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path):
+    randomise(DCFormerForCausalLM(tiny_config())).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.compose.qkw", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
+)
+def test_missing_tensor(saved, name):
+    tensors = load_file(saved / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=name):
+        DCFormerForCausalLM.from_pretrained(saved)
+    _, info = DCFormerForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert info["missing_keys"] == {name}
+
+
+def test_task_heads_may_be_missing(saved):
+    model = dcformer.DCFormerForTokenClassification.from_pretrained(saved)
+    original = DCFormerForCausalLM.from_pretrained(saved)
+    assert torch.equal(model.model.norm.weight, original.model.norm.weight)
+    original.model.save_pretrained(saved)
+    assert torch.equal(DCFormerForCausalLM.from_pretrained(saved).model.norm.weight, original.model.norm.weight)
+
+
+@pytest.mark.parametrize("keep", [4, 100, 0.5, 0.999])
+def test_truncated_file(saved, keep):
+    file = saved / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: keep if keep > 1 else int(len(content) * keep)])
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        DCFormerForCausalLM.from_pretrained(saved)
+
+
+def test_wrong_shape(saved):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(saved / "model.safetensors")
+    tensors[name] = tensors[name][:5].contiguous()
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((ValueError, RuntimeError), match=name):
+        DCFormerForCausalLM.from_pretrained(saved)
+
+
+def test_checkpoint_of_another_configuration(saved):
+    config = json.loads((saved / "config.json").read_text())
+    config["compose_static"] = True
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="pre_static"):
+        DCFormerForCausalLM.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("bad", [97, -1])
+def test_token_id_out_of_range(bad):
+    model = DCFormerForCausalLM(tiny_config())
+    with pytest.raises(ValueError, match=rf"token id {bad}.*97 ids"):
+        model(torch.tensor([[1, bad]]))
+
+
+def test_cache_of_another_model():
+    ids = _tokens(1, 6)
+    other = DCFormerForCausalLM(tiny_config(head_dim=16))
+    cache = other(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="layer 0 of the cache holds keys"):
+        DCFormerForCausalLM(tiny_config())(ids[:, :1], past_key_values=cache)
+    own = DCFormerForCausalLM(tiny_config())
+    cache = own(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="same batch"):
+        own(ids[:, :1].repeat(3, 1), past_key_values=cache)
+    deeper = DCFormerForCausalLM(tiny_config(num_hidden_layers=4))
+    with pytest.raises(ValueError, match="2 layers"):
+        deeper(ids[:, :1], past_key_values=cache)
+    assert own(ids, past_key_values=DynamicCache()).logits.shape == (1, 6, 97)
+
+
+def test_input_ids_or_embeddings():
+    model = DCFormerForCausalLM(tiny_config())
+    with pytest.raises(ValueError, match="exactly one"):
+        model()
+    with pytest.raises(ValueError, match="exactly one"):
+        model(_tokens(), inputs_embeds=torch.zeros(2, 20, 32))
+
+
+def test_ill_fitting_mask():
+    model = DCFormerForCausalLM(tiny_config())
+    with pytest.raises(ValueError, match="does not fit"):
+        model(_tokens(), attention_mask=torch.ones(2, 1, 20, 19))
