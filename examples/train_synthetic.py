@@ -36,9 +36,10 @@ def make_config(tokenizer, **switches) -> dcformer.DCFormerConfig:
         hidden_size=128,
         intermediate_size=352,
         num_hidden_layers=4,
-        num_attention_heads=8,
+        num_attention_heads=4,
         sliding_window=32,
         max_position_embeddings=512,
+        initializer_range=0.06,  # about 1/sqrt(hidden_size): the usual 0.02 is for wide models
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -134,8 +135,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "synthetic", help="folder of the runs")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch-size", type=int, default=32, help="contexts a step")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--num-examples", type=int, default=5, help="examples a context")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--num-examples", type=int, default=3, help="examples a context")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attention", default=None, help="attn_implementation; the best that runs here when not given")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")

@@ -120,7 +120,8 @@ def torch_model(shared):
         }
         tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in named.items()}
     arrays = {
-        name: torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("tokens", "prefill_logits", "decode_logits")
+        name: torch.from_numpy(np.load(folder / f"{name}.npy"))
+        for name in ("tokens", "prefill_logits", "decode_logits")
     }
     return _load(DCFormerForCausalLM(config), tensors), arrays
 

@@ -10,7 +10,7 @@ What both compute (paper section 3.1), composition inside groups of heads:
     output  = compose(weights) v              the composed weights are rounded to the model's dtype first
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,10 @@ _NO_MAPS = (
 )
 # Up to this many queries (decoding, assisted decoding) the definition itself is linear in S and has the least overhead.
 FEW_QUERIES = 16
+
+
+# query, key, value and the flattened weights of both stages
+Tensors = Sequence[torch.Tensor | None]
 
 
 @dataclass
@@ -179,8 +183,10 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, a
     if attention_mask is not None:
         expected = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         shape = tuple(attention_mask.shape)
-        if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape[:2], expected[:2], strict=True)) or (
-            shape[2:] != expected[2:]
+        if (
+            len(shape) != 4
+            or any(n not in (1, m) for n, m in zip(shape[:2], expected[:2], strict=True))
+            or (shape[2:] != expected[2:])
         ):
             raise ValueError(
                 f"attention mask of shape {shape} does not fit {expected[0]} sequences, {expected[1]} heads, "
@@ -349,7 +355,7 @@ class _Plan:
     dropout: float
     seed: int
 
-    def blocks(self, query: torch.Tensor, key: torch.Tensor, heads: slice):
+    def blocks(self, query: torch.Tensor, key: torch.Tensor, heads: slice) -> Iterator[_Block]:
         """Yields the blocks of one group's problem: `query` [B, H, T, D], `key` [B, Hkv, S, D]."""
         (batch, _, length, _), key_length, count = query.shape, key.shape[2], heads.stop - heads.start
         windowed = self.window is not None and self.causal
@@ -439,7 +445,7 @@ class _Side:
     down, up: [R, M, B, T, 1] (queries) or [R, M, B, 1, S] (keys); gate: [M, B, T, 1] or [M, B, 1, S].
     """
 
-    def __init__(self, tensors, heads: slice, compute: torch.dtype, is_query: bool):
+    def __init__(self, tensors: Tensors, heads: slice, compute: torch.dtype, is_query: bool):
         down, up, gate = (None if w is None else w[:, heads].to(compute) for w in tensors)
         self.axis = -1 if is_query else -2
         self.down, self.up = (
@@ -489,7 +495,9 @@ class _Side:
 
     def flat_grads(self) -> list[torch.Tensor | None]:
         """Gradients of down, up [B, M, N, R] and gate [B, M, N]."""
-        down, up, gate = (None if (g := self.grads.get(n)) is None else g.squeeze(self.axis) for n in ("down", "up", "gate"))
+        down, up, gate = (
+            None if (g := self.grads.get(n)) is None else g.squeeze(self.axis) for n in ("down", "up", "gate")
+        )
         low_rank = [None if g is None else g.permute(2, 1, 3, 0) for g in (down, up)]
         return [*low_rank, None if gate is None else gate.transpose(0, 1)]
 
@@ -497,7 +505,7 @@ class _Side:
 class _Stage:
     """One stage of one group: both sides and the static projection [M, M]."""
 
-    def __init__(self, tensors, group: int, heads: slice, compute: torch.dtype):
+    def __init__(self, tensors: Tensors, group: int, heads: slice, compute: torch.dtype):
         self.sides = [
             _Side(part, heads, compute, is_query)
             for part, is_query in ((tensors[0:3], True), (tensors[3:6], False))
@@ -542,7 +550,7 @@ class _Stage:
 class _Problem:
     """One group of heads: its queries, keys and values [M, B, T or S, D] in the accumulation dtype, and its stages."""
 
-    def __init__(self, tensors, groups: int, group: int):
+    def __init__(self, tensors: Tensors, groups: int, group: int):
         query, key, value = tensors[:3]
         compute = accumulation_dtype(query.dtype)
         total = query.shape[1]
@@ -571,7 +579,7 @@ class _Problem:
         return scores, weights, composed if self.dtype == self.compute else composed.to(self.dtype).to(self.compute)
 
 
-def _chunked_forward(plan: _Plan, groups: int, tensors) -> torch.Tensor:
+def _chunked_forward(plan: _Plan, groups: int, tensors: Tensors) -> torch.Tensor:
     """Forward pass; `tensors` are query, key, value and the flattened stages. Returns [B, H, T, D]."""
     query, key, value = tensors[:3]
     output = query.new_zeros((*query.shape[:3], value.shape[-1]))

@@ -128,9 +128,7 @@ class DCFormerCompose(nn.Module):
         has_gate = bool(rows) and config.compose_gate
         self.dw1_proj = nn.Linear(config.hidden_size, rows * hidden, bias=False) if has_low_rank else None
         self.qkw = nn.Parameter(torch.empty(rows * hidden, hidden)) if has_low_rank else None
-        self.gate_proj = (
-            nn.Linear(config.hidden_size, rows * self.heads_per_group, bias=False) if has_gate else None
-        )
+        self.gate_proj = nn.Linear(config.hidden_size, rows * self.heads_per_group, bias=False) if has_gate else None
         self.act_fn = ACT2FN[config.compose_act]
         for stage in ("pre", "post"):
             has_static = config.compose_static and getattr(config, f"compose_{stage}")
@@ -191,9 +189,7 @@ class DCFormerCompose(nn.Module):
         padding = self.channels[stage] - packed.shape[-1]
         return torch.cat([states, packed, packed.new_zeros(()).expand(*packed.shape[:-1], padding)], dim=-1)
 
-    def unpack(
-        self, packed: torch.Tensor, head_dim: int, stage: str
-    ) -> tuple[torch.Tensor, SideWeights | None]:
+    def unpack(self, packed: torch.Tensor, head_dim: int, stage: str) -> tuple[torch.Tensor, SideWeights | None]:
         """Takes apart what `pack` made.
 
         Args:
@@ -218,9 +214,7 @@ class DCFormerCompose(nn.Module):
         )
         return packed[..., :head_dim], side
 
-    def stage_weights(
-        self, stage: str, query: SideWeights | None, key: SideWeights | None
-    ) -> ComposeWeights | None:
+    def stage_weights(self, stage: str, query: SideWeights | None, key: SideWeights | None) -> ComposeWeights | None:
         """Everything one stage composes with, or None when the stage is off.
 
         Args:

@@ -248,7 +248,7 @@ class DCFormerConfig(PreTrainedConfig):
             self.layer_types = [period[i % len(period)] for i in range(self.num_hidden_layers)]
         super().__post_init__(**kwargs)
         self.validate_architecture()  # here too, so that the error is a plain ValueError
-        self.base_model_tp_plan = self._tensor_parallel_plan()
+        self.base_model_tp_plan = self._tensor_parallel_plan()  # type: ignore[misc]  # a class's default, said otherwise
 
     def _tensor_parallel_plan(self) -> dict[str, str]:
         """The class's plan without the modules that this configuration does not have."""

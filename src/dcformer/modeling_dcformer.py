@@ -83,6 +83,7 @@ class DCFormerRotaryEmbedding(nn.Module):
         if self.rope_type != "default":
             rope_init = ROPE_INIT_FUNCTIONS[self.rope_type]
         inv_freq, self.attention_scaling = rope_init(config)
+        self.inv_freq: torch.Tensor
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
@@ -303,11 +304,12 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         wants_info = kwargs.pop("output_loading_info", False)
         takes_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         try:
-            model, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         except SafetensorError as error:
             raise OSError(_damaged_files(pretrained_model_name_or_path) or str(error)) from error
+        model, info = loaded
         if info["mismatched_keys"] and not takes_mismatch:
             key, found, expected = sorted(info["mismatched_keys"], key=str)[0]
             raise ValueError(
@@ -332,15 +334,6 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                     "belongs to another configuration; loading it would leave these at random values."
                 )
         return model
-
-    def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
-        """Head count and width for a static cache allocated before the first forward (`prefill_chunk_size`)."""
-        shape = super()._get_static_cache_init_shape()
-        pre, post = (self.config.compose_cache_channels(stage) for stage in ("pre", "post"))
-        if shape is None or pre != post:  # None: allocate on the first forward, from what it brings
-            return None
-        heads, head_dim = shape
-        return heads, head_dim + pre
 
 
 def _damaged_files(path: str | os.PathLike | None) -> str:
@@ -377,7 +370,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
@@ -385,24 +378,25 @@ class DCFormerModel(DCFormerPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        if inputs_embeds is None:
+        hidden_states = inputs_embeds
+        if hidden_states is None:
             self._check_token_ids(input_ids)
-            inputs_embeds = self.embed_tokens(input_ids)  # [B, T, E]
+            hidden_states = self.embed_tokens(input_ids)  # [B, T, E]
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
             self._check_cache(past_key_values)
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
+            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
 
         layers = self.layers[: self.config.num_hidden_layers]  # fewer while generate drafts with `assistant_early_exit`
         kinds = self.config.layer_types[: len(layers)]
         masks = attention_mask
         if not isinstance(masks, dict):  # generate prepares the masks itself when it compiles the forward
-            mask_arguments = {
+            mask_arguments: dict[str, Any] = {
                 "config": self.config,
-                "inputs_embeds": inputs_embeds,
+                "inputs_embeds": hidden_states,
                 "attention_mask": attention_mask,
                 "past_key_values": past_key_values,
                 "position_ids": position_ids,
@@ -413,7 +407,6 @@ class DCFormerModel(DCFormerPreTrainedModel):
             }
             masks = {kind: make_mask[kind](**mask_arguments) for kind in sorted(set(kinds))}
 
-        hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer, kind in zip(layers, kinds, strict=True):
             hidden_states = layer(
@@ -442,10 +435,10 @@ class DCFormerModel(DCFormerPreTrainedModel):
             raise ValueError(f"{refused}: it has {len(layers)} layers, the model has {count}. {advice}")
         for index, (layer, kind) in enumerate(zip(layers, config.layer_types, strict=False)):
             window = config.sliding_window if kind == "sliding_attention" else None
-            held = getattr(layer, "sliding_window", window)  # a static layer does not say
-            if getattr(layer, "is_sliding", False) and (window is None or held < window):
+            held = getattr(layer, "sliding_window", None)  # a static layer does not say
+            if getattr(layer, "is_sliding", False) and (window is None or (held or window) < window):
                 raise ValueError(
-                    f"{refused}: layer {index} of the cache keeps a window of {held} keys, but the model's layer is "
+                    f"{refused}: layer {index} of the cache keeps a window of {held or layer.max_cache_len} keys, but the model's layer is "
                     f"{kind!r} with sliding_window={window}. {advice}"
                 )
         # Ranks 1 to 3 are padded to the same width, so that shapes do not tell them apart.
@@ -476,7 +469,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
 class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # annotated too narrowly upstream
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: DCFormerConfig):
@@ -492,7 +485,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
@@ -521,6 +514,15 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
+        """Head count and width for a static cache allocated before the first forward (`prefill_chunk_size`)."""
+        shape: Any = super()._get_static_cache_init_shape()  # type: ignore[misc]  # the mixin's self is a protocol
+        pre, post = (self.config.compose_cache_channels(stage) for stage in ("pre", "post"))
+        if shape is None or pre != post:  # None: allocate on the first forward, from what it brings
+            return None
+        heads, head_dim = shape
+        return heads, head_dim + pre
 
 
 class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):

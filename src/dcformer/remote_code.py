@@ -47,7 +47,7 @@ def export_remote_code(path: str | os.PathLike) -> None:
             f"expected one of {sorted(_PREFIXES)} with native keys, as save_pretrained writes them."
         )
     for module in _MODULES:
-        source = Path(module.__file__)
+        source = Path(str(module.__file__))
         _replace(folder / source.name, source.read_bytes())
     config["auto_map"] = {"AutoConfig": f"configuration_dcformer.{prefix}Config"} | {
         auto_class: f"modeling_dcformer.{prefix}{task}" for auto_class, task in _TASKS.items()

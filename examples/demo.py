@@ -1,0 +1,77 @@
+"""A DCFormer answers few-shot questions it has not seen, through Transformers' text-generation pipeline.
+
+    python examples/demo.py                  # 296 held-out questions, a few of them shown
+    python examples/demo.py --show 20 --questions-per-task 1
+
+The checkpoint is bundled (checkpoints/dcformer-synthetic); examples/train_synthetic.py made it.
+"""
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import dcformer  # registers the model type with the Auto classes
+from dcformer.synthetic import generate_dataset, questions
+
+CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "dcformer-synthetic"
+
+
+def held_out_questions(questions_per_task: int, seed: int, num_examples: int = 3) -> list[dict]:
+    """The last question of fresh contexts of the test split: no question line of it occurs in training."""
+    contexts = generate_dataset("test", contexts_per_task=questions_per_task, num_examples=num_examples, seed=seed)
+    return [questions(record)[-1] for record in contexts]
+
+
+def answer(generator, prompts: list[str], batch_size: int) -> list[str]:
+    """One word for each prompt, greedily, in left-padded batches."""
+    options = {"max_new_tokens": 1, "do_sample": False, "return_full_text": False}
+    answers = []
+    for start in tqdm(range(0, len(prompts), batch_size), desc="answering", unit="batch"):
+        outputs = generator(prompts[start : start + batch_size], batch_size=batch_size, **options)
+        answers += [output[0]["generated_text"].strip() for output in outputs]
+    return answers
+
+
+def main(arguments: list[str] | None = None) -> float:
+    """Prints questions, answers and accuracies; returns the accuracy over all questions."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", default=str(CHECKPOINT))
+    parser.add_argument("--questions-per-task", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=37)
+    parser.add_argument("--show", type=int, default=6, help="questions to print in full")
+    parser.add_argument("--seed", type=int, default=2026)
+    options = parser.parse_args(arguments)
+
+    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(options.checkpoint)
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    print(
+        f"dcformer {dcformer.__version__}: {type(model).__name__} with {model.num_parameters():,} parameters, "
+        f"attention {model.config._attn_implementation!r}, layers {model.config.layer_types}"
+    )
+
+    asked = held_out_questions(options.questions_per_task, options.seed)
+    answers = answer(generator, [question["prompt"] for question in asked], options.batch_size)
+    by_task = defaultdict(list)
+    for number, (question, given) in enumerate(zip(asked, answers, strict=True)):
+        by_task[question["task_id"]].append(given == question["answer"])
+        if number % max(1, len(asked) // max(1, options.show)) == 0 and options.show:
+            print(f"\n[{question['task_id']}]{question['prompt']} ...")
+            print(f"  answer: {given}    expected: {question['answer']}")
+    right = sum(sum(marks) for marks in by_task.values())
+    print(f"\nbest tasks:  {_tasks(by_task, reverse=True)}")
+    print(f"worst tasks: {_tasks(by_task, reverse=False)}")
+    print(f"accuracy: {right} of {len(asked)} held-out questions = {right / len(asked):.1%}")
+    return right / len(asked)
+
+
+def _tasks(by_task: dict[str, list[bool]], reverse: bool, count: int = 4) -> str:
+    ranked = sorted(by_task, key=lambda task: sum(by_task[task]) / len(by_task[task]), reverse=reverse)[:count]
+    return ", ".join(f"{task} {sum(by_task[task])}/{len(by_task[task])}" for task in ranked)
+
+
+if __name__ == "__main__":
+    main()

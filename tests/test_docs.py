@@ -1,0 +1,42 @@
+"""Every Python block of the README and of docs/ runs, in order, in one namespace per file; links lead somewhere."""
+
+import re
+
+import pytest
+from conftest import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]+\]\((?!https?://|#)([^)#\s]+)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_run(page, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    text = page.read_text(encoding="utf-8")
+    blocks = list(BLOCK.finditer(text))
+    if not blocks:
+        pytest.skip(f"{page.name} has no Python block")
+    namespace = {"__name__": "__snippet__"}
+    for block in blocks:
+        line = text[: block.start()].count("\n") + 1
+        code = compile("\n" * line + block[1], str(page), "exec")
+        exec(code, namespace)
+
+
+@pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
+
+
+def test_readme_names_the_make_targets():
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    for command in ("demo", "test", "lint", "hf-contract"):
+        assert f"make {command}" in readme
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
+    ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
+    for command in re.findall(r"^make ([\w-]+)", ci, re.MULTILINE):
+        assert f"make {command}" in readme, f".ci/run calls make {command}, which the README does not have"
