@@ -10,8 +10,8 @@ What both compute (paper section 3.1), composition inside groups of heads:
     output  = compose(weights) v              the composed weights are rounded to the model's dtype first
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ def _causal_rows(
 
 
 def _visible_and_bias(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Splits a mask into what is visible (bool) and what is added to scores. Additive masks hide with huge negatives."""
+    """Splits a mask into what is visible (bool) and what is added to scores; additive ones hide with huge negatives."""
     if mask.dtype == torch.bool:
         return mask, None
     return mask > torch.finfo(mask.dtype).min / 2, mask
@@ -177,7 +177,7 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, a
     heads_fit = query.shape[0] == key.shape[0] and query.shape[1] % key.shape[1] == 0
     if not heads_fit or key.shape[:3] != value.shape[:3] or query.shape[-1] != key.shape[-1]:
         raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not belong together: "
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together: "
             "expected [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv] with H a multiple of Hkv."
         )
     if attention_mask is not None:
@@ -203,14 +203,15 @@ def _attend(
     scaling: float,
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
+    mix: Callable[[torch.Tensor, ComposeWeights | None], torch.Tensor] = compose,
 ) -> LayerTrace:
     """The definition of composed attention up to the composed weights; see the head of this file."""
     compute = accumulation_dtype(query.dtype)
     key = _repeat_heads(key, query.shape[1])
     scores = torch.matmul(query.to(compute), key.to(compute).transpose(-1, -2)) * scaling  # [B, H, T, S]
-    composed_scores = compose(scores, pre)
+    composed_scores = mix(scores, pre)
     weights = _masked_softmax(composed_scores, visible, bias)
-    return LayerTrace(scores, composed_scores, weights, compose(weights, post))
+    return LayerTrace(scores, composed_scores, weights, mix(weights, post))
 
 
 def eager_attention(
@@ -318,16 +319,36 @@ def _attend_few(query, key, value, attention_mask, scaling, pre, post, sliding_w
         visible, bias = _visible_and_bias(mask)
     elif causal and (query.shape[2] > 1 or sliding_window is not None):
         visible = _causal_rows(0, query.shape[2], query.shape[2], key.shape[2], sliding_window, query.device)
-    weights = _attend(query, key, value, visible, bias, scaling, pre, post).composed_weights.to(query.dtype)
+    maps = _attend(query, key, value, visible, bias, scaling, pre, post, mix=_compose_few)
+    weights = maps.composed_weights.to(query.dtype)
     return torch.matmul(weights, _repeat_heads(value, query.shape[1])).transpose(1, 2).contiguous()
+
+
+def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:
+    """`compose` for a few queries and many keys: the key side elementwise, in half the time of a product per key."""
+    if weights is None or weights.key is None:
+        return compose(maps, weights)
+
+    def grouped(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(maps.dtype).unflatten(1, (weights.groups, -1))  # [B, H, ...] -> [B, G, M, ...]
+
+    out = grouped(compose(maps, replace(weights, key=None)))
+    a, key = grouped(maps), weights.key  # [B, G, M, T, S]
+    if key.down is not None and key.up is not None:
+        ranks = (grouped(w).movedim(-1, 0).unsqueeze(-2).unbind(0) for w in (key.down, key.up))
+        for down, up in zip(*ranks, strict=True):  # [B, G, M, 1, S]
+            out = torch.addcmul(out, (a * down).sum(dim=2, keepdim=True), up)
+    if key.gate is not None:
+        out = torch.addcmul(out, a, grouped(key.gate).unsqueeze(-2))
+    return out.flatten(1, 2)  # [B, H, T, S]
 
 
 # --- dcformer_chunked -------------------------------------------------------------------------------------------------
 #
 # Groups of heads are independent, so the work is a loop over (group, slice of the batch, block of queries). Inside, all
-# maps are [M, b, t, S'], heads first: b sequences, t queries, S' the keys that the block can see. The mixing never forms
-# an [H, H] matrix: R hidden maps [b, t, S'] per side and stage are accumulated head by head, and added back head by head,
-# while they sit in cache.
+# maps are [M, b, t, S'], heads first: b sequences, t queries, S' the keys that the block can see. The mixing never
+# forms an [H, H] matrix: R hidden maps [b, t, S'] per side and stage are accumulated head by head, and added back head
+# by head, while they sit in cache.
 #
 # The backward pass recomputes a block's maps from q, k, v and the weights. Rows are complete, so the softmax needs no
 # saved log-sum-exp.
@@ -384,10 +405,7 @@ class _Plan:
                 block.visible = rows[None, None, :, first:last]
             block.keys = slice(first, last)
             return
-        if isinstance(self.mask, QueryBlockMask):
-            rows = self.mask.rows(start, stop)
-        else:
-            rows = self.mask[:, :, start:stop]
+        rows = self.mask.rows(start, stop) if isinstance(self.mask, QueryBlockMask) else self.mask[:, :, start:stop]
         rows = rows[block.batch] if rows.shape[0] > 1 else rows
         rows = (rows[:, heads] if rows.shape[1] > 1 else rows).transpose(0, 1).to(device)  # [1 or M, 1 or b, t, S]
         visible, bias = _visible_and_bias(rows)
@@ -416,7 +434,7 @@ def _flatten(weights: ComposeWeights | None) -> tuple[torch.Tensor | None, ...]:
 
 
 def _hide(scores: torch.Tensor, block: _Block) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Adds a block's mask to its scores. Also returns, where some row sees no key, 1 for the rows that do and 0 else."""
+    """Adds a block's mask to its scores. Returns too, where some row sees no key, 1 for the rows that do and 0 else."""
     visible = block.visible
     if visible is None:
         return scores, None

@@ -73,7 +73,7 @@ class ComposeOverhead:
         flops_ratio: `flops_per_token` over the forward operations of the plain model's layers.
         paper_parameter_ratio: the paper's leading-order estimate, (2R+1)/(3D) for full composition: generator
             projections from the hidden state only, over the 12·E² parameters of a Transformer layer.
-        paper_flops_ratio: the paper's leading-order estimate, 4(2R+1)(1+ρ)/((12+ρ)D) with ρ = S/E.
+        paper_flops_ratio: the paper's leading-order estimate, 4(2R+1)(1+r)/((12+r)D) with r = S/E.
     """
 
     parameters: int
@@ -106,8 +106,8 @@ def _expand_pattern(pattern: str | list[str]) -> list[str]:
 class DCFormerConfig(PreTrainedConfig):
     """Configuration of a DCFormer model: a Transformer whose attention heads are composed dynamically (DCMHA).
 
-    The defaults give DCFormer-405M. DCPythia is the same class of models with other settings (`DCPythiaConfig`). Keys of
-    the authors' published configurations (`dim`, `n_layer`, `window_type`, ...) are read and never written.
+    The defaults give DCFormer-405M. DCPythia is the same class of models with other settings (`DCPythiaConfig`). Keys
+    of the authors' published configurations (`dim`, `n_layer`, `window_type`, ...) are read and never written.
 
     Args:
         vocab_size (`int`): number of token ids.
@@ -151,8 +151,8 @@ class DCFormerConfig(PreTrainedConfig):
         tie_word_embeddings (`bool`): share input and output embeddings.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): special tokens.
 
-    A model with all of `compose_pre`, `compose_post`, `compose_query`, `compose_key` and `compose_static` off is a plain
-    Transformer.
+    A model with all of `compose_pre`, `compose_post`, `compose_query`, `compose_key` and `compose_static` off is a
+    plain Transformer.
 
     Raises:
         ValueError: on a combination that describes no model; the message names the fields.
@@ -394,8 +394,8 @@ class DCFormerConfig(PreTrainedConfig):
             )
         if stages and not branches:
             raise ValueError(
-                f"{' and '.join(stages)} on, but compose_query, compose_key and compose_static are all off, so there is "
-                "nothing to compose with: turn one of them on, or all of these off for a plain Transformer."
+                f"{' and '.join(stages)} on, but compose_query, compose_key and compose_static are all off, so there "
+                "is nothing to compose with: turn one of them on, or all of these off for a plain Transformer."
             )
         if sides and not (self.compose_projection or self.compose_gate):
             raise ValueError(
@@ -515,8 +515,8 @@ class DCFormerConfig(PreTrainedConfig):
 class DCPythiaConfig(DCFormerConfig):
     """Configuration of a DCPythia model: DCFormer's attention in Pythia's architecture. Same fields, other defaults.
 
-    LayerNorm with bias, parallel residual, plain erf-GELU MLP, biases everywhere, RoPE on a quarter of the head dim. The
-    defaults give DCPythia-2.8B.
+    LayerNorm with bias, parallel residual, plain erf-GELU MLP, biases everywhere, RoPE on a quarter of the head dim.
+    The defaults give DCPythia-2.8B.
     """
 
     model_type = "dcpythia"

@@ -216,8 +216,8 @@ class DCFormerAttention(nn.Module):
             found = (old.shape[0], old.shape[1], old.shape[3])
             if expected != found:
                 raise ValueError(
-                    f"past_key_values does not belong to this model and batch: layer {self.layer_idx} of the cache holds "
-                    f"{name} of (batch, heads, channels) {found}, the model makes {expected} (head_dim {self.head_dim} "
+                    f"past_key_values does not belong to this model and batch: layer {self.layer_idx} of the cache "
+                    f"holds {name} of (batch, heads, channels) {found}, the model makes {expected} (head_dim {self.head_dim} "
                     f"plus composition channels). Pass a cache that this model filled for the same batch, or none."
                 )
 
@@ -298,7 +298,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: when weights of the decoder, or a causal model's `lm_head`, are not in the checkpoint (with
-                `output_loading_info=True` they are in the returned `missing_keys` instead), or when shapes differ.
+                `output_loading_info=True` they are in the returned `missing_keys` instead).
+            RuntimeError: when shapes differ from the configuration's.
             OSError: when a weight file is damaged, naming it.
         """
         wants_info = kwargs.pop("output_loading_info", False)
@@ -312,9 +313,9 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         model, info = loaded
         if info["mismatched_keys"] and not takes_mismatch:
             key, found, expected = sorted(info["mismatched_keys"], key=str)[0]
-            raise ValueError(
+            raise RuntimeError(
                 f"{pretrained_model_name_or_path} holds {key} with shape {tuple(found)}, the configuration asks for "
-                f"{tuple(expected)} ({len(info['mismatched_keys'])} such tensors): config.json and weights do not belong "
+                f"{tuple(expected)} ({len(info['mismatched_keys'])} such tensors): config.json and weights do not fit "
                 "together. Pass ignore_mismatched_sizes=True to initialise these tensors instead."
             )
         if wants_info:
@@ -438,8 +439,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
             held = getattr(layer, "sliding_window", None)  # a static layer does not say
             if getattr(layer, "is_sliding", False) and (window is None or (held or window) < window):
                 raise ValueError(
-                    f"{refused}: layer {index} of the cache keeps a window of {held or layer.max_cache_len} keys, but the model's layer is "
-                    f"{kind!r} with sliding_window={window}. {advice}"
+                    f"{refused}: layer {index} of the cache keeps a window of {held or layer.max_cache_len} keys, but "
+                    f"the model's layer is {kind!r} with sliding_window={window}. {advice}"
                 )
         # Ranks 1 to 3 are padded to the same width, so that shapes do not tell them apart.
         layout = (config.compose_rank, config.compose_projection, config.compose_gate)

@@ -23,10 +23,10 @@ _TASKS = {
 def export_remote_code(path: str | os.PathLike) -> None:
     """Makes a saved model folder self-contained: adds the modeling code and `auto_map`.
 
-    The folder then loads with `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`, and with every other
-    Auto class, on any machine with Transformers; with the torch attention implementations only. Where this package is
-    installed, its own classes are used. (`register_for_auto_class()` followed by `save_pretrained`, the library's way,
-    does the same for one class.)
+    The folder then loads with `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`, and with every
+    other Auto class, on any machine with Transformers; with the torch attention implementations only. Where this
+    package is installed, its own classes are used. (`register_for_auto_class()` followed by `save_pretrained`, the
+    library's way, does the same for one class.)
 
     Args:
         path: a folder written by `save_pretrained`, of either model type.
