@@ -4,7 +4,8 @@
     python examples/train_synthetic.py --variants plain      # one of them, into runs/synthetic/plain
 
 The twins have the same size, seed, data and steps: "plain" has all composition off, "talking-heads" only the static
-projection. Everything runs through `transformers.Trainer`, on a CPU in under an hour.
+projection. Everything runs through `transformers.Trainer`, on a CPU in under an hour. A short curriculum makes that
+possible: contexts of one example first, then the few-shot contexts that the model is for.
 """
 
 import argparse
@@ -12,16 +13,17 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
 
 import dcformer
-from dcformer.synthetic import build_tokenizer, encode, generate_dataset
+from dcformer.synthetic import TASKS, build_tokenizer, encode, generate_dataset
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 PLAIN = {"compose_pre": False, "compose_post": False, "compose_query": False, "compose_key": False}
+# (examples a context, contexts a step, share of the steps, learning rate at the end relative to the peak)
+CURRICULUM = ((1, 96, 0.8, 0.5), (3, 32, 0.2, 0.0))
 VARIANTS = {
     "dcformer": {},
     "talking-heads": {"compose_query": False, "compose_key": False, "compose_static": True},
@@ -48,10 +50,12 @@ def make_config(tokenizer, **switches) -> dcformer.DCFormerConfig:
 
 
 def make_data(split: str, contexts_per_task: int, num_examples: int, seed: int, tokenizer):
-    """Tokenised contexts; the loss is on the answers, those of the first examples included."""
-    contexts = generate_dataset(split, contexts_per_task=contexts_per_task, num_examples=num_examples, seed=seed)
+    """Tokenised contexts; the loss is on the answers, that of the first example included."""
+    contexts = generate_dataset(
+        split, contexts_per_task=contexts_per_task, num_examples=num_examples, seed=seed, first_scored=0
+    )
     return contexts.map(
-        lambda record: encode(record, tokenizer, score_all=True),
+        lambda record: encode(record, tokenizer),
         remove_columns=contexts.column_names,
         desc=f"tokenising {split}",
     )
@@ -64,58 +68,65 @@ def answer_accuracy(prediction) -> dict[str, float]:
     return {"accuracy": float((predicted == labels)[scored].mean()), "answers": int(scored.sum())}
 
 
-def train(variant: str, arguments: argparse.Namespace, tokenizer, train_data, test_data) -> dict:
+def train(variant: str, arguments: argparse.Namespace, tokenizer, phases: list, test_data) -> dict:
     """Trains and evaluates one variant; returns what the model card says of it."""
     set_seed(arguments.seed)
     config = make_config(tokenizer, attn_implementation=arguments.attention, **VARIANTS[variant])
     model = dcformer.DCFormerForCausalLM(config)
     folder = arguments.output / variant
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=arguments.steps,
-            per_device_train_batch_size=arguments.batch_size,
-            per_device_eval_batch_size=64,
-            learning_rate=arguments.learning_rate,
-            adam_beta2=0.98,
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            warmup_steps=arguments.steps // 20,
-            lr_scheduler_type="cosine",
-            logging_steps=50,
-            disable_tqdm=arguments.quiet,
-            eval_strategy="steps",
-            eval_steps=max(1, arguments.steps // 8),
-            save_strategy="no",
-            report_to="none",
-            seed=arguments.seed,
-            use_cpu=arguments.cpu,
-        ),
-        data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100),
-        train_dataset=train_data,
-        eval_dataset=test_data,
-        compute_metrics=answer_accuracy,
-        preprocess_logits_for_metrics=lambda logits, labels: (
-            logits[0] if isinstance(logits, tuple) else logits
-        ).argmax(-1),
-    )
-    start = time.perf_counter()
-    result = trainer.train()
-    minutes = (time.perf_counter() - start) / 60
+    seconds, history = 0.0, []
+    peak = arguments.learning_rate
+    for number, (data, (_, batch_size, share, end)) in enumerate(zip(phases, CURRICULUM, strict=True)):
+        steps = round(arguments.steps * share)
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=str(folder),
+                max_steps=steps,
+                per_device_train_batch_size=batch_size,
+                per_device_eval_batch_size=74,
+                learning_rate=peak,
+                adam_beta2=0.98,
+                weight_decay=0.1,
+                max_grad_norm=1.0,
+                warmup_steps=100 if number == 0 else 0,
+                lr_scheduler_type="polynomial",
+                lr_scheduler_kwargs={"lr_end": peak * end + 1e-9, "power": 1.0},
+                logging_steps=50,
+                eval_strategy="steps",
+                eval_steps=max(1, steps // 4),
+                save_strategy="no",
+                report_to="none",
+                seed=arguments.seed,
+                use_cpu=arguments.cpu,
+                disable_tqdm=arguments.quiet,
+                dataloader_pin_memory=False,
+            ),
+            data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100),
+            train_dataset=data,
+            eval_dataset=test_data,
+            compute_metrics=answer_accuracy,
+            preprocess_logits_for_metrics=lambda logits, labels: (
+                logits[0] if isinstance(logits, tuple) else logits
+            ).argmax(-1),
+        )
+        start = time.perf_counter()
+        result = trainer.train()
+        seconds += time.perf_counter() - start
+        history += [{"phase": number} | e for e in trainer.state.log_history if "loss" in e or "eval_loss" in e]
+        peak *= end
     scores = trainer.evaluate()
     report = {
         "variant": variant,
         "parameters": model.num_parameters(),
         "steps": arguments.steps,
-        "batch_size": arguments.batch_size,
         "learning_rate": arguments.learning_rate,
         "seed": arguments.seed,
-        "train_loss": result.training_loss,
-        "test_loss": scores["eval_loss"],
-        "test_accuracy": scores["eval_accuracy"],
+        "last_phase_train_loss": round(result.training_loss, 4),
+        "test_loss": round(scores["eval_loss"], 4),
+        "test_accuracy": round(scores["eval_accuracy"], 4),
         "test_answers": scores["eval_answers"],
-        "minutes": round(minutes, 1),
+        "minutes": round(seconds / 60, 1),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__.split("+")[0],
     }
@@ -123,9 +134,8 @@ def train(variant: str, arguments: argparse.Namespace, tokenizer, train_data, te
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    history = [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
     (folder / "history.json").write_text(json.dumps(history, indent=1) + "\n")
-    print(json.dumps(report))
+    print(json.dumps(report), flush=True)
     return report
 
 
@@ -133,10 +143,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "synthetic", help="folder of the runs")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch-size", type=int, default=32, help="contexts a step")
+    parser.add_argument("--steps", type=int, default=1750, help="of all phases of the curriculum together")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--num-examples", type=int, default=3, help="examples a context")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attention", default=None, help="attn_implementation; the best that runs here when not given")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
@@ -144,13 +152,14 @@ def main() -> None:
     arguments = parser.parse_args()
 
     tokenizer = build_tokenizer()
-    contexts_per_task = -(-arguments.steps * arguments.batch_size // len(dcformer.synthetic.TASKS))
-    train_data = make_data("train", contexts_per_task, arguments.num_examples, arguments.seed, tokenizer)
-    test_data = make_data("test", 10, arguments.num_examples, arguments.seed, tokenizer)
-    lengths = np.array([len(ids) for ids in train_data["input_ids"]])
-    print(f"{len(train_data)} training contexts of {lengths.mean():.0f} tokens, {len(test_data)} test contexts")
+    phases = []
+    for num_examples, batch_size, share, _ in CURRICULUM:
+        contexts_per_task = -(-round(arguments.steps * share) * batch_size // len(TASKS))
+        phases.append(make_data("train", contexts_per_task, num_examples, arguments.seed, tokenizer))
+    test_data = make_data("test", 10, CURRICULUM[-1][0], arguments.seed, tokenizer)
+    print("training contexts:", [len(data) for data in phases], "test contexts:", len(test_data), flush=True)
     for variant in arguments.variants:
-        train(variant, arguments, tokenizer, train_data, test_data)
+        train(variant, arguments, tokenizer, phases, test_data)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,10 @@ class QueryBlockMask:
         """Shape of the mask this stands for: [B, 1, T, S]."""
         return (self.batch_size, 1, self.q_length, self.kv_length)
 
+    def contiguous(self) -> "QueryBlockMask":
+        """Itself: `generate` asks this of every mask that it prepares."""
+        return self
+
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """The mask of queries `start` to `stop`: [B, 1, stop - start, S], True where a query sees a key."""
         return sdpa_mask(
@@ -123,6 +127,8 @@ def chunked_mask(
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if allow_is_causal_skip and aligned and _nothing_padded(attention_mask):
         return None
+    if isinstance(q_offset, torch.Tensor):  # a static cache's own length, which its layers advance before rows are made
+        q_offset = q_offset.clone()
     mask = QueryBlockMask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
     )

@@ -217,8 +217,9 @@ class DCFormerAttention(nn.Module):
             if expected != found:
                 raise ValueError(
                     f"past_key_values does not belong to this model and batch: layer {self.layer_idx} of the cache "
-                    f"holds {name} of (batch, heads, channels) {found}, the model makes {expected} (head_dim {self.head_dim} "
-                    f"plus composition channels). Pass a cache that this model filled for the same batch, or none."
+                    f"holds {name} of (batch, heads, channels) {found}, the model makes {expected} "
+                    f"(head_dim {self.head_dim} plus composition channels). Pass a cache that this model "
+                    "filled for the same batch, or none."
                 )
 
 
