@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import randomise, tiny_config  # noqa: F401  re-exported until all tests import helpers
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("DCFORMER_SHARED", REPOSITORY.parent / "shared"))
 

@@ -27,13 +27,14 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_dcformer import eager_attention
+from .cache_dcformer import use_static_window_layers
 from .compose_dcformer import DCFormerCompose, accumulation_dtype, compose_init_std
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 
@@ -280,8 +281,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         if requested_attention not in known:
             raise ValueError(
                 f"attn_implementation={requested_attention!r} cannot compose attention heads, so "
-                f"{self.__class__.__name__} does not support it: use one of {known}, or leave it unset for the best that "
-                "runs here."
+                f"{self.__class__.__name__} does not support it: use one of {known}, or leave it unset for the best "
+                "that runs here."
             )
         if requested_attention != "eager" and requested_attention not in ALL_ATTENTION_FUNCTIONS.valid_keys():
             raise ValueError(
@@ -504,8 +505,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
-        logits = self.lm_head(hidden_states)  # [B, T or logits_to_keep, V]
+        # the last few positions (0: all), or those of an index tensor
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])  # [B, T or logits_to_keep, V]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -516,6 +518,12 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
+        """The static cache of `generate`, with local layers that compile to a single graph."""
+        cache: Any = super()._prepare_static_cache(*args, **kwargs)  # type: ignore[misc]  # as below
+        use_static_window_layers(cache, self.config.sliding_window)
+        return cache
 
     def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
         """Head count and width for a static cache allocated before the first forward (`prefill_chunk_size`)."""
