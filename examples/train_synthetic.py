@@ -1,7 +1,8 @@
 """Trains the checkpoint that `make demo` uses, and its two twins, on the synthetic head-composition tasks.
 
     python examples/train_synthetic.py                       # all three, then writes checkpoints/dcformer-synthetic
-    python examples/train_synthetic.py --variants plain      # one of them, into runs/synthetic/plain
+    python examples/train_synthetic.py --variants plain      # one of them, into runs/synthetic/plain; the
+                                                             # checkpoint is written once all three are there
 
 The twins have the same size, seed, data and steps: "plain" has all composition off, "talking-heads" only the static
 projection. Everything runs through `transformers.Trainer`, on a CPU in under an hour. A short curriculum makes that
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
 
 import dcformer
 from dcformer.synthetic import TASKS, build_tokenizer, encode, generate_dataset
@@ -139,10 +140,77 @@ def train(variant: str, arguments: argparse.Namespace, tokenizer, phases: list, 
     return report
 
 
+CARD = """---
+license: mit
+library_name: transformers
+pipeline_tag: text-generation
+---
+# DCFormer, synthetic head-composition tasks
+
+A DCFormer of {parameters:,} parameters (4 layers, local and global alternating, 4 heads) trained from scratch on this
+package's few-shot tasks (`dcformer.synthetic`): find the right fact of a context, transform it, answer in one word. It
+is there for the demonstration and the tests, and knows {vocabulary} words.
+
+```python
+import dcformer  # registers the model type
+from transformers import pipeline
+
+ask = pipeline("text-generation", model="checkpoints/dcformer-synthetic")
+ask("\\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Boris owns a kind of", max_new_tokens=1)
+```
+
+## As measured
+
+`python examples/train_synthetic.py`: the same data, seed ({seed}), {steps} steps and size for all three. Accuracy is
+the share of {answers} held-out answers (contexts of three examples, no question line of which occurs in training) that
+are the model's first choice. One run each on a CPU: differences of a few points mean nothing.
+
+| | parameters | held-out accuracy | held-out loss | minutes ({threads} threads) |
+|---|---|---|---|---|
+{rows}
+
+For comparison: the best constant answer per task is right in about 6 % of the cases, and looking up a random fact of
+the context and transforming that correctly in about 37 %. A model at that level knows its vocabulary's facts and the
+transformations but does not yet choose the fact by the pattern that the question asks for.
+"""
+
+
+def publish(runs: Path, checkpoint: Path) -> None:
+    """Makes the bundled checkpoint from the runs of all three variants: weights, tokenizer and a model card.
+
+    Raises:
+        FileNotFoundError: when a variant has not been trained.
+    """
+    reports = {variant: json.loads((runs / variant / "report.json").read_text()) for variant in VARIANTS}
+    model = dcformer.DCFormerForCausalLM.from_pretrained(runs / "dcformer")
+    tokenizer = AutoTokenizer.from_pretrained(runs / "dcformer")
+    rows = "\n".join(
+        f"| {variant} | {r['parameters']:,} | {r['test_accuracy']:.1%} | {r['test_loss']:.3f} | {r['minutes']} |"
+        for variant, r in reports.items()
+    )
+    first = reports["dcformer"]
+    card = CARD.format(
+        parameters=first["parameters"],
+        vocabulary=len(tokenizer),
+        seed=first["seed"],
+        steps=first["steps"],
+        answers=first["test_answers"],
+        threads=first["threads"],
+        rows=rows,
+    )
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
+    (checkpoint / "README.md").write_text(card, encoding="utf-8")
+    (checkpoint / "training.json").write_text(json.dumps(reports, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {checkpoint}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "synthetic", help="folder of the runs")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="written when all variants are trained")
     parser.add_argument("--steps", type=int, default=1750, help="of all phases of the curriculum together")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -160,6 +228,8 @@ def main() -> None:
     print("training contexts:", [len(data) for data in phases], "test contexts:", len(test_data), flush=True)
     for variant in arguments.variants:
         train(variant, arguments, tokenizer, phases, test_data)
+    if all((arguments.output / variant / "report.json").is_file() for variant in VARIANTS):
+        publish(arguments.output, arguments.checkpoint)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("DCFORMER_SHARED", REPOSITORY.parent / "shared"))
 
 

@@ -1,8 +1,12 @@
-"""Small models for tests."""
+"""Small models and paths for tests."""
+
+from pathlib import Path
 
 import torch
 
 from dcformer import DCFormerConfig
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def tiny_config(**overrides) -> DCFormerConfig:
