@@ -137,15 +137,10 @@ def test_groups_are_independent_and_branches_read_the_same_input(seed):
     torch.testing.assert_close(added, together, rtol=1e-12, atol=1e-12)
 
 
-def test_side_weights_slice_and_list():
+def test_side_weights_list():
     side = SideWeights(torch.randn(1, 2, 5, 3), torch.randn(1, 2, 5, 3), torch.randn(1, 2, 5))
-    part = side.slice_tokens(1, 4)
-    for whole, sliced in zip(side.tensors(), part.tensors(), strict=True):
-        assert torch.equal(sliced, whole[:, :, 1:4])
-        assert sliced.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()  # views
-    gate_only = SideWeights(gate=side.gate)
-    assert len(gate_only.tensors()) == 1
-    assert gate_only.slice_tokens(0, 2).down is None
+    assert [t is w for t, w in zip(side.tensors(), (side.down, side.up, side.gate), strict=True)] == [True] * 3
+    assert len(SideWeights(gate=side.gate).tensors()) == 1
 
 
 # --- the weight generators --------------------------------------------------------------------------------------------
@@ -215,7 +210,7 @@ def test_generators_are_their_formulas(m_heads, groups, rank, hidden_size, sides
     )
     module = make_compose(config, seed=seed)
     x = torch.randn(2, 3, hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    generated = module(x)
+    generated, _ = module(x)
     expected_order = [(stage, side) for stage, side in GENERATORS if stages[stage == "post"] and sides[side == "key"]]
     assert list(generated) == expected_order
     dw1, qkw, dd = stored_layout(module, config)
@@ -254,7 +249,7 @@ def test_the_norm_runs_over_the_heads_of_a_group_with_its_epsilon():
     module = make_compose(config, scale=1.0)
     with torch.no_grad():
         module.qkw.mul_(1e-9)
-    for side in module(x).values():
+    for side in module(x)[0].values():
         assert side.down.abs().max() < 1e-4
         assert torch.isfinite(side.down).all()
 
@@ -265,7 +260,7 @@ def test_generators_in_low_precision(dtype):
     config = tiny_config(num_attention_heads=4, num_key_value_heads=4)
     module = make_compose(config, dtype=dtype, scale=0.2)
     x = torch.randn(2, 6, 32).to(dtype)
-    generated = module(x)
+    generated, _ = module(x)
     wide = DCFormerCompose(config).double()
     wide.load_state_dict({name: tensor.double() for name, tensor in module.state_dict().items()})
     exact = wide(x.double())
@@ -313,7 +308,7 @@ def test_pack_and_unpack_are_inverse(kv_heads, repeats, rank, head_dim, tokens, 
         compose_gate=branches[1],
     )
     module = make_compose(config, dtype=dtype)
-    side = module(torch.randn(2, tokens, 8).to(dtype))[stage, "key"]
+    side = module(torch.randn(2, tokens, 8).to(dtype))[0][stage, "key"]
     states = torch.randn(2, kv_heads, tokens, head_dim).to(dtype)
     packed = module.pack(states, side, stage)
     used = repeats * (2 * rank * branches[0] + branches[1])
@@ -355,19 +350,20 @@ def test_nothing_to_pack():
 def test_stage_weights():
     config = tiny_config(compose_groups=2, compose_static=True)
     module = make_compose(config)
-    sides = module(torch.randn(1, 3, 32, dtype=torch.float64))
-    weights = module.stage_weights("post", sides["post", "query"], sides["post", "key"])
+    sides, statics = module(torch.randn(1, 3, 32, dtype=torch.float64))
+    weights = module.stage_weights(sides["post", "query"], sides["post", "key"], statics["post"])
     assert weights.groups == 2
     assert weights.query is sides["post", "query"] and weights.key is sides["post", "key"]
     assert torch.equal(weights.static, module.post_static.view(2, 2, 2))
     dynamic = make_compose(tiny_config(compose_groups=2, compose_query=False))
-    sides = dynamic(torch.randn(1, 3, 32, dtype=torch.float64))
-    assert dynamic.stage_weights("pre", None, sides["pre", "key"]).groups == 2
+    sides, statics = dynamic(torch.randn(1, 3, 32, dtype=torch.float64))
+    assert statics == {}
+    assert dynamic.stage_weights(None, sides["pre", "key"], None).groups == 2
     talking = make_compose(tiny_config(compose_query=False, compose_key=False, compose_static=True))
-    assert talking(torch.randn(1, 3, 32, dtype=torch.float64)) == {}
-    assert talking.stage_weights("pre", None, None).static.shape == (1, 4, 4)
-    off = DCFormerCompose(tiny_config(compose_pre=False))
-    assert off.stage_weights("pre", None, None) is None
+    sides, statics = talking(torch.randn(1, 3, 32, dtype=torch.float64))
+    assert sides == {}
+    assert talking.stage_weights(None, None, statics["pre"]).static.shape == (1, 4, 4)
+    assert talking.stage_weights(None, None, None) is None
 
 
 @pytest.mark.parametrize(("head_dim", "limit"), [(128, 0.07), (80, 0.11)])
@@ -472,10 +468,10 @@ def test_composition_starts_near_the_identity():
     """The paper found small dynamic weights at the start critical: composed maps are at most a percent or so off."""
     config = tiny_config(hidden_size=128, num_attention_heads=16, num_key_value_heads=16)
     module = DCFormerForCausalLM(config).model.layers[0].self_attn.compose
-    sides = module(torch.randn(1, 8, 128))
+    sides, _ = module(torch.randn(1, 8, 128))
     maps = torch.randn(1, 16, 8, 8)
     for stage in ("pre", "post"):
-        change = compose(maps, module.stage_weights(stage, sides[stage, "query"], sides[stage, "key"])) - maps
+        change = compose(maps, module.stage_weights(sides[stage, "query"], sides[stage, "key"], None)) - maps
         assert 0 < change.norm() / maps.norm() < 0.15
 
 

@@ -422,10 +422,11 @@ def count_flops(config: DCFormerConfig, length: int) -> int:
     states = torch.zeros(1, length, config.hidden_size)
     maps = torch.zeros(1, config.num_attention_heads, length, length)
     with FlopCounterMode(display=False) as generating:
-        sides = module(states)
+        sides, statics = module(states)
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mul: gate_flops}) as mixing:
         for stage in ("pre", "post"):
-            compose(maps, module.stage_weights(stage, sides.get((stage, "query")), sides.get((stage, "key"))))
+            weights = module.stage_weights(sides.get((stage, "query")), sides.get((stage, "key")), statics.get(stage))
+            compose(maps, weights)
     return config.num_hidden_layers * (generating.get_total_flops() + mixing.get_total_flops())
 
 

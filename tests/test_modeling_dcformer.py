@@ -1,7 +1,9 @@
 """The models: registration, heads, switches, training features, and clear errors for bad input."""
 
+import copy
 import json
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -162,8 +164,8 @@ def test_forward_options_agree():
     model = randomise(DCFormerForCausalLM(tiny_config()))
     ids = _tokens(length=24)
     full = model(ids).logits
-    assert torch.equal(model(ids, logits_to_keep=3).logits, full[:, -3:])
-    assert torch.equal(model(ids, logits_to_keep=torch.tensor([1, 5])).logits, full[:, [1, 5]])
+    torch.testing.assert_close(model(ids, logits_to_keep=3).logits, full[:, -3:])
+    torch.testing.assert_close(model(ids, logits_to_keep=torch.tensor([1, 5])).logits, full[:, [1, 5]])
     assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, full)
     shifted = model(ids, position_ids=torch.arange(7, 31)[None]).logits  # RoPE is relative
     torch.testing.assert_close(shifted, full, atol=1e-4, rtol=1e-4)
@@ -190,10 +192,49 @@ def test_packed_documents_do_not_see_each_other(implementation):
     first, second = _tokens(1, 30), _tokens(1, 25).flip(1)
     packed = torch.cat([first, second], dim=1)
     positions = torch.cat([torch.arange(30), torch.arange(25)])[None]
-    logits = model(packed, position_ids=positions, use_cache=False).logits
+    logits = model(packed, position_ids=positions).logits
     alone = torch.cat([model(first).logits, model(second).logits], dim=1)
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(model(packed).logits, alone, atol=1e-2)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+def test_scores_stay_float32_under_autocast(implementation):
+    """As in the model's own bfloat16: the matmuls' inputs are rounded, the maps are not."""
+    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
+    seen = []
+    real = dcformer.attention_dcformer.compose
+
+    def spy(maps, weights):
+        seen.append(maps.dtype)
+        return real(maps, weights)
+
+    ids = _tokens(length=30)
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        patch.setattr(dcformer.attention_dcformer, "compose", spy)
+        logits = model(ids, labels=ids).logits
+    assert set(seen) <= {torch.float32} and (seen or implementation != "eager")
+    exact = copy.deepcopy(model).double()(ids).logits
+    rounded = copy.deepcopy(model).to(torch.bfloat16)(ids).logits
+    # never further from float64 than the model whose weights and residual stream are bfloat16 too
+    assert (logits - exact).norm() <= (rounded - exact).norm()
+
+
+@pytest.mark.parametrize("switches", [{}, {"compose_static": True}], ids=["dynamic", "static"])
+def test_offloaded_weights(switches):
+    model = randomise(DCFormerForCausalLM(tiny_config(**switches)))
+    ids = _tokens()
+    expected = model(ids).logits
+    offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device="cpu")
+    torch.testing.assert_close(offloaded(ids).logits, expected)
+
+
+def test_tensor_parallelism_must_not_cut_groups():
+    model = DCFormerForCausalLM(tiny_config())
+    compose = model.model.layers[0].self_attn.compose
+    compose.dw1_proj.weight = nn.Parameter(compose.dw1_proj.weight[: compose.dw1_proj.weight.shape[0] // 2])
+    with pytest.raises(ValueError, match="compose_groups"):
+        model(_tokens())
 
 
 def test_output_attentions_are_the_composed_weights():
@@ -238,6 +279,8 @@ def test_task_heads_may_be_missing(saved):
     model = dcformer.DCFormerForTokenClassification.from_pretrained(saved)
     original = DCFormerForCausalLM.from_pretrained(saved)
     assert torch.equal(model.model.norm.weight, original.model.norm.weight)
+    answers = dcformer.DCFormerForQuestionAnswering.from_pretrained(saved)
+    assert torch.equal(answers.base_model.norm.weight, original.model.norm.weight)
     original.model.save_pretrained(saved)
     assert torch.equal(DCFormerForCausalLM.from_pretrained(saved).model.norm.weight, original.model.norm.weight)
 
@@ -297,6 +340,12 @@ def test_input_ids_or_embeddings():
         model()
     with pytest.raises(ValueError, match="exactly one"):
         model(_tokens(), inputs_embeds=torch.zeros(2, 20, 32))
+
+
+def test_integer_mask_is_boolean():
+    model = randomise(DCFormerForCausalLM(tiny_config()))
+    ids, mask = _tokens(), torch.ones(2, 1, 20, 20).tril()
+    assert torch.equal(model(ids, attention_mask=mask.long()).logits, model(ids, attention_mask=mask.bool()).logits)
 
 
 def test_ill_fitting_mask():

@@ -1,7 +1,7 @@
 """DCFormer for Transformers: dynamically composable multi-head attention as an ordinary model of the library.
 
 Importing the package registers "dcformer" and "dcpythia" with Transformers' Auto classes, and the attention
-implementations "dcformer_chunked" and, where Triton is, "dcformer_triton".
+implementation "dcformer_chunked".
 """
 
 from transformers import (

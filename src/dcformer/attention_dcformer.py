@@ -74,7 +74,7 @@ class QueryBlockMask:
     q_length: int
     kv_length: int
     q_offset: Any
-    kv_offset: int
+    kv_offset: Any
     mask_function: Any
     attention_mask: torch.Tensor | None
     use_vmap: bool
@@ -155,8 +155,8 @@ def _causal_rows(
 
 def _visible_and_bias(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Splits a mask into what is visible (bool) and what is added to scores; additive ones hide with huge negatives."""
-    if mask.dtype == torch.bool:
-        return mask, None
+    if not mask.is_floating_point():
+        return mask.bool(), None
     return mask > torch.finfo(mask.dtype).min / 2, mask
 
 

@@ -38,10 +38,6 @@ class SideWeights:
     up: torch.Tensor | None = None
     gate: torch.Tensor | None = None
 
-    def slice_tokens(self, start: int, stop: int) -> "SideWeights":
-        """The weights of tokens `start` to `stop` (views)."""
-        return SideWeights(*(None if w is None else w[:, :, start:stop] for w in (self.down, self.up, self.gate)))
-
     def tensors(self) -> list[torch.Tensor]:
         """The tensors present, in the order down, up, gate."""
         return [w for w in (self.down, self.up, self.gate) if w is not None]
@@ -115,6 +111,9 @@ class DCFormerCompose(nn.Module):
     Generators are in the order of `config.compose_generators`.
     """
 
+    pre_static: nn.Parameter | None
+    post_static: nn.Parameter | None
+
     def __init__(self, config: DCFormerConfig):
         super().__init__()
         heads, self.rank = config.num_attention_heads, config.compose_rank
@@ -135,15 +134,20 @@ class DCFormerCompose(nn.Module):
             static = nn.Parameter(torch.empty(heads, self.heads_per_group)) if has_static else None
             self.register_parameter(f"{stage}_static", static)
 
-    def forward(self, hidden_states: torch.Tensor) -> dict[tuple[str, str], SideWeights]:
-        """Makes the dynamic weights.
+    def forward(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[dict[tuple[str, str], SideWeights], dict[str, torch.Tensor]]:
+        """Makes the dynamic weights, and hands out the static ones.
 
         Args:
             hidden_states: [B, N, E], the normalised states that also feed the q, k and v projections.
 
         Returns:
             for each generator, (stage, side) -> `SideWeights` over H heads and N tokens, in the dtype of
-            `hidden_states` (the norm and the tanh are computed in float32).
+            `hidden_states` (the norm and the tanh are computed in float32); and stage -> static projection [G, M, M].
+
+        Raises:
+            ValueError: when tensor parallelism has cut through a group of heads.
         """
         batch, length, _ = hidden_states.shape
         count, m, r = len(self.generators), self.heads_per_group, self.rank
@@ -152,6 +156,7 @@ class DCFormerCompose(nn.Module):
         if self.dw1_proj is not None and self.qkw is not None:
             hidden = self.act_fn(self.dw1_proj(hidden_states))  # [B, N, G·C·K]
             k = 2 * r * m
+            self._check_whole_groups(hidden.shape[-1], count * k)
             hidden = hidden.view(batch * length, -1, k).transpose(0, 1)  # [G·C, B·N, K]
             pair = torch.bmm(hidden, self.qkw.view(-1, k, k))  # [G·C, B·N, 2·R·M]
             pair = pair.view(-1, count, batch, length, 2, r, m)  # [G, C, B, N, 2, R, M]
@@ -162,12 +167,29 @@ class DCFormerCompose(nn.Module):
             up = pair[1].flatten(2, 3)  # [C, B, H, N, R]
         if self.gate_proj is not None:
             gate = torch.tanh(self.gate_proj(hidden_states).to(compute)).to(dtype)  # [B, N, G·C·M]
+            self._check_whole_groups(gate.shape[-1], count * m)
             gate = gate.view(batch, length, -1, count, m).permute(3, 0, 2, 4, 1)  # [C, B, G, M, N]
             gate = gate.flatten(2, 3)  # [C, B, H, N]
-        return {
+        dynamic = {
             generator: SideWeights(*(None if w is None else w[i] for w in (down, up, gate)))
             for i, generator in enumerate(self.generators)
         }
+        # here and not where they are used: this module's hooks (offloading, tensor parallelism) see to its parameters
+        statics = {
+            stage: static.view(-1, m, m)
+            for stage, static in (("pre", self.pre_static), ("post", self.post_static))
+            if static is not None
+        }
+        return dynamic, statics
+
+    @staticmethod
+    def _check_whole_groups(width: int, per_group: int) -> None:
+        if width % per_group:
+            raise ValueError(
+                f"a rank holds {width} composition channels, which is no multiple of a group's {per_group}: tensor "
+                "parallelism must not cut through a group of heads. Use a tensor-parallel size that divides "
+                "compose_groups (a model with compose_groups=1 cannot be split this way)."
+            )
 
     def pack(self, states: torch.Tensor, side: SideWeights | None, stage: str) -> torch.Tensor:
         """Puts key-wise weights behind keys (stage "pre") or values (stage "post"), where any cache carries them along.
@@ -214,19 +236,22 @@ class DCFormerCompose(nn.Module):
         )
         return packed[..., :head_dim], side
 
-    def stage_weights(self, stage: str, query: SideWeights | None, key: SideWeights | None) -> ComposeWeights | None:
-        """Everything one stage composes with, or None when the stage is off.
+    def stage_weights(
+        self, query: SideWeights | None, key: SideWeights | None, static: torch.Tensor | None
+    ) -> ComposeWeights | None:
+        """Puts together what one stage composes with.
 
         Args:
-            stage: "pre" or "post".
             query: query-wise weights of the T queries, or None.
             key: key-wise weights of all S keys, or None.
+            static: static projection [G, M, M], or None.
+
+        Returns:
+            `ComposeWeights`, or None when the stage is off.
         """
-        static = getattr(self, f"{stage}_static")
         if query is None and key is None and static is None:
             return None
         if static is not None:
-            static = static.view(-1, self.heads_per_group, self.heads_per_group)  # [G, M, M]
             groups = static.shape[0]
         else:
             tensor = (query or key).tensors()[0]  # type: ignore[union-attr]

@@ -365,10 +365,11 @@ class DCFormerConfig(PreTrainedConfig):
             raise ValueError(
                 f"len(layer_types)={len(self.layer_types)} must equal num_hidden_layers={self.num_hidden_layers}."
             )
-        if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 1):
+        if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 2):
             raise ValueError(
                 f"layer_types holds 'sliding_attention' but sliding_window={self.sliding_window}: give the number of "
-                "keys a local query sees (at least 1), or make every layer 'full_attention'."
+                "keys a local query sees (at least 2: the library's sliding caches hold no fewer), or make every layer "
+                "'full_attention'."
             )
 
     def _validate_composition(self) -> None:

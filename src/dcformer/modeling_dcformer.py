@@ -8,6 +8,7 @@ Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, F
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ class DCFormerAttention(nn.Module):
         value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)  # [B, Hkv, T, D]
         query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))
 
-        generated = self.compose(hidden_states)
+        generated, statics = self.compose(hidden_states)
         key = self.compose.pack(key, generated.get(("pre", "key")), "pre")  # [B, Hkv, T, D + channels]
         value = self.compose.pack(value, generated.get(("post", "key")), "post")
         if past_key_values is not None:
@@ -187,22 +188,27 @@ class DCFormerAttention(nn.Module):
         key, pre_key = self.compose.unpack(key, self.head_dim, "pre")  # [B, Hkv, S, D], weights of S keys
         value, post_key = self.compose.unpack(value, self.head_dim, "post")
 
+        device = query.device.type
+        mixed_precision = torch.is_autocast_enabled(device)
+        if mixed_precision:  # matmuls in its dtype, scores and softmax in float32, as everywhere
+            query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention
         )
-        output, weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            pre=self.compose.stage_weights("pre", generated.get(("pre", "query")), pre_key),
-            post=self.compose.stage_weights("post", generated.get(("post", "query")), post_key),
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
+        with torch.autocast(device, enabled=False) if mixed_precision else nullcontext():
+            output, weights = attention_interface(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                scaling=self.scaling,
+                dropout=self.attention_dropout if self.training else 0.0,
+                pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
+                post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
+                sliding_window=self.sliding_window,
+                **kwargs,
+            )
         return self.o_proj(output.reshape(*input_shape, -1)), weights
 
     def _check_cache(self, cache: Cache, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -286,8 +292,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             )
         if requested_attention != "eager" and requested_attention not in ALL_ATTENTION_FUNCTIONS.valid_keys():
             raise ValueError(
-                f"attn_implementation={requested_attention!r} is not available here: it needs Triton and a CUDA device "
-                "(pip install 'dcformer[kernels]')."
+                f"attn_implementation={requested_attention!r} is not available here: nothing has registered it (fused "
+                "kernels are not part of this version). Use one of the others, or leave it unset."
             )
         return requested_attention
 
@@ -311,7 +317,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         except SafetensorError as error:
-            raise OSError(_damaged_files(pretrained_model_name_or_path) or str(error)) from error
+            folder = os.path.join(pretrained_model_name_or_path or "", kwargs.get("subfolder") or "")
+            raise OSError(_damaged_files(folder) or str(error)) from error
         model, info = loaded
         if info["mismatched_keys"] and not takes_mismatch:
             key, found, expected = sorted(info["mismatched_keys"], key=str)[0]
@@ -322,13 +329,15 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             )
         if wants_info:
             return model, info
-        if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
+        if pretrained_model_name_or_path is not None:
             prefix = "" if model.base_model is model else f"{cls.base_model_prefix}."
             saved_as = model.config.architectures or []
+            # a bare decoder or another task's model lacks the head by right
+            expects_head = not saved_as or any("CausalLM" in name for name in saved_as)
             missing = sorted(
                 key
                 for key in info["missing_keys"]
-                if key.startswith(prefix) or (key == "lm_head.weight" and any("CausalLM" in name for name in saved_as))
+                if key.startswith(prefix) or (key == "lm_head.weight" and expects_head)
             )
             if missing:
                 raise ValueError(
@@ -385,6 +394,15 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if hidden_states is None:
             self._check_token_ids(input_ids)
             hidden_states = self.embed_tokens(input_ids)  # [B, T, E]
+        mask_arguments: dict[str, Any] = {
+            "config": self.config,
+            "inputs_embeds": hidden_states,
+            "attention_mask": attention_mask,
+            # As given: restarting position ids mean packed documents only to a call without a cache, and the empty one
+            # that is made below hides nothing.
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
+        }
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
@@ -397,13 +415,6 @@ class DCFormerModel(DCFormerPreTrainedModel):
         kinds = self.config.layer_types[: len(layers)]
         masks = attention_mask
         if not isinstance(masks, dict):  # generate prepares the masks itself when it compiles the forward
-            mask_arguments: dict[str, Any] = {
-                "config": self.config,
-                "inputs_embeds": hidden_states,
-                "attention_mask": attention_mask,
-                "past_key_values": past_key_values,
-                "position_ids": position_ids,
-            }
             make_mask = {
                 "full_attention": create_causal_mask,
                 "sliding_attention": create_sliding_window_causal_mask,
@@ -545,8 +556,6 @@ class DCFormerForTokenClassification(GenericForTokenClassification, DCFormerPreT
 
 class DCFormerForQuestionAnswering(GenericForQuestionAnswering, DCFormerPreTrainedModel):
     """DCFormer with a span predictor for extractive question answering."""
-
-    base_model_prefix = "transformer"  # where Transformers' generic head keeps the decoder
 
 
 # DCPythia is DCFormer with other settings. Transformers ties a model class to its configuration class, hence the names.
