@@ -204,6 +204,7 @@ BAD_FIELDS = [
     ({"layer_types": [G] * 3}, "len(layer_types)=3 must equal num_hidden_layers=24"),
     ({"sliding_window": None, "layer_pattern": "LG"}, "sliding_window=None"),
     ({"sliding_window": 0}, "sliding_window=0"),
+    ({"sliding_window": 1}, "sliding_window=1"),
     *(
         ({"layer_pattern": bad}, f"layer_pattern={bad!r}")
         for bad in (
