@@ -580,8 +580,9 @@ class _Problem:
         total = query.shape[1]
         self.dtype, self.compute = query.dtype, compute
         self.heads = heads = slice(group * (total // groups), (group + 1) * (total // groups))
+        indices = torch.arange(heads.start, heads.stop, device=query.device)
         self.q, self.k, self.v = (
-            _repeat_heads(states, total)[:, heads].transpose(0, 1).to(compute).contiguous()
+            states[:, indices // (total // states.shape[1])].transpose(0, 1).to(compute).contiguous()
             for states in (query, key, value)
         )
         self.pre, self.post = (_Stage(tensors[i : i + 7], group, heads, compute) for i in (3, 10))

@@ -12,21 +12,9 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache
 
-from .configuration_dcformer import DCFormerConfig
+from .configuration_dcformer import PRESETS, DCFormerConfig
 from .modeling_dcformer import DCFormerAttention
 
-PRESETS = (
-    "dcformer-405m",
-    "dcformer-834m",
-    "dcformer-1.4b",
-    "dcformer-2.8b",
-    "dcformer-6.9b",
-    "dcformer-13b",
-    "dcformer-33b",
-    "dcformer-8b-mgate",
-    "dcpythia-2.8b",
-    "dcpythia-6.9b",
-)
 DTYPES = ("bfloat16", "float16", "float32")
 
 

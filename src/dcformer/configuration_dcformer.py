@@ -32,10 +32,12 @@ _SIZES = {
     "dcpythia-6.9b": (32, 4096, 32, 128, 16384),
 }
 
+PRESETS = tuple(_SIZES)
+
 # What else a preset sets. Sizes trained in JAX use the tanh GELU and norm_eps 1e-5; the repositories published as
 # PyTorch checkpoints use the erf GELU and their own norm_eps.
 _PRESET_EXTRAS: dict[str, dict[str, Any]] = {
-    "dcformer-2.8b": {"norm_eps": 1e-6, "compose_act": "gelu"},
+    "dcformer-2.8b": {"norm_eps": 1e-6, "qk_norm_eps": 1e-6, "compose_act": "gelu"},
     "dcformer-8b-mgate": {
         "vocab_size": 152064,
         "max_position_embeddings": 4096,
@@ -43,9 +45,10 @@ _PRESET_EXTRAS: dict[str, dict[str, Any]] = {
         "layer_pattern": "LGLL",
         "mlp_gates": 44,
         "norm_eps": 1e-6,
+        "qk_norm_eps": 1e-6,
         "compose_act": "gelu",
     },
-    "dcpythia-6.9b": {"compose_act": "gelu"},
+    "dcpythia-6.9b": {"qk_norm_eps": 1e-6, "compose_act": "gelu"},
 }
 
 # Keys of the authors' PyTorch configurations -> ours.
@@ -427,7 +430,6 @@ class DCFormerConfig(PreTrainedConfig):
             "num_attention_heads": heads,
             "head_dim": head_dim,
             "intermediate_size": intermediate_size,
-            "qk_norm_eps": 1e-6 if name in _PRESET_EXTRAS else None,
         }
         config_class = DCPythiaConfig if name.startswith("dcpythia") else DCFormerConfig
         return config_class(**(fields | _PRESET_EXTRAS.get(name, {}) | overrides))
