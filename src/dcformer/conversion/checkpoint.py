@@ -1,0 +1,268 @@
+"""Checkpoints of every format, seen as what they stand for here: a configuration and native tensors."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from ..configuration_dcformer import DCFormerConfig
+from ..layouts_dcformer import HUB_IGNORED
+from .errors import CONFIG_ERRORS, ConversionError
+from .formats import FORMATS, Part, format_parts, native_shapes
+from .inference import build_config, infer, read_config_file
+from .sources import ArraySource, SafetensorsSource, TensorInfo, TensorSource, TorchSource, has_weights
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint, opened: everything is known of it, nothing has been read.
+
+    Attributes:
+        path: where it is.
+        format: "native", "hub", "maxtext" or "pax".
+        config: the model's; of a JAX checkpoint inferred, with what was given.
+        source: its tensors as stored.
+        parts: the stored tensors that make up the model, in the order in which they are best read.
+        notes: what was assumed or noticed, for the user.
+        step: the training step, where the checkpoint tells.
+    """
+
+    path: str
+    format: str
+    config: DCFormerConfig
+    source: TensorSource
+    parts: list[Part]
+    notes: list[str] = field(default_factory=list)
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.shapes = native_shapes(self.config)
+        self._place = {name: (part, k) for part in self.parts for k, name in enumerate(part.natives())}
+        self._last: tuple[str, list[torch.Tensor]] | None = None
+        self._check()
+
+    def _check(self) -> None:
+        """Every native tensor is stored once, in the right shape and dtype, and nothing else is there."""
+        where, infos = self.source.location, self.source.infos
+        homeless = sorted(set(self.shapes) - set(self._place))
+        if homeless:
+            raise ConversionError(f"{self.format} has no place for {_some(homeless)}.")
+        missing = [part.name for part in self.parts if part.name not in infos]
+        if missing:
+            raise ConversionError(
+                f"{where} lacks {len(missing)} of the {len(self.parts)} tensors of this model: {_some(missing)}. The "
+                "checkpoint is incomplete, or belongs to another configuration."
+            )
+        extra = sorted(set(infos) - {part.name for part in self.parts})
+        if extra:
+            raise ConversionError(
+                f"{where} holds {len(extra)} tensors that this model does not have: {_some(extra)}. Expected "
+                f"{self.config.num_hidden_layers} layers; give the right configuration."
+            )
+        for part in self.parts:
+            info, expected = infos[part.name], part.shape(self.config)
+            if info.dtype is None:
+                raise ConversionError(
+                    f"{where} holds {part.name} as {info.stored_dtype}, expected a floating point type (float32, "
+                    "bfloat16, float16 or float64)."
+                )
+            if info.shape != expected and not (
+                "v" in part.dims and len(info.shape) == len(expected) and self._is_padded(part, info)
+            ):
+                raise ConversionError(
+                    f"{where} holds {part.name} with shape {list(info.shape)}, expected {list(expected)} "
+                    f"({part.dims}) from the other tensors and the configuration."
+                )
+
+    def _is_padded(self, part: Part, info: TensorInfo) -> bool:
+        axis, expected = part.dims.split().index("v"), list(part.shape(self.config))
+        padded = info.shape[axis] > expected[axis]
+        expected[axis] = info.shape[axis]
+        return padded and list(info.shape) == expected
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a native tensor, as stored."""
+        part, _ = self._place[name]
+        dtype = self.source.infos[part.name].dtype
+        if part.layout.offset:  # stored wider where that was needed; the bias beside it has the model's dtype
+            beside = self._place.get(name.removesuffix("weight") + "bias")
+            dtype = self.source.infos[beside[0].name].dtype if beside else dtype
+        assert dtype is not None  # checked
+        return dtype
+
+    def nbytes(self) -> int:
+        """Size of all native tensors in their stored dtypes."""
+        return sum(shape.numel() * self.dtype(name).itemsize for name, shape in self.shapes.items())
+
+    def read(self, name: str) -> torch.Tensor:
+        """One native tensor. Asking for those of one stored tensor one after the other reads it once.
+
+        Args:
+            name: such as "model.layers.0.self_attn.q_proj.weight".
+
+        Returns:
+            the tensor in its stored dtype; perhaps a view of a larger one.
+
+        Raises:
+            ConversionError: when it cannot be read.
+        """
+        part, place = self._place[name]
+        if self._last is None or self._last[0] != part.name:
+            self._last = None
+            self._last = (part.name, self._split(part))
+        return self._finish(part, name, self._last[1][place])
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All native tensors, one at a time, each stored tensor being read once."""
+        for part in self.parts:
+            pieces = self._split(part)
+            for place, name in enumerate(part.natives()):
+                yield name, self._finish(part, name, pieces[place])
+            del pieces
+
+    def _split(self, part: Part) -> list[torch.Tensor]:
+        tensor = self.source.read(part.name)
+        if "v" in part.dims:
+            tensor = tensor.narrow(part.dims.split().index("v"), 0, self.config.vocab_size)
+        return part.split(tensor, self.config)
+
+    def _finish(self, part: Part, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if part.layout.offset:
+            tensor = (tensor.double() + part.layout.offset).to(self.dtype(name))
+        return tensor
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+def open_checkpoint(
+    path: str | os.PathLike,
+    format: str = "auto",
+    *,
+    config: str | os.PathLike | dict[str, Any] | None = None,
+    step: int | None = None,
+) -> Checkpoint:
+    """Opens a checkpoint of any supported format.
+
+    Args:
+        path: a model folder (native, or published by the authors), or a JAX checkpoint: its root with steps, a step, or
+            the folder of arrays; local, or a URL that TensorStore understands.
+        format: "native", "hub", "maxtext", "pax", or "auto" to look.
+        config: for JAX checkpoints: a file for `read_config_file`, or fields as it returns them. When not given, a
+            `config.json` that this package wrote beside the checkpoint is used.
+        step: of a JAX checkpoint with several; the last one when not given.
+
+    Returns:
+        `Checkpoint`; its notes say what was assumed.
+
+    Raises:
+        ConversionError: when it is none of these, or incomplete, or does not fit its configuration.
+    """
+    if format not in ("auto", *FORMATS):
+        raise ConversionError(f"format={format!r} is unknown: expected auto, {', '.join(FORMATS)}.")
+    location = os.fspath(path)
+    is_folder = "://" not in location and _is_model_folder(Path(location))
+    if format in ("native", "hub") or (format == "auto" and is_folder):
+        if not is_folder:
+            raise ConversionError(f"{location} is not a model folder: expected config.json beside weights.")
+        if config is not None or step is not None:
+            raise ConversionError("--config and --step are for JAX checkpoints: a model folder has its configuration.")
+        return _open_folder(Path(location), format)
+    return _open_jax(location, format, config, step)
+
+
+def _is_model_folder(folder: Path) -> bool:
+    weights = ("model.safetensors", "pytorch_model.bin")
+    return (folder / "config.json").is_file() and any(has_weights(folder, name) for name in weights)
+
+
+def _open_jax(
+    path: str, format: str, config: str | os.PathLike | dict[str, Any] | None, step: int | None
+) -> Checkpoint:
+    source = ArraySource(path, step, format)
+    found = infer(source)
+    notes = list(source.notes)
+    if config is None:
+        config = _config_beside(source.folder)
+        if config is not None:
+            notes.append(f"configuration: {config}")
+    given = config if isinstance(config, dict) else read_config_file(config) if config is not None else None
+    model, assumed = build_config(source, found, given)
+    notes += [f"assumed {line}" for line in assumed]
+    parts = format_parts(
+        source.format,
+        model,
+        period=found.period,
+        stacked=found.stacked,
+        generators=found.generators,
+        present=list(source.infos),
+    )
+    kept, stored = model.vocab_size, found.fields["vocab_size"]
+    for part in parts:
+        if "v" in part.dims and part.name in source.infos:
+            stored = max(stored, source.infos[part.name].shape[part.dims.split().index("v")])
+    if kept < stored:
+        notes.append(f"vocabulary: the first {kept} of {stored} stored rows were kept")
+    return Checkpoint(path, source.format, model, source, parts, notes, source.step)
+
+
+def _config_beside(folder: str) -> str | None:
+    """The native configuration that our own converter leaves beside a checkpoint."""
+    if "://" in folder:
+        return None
+    place = Path(folder)
+    for candidate in (place, *list(place.resolve().parents)[:3]):
+        file = candidate / "config.json"
+        if file.is_file() and '"compose_rank"' in file.read_text(errors="replace"):
+            return str(file)
+    return None
+
+
+def _open_folder(folder: Path, format: str) -> Checkpoint:
+    safetensors = has_weights(folder, "model.safetensors")
+    source: TensorSource = SafetensorsSource(folder) if safetensors else TorchSource(folder)
+    found = "hub" if "tok_embeddings.weight" in source.infos else "native"
+    if format not in ("auto", found):
+        raise ConversionError(f"{folder} is a {found} checkpoint by the names of its tensors, not a {format} one.")
+    config = read_hub_config(folder, source) if found == "hub" else _read_config(folder)
+    parts = format_parts(found, config, present=list(source.infos))
+    used = {part.name for part in parts}
+    ignored = [name for name in source.infos if name not in used and _is_unused(name, found, config)]
+    notes = list(source.notes)
+    if ignored:
+        notes.append(f"{len(ignored)} stored tensors that nothing uses were left out, such as {ignored[0]}")
+    source.infos = {name: info for name, info in source.infos.items() if name not in ignored}
+    return Checkpoint(str(folder), found, config, source, parts, notes)
+
+
+def read_hub_config(folder, source):
+    return _read_config(folder)
+
+
+def _read_config(folder: Path) -> DCFormerConfig:
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, *CONFIG_ERRORS) as error:
+        raise ConversionError(f"{folder / 'config.json'} describes no model ({error}).") from error
+    if not isinstance(config, DCFormerConfig):
+        raise ConversionError(
+            f"{folder / 'config.json'} is of model_type {config.model_type!r}, expected dcformer or dcpythia."
+        )
+    return config
+
+
+def _is_unused(name: str, format: str, config: DCFormerConfig) -> bool:
+    """Whether a stored tensor says nothing about the model."""
+    if format == "native":
+        return name == "lm_head.weight" and config.tie_word_embeddings
+    static = re.fullmatch(r"layers\.\d+\.attention\.dyn_w_proj\.(pre|post)_proj\.w", name) and not config.compose_static
+    return bool(HUB_IGNORED.fullmatch(name) or static)
+
+
+__all__ = ["Checkpoint", "open_checkpoint"]

@@ -1,0 +1,147 @@
+"""Writes Orbax checkpoints one array at a time, in the form that the original trainer (MaxText) restores.
+
+Orbax saves a pytree whose arrays are all in memory; the parameters and both Adam moments of a large model need not
+fit there. How a leaf is written is a public extension point of Orbax, the type handler. The leaves given to Orbax
+here are `LazyArray`s, and the handler registered for them loads one, writes it with TensorStore to the specification
+that Orbax gives, and frees it before it loads the next. Names, compression and metadata are thus Orbax's own, and
+nothing of this module is needed to restore the result. The handler is registered for the one call only.
+"""
+
+import ctypes
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LazyArray:
+    """An array that is loaded when its turn to be written comes.
+
+    Attributes:
+        shape: The shape of what `load` returns.
+        dtype: The dtype of what `load` returns, of NumPy or of ml_dtypes (bfloat16).
+        load: Returns the array. Called once; nothing else should refer to the result, or it stays in memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    load: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """The number of elements; some versions of Orbax ask for it to log how much they write."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes in memory, which is what `write_orbax` reports as progress."""
+        return self.size * self.dtype.itemsize
+
+
+def write_orbax(
+    folder: str | os.PathLike,
+    tree: Mapping[str, Any],
+    *,
+    ocdbt: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Writes `tree` as an Orbax item, such as the folder `state` of a step.
+
+    At most one array is in memory, with its compressed form, or with its copy where `load` returns an array that is
+    not C-contiguous. Memory that `load` needs for itself adds to that. On an error, what has been written stays: write
+    to a temporary folder and rename it.
+
+    Args:
+        folder: Where to write, `<root>/<step>/state` for a `CheckpointManager`. Created where absent; a step needs no
+            file beside it.
+        tree: Nested dict of `LazyArray`s, NumPy arrays and numbers.
+        ocdbt: True for one OCDBT store, False for one folder per array, as the original trainer writes.
+        progress: Called with the number of bytes of each array, before compression, once it is on disk.
+
+    Raises:
+        ImportError: JAX, Orbax or TensorStore is not installed.
+        FileExistsError: `folder` is not empty.
+        ValueError: A loaded array has not the shape or dtype of its `LazyArray`, or TensorStore cannot write it.
+        Exception: Whatever `load` or `progress` raises.
+    """
+    try:
+        import jax
+        import orbax.checkpoint as ocp
+        import tensorstore as ts
+        from etils import epath
+    except ImportError as error:
+        missing = error.name or str(error)
+        raise ImportError(f'writing an Orbax checkpoint needs {missing}: pip install "dcformer[jax]"') from error
+
+    class LazyArrayHandler(ocp.type_handlers.NumpyHandler):
+        """Writes `LazyArray`s one after the other; the metadata calls them what they are on disk, NumPy arrays."""
+
+        async def serialize(self, values, infos, args=None):
+            for value, info in zip(values, infos, strict=True):
+                array = value.load()
+                _return_freed_memory()
+                # In C order here and not in TensorStore, which would keep the other order while it compresses.
+                array = np.asarray(array, order="C")
+                if (array.shape, array.dtype) != (value.shape, value.dtype):
+                    raise ValueError(
+                        f"{info.name}: expected {value.dtype} {value.shape}, loaded {array.dtype} {array.shape}"
+                    )
+                spec = ocp.type_handlers.get_json_tspec_write(
+                    info, use_ocdbt=ocdbt, global_shape=array.shape, local_shape=array.shape, dtype=array.dtype
+                )
+                # Orbax sets both alike, but its first versions that we support do so elsewhere. With the second, zeros
+                # have a file as well, and a reader can tell them from a lost one.
+                spec |= {"dtype": array.dtype.name, "store_data_equal_to_fill_value": True}
+                store = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
+                await store.write(array, can_reference_source_data_indefinitely=True)
+                del array, store
+                _return_freed_memory()
+                if progress is not None:
+                    progress(value.nbytes)
+            return []  # nothing is left to do in the background
+
+    path = epath.Path(os.path.abspath(folder))
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise FileExistsError(f"{path} is not empty")
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (LazyArray, LazyArrayHandler()),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # unused, but Orbax warns of a registry without it
+    )
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, type_handler_registry=registry)
+    handler.save(path, args=ocp.args.PyTreeSave(_lazy(tree)))
+    # Orbax of the original trainer's time (0.5) reads the tree from this file and restores nothing without it.
+    (path / "checkpoint").write_bytes(ocp.msgpack_utils.msgpack_serialize(_placeholders(tree)))
+
+
+def _lazy(node: Any) -> Any:
+    """The tree with every leaf a `LazyArray`, so that all are written in the one way."""
+    if isinstance(node, Mapping):
+        return {key: _lazy(value) for key, value in node.items()}
+    if isinstance(node, LazyArray):
+        return node
+    array = np.asarray(node)
+    return LazyArray(array.shape, array.dtype, lambda: array)
+
+
+def _placeholders(node: Any, name: str = "") -> Any:
+    """The tree with the name under which an array is stored in place of each leaf."""
+    if isinstance(node, Mapping):
+        return {key: _placeholders(value, f"{name}.{key}" if name else key) for key, value in sorted(node.items())}
+    return f"PLACEHOLDER://{name}"
+
+
+def _return_freed_memory() -> None:
+    """Lets glibc give freed memory back to the system.
+
+    It keeps what a thread freed for that thread, and TensorStore compresses each array on another one: without this,
+    the compressed forms of several arrays count at once.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

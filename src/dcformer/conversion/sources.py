@@ -1,0 +1,386 @@
+"""Where tensors are read from, one at a time: safetensors and PyTorch folders, and JAX checkpoints.
+
+All sources do the same: `infos` says what is there without reading it, `read` gives one tensor. No source keeps more
+in memory than what it has handed out.
+"""
+
+import json
+import os
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .errors import ConversionError
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Memory-mapped files count as memory once touched: their mapping is renewed after that many bytes.
+_REMAP_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a stored tensor before it is read.
+
+    Attributes:
+        shape: as stored.
+        dtype: as stored; None for one that PyTorch has no floating point type for.
+        stored_dtype: its name in the format.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    stored_dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count * (self.dtype.itemsize if self.dtype is not None else 1)
+
+
+class TensorSource(Protocol):
+    """A checkpoint's tensors.
+
+    Attributes:
+        location: where it is, for messages.
+        infos: stored name -> what is known of it.
+        notes: what was noticed while looking, for the user.
+    """
+
+    location: str
+    infos: dict[str, TensorInfo]
+    notes: list[str]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, as stored.
+
+        Raises:
+            ConversionError: when it cannot be read, naming it.
+        """
+        ...
+
+
+class SafetensorsSource:
+    """The safetensors files of a model folder."""
+
+    def __init__(self, folder: str | os.PathLike):
+        self.location = os.fspath(folder)
+        self.infos: dict[str, TensorInfo] = {}
+        self.notes: list[str] = []
+        self._files: dict[str, Path] = {}
+        for file in _weight_files(Path(folder), "model.safetensors"):
+            try:
+                with safe_open(file, "pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118  # a file, not a dictionary
+                        part = opened.get_slice(name)
+                        self._add(name, part.get_shape(), part.get_dtype(), file)
+            except (SafetensorError, OSError) as error:
+                raise ConversionError(_damaged(file, error)) from error
+
+    def _add(self, name: str, shape: Iterable[int], dtype: str, file: Path) -> None:
+        dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        self.infos[name] = TensorInfo(tuple(shape), dtypes.get(dtype), dtype)
+        self._files[name] = file
+
+    def read(self, name: str) -> torch.Tensor:
+        try:
+            with safe_open(self._files[name], "pt") as opened:  # opened anew each time: see _REMAP_BYTES
+                return opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConversionError(_damaged(self._files[name], error)) from error
+
+
+class TorchSource:
+    """The `pytorch_model.bin` files of a model folder. Pickled code is never run."""
+
+    def __init__(self, folder: str | os.PathLike):
+        self.location = os.fspath(folder)
+        self.infos: dict[str, TensorInfo] = {}
+        self.notes: list[str] = []
+        self._files: dict[str, Path] = {}
+        self._open: tuple[Path, dict[str, torch.Tensor], int] | None = None
+        for file in _weight_files(Path(folder), "pytorch_model.bin"):
+            for name, tensor in self._load(file).items():
+                if isinstance(tensor, torch.Tensor):
+                    dtype = tensor.dtype if tensor.dtype in FLOATS else None
+                    self.infos[name] = TensorInfo(tuple(tensor.shape), dtype, str(tensor.dtype))
+                    self._files[name] = file
+
+    @staticmethod
+    def _load(file: Path) -> dict[str, torch.Tensor]:
+        options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+        try:
+            try:
+                loaded = torch.load(file, mmap=True, **options)
+            except RuntimeError as error:
+                if "mmap" not in str(error):
+                    raise
+                loaded = torch.load(file, **options)  # the format of PyTorch before 1.6 cannot be mapped
+        except pickle.UnpicklingError as error:
+            raise ConversionError(
+                f"{file} holds more than tensors (or is damaged), and code in a checkpoint is never run: "
+                f"{str(error).splitlines()[0]} Ask its makers for safetensors."
+            ) from error
+        except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+            raise ConversionError(_damaged(file, error)) from error
+        if not isinstance(loaded, dict):
+            raise ConversionError(f"{file} holds a {type(loaded).__name__}, expected a dictionary of tensors.")
+        return loaded
+
+    def read(self, name: str) -> torch.Tensor:
+        file = self._files[name]
+        if self._open is None or self._open[0] != file or self._open[2] > _REMAP_BYTES:
+            self._open = None  # unmapped before it is mapped again
+            self._open = (file, self._load(file), 0)
+        _, tensors, used = self._open
+        tensor = tensors[name].clone()
+        self._open = (file, tensors, used + tensor.nbytes)
+        return tensor
+
+
+def _weight_files(folder: Path, name: str) -> list[Path]:
+    """The files of a model's weights: one, or those named by the index beside them."""
+    if (folder / name).is_file():
+        return [folder / name]
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        raise ConversionError(f"{folder} holds neither {name} nor {index.name}.")
+    try:
+        files = [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConversionError(f"{index} is no index of weight files ({error!r}).") from error
+    for file in files:
+        if not file.is_file():
+            raise ConversionError(f"{file} is missing, but {index} names it: the checkpoint is incomplete.")
+    return files
+
+
+def _damaged(file: Path, error: Exception) -> str:
+    return f"{file} is damaged or truncated ({str(error).splitlines()[0]}): copy or download it again."
+
+
+def has_weights(folder: Path, name: str) -> bool:
+    """Whether a model folder holds weights in files of that name."""
+    return (folder / name).is_file() or (folder / f"{name}.index.json").is_file()
+
+
+# Where the parameters are in what a trainer saved; everything else (optimiser states, the step) is left alone.
+_PARAMETERS = {
+    "maxtext": re.compile(r"(?:(?:state\.)?(?:params\.)+)?((?:decoder|token_embedder)\..*)"),
+    "pax": re.compile(
+        r"(?:state\.)?(?:mdl_vars\.)?(?:params\.)?(?:lm\.)?((?:transformer|embedding_lookup|softmax|final_ln)\..*)"
+    ),
+}
+_NUMPY_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_ITEMS = ("state", "default", "items", "params", "model_params")
+_STEP = re.compile(r"(?:checkpoint_|step_|)0*(\d+)")
+
+
+class ArraySource:
+    """The parameters of a JAX checkpoint, one zarr array each: a folder per array, or all in an OCDBT store.
+
+    Args:
+        path: the root with its steps, a step, or the folder with the arrays; a local path or a URL that TensorStore
+            understands (gs://, s3://, file://).
+        step: which step, when `path` is a root; the last one when not given.
+        format: "maxtext", "pax", or "auto".
+
+    Attributes:
+        format: "maxtext" or "pax".
+        folder: the folder with the arrays.
+        step: the step's number, None where the path does not tell.
+    """
+
+    def __init__(self, path: str | os.PathLike, step: int | None = None, format: str = "auto"):
+        try:
+            import tensorstore
+        except ImportError as error:
+            raise ConversionError(
+                'Reading JAX checkpoints needs tensorstore: pip install "dcformer[jax]" or pip install tensorstore.'
+            ) from error
+        self._tensorstore = tensorstore
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self.notes: list[str] = []
+        path = os.fspath(path)
+        if "://" not in path and not os.path.isdir(path):
+            what = "is a file" if os.path.exists(path) else "does not exist"
+            raise ConversionError(f"{path} {what}: expected the folder of a JAX checkpoint.")
+        self._listings: dict[str, list[str]] = {}
+        self.folder, self.step = self._find(path, step)
+        self.location = self.folder
+        self.infos: dict[str, TensorInfo] = {}
+        self._keys: dict[str, tuple[str, str]] = {}  # name -> (driver, place in the store)
+        self._ocdbt = "manifest.ocdbt" in self._children(self.folder)
+        self._read_tree(format)
+
+    def _url(self, path: str) -> str:
+        return path.rstrip("/") + "/" if "://" in path else f"file://{os.path.abspath(path)}/"
+
+    def _children(self, path: str) -> list[str]:
+        """Names in a folder."""
+        if "://" not in path:
+            return sorted(os.listdir(path)) if os.path.isdir(path) else []
+        if path not in self._listings:
+            try:
+                keys = self._tensorstore.KvStore.open(self._url(path)).result().list().result()
+            except (ValueError, OSError, NotImplementedError) as error:
+                raise ConversionError(f"{path} cannot be listed ({str(error).splitlines()[0]}).") from error
+            self._listings[path] = sorted({key.decode().split("/", 1)[0] for key in keys})
+        return self._listings[path]
+
+    def _find(self, path: str, step: int | None) -> tuple[str, int | None]:
+        """The folder with the arrays, below `path`."""
+        if "checkpoints" in self._children(path):  # a trainer's run folder
+            path = f"{path.rstrip('/')}/checkpoints"
+        folder = self._item(path)
+        if folder is not None:
+            parent = [part for part in path.rstrip("/").split("/") if part][-2:]
+            numbers = [int(match[1]) for part in parent if (match := _STEP.fullmatch(part))]
+            found = numbers[-1] if numbers else None
+            if step is not None and found != step:
+                raise ConversionError(f"{path} is not a folder of steps, so --step {step} cannot be chosen in it.")
+            return folder, found
+        steps = {int(match[1]): name for name in self._children(path) if (match := _STEP.fullmatch(name))}
+        complete = {n: item for n, name in steps.items() if (item := self._item(f"{path.rstrip('/')}/{name}"))}
+        if not complete:
+            raise ConversionError(
+                f"{path} is not a JAX checkpoint: expected zarr arrays or an OCDBT store in it, in its "
+                f"{', '.join(_ITEMS)}, or in numbered steps. It holds "
+                f"{', '.join(self._children(path)[:8]) or 'nothing'}."
+            )
+        if step is not None and step not in complete:
+            raise ConversionError(f"{path} has no step {step}: it has {', '.join(map(str, sorted(complete)))}.")
+        chosen = max(complete) if step is None else step
+        if step is None and len(complete) > 1:
+            self.notes.append(f"steps {', '.join(map(str, sorted(complete)))}: the last one was taken")
+        return complete[chosen], chosen
+
+    def _item(self, path: str) -> str | None:
+        """`path`, or its item that holds arrays; None when there is none."""
+        path = path.rstrip("/")
+        for folder in (path, *(f"{path}/{item}" for item in _ITEMS)):
+            names = self._children(folder) if folder == path or os.path.basename(folder) in self._children(path) else []
+            if "manifest.ocdbt" in names:
+                return folder
+            if any(self._parameter_name(name, "auto") for name in names):
+                return folder
+            if "params" in names and self._is_nested(f"{folder}/params"):
+                return folder
+        return None
+
+    def _is_nested(self, folder: str) -> bool:
+        """Whether a folder `params` is the first part of arrays' names, not an item with arrays in it."""
+        return bool({"params", "decoder", "token_embedder"} & set(self._children(folder)))
+
+    @staticmethod
+    def _parameter_name(key: str, format: str) -> tuple[str, str] | None:
+        """(format, name) of a parameter, from its key in the store; None for anything else."""
+        for kind, pattern in _PARAMETERS.items():
+            match = pattern.fullmatch(key)
+            if match and format in (kind, "auto"):
+                return kind, match[1]
+        return None
+
+    def _read_tree(self, format: str) -> None:
+        """Fills in what is there, without reading values."""
+        url = self._url(self.folder)
+        base: Any = {"driver": "ocdbt", "base": url} if self._ocdbt else url
+        self._base = base
+        try:
+            keys = [key.decode() for key in self._tensorstore.KvStore.open(base).result().list().result()]
+        except (ValueError, OSError) as error:
+            raise ConversionError(f"{self.folder} cannot be listed ({str(error).splitlines()[0]}).") from error
+        chunks = Counter(self._array_of(key) for key in keys)
+        formats, others = set(), 0
+        drivers = {"/.zarray": "zarr", "/zarr.json": "zarr3"}
+        for key in keys:
+            ending = next((ending for ending in drivers if key.endswith(ending)), None)
+            if ending is None:
+                continue
+            place = key[: -len(ending)]
+            found = self._parameter_name(place.replace("/", "."), format)
+            if found is None:
+                others += 1
+                continue
+            formats.add(found[0])
+            if found[1] in self._keys:
+                raise ConversionError(f"{self.folder} holds {found[1]} twice: {place} and {self._keys[found[1]][1]}.")
+            self._keys[found[1]] = (drivers[ending], place)
+        if not self._keys:
+            expected = "MaxText or Pax" if format == "auto" else format
+            raise ConversionError(
+                f"{self.folder} holds no parameters of a {expected} checkpoint ({others} other arrays): is it another "
+                "model's, or another --format?"
+            )
+        if len(formats) > 1:
+            raise ConversionError(f"{self.folder} holds parameters of several formats: choose one with --format.")
+        (self.format,) = formats
+        if others:
+            self.notes.append(f"{others} arrays that are no parameters (step, optimiser states) were left alone")
+        for name in sorted(self._keys):
+            self._describe(name, chunks)
+
+    @staticmethod
+    def _array_of(key: str) -> str:
+        """The array that a key belongs to; chunks are stored as "a/0.1", "a/c/0/1" or "a/0/1"."""
+        return re.sub(r"(/c)?(/\d+(\.\d+)*)*$|/c$", "", key)
+
+    def _spec(self, name: str) -> dict[str, Any]:
+        driver, place = self._keys[name]
+        if self._ocdbt:
+            return {"driver": driver, "kvstore": {**self._base, "path": place + "/"}}
+        return {"driver": driver, "kvstore": f"{self._base}{place}/"}
+
+    def _describe(self, name: str, chunks: Mapping[str, int]) -> None:
+        try:
+            array = self._tensorstore.open(self._spec(name), open=True, context=self._context).result()
+        except (ValueError, OSError) as error:
+            raise ConversionError(f"{self._place(name)} is damaged ({str(error).splitlines()[0]}).") from error
+        dtype = array.dtype.name
+        self.infos[name] = TensorInfo(tuple(array.shape), _NUMPY_DTYPES.get(dtype), dtype)
+        grid: Any = array.chunk_layout.write_chunk.shape
+        expected = 1
+        for length, chunk in zip(array.shape, grid, strict=True):
+            expected *= -(-length // chunk) if chunk else 1
+        missing = expected - chunks[self._keys[name][1]]
+        if missing > 0 and array.fill_value is None:
+            raise ConversionError(
+                f"{self._place(name)} lacks {missing} of its {expected} chunks: the checkpoint is incomplete. Copy it "
+                "again, or take another step."
+            )
+        if missing > 0:
+            self.notes.append(f"{name}: {missing} of {expected} chunks are not stored and read as {array.fill_value}")
+
+    def _place(self, name: str) -> str:
+        return f"{self.folder}, array {self._keys[name][1]}"
+
+    def read(self, name: str) -> torch.Tensor:
+        try:
+            stored = self._tensorstore.open(self._spec(name), open=True, context=self._context).result()
+            array = np.asarray(stored.read().result())
+        except (ValueError, OSError) as error:
+            raise ConversionError(
+                f"{self._place(name)} cannot be read ({str(error).splitlines()[0]}): a damaged or truncated chunk. "
+                "Copy the checkpoint again, or take another step."
+            ) from error
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+
+__all__ = ["FLOATS", "ArraySource", "SafetensorsSource", "TensorInfo", "TensorSource", "TorchSource", "has_weights"]

@@ -1,0 +1,178 @@
+"""Compares two checkpoints of any supported formats: tensors, configurations, logits."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from .checkpoint import Checkpoint
+from .errors import ConversionError
+
+# What decides a model's outputs besides its tensors.
+_DECISIVE = (
+    "layer_types",
+    "sliding_window",
+    "rope_parameters",
+    "norm_eps",
+    "qk_norm_eps",
+    "hidden_act",
+    "compose_act",
+    "use_parallel_residual",
+    "mlp_gates",
+    "compose_pre",
+    "compose_post",
+    "compose_query",
+    "compose_key",
+    "compose_rank",
+    "compose_groups",
+)
+_COMPARED_AT_ONCE = 2**22  # elements
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How one thing differs.
+
+    Attributes:
+        name: of a native tensor, or "logits".
+        detail: shape and dtypes, for the table.
+        difference: largest absolute difference; infinity where shapes differ or one has no such tensor, or where just
+            one has a NaN.
+        is_equal: whether it is within the tolerance.
+    """
+
+    name: str
+    detail: str
+    difference: float
+    is_equal: bool
+
+
+def compare_tensors(
+    first: Checkpoint, second: Checkpoint, *, atol: float = 0.0, progress: bool = True
+) -> list[Comparison]:
+    """Compares two checkpoints, native tensor by native tensor, by value: dtypes are shown, and may differ.
+
+    Args:
+        first, second: opened checkpoints of any formats.
+        atol: largest absolute difference that counts as equal; 0 wants equal values.
+        progress: show a progress bar.
+
+    Returns:
+        one `Comparison` per tensor that either has.
+
+    Raises:
+        ConversionError: when a tensor cannot be read.
+    """
+    results = []
+    names = [name for part in first.parts for name in part.natives()]
+    names += sorted(set(second.shapes) - set(first.shapes))
+    for name in tqdm(names, desc="comparing", unit="tensor", disable=not progress):
+        if name not in first.shapes or name not in second.shapes:
+            where = second.path if name not in second.shapes else first.path
+            results.append(Comparison(name, f"missing in {where}", float("inf"), False))
+            continue
+        a, b = first.read(name), second.read(name)
+        kinds = " and ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (a, b)))
+        if a.shape != b.shape:
+            detail = f"{list(a.shape)} and {list(b.shape)}"
+            results.append(Comparison(name, detail, float("inf"), False))
+            continue
+        difference = _largest_difference(a, b)
+        results.append(Comparison(name, f"{list(a.shape)} {kinds}", difference, difference <= atol))
+    return results
+
+
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest absolute difference in float64; NaN equals NaN, infinity equals itself."""
+    largest = 0.0
+    for x, y in zip(a.reshape(-1).split(_COMPARED_AT_ONCE), b.reshape(-1).split(_COMPARED_AT_ONCE), strict=True):
+        x, y = x.double(), y.double()
+        same = (x == y) | (x.isnan() & y.isnan())
+        apart = (x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"))
+        largest = max(largest, float(apart.max()) if apart.numel() else 0.0)
+    return largest
+
+
+def compare_configs(first: Checkpoint, second: Checkpoint) -> list[str]:
+    """Fields that decide a model's outputs and differ, as lines of text."""
+    lines = []
+    for name in _DECISIVE:
+        a, b = getattr(first.config, name), getattr(second.config, name)
+        if name == "qk_norm_eps" and not first.config.qk_norm:
+            continue
+        if name == "sliding_window" and "sliding_attention" not in (first.config.layer_types or ()):
+            continue
+        if a != b:
+            lines.append(f"{name}: {a!r} and {b!r}")
+    return lines
+
+
+def compare_logits(
+    first: str | os.PathLike,
+    second: str | os.PathLike,
+    *,
+    tokens: Sequence[int] | np.ndarray | torch.Tensor | None = None,
+    num_tokens: int = 64,
+    seed: int = 0,
+    atol: float = 5e-5,
+) -> Comparison:
+    """Compares the logits of two model folders, both in float32.
+
+    Args:
+        first, second: folders that `from_pretrained` loads.
+        tokens: token ids, [T] or [B, T]; random ones when not given.
+        num_tokens: how many random ones.
+        seed: for them.
+        atol: largest absolute difference that counts as equal.
+
+    Returns:
+        one `Comparison`.
+
+    Raises:
+        ConversionError: when a folder cannot be loaded, a token is outside a vocabulary, or the vocabularies differ.
+    """
+    logits: list[torch.Tensor] = []
+    ids = None if tokens is None else torch.as_tensor(tokens, dtype=torch.long)
+    for folder in (first, second):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConversionError(f"{folder} cannot be loaded as a model ({error}).") from error
+        size = model.config.vocab_size
+        if ids is None:
+            ids = torch.randint(0, size, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+        ids = ids if ids.dim() == 2 else ids[None]
+        if not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= size:
+            raise ConversionError(f"tokens must be ids from 0 to {size - 1} of {folder}, at least one.")
+        with torch.no_grad():
+            logits.append(model(ids, use_cache=False).logits)
+        del model
+    if logits[0].shape != logits[1].shape:
+        raise ConversionError(f"The vocabularies differ: {logits[0].shape[-1]} and {logits[1].shape[-1]}.")
+    difference = _largest_difference(*logits)
+    return Comparison("logits", f"{list(logits[0].shape)} float32", difference, difference <= atol)
+
+
+def format_table(comparisons: Sequence[Comparison], every: bool = False) -> str:
+    """A table of comparisons for people: all of them, or only those that differ, and a summary.
+
+    Args:
+        comparisons: from `compare_tensors` and `compare_logits`.
+        every: list those that are equal too.
+    """
+    shown = [c for c in comparisons if every or not c.is_equal or c.name == "logits"]
+    width = max((len(c.name) for c in shown), default=0)
+    verdicts = {True: "equal", False: "DIFFERENT"}
+    lines = [f"{c.name:<{width}}  {c.difference:10.3e}  {verdicts[c.is_equal]:<9}  {c.detail}" for c in shown]
+    if lines:
+        lines.insert(0, f"{'tensor':<{width}}  {'max |diff|':>10}  {'verdict':<9}  shape, dtypes")
+    different = sum(not c.is_equal for c in comparisons)
+    lines.append(f"{len(comparisons)} compared, {different} different")
+    return "\n".join(lines)
+
+
+__all__ = ["Comparison", "compare_configs", "compare_logits", "compare_tensors", "format_table"]

@@ -1,0 +1,259 @@
+"""How tensors of other checkpoint formats correspond to those of this package, and the published PyTorch format.
+
+A format is a table of `TensorLayout`s: a foreign name with its dimensions, a native name with its dimensions. The
+dimensions are written as in einops, one letter per axis, parentheses where several axes are stored as one:
+
+    v vocabulary    e hidden size      f MLP width      t gates of a multi-gate MLP
+    h query heads   j key/value heads  d head dim       l layers stacked in one tensor
+    g groups of heads                  m, n heads of a group, M
+    c weight generators                x hidden width K of a generator       r rows 2R of its output
+
+Both directions, the expected shapes, and the check that a checkpoint fits its configuration all come from the tables.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .configuration_dcformer import DCFormerConfig
+
+# Weight generators as the authors store them, whatever is in use.
+STORED_GENERATORS = (("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key"))
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One kind of tensor of a foreign format and what it is called here.
+
+    Attributes:
+        foreign: its name there. "{i}" stands for the number of a layer, "{s}" for the place of a layer in a pattern.
+        foreign_dims: its dimensions there, such as "e l h d".
+        natives: (name, dimensions) here. Several names: these tensors lie one after the other along the first
+            dimension of the foreign one.
+        offset: what is added to the foreign values to give the native ones.
+    """
+
+    foreign: str
+    foreign_dims: str
+    natives: tuple[tuple[str, str], ...]
+    offset: float = 0.0
+
+
+def _axes(dims: str) -> list[tuple[str, ...]]:
+    """ "e (h d)" -> [("e",), ("h", "d")]."""
+    return [tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", dims)]
+
+
+def layer_dims(dims: str) -> str:
+    """The dimensions of one layer of a stacked tensor: "e l h d" -> "e h d"."""
+    return re.sub(r"\bl\b ?", "", dims).strip()
+
+
+def dimension_sizes(config: DCFormerConfig, generators: int | None = None) -> dict[str, int]:
+    """The size of every letter but "l".
+
+    Args:
+        config: the model's.
+        generators: size of "c"; the generators in use when not given.
+    """
+    heads_per_group = config.num_attention_heads // config.compose_groups
+    return {
+        "v": config.vocab_size,
+        "e": config.hidden_size,
+        "f": config.intermediate_size,
+        "t": config.mlp_gates,
+        "h": config.num_attention_heads,
+        "j": config.num_key_value_heads,
+        "d": config.head_dim,
+        "g": config.compose_groups,
+        "m": heads_per_group,
+        "n": heads_per_group,
+        "c": len(config.compose_generators) if generators is None else generators,
+        "x": 2 * config.compose_rank * heads_per_group,
+        "r": 2 * config.compose_rank,
+    }
+
+
+def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a tensor with dimensions `dims`: "e (h d)" -> (E, H·D)."""
+    return tuple(math.prod(sizes[letter] for letter in axis) for axis in _axes(dims))
+
+
+def foreign_shape(layout: TensorLayout, config: DCFormerConfig, generators: int = 4) -> tuple[int, ...]:
+    """The shape of one layer's foreign tensor.
+
+    Args:
+        layout: of the tensor.
+        config: the model's.
+        generators: how many weight generators the tensor holds.
+    """
+    sizes = dimension_sizes(config, generators)
+    if len(layout.natives) == 1:
+        return shape_of(layout.foreign_dims.replace("l ", ""), sizes)
+    parts = [shape_of(dims, sizes) for _, dims in layout.natives]
+    return (sum(part[0] for part in parts), *parts[0][1:])
+
+
+def rearrange(tensor: torch.Tensor, source: str, target: str, sizes: Mapping[str, int]) -> torch.Tensor:
+    """Reorders dimensions: "e g c x" -> "(g c x) e".
+
+    Args:
+        tensor: of shape `shape_of(source, sizes)`.
+        source, target: its dimensions now, and as wanted; the same letters.
+        sizes: the size of each letter.
+
+    Returns:
+        of shape `shape_of(target, sizes)`; a view where that is possible.
+    """
+    letters = [letter for axis in _axes(source) for letter in axis]
+    order = [letters.index(letter) for axis in _axes(target) for letter in axis]
+    unfolded = tensor.reshape([sizes[letter] for letter in letters]).permute(order)
+    return unfolded.reshape(shape_of(target, sizes))
+
+
+def generator_indices(config: DCFormerConfig) -> list[int]:
+    """Which of the four stored weight generators a model uses."""
+    return [STORED_GENERATORS.index(generator) for generator in config.compose_generators]
+
+
+def to_native(
+    layout: TensorLayout, tensor: torch.Tensor, config: DCFormerConfig, generators: int = 4
+) -> list[torch.Tensor]:
+    """One layer's foreign tensor -> the native ones it stands for.
+
+    Args:
+        layout: of the tensor; its foreign dimensions without "l" are those of `tensor`.
+        tensor: any dtype.
+        config: the model's.
+        generators: how many weight generators the tensor holds. When the model uses fewer, the others are left out.
+
+    Returns:
+        one tensor per entry of `layout.natives`, in the dtype of `tensor`; views where that is possible.
+    """
+    foreign_dims = layer_dims(layout.foreign_dims)
+    if len(layout.natives) > 1:
+        rows = [shape_of(dims, dimension_sizes(config))[0] for _, dims in layout.natives]
+        return list(tensor.split(rows))
+    ((_, native_dims),) = layout.natives
+    sizes, used = dimension_sizes(config, generators), generator_indices(config)
+    if "c" in foreign_dims and generators != len(used):
+        tensor = rearrange(tensor, foreign_dims, "c " + _rest(foreign_dims, "c"), sizes)[used]
+        sizes = dimension_sizes(config)
+        foreign_dims = "c " + _rest(foreign_dims, "c")
+    return [rearrange(tensor, foreign_dims, native_dims, sizes)]
+
+
+def from_native(
+    layout: TensorLayout, tensors: Sequence[torch.Tensor], config: DCFormerConfig, generators: int = 4
+) -> torch.Tensor:
+    """The native tensors of one layer -> the foreign one: the inverse of `to_native`.
+
+    Weight generators that the model does not have are stored as zeros, with which composition adds nothing.
+    """
+    foreign_dims = layer_dims(layout.foreign_dims)
+    if len(layout.natives) > 1:
+        return torch.cat(list(tensors))
+    ((_, native_dims),), (tensor,) = layout.natives, tensors
+    used = generator_indices(config)
+    sizes = dimension_sizes(config)
+    if "c" in foreign_dims and generators != len(used):
+        by_generator = "c " + _rest(foreign_dims, "c")
+        tensor = rearrange(tensor, native_dims, by_generator, sizes)
+        sizes = dimension_sizes(config, generators)
+        padded = tensor.new_zeros(shape_of(by_generator, sizes))
+        padded[used] = tensor
+        tensor, native_dims = padded, by_generator
+    return rearrange(tensor, native_dims, foreign_dims, sizes)
+
+
+def _rest(dims: str, letter: str) -> str:
+    """`dims` unfolded, without one letter: ("e g (c m)", "c") -> "e g m"."""
+    return " ".join(other for axis in _axes(dims) for other in axis if other != letter)
+
+
+def compose_layouts(prefix: str, dw1: str, qkw: str, dd: str) -> list[TensorLayout]:
+    """The layouts of a layer's weight generators, whose dimensions are the same in all of the authors' formats.
+
+    Args:
+        prefix: "l " where several layers are stacked along the first dimension, otherwise "".
+        dw1, qkw, dd: their names.
+    """
+    compose = "model.layers.{i}.self_attn.compose."
+    return [
+        TensorLayout(dw1, f"{prefix}e g c x", ((compose + "dw1_proj.weight", "(g c x) e"),)),
+        TensorLayout(qkw, f"{prefix}g c x r m", ((compose + "qkw", "(g c x) (r m)"),)),
+        TensorLayout(dd, f"{prefix}e g (c m)", ((compose + "gate_proj.weight", "(g c m) e"),)),
+    ]
+
+
+def hub_layouts(mlp_type: str) -> list[TensorLayout]:
+    """The format of the authors' PyTorch repositories on the Hub (DCFormer-2.8B, DCPythia-6.9B).
+
+    Args:
+        mlp_type: "gated" or "plain", as in the configuration: it decides what `feed_forward.w1` is.
+    """
+    layer, native = "layers.{i}.", "model.layers.{i}."
+    attention, dynamic = layer + "attention.", layer + "attention.dyn_w_proj."
+    layouts = [
+        TensorLayout("tok_embeddings.weight", "v e", (("model.embed_tokens.weight", "v e"),)),
+        TensorLayout("output.weight", "v e", (("lm_head.weight", "v e"),)),
+    ]
+    for kind in ("weight", "bias"):
+        for old, new in (
+            ("norm", "model.norm"),
+            (layer + "attention_norm", native + "input_layernorm"),
+            (layer + "ffn_norm", native + "post_attention_layernorm"),
+        ):
+            layouts.append(TensorLayout(f"{old}.{kind}", "e", ((f"{new}.{kind}", "e"),)))
+        tail = " e" if kind == "weight" else ""
+        projections = tuple(
+            (f"{native}self_attn.{name}_proj.{kind}", f"({heads} d){tail}")
+            for name, heads in (("q", "h"), ("k", "j"), ("v", "j"))
+        )
+        for name, projection in zip("qkv", projections, strict=True):
+            layouts.append(TensorLayout(f"{attention}w{name}.{kind}", projection[1], (projection,)))
+        # "(h d)" stands for all rows here; the shape of a fused tensor is the sum of its parts'
+        layouts.append(TensorLayout(f"{attention}wqkv.{kind}", projections[0][1], projections))
+        out = "e (h d)" if kind == "weight" else "e"
+        layouts.append(TensorLayout(f"{attention}wo.{kind}", out, ((f"{native}self_attn.o_proj.{kind}", out),)))
+        into, outof = ("f e", "e f") if kind == "weight" else ("f", "e")
+        mlp = layer + "feed_forward.", native + "mlp."
+        first = {"gated": (("w1", "gate_proj"), ("w3", "up_proj")), "plain": (("w1", "up_proj"),)}[mlp_type]
+        for old, new in first:
+            layouts.append(TensorLayout(f"{mlp[0]}{old}.{kind}", into, ((f"{mlp[1]}{new}.{kind}", into),)))
+        layouts.append(TensorLayout(f"{mlp[0]}w2.{kind}", outof, ((f"{mlp[1]}down_proj.{kind}", outof),)))
+    layouts.append(
+        TensorLayout(layer + "feed_forward.mg.weight", "t e", ((native + "mlp.multi_gate_proj.weight", "t e"),))
+    )
+    for side in ("q", "k"):
+        layouts.append(
+            TensorLayout(f"{attention}{side}_norm.scale", "d", ((f"{native}self_attn.{side}_norm.weight", "d"),))
+        )
+    layouts += compose_layouts("", dynamic + "dw1", dynamic + "qkw", dynamic + "dd")
+    for stage in ("pre", "post"):
+        name = f"{native}self_attn.compose.{stage}_static"
+        layouts.append(TensorLayout(f"{dynamic}{stage}_proj.w", "g m n", ((name, "(g m) n"),)))
+    return layouts
+
+
+# Stored there and not used: merged duplicates of the weight generators, which may be stale.
+HUB_IGNORED = re.compile(r"layers\.\d+\.attention\.dyn_w_proj\.(dw_m|qkw_m|sw)")
+
+__all__ = [
+    "HUB_IGNORED",
+    "STORED_GENERATORS",
+    "TensorLayout",
+    "compose_layouts",
+    "dimension_sizes",
+    "foreign_shape",
+    "from_native",
+    "generator_indices",
+    "hub_layouts",
+    "layer_dims",
+    "rearrange",
+    "shape_of",
+    "to_native",
+]

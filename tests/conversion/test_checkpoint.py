@@ -1,0 +1,301 @@
+"""Damaged, incomplete and foreign checkpoints are refused with an error that says why, and leave no output."""
+
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_config
+from jax_reference import random_maxtext_params, random_pax_params
+from jax_stores import write_arrays, write_maxtext, write_pax
+
+from dcformer import DCFormerForCausalLM
+from dcformer.conversion import (
+    ConversionError,
+    convert_hub_to_safetensors,
+    convert_jax_to_safetensors,
+    open_checkpoint,
+)
+
+QUERY = "decoder.layers.self_attention_0.query.kernel"
+QKW = "decoder.layers.self_attention_1.AttentionOp_0.dyn_w_proj.qkw"
+
+
+@pytest.fixture
+def params():
+    return random_maxtext_params(seed=1)
+
+
+def refuse(path, tmp_path, match, **options):
+    """Converting fails with this message and leaves nothing."""
+    output = tmp_path / "out" / "native"
+    with pytest.raises(ConversionError, match=match):
+        convert_jax_to_safetensors(path, output, progress=False, **options)
+    assert not output.exists()
+    assert not output.parent.exists() or not list(output.parent.iterdir())
+
+
+def chunk_of(folder, name):
+    (chunk,) = [file for file in (folder / f"params.{name}").iterdir() if file.name != ".zarray"]
+    return chunk
+
+
+@pytest.mark.parametrize("name", [QUERY, QKW, "token_embedder.embedding"])
+def test_truncated_chunk(params, name, tmp_path):
+    folder = write_maxtext(tmp_path / "state", params)
+    chunk = chunk_of(folder, name)
+    chunk.write_bytes(chunk.read_bytes()[: chunk.stat().st_size // 2])
+    refuse(folder, tmp_path, f"params.{name}.*truncated")
+
+
+def test_flipped_bytes_in_a_chunk(params, tmp_path):
+    folder = write_maxtext(tmp_path / "state", params)
+    chunk = chunk_of(folder, QUERY)
+    chunk.write_bytes(b"\0" * chunk.stat().st_size)
+    refuse(folder, tmp_path, f"params.{QUERY}")
+
+
+def test_lost_chunk(params, tmp_path):
+    folder = write_maxtext(tmp_path / "state", params)
+    chunk_of(folder, QUERY).unlink()
+    refuse(folder, tmp_path, f"params.{QUERY} lacks 1 of its 1 chunks")
+
+
+def test_damaged_array_metadata(params, tmp_path):
+    folder = write_maxtext(tmp_path / "state", params)
+    (folder / f"params.{QUERY}" / ".zarray").write_text('{"shape": [3')
+    refuse(folder, tmp_path, f"params.{QUERY} is damaged")
+
+
+def test_truncated_ocdbt(params, tmp_path):
+    folder = write_maxtext(tmp_path / "state", params, ocdbt=True)
+    for file in (folder / "d").iterdir():
+        file.write_bytes(file.read_bytes()[:-20])
+    refuse(folder, tmp_path, "cannot be listed|is damaged|cannot be read")
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder.decoder_norm.scale", QUERY, "decoder.layers.mlp_1.wo.kernel", QKW, "token_embedder.embedding"]
+)
+def test_missing_array(params, name, tmp_path):
+    del params[name]
+    refuse(write_maxtext(tmp_path / "state", params), tmp_path, "lacks|only one is stored|twice|incomplete")
+
+
+def test_missing_array_is_named(params, tmp_path):
+    del params["decoder.layers.mlp_1.wo.kernel"]
+    refuse(write_maxtext(tmp_path / "state", params), tmp_path, r"lacks 1 of the .* decoder\.layers\.mlp_1\.wo\.kernel")
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.bool_, np.complex64])
+def test_wrong_dtype(params, dtype, tmp_path):
+    params[QUERY] = params[QUERY].astype(dtype)
+    refuse(write_maxtext(tmp_path / "state", params), tmp_path, f"{QUERY} as {np.dtype(dtype).name}")
+
+
+def test_extra_layer_in_one_stack(params, tmp_path):
+    params[QUERY] = np.concatenate([params[QUERY]] * 2, axis=1)
+    refuse(write_maxtext(tmp_path / "state", params), tmp_path, "layers per stack is")
+
+
+def test_extra_layer_against_the_configuration(params, tmp_path):
+    folder = write_maxtext(tmp_path / "state", params)
+    refuse(folder, tmp_path, "num_hidden_layers=3, the checkpoint shows 4", config={"num_hidden_layers": 3})
+
+
+def test_part_of_an_extra_layer(params, tmp_path):
+    extra = "decoder.layers.mlp_2.wi_0.kernel"
+    params[extra] = params["decoder.layers.mlp_0.wi_0.kernel"]
+    refuse(write_maxtext(tmp_path / "state", params), tmp_path, "lacks .* tensors of this model")
+
+
+def test_unknown_array(params, tmp_path):
+    params["decoder.layers.self_attention_0.sink.kernel"] = np.ones((4, 2), np.float32)
+    refuse(write_maxtext(tmp_path / "state", params), tmp_path, r"does not have: .*sink\.kernel")
+
+
+@pytest.mark.parametrize("period", [1, 4])
+def test_wrong_period(params, period, tmp_path):
+    (tmp_path / "config.yml").write_text(f"num_layers_per_block: {period}\n")
+    folder = write_maxtext(tmp_path / "state", params)
+    refuse(folder, tmp_path, f"has {period} layers per block, the checkpoint 2", config=tmp_path / "config.yml")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "match"),
+    [
+        (QUERY, (32, 2, 4, 9), "head dim is 9"),
+        (QUERY, (32, 2, 32), "expected 4 dimensions"),
+        ("decoder.logits_dense.kernel", (33, 97), "hidden size is 3"),
+        ("decoder.logits_dense.kernel", (32, 98), "expected .*98"),
+        (QKW, (1, 2, 4, 16, 6, 4), "fit no composition|does not fit"),
+        ("decoder.decoder_norm.scale", (31,), "hidden size is 3"),
+    ],
+)
+def test_wrong_shape(params, name, shape, match, tmp_path):
+    params[name] = np.zeros(shape, params[name].dtype)
+    refuse(write_maxtext(tmp_path / "state", params), tmp_path, match)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nonfinite_values(params, value, tmp_path):
+    params[QUERY][3, 1, 2, 1] = value
+    folder = write_maxtext(tmp_path / "state", params)
+    refuse(folder, tmp_path, r"layers\.2\.self_attn\.q_proj\.weight holds 1 values .*--allow-nonfinite")
+    report = convert_jax_to_safetensors(folder, tmp_path / "kept", allow_nonfinite=True, progress=False)
+    assert "layers.2.self_attn.q_proj.weight holds 1 values" in str(report)
+    kept = open_checkpoint(tmp_path / "kept").read("model.layers.2.self_attn.q_proj.weight")
+    assert (~kept.isfinite()).sum() == 1
+
+
+def test_overflow_in_a_narrower_dtype(params, tmp_path):
+    params[QUERY][0, 0, 0, 0] = 1e6
+    folder = write_maxtext(tmp_path / "state", params)
+    refuse(folder, tmp_path, "infinite as float16", dtype="float16")
+
+
+def test_no_checkpoint(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("hello")
+    (tmp_path / "file").write_text("hello")
+    refuse(tmp_path / "nowhere", tmp_path, "nowhere does not exist")
+    refuse(tmp_path / "file", tmp_path, "is a file")
+    refuse(tmp_path / "empty", tmp_path, "is not a JAX checkpoint.*It holds nothing")
+    refuse(tmp_path / "other", tmp_path, "is not a JAX checkpoint.*notes.txt")
+    write_arrays(tmp_path / "foreign", {"params.encoder.w": np.ones(3, np.float32)})
+    refuse(tmp_path / "foreign", tmp_path, "is not a JAX checkpoint")
+    refuse("nosuch://bucket/path", tmp_path, "cannot be listed")
+
+
+def test_wrong_format(params, tmp_path):
+    folder = write_maxtext(tmp_path / "state", params)
+    refuse(folder, tmp_path, "no parameters of a pax checkpoint", format="pax")
+    refuse(folder, tmp_path, "format='flax' is unknown", format="flax")
+    pax = write_pax(tmp_path / "pax" / "state", random_pax_params(seed=1))
+    refuse(pax, tmp_path, "no parameters of a maxtext checkpoint", format="maxtext")
+
+
+def test_a_model_folder_is_not_a_jax_checkpoint(tmp_path):
+    DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path / "model")
+    refuse(tmp_path / "model", tmp_path, "is a model folder, not a JAX checkpoint")
+
+
+# --- model folders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def native(tmp_path):
+    DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path / "native", max_shard_size="20KB")
+    return tmp_path / "native"
+
+
+def shards(folder):
+    return sorted(folder.glob("*.safetensors"))
+
+
+def test_damaged_safetensors(native):
+    assert len(shards(native)) > 1
+    file = shards(native)[0]
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ConversionError, match=f"{file.name} is damaged or truncated"):
+        open_checkpoint(native)
+
+
+def test_missing_shard(native):
+    shards(native)[1].unlink()
+    with pytest.raises(ConversionError, match=r"00002-of.* is missing, but .*index\.json names it"):
+        open_checkpoint(native)
+
+
+def test_damaged_index(native):
+    (native / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConversionError, match="is no index of weight files"):
+        open_checkpoint(native)
+
+
+def test_damaged_config(native):
+    (native / "config.json").write_text("{")
+    with pytest.raises(ConversionError, match=r"config\.json"):
+        open_checkpoint(native)
+
+
+def test_foreign_config(native):
+    (native / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ConversionError, match="model_type 'llama', expected dcformer or dcpythia"):
+        open_checkpoint(native)
+
+
+def test_config_of_another_size(native):
+    config = json.loads((native / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    (native / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConversionError, match=r"does not have: model\.layers\.1\."):
+        open_checkpoint(native)
+
+
+class _Payload:
+    """Unpickling it would create a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def hub_folder(shared, folder):
+    folder.mkdir()
+    shutil.copy(shared / "fixtures" / "B1" / "config.json", folder)
+    shutil.copy(shared / "fixtures" / "B1" / "pytorch_model.bin", folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["torch.save", "pickle"])
+def test_pickle_with_code(shared, how, tmp_path):
+    folder = hub_folder(shared, tmp_path / "hub")
+    content = {"tok_embeddings.weight": torch.zeros(3), "x": _Payload(str(tmp_path / "pwned"))}
+    if how == "torch.save":
+        torch.save(content, folder / "pytorch_model.bin")
+    else:
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(content))
+    with pytest.raises(ConversionError, match="never run"):
+        convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
+    assert not (tmp_path / "pwned").exists() and not (tmp_path / "out").exists()
+
+
+def test_truncated_bin(shared, tmp_path):
+    folder = hub_folder(shared, tmp_path / "hub")
+    file = folder / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ConversionError, match=r"pytorch_model\.bin"):
+        convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bin_lacks_a_tensor(shared, tmp_path):
+    folder = hub_folder(shared, tmp_path / "hub")
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    del state["layers.2.feed_forward.w2.weight"]
+    torch.save(state, folder / "pytorch_model.bin")
+    with pytest.raises(ConversionError, match=r"lacks 1 .*layers\.2\.feed_forward\.w2\.weight"):
+        convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
+
+
+def test_old_format_bin(shared, tmp_path):
+    """What PyTorch before 1.6 wrote cannot be mapped into memory; it is read all the same."""
+    folder = hub_folder(shared, tmp_path / "hub")
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
+    found = open_checkpoint(tmp_path / "out").read("lm_head.weight")
+    assert torch.equal(found, state["output.weight"])
+
+
+def test_config_and_step_are_for_jax(native):
+    with pytest.raises(ConversionError, match="--config and --step are for JAX checkpoints"):
+        open_checkpoint(native, step=3)
