@@ -672,6 +672,47 @@ def test_legacy_norms_gates_biases_and_rope():
     assert not unbiased.attention_bias and not unbiased.mlp_bias
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected", "is_open"),
+    [
+        ({}, False, True),
+        ({"use_sw": None}, False, True),
+        ({"use_sw": True}, True, False),
+        ({"use_sw": False}, False, False),
+        ({"static_proj": True}, True, False),
+        ({"use_sw": True, "static_proj": True}, True, False),
+        ({"compose_static": True}, True, False),
+        ({"compose_static": False}, False, False),
+    ],
+    ids=str,
+)
+def test_legacy_static_projection(fields, expected, is_open):
+    """What the authors' keys do not say is left to the stored tensors."""
+    config = legacy(**fields)
+    assert config.compose_static is expected
+    assert ("compose_static" in config._open_fields) is is_open
+    assert not {"_open_fields", "use_sw", "static_proj"} & set(config.to_dict())
+    config.settle(compose_static=True, compose_groups=2, compose_rank=1)
+    assert config.compose_static is (True if is_open else expected)
+    assert (config.compose_groups, config.compose_rank, config._open_fields) == (2, 1, ())
+    assert ("layers.*.self_attn.compose.pre_static" in config.base_model_tp_plan) is config.compose_static
+
+
+def test_legacy_static_projection_contradicted():
+    with pytest.raises(ValueError, match=r"use_sw.*static_proj.*contradict"):
+        legacy(use_sw=True, static_proj=False)
+    with pytest.raises(ValueError, match="compose_groups=3"):
+        legacy().settle(compose_groups=3)
+
+
+def test_only_legacy_configurations_have_open_fields():
+    assert legacy()._open_fields == ("compose_groups", "compose_rank", "compose_static")
+    assert DCFormerConfig()._open_fields == DCPythiaConfig()._open_fields == ()
+    config = tiny_config()
+    config.settle(compose_rank=5)
+    assert config.compose_rank == tiny_config().compose_rank
+
+
 def test_legacy_torch_dtype():
     assert legacy(torch_dtype="bfloat16").dtype == torch.bfloat16
     assert legacy().dtype is None

@@ -1,11 +1,12 @@
-"""Logits of the original JAX and PyTorch code, reproduced from their own weights (placed here by hand)."""
+"""Logits of the original JAX and PyTorch code, reproduced from their own weights (those from JAX placed by hand)."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 
@@ -88,42 +89,19 @@ def jax_model(shared):
     return _load(DCFormerForCausalLM(config), tensors), arrays
 
 
-@pytest.fixture(scope="module")
-def torch_model(shared):
-    """The published PyTorch layout B1 and what the authors' code computed with it."""
-    folder = shared / "fixtures" / "B1"
-    config = DCFormerConfig.from_pretrained(folder)
-    stored = load_file(folder / "model.safetensors")
-    tensors = {
-        "model.embed_tokens.weight": stored["tok_embeddings.weight"],
-        "model.norm.weight": stored["norm.weight"],
-        "lm_head.weight": stored["output.weight"],
-    }
-    width = config.num_attention_heads * config.head_dim
-    for layer in range(config.num_hidden_layers):
-        old = {name.split(".", 2)[2]: t for name, t in stored.items() if name.startswith(f"layers.{layer}.")}
-        q, k, v = old["attention.wqkv.weight"].split(width)
-        dynamic = "attention.dyn_w_proj."
-        named = {
-            "input_layernorm.weight": old["attention_norm.weight"],
-            "post_attention_layernorm.weight": old["ffn_norm.weight"],
-            "mlp.gate_proj.weight": old["feed_forward.w1.weight"],
-            "mlp.up_proj.weight": old["feed_forward.w3.weight"],
-            "mlp.down_proj.weight": old["feed_forward.w2.weight"],
-            "self_attn.q_proj.weight": q,
-            "self_attn.k_proj.weight": k,
-            "self_attn.v_proj.weight": v,
-            "self_attn.o_proj.weight": old["attention.wo.weight"],
-            "self_attn.q_norm.weight": old["attention.q_norm.scale"],
-            "self_attn.k_norm.weight": old["attention.k_norm.scale"],
-            **_compose_tensors(old[dynamic + "dw1"], old[dynamic + "qkw"], old[dynamic + "dd"]),
-        }
-        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in named.items()}
+@pytest.fixture(scope="module", params=["pytorch_model.bin", "model.safetensors"])
+def torch_model(shared, request, tmp_path_factory):
+    """The published PyTorch layout B1 as a Hub folder, and what the authors' code computed with it."""
+    source, folder = shared / "fixtures" / "B1", tmp_path_factory.mktemp("B1")
+    for name in ("config.json", request.param):
+        shutil.copy(source / name, folder)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
     arrays = {
-        name: torch.from_numpy(np.load(folder / f"{name}.npy"))
+        name: torch.from_numpy(np.load(source / f"{name}.npy"))
         for name in ("tokens", "prefill_logits", "decode_logits")
     }
-    return _load(DCFormerForCausalLM(config), tensors), arrays
+    return model, arrays
 
 
 def _decode(model, tokens, prompt_length):

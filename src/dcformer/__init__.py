@@ -1,7 +1,7 @@
 """DCFormer for Transformers: dynamically composable multi-head attention as an ordinary model of the library.
 
-Importing the package registers "dcformer" and "dcpythia" with Transformers' Auto classes, and the attention
-implementation "dcformer_chunked".
+Importing the package registers "dcformer" and "dcpythia" with Transformers' Auto classes, the attention implementation
+"dcformer_chunked", and the names of tensors in the authors' repositories on the Hub.
 """
 
 from transformers import (
@@ -16,6 +16,7 @@ from transformers import (
 from .attention_dcformer import ComposeTrace, LayerTrace
 from .compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, compose
 from .configuration_dcformer import ComposeOverhead, DCFormerConfig, DCPythiaConfig
+from .hub_dcformer import register_hub_conversions
 from .modeling_dcformer import (
     DCFormerForCausalLM,
     DCFormerForQuestionAnswering,
@@ -45,6 +46,7 @@ for _config_class in (DCFormerConfig, DCPythiaConfig):
 for _auto_class, _model_classes in _AUTO_CLASSES.items():
     for _model_class in _model_classes:
         _auto_class.register(_model_class.config_class, _model_class, exist_ok=True)
+register_hub_conversions()
 
 __all__ = [
     "ComposeOverhead",

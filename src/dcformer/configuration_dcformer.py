@@ -7,7 +7,7 @@ published checkpoints.
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -60,8 +60,15 @@ _LEGACY_RENAMED = {
 }
 # Keys that only steer the authors' PyTorch code, or point to it.
 _LEGACY_IGNORED = ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad", "auto_map")
+# Keys that say whether the static projection is there.
+_LEGACY_STATIC = ("use_sw", "static_proj")
 # Their model classes -> ours.
 _LEGACY_ARCHITECTURES = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
+
+
+def is_authors_config(config_dict: dict[str, Any]) -> bool:
+    """Whether a configuration is written in the keys of the authors' PyTorch code (`dim`, `n_layer`, `n_head`, ...)."""
+    return any(key in config_dict for key in ("dim", "n_layer", "n_head"))
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,10 @@ class DCFormerConfig(PreTrainedConfig):
     model_type = "dcformer"
     keys_to_ignore_at_inference = ["past_key_values"]
 
+    # Fields about which the authors' keys say nothing, so that `from_pretrained` takes them from the stored tensors.
+    # Empty unless the configuration was read from the authors' keys; never stored.
+    _open_fields: ClassVar[tuple[str, ...]] = ()
+
     # Composition is sharded by groups of heads, like the heads themselves, and so needs no collective of its own. Kept
     # as a superset here; a configuration drops the entries of modules that it does not have.
     base_model_tp_plan = {
@@ -230,7 +241,7 @@ class DCFormerConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
-        if any(key in kwargs for key in ("dim", "n_layer", "n_head")):
+        if is_authors_config(kwargs):
             kwargs = self._read_legacy(kwargs)
         layer_pattern = kwargs.pop("layer_pattern", None)
         if self.num_key_value_heads is None:
@@ -296,6 +307,14 @@ class DCFormerConfig(PreTrainedConfig):
             self.compose_key = False
         if not kwargs.pop("use_dcmha", True):
             self.compose_pre = self.compose_post = self.compose_query = self.compose_key = False
+        stated = {key: kwargs.pop(key) for key in _LEGACY_STATIC if key in kwargs}
+        stated = {key: bool(value) for key, value in stated.items() if value is not None}
+        if len(set(stated.values())) > 1:
+            raise ValueError(f"{stated} contradict each other: both say whether the static projection is there.")
+        if stated:
+            self.compose_static = any(stated.values())
+        open_fields = ("compose_groups", "compose_rank") + (() if stated else ("compose_static",))
+        self.__dict__["_open_fields"] = open_fields
         if kwargs.pop("mgate", False):
             self.mlp_gates = kwargs.get("mgate_dim", 44)
         kwargs.pop("mgate_dim", None)
@@ -304,6 +323,37 @@ class DCFormerConfig(PreTrainedConfig):
         if self.layer_types is None and "layer_pattern" not in kwargs:
             kwargs["layer_pattern"] = (window_type or "LG") if self.sliding_window is not None else "G"
         return kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As `PreTrainedConfig.from_dict`, for configurations in this package's keys and in the authors'."""
+        said = config_dict | kwargs
+        if is_authors_config(config_dict) and said.get("compose_static") is not None:
+            # in their spelling, as a field's own default cannot be told from a value that was given
+            config_dict = config_dict | {_LEGACY_STATIC[1]: said["compose_static"]}
+        return super().from_dict(config_dict, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, in this package's keys."""
+        fields = super().to_dict()
+        fields.pop("_open_fields", None)
+        return fields
+
+    def settle(self, **fields: Any) -> None:
+        """Sets fields that the authors' keys left open, as the stored tensors tell them.
+
+        Args:
+            fields: names and values. Those that were not open are left as they are.
+
+        Raises:
+            ValueError: when the configuration then describes no model.
+        """
+        for name, value in fields.items():
+            if name in self._open_fields:
+                setattr(self, name, value)
+        self.__dict__.pop("_open_fields", None)
+        self.validate_architecture()
+        self.base_model_tp_plan = self._tensor_parallel_plan()  # type: ignore[misc]  # as in __post_init__
 
     def validate_architecture(self):
         """Checks that the fields describe a model. Called by Transformers after construction and before saving.
@@ -542,4 +592,4 @@ class DCPythiaConfig(DCFormerConfig):
         super().__post_init__(**kwargs)
 
 
-__all__ = ["ComposeOverhead", "DCFormerConfig", "DCPythiaConfig"]
+__all__ = ["ComposeOverhead", "DCFormerConfig", "DCPythiaConfig", "is_authors_config"]

@@ -7,13 +7,14 @@ Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, F
 """
 
 import os
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -38,6 +39,7 @@ from .attention_dcformer import eager_attention
 from .cache_dcformer import use_static_window_layers
 from .compose_dcformer import DCFormerCompose, accumulation_dtype, compose_init_std
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .hub_dcformer import IGNORED_ON_LOAD, check_weight_files, follow_tokenizer, prepare_hub_loading
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -264,6 +266,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = False
     _can_compile_fullgraph = True
     _supports_attention_backend = True
+    _keys_to_ignore_on_load_unexpected = IGNORED_ON_LOAD
     _can_record_outputs = {"hidden_states": DCFormerDecoderLayer, "attentions": DCFormerAttention}
 
     @torch.no_grad()
@@ -301,24 +304,31 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any) -> Any:
         """Loads a model as Transformers does, but refuses an incomplete or damaged checkpoint.
 
-        Arguments and return value are those of `PreTrainedModel.from_pretrained`. Heads for other tasks may be missing
-        and are then initialised, as everywhere in Transformers.
+        The authors' PyTorch repositories on the Hub load like any other (`hub_dcformer`). Arguments and return value
+        are those of `PreTrainedModel.from_pretrained`. Heads for other tasks may be missing and are then initialised,
+        as everywhere in Transformers.
 
         Raises:
             ValueError: when weights of the decoder, or a causal model's `lm_head`, are not in the checkpoint (with
-                `output_loading_info=True` they are in the returned `missing_keys` instead).
+                `output_loading_info=True` they are in the returned `missing_keys` instead); when tensors under the
+                authors' names are to be split over devices.
             RuntimeError: when shapes differ from the configuration's.
-            OSError: when a weight file is damaged, naming it.
+            OSError: when a weight file is damaged or holds code, naming it.
         """
+        path = pretrained_model_name_or_path
         wants_info = kwargs.pop("output_loading_info", False)
         takes_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+        kwargs, is_authors = prepare_hub_loading(cls, path, kwargs, check_shapes=not takes_mismatch)
         try:
             loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
-        except SafetensorError as error:
-            folder = os.path.join(pretrained_model_name_or_path or "", kwargs.get("subfolder") or "")
-            raise OSError(_damaged_files(folder) or str(error)) from error
+        except (SafetensorError, pickle.UnpicklingError, EOFError, OSError, RuntimeError) as error:
+            if not isinstance(error, OSError) or error.errno is not None:  # not one that Transformers worded
+                check_weight_files(path, kwargs)
+            if isinstance(error, SafetensorError):
+                raise OSError(f"{path}: {error}") from error
+            raise
         model, info = loaded
         if info["mismatched_keys"] and not takes_mismatch:
             key, found, expected = sorted(info["mismatched_keys"], key=str)[0]
@@ -327,6 +337,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                 f"{tuple(expected)} ({len(info['mismatched_keys'])} such tensors): config.json and weights do not fit "
                 "together. Pass ignore_mismatched_sizes=True to initialise these tensors instead."
             )
+        if is_authors:
+            follow_tokenizer(model, path, kwargs)
         if wants_info:
             return model, info
         if pretrained_model_name_or_path is not None:
@@ -347,19 +359,18 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                 )
         return model
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Saves a model as Transformers does, under this package's names wherever it came from.
 
-def _damaged_files(path: str | os.PathLike | None) -> str:
-    """Says which of a folder's safetensors files cannot be opened, and why; empty when that cannot be told."""
-    if path is None or not os.path.isdir(path):
-        return ""
-    for name in sorted(os.listdir(path)):
-        if name.endswith(".safetensors"):
-            try:
-                with safe_open(os.path.join(path, name), "pt"):
-                    pass
-            except SafetensorError as error:
-                return f"{os.path.join(path, name)} is damaged or truncated ({error}): copy or download it again."
-    return ""
+        Args:
+            save_directory: the folder.
+            args, kwargs: those of `PreTrainedModel.save_pretrained`. With `save_original_format=True` the tensors of a
+                model that was loaded from the authors' names get these again (a decoder without head keeps this
+                package's); `config.json` is in this package's keys all the same.
+        """
+        was_converted = bool(getattr(self, "_weight_conversions", None))  # a new model has no other original format
+        kwargs["save_original_format"] = was_converted and kwargs.get("save_original_format", False)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
 
 @auto_docstring

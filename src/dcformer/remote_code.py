@@ -5,11 +5,27 @@ import os
 import shutil
 from pathlib import Path
 
-from . import attention_dcformer, cache_dcformer, compose_dcformer, configuration_dcformer, modeling_dcformer
+from . import (
+    attention_dcformer,
+    cache_dcformer,
+    compose_dcformer,
+    configuration_dcformer,
+    hub_dcformer,
+    layouts_dcformer,
+    modeling_dcformer,
+)
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 
 # The flat modules import each other as `from .x_dcformer import y` and nothing else of the package.
-_MODULES = (configuration_dcformer, compose_dcformer, attention_dcformer, cache_dcformer, modeling_dcformer)
+_MODULES = (
+    configuration_dcformer,
+    compose_dcformer,
+    attention_dcformer,
+    cache_dcformer,
+    layouts_dcformer,
+    hub_dcformer,
+    modeling_dcformer,
+)
 _PREFIXES = {config.model_type: config.__name__.removesuffix("Config") for config in (DCFormerConfig, DCPythiaConfig)}
 _TASKS = {
     "AutoModel": "Model",

@@ -339,3 +339,13 @@ def test_the_written_maxtext_config_describes_the_model(tmp_path):
     names = ("layer_types", "sliding_window", "norm_eps", "qk_norm_eps", "max_position_embeddings", "compose_key")
     assert {n: getattr(back, n) for n in names} == {n: getattr(config, n) for n in names}
     assert back.rope_parameters["rope_theta"] == 20000
+
+
+def test_tied_embeddings_of_maxtext(tmp_path):
+    write_maxtext(tmp_path / "state", random_maxtext_params(seed=3, tied=True))
+    opened = open_checkpoint(tmp_path / "state")
+    assert opened.config.tie_word_embeddings
+    assert "assumed normalize_embedding_logits = False" in opened.notes
+    given = {"logits_via_embedding": True, "normalize_embedding_logits": True}
+    with pytest.raises(ConversionError, match="normalize_embedding_logits divides"):
+        open_checkpoint(tmp_path / "state", config=written(tmp_path, given))

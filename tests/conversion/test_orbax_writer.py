@@ -32,8 +32,8 @@ def peak():
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
 
 folder, ocdbt, count, size = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3]), int(sys.argv[4])
-load = lambda: np.frombuffer(os.urandom(size), np.int32).reshape(-1, 1024)
-array = LazyArray((size // 4096, 1024), np.dtype(np.int32), load)
+bits = np.frombuffer(os.urandom(size), np.int32)
+array = LazyArray(bits.shape, bits.dtype, bits.copy)
 write_orbax(folder + "/warm-up", {"step": 1}, ocdbt=ocdbt)
 before = peak()
 write_orbax(folder + "/state", {str(i): array for i in range(count)}, ocdbt=ocdbt)
@@ -187,7 +187,7 @@ class TestLaziness:
         command = [sys.executable, "-c", MEMORY, str(tmp_path), str(ocdbt), "6", str(size)]
         increase = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         assert increase > size  # or nothing was measured
-        assert increase < 2 * size + 40 * 2**20
+        assert increase < 2 * size + 100 * 2**20  # six such arrays are 360 MB
 
 
 class TestErrors:

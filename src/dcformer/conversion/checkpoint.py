@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from ..configuration_dcformer import DCFormerConfig
+from ..hub_dcformer import StoredWeights, told_by
 from ..layouts_dcformer import HUB_IGNORED
 from .errors import CONFIG_ERRORS, ConversionError
 from .formats import FORMATS, Part, format_parts, native_shapes
@@ -116,6 +118,10 @@ class Checkpoint:
             self._last = None
             self._last = (part.name, self._split(part))
         return self._finish(part, name, self._last[1][place])
+
+    def forget(self) -> None:
+        """Frees the stored tensor that `read` keeps for the next call."""
+        self._last = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All native tensors, one at a time, each stored tensor being read once."""
@@ -230,8 +236,9 @@ def _open_folder(folder: Path, format: str) -> Checkpoint:
     found = "hub" if "tok_embeddings.weight" in source.infos else "native"
     if format not in ("auto", found):
         raise ConversionError(f"{folder} is a {found} checkpoint by the names of its tensors, not a {format} one.")
-    config = read_hub_config(folder, source) if found == "hub" else _read_config(folder)
-    parts = format_parts(found, config, present=list(source.infos))
+    config = _read_hub_config(folder, source) if found == "hub" else _read_config(folder)
+    stored = [info.shape[1] for name, info in source.infos.items() if name.endswith(".qkw") and len(info.shape) == 5]
+    parts = format_parts(found, config, generators=stored[0] if stored else 4, present=list(source.infos))
     used = {part.name for part in parts}
     ignored = [name for name in source.infos if name not in used and _is_unused(name, found, config)]
     notes = list(source.notes)
@@ -241,8 +248,15 @@ def _open_folder(folder: Path, format: str) -> Checkpoint:
     return Checkpoint(str(folder), found, config, source, parts, notes)
 
 
-def read_hub_config(folder, source):
-    return _read_config(folder)
+def _read_hub_config(folder: Path, source: TensorSource) -> DCFormerConfig:
+    """An authors' configuration, and what the tensors say where it is silent."""
+    config = _read_config(folder)
+    stored = StoredWeights.read((name, info.shape, partial(source.read, name)) for name, info in source.infos.items())
+    try:
+        config.settle(**told_by(stored, config))
+    except CONFIG_ERRORS as error:
+        raise ConversionError(f"{folder} describes no model ({error}).") from error
+    return config
 
 
 def _read_config(folder: Path) -> DCFormerConfig:

@@ -241,7 +241,7 @@ def format_parts(
         if "{i}" not in layout.natives[0][0]:
             parts.append(Part(layout.foreign, layout, (0,), False))
         elif name == "hub":
-            parts += [Part(layout.foreign.format(i=i), layout, (i,), False) for i in range(count)]
+            parts += [Part(layout.foreign.format(i=i), layout, (i,), False, generators) for i in range(count)]
         elif stacked:
             parts += [
                 Part(layout.foreign.format(s=s), layout, tuple(range(s, count, period)), True, generators)

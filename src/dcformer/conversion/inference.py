@@ -336,6 +336,11 @@ def _from_maxtext(plain: Mapping[str, Any]) -> dict[str, Any]:
         result["norm_eps"] = result["qk_norm_eps"] = float(plain["normalization_layer_epsilon"])
     if plain.get("rope_max_timescale") is not None:
         result["rope_theta"] = float(plain["rope_max_timescale"])
+    if plain.get("logits_via_embedding") and plain.get("normalize_embedding_logits"):
+        raise ConversionError(
+            "normalize_embedding_logits divides logits by the square root of the hidden size, which no model here "
+            "does: scale decoder_norm by it and turn the setting off."
+        )
     if "window_size" in plain:
         windows = plain["window_size"]
         windows = list(windows) if isinstance(windows, (list, tuple)) else [windows]
@@ -441,6 +446,8 @@ def build_config(
             f"The configuration has {len(config.compose_generators)} weight generators {config.compose_generators}, "
             f"the checkpoint holds {found.generators}."
         )
+    if source.format == "maxtext" and config.tie_word_embeddings:
+        assumed["normalize_embedding_logits"] = False
     return config, [f"{name} = {value!r}" for name, value in sorted(assumed.items())]
 
 
@@ -456,6 +463,7 @@ def maxtext_config(config: DCFormerConfig, period: int) -> dict[str, Any]:
     result = {f"base_{name}" if name in base else name: value for name, value in switches.items()}
     return result | {
         "decoder_block": "dcformer",
+        "normalize_embedding_logits": False,
         "num_layers_per_block": period,
         "window_size": layer_windows(config)[:period],
         "normalization_layer_epsilon": config.norm_eps,

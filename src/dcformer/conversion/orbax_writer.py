@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,8 @@ def write_orbax(
     """Writes `tree` as an Orbax item, such as the folder `state` of a step.
 
     At most one array is in memory, with its compressed form, or with its copy where `load` returns an array that is
-    not C-contiguous. Memory that `load` needs for itself adds to that. On an error, what has been written stays: write
-    to a temporary folder and rename it.
+    not C-contiguous. What `load` needs for itself adds to that. On an error, what has been written stays: write to a
+    temporary folder and rename it.
 
     Args:
         folder: Where to write, `<root>/<step>/state` for a `CheckpointManager`. Created where absent; a step needs no
@@ -73,7 +74,6 @@ def write_orbax(
         import jax
         import orbax.checkpoint as ocp
         import tensorstore as ts
-        from etils import epath
     except ImportError as error:
         missing = error.name or str(error)
         raise ImportError(f'writing an Orbax checkpoint needs {missing}: pip install "dcformer[jax]"') from error
@@ -84,7 +84,7 @@ def write_orbax(
         async def serialize(self, values, infos, args=None):
             for value, info in zip(values, infos, strict=True):
                 array = value.load()
-                _return_freed_memory()
+                return_freed_memory()
                 # In C order here and not in TensorStore, which would keep the other order while it compresses.
                 array = np.asarray(array, order="C")
                 if (array.shape, array.dtype) != (value.shape, value.dtype):
@@ -100,12 +100,12 @@ def write_orbax(
                 store = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
                 await store.write(array, can_reference_source_data_indefinitely=True)
                 del array, store
-                _return_freed_memory()
+                return_freed_memory()
                 if progress is not None:
                     progress(value.nbytes)
             return []  # nothing is left to do in the background
 
-    path = epath.Path(os.path.abspath(folder))
+    path = Path(os.path.abspath(folder))
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         raise FileExistsError(f"{path} is not empty")
@@ -136,8 +136,8 @@ def _placeholders(node: Any, name: str = "") -> Any:
     return f"PLACEHOLDER://{name}"
 
 
-def _return_freed_memory() -> None:
-    """Lets glibc give freed memory back to the system.
+def return_freed_memory() -> None:
+    """Lets glibc give freed memory back to the system, but for blocks of up to 64 MB.
 
     It keeps what a thread freed for that thread, and TensorStore compresses each array on another one: without this,
     the compressed forms of several arrays count at once.

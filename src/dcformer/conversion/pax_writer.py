@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .errors import ConversionError
-from .orbax_writer import LazyArray
+from .orbax_writer import LazyArray, return_freed_memory
 
 
 def write_pax(
@@ -40,8 +40,11 @@ def write_pax(
             "store_data_equal_to_fill_value": True,
         }
         store = tensorstore.open(spec, create=True, delete_existing=False).result()
-        store.write(lazy.load(), can_reference_source_data_indefinitely=True).result()
-        del store
+        array = lazy.load()
+        return_freed_memory()
+        store.write(array, can_reference_source_data_indefinitely=True).result()
+        del array, store
+        return_freed_memory()
         if progress is not None:
             progress(lazy.nbytes)
 

@@ -1,0 +1,556 @@
+"""Direct loading of the authors' PyTorch repositories on the Hub (DCFormer-2.8B, DCPythia-6.9B).
+
+Transformers converts the tensors while it loads, by the table of names in `layouts_dcformer`. What it cannot know is
+found out here before: what the tensors say where the authors' configuration is silent, whether they fit it, whether
+the files are whole; and after: what the tokenizer beside them takes for beginning and end of text.
+"""
+
+import copy
+import json
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+    logging,
+)
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, is_authors_config
+from .layouts_dcformer import (
+    HUB_IGNORED,
+    STORED_GENERATORS,
+    TensorLayout,
+    foreign_shape,
+    from_native,
+    hub_layouts,
+    to_native,
+)
+
+logger = logging.get_logger(__name__)
+
+# --- names and shapes: what Transformers does while it loads ----------------------------------------------------------
+
+
+class HubToNative(ConversionOps):
+    """One tensor of the authors' -> the tensors of this package that it stands for."""
+
+    def __init__(self, layout: TensorLayout):
+        self.layout = layout
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        config: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Called by Transformers with one tensor of one layer.
+
+        Args:
+            input_dict: the tensor, by source pattern.
+            source_patterns, target_patterns: of the converter; not used.
+            full_layer_name: name in the model of the first of the native tensors.
+            config: the model's.
+
+        Returns:
+            native names -> tensors, each contiguous and in memory of its own.
+
+        Raises:
+            ValueError: on a tensor of another shape.
+        """
+        (tensor,) = (_single(stored) for stored in input_dict.values())
+        generators = stored_generators(self.layout, tensor.shape, config)
+        if generators is None:
+            layer = re.search(r"layers\.(\d+)\.", full_layer_name)
+            name = self.layout.foreign.replace("{i}", layer.group(1) if layer else "?")
+            raise ValueError(_misfit(name, tensor.shape, foreign_shape(self.layout, config)))
+        own_tails = [name.partition("{i}.")[2] for name, _ in self.layout.natives]
+        prefix = full_layer_name.removesuffix(own_tails[0])
+        natives = to_native(self.layout, tensor, config, generators)
+        if len(natives) > 1:  # parts of one tensor, which would keep the whole of it in memory
+            natives = [native.clone() for native in natives]
+        return {prefix + tail: native.contiguous() for tail, native in zip(own_tails, natives, strict=True)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """What `save_pretrained(..., save_original_format=True)` does instead."""
+        return NativeToHub(self.layout)
+
+
+class NativeToHub(ConversionOps):
+    """The tensors of this package that make up one of the authors' -> that one."""
+
+    def __init__(self, layout: TensorLayout):
+        self.layout = layout
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        config: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Called by Transformers with all native tensors of one of the authors'; the inverse of `HubToNative`."""
+        tensors = [_single(input_dict[pattern]) for pattern in source_patterns]
+        return {full_layer_name: from_native(self.layout, tensors, config).contiguous()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """What loading does."""
+        return HubToNative(self.layout)
+
+
+def _single(tensors: Any) -> torch.Tensor:
+    """Transformers collects tensors in lists; here they hold one each."""
+    return tensors[0] if isinstance(tensors, list) else tensors
+
+
+def hub_conversions(mlp_type: str) -> list[WeightRenaming | WeightConverter]:
+    """The authors' names and what to do with their tensors, as Transformers takes it.
+
+    Args:
+        mlp_type: "gated" or "plain", as in the configuration.
+    """
+    conversions: list[WeightRenaming | WeightConverter] = []
+    for layout in hub_layouts(mlp_type):
+        source = "^" + re.escape(layout.foreign).replace(r"\{i\}", r"(\d+)")
+        targets = [name.replace("{i}", r"\1") for name, _ in layout.natives]
+        if [dims for _, dims in layout.natives] == [layout.foreign_dims]:
+            conversions.append(WeightRenaming(source, targets))
+        else:
+            conversions.append(WeightConverter(source, targets, [HubToNative(layout)]))
+    return conversions
+
+
+def register_hub_conversions() -> None:
+    """Makes Transformers convert the authors' tensors whenever it loads a model of these types."""
+    for config_class in (DCFormerConfig, DCPythiaConfig):
+        register_checkpoint_conversion_mapping(
+            config_class.model_type, hub_conversions(config_class.mlp_type), overwrite=True
+        )
+
+
+# Buffers in the place of static projections, given names that Transformers is told to ignore.
+_IDENTITY_BUFFERS = {
+    rf"^layers\.(\d+)\.attention\.dyn_w_proj\.{stage}_proj\.w": rf"layers.\1.attention.dyn_w_proj.{stage}_identity"
+    for stage in ("pre", "post")
+}
+IGNORED_ON_LOAD = [
+    rf"^{HUB_IGNORED.pattern}$",
+    r"^layers\.\d+\.attention\.dyn_w_proj\.(pre|post)_identity$",
+]
+
+
+def stored_generators(layout: TensorLayout, shape: Iterable[int], config: DCFormerConfig) -> int | None:
+    """How many weight generators a tensor of the authors' holds: all four, or those in use.
+
+    Args:
+        layout: of the tensor; for one without generators the answer says only whether the shape is right.
+        shape: of the stored tensor.
+        config: the model's.
+
+    Returns:
+        their number, or None when the shape fits neither.
+    """
+    for generators in (len(STORED_GENERATORS), len(config.compose_generators)):
+        if tuple(shape) == foreign_shape(layout, config, generators):
+            return generators
+    return None
+
+
+def _misfit(name: str, found: Iterable[int], expected: Iterable[int]) -> str:
+    return f"{name} with shape {tuple(found)}, the configuration asks for {tuple(expected)}"
+
+
+# --- what the files hold, before they are loaded ----------------------------------------------------------------------
+
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_STATIC = re.compile(r"layers\.\d+\.attention\.dyn_w_proj\.(pre|post)_proj\.w")
+_HUB_NAMED = re.compile(r"tok_embeddings\.weight|layers\.\d+\.(attention|feed_forward)\..*")
+
+
+@dataclass
+class StoredWeights:
+    """What stored weights tell without being loaded.
+
+    Attributes:
+        shapes: the shape of every tensor, by name.
+        has_static: whether a static projection is among them that is not just the identity.
+    """
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    has_static: bool = False
+
+    @classmethod
+    def read(cls, tensors: Iterable[tuple[str, tuple[int, ...], Callable[[], torch.Tensor]]]) -> "StoredWeights":
+        """Of (name, shape, how to read it); only the tensors in the place of static projections are read."""
+        stored = cls()
+        for name, shape, read in tensors:
+            stored.shapes[name] = shape
+            if not stored.has_static and _STATIC.fullmatch(name):
+                stored.has_static = not _is_identity(read())
+        return stored
+
+    @property
+    def hub_named(self) -> bool:
+        """Whether they bear the authors' names."""
+        return any(_HUB_NAMED.fullmatch(name) for name in self.shapes)
+
+
+def _is_identity(tensor: torch.Tensor) -> bool:
+    return tensor.shape[-1:] == tensor.shape[-2:-1] and torch.equal(
+        tensor, torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device).expand_as(tensor)
+    )
+
+
+def weight_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> list[str]:
+    """The files that Transformers would load weights from; those of a repository on the Hub are downloaded.
+
+    Args:
+        path: a folder, or the name of a repository on the Hub.
+        arguments: those of `from_pretrained`.
+
+    Returns:
+        paths; empty when there are none or they cannot be had, which is for Transformers to report.
+
+    Raises:
+        OSError: when the index of a sharded checkpoint is damaged, or a file is missing that it names.
+    """
+    safe, variant = arguments.get("use_safetensors"), arguments.get("variant")
+    names = [] if safe is False else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]
+    names += [] if safe else [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
+    for name in names:
+        if variant is not None:
+            stem, _, suffix = name.rpartition(".")
+            name = f"{stem}.{variant}.{suffix}"
+        file = _find(path, name, arguments)
+        if file is None:
+            continue
+        if not file.endswith(".json"):
+            return [file]
+        try:
+            shards, _ = get_checkpoint_shard_files(path, file, **_hub_arguments(arguments))
+        except (KeyError, ValueError) as error:
+            raise OSError(f"{file} is damaged ({error!r}): copy or download it again.") from error
+        for shard in shards:
+            if not os.path.isfile(shard):
+                raise OSError(f"{shard} does not exist, but {file} names it: copy or download it.")
+        return shards
+    return []
+
+
+def _hub_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: arguments[name] for name in _HUB_ARGUMENTS if arguments.get(name) is not None}
+
+
+def _find(path: str | os.PathLike, name: str, arguments: Mapping[str, Any]) -> str | None:
+    """A file of a folder or repository; None where it does not exist or cannot be had."""
+    try:
+        return cached_file(path, name, **_hub_arguments(arguments))
+    except OSError:
+        return None
+
+
+def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[], torch.Tensor]]]:
+    """The tensors of a weight file: name, shape, and how to read it.
+
+    Args:
+        file: `.safetensors`, or what `torch.save` wrote. No code in it is ever run.
+
+    Raises:
+        OSError: when the file is damaged or holds anything but tensors; the message names it.
+    """
+    if file.endswith(".safetensors"):
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # not a dict
+                    yield name, tuple(opened.get_slice(name).get_shape()), partial(opened.get_tensor, name)
+        except SafetensorError as error:
+            raise OSError(f"{file} is damaged or truncated ({error}): copy or download it again.") from error
+        return
+    try:
+        # files of PyTorch before 1.6 are no zip archives and cannot be mapped into memory
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        code = re.search(r"GLOBAL (\S+)|function (\S+)", str(error))
+        if code:
+            raise OSError(
+                f"{file} holds more than tensors: it would run {code.group(1) or code.group(2)} when unpickled, so it "
+                "is not loaded. Get the weights from a source that you trust, best as safetensors."
+            ) from error
+        raise OSError(
+            f"{file} is damaged, or no file of torch.save (a Git LFS pointer, for example): copy or download it again."
+        ) from error
+    except (EOFError, OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.filename is not None:  # it cannot be opened
+            raise
+        reason = str(error).partition(". ")[0] or type(error).__name__
+        raise OSError(f"{file} is damaged or truncated ({reason}): copy or download it again.") from error
+    if not isinstance(tensors, dict):
+        raise OSError(
+            f"{file} holds a {type(tensors).__name__} where names and tensors were expected: is it a checkpoint?"
+        )
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            yield name, tuple(tensor.shape), partial(torch.Tensor.detach, tensor)
+
+
+def check_weight_files(path: str | os.PathLike | None, arguments: Mapping[str, Any]) -> None:
+    """Looks for a damaged file among those that Transformers would load weights from.
+
+    Args:
+        path: a folder, the name of a repository on the Hub, or None.
+        arguments: those of `from_pretrained`.
+
+    Raises:
+        OSError: naming the first one.
+    """
+    for file in [] if path is None else weight_files(path, arguments):
+        StoredWeights.read(stored_tensors(file))
+
+
+# --- before loading ---------------------------------------------------------------------------------------------------
+
+
+def prepare_hub_loading(
+    model_class: type[PreTrainedModel],
+    path: str | os.PathLike | None,
+    arguments: dict[str, Any],
+    check_shapes: bool = True,
+) -> tuple[dict[str, Any], bool]:
+    """What `from_pretrained` does with an authors' repository before Transformers loads it.
+
+    Args:
+        model_class: of the model that is to be loaded.
+        path: a folder, the name of a repository on the Hub, or None when `arguments` hold a state dict.
+        arguments: those of `from_pretrained`.
+        check_shapes: whether shapes that do not fit are an error.
+
+    Returns:
+        the arguments to go on with, and whether the configuration is an authors' one. In that case its open fields are
+        taken from the tensors, and buffers that stand in the place of static projections are marked to be ignored.
+
+    Raises:
+        OSError: when a weight file is damaged or holds code, naming it.
+        RuntimeError: when shapes differ from the configuration's.
+        ValueError: when tensors under the authors' names are to be split over devices.
+    """
+    if arguments.get("gguf_file") is not None:
+        return arguments, False
+    arguments = _with_authors_config(model_class, path, arguments)
+    config: Any = arguments.get("config")
+    is_authors = bool(getattr(config, "_open_fields", ()))
+    split = [
+        name for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config") if arguments.get(name) is not None
+    ]
+    if not is_authors and not split:
+        return arguments, False
+
+    state_dict = arguments.get("state_dict")
+    if state_dict is not None:
+        stored = StoredWeights.read(
+            (name, tuple(t.shape), partial(torch.Tensor.detach, t)) for name, t in state_dict.items()
+        )
+    else:
+        files = [] if path is None else weight_files(path, arguments)
+        stored = StoredWeights.read(tensor for file in files for tensor in stored_tensors(file))
+    if split and stored.hub_named:
+        raise ValueError(
+            f"{path} holds tensors under the authors' names, which cannot be split over devices while they are loaded "
+            f"({', '.join(split)} given). Convert it first, `dcformer-convert hub-to-safetensors --checkpoint {path} "
+            "--output DIR`, and load DIR."
+        )
+    if not is_authors:
+        return arguments, False
+    config = copy.deepcopy(config)
+    config.settle(**(told_by(stored, config) if stored.hub_named else {}))
+    arguments = arguments | {"config": config}
+    if not stored.hub_named:
+        return arguments, True
+    if not config.compose_static and not stored.has_static:
+        arguments["key_mapping"] = (arguments.get("key_mapping") or {}) | _IDENTITY_BUFFERS
+    if check_shapes:
+        _check_shapes(stored, config, path)
+    return arguments, True
+
+
+def _with_authors_config(
+    model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Puts the configuration into the arguments when it is an authors' one and has not been loaded yet."""
+    config_class: Any = model_class.config_class
+    config = arguments.get("config")
+    source = path if config is None else config
+    if source is None or isinstance(config, PreTrainedConfig):
+        return arguments
+    try:
+        config_dict, _ = config_class.get_config_dict(source, **_hub_arguments(arguments))
+    except (OSError, ValueError):
+        return arguments  # Transformers reports it, or finds the configuration elsewhere (that of an adapter's base)
+    if not is_authors_config(config_dict):
+        return arguments
+    # as Transformers does: whatever names a field of the configuration goes there, the rest stays
+    kept = {"dtype", "torch_dtype", "quantization_config", "trust_remote_code", "config", *_HUB_ARGUMENTS}
+    offered = {name: value for name, value in arguments.items() if name not in kept}
+    loaded, unused = config_class.from_dict(config_dict, return_unused_kwargs=True, **offered)
+    return {name: value for name, value in arguments.items() if name in kept} | unused | {"config": loaded}
+
+
+def told_by(stored: StoredWeights, config: DCFormerConfig) -> dict[str, Any]:
+    """The fields that the authors' configuration leaves open, as far as the tensors tell them.
+
+    Args:
+        stored: tensors under the authors' names.
+        config: read from the authors' keys.
+
+    Returns:
+        arguments for `config.settle`.
+    """
+    fields: dict[str, Any] = {}
+    qkw = next((shape for name, shape in stored.shapes.items() if name.endswith(".dyn_w_proj.qkw")), ())
+    if len(qkw) == 5:
+        groups, _, _, rows, _ = qkw  # [G, 4, K, 2R, M]
+        if rows >= 2 and groups and config.num_attention_heads % groups == 0:
+            fields = {"compose_groups": groups, "compose_rank": rows // 2}
+    if config.compose_pre or config.compose_post:
+        fields["compose_static"] = stored.has_static
+    return fields
+
+
+def _check_shapes(stored: StoredWeights, config: DCFormerConfig, path: Any) -> None:
+    """Raises an error when stored tensors of the model have other shapes than the configuration says."""
+    layouts = {layout.foreign: layout for layout in hub_layouts(config.mlp_type)}
+    misfits = []
+    for name, found in stored.shapes.items():
+        layer = re.match(r"layers\.(\d+)\.", name)
+        layout = layouts.get(re.sub(r"^layers\.\d+\.", "layers.{i}.", name))
+        if layout is None or (layer and int(layer.group(1)) >= config.num_hidden_layers):
+            continue  # Transformers reports tensors that the model does not have
+        if _STATIC.fullmatch(name) and not config.compose_static:
+            continue
+        expected = foreign_shape(layout, config)
+        if 0 not in expected and stored_generators(layout, found, config) is None:
+            misfits.append(_misfit(name, found, expected))
+    if misfits:
+        raise RuntimeError(
+            f"{path} holds {'; '.join(misfits[:3])} ({len(misfits)} such tensors): config.json and weights do not fit "
+            "together. Correct config.json, or take it from where the weights came from."
+        )
+
+
+# --- after loading ----------------------------------------------------------------------------------------------------
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def follow_tokenizer(model: PreTrainedModel, path: str | os.PathLike | None, arguments: Mapping[str, Any]) -> None:
+    """Takes the ids of beginning and end of text from the tokenizer, as the authors' configurations have wrong ones.
+
+    Sets them in `model.config` and, unless the caller gave one, in `model.generation_config`; what contradicted the
+    tokenizer is reported in one warning. Does nothing where there is no tokenizer.
+
+    Args:
+        model: just loaded.
+        path: the folder, or the name of the repository on the Hub.
+        arguments: those of `from_pretrained`.
+    """
+    if path is None:
+        return
+    holders: list[Any] = [model.config]
+    if arguments.get("generation_config") is None and getattr(model, "generation_config", None) is not None:
+        holders.append(model.generation_config)
+    wrong: dict[str, None] = {}  # in order, each once: both holders may say the same
+    for name, (token, own) in tokenizer_special_ids(path, arguments).items():
+        for holder in holders if own < model.config.vocab_size else ():
+            said = getattr(holder, name)
+            if said == own or (isinstance(said, list) and own in said):
+                continue
+            setattr(holder, name, own)
+            if said is not None:
+                wrong[f"{name}={said}, the tokenizer's is {own} ({token!r})"] = None
+    if wrong:
+        logger.warning(
+            f"The configuration of {path} contradicts its tokenizer: it has {'; '.join(wrong)}. The tokenizer's are "
+            "used, and stored by save_pretrained."
+        )
+
+
+def tokenizer_special_ids(path: str | os.PathLike, arguments: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """What a tokenizer takes for beginning and end of text.
+
+    Args:
+        path: a folder, or the name of a repository on the Hub.
+        arguments: those of `from_pretrained`.
+
+    Returns:
+        "bos_token_id" and "eos_token_id" -> token and id. Tokens are those that the tokenizer's configuration names;
+        where it names none, "<|endoftext|>" if the vocabulary has it, which separates documents in all tokenizers that
+        do. Empty when there is no tokenizer.
+    """
+    file = _find(path, "tokenizer.json", arguments)
+    if file is None:
+        return {}
+    try:
+        tokenizer = Tokenizer.from_file(file)
+    except Exception:  # the library raises nothing narrower; AutoTokenizer reports it
+        return {}
+    named: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second takes precedence
+        if (settings := _find(path, name, arguments)) is not None:
+            try:
+                with open(settings, encoding="utf-8") as opened:
+                    read = json.load(opened)
+            except ValueError:
+                read = None
+            if isinstance(read, dict):
+                named |= {key: value for key, value in read.items() if value is not None}
+    ids: dict[str, tuple[str, int]] = {}
+    for kind in ("bos", "eos"):
+        token = named.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        for candidate in (token, END_OF_TEXT):
+            if isinstance(candidate, str) and (number := tokenizer.token_to_id(candidate)) is not None:
+                ids[f"{kind}_token_id"] = (candidate, number)
+                break
+    return ids
+
+
+__all__ = [
+    "IGNORED_ON_LOAD",
+    "HubToNative",
+    "NativeToHub",
+    "StoredWeights",
+    "check_weight_files",
+    "follow_tokenizer",
+    "hub_conversions",
+    "prepare_hub_loading",
+    "register_hub_conversions",
+    "stored_generators",
+    "stored_tensors",
+    "tokenizer_special_ids",
+    "told_by",
+    "weight_files",
+]
