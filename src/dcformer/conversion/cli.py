@@ -1,6 +1,7 @@
 """The command line `dcformer-convert`; the scripts in `conversion_scripts/` are its subcommands by themselves."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -173,6 +174,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
             subparser = subparsers.add_parser(name, help=about, description=about)
             subparser.set_defaults(run=add_arguments(subparser))
     args = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Orbax starts JAX, which would take hold of a GPU for nothing
     try:
         return args.run(args)
     except (ConversionError, ImportError) as error:
