@@ -362,7 +362,7 @@ def describe_machine() -> dict[str, Any]:
     return {"processor": processor, "cores": os.cpu_count(), "memory_gib": round(memory / 1024, 1)}
 
 
-def describe_versions() -> dict[str, Any]:
+def describe_versions(*libraries: str, script: str = "benchmarks/cpu_suite.py") -> dict[str, Any]:
     """Python, the libraries that matter here, and the commit measured."""
 
     def git(*arguments: str) -> str | None:
@@ -376,9 +376,10 @@ def describe_versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "transformers": version("transformers"),
+        **{library: version(library) for library in libraries},
         "system": f"{platform.system()} {platform.machine()}",
         "dcformer_commit": git("rev-parse", "HEAD"),
-        "dcformer_changed_since_commit": bool(git("status", "--porcelain", "--", "src", "benchmarks/cpu_suite.py")),
+        "dcformer_changed_since_commit": bool(git("status", "--porcelain", "--", "src", script)),
     }
 
 

@@ -170,6 +170,51 @@ def test_no_checkpoint(tmp_path):
     refuse("nosuch://bucket/path", tmp_path, "cannot be listed")
 
 
+def test_lost_chunk_of_orbax_zarr3(params, tmp_path):
+    """Orbax stores every chunk, also where zarr lets a missing one stand for the fill value."""
+    folder = write_maxtext(tmp_path / "state", params, driver="zarr3")
+    (folder / "_METADATA").write_text("{}")
+    shutil.rmtree(folder / f"params.{QUERY}" / "c")
+    refuse(folder, tmp_path, f"params.{QUERY} lacks 1 of its 1 chunks")
+
+
+def test_missing_head_is_not_taken_for_tied_embeddings(params, tmp_path):
+    del params["decoder.logits_dense.kernel"]
+    folder = write_maxtext(tmp_path / "state", params)
+    refuse(folder, tmp_path, r"decoder\.logits_dense\.kernel.*tie_word_embeddings")
+
+
+@pytest.mark.parametrize(
+    "config", [{"layer_pattern": "LGLL"}, {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}]
+)
+def test_layers_that_do_not_repeat_as_blocks_do(params, config, tmp_path):
+    refuse(write_maxtext(tmp_path / "state", params), tmp_path, "do not repeat after 2", config=config)
+
+
+def test_outputs_elsewhere_and_inside_the_source(params, tmp_path):
+    root = tmp_path / "run"
+    write_maxtext(root / "20" / "state", params)
+    with pytest.raises(ConversionError, match="no local folder"):
+        convert_jax_to_safetensors(root, "gs://bucket/x", progress=False)
+    for output in (root, root / "20", root / "20" / "state"):
+        with pytest.raises(ConversionError, match=r"holds the checkpoint that is converted"):
+            convert_jax_to_safetensors(root, output, overwrite=True, progress=False)
+    assert open_checkpoint(root).step == 20
+
+
+@pytest.mark.parametrize("name", ["a b", "a#b", "a%20b", "a?b", "ä"])
+def test_odd_folder_names(params, name, tmp_path):
+    write_maxtext(tmp_path / name / "3" / "state", params)
+    convert_jax_to_safetensors(tmp_path / name, tmp_path / "out", progress=False)
+    assert open_checkpoint(tmp_path / "out").shapes
+
+
+def test_steps_without_arrays_are_named(params, tmp_path):
+    write_maxtext(tmp_path / "10" / "state", params)
+    (tmp_path / "20" / "state").mkdir(parents=True)
+    assert "steps without arrays, passed over: 20" in open_checkpoint(tmp_path).notes
+
+
 def test_wrong_format(params, tmp_path):
     folder = write_maxtext(tmp_path / "state", params)
     refuse(folder, tmp_path, "no parameters of a pax checkpoint", format="pax")
@@ -206,13 +251,13 @@ def test_damaged_safetensors(native):
 
 def test_missing_shard(native):
     shards(native)[1].unlink()
-    with pytest.raises(ConversionError, match=r"00002-of.* is missing, but .*index\.json names it"):
+    with pytest.raises(ConversionError, match=r"00002-of.* does not exist, but .*index\.json names it"):
         open_checkpoint(native)
 
 
 def test_damaged_index(native):
     (native / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ConversionError, match="is no index of weight files"):
+    with pytest.raises(ConversionError, match=r"index\.json is damaged"):
         open_checkpoint(native)
 
 
@@ -262,8 +307,8 @@ def test_pickle_with_code(shared, how, tmp_path):
     if how == "torch.save":
         torch.save(content, folder / "pytorch_model.bin")
     else:
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(content))
-    with pytest.raises(ConversionError, match="never run"):
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(content, protocol=2))
+    with pytest.raises(ConversionError, match="would run"):
         convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
     assert not (tmp_path / "pwned").exists() and not (tmp_path / "out").exists()
 
@@ -275,6 +320,43 @@ def test_truncated_bin(shared, tmp_path):
     with pytest.raises(ConversionError, match=r"pytorch_model\.bin"):
         convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_empty_bin(shared, tmp_path):
+    folder = hub_folder(shared, tmp_path / "hub")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConversionError, match=r"pytorch_model\.bin is damaged"):
+        convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
+
+
+def test_bin_of_something_else(shared, tmp_path):
+    folder = hub_folder(shared, tmp_path / "hub")
+    torch.save({"encoder.weight": torch.zeros(3)}, folder / "pytorch_model.bin")
+    with pytest.raises(ConversionError, match=r"no known tensors.*encoder\.weight"):
+        convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
+
+
+def test_real_static_projections_are_not_dropped(shared, tmp_path):
+    """The configuration says that there are none, the tensors are not the identity."""
+    folder = hub_folder(shared, tmp_path / "hub")
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    state["layers.1.attention.dyn_w_proj.pre_proj.w"] += 0.5
+    torch.save(state, folder / "pytorch_model.bin")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"use_sw": False}))
+    with pytest.raises(ConversionError, match=r"does not have: layers\.0\.attention\.dyn_w_proj\.post_proj\.w"):
+        convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
+    (folder / "config.json").write_text(json.dumps(config))
+    convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
+    assert open_checkpoint(tmp_path / "out").config.compose_static
+
+
+def test_generation_config_of_the_folder_is_kept(shared, tmp_path):
+    folder = hub_folder(shared, tmp_path / "hub")
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "do_sample": True}))
+    convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
+    kept = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (kept["temperature"], kept["do_sample"], kept["eos_token_id"]) == (0.7, True, 2)
 
 
 def test_bin_lacks_a_tensor(shared, tmp_path):

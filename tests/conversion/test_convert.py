@@ -20,7 +20,8 @@ from dcformer.conversion import (
     open_checkpoint,
 )
 
-TOLERANCE = 5e-5  # the JAX model's own float32 noise at these sizes is about 2e-5
+# The JAX model's own float32 noise is about 2e-5 at four layers and 2e-4 at eight.
+TOLERANCE, TOLERANCE_8_LAYERS = 5e-5, 2e-4
 QUIET = {"progress": False}
 
 
@@ -152,7 +153,7 @@ MAXTEXT = {
     "query-wise": ({}, {"compose_key": False}),
     "key-wise, post": ({"static": False}, {"compose_query": False, "compose_pre": False}),
     "pre": ({}, {"compose_post": False}),
-    "tied": ({"tied": True}, {}),
+    "tied": ({"tied": True}, {"config": {"tie_word_embeddings": True}}),
     "float32 qkw": ({"compose_dtype": np.float32, "static": True}, {}),
     "one global pattern": ({"L": 3, "P": 1}, {"windows": (None,), "config": {}}),
 }
@@ -171,7 +172,8 @@ def test_maxtext_to_pytorch(case, tmp_path):
     ids = tokens()
     expected = maxtext_forward(params, ids, settings)
     assert expected.std() > 0.5
-    np.testing.assert_allclose(logits_of(tmp_path / "native", ids), expected, atol=TOLERANCE, rtol=0)
+    tolerance = TOLERANCE_8_LAYERS if sizes.get("L") == 8 else TOLERANCE
+    np.testing.assert_allclose(logits_of(tmp_path / "native", ids), expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
@@ -202,7 +204,8 @@ def test_maxtext_without_scanned_layers(P, tmp_path):
             unstacked[f"decoder.layers_{block}.{short}"] = np.take(array, block, axis=1)
     write_maxtext(tmp_path / "stacked", params)
     write_maxtext(tmp_path / "unstacked", unstacked)
-    expected, found = open_checkpoint(tmp_path / "stacked"), open_checkpoint(tmp_path / "unstacked")
+    config = {"layer_pattern": "LG" if P == 2 else "G"}
+    expected, found = (open_checkpoint(tmp_path / name, config=config) for name in ("stacked", "unstacked"))
     assert expected.config.to_dict() == found.config.to_dict()
     for name, tensor in expected.tensors():
         assert torch.equal(tensor, found.read(name)), name
@@ -225,7 +228,7 @@ PAX = {
     "no gate": ({"gate": False}, {}),
     "query-wise post": ({}, {"compose_key": False, "compose_pre": False}),
     "bfloat16 qkw": ({"compose_dtype": ml_dtypes.bfloat16}, {}),
-    "tied": (DCFORMER | {"tied": True}, {}),
+    "tied": (DCFORMER | {"tied": True}, {"config": {"tie_word_embeddings": True}}),
 }
 
 
@@ -251,7 +254,8 @@ def test_pax_to_pytorch(case, tmp_path):
     ids = tokens()
     expected = pax_forward(params, ids, settings)
     assert expected.std() > 0.5
-    np.testing.assert_allclose(logits_of(tmp_path / "native", ids), expected, atol=TOLERANCE, rtol=0)
+    tolerance = TOLERANCE_8_LAYERS if sizes.get("L") == 8 else TOLERANCE
+    np.testing.assert_allclose(logits_of(tmp_path / "native", ids), expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("prefix", ["mdl_vars.params.lm.", "state.mdl_vars.params.lm.", "params.lm."])
@@ -358,4 +362,5 @@ def _assert_same_in_jax(model, format, tmp_path, **options):
         expected = model(torch.from_numpy(ids)).logits.numpy()
     assert expected.std() > 0.2
     found = forward(params, ids, settings_of(model.config, period))
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+    tolerance = TOLERANCE_8_LAYERS if period == 4 else TOLERANCE
+    np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0)

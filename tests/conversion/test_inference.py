@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from jax_reference import random_maxtext_params, random_pax_params
 from jax_stores import write_maxtext, write_pax
@@ -67,6 +68,9 @@ AUTHORS_JSON = {
     "window_size": 5,
     "window_type": None,
 }
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 
 
 @pytest.fixture
@@ -200,16 +204,25 @@ def test_authors_config(maxtext, tmp_path):
         ({"layer_pattern": "GL"}, {"layer_types": ["full_attention", "sliding_attention"] * 2}),
         ({"layer_pattern": "G"}, {"layer_types": ["full_attention"] * 4}),
         ({"layer_types": ["full_attention"] * 4}, {"layer_types": ["full_attention"] * 4}),
-        (
-            {"rope_theta": 5e5},
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 1.0}},
-        ),
+        ({"rope_theta": 5e5}, {"rope_parameters": ROPE | {"rope_theta": 5e5}}),
         ({"norm_eps": 1e-6}, {"norm_eps": 1e-6, "qk_norm_eps": 1e-5}),
         ({"compose_act": "gelu"}, {"compose_act": "gelu"}),
         ({"compose_key": False}, {"compose_key": False, "compose_query": True}),
         ({"vocab_size": 90}, {"vocab_size": 90}),
         ({"eos_token_id": 3, "model_type": "dcformer"}, {"eos_token_id": 3}),
         ({"window_size": [9, None]}, {"sliding_window": 9}),
+        ({"window_size": [9, "None"]}, {"sliding_window": 9}),
+        ({"window_size": [9, 4096], "max_target_length": 4096}, {"sliding_window": 9, "max_position_embeddings": 4096}),
+        ({"window_size": 7}, {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+        ({"block_size": 64, "window_size": 6}, {"sliding_window": 6, "max_position_embeddings": 64}),
+        ({"block_size": 64, "query_wise": True}, {"compose_key": False, "compose_query": True}),
+        ({"rope_base": 5e5}, {"rope_parameters": ROPE | {"rope_theta": 5e5}}),
+        ({"rope_parameters": {"rope_theta": 5e5}}, {"rope_parameters": ROPE | {"rope_theta": 5e5}}),
+        ({"window_type": "LG"}, {"sliding_window": 256}),
+        ({"qk_norm": "True", "num_layers_per_block": 2}, {"qk_norm": True}),
+        ({"mlp_activations": ["gelu", "linear"]}, {"hidden_act": "gelu_pytorch_tanh"}),
+        ({"base_emb_dim": 64, "emb_dim": 32}, {"hidden_size": 32}),
+        ({"pre_compose": False, "post_compose": False}, {"compose_pre": False, "compose_query": False}),
         ({"window_size": [None, None]}, {"layer_types": ["full_attention"] * 4}),
     ],
 )
@@ -265,6 +278,9 @@ def test_contradictions(maxtext, given):
         ('{"window_size": [4, 8]}', "one number for all local layers"),
         ('{"sliding_window": "many"}', "not valid"),
         ('{"compose_act": "relu"}', "not valid.*compose_act"),
+        ('{"norm_eps": "abc"}', "norm_eps='abc' is no number"),
+        ('{"query_wise": true}', "query_wise means one thing"),
+        ('{"mlp_activations": ["tanh", "linear"]}', "mlp_activations"),
     ],
 )
 def test_bad_config_files(maxtext, tmp_path, content, match):
@@ -343,9 +359,27 @@ def test_the_written_maxtext_config_describes_the_model(tmp_path):
 
 def test_tied_embeddings_of_maxtext(tmp_path):
     write_maxtext(tmp_path / "state", random_maxtext_params(seed=3, tied=True))
-    opened = open_checkpoint(tmp_path / "state")
+    opened = open_checkpoint(tmp_path / "state", config={"tie_word_embeddings": True})
     assert opened.config.tie_word_embeddings
     assert "assumed normalize_embedding_logits = False" in opened.notes
     given = {"logits_via_embedding": True, "normalize_embedding_logits": True}
     with pytest.raises(ConversionError, match="normalize_embedding_logits divides"):
         open_checkpoint(tmp_path / "state", config=written(tmp_path, given))
+
+
+@pytest.mark.parametrize("given", [{"rope_base": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}, {"rope_theta": 5e5}])
+def test_another_rope_base_keeps_pythias_quarter(given, tmp_path):
+    write_pax(tmp_path / "state", random_pax_params(seed=2))
+    rope = open_checkpoint(tmp_path, config=written(tmp_path, given)).config.rope_parameters
+    assert (rope["rope_theta"], rope["partial_rotary_factor"]) == (5e5, 0.25)
+
+
+def test_bfloat16_scales_less_one_lose_nothing(tmp_path):
+    """1 + a bfloat16 scale takes more than bfloat16."""
+    params = {name: array.astype("bfloat16") for name, array in random_pax_params(seed=2).items()}
+    write_pax(tmp_path / "state", params)
+    opened = open_checkpoint(tmp_path)
+    scale = opened.read("model.norm.weight")
+    assert scale.dtype == torch.float32
+    np.testing.assert_array_equal(scale.numpy(), 1 + params["final_ln.scale"].astype(np.float32))
+    assert opened.read("model.norm.bias").dtype == torch.bfloat16

@@ -46,6 +46,7 @@ class Checkpoint:
         self.shapes = native_shapes(self.config)
         self._place = {name: (part, k) for part in self.parts for k, name in enumerate(part.natives())}
         self._last: tuple[str, list[torch.Tensor]] | None = None
+        self._offset_dtypes: dict[str, torch.dtype | None] = {}
         self._check()
 
     def _check(self) -> None:
@@ -91,11 +92,25 @@ class Checkpoint:
         """The dtype of a native tensor, as stored."""
         part, _ = self._place[name]
         dtype = self.source.infos[part.name].dtype
-        if part.layout.offset:  # stored wider where that was needed; the bias beside it has the model's dtype
-            beside = self._place.get(name.removesuffix("weight") + "bias")
-            dtype = self.source.infos[beside[0].name].dtype if beside else dtype
+        if part.layout.offset:
+            dtype = self._offset_dtype(name, part)
         assert dtype is not None  # checked
         return dtype
+
+    def _offset_dtype(self, name: str, part: Part) -> torch.dtype | None:
+        """The dtype of a tensor that is stored less an offset: that of the bias beside it, or float32 to lose nothing.
+
+        What our own converter stored wider, to be exact, comes back in the model's dtype.
+        """
+        if part.name not in self._offset_dtypes:
+            beside = self._place.get(name.removesuffix("weight") + "bias")
+            dtype = self.source.infos[(beside[0] if beside else part).name].dtype
+            if dtype in (torch.bfloat16, torch.float16):
+                values = self.source.read(part.name).double() + part.layout.offset
+                if not torch.allclose(values.to(dtype).double(), values, rtol=0, atol=0, equal_nan=True):
+                    dtype = torch.float32
+            self._offset_dtypes[part.name] = dtype
+        return self._offset_dtypes[part.name]
 
     def nbytes(self) -> int:
         """Size of all native tensors in their stored dtypes."""
@@ -199,7 +214,12 @@ def _open_jax(
         if config is not None:
             notes.append(f"configuration: {config}")
     given = config if isinstance(config, dict) else read_config_file(config) if config is not None else None
-    model, assumed = build_config(source, found, given)
+    try:
+        model, assumed = build_config(source, found, given)
+    except ConversionError as error:
+        where = "" if config is None or isinstance(config, dict) else f" (The configuration is {config}.)"
+        raise ConversionError(f"{error}{where}") from error
+    notes.append(f"found: {found.summary()}")
     notes += [f"assumed {line}" for line in assumed]
     parts = format_parts(
         source.format,
@@ -209,6 +229,10 @@ def _open_jax(
         generators=found.generators,
         present=list(source.infos),
     )
+    if not model.compose_generators:  # the trainer stores them, whatever it uses
+        unused = [name for name in source.infos if ".dyn_w_proj." in name]
+        notes += [f"{len(unused)} stored arrays of weight generators that are off were left out"] if unused else []
+        source.infos = {name: info for name, info in source.infos.items() if name not in unused}
     kept, stored = model.vocab_size, found.fields["vocab_size"]
     for part in parts:
         if "v" in part.dims and part.name in source.infos:
@@ -233,7 +257,14 @@ def _config_beside(folder: str) -> str | None:
 def _open_folder(folder: Path, format: str) -> Checkpoint:
     safetensors = has_weights(folder, "model.safetensors")
     source: TensorSource = SafetensorsSource(folder) if safetensors else TorchSource(folder)
-    found = "hub" if "tok_embeddings.weight" in source.infos else "native"
+    known = {"tok_embeddings.weight": "hub", "model.embed_tokens.weight": "native"}
+    kinds = [kind for name, kind in known.items() if name in source.infos]
+    if not kinds:
+        raise ConversionError(
+            f"{folder} holds no known tensors: expected {' or '.join(known)}, found "
+            f"{_some(sorted(source.infos)) or 'none at all'}."
+        )
+    found = kinds[0]
     if format not in ("auto", found):
         raise ConversionError(f"{folder} is a {found} checkpoint by the names of its tensors, not a {format} one.")
     config = _read_hub_config(folder, source) if found == "hub" else _read_config(folder)
@@ -241,6 +272,8 @@ def _open_folder(folder: Path, format: str) -> Checkpoint:
     parts = format_parts(found, config, generators=stored[0] if stored else 4, present=list(source.infos))
     used = {part.name for part in parts}
     ignored = [name for name in source.infos if name not in used and _is_unused(name, found, config)]
+    if found == "hub" and not config.compose_static and not _stored_weights(source).has_static:  # identity buffers
+        ignored += [name for name in source.infos if re.fullmatch(r".*\.dyn_w_proj\.(pre|post)_proj\.w", name)]
     notes = list(source.notes)
     if ignored:
         notes.append(f"{len(ignored)} stored tensors that nothing uses were left out, such as {ignored[0]}")
@@ -251,9 +284,8 @@ def _open_folder(folder: Path, format: str) -> Checkpoint:
 def _read_hub_config(folder: Path, source: TensorSource) -> DCFormerConfig:
     """An authors' configuration, and what the tensors say where it is silent."""
     config = _read_config(folder)
-    stored = StoredWeights.read((name, info.shape, partial(source.read, name)) for name, info in source.infos.items())
     try:
-        config.settle(**told_by(stored, config))
+        config.settle(**told_by(_stored_weights(source), config))
     except CONFIG_ERRORS as error:
         raise ConversionError(f"{folder} describes no model ({error}).") from error
     return config
@@ -261,7 +293,7 @@ def _read_hub_config(folder: Path, source: TensorSource) -> DCFormerConfig:
 
 def _read_config(folder: Path) -> DCFormerConfig:
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, *CONFIG_ERRORS) as error:
         raise ConversionError(f"{folder / 'config.json'} describes no model ({error}).") from error
     if not isinstance(config, DCFormerConfig):
@@ -271,12 +303,15 @@ def _read_config(folder: Path) -> DCFormerConfig:
     return config
 
 
+def _stored_weights(source: TensorSource) -> StoredWeights:
+    return StoredWeights.read((name, info.shape, partial(source.read, name)) for name, info in source.infos.items())
+
+
 def _is_unused(name: str, format: str, config: DCFormerConfig) -> bool:
     """Whether a stored tensor says nothing about the model."""
-    if format == "native":
-        return name == "lm_head.weight" and config.tie_word_embeddings
-    static = re.fullmatch(r"layers\.\d+\.attention\.dyn_w_proj\.(pre|post)_proj\.w", name) and not config.compose_static
-    return bool(HUB_IGNORED.fullmatch(name) or static)
+    if config.tie_word_embeddings and name == {"native": "lm_head.weight", "hub": "output.weight"}[format]:
+        return True
+    return bool(format == "hub" and HUB_IGNORED.fullmatch(name))
 
 
 __all__ = ["Checkpoint", "open_checkpoint"]

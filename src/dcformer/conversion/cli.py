@@ -107,11 +107,11 @@ def _run_verify(args: argparse.Namespace) -> int:
     )
     for checkpoint in (first, second):
         print(f"{checkpoint.path} ({checkpoint.format})", *(f"  {note}" for note in checkpoint.notes), sep="\n")
-    comparisons = compare_tensors(first, second, atol=args.atol, progress=args.progress)
     folders = all(checkpoint.format in ("native", "hub") for checkpoint in (first, second))
     tokens = _tokens(args.tokens)
     if tokens is not None and not folders:
         raise ConversionError("--tokens compares logits, which needs two model folders: convert the checkpoint first.")
+    comparisons = compare_tensors(first, second, atol=args.atol, progress=args.progress)
     same_shapes = first.shapes == second.shapes
     if folders and same_shapes and (tokens is not None or args.num_tokens):
         comparisons.append(

@@ -17,11 +17,11 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from ..hub_dcformer import tokenizer_special_ids
 from .checkpoint import Checkpoint, open_checkpoint
-from .errors import ConversionError
+from .errors import ConversionError, first_line
 from .formats import Part, format_parts, layer_period
 from .inference import layer_windows, maxtext_config
-from .orbax_writer import LazyArray, write_orbax
-from .output import SafetensorsWriter, complete_folder
+from .orbax_writer import LazyArray, mark_step, write_orbax
+from .output import SafetensorsWriter, complete_folder, refuse_to_replace
 from .pax_writer import write_pax
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -205,6 +205,7 @@ def write_safetensors(
 ) -> ConversionReport:
     """Writes an opened checkpoint of any format as a model folder; see `convert_jax_to_safetensors`."""
     started = time.perf_counter()
+    refuse_to_replace(checkpoint.path, output)
     wanted = _parse_dtype(dtype, "keep")
     report = ConversionReport(checkpoint.path, checkpoint.format, os.fspath(output), "native", checkpoint.notes[:])
     announced = {
@@ -234,7 +235,7 @@ def write_safetensors(
             loaded_tokenizer.save_pretrained(folder)
         config.save_pretrained(folder)
         special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        GenerationConfig(**special).save_pretrained(folder)
+        _generation_config(checkpoint, special).save_pretrained(folder)
     report.tensors, report.nbytes = len(announced), total
     kinds = sorted({str(kind).removeprefix("torch.") for _, kind in announced.values()})
     report.notes += [*finite.found, f"{len(files)} safetensors files, tensors in {', '.join(kinds)}"]
@@ -250,20 +251,33 @@ def _common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     return common
 
 
+def _generation_config(checkpoint: Checkpoint, special: dict[str, Any]) -> GenerationConfig:
+    """That of the checkpoint's folder, if it has one, with these special tokens."""
+    if not (Path(checkpoint.path) / "generation_config.json").is_file():
+        return GenerationConfig(**special)
+    try:
+        generation = GenerationConfig.from_pretrained(checkpoint.path)
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{checkpoint.path}: generation_config.json is damaged ({first_line(error)}).") from error
+    generation.update(**{name: value for name, value in special.items() if value is not None})
+    return generation
+
+
 def _load_tokenizer(path: str | os.PathLike) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever a damaged or foreign folder leads the library to
         raise ConversionError(f"tokenizer={os.fspath(path)!r} cannot be loaded ({error}).") from error
 
 
 def _take_special_tokens(config: Any, path: str | os.PathLike, tokenizer: Any) -> list[str]:
     """Puts a tokenizer's special tokens into a configuration; says what that changed."""
-    ids = {name: number for name, (_, number) in tokenizer_special_ids(path, {}).items()}
-    if tokenizer.pad_token_id is not None:
-        ids["pad_token_id"] = tokenizer.pad_token_id
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids |= {name: number for name, (_, number) in tokenizer_special_ids(path, {}).items()}
     notes = []
     for name, new in ids.items():
+        if new is None or new >= config.vocab_size:
+            continue
         old = getattr(config, name)
         if old not in (None, new):
             notes.append(f"{name} = {new}, as the tokenizer has it; the configuration said {old}")
@@ -324,14 +338,21 @@ def convert_safetensors_to_jax(
             "--ocdbt and --with-train-state are for MaxText: a Pax checkpoint is one zarr array per parameter, and its "
             "trainer makes new optimiser states."
         )
+    if format == "maxtext" and padded_vocab_size is not None:
+        raise ConversionError("--padded-vocab-size is for Pax: MaxText has one size for the embedding and the head.")
     if step < 0:
         raise ConversionError(f"step={step} must not be negative.")
+    refuse_to_replace(model, output)
     opened = open_checkpoint(model)
     config = opened.config
-    period = layers_per_block or layer_period(config)
-    if period < 1 or config.num_hidden_layers % period:
+    if not config.num_hidden_layers:
+        raise ConversionError(f"{opened.path} has no layers, and a {format} checkpoint needs some.")
+    pattern = layer_period(config)
+    period = pattern if layers_per_block is None else layers_per_block
+    if period < 1 or config.num_hidden_layers % period or period % pattern:
         raise ConversionError(
-            f"layers_per_block={layers_per_block} does not divide the model's {config.num_hidden_layers} layers."
+            f"layers_per_block={layers_per_block} must divide the model's {config.num_hidden_layers} layers and be a "
+            f"multiple of the {pattern} after which their windows repeat."
         )
     parts = format_parts(format, config, period=period)
     homeless = sorted(set(opened.shapes) - {name for part in parts for name in part.natives()})
@@ -341,6 +362,8 @@ def convert_safetensors_to_jax(
             f"A {format} checkpoint has no place for {len(homeless)} of the model's tensors, such as {homeless[0]}."
             + advice
         )
+    if padded_vocab_size is not None and not any(part.dims == "v e" for part in parts):
+        raise ConversionError("--padded-vocab-size pads the embedding, which this model shares with its head.")
     report = ConversionReport(opened.path, opened.format, os.fspath(output), format, opened.notes[:])
     finite = _Finite(allow_nonfinite)
     choose = _DtypeChoice(opened, dtype)
@@ -355,6 +378,7 @@ def convert_safetensors_to_jax(
             if format == "maxtext":
                 tree = _maxtext_tree(arrays, step, with_train_state)
                 write_orbax(folder / str(step) / "state", tree, ocdbt=ocdbt, progress=update)
+                mark_step(folder / str(step), "state")
                 settings = yaml.safe_dump(maxtext_config(config, period), sort_keys=True)
                 (folder / "maxtext.yml").write_text(settings)
             else:
@@ -435,12 +459,16 @@ class _DtypeChoice:
         return dtype
 
     def _exact(self, part: Part, dtype: torch.dtype) -> torch.dtype:
-        """The narrowest dtype in which values less the offset give back the values."""
-        tensors = {name: self.checkpoint.read(name) for name in part.natives()}
+        """The narrowest dtype in which values less the offset give back the values.
+
+        16-bit values without rounding: that tells the reader that they were 16-bit.
+        """
+        tensors = [self.checkpoint.read(name) for name in part.natives()]
         for candidate in (dtype, torch.float32, torch.float64):
-            stored = {name: (t.double() - part.layout.offset).to(candidate) for name, t in tensors.items()}
-            back = {name: (t.double() + part.layout.offset).to(tensors[name].dtype) for name, t in stored.items()}
-            if all(torch.equal(back[name], tensors[name]) for name in tensors):
+            back = [(t.double() - part.layout.offset).to(candidate).double() + part.layout.offset for t in tensors]
+            back = [b if t.itemsize == 2 else b.to(t.dtype).double() for b, t in zip(back, tensors, strict=True)]
+            pairs = zip(back, tensors, strict=True)
+            if all(torch.allclose(b, t.double(), rtol=0, atol=0, equal_nan=True) for b, t in pairs):
                 if candidate != dtype:
                     self.notes.append(
                         f"{part.name} is stored as {str(candidate).removeprefix('torch.')}: scale - 1 needs it"
@@ -475,18 +503,35 @@ def _maxtext_tree(arrays: Mapping[str, LazyArray], step: int, with_train_state: 
 
 def _not_stored(format: str, config: Any, period: int) -> list[str]:
     """What a trainer must be told, because its checkpoints do not hold it."""
+    rope = config.rope_parameters
+    rotated = rope.get("partial_rotary_factor", 1.0)
     told = {
         "layers per block": period,
         "windows": layer_windows(config)[:period],
         "norm epsilon": config.norm_eps,
         "q/k norm epsilon": config.qk_norm_eps if config.qk_norm else None,
-        "RoPE base": config.rope_parameters["rope_theta"],
+        "RoPE base": rope.get("rope_theta"),
+        "RoPE type": rope["rope_type"] if rope["rope_type"] != "default" else None,
+        "rotated part of a head": rotated if rotated != 1 else None,
+        "MLP activation": config.hidden_act,
         "GELU of the weight generators": config.compose_act,
         "parallel residual": config.use_parallel_residual or None,
         "weight generators in use": config.compose_generators if len(config.compose_generators) < 4 else None,
     }
     lines = [f"{name}: {json.dumps(value)}" for name, value in told.items() if value is not None]
-    return [f"not stored in a {format} checkpoint (see config.json): {'; '.join(lines)}"]
+    notes = [f"not stored in a {format} checkpoint (see config.json): {'; '.join(lines)}"]
+    if format == "maxtext":
+        computed = {
+            "GELU of the weight generators": (config.compose_act, "gelu_pytorch_tanh"),
+            "q/k norm epsilon": (config.qk_norm_eps if config.qk_norm else config.norm_eps, config.norm_eps),
+            "rotated part of a head": (rotated, 1.0),
+            "RoPE type": (rope["rope_type"], "default"),
+            "parallel residual": (config.use_parallel_residual, False),
+        }
+        others = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in computed.items() if ours != theirs]
+        if others:
+            notes.append(f"WARNING: the MaxText trainer computes another model: {'; '.join(others)}")
+    return notes
 
 
 __all__ = [

@@ -6,8 +6,14 @@ from huggingface_hub.errors import StrictDataclassError
 CONFIG_ERRORS = (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without the traces that libraries append; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class ConversionError(ValueError):
     """A checkpoint, a configuration or a target that cannot be converted; the message says why and what to do."""
 
 
-__all__ = ["CONFIG_ERRORS", "ConversionError"]
+__all__ = ["CONFIG_ERRORS", "ConversionError", "first_line"]

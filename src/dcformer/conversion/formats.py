@@ -115,7 +115,10 @@ def format_layouts(name: str, mlp_type: str, norm_type: str) -> list[TensorLayou
     """The table of a foreign format, for one kind of model."""
     if name == "hub":
         return hub_layouts(mlp_type)
-    return maxtext_layouts() if name == "maxtext" else pax_layouts(mlp_type, norm_type)
+    if name == "pax":
+        return pax_layouts(mlp_type, norm_type)
+    # without a gate, what is called `wi_1` would be the only way in; MaxText has no such MLP
+    return [layout for layout in maxtext_layouts() if mlp_type == "gated" or ".mlp_" not in layout.foreign]
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,8 @@ class Part:
     def _from_native(self, tensors: Sequence[torch.Tensor], config: DCFormerConfig, dtype: torch.dtype) -> torch.Tensor:
         if self.layout.offset:
             tensors = [tensor.double() - self.layout.offset for tensor in tensors]
-        return from_native(self.layout, tensors, config, self.generators).to(dtype)
+        stored = from_native(self.layout, tensors, config, self.generators)
+        return stored.to(dtype, memory_format=torch.contiguous_format)  # cast and transposed in one copy
 
 
 def native_shapes(config: DCFormerConfig) -> dict[str, torch.Size]:

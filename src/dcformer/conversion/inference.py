@@ -12,7 +12,7 @@ import yaml
 
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from ..layouts_dcformer import STORED_GENERATORS, TensorLayout
-from .errors import CONFIG_ERRORS, ConversionError
+from .errors import CONFIG_ERRORS, ConversionError, first_line
 from .formats import format_layouts
 from .sources import ArraySource
 
@@ -41,7 +41,19 @@ _MAXTEXT_KEYS = {
     "logits_via_embedding": "tie_word_embeddings",
 }
 _MAXTEXT_WORDS = {*_MAXTEXT_KEYS, "window_size", "normalization_layer_epsilon", "num_layers_per_block", "decoder_block"}
-_LEGACY_MARKS = ("dim", "n_layer", "n_head", "block_size", "window_type", "use_dcmha", "rope_base", "n_local_heads")
+_MAXTEXT_WORDS |= {"mlp_activations", "rope_max_timescale", "normalize_embedding_logits"}
+# Keys of the authors' PyTorch configurations -> ours; the others take more than a new name.
+_LEGACY_KEYS = {
+    "dim": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "block_size": "max_position_embeddings",
+    "rope_base": "rope_theta",
+    "rotary_pct": "partial_rotary_factor",
+    "use_qk_norm": "qk_norm",
+}
+_LEGACY_MARKS = {*_LEGACY_KEYS, "n_local_heads", "use_linear_bias", "window_type", "use_dcmha", "mgate", "q_chunk_size"}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu_pytorch_tanh", "relu": "relu"}  # flax's GELU: tanh
 
 
 @dataclass
@@ -54,6 +66,7 @@ class Found:
         period: P, layers of a pattern block.
         stacked: whether blocks are stacked in one tensor (`scan_layers`).
         generators: weight generators stored; 0 when there are none.
+        lacking: the array without which embeddings are tied.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +74,23 @@ class Found:
     period: int = 1
     stacked: bool = True
     generators: int = 0
+    lacking: str = ""
+
+    def summary(self) -> str:
+        """What was found, in one line."""
+        names = {"num_hidden_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
+        names |= {"num_key_value_heads": "key/value heads", "head_dim": "head dim", "intermediate_size": "MLP width"}
+        names |= {
+            "compose_rank": "rank",
+            "compose_groups": "groups",
+            "vocab_size": "vocabulary",
+            "mlp_gates": "MLP gates",
+        }
+        parts = [f"{self.fields[key]} {name}" for key, name in names.items() if self.fields.get(key)]
+        parts += [f"blocks of {self.period}{'' if self.stacked else ', not stacked'}"]
+        flags = ("qk_norm", "compose_projection", "compose_gate", "compose_static", "attention_bias", "mlp_bias")
+        parts += [name for name in (*flags, "tie_word_embeddings") if self.fields.get(name)]
+        return ", ".join([*parts, self.fields["norm_type"], f"{self.fields['mlp_type']} MLP"])
 
 
 def _split_axes(dims: str) -> list[str]:
@@ -144,6 +174,8 @@ def infer(source: ArraySource) -> Found:
         "qk_norm": "self_attn.q_norm.weight" in kinds,
         "tie_word_embeddings": not {"lm_head.weight", "model.embed_tokens.weight"} <= kinds,
     }
+    heads = {layout.natives[0][0]: layout.foreign for layout in layouts if "v" in layout.foreign_dims.split()}
+    found.lacking = ", ".join(name for native, name in heads.items() if native not in kinds)
     by_letter = {"vocab_size": "v", "hidden_size": "e", "intermediate_size": "f", "num_hidden_layers": "l"}
     by_letter |= {"num_attention_heads": "h", "num_key_value_heads": "j", "head_dim": "d", "compose_groups": "g"}
     by_letter |= {"compose_rank": "r", "mlp_gates": "t"}
@@ -189,7 +221,7 @@ def _infer_composition(found: Found, sizes: Mapping[str, int], kinds: set[str]) 
     if not (low_rank or gate):
         composed |= {"compose_query": False, "compose_key": False}
         composed |= {f"compose_{stage}": stage in statics for stage in ("pre", "post")}
-        composed["compose_groups"] = sizes.get("g", 1)
+        composed |= {"compose_groups": sizes["g"]} if "g" in sizes else {}
         return
     groups = sizes["g"]
     per_group, remainder = divmod(heads, groups)
@@ -265,14 +297,26 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
         except json.JSONDecodeError:
             content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConversionError(f"{path} cannot be read as JSON or YAML ({str(error).splitlines()[0]}).") from error
+        raise ConversionError(f"{path} cannot be read as JSON or YAML ({first_line(error)}).") from error
     if not isinstance(content, dict):
         raise ConversionError(f"{path} holds a {type(content).__name__}, expected a table of configuration fields.")
-    plain = {key.removeprefix("base_"): value for key, value in content.items() if isinstance(key, str)}
+    words = {"true": True, "false": False, "none": None, "null": None}  # as command lines spell them
+    content = {
+        key: words.get(value.lower(), value) if isinstance(value, str) else value for key, value in content.items()
+    }
+    # base sizes first, so that effective ones, which a trainer logs without the prefix, win
+    plain = {key.removeprefix("base_"): value for key, value in content.items() if key.startswith("base_")} | content
+    maxtext = set(plain) & (_MAXTEXT_WORDS - _NATIVE_FIELDS - {"query_wise", "window_size"})
     try:
-        if any(key in content for key in _LEGACY_MARKS):
+        if not maxtext and set(content) & {"query_wise"} and not set(content) & _LEGACY_MARKS:
+            raise ConversionError(
+                f"{path}: query_wise means one thing in the authors' config.json and another in MaxText: say "
+                "compose_query and compose_key instead."
+            )
+        one_window = "window_size" in content and not isinstance(content["window_size"], list)
+        if set(content) & _LEGACY_MARKS or (one_window and not maxtext):
             return _from_legacy(content)
-        if set(plain) & (_MAXTEXT_WORDS - _NATIVE_FIELDS):
+        if maxtext or "window_size" in content:
             return _from_maxtext(plain)
         unknown = sorted(set(content) - _NATIVE_FIELDS - _NOT_NATIVE - _inherited_fields())
         if unknown:
@@ -285,10 +329,14 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
     except CONFIG_ERRORS as error:
         raise ConversionError(f"{path} does not describe a model: {error}") from error
     keep = _NATIVE_FIELDS | {"model_type", *_TOKENS}
-    result = {key: value for key, value in content.items() if key in keep and value is not None}
+    # null is a value of sliding_window; elsewhere it stands for what the class makes of it
+    told = {key for key, value in content.items() if value is not None or key == "sliding_window"}
+    result = {key: content[key] for key in content if key in keep & told}
     for name in ("norm_eps", "qk_norm_eps", "rope_theta", "partial_rotary_factor"):
-        if name in result:
-            result[name] = float(result[name])
+        try:
+            result |= {name: float(result[name])} if name in result else {}
+        except (TypeError, ValueError) as error:
+            raise ConversionError(f"{path}: {name}={result[name]!r} is no number.") from error
     return result
 
 
@@ -298,35 +346,24 @@ def _inherited_fields() -> set[str]:
 
 def _from_legacy(content: Mapping[str, Any]) -> dict[str, Any]:
     """The authors' config.json -> the native fields that its keys decide, without what holds for PyTorch only."""
-    config_class = DCPythiaConfig if content.get("model_type") == "dcpythia" else DCFormerConfig
-    whole = config_class.from_dict(dict(content))
-    decided = {
-        "dim": ("hidden_size",),
-        "n_layer": ("num_hidden_layers",),
-        "n_head": ("num_attention_heads",),
-        "n_local_heads": ("num_key_value_heads",),
-        "block_size": ("max_position_embeddings",),
-        "rope_base": ("rope_parameters",),
-        "rotary_pct": ("rope_parameters",),
-        "use_qk_norm": ("qk_norm",),
-        "use_linear_bias": ("attention_bias", "mlp_bias"),
-        "window_size": ("sliding_window",),
-        "window_type": ("sliding_window",),
-        "query_wise": ("compose_query", "compose_key"),
-        "use_dcmha": _SWITCHES,
-        "mgate": ("mlp_gates",),
-    }
-    chosen = {name for key, names in decided.items() if key in content for name in names}
-    chosen |= {key for key in content if key in _NATIVE_FIELDS | {*_TOKENS} and key not in decided}
-    result = {name: getattr(whole, name) for name in chosen if hasattr(whole, name)}
-    if "window_size" in content or "window_type" in content:
-        if "n_layer" in content:
-            result["layer_types"] = whole.layer_types
-        else:
-            result["layer_pattern"] = content.get("window_type") or "LG"
-    if "model_type" in content:
-        result["model_type"] = content["model_type"]
-    return {key: value for key, value in result.items() if value is not None}
+    result = {new: content[old] for old, new in _LEGACY_KEYS.items() if content.get(old) is not None}
+    result |= {k: v for k, v in content.items() if k in _NATIVE_FIELDS | {*_TOKENS, "model_type"} and v is not None}
+    if content.get("n_local_heads") not in (None, -1):
+        result["num_key_value_heads"] = content["n_local_heads"]
+    if content.get("use_linear_bias") is not None:
+        result["attention_bias"] = result["mlp_bias"] = content["use_linear_bias"]
+    if content.get("query_wise") is not None:
+        result["compose_query"], result["compose_key"] = True, not content["query_wise"]
+    if content.get("use_dcmha") is False:
+        result |= {name: False for name in _SWITCHES}
+    if content.get("mgate") is not None:
+        result["mlp_gates"] = content.get("mgate_dim") or 44 if content["mgate"] else 0
+    if content.get("window_type") is not None:
+        result["layer_pattern"], result["sliding_window"] = content["window_type"], 256
+    elif "window_size" in content:
+        result["layer_pattern"] = "G" if content["window_size"] is None else "LG"
+        result["sliding_window"] = content["window_size"]
+    return result
 
 
 def _from_maxtext(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,6 +373,15 @@ def _from_maxtext(plain: Mapping[str, Any]) -> dict[str, Any]:
         result["norm_eps"] = result["qk_norm_eps"] = float(plain["normalization_layer_epsilon"])
     if plain.get("rope_max_timescale") is not None:
         result["rope_theta"] = float(plain["rope_max_timescale"])
+    activations = plain.get("mlp_activations")
+    if activations is not None:
+        gated = isinstance(activations, (list, tuple)) and len(activations) == 2 and activations[1] == "linear"
+        if not gated or activations[0] not in _ACTIVATIONS:
+            raise ConversionError(
+                f"mlp_activations={activations}: expected one of {', '.join(_ACTIVATIONS)} and then linear, as in the "
+                "gated MLPs of DCFormer."
+            )
+        result["hidden_act"] = _ACTIVATIONS[activations[0]]
     if plain.get("logits_via_embedding") and plain.get("normalize_embedding_logits"):
         raise ConversionError(
             "normalize_embedding_logits divides logits by the square root of the hidden size, which no model here "
@@ -344,6 +390,10 @@ def _from_maxtext(plain: Mapping[str, Any]) -> dict[str, Any]:
     if "window_size" in plain:
         windows = plain["window_size"]
         windows = list(windows) if isinstance(windows, (list, tuple)) else [windows]
+        windows = [None if window in ("None", "null", "none") else window for window in windows]
+        longest = plain.get("max_target_length")
+        if isinstance(longest, int):  # a window that holds every sequence is none
+            windows = [None if isinstance(window, int) and window >= longest else window for window in windows]
         sizes = {window for window in windows if window is not None}
         if len(sizes) > 1 or any(not isinstance(size, int) for size in sizes):
             raise ConversionError(
@@ -351,7 +401,8 @@ def _from_maxtext(plain: Mapping[str, Any]) -> dict[str, Any]:
             )
         result["layer_pattern"] = ["G" if window is None else "L" for window in windows]
         result["sliding_window"] = sizes.pop() if sizes else None
-        result["period"] = len(windows)
+        if isinstance(plain["window_size"], (list, tuple)):
+            result["period"] = len(windows)
     if plain.get("num_layers_per_block") is not None:
         result["period"] = int(plain["num_layers_per_block"])
     return result
@@ -363,7 +414,7 @@ def assumed_fields(format: str, found: Found) -> dict[str, Any]:
     patterns = {1: "G", 2: "LG", 4: "LGLL", 8: "LGL6"}
     pattern = patterns.get(found.period, "LG" if found.period % 2 == 0 else "G")
     return {
-        "layer_pattern": pattern if found.stacked or format == "maxtext" else "LG",
+        "layer_pattern": pattern if found.stacked or found.period in (2, 4, 8) else "LG",
         "sliding_window": 256,
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.25 if layernorm else 1.0,
@@ -396,13 +447,18 @@ def build_config(
     """
     given = dict(given or {})
     period = given.pop("period", None)
-    if period is not None and period != found.period:
+    if period is not None and period != found.period and (found.stacked or found.period > 1):
         raise ConversionError(
             f"The configuration has {period} layers per block, the checkpoint {found.period} (names end in _0 to "
             f"_{found.period - 1})."
         )
     model_type = given.pop("model_type", "dcpythia" if found.fields["norm_type"] == "layernorm" else "dcformer")
     facts = dict(found.fields)
+    if facts["tie_word_embeddings"] and not given.get("tie_word_embeddings"):
+        raise ConversionError(
+            f"{source.location} lacks an embedding or an output projection ({found.lacking}): it is incomplete, or the "
+            "two are one; then say so, with tie_word_embeddings: true in --config."
+        )
     vocab = given.get("vocab_size")
     if vocab is not None and vocab < facts["vocab_size"]:
         facts["vocab_size"] = vocab
@@ -414,13 +470,17 @@ def build_config(
                 "to different models."
             )
     assumed = assumed_fields(source.format, found)
+    if given.get("sliding_window", ...) is None:
+        assumed["layer_pattern"] = "G"
     pattern = given.get("layer_types", given.get("layer_pattern", assumed["layer_pattern"]))
     if "layer_types" in given:
         del assumed["layer_pattern"]
     if not any(kind in ("L", "sliding_attention") for kind in pattern):
         del assumed["sliding_window"]
-    if "rope_parameters" in given:
-        del assumed["rope_theta"], assumed["partial_rotary_factor"]
+    given_rope = given.pop("rope_parameters", {})
+    whole = "compose_rank" in given and "rope_theta" in given_rope  # a native configuration: what it omits is not there
+    known = {"partial_rotary_factor": 1.0} | given_rope if whole else given_rope
+    given |= {key: known[key] for key in ("rope_theta", "partial_rotary_factor") if key in known}
     assumed = {name: value for name, value in assumed.items() if name not in given}
     if found.generators == 4 and not any(name in given for name in _SWITCHES):
         facts |= used_generators(source, found)
@@ -431,11 +491,12 @@ def build_config(
             "compose_key in --config."
         )
     merged = assumed | facts | given
-    rope = {"rope_type": "default", "rope_theta": merged.pop("rope_theta", 10000.0)}
-    rope["partial_rotary_factor"] = merged.pop("partial_rotary_factor", 1.0)
-    merged.setdefault("rope_parameters", rope)
-    if found.generators == 0 and not facts["compose_static"]:
-        merged |= {name: False for name in _SWITCHES}
+    rope = {name: merged.pop(name) for name in ("rope_theta", "partial_rotary_factor")}
+    merged["rope_parameters"] = given_rope if whole else {"rope_type": "default"} | rope | given_rope
+    on = {name for name in _SWITCHES if merged.get(name, True)}
+    sides = on & {"compose_query", "compose_key"} if found.generators else set()
+    if not on & {"compose_pre", "compose_post"} or not (sides or facts["compose_static"]):
+        merged |= {name: False for name in _SWITCHES}  # a plain Transformer
     config_class = DCPythiaConfig if model_type == "dcpythia" else DCFormerConfig
     try:
         config = config_class(**merged)
@@ -446,9 +507,19 @@ def build_config(
             f"The configuration has {len(config.compose_generators)} weight generators {config.compose_generators}, "
             f"the checkpoint holds {found.generators}."
         )
+    kinds, period = list(config.layer_types or ()), found.period
+    if found.stacked and kinds[period:] != kinds[:-period]:
+        raise ConversionError(
+            f"The configuration's layers ({_letters(kinds)}) do not repeat after {period}, as the blocks of {period} "
+            "layers of the checkpoint do."
+        )
     if source.format == "maxtext" and config.tie_word_embeddings:
         assumed["normalize_embedding_logits"] = False
     return config, [f"{name} = {value!r}" for name, value in sorted(assumed.items())]
+
+
+def _letters(kinds: list[str]) -> str:
+    return "".join("L" if kind == "sliding_attention" else "G" for kind in kinds)
 
 
 def layer_windows(config: DCFormerConfig) -> list[int | None]:
@@ -468,7 +539,8 @@ def maxtext_config(config: DCFormerConfig, period: int) -> dict[str, Any]:
         "window_size": layer_windows(config)[:period],
         "normalization_layer_epsilon": config.norm_eps,
         "rope_max_timescale": (config.rope_parameters or {}).get("rope_theta"),
-        "mlp_activations": ["silu", "linear"],
+        # flax's GELU is the tanh one
+        "mlp_activations": ["gelu" if config.hidden_act == "gelu_pytorch_tanh" else config.hidden_act, "linear"],
         "scan_layers": True,
         "param_scan_axis": 1,
     }

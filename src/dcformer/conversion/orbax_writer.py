@@ -7,16 +7,17 @@ that Orbax gives, and frees it before it loads the next. Names, compression and 
 nothing of this module is needed to restore the result. The handler is registered for the one call only.
 """
 
-import ctypes
+import json
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from .memory import return_freed_memory
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,22 @@ def write_orbax(
     (path / "checkpoint").write_bytes(ocp.msgpack_utils.msgpack_serialize(_placeholders(tree)))
 
 
+def mark_step(folder: str | os.PathLike, item: str) -> None:
+    """Says what an item of a step is, so that `CheckpointManager(root).restore(step)` needs not be told.
+
+    Args:
+        folder: the step, `<root>/<step>`.
+        item: name of the item that `write_orbax` wrote in it.
+
+    Raises:
+        ImportError: Orbax is not installed.
+    """
+    import orbax.checkpoint as ocp
+
+    handlers = {item: ocp.PyTreeCheckpointHandler.typestr()}
+    Path(folder, "_CHECKPOINT_METADATA").write_text(json.dumps({"item_handlers": handlers}))
+
+
 def _lazy(node: Any) -> Any:
     """The tree with every leaf a `LazyArray`, so that all are written in the one way."""
     if isinstance(node, Mapping):
@@ -134,14 +151,3 @@ def _placeholders(node: Any, name: str = "") -> Any:
     if isinstance(node, Mapping):
         return {key: _placeholders(value, f"{name}.{key}" if name else key) for key, value in sorted(node.items())}
     return f"PLACEHOLDER://{name}"
-
-
-def return_freed_memory() -> None:
-    """Lets glibc give freed memory back to the system, but for blocks of up to 64 MB.
-
-    It keeps what a thread freed for that thread, and TensorStore compresses each array on another one: without this,
-    the compressed forms of several arrays count at once.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)

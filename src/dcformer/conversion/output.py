@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,15 +16,17 @@ from safetensors import SafetensorError, safe_open
 
 from .errors import ConversionError
 
-_SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+# In the order in which safetensors lays out a file: wide ones first, so that every tensor is aligned to its own.
+_SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @contextmanager
 def complete_folder(output: str | os.PathLike, nbytes: int, overwrite: bool = False) -> Iterator[Path]:
     """A folder to write into that becomes `output` at the end, and only if nothing went wrong.
 
-    What is written lies in a hidden neighbour, `.<name>.incomplete`, until it is renamed. A conversion that was killed
-    leaves that neighbour behind; the next one to the same output starts it anew.
+    What is written lies in a hidden neighbour, `.<name>.incomplete`, until it is renamed; a folder that it replaces is
+    `.<name>.replaced` for the moment in between. A conversion that was killed leaves these behind; the next one to the
+    same output clears them away.
 
     Args:
         output: must not exist, or be an empty folder, unless `overwrite`.
@@ -34,16 +37,18 @@ def complete_folder(output: str | os.PathLike, nbytes: int, overwrite: bool = Fa
         the folder to write into.
 
     Raises:
-        ConversionError: when the output exists, or the disk is full; then nothing is left.
+        ConversionError: when the output exists, cannot be written, or the disk is full; then nothing is left.
     """
-    output = Path(os.path.abspath(output))
-    if output.exists() and (not output.is_dir() or any(output.iterdir())) and not overwrite:
-        raise ConversionError(f"{output} exists and is not empty: choose another --output, or give --overwrite.")
-    work = output.with_name(f".{output.name}.incomplete")
+    output = local_path(output)
+    if os.path.exists(output) and (not output.is_dir() or any(output.iterdir())):
+        if not overwrite:
+            raise ConversionError(f"{output} exists and is not empty: choose another --output, or give --overwrite.")
+        if output in (Path.cwd(), *Path.cwd().parents):
+            raise ConversionError(f"{output} holds the current folder, and is not replaced: choose another --output.")
+    work, aside = (output.with_name(f".{output.name}.{state}") for state in ("incomplete", "replaced"))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        if work.exists():
-            shutil.rmtree(work)
+        _remove(work)
         free = shutil.disk_usage(output.parent).free
         if nbytes > free:
             raise ConversionError(
@@ -53,22 +58,67 @@ def complete_folder(output: str | os.PathLike, nbytes: int, overwrite: bool = Fa
         work.mkdir()
         yield work
         if output.exists():
-            aside = output.with_name(f".{output.name}.replaced")
+            _remove(aside)
             output.rename(aside)
-            work.rename(output)
-            shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
+            try:
+                work.rename(output)
+            except BaseException:
+                aside.rename(output)
+                raise
         else:
             work.rename(output)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ConversionError(
-                f"Writing {output} failed: {error.strerror}. Make room, or choose another --output; nothing was left."
-            ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise ConversionError(f"{output} cannot be written: {error.strerror}.") from error
+        _remove(aside)
+    except ConversionError:
         raise
+    except (OSError, ValueError) as error:
+        number = _os_error(error)
+        if number is None:
+            raise
+        reason = os.strerror(number)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ConversionError(
+                f"Writing {output} failed: {reason}. Make room, or choose another --output; nothing was left."
+            ) from error
+        raise ConversionError(f"{output} cannot be written: {reason}.") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Removes a file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _os_error(error: Exception) -> int | None:
+    """The system's number of an error; TensorStore tells it in the text of a ValueError."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(match[1]) if match else None
+
+
+def local_path(path: str | os.PathLike) -> Path:
+    """The real path of an output.
+
+    Raises:
+        ConversionError: when it is not on this machine.
+    """
+    local = os.fspath(path).removeprefix("file://")
+    if "://" in local:
+        raise ConversionError(f"--output {local} is no local folder: convert to one, and copy it there.")
+    return Path(os.path.realpath(local))
+
+
+def refuse_to_replace(source: str | os.PathLike, output: str | os.PathLike) -> None:
+    """Raises a ConversionError when writing `output` would replace the checkpoint that is read, or a part of it."""
+    local, target = os.fspath(source).removeprefix("file://"), local_path(output)
+    kept = Path(os.path.realpath(local))
+    replaces_part = kept in target.parents and target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if "://" not in local and (target in (kept, *kept.parents) or replaces_part):
+        raise ConversionError(f"{output} holds the checkpoint that is converted, {source}: choose another --output.")
 
 
 class SafetensorsWriter:
@@ -95,6 +145,8 @@ class SafetensorsWriter:
         self._files: dict[str, BinaryIO] = {}
         self._places: dict[str, tuple[str, int, torch.Size, torch.dtype]] = {}
         meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
+        if isinstance(max_shard_size, str) and max_shard_size.isdecimal():
+            max_shard_size = int(max_shard_size)
         try:
             split = split_state_dict_into_shards_factory(
                 meta,
@@ -113,13 +165,13 @@ class SafetensorsWriter:
     def _lay_out(self, file: str, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         end = 0
-        # wide dtypes first, so that every tensor is aligned to its own
-        for name in sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name)):
+        order = list(_SAFETENSORS_DTYPES)
+        for name in sorted(tensors, key=lambda name: (order.index(tensors[name][1]), name)):
             shape, dtype = tensors[name]
             start, end = end, end + shape.numel() * dtype.itemsize
             header[name] = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
             self._places[name] = (file, start, shape, dtype)
-        text = json.dumps(header, separators=(",", ":")).encode()
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         opened = open(self.folder / file, "wb")  # noqa: SIM115  # closed in `close`
         self._files[file] = opened
@@ -134,8 +186,10 @@ class SafetensorsWriter:
         file, offset, shape, dtype = self._places[name]
         if tensor.shape != shape or tensor.dtype != dtype or name not in self._missing:
             raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, announced {dtype} {list(shape)}, once.")
+        # a tensor of one element counts as contiguous whatever its stride, which `view` refuses
+        flat = tensor.detach().contiguous().as_strided((shape.numel(),), (1,))
         self._files[file].seek(offset)
-        self._files[file].write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._files[file].write(flat.view(torch.uint8).numpy().data)
         self._missing.remove(name)
 
     def close(self) -> list[str]:
@@ -164,4 +218,4 @@ class SafetensorsWriter:
             opened.close()
 
 
-__all__ = ["SafetensorsWriter", "complete_folder"]
+__all__ = ["SafetensorsWriter", "complete_folder", "refuse_to_replace"]

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .errors import ConversionError
-from .orbax_writer import LazyArray, return_freed_memory
+from .memory import return_freed_memory
+from .orbax_writer import LazyArray
 
 
 def write_pax(
@@ -40,11 +41,11 @@ def write_pax(
             "store_data_equal_to_fill_value": True,
         }
         store = tensorstore.open(spec, create=True, delete_existing=False).result()
+        return_freed_memory()  # the last array's, which TensorStore frees just after it has reported it written
         array = lazy.load()
         return_freed_memory()
         store.write(array, can_reference_source_data_indefinitely=True).result()
         del array, store
-        return_freed_memory()
         if progress is not None:
             progress(lazy.nbytes)
 

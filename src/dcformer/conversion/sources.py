@@ -4,9 +4,7 @@ All sources do the same: `infos` says what is there without reading it, `read` g
 in memory than what it has handed out.
 """
 
-import json
 import os
-import pickle
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,7 +16,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .errors import ConversionError
+from ..hub_dcformer import stored_tensors, weight_files
+from .errors import ConversionError, first_line
+from .memory import return_freed_memory
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Memory-mapped files count as memory once touched: their mapping is renewed after that many bytes.
@@ -78,7 +78,7 @@ class SafetensorsSource:
         self.infos: dict[str, TensorInfo] = {}
         self.notes: list[str] = []
         self._files: dict[str, Path] = {}
-        for file in _weight_files(Path(folder), "model.safetensors"):
+        for file in _weight_files(Path(folder), safetensors=True):
             try:
                 with safe_open(file, "pt") as opened:
                     for name in opened.keys():  # noqa: SIM118  # a file, not a dictionary
@@ -108,65 +108,44 @@ class TorchSource:
         self.infos: dict[str, TensorInfo] = {}
         self.notes: list[str] = []
         self._files: dict[str, Path] = {}
-        self._open: tuple[Path, dict[str, torch.Tensor], int] | None = None
-        for file in _weight_files(Path(folder), "pytorch_model.bin"):
-            for name, tensor in self._load(file).items():
-                if isinstance(tensor, torch.Tensor):
-                    dtype = tensor.dtype if tensor.dtype in FLOATS else None
-                    self.infos[name] = TensorInfo(tuple(tensor.shape), dtype, str(tensor.dtype))
-                    self._files[name] = file
+        self._open: tuple[Path, dict[str, Any]] | None = None
+        self._used = 0
+        for file in _weight_files(Path(folder), safetensors=False):
+            for name, read in self._load(file).items():
+                tensor = read()  # mapped, not read
+                dtype = tensor.dtype if tensor.dtype in FLOATS else None
+                self.infos[name] = TensorInfo(tuple(tensor.shape), dtype, str(tensor.dtype))
+                self._files[name] = file
 
     @staticmethod
-    def _load(file: Path) -> dict[str, torch.Tensor]:
-        options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    def _load(file: Path) -> dict[str, Any]:
         try:
-            try:
-                loaded = torch.load(file, mmap=True, **options)
-            except RuntimeError as error:
-                if "mmap" not in str(error):
-                    raise
-                loaded = torch.load(file, **options)  # the format of PyTorch before 1.6 cannot be mapped
-        except pickle.UnpicklingError as error:
-            raise ConversionError(
-                f"{file} holds more than tensors (or is damaged), and code in a checkpoint is never run: "
-                f"{str(error).splitlines()[0]} Ask its makers for safetensors."
-            ) from error
-        except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-            raise ConversionError(_damaged(file, error)) from error
-        if not isinstance(loaded, dict):
-            raise ConversionError(f"{file} holds a {type(loaded).__name__}, expected a dictionary of tensors.")
-        return loaded
+            return {name: read for name, _, read in stored_tensors(str(file))}
+        except OSError as error:
+            raise ConversionError(str(error)) from error
 
     def read(self, name: str) -> torch.Tensor:
         file = self._files[name]
-        if self._open is None or self._open[0] != file or self._open[2] > _REMAP_BYTES:
+        if self._open is None or self._open[0] != file:
             self._open = None  # unmapped before it is mapped again
-            self._open = (file, self._load(file), 0)
-        _, tensors, used = self._open
-        tensor = tensors[name].clone()
-        self._open = (file, tensors, used + tensor.nbytes)
+            self._open, self._used = (file, self._load(file)), 0
+        tensor = self._open[1][name]().clone()
+        self._used += tensor.nbytes
+        if self._used > _REMAP_BYTES:
+            self._open = None
         return tensor
 
 
-def _weight_files(folder: Path, name: str) -> list[Path]:
+def _weight_files(folder: Path, safetensors: bool) -> list[Path]:
     """The files of a model's weights: one, or those named by the index beside them."""
-    if (folder / name).is_file():
-        return [folder / name]
-    index = folder / f"{name}.index.json"
-    if not index.is_file():
-        raise ConversionError(f"{folder} holds neither {name} nor {index.name}.")
     try:
-        files = [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConversionError(f"{index} is no index of weight files ({error!r}).") from error
-    for file in files:
-        if not file.is_file():
-            raise ConversionError(f"{file} is missing, but {index} names it: the checkpoint is incomplete.")
-    return files
+        return [Path(file) for file in weight_files(folder, {"use_safetensors": safetensors})]
+    except OSError as error:
+        raise ConversionError(str(error)) from error
 
 
 def _damaged(file: Path, error: Exception) -> str:
-    return f"{file} is damaged or truncated ({str(error).splitlines()[0]}): copy or download it again."
+    return f"{file} is damaged or truncated ({first_line(error)}): copy or download it again."
 
 
 def has_weights(folder: Path, name: str) -> bool:
@@ -228,8 +207,10 @@ class ArraySource:
         self._ocdbt = "manifest.ocdbt" in self._children(self.folder)
         self._read_tree(format)
 
-    def _url(self, path: str) -> str:
-        return path.rstrip("/") + "/" if "://" in path else f"file://{os.path.abspath(path)}/"
+    @staticmethod
+    def _store(path: str) -> Any:
+        """A folder as a key-value store of TensorStore."""
+        return f"{path.rstrip('/')}/" if "://" in path else {"driver": "file", "path": f"{os.path.abspath(path)}/"}
 
     def _children(self, path: str) -> list[str]:
         """Names in a folder."""
@@ -237,9 +218,9 @@ class ArraySource:
             return sorted(os.listdir(path)) if os.path.isdir(path) else []
         if path not in self._listings:
             try:
-                keys = self._tensorstore.KvStore.open(self._url(path)).result().list().result()
+                keys = self._tensorstore.KvStore.open(self._store(path)).result().list().result()
             except (ValueError, OSError, NotImplementedError) as error:
-                raise ConversionError(f"{path} cannot be listed ({str(error).splitlines()[0]}).") from error
+                raise ConversionError(f"{path} cannot be listed ({first_line(error)}).") from error
             self._listings[path] = sorted({key.decode().split("/", 1)[0] for key in keys})
         return self._listings[path]
 
@@ -256,7 +237,7 @@ class ArraySource:
                 raise ConversionError(f"{path} is not a folder of steps, so --step {step} cannot be chosen in it.")
             return folder, found
         steps = {int(match[1]): name for name in self._children(path) if (match := _STEP.fullmatch(name))}
-        complete = {n: item for n, name in steps.items() if (item := self._item(f"{path.rstrip('/')}/{name}"))}
+        complete = {n: item for n, name in steps.items() if (item := self._item(f"{path.rstrip('/')}/{name}", True))}
         if not complete:
             raise ConversionError(
                 f"{path} is not a JAX checkpoint: expected zarr arrays or an OCDBT store in it, in its "
@@ -266,14 +247,17 @@ class ArraySource:
         if step is not None and step not in complete:
             raise ConversionError(f"{path} has no step {step}: it has {', '.join(map(str, sorted(complete)))}.")
         chosen = max(complete) if step is None else step
-        if step is None and len(complete) > 1:
-            self.notes.append(f"steps {', '.join(map(str, sorted(complete)))}: the last one was taken")
+        if len(complete) > 1:
+            self.notes.append(f"steps {', '.join(map(str, sorted(complete)))}: {chosen} was taken")
+        if skipped := sorted(set(steps) - set(complete)):
+            self.notes.append(f"steps without arrays, passed over: {', '.join(map(str, skipped))}")
         return complete[chosen], chosen
 
-    def _item(self, path: str) -> str | None:
-        """`path`, or its item that holds arrays; None when there is none."""
+    def _item(self, path: str, any_item: bool = False) -> str | None:
+        """`path`, or its item that holds arrays; None when there is none. `any_item`: of whatever name."""
         path = path.rstrip("/")
-        for folder in (path, *(f"{path}/{item}" for item in _ITEMS)):
+        items = [*_ITEMS, *(self._children(path) if any_item else ())]
+        for folder in (path, *(f"{path}/{item}" for item in items)):
             names = self._children(folder) if folder == path or os.path.basename(folder) in self._children(path) else []
             if "manifest.ocdbt" in names:
                 return folder
@@ -298,13 +282,13 @@ class ArraySource:
 
     def _read_tree(self, format: str) -> None:
         """Fills in what is there, without reading values."""
-        url = self._url(self.folder)
-        base: Any = {"driver": "ocdbt", "base": url} if self._ocdbt else url
+        store = self._store(self.folder)
+        base: Any = {"driver": "ocdbt", "base": store} if self._ocdbt else store
         self._base = base
         try:
             keys = [key.decode() for key in self._tensorstore.KvStore.open(base).result().list().result()]
         except (ValueError, OSError) as error:
-            raise ConversionError(f"{self.folder} cannot be listed ({str(error).splitlines()[0]}).") from error
+            raise ConversionError(f"{self.folder} cannot be listed ({first_line(error)}).") from error
         chunks = Counter(self._array_of(key) for key in keys)
         formats, others = set(), 0
         drivers = {"/.zarray": "zarr", "/zarr.json": "zarr3"}
@@ -342,15 +326,15 @@ class ArraySource:
 
     def _spec(self, name: str) -> dict[str, Any]:
         driver, place = self._keys[name]
-        if self._ocdbt:
-            return {"driver": driver, "kvstore": {**self._base, "path": place + "/"}}
-        return {"driver": driver, "kvstore": f"{self._base}{place}/"}
+        if isinstance(self._base, str):
+            return {"driver": driver, "kvstore": f"{self._base}{place}/"}
+        return {"driver": driver, "kvstore": {**self._base, "path": f"{self._base.get('path', '')}{place}/"}}
 
     def _describe(self, name: str, chunks: Mapping[str, int]) -> None:
         try:
             array = self._tensorstore.open(self._spec(name), open=True, context=self._context).result()
         except (ValueError, OSError) as error:
-            raise ConversionError(f"{self._place(name)} is damaged ({str(error).splitlines()[0]}).") from error
+            raise ConversionError(f"{self._place(name)} is damaged ({first_line(error)}).") from error
         dtype = array.dtype.name
         self.infos[name] = TensorInfo(tuple(array.shape), _NUMPY_DTYPES.get(dtype), dtype)
         grid: Any = array.chunk_layout.write_chunk.shape
@@ -358,7 +342,7 @@ class ArraySource:
         for length, chunk in zip(array.shape, grid, strict=True):
             expected *= -(-length // chunk) if chunk else 1
         missing = expected - chunks[self._keys[name][1]]
-        if missing > 0 and array.fill_value is None:
+        if missing > 0 and (array.fill_value is None or "_METADATA" in self._children(self.folder)):  # as Orbax writes
             raise ConversionError(
                 f"{self._place(name)} lacks {missing} of its {expected} chunks: the checkpoint is incomplete. Copy it "
                 "again, or take another step."
@@ -373,9 +357,10 @@ class ArraySource:
         try:
             stored = self._tensorstore.open(self._spec(name), open=True, context=self._context).result()
             array = np.asarray(stored.read().result())
+            return_freed_memory()
         except (ValueError, OSError) as error:
             raise ConversionError(
-                f"{self._place(name)} cannot be read ({str(error).splitlines()[0]}): a damaged or truncated chunk. "
+                f"{self._place(name)} cannot be read ({first_line(error)}): a damaged or truncated chunk. "
                 "Copy the checkpoint again, or take another step."
             ) from error
         if array.dtype.name == "bfloat16":

@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from .checkpoint import Checkpoint
-from .errors import ConversionError
+from .errors import CONFIG_ERRORS, ConversionError
 
 # What decides a model's outputs besides its tensors.
 _DECISIVE = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
     "layer_types",
     "sliding_window",
     "rope_parameters",
@@ -68,8 +72,10 @@ def compare_tensors(
         ConversionError: when a tensor cannot be read.
     """
     results = []
-    names = [name for part in first.parts for name in part.natives()]
-    names += sorted(set(second.shapes) - set(first.shapes))
+    # where one stacks layers, in its order, so that each of its tensors is read once
+    stacked, other = sorted((first, second), key=lambda checkpoint: len(checkpoint.parts))
+    names = [name for part in stacked.parts for name in part.natives()]
+    names += [name for name in other.shapes if name not in stacked.shapes]
     for name in tqdm(names, desc="comparing", unit="tensor", disable=not progress):
         if name not in first.shapes or name not in second.shapes:
             where = second.path if name not in second.shapes else first.path
@@ -92,21 +98,27 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     for x, y in zip(a.reshape(-1).split(_COMPARED_AT_ONCE), b.reshape(-1).split(_COMPARED_AT_ONCE), strict=True):
         x, y = x.double(), y.double()
         same = (x == y) | (x.isnan() & y.isnan())
-        apart = (x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"))
+        apart = (x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
         largest = max(largest, float(apart.max()) if apart.numel() else 0.0)
     return largest
 
 
 def compare_configs(first: Checkpoint, second: Checkpoint) -> list[str]:
     """Fields that decide a model's outputs and differ, as lines of text."""
-    lines = []
+    lines, config = [], first.config
+    dynamic = bool(config.compose_generators)
+    used = {
+        "qk_norm_eps": config.qk_norm,
+        "sliding_window": "sliding_attention" in (config.layer_types or ()),
+        "compose_act": dynamic,
+        "compose_rank": dynamic and config.compose_projection,
+        "compose_groups": config.compose_pre or config.compose_post,
+    }
     for name in _DECISIVE:
         a, b = getattr(first.config, name), getattr(second.config, name)
-        if name == "qk_norm_eps" and not first.config.qk_norm:
-            continue
-        if name == "sliding_window" and "sliding_attention" not in (first.config.layer_types or ()):
-            continue
-        if a != b:
+        if name == "rope_parameters":
+            a, b = ({"rope_type": "default", "partial_rotary_factor": 1.0} | (rope or {}) for rope in (a, b))
+        if a != b and used.get(name, True):
             lines.append(f"{name}: {a!r} and {b!r}")
     return lines
 
@@ -133,19 +145,20 @@ def compare_logits(
         one `Comparison`.
 
     Raises:
-        ConversionError: when a folder cannot be loaded, a token is outside a vocabulary, or the vocabularies differ.
+        ConversionError: when a folder cannot be loaded, tokens are no ids of a vocabulary, or the vocabularies differ.
     """
     logits: list[torch.Tensor] = []
-    ids = None if tokens is None else torch.as_tensor(tokens, dtype=torch.long)
+    if tokens is None and num_tokens < 1:
+        raise ConversionError(f"num_tokens={num_tokens} must be at least 1.")
+    ids = None if tokens is None else _as_ids(tokens)
     for folder in (first, second):
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        except (OSError, ValueError, RuntimeError) as error:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+        except (OSError, RuntimeError, SafetensorError, *CONFIG_ERRORS) as error:
             raise ConversionError(f"{folder} cannot be loaded as a model ({error}).") from error
         size = model.config.vocab_size
         if ids is None:
             ids = torch.randint(0, size, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
-        ids = ids if ids.dim() == 2 else ids[None]
         if not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= size:
             raise ConversionError(f"tokens must be ids from 0 to {size - 1} of {folder}, at least one.")
         with torch.no_grad():
@@ -155,6 +168,18 @@ def compare_logits(
         raise ConversionError(f"The vocabularies differ: {logits[0].shape[-1]} and {logits[1].shape[-1]}.")
     difference = _largest_difference(*logits)
     return Comparison("logits", f"{list(logits[0].shape)} float32", difference, difference <= atol)
+
+
+def _as_ids(tokens: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Token ids as [B, T] integers."""
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ConversionError(f"tokens must be numbers ({error}).") from error
+    if ids.dim() not in (1, 2) or (ids.is_floating_point() and ids.numel()):
+        kind = str(ids.dtype).removeprefix("torch.")
+        raise ConversionError(f"tokens are {kind} {list(ids.shape)}, expected integers [T] or [B, T].")
+    return ids.long() if ids.dim() == 2 else ids.long()[None]
 
 
 def format_table(comparisons: Sequence[Comparison], every: bool = False) -> str:
