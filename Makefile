@@ -18,10 +18,10 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast lint format docs-check bench hf-contract clean
+.PHONY: help setup demo test test-fast lint format docs-check bench kernel-report hf-contract clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) ARGS="options for the command that a target runs"'
 
 setup: $(STAMP) ## create or refresh the virtual environment
@@ -71,6 +71,9 @@ format: $(STAMP) ## sort imports, apply safe fixes, format
 
 bench: $(STAMP) ## measure on this machine's CPU
 	$(VENV_PYTHON) benchmarks/cpu_suite.py $(ARGS)
+
+kernel-report: $(STAMP) ## compile every kernel for sm_80, sm_89 and sm_90: registers, spills, shared memory (EXTRAS="dev,kernels")
+	$(VENV_PYTHON) -m dcformer.kernels.report --arch 80 89 90 $(ARGS)
 
 hf-contract: $(STAMP) ## run Transformers' own model tests on DCFormer (HF_CONTRACT=runner script)
 	@test -x '$(HF_CONTRACT)' || { \

@@ -116,7 +116,7 @@ def test_multi_gate_mlp_by_its_formula():
 
 def test_attention_implementations_are_named():
     model = DCFormerForCausalLM(tiny_config())
-    best = "dcformer_triton" if torch.cuda.is_available() and "dcformer_triton" in _registered() else "dcformer_chunked"
+    best = "dcformer_chunked"  # the fused kernels are used where they are named, until they have been run on a GPU
     assert model.config._attn_implementation == best
     for name in ("sdpa", "flash_attention_2", "flex_attention"):
         with pytest.raises((ValueError, ImportError), match=name):

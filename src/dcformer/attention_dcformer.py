@@ -85,6 +85,11 @@ class QueryBlockMask:
         """Shape of the mask this stands for: [B, 1, T, S]."""
         return (self.batch_size, 1, self.q_length, self.kv_length)
 
+    @property
+    def offset(self) -> int | None:
+        """How far the first query is beyond the first key, where that is known without looking at the device."""
+        return self.q_offset - self.kv_offset if isinstance(self.q_offset, int) else None
+
     def contiguous(self) -> "QueryBlockMask":
         """Itself: `generate` asks this of every mask that it prepares."""
         return self

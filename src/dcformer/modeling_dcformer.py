@@ -284,8 +284,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             ValueError: on a name that cannot compose heads, or one whose requirements are missing here.
         """
         if requested_attention is None:
-            on_gpu = torch.cuda.is_available() and "dcformer_triton" in ALL_ATTENTION_FUNCTIONS.valid_keys()
-            return "dcformer_triton" if on_gpu else "dcformer_chunked"
+            # on CUDA too: the fused kernels have not been run on a GPU yet, so they are used only where they are named
+            return "dcformer_chunked"
         known = ("eager", "dcformer_chunked", "dcformer_triton")
         if requested_attention not in known:
             raise ValueError(
@@ -295,8 +295,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             )
         if requested_attention != "eager" and requested_attention not in ALL_ATTENTION_FUNCTIONS.valid_keys():
             raise ValueError(
-                f"attn_implementation={requested_attention!r} is not available here: nothing has registered it (fused "
-                "kernels are not part of this version). Use one of the others, or leave it unset."
+                f"attn_implementation={requested_attention!r} is not available here: Triton is not installed. "
+                'pip install "dcformer[kernels]", use one of the others, or leave it unset.'
             )
         return requested_attention
 

@@ -1,0 +1,674 @@
+"""The weight generators in Triton: everything behind their first layer in one kernel.
+
+A generator's first layer is a matrix product over the hidden size, and stays with torch (`_first_layer`). What follows
+is small and, in torch, some twenty launches that each read and write the same few megabytes: GELU, a batched product,
+the RMS norm over the heads of a group, the gates' tanh, copies into the layout in which attention reads the weights,
+and into the channels behind keys and values. Here one program does all of it for a block of tokens and one generator of
+one group of heads.
+
+It rounds where torch rounds: pre-activations, activations and the product's result to the model's dtype, everything
+between in float32.
+
+Two ways out, both without a copy afterwards:
+    weights [sides, B, H, stages, W, N], tokens last: a side's weights of both stages as the attention kernels read it;
+    rows [B, Hkv, N, channels], for the key side: what a cache keeps behind keys and values, `DCFormerCompose.pack`.
+W channels belong to a head and a token: R `down`, R `up`, one gate; those that there are.
+
+Letters: B batch, N tokens, E hidden size, H query heads, G groups, M = H/G heads of a group, R rank, C generators in
+use, K = 2·R·M hidden width of a generator. Under tensor parallelism H and G are those of the rank.
+Names in kernels: i_ index, o_ offset, m_ mask, p_ pointer, b_ block.
+"""
+
+# Of a kernel's arguments only compile-time constants have a type, tl.constexpr.
+# mypy: disable-error-code="no-untyped-def"
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import nn
+from transformers.activations import ACT2FN
+
+from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, SideWeights, accumulation_dtype
+from .tiles import INTERPRETED, product
+
+Generated = tuple[dict[tuple[str, str], SideWeights], dict[str, torch.Tensor]]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+APPROXIMATE = {type(ACT2FN["gelu"]): "none", type(ACT2FN["gelu_pytorch_tanh"]): "tanh"}  # activation -> GELU's flavour
+
+
+@dataclass
+class GeneratedSide(SideWeights):
+    """Weights of one stage that are views into those of both stages.
+
+    Attributes:
+        packed: [B, H, stages · W, N], contiguous: of each stage R channels `down`, R `up` and a gate (those that there
+            are). The same tensor in both stages of a side.
+    """
+
+    packed: torch.Tensor | None = None
+
+
+# --- kernel -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """float32 to another dtype, to nearest even; the interpreter would truncate to bfloat16."""
+    if INTERPRETED:
+        if dtype == tl.bfloat16:
+            bits = x.to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+            x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _gelu(x, TANH: tl.constexpr):
+    if TANH:  # x/2·(1 + tanh(u)) is x·sigmoid(2u)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _tanh(x):
+    """Accurate to some 4e-7 of the result, near zero too, where the formula with exp cancels and a series does not."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    small = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - small) / (1.0 + small)
+    return tl.where(square < 0.04, series, tl.where(x < 0, -size, size))
+
+
+@triton.jit
+def _low_rank_pair(
+    p_hidden, p_qkw, stride_hn, o_n, m_n, K: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
+    TANH: tl.constexpr, EPS: tl.constexpr, B_N: tl.constexpr, B_K: tl.constexpr, B_I: tl.constexpr, B_M: tl.constexpr,
+):  # fmt: skip
+    """`down` and `up` of a block of tokens: [b_n, b_i, b_m] in float32, rows i of `down` and then of `up`.
+
+    The product has a column for each (i, m), padded to powers of two on both axes; what is beyond them is zero.
+    """
+    o_c = tl.arange(0, B_I * B_M)
+    o_ci, o_cm = o_c // B_M, o_c % B_M
+    m_c = (o_ci < 2 * R) & (o_cm < M)
+    pair = tl.zeros([B_N, B_I * B_M], tl.float32)
+    for i_k in range(0, K, B_K):
+        o_k = i_k + tl.arange(0, B_K)
+        m_k = o_k < K
+        p_tile = p_hidden + o_n[:, None].to(tl.int64) * stride_hn + o_k[None, :]
+        hidden = tl.load(p_tile, mask=m_n[:, None] & m_k[None, :], other=0.0)  # [b_n, b_k]
+        hidden = _rounded(_gelu(hidden.to(tl.float32), TANH), hidden.dtype)
+        p_tile = p_qkw + o_k[:, None] * K + (o_ci * M + o_cm)[None, :]
+        qkw = tl.load(p_tile, mask=m_k[:, None] & m_c[None, :], other=0.0)  # [b_k, b_i · b_m]
+        pair += product(hidden, qkw)
+    pair = _rounded(pair, p_qkw.dtype.element_ty).to(tl.float32)
+    pair = tl.reshape(pair, [B_N, B_I, B_M])
+    scale = tl.rsqrt(tl.sum(pair * pair, axis=2) / M + EPS)  # [b_n, b_i]
+    scale = tl.where((tl.arange(0, B_I) < R)[None, :], scale, 1.0)
+    return pair * scale[:, :, None]
+
+
+@triton.jit
+def _store_weights(
+    p_weights, stride_wh, N, pair, gate, o_n, m_n, o_h, m_m, R: tl.constexpr, GATE: tl.constexpr, B_I: tl.constexpr
+):  # fmt: skip
+    """Stores a group's weights of one batch element, side and stage: [W, N] per head, the first head's at p_weights."""
+    p_head = p_weights + (o_h.to(tl.int64) * stride_wh)[None, :] + o_n[:, None]  # [b_n, b_m]
+    m_head = m_n[:, None] & m_m[None, :]
+    if R > 0:
+        o_i = tl.arange(0, B_I)[None, :, None]
+        m_pair = m_head[:, None, :] & (o_i < 2 * R)
+        tl.store(p_head[:, None, :] + o_i.to(tl.int64) * N, pair, mask=m_pair)
+    if GATE:
+        tl.store(p_head + tl.cast(N, tl.int64) * (2 * R), gate, mask=m_head)
+
+
+@triton.jit
+def _store_rows(
+    p_rows, stride_rh, stride_rn, UNIT: tl.constexpr, pair, gate, o_n, m_n, o_h, m_m, R: tl.constexpr,
+    GATE: tl.constexpr, REP: tl.constexpr, PAD: tl.constexpr, B_I: tl.constexpr, B_P: tl.constexpr,
+):  # fmt: skip
+    """Stores a group's weights in the channels behind one batch element's keys or values.
+
+    p_rows points at the first of these channels. The REP query heads of a key/value head lie behind one another, W
+    channels each; the last of them also writes the PAD zeros that follow.
+    """
+    W: tl.constexpr = 2 * R + GATE
+    o_head = (o_h // REP).to(tl.int64) * stride_rh * UNIT + o_h % REP * W  # [b_m]
+    p_head = p_rows + (o_n.to(tl.int64) * stride_rn * UNIT)[:, None] + o_head[None, :]  # [b_n, b_m]
+    m_head = m_n[:, None] & m_m[None, :]
+    if R > 0:
+        o_i = tl.arange(0, B_I)[None, :, None]
+        m_pair = m_head[:, None, :] & (o_i < 2 * R)
+        tl.store(p_head[:, None, :] + o_i, pair, mask=m_pair)
+    if GATE + PAD > 0:
+        o_p = tl.arange(0, B_P)[None, :, None]
+        tail = tl.zeros([m_head.shape[0], B_P, m_head.shape[1]], p_rows.dtype.element_ty)
+        if GATE:
+            tail = tl.where(o_p == 0, gate[:, None, :].to(tail.dtype), tail)
+        n_tail = GATE + tl.where(o_h % REP == REP - 1, PAD, 0)[None, None, :]
+        m_tail = m_head[:, None, :] & (o_p < n_tail)
+        tl.store(p_head[:, None, :] + 2 * R + o_p, tail, mask=m_tail)
+
+
+@triton.jit
+def generator_kernel(
+    p_hidden, p_gates, p_qkw, p_weights, p_rows_0, p_rows_1,
+    stride_hb, stride_hn, stride_gb, stride_gn, stride_rb_0, stride_rh_0, stride_rn_0, stride_rb_1, stride_rh_1,
+    stride_rn_1, B, H, N,
+    C: tl.constexpr, M: tl.constexpr, R: tl.constexpr, GATE: tl.constexpr, TANH: tl.constexpr, EPS: tl.constexpr,
+    SIDES: tl.constexpr, ROWS: tl.constexpr, REP: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr,
+    B_N: tl.constexpr, B_K: tl.constexpr, B_I: tl.constexpr, B_M: tl.constexpr, B_P: tl.constexpr,
+):  # fmt: skip
+    """The weights of one generator of one group for a block of one batch element's tokens.
+
+    Grid: (B · ceil(N / b_n), G · C). The C generators of a group are in the order stage, side. With ROWS the last side
+    goes to rows instead of weights, p_rows_0 for the first stage and p_rows_1 for the second; their strides are in
+    units of UNIT elements, 8 where they can be, as that lets channels be stored together.
+
+    Args:
+        p_hidden: [B, N, G·C·K], pre-activations, last axis contiguous (as for all of these); unused when R is 0.
+        p_gates: [B, N, G·C·M], pre-activations; unused without GATE.
+        p_qkw: [G·C, K, K], contiguous, columns (2, R, M); unused when R is 0.
+        p_weights: out, [SIDES - ROWS, B, H, C / SIDES, W, N], contiguous; its dtype is that to which results are
+            rounded, those in rows too.
+        p_rows_0, p_rows_1: out, [B, Hkv, N, REP·W + PAD].
+    """
+    i_gc = tl.program_id(1)
+    n_blocks = tl.cdiv(N, B_N)
+    i_b, i_n = (tl.program_id(0) // n_blocks).to(tl.int64), tl.program_id(0) % n_blocks
+    K: tl.constexpr = 2 * R * M
+    W: tl.constexpr = 2 * R + GATE
+    o_n = i_n * B_N + tl.arange(0, B_N)
+    o_m = tl.arange(0, B_M)
+    m_n, m_m = o_n < N, o_m < M
+    o_h = i_gc // C * M + o_m
+    pair, gate = 0.0, 0.0
+    if R > 0:
+        p_hidden += i_b * stride_hb + i_gc * K
+        p_qkw += i_gc.to(tl.int64) * K * K
+        pair = _low_rank_pair(p_hidden, p_qkw, stride_hn, o_n, m_n, K, M, R, TANH, EPS, B_N, B_K, B_I, B_M)
+        pair = _rounded(pair, p_weights.dtype.element_ty)
+    if GATE:
+        p_tile = p_gates + i_b * stride_gb + i_gc * M + o_n[:, None].to(tl.int64) * stride_gn + o_m[None, :]
+        gate = tl.load(p_tile, mask=m_n[:, None] & m_m[None, :], other=0.0)  # [b_n, b_m]
+        gate = _rounded(_tanh(gate.to(tl.float32)), p_weights.dtype.element_ty)
+
+    i_stage, i_side = i_gc % C // SIDES, i_gc % SIDES
+    if i_side < SIDES - ROWS:
+        stride_wh = tl.cast(N, tl.int64) * (C // SIDES * W)
+        p_out = p_weights + (i_side * B + i_b) * H * stride_wh + i_stage * W * N
+        _store_weights(p_out, stride_wh, N, pair, gate, o_n, m_n, o_h, m_m, R, GATE, B_I)
+    if ROWS:
+        if i_side == SIDES - 1:
+            if i_stage == 0:
+                p_out = p_rows_0 + i_b * stride_rb_0 * UNIT
+                _store_rows(
+                    p_out, stride_rh_0, stride_rn_0, UNIT, pair, gate, o_n, m_n, o_h, m_m, R, GATE, REP, PAD, B_I, B_P
+                )
+            else:
+                p_out = p_rows_1 + i_b * stride_rb_1 * UNIT
+                _store_rows(
+                    p_out, stride_rh_1, stride_rn_1, UNIT, pair, gate, o_n, m_n, o_h, m_m, R, GATE, REP, PAD, B_I, B_P
+                )
+
+
+# --- launch -----------------------------------------------------------------------------------------------------------
+
+
+def _tile(
+    heads_per_group: int, rank: int, has_gate: bool, padding: int, batch: int, length: int, programs: int
+) -> dict[str, int]:
+    """Block sizes: 64 tokens, fewer where there are few or where a generator is wide."""
+    b_i = triton.next_power_of_2(max(1, 2 * rank))
+    b_m = max(triton.cdiv(16, b_i), triton.next_power_of_2(heads_per_group))  # 16 columns are the least for tl.dot
+    is_small = length <= 16 or batch * triton.cdiv(length, 64) * programs < 64
+    return {
+        "B_N": 16 if is_small else max(16, min(64, 8192 // (b_i * b_m))),
+        "B_K": 32,  # wider ones spill on sm_80
+        "B_I": b_i,
+        "B_M": b_m,
+        "B_P": triton.next_power_of_2(max(1, has_gate + padding)),
+    }
+
+
+def _options(tile: dict[str, int]) -> dict[str, int]:
+    columns = tile["B_I"] * tile["B_M"]
+    return {
+        "num_warps": 8 if columns >= 128 else 4,
+        "num_stages": 4 if tile["B_N"] == 16 and columns <= 128 else 2,
+    }
+
+
+def _launch(
+    hidden: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    qkw: torch.Tensor | None,
+    weights: torch.Tensor,
+    rows: list[torch.Tensor],
+    heads_per_group: int,
+    rank: int,
+    approximate: str,
+) -> None:
+    """Runs the kernel: the ops' arguments, `weights` [sides, B, H, stages, W, N] and each stage's `rows`, if any."""
+    sides, batch, heads, stages, width, length = weights.shape
+    if not batch or not length:
+        return
+    if not (weights.is_cuda or INTERPRETED.value):
+        raise ValueError(
+            "The fused weight generators are Triton kernels and need a GPU, but the hidden states are on "
+            f"{weights.device}: call the module itself there. (TRITON_INTERPRET=1 runs kernels on a CPU, for tests.)"
+        )
+    hidden, gates = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (hidden, gates))
+    qkw = None if qkw is None else qkw.contiguous()
+    sides += bool(rows)
+    repeats, padding = 1, 0
+    if rows:
+        repeats = heads // rows[0].shape[1]
+        padding = rows[0].shape[-1] - repeats * width
+    row_pointers = (rows * 2)[:2]
+    row_strides = [stride for x in row_pointers for stride in x.stride()[:3]] or [0] * 6
+    unit = 1 if any(stride % 8 for stride in row_strides) else 8
+    programs = heads // heads_per_group * stages * sides
+    tile = _tile(heads_per_group, rank, gates is not None, padding, batch, length, programs)
+    with torch.cuda.device_of(weights):  # Triton launches on the current device
+        generator_kernel[(batch * triton.cdiv(length, tile["B_N"]), programs)](
+            hidden,
+            gates,
+            qkw,
+            weights,
+            *(row_pointers if rows else (None, None)),
+            *((0, 0) if hidden is None else hidden.stride()[:2]),
+            *((0, 0) if gates is None else gates.stride()[:2]),
+            *(stride // unit for stride in row_strides),
+            batch,
+            heads,
+            length,
+            C=stages * sides,
+            M=heads_per_group,
+            R=rank,
+            GATE=int(gates is not None),
+            TANH=approximate == "tanh",
+            EPS=COMPOSE_NORM_EPS,
+            SIDES=sides,
+            ROWS=int(bool(rows)),
+            REP=repeats,
+            PAD=padding,
+            UNIT=unit,
+            **tile,
+            **_options(tile),
+        )
+
+
+# --- ops --------------------------------------------------------------------------------------------------------------
+
+
+def _shape(
+    hidden: torch.Tensor | None, gates: torch.Tensor | None, stages: int, sides: int, rank: int
+) -> tuple[int, int, int, int, int, int]:
+    """[sides, B, H, stages, W, N] from the pre-activations: H is that of the rank under tensor parallelism."""
+    if hidden is not None:
+        batch, length, columns = hidden.shape
+        columns = columns // (2 * rank)
+    else:
+        assert gates is not None
+        batch, length, columns = gates.shape
+    return sides, batch, columns // (stages * sides), stages, 2 * rank + (gates is not None), length
+
+
+@torch.library.custom_op("dcformer::generate_weights", mutates_args=())
+def generate_weights_op(
+    hidden: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    qkw: torch.Tensor | None,
+    stages: int,
+    sides: int,
+    heads_per_group: int,
+    rank: int,
+    approximate: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """From the pre-activations of the first layer to the weights of all generators.
+
+    Args:
+        hidden: [B, N, G·C·K], or None without low-rank projections.
+        gates: [B, N, G·C·M], or None without gates.
+        qkw: [G·C·K, K] in the dtype of `hidden`, or None as that is.
+        stages, sides: how many there are; C is their product.
+        heads_per_group: M.
+        rank: R, 0 without low-rank projections.
+        approximate: GELU's flavour as torch names it, "none" (erf) or "tanh".
+        dtype: that of the result.
+
+    Returns:
+        [sides, B, H, stages, W, N]. Differentiable in the three tensors.
+    """
+    shape = _shape(hidden, gates, stages, sides, rank)
+    source = hidden if hidden is not None else gates
+    assert source is not None
+    weights = torch.empty(shape, dtype=dtype, device=source.device)
+    _launch(hidden, gates, qkw, weights, [], heads_per_group, rank, approximate)
+    return weights
+
+
+@generate_weights_op.register_fake
+def _(hidden, gates, qkw, stages, sides, heads_per_group, rank, approximate, dtype):
+    source = hidden if hidden is not None else gates
+    return torch.empty(_shape(hidden, gates, stages, sides, rank), dtype=dtype, device=source.device)
+
+
+@torch.library.custom_op("dcformer::generate_packed", mutates_args=("rows_0", "rows_1"))
+def generate_packed_op(
+    hidden: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    qkw: torch.Tensor | None,
+    rows_0: torch.Tensor,
+    rows_1: torch.Tensor | None,
+    sides: int,
+    heads_per_group: int,
+    rank: int,
+    approximate: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """As `generate_weights_op`, but the key side goes to the channels behind keys and values. Has no gradients.
+
+    Args:
+        rows_0, rows_1: filled: [B, Hkv, N, channels] of the first and the second stage that there are; channels is
+            H / Hkv · W and up to the multiple of 8.
+        Others: those of `generate_weights_op`.
+
+    Returns:
+        [sides - 1, B, H, stages, W, N], the query side's weights, if it is there.
+    """
+    rows = [x for x in (rows_0, rows_1) if x is not None]
+    _, *shape = _shape(hidden, gates, len(rows), sides, rank)
+    weights = torch.empty((sides - 1, *shape), dtype=dtype, device=rows_0.device)
+    _launch(hidden, gates, qkw, weights, rows, heads_per_group, rank, approximate)
+    return weights
+
+
+@generate_packed_op.register_fake
+def _(hidden, gates, qkw, rows_0, rows_1, sides, heads_per_group, rank, approximate, dtype):
+    _, *shape = _shape(hidden, gates, 1 + (rows_1 is not None), sides, rank)
+    return torch.empty((sides - 1, *shape), dtype=dtype, device=rows_0.device)
+
+
+def generator_gradients(
+    grad: torch.Tensor,
+    hidden: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    qkw: torch.Tensor | None,
+    heads_per_group: int,
+    rank: int,
+    approximate: str,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of `generate_weights_op`'s three tensors, recomputing what lies between, in torch.
+
+    Args:
+        grad: [sides, B, H, stages, W, N], the gradient of the op's result.
+        hidden, gates, qkw, heads_per_group, rank, approximate: the op's arguments.
+
+    Returns:
+        gradients of `hidden`, `gates` and `qkw`, in their shapes and dtypes; None where they are None.
+    """
+    sides, batch, heads, stages, width, length = grad.shape
+    m, k = heads_per_group, 2 * rank * heads_per_group
+    compute = accumulation_dtype(grad.dtype)
+    grad = grad.reshape(sides, batch, heads // m, m, stages, width, length)
+    grad = grad.permute(2, 4, 0, 1, 6, 5, 3).flatten(0, 2)  # [G·C, B, N, W, M]
+    grad_hidden = grad_gates = grad_qkw = None
+    if hidden is not None and qkw is not None:
+        blocks = qkw.view(-1, k, k)  # [G·C, K, K]
+        activated = F.gelu(hidden, approximate=approximate).view(batch * length, -1, k).transpose(0, 1)
+        pair = torch.bmm(activated, blocks)  # [G·C, B·N, K]
+        grad_pair = grad[..., : 2 * rank, :].flatten(1, 2)  # [G·C, B·N, 2R, M]
+        grad_down, grad_up = grad_pair.split(rank, dim=2)
+        raw, grad_down = pair.unflatten(-1, (-1, m))[:, :, :rank].to(compute), grad_down.to(compute)
+        scale = torch.rsqrt(raw.pow(2).mean(dim=-1, keepdim=True) + COMPOSE_NORM_EPS)
+        raw = raw * scale  # normed
+        grad_down = scale * (grad_down - raw * (grad_down * raw).mean(dim=-1, keepdim=True))
+        grad_pair = torch.cat([grad_down.to(pair.dtype), grad_up.to(pair.dtype)], dim=2).flatten(2)  # [G·C, B·N, K]
+        grad_qkw = torch.bmm(activated.transpose(1, 2), grad_pair).view(qkw.shape)
+        grad_hidden = torch.bmm(grad_pair, blocks.transpose(1, 2)).transpose(0, 1).reshape(hidden.shape)
+        grad_hidden = torch.ops.aten.gelu_backward(grad_hidden, hidden, approximate=approximate)
+    if gates is not None:
+        grad_gates = grad[..., -1, :].permute(1, 2, 0, 3).reshape(gates.shape).to(compute)  # [B, N, G·C·M]
+        grad_gates = (grad_gates * (1 - torch.tanh(gates.to(compute)).pow(2))).to(gates.dtype)
+    return grad_hidden, grad_gates, grad_qkw
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    hidden, gates, qkw, _, _, heads_per_group, rank, approximate, _ = inputs
+    ctx.save_for_backward(hidden, gates, qkw)
+    ctx.arguments = heads_per_group, rank, approximate
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
+    return (*generator_gradients(grad, *ctx.saved_tensors, *ctx.arguments), *(None,) * 6)
+
+
+generate_weights_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+# --- the module's weights ---------------------------------------------------------------------------------------------
+
+
+def fuse_projections(compose: DCFormerCompose) -> torch.Tensor | None:
+    """The first layers of low rank and gates as one weight.
+
+    Returns:
+        [G·C·(K + M), E], a differentiable copy: the rows of `dw1_proj`, then those of `gate_proj`. None when the module
+        has only one of them.
+    """
+    if compose.dw1_proj is None or compose.gate_proj is None:
+        return None
+    return torch.cat([compose.dw1_proj.weight, compose.gate_proj.weight])
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a module is nothing but its weight: no adapter, quantisation, sharding, offloading or other hook."""
+    hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
+    return (
+        type(linear) is nn.Linear
+        and type(linear.weight) is nn.Parameter
+        and not hooks
+        and "forward" not in vars(linear)
+    )
+
+
+def _first_layer(
+    hidden_states: torch.Tensor, compose: DCFormerCompose, fused_weight: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Pre-activations of low rank [B, N, G·C·K] and gates [B, N, G·C·M], in one product where that pays.
+
+    One product saves a pass over the hidden states and, in the backward pass, the addition of two gradients of their
+    size; it costs a copy of the weights, which pays when there are more tokens than weight rows. With fewer, or
+    where the modules are more than their weights, two products, unless the caller has kept the copy.
+    """
+    low_rank, gate = compose.dw1_proj, compose.gate_proj
+    if low_rank is not None and gate is not None:
+        tokens = hidden_states.shape[0] * hidden_states.shape[1]
+        is_many = tokens >= 2 * (low_rank.weight.shape[0] + gate.weight.shape[0])
+        if fused_weight is None and is_many and _is_plain(low_rank) and _is_plain(gate):
+            fused_weight = fuse_projections(compose)
+        if fused_weight is not None:
+            rows = fused_weight.shape[0] // (2 * compose.rank + 1)  # G·C·M
+            first, second = F.linear(hidden_states, fused_weight).split([2 * compose.rank * rows, rows], dim=-1)
+            return first, second
+    return (None if low_rank is None else low_rank(hidden_states)), (None if gate is None else gate(hidden_states))
+
+
+def _arguments(hidden_states: torch.Tensor, compose: DCFormerCompose, fused_weight: torch.Tensor | None) -> tuple:
+    """What both ops take: (hidden, gates, qkw) and (heads_per_group, rank, approximate, dtype)."""
+    if hidden_states.dtype not in DTYPES:
+        raise ValueError(f"hidden_states of {hidden_states.dtype}: the fused weight generators know {DTYPES} only.")
+    if type(compose.act_fn) not in APPROXIMATE:
+        raise ValueError(f"compose.act_fn={compose.act_fn}: the fused weight generators know erf and tanh GELU only.")
+    count, m = len(compose.generators), compose.heads_per_group
+    rank = compose.rank if compose.dw1_proj is not None else 0
+    hidden, gates = _first_layer(hidden_states, compose, fused_weight)
+    qkw = None
+    if hidden is not None and compose.qkw is not None:
+        compose._check_whole_groups(hidden.shape[-1], count * 2 * rank * m)
+        qkw = compose.qkw.to(hidden.dtype)  # another one only under autocast
+    if gates is not None:
+        compose._check_whole_groups(gates.shape[-1], count * m)
+    return (hidden, gates, qkw), (m, rank, APPROXIMATE[type(compose.act_fn)], hidden_states.dtype)
+
+
+def _axes(compose: DCFormerCompose) -> tuple[list[str], list[str]]:
+    """The stages and the sides that have generators, in order."""
+    stages, sides = (list(dict.fromkeys(names)) for names in zip(*compose.generators, strict=True))
+    return stages, sides
+
+
+def _generated(
+    compose: DCFormerCompose, weights: torch.Tensor, stages: list[str], sides: list[str]
+) -> dict[tuple[str, str], SideWeights]:
+    """[sides, B, H, stages, W, N] as what `DCFormerCompose.forward` returns, views with tokens last in memory."""
+    rank, has_gate = compose.rank if compose.dw1_proj is not None else 0, compose.gate_proj is not None
+    generated: dict[tuple[str, str], SideWeights] = {}
+    for side, both in zip(sides, weights.unbind(0), strict=True):
+        packed = both.flatten(2, 3)  # [B, H, stages · W, N]
+        for stage, one in zip(stages, both.unbind(2), strict=True):  # [B, H, W, N]
+            parts = one.split([rank, rank] * bool(rank) + [1] * has_gate, dim=2)
+            down, up = (part.transpose(2, 3) for part in parts[:2]) if rank else (None, None)  # [B, H, N, R]
+            gate = parts[-1][:, :, 0] if has_gate else None  # [B, H, N]
+            generated[stage, side] = GeneratedSide(down, up, gate, packed)
+    return {generator: generated[generator] for generator in compose.generators if generator in generated}
+
+
+def _statics(compose: DCFormerCompose) -> dict[str, torch.Tensor]:
+    m = compose.heads_per_group
+    stages = ("pre", compose.pre_static), ("post", compose.post_static)
+    return {stage: static.view(-1, m, m) for stage, static in stages if static is not None}
+
+
+def generate_weights(
+    hidden_states: torch.Tensor, compose: DCFormerCompose, fused_weight: torch.Tensor | None = None
+) -> Generated:
+    """What `DCFormerCompose.forward` returns, from fused kernels; differentiable.
+
+    Args:
+        hidden_states: [B, N, E], float32, bfloat16 or float16.
+        compose: the module, its parameters on the device of `hidden_states`.
+        fused_weight: `fuse_projections(compose)` from before, to spare small calls (decoding) one of two products; only
+            for weights that do not change. None lets each call decide.
+
+    Returns:
+        (stage, side) -> `GeneratedSide` in the dtype of `hidden_states`, [B, H, N, R] and [B, H, N], views; and
+        stage -> static projection [G, M, M].
+
+    Raises:
+        ValueError: on another dtype or activation, and when tensor parallelism has cut through a group of heads.
+    """
+    if compose.dw1_proj is None and compose.gate_proj is None:
+        return {}, _statics(compose)
+    tensors, options = _arguments(hidden_states, compose, fused_weight)
+    stages, sides = _axes(compose)
+    weights = generate_weights_op(*tensors, len(stages), len(sides), *options)
+    return _generated(compose, weights, stages, sides), _statics(compose)
+
+
+def generate_packed(
+    hidden_states: torch.Tensor,
+    compose: DCFormerCompose,
+    packed_key: torch.Tensor,
+    packed_value: torch.Tensor,
+    fused_weight: torch.Tensor | None = None,
+) -> Generated:
+    """As `generate_weights`, but writes key-wise weights where `DCFormerCompose.pack` puts them. For inference only.
+
+    Args:
+        hidden_states, compose, fused_weight: as there.
+        packed_key: [B, Hkv, N, D + channels of stage "pre"], filled from channel D on, padding included; the keys may
+            be there already or come later. Not touched without the generator ("pre", "key"). Its dtype may be wider
+            than that of `hidden_states`, as under autocast.
+        packed_value: the same for values and stage "post".
+
+    Returns:
+        (stage, "query") -> `GeneratedSide`, those of queries only; and stage -> static projection [G, M, M].
+
+    Raises:
+        ValueError: as there, and when the rows do not have the shape of these weights.
+        RuntimeError: when gradients are wanted: what is written in place has none. Use `generate_weights` and
+            `DCFormerCompose.pack`.
+    """
+    stages, sides = _axes(compose) if compose.generators else ([], [])
+    if "key" not in sides:
+        return generate_weights(hidden_states, compose, fused_weight)
+    tensors, options = _arguments(hidden_states, compose, fused_weight)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise RuntimeError(
+            "generate_packed writes in place and has no gradients: use generate_weights and DCFormerCompose.pack, or "
+            "call it under torch.no_grad()."
+        )
+    _, batch, heads, _, _, length = _shape(tensors[0], tensors[1], len(stages), len(sides), options[1])
+    expected = (batch, heads // compose.key_value_repeats, length)
+    rows: list[torch.Tensor | None] = [None, None]
+    for i, stage in enumerate(stages):
+        states, channels = (packed_key if stage == "pre" else packed_value), compose.channels[stage]
+        if tuple(states.shape[:-1]) != expected or states.shape[-1] < channels or states.stride(-1) != 1:
+            raise ValueError(
+                f"rows for stage {stage!r} have shape {tuple(states.shape)} and strides {states.stride()}; expected "
+                f"{(*expected, f'D + {channels}')}, the last axis contiguous."
+            )
+        rows[i] = states[..., states.shape[-1] - channels :]
+    weights = generate_packed_op(*tensors, *rows, len(sides), *options)
+    return _generated(compose, weights, stages, sides[:-1]), _statics(compose)
+
+
+# --- for compilers without a GPU --------------------------------------------------------------------------------------
+
+
+def kernel_specs() -> list[dict[str, Any]]:
+    """What to compile to see registers, spills and shared memory, for the published sizes in bfloat16 with R = 2.
+
+    Returns:
+        dicts of `kernel`, `signature` (argument -> Triton type), `constexprs`, `num_warps`, `num_stages`, `label`, and
+        `attrs`: the arguments that are multiples of 16 in such launches, as `ASTSource` takes them.
+    """
+    specs = []
+    sizes = ("405M", 16), ("2.8B", 32), ("6.9B", 32), ("13B", 40)
+    for (name, heads), tokens, rows in itertools.product(sizes, (1, 4096), (0, 1)):
+        padding = 3 if rows else 0
+        tile = _tile(heads, 2, True, padding, 1, tokens, 4)
+        constexprs: dict[str, Any] = {"C": 4, "M": heads, "R": 2, "GATE": 1, "TANH": False, "EPS": COMPOSE_NORM_EPS}
+        constexprs |= {"SIDES": 2, "ROWS": rows, "REP": 1, "PAD": padding, "UNIT": 8, **tile}
+        constexprs |= {} if rows else {"p_rows_0": None, "p_rows_1": None}
+        constexprs |= {"N": 1} if tokens == 1 else {}
+        arguments = generator_kernel.arg_names
+        types = {argument: "*bf16" if argument.startswith("p_") else "i32" for argument in arguments}
+        signature = types | dict.fromkeys(constexprs, "constexpr")
+        multiples = [
+            (i,)
+            for i, argument in enumerate(arguments)
+            if signature[argument] != "constexpr" and argument not in ("B", "H") and "stride_r" not in argument
+        ]
+        specs.append(
+            {
+                "kernel": generator_kernel,
+                "signature": signature,
+                "constexprs": constexprs,
+                **_options(tile),
+                "label": f"generator {name} N={tokens} {'packed' if rows else 'weights'}",
+                "attrs": {i: [["tt.divisibility", 16]] for i in multiples},
+            }
+        )
+    return specs
+
+
+__all__ = [
+    "GeneratedSide",
+    "fuse_projections",
+    "generate_packed",
+    "generate_weights",
+    "generator_gradients",
+    "kernel_specs",
+]

@@ -1,0 +1,334 @@
+"""Composed attention as PyTorch operators, and the implementation "dcformer_triton" for Transformers.
+
+`composed_attention` is the public function. Beneath it are two custom operators, `dcformer::composed_attention` and its
+backward, with fake kernels and registered autograd, so that `torch.compile`, CUDA graphs, FSDP and activation
+checkpointing see one opaque operation. Packing of the composition weights is ordinary torch, outside of them.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+import triton
+from torch import nn
+from transformers.utils import logging
+
+from ..attention_dcformer import QueryBlockMask
+from ..compose_dcformer import ComposeWeights, SideWeights
+from .launch import CHUNK_BYTES, GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
+
+logger = logging.get_logger(__name__)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INTERPRETED = triton.knobs.runtime.interpret
+_ROWS_AT_ONCE = 256  # queries of a mask looked at in one go
+
+
+@torch.library.custom_op("dcformer::composed_attention", mutates_args=())
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_weights: torch.Tensor | None,
+    key_weights: torch.Tensor | None,
+    pre_static: torch.Tensor | None,
+    post_static: torch.Tensor | None,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    low: int,
+    high: int,
+    layout: list[int],
+    scale: float,
+    chunk_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return Problem(
+        query, key, value, query_weights, key_weights, pre_static, post_static, Visibility(first, last, low, high),
+        Layout(*layout), scale, chunk_bytes,
+    ).forward()  # fmt: skip
+
+
+@_forward.register_fake
+def _(query, key, value, *args):
+    batch, heads, length, _ = query.shape
+    out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
+    return out, query.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+@torch.library.custom_op("dcformer::composed_attention_backward", mutates_args=())
+def _backward(
+    grad_out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_weights: torch.Tensor | None,
+    key_weights: torch.Tensor | None,
+    pre_static: torch.Tensor | None,
+    post_static: torch.Tensor | None,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    low: int,
+    high: int,
+    layout: list[int],
+    scale: float,
+    chunk_bytes: int,
+) -> list[torch.Tensor]:
+    """Gradients of query, key and value and of those weights that there are, in their dtypes."""
+    tensors = (query, key, value, query_weights, key_weights, pre_static, post_static)
+    problem = Problem(*tensors, Visibility(first, last, low, high), Layout(*layout), scale, chunk_bytes)
+    grads = problem.backward(grad_out, lse)
+    found = (getattr(grads, field.name) for field in fields(grads))
+    return [grad.to(like.dtype) for grad, like in zip(found, tensors, strict=True) if like is not None]
+
+
+@_backward.register_fake
+def _(grad_out, lse, *args):
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in args[:7] if t is not None]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.rest = inputs[9:]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], *inputs[:9])
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple:
+    lse, *tensors = ctx.saved_tensors
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    grads = iter(_backward(grad_out, lse, *tensors, *ctx.rest))
+    return (*(None if t is None else next(grads) for t in tensors[:7]), *(None,) * 7)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _packed(*sides: SideWeights | None) -> torch.Tensor | None:
+    """A side's weights of both stages, each down, up and gate, as [B, H, channels, N] contiguous."""
+    weights = [w if w.dim() == 4 else w[..., None] for side in sides if side is not None for w in side.tensors()]
+    return torch.cat(weights, dim=-1).transpose(2, 3).contiguous() if weights else None
+
+
+def _flags(stage: ComposeWeights) -> int:
+    """A stage as the kernels' flags."""
+    sides = [side for side in (stage.query, stage.key) if side is not None]
+    flags = QUERY * (stage.query is not None) + KEY * (stage.key is not None) + STATIC * (stage.static is not None)
+    return flags + GATE * any(side.gate is not None for side in sides)
+
+
+def composed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pre: ComposeWeights | None = None,
+    post: ComposeWeights | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    causal_offset: int | None = None,
+    sliding_window: int | None = None,
+    key_start: torch.Tensor | None = None,
+    key_end: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    visible: tuple[torch.Tensor, torch.Tensor] | None = None,
+    return_lse: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Composed attention (paper section 3) with fused kernels: softmax(compose(q kᵀ)), composed again, times v.
+
+    Memory beyond inputs and outputs is linear in T and S: log-sum-exps, and the maps that cross heads for a chunk of
+    queries. Differentiable in query, key, value and all weights; the gradients are deterministic.
+
+    Args:
+        query: [B, H, T, D]; float32, bfloat16 or float16.
+        key: [B, Hkv, S, D], H a multiple of Hkv.
+        value: [B, Hkv, S, DV].
+        pre, post: what scores and weights are composed with; None for no composition.
+        scale: factor of the scores; D ** -0.5 when not given.
+        causal: query t sees keys up to t + causal_offset.
+        causal_offset: S - T when not given: the last query is at the last key.
+        sliding_window: keys that a query sees, its own included; needs `causal`.
+        key_start, key_end: int [B]: keys before (left padding), and from (right padding) these are not seen.
+        cu_seqlens: int [documents + 1]: bounds of packed documents, which do not see each other. Needs B = 1, T = S.
+        visible: (first, last), int [B or 1, T]: query t sees keys first <= s < last at most, besides the above.
+        return_lse: return the log-sum-exp of the composed scores too; no gradient flows through it.
+        chunk_bytes: bound of the memory that the maps of a chunk take, above what one tile of queries needs.
+
+    Returns:
+        output [B, H, T, DV] in the dtype of `query`, zeros for queries that see nothing; with `return_lse` also
+        [B, H, T] in float32, +inf for those.
+
+    Raises:
+        ValueError: on shapes, dtypes or options that do not fit together, naming them.
+    """
+    if query.device.type != "cuda" and not _INTERPRETED:
+        raise ValueError(
+            f"The fused kernels need a CUDA device, the query is on {query.device}: use attn_implementation="
+            "'dcformer_chunked' there. (TRITON_INTERPRET=1 runs them slowly on a CPU, for tests.)"
+        )
+    _check(query, key, value, pre, post, causal, sliding_window, cu_seqlens)
+    (_, _, length, dim), key_length = query.shape, key.shape[2]
+    offset = key_length - length if causal_offset is None else causal_offset
+    position = torch.arange(length, device=query.device, dtype=torch.int32)[None]
+    first, last = torch.zeros_like(position), torch.full_like(position, key_length)
+    low, high = -(2**30), 2**30
+    if causal:
+        last, high = torch.minimum(last, position + (offset + 1)), offset
+    if sliding_window is not None:
+        first, low = (position + (offset - sliding_window + 1)).clamp(min=0), offset - sliding_window + 1
+    for bound, start in ((key_start, True), (key_end, False)):
+        if bound is not None:
+            bound = bound.to(device=query.device, dtype=torch.int32)[:, None]  # [B, 1]
+            first, last = (torch.maximum(first, bound), last) if start else (first, torch.minimum(last, bound))
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(device=query.device, dtype=torch.int32)
+        document = torch.searchsorted(bounds, position[0], right=True) - 1
+        first = torch.maximum(first, bounds[document][None])
+        last = torch.minimum(last, bounds[document + 1][None])
+    if visible is not None:
+        first = torch.maximum(first, visible[0].to(device=query.device, dtype=torch.int32))
+        last = torch.minimum(last, visible[1].to(device=query.device, dtype=torch.int32))
+    first, last = (t.contiguous() for t in torch.broadcast_tensors(first, last))
+
+    pre, post = pre or ComposeWeights(), post or ComposeWeights()
+    rank = next((s.down.shape[-1] for w in (pre, post) for s in (w.query, w.key) if s and s.down is not None), 0)
+    groups = max(pre.groups, post.groups)
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    statics = [None if w.static is None else w.static.contiguous() for w in (pre, post)]
+    out, lse = _forward(
+        query, key, value, _packed(pre.query, post.query), _packed(pre.key, post.key), *statics, first, last, low, high,
+        [_flags(pre), _flags(post), groups, rank], dim**-0.5 if scale is None else scale, chunk_bytes,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    causal: bool,
+    sliding_window: int | None,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise ValueError("query, key and value must be [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, DV].")
+    (batch, heads, length, dim), (kv_batch, kv_heads, key_length, key_dim) = query.shape, key.shape
+    if kv_batch != batch or heads % kv_heads or key_dim != dim or value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together: "
+            "expected [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, DV] with H a multiple of Hkv."
+        )
+    if query.dtype not in _DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        raise ValueError(
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one of {_DTYPES} for all."
+        )
+    if max(dim, value.shape[3]) > 256:
+        raise ValueError(f"head dims {dim} and {value.shape[3]}: the kernels have at most 256.")
+    if sliding_window is not None and (not causal or sliding_window < 1):
+        raise ValueError(f"sliding_window={sliding_window} must be at least 1, and needs causal=True.")
+    if cu_seqlens is not None and (batch != 1 or length != key_length):
+        raise ValueError(f"cu_seqlens needs one packed row and as many keys as queries, got B={batch}, T={length}.")
+    ranks, parts = set(), {}
+    for name, stage in (("pre", pre), ("post", post)):
+        for kind, side, count in (("query", stage and stage.query, length), ("key", stage and stage.key, key_length)):
+            if side:
+                parts[f"{name}.{kind}"] = [getattr(side, part) is not None for part in ("down", "up", "gate")]
+            for part in ("down", "up", "gate"):
+                weight = getattr(side, part) if side else None
+                if weight is None:
+                    continue
+                if weight.shape[:3] != (batch, heads, count):
+                    raise ValueError(
+                        f"{name}.{kind}.{part} is {tuple(weight.shape)}, expected {(batch, heads, count)}"
+                        f"{' and R' if part != 'gate' else ''}."
+                    )
+                ranks |= {weight.shape[3]} if part != "gate" else set()
+        if stage is not None and heads % stage.groups:
+            raise ValueError(f"{name}.groups={stage.groups} must divide the number of heads, {heads}.")
+        if stage is not None and stage.static is not None:
+            expected = (stage.groups, heads // stage.groups, heads // stage.groups)
+            if stage.static.shape != expected:
+                raise ValueError(f"{name}.static is {tuple(stage.static.shape)}, expected {expected}.")
+    if pre is not None and post is not None and pre.groups != post.groups:
+        raise ValueError(f"pre and post have different groups, {pre.groups} and {post.groups}.")
+    if any(there != next(iter(parts.values())) or there[0] != there[1] for there in parts.values()):
+        raise ValueError(f"{', '.join(parts)} must have the same parts: down and up, a gate, or all three.")
+    if len(ranks) > 1 or max(ranks, default=1) > 4:
+        raise ValueError(f"ranks {sorted(ranks)}: expected one, of 1 to 4.")
+
+
+# --- Transformers -----------------------------------------------------------------------------------------------------
+
+
+def _intervals(mask: torch.Tensor | QueryBlockMask, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mask [B or 1, 1, T, S] as an interval of keys per query: (first, last), int32 [B or 1, T].
+
+    Raises:
+        ValueError: when the keys that some query sees are no interval, or the mask has heads or is additive.
+    """
+    firsts, lasts = [], []
+    for start in range(0, length, _ROWS_AT_ONCE):
+        stop = min(length, start + _ROWS_AT_ONCE)
+        rows = mask.rows(start, stop) if isinstance(mask, QueryBlockMask) else mask[:, :, start:stop]
+        if rows.shape[1] != 1:
+            raise ValueError("attn_implementation='dcformer_triton' takes no mask per head: use 'eager'.")
+        if rows.is_floating_point():
+            rows = rows > torch.finfo(rows.dtype).min / 2
+        rows = rows[:, 0].bool()  # [B or 1, t, S]
+        count, keys = rows.sum(-1), rows.shape[-1]
+        first = rows.int().argmax(-1)
+        last = torch.where(count > 0, keys - rows.flip(-1).int().argmax(-1), 0)
+        first = torch.where(count > 0, first, 0)
+        if not torch.compiler.is_compiling() and not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if bool((last - first != count).any()):
+                raise ValueError(
+                    "attn_implementation='dcformer_triton' needs masks in which each query sees keys without gaps "
+                    "(causal, windows, padding on either side, packed documents): use 'dcformer_chunked'."
+                )
+        firsts.append(first.int())
+        lasts.append(last.int())
+    return torch.cat(firsts, dim=1), torch.cat(lasts, dim=1)
+
+
+def triton_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | QueryBlockMask | None,
+    scaling: float,
+    dropout: float = 0.0,
+    pre: ComposeWeights | None = None,
+    post: ComposeWeights | None = None,
+    sliding_window: int | None = None,
+    compose_trace: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Composed attention by fused kernels, as Transformers calls it. Arguments as for `eager_attention`.
+
+    Returns:
+        output [B, T, H, D], and None: there are no weights to return.
+
+    Raises:
+        ValueError: for what the kernels do not do: dropout of weights, traces of maps, masks with gaps.
+    """
+    if compose_trace is not None:
+        raise ValueError("attn_implementation='dcformer_triton' never holds the maps: fill compose_trace with 'eager'.")
+    if dropout and module.training:
+        raise ValueError(
+            f"attention_dropout={dropout} is not part of the fused kernels: set it to 0, or use 'dcformer_chunked'."
+        )
+    if kwargs.get("output_attentions"):
+        logger.warning_once("output_attentions=True returns nothing with 'dcformer_triton': use 'eager'.")
+    options: dict[str, Any] = {"scale": scaling}
+    offset: Any = None if attention_mask is None else getattr(attention_mask, "offset", None)
+    causal = getattr(module, "is_causal", True) and (attention_mask is None or offset is not None)
+    options |= {"causal": causal, "causal_offset": offset, "sliding_window": sliding_window if causal else None}
+    if attention_mask is not None:
+        options["visible"] = _intervals(attention_mask, query.shape[2])
+    return composed_attention(query, key, value, pre, post, **options).transpose(1, 2), None  # type: ignore[union-attr]
+
+
+__all__ = ["composed_attention", "triton_attention"]

@@ -1,0 +1,418 @@
+"""`composed_attention` against the definition in float64: every switch, awkward shapes, who sees what, three dtypes.
+
+Tolerances are computed: an error may be at most twice that of the definition in the same dtype, plus a rounding band:
+that of the dtype, and of the log-sum-exp, from which the kernels make weights as exp(score - lse).
+"""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
+INTERPRETED = triton.knobs.runtime.interpret
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter", allow_module_level=True)
+
+from dcformer import ComposeWeights, SideWeights, compose  # noqa: E402  # after the skips
+from dcformer.attention_dcformer import eager_attention  # noqa: E402
+from dcformer.kernels import composed_attention, launch  # noqa: E402
+from dcformer.kernels.attention import GRAD_COMPOSED, GRAD_SCORES, SCORES, WEIGHTS  # noqa: E402
+from dcformer.kernels.launch import GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility  # noqa: E402
+from dcformer.kernels.tuning import KERNELS, choose  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    """Memory that nobody has written holds NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned(tensor):
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() and tensor.device.type == DEVICE else tensor
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: poisoned(empty(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poisoned(empty_like(*args, **kwargs)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call. `stages` and `sides`: which there are; `start`, `end`: padding of each row; `chunk`: FIRST_CHUNK."""
+
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int | None = None
+    length: int = 21
+    keys: int | None = None
+    dim: int = 16
+    value_dim: int | None = None
+    stages: tuple[str, ...] = ("pre", "post")
+    sides: tuple[str, ...] = ("query", "key")
+    rank: int = 2
+    gate: bool = True
+    static: bool = False
+    groups: int = 1
+    causal: bool = True
+    offset: int | None = None
+    window: int | None = None
+    start: tuple[int, ...] | None = None
+    end: tuple[int, ...] | None = None
+    documents: tuple[int, ...] | None = None
+    chunk: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def key_length(self):
+        return self.keys or self.length
+
+    def tensors(self):
+        """Inputs by name, in float32 but with values that the dtype has; composition does much."""
+        generator = torch.Generator().manual_seed(3)
+        kv_heads, value_dim = self.kv_heads or self.heads, self.value_dim or self.dim
+
+        def new(*shape, scale=1.0):
+            return (torch.randn(shape, generator=generator) * scale).to(self.dtype).float()
+
+        out = {
+            "query": new(self.batch, self.heads, self.length, self.dim),
+            "key": new(self.batch, kv_heads, self.key_length, self.dim),
+            "value": new(self.batch, kv_heads, self.key_length, value_dim),
+        }
+        lengths = {"query": self.length, "key": self.key_length}
+        for stage, side in itertools.product(self.stages, self.sides):
+            shape = (self.batch, self.heads, lengths[side])
+            if self.rank:
+                out[f"{stage}.{side}.down"] = new(*shape, self.rank, scale=0.5)
+                out[f"{stage}.{side}.up"] = new(*shape, self.rank, scale=0.5)
+            if self.gate:
+                out[f"{stage}.{side}.gate"] = new(*shape, scale=0.5)
+        if self.static:
+            size = self.heads // self.groups
+            for stage in self.stages:
+                out[f"{stage}.static"] = new(self.groups, size, size, scale=size**-0.5)
+        out["grad"] = new(self.batch, self.heads, self.length, value_dim)
+        return out
+
+    def visible(self):
+        """[B, 1, T, S], True where a query sees a key."""
+        t, s = torch.arange(self.length)[:, None], torch.arange(self.key_length)[None]
+        offset = self.key_length - self.length if self.offset is None else self.offset
+        mask = (s <= t + offset) if self.causal else torch.ones(self.length, self.key_length, dtype=torch.bool)
+        if self.window is not None:
+            mask = mask & (s > t + offset - self.window)
+        if self.documents is not None:
+            document = torch.bucketize(s[0], torch.tensor(self.documents), right=True)
+            mask = mask & (document[:, None] == document[None, :])
+        mask = mask.expand(self.batch, 1, -1, -1).clone()
+        for i in range(self.batch):
+            mask[i, 0] &= (s >= (self.start or (0,) * self.batch)[i]) & (
+                s < (self.end or (self.key_length,) * self.batch)[i]
+            )
+        return mask
+
+    def options(self):
+        out = {"causal": self.causal, "causal_offset": self.offset, "sliding_window": self.window}
+        for name, value in (("key_start", self.start), ("key_end", self.end), ("cu_seqlens", self.documents)):
+            out[name] = None if value is None else torch.tensor(value, device=DEVICE)
+        return out | ({"chunk_bytes": 0} if self.chunk else {})
+
+
+def stage_weights(tensors, stage, groups):
+    parts = {name.removeprefix(f"{stage}."): t for name, t in tensors.items() if name.startswith(f"{stage}.")}
+    if not parts:
+        return None
+    sides = {
+        side: SideWeights(*(parts.get(f"{side}.{part}") for part in ("down", "up", "gate")))
+        for side in ("query", "key")
+        if any(name.startswith(side) for name in parts)
+    }
+    return ComposeWeights(**sides, static=parts.get("static"), groups=groups)
+
+
+def run(case, dtype, attend):
+    """Output and gradients by name, in float64."""
+    tensors = {name: t.to(DEVICE, dtype, copy=True).requires_grad_() for name, t in case.tensors().items()}
+    grad = tensors.pop("grad").detach()
+    pre, post = (stage_weights(tensors, stage, case.groups) for stage in ("pre", "post"))
+    out = attend(tensors["query"], tensors["key"], tensors["value"], pre, post)
+    out.backward(grad)
+    return {"out": out} | {name: t.grad for name, t in tensors.items()}
+
+
+def eager(case):
+    mask = case.visible().to(DEVICE)
+    module = SimpleNamespace(is_causal=True, training=False)
+
+    def attend(query, key, value, pre, post):
+        out, _ = eager_attention(module, query, key, value, mask, case.dim**-0.5, pre=pre, post=post)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def fused(case):
+    return lambda *tensors: composed_attention(*tensors, **case.options())
+
+
+def largest_lse(case):
+    """The largest log-sum-exp of composed scores: weights have relative errors of that many units in the last place."""
+    t = {name: tensor.double() for name, tensor in case.tensors().items()}
+    keys = t["key"].repeat_interleave(case.heads // t["key"].shape[1], dim=1)
+    scores = torch.matmul(t["query"], keys.transpose(2, 3)) * case.dim**-0.5
+    composed = compose(scores, stage_weights(t, "pre", case.groups)).masked_fill(~case.visible(), -torch.inf)
+    lse = composed.logsumexp(-1)
+    return lse[lse.isfinite()].abs().max()
+
+
+def check(case, monkeypatch):
+    if case.chunk:
+        monkeypatch.setattr(launch, "FIRST_CHUNK", case.chunk)
+    truth = run(case, torch.float64, eager(case))
+    low = run(case, case.dtype, eager(case))
+    found = run(case, case.dtype, fused(case))
+    span = torch.finfo(torch.float32).eps * largest_lse(case)
+    # Triton's interpreter cuts float32 off when it makes it bfloat16 (torch rounds): twice the error, of one sign.
+    slack = 4 if INTERPRETED and case.dtype == torch.bfloat16 else 2
+    assert found.keys() == truth.keys()
+    for name, expected in truth.items():
+        error, yardstick = ((result[name].double() - expected).abs().max() for result in (found, low))
+        band = (slack * torch.finfo(case.dtype).eps + span) * expected.abs().max()
+        assert found[name].dtype == case.dtype
+        assert error <= slack * yardstick + band, f"{name}: {error:.3g} against {yardstick:.3g} (band {band:.3g})"
+
+
+SWITCHES = {
+    "nothing": Case(stages=()),
+    "everything": Case(static=True, groups=2),
+    "pre": Case(stages=("pre",)),
+    "post": Case(stages=("post",)),
+    "query": Case(sides=("query",)),
+    "key": Case(sides=("key",)),
+    "pre query": Case(stages=("pre",), sides=("query",), gate=False),
+    "post key": Case(stages=("post",), sides=("key",), gate=False),
+    "no gate": Case(gate=False),
+    "gate only": Case(rank=0),
+    "static only": Case(sides=(), static=True),
+    "static, gates": Case(rank=0, static=True),
+    "rank 1": Case(rank=1),
+    "rank 3": Case(rank=3),
+    "rank 4": Case(rank=4),
+    "groups": Case(groups=2),
+    "grouped-query": Case(kv_heads=2, value_dim=32),
+    "multi-query, groups": Case(kv_heads=1, groups=4),
+}
+SHAPES = {
+    "6 heads": Case(heads=6, length=17),
+    "24 heads": Case(heads=24, length=5, groups=2),
+    "52 heads": Case(heads=52, length=3, keys=5),
+    "dim 80": Case(dim=80, heads=2, length=17),
+    "dim 96": Case(dim=96, heads=2, length=17),
+    "dim 256": Case(dim=256, heads=2, length=9),
+    "dim 20, 24": Case(dim=20, value_dim=24, heads=2),
+    "1": Case(length=1),
+    "63": Case(length=63, heads=1, rank=1),
+    "111": Case(length=111, heads=1, stages=("post",), sides=("key",)),
+    "1 query": Case(length=1, keys=37),
+    "7 queries": Case(length=7, keys=30),
+    "offset": Case(length=7, keys=30, offset=10),
+    "no keys yet": Case(length=20, keys=20, offset=-18),
+    "more queries": Case(length=30, keys=7, causal=False),
+}
+VISIBILITY = {
+    "window 1": Case(window=1),
+    "window 5": Case(window=5, length=40, heads=2),
+    "window 16": Case(window=16, length=40, heads=2, keys=50),
+    "left padding": Case(batch=2, start=(0, 18), heads=2),
+    "right padding": Case(batch=2, end=(21, 3), heads=2),
+    "nothing seen": Case(batch=2, end=(21, 0), heads=2),
+    "padding, window": Case(batch=2, start=(3, 20), end=(19, 21), window=4, heads=2),
+    "documents": Case(documents=(0, 3, 19, 33), length=33, heads=2),
+    "documents, window": Case(documents=(0, 3, 19, 33), length=33, heads=2, window=6),
+    "bidirectional": Case(causal=False),
+    "bidirectional documents": Case(causal=False, documents=(0, 3, 20, 33), length=33, heads=2),
+    "chunks": Case(length=37, heads=2, chunk=16),
+    "chunks, window, static": Case(length=37, heads=2, chunk=16, window=5, static=True),
+    "chunks that see nothing": Case(length=37, keys=20, offset=-17, heads=2, chunk=16),
+}
+LOW = {
+    f"{name}, {str(dtype).removeprefix('torch.')}": dataclasses.replace(case, dtype=dtype)
+    for dtype in (torch.bfloat16, torch.float16)
+    for name, case in {
+        "all": Case(length=20, heads=4),
+        "static, groups": Case(static=True, groups=2, heads=4),
+        "grouped-query, window, padding": Case(kv_heads=2, window=7, batch=2, start=(0, 5), dim=80, length=18),
+    }.items()
+}
+CASES = SWITCHES | SHAPES | VISIBILITY | LOW
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_gradients(name, monkeypatch):
+    check(CASES[name], monkeypatch)
+
+
+def test_gradients_are_as_exact_as_float32_allows():
+    """All gradients of a small problem within a few units in the last place of their largest."""
+    case = Case(heads=2, length=18, static=True)
+    truth, found = run(case, torch.float64, eager(case)), run(case, torch.float32, fused(case))
+    for name, expected in truth.items():
+        error = (found[name].double() - expected).abs().max() / expected.abs().max()
+        assert error <= 16 * torch.finfo(torch.float32).eps, f"{name}: {error:.3g}"
+
+
+def test_runs_are_bitwise_equal():
+    case = Case(kv_heads=2, static=True, window=9)
+    first, second = (run(case, torch.float32, fused(case)) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_strides_do_not_matter():
+    case = Case(heads=2)
+    tensors = {name: t.to(DEVICE) for name, t in case.tensors().items() if name in ("query", "key", "value")}
+    expected = composed_attention(*tensors.values())
+    moved = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors.values())
+    assert torch.equal(composed_attention(*moved), expected)
+    odd = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in tensors.values())
+    assert torch.equal(composed_attention(*odd), expected)
+
+
+def test_log_sum_exp():
+    case = Case(batch=2, end=(21, 0), stages=(), heads=2)
+    tensors = {name: t.to(DEVICE) for name, t in case.tensors().items()}
+    out, lse = composed_attention(tensors["query"], tensors["key"], tensors["value"], return_lse=True, **case.options())
+    scores = torch.matmul(tensors["query"], tensors["key"].transpose(2, 3)) * case.dim**-0.5
+    expected = scores.masked_fill(~case.visible().to(DEVICE), -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(lse[0], expected[0])
+    assert lse[1].eq(torch.inf).all() and out[1].eq(0).all()
+
+
+def test_visible_intervals():
+    case = Case(heads=2, start=(4,), causal=False)
+    tensors = [case.tensors()[name].to(DEVICE) for name in ("query", "key", "value")]
+    first, last = torch.full((1, 21), 4, device=DEVICE), torch.full((1, 21), 21, device=DEVICE)
+    found = composed_attention(*tensors, causal=False, visible=(first, last))
+    assert torch.equal(found, composed_attention(*tensors, **case.options()))
+
+
+def _operator_inputs(requires_grad):
+    case = Case(heads=2, length=9, static=True)
+    made = {name: t.to(DEVICE).requires_grad_(requires_grad) for name, t in case.tensors().items()}
+    pre, post = (stage_weights(made, stage, 1) for stage in ("pre", "post"))
+    captured = {}
+
+    def capture(*args):
+        captured["args"] = args
+        return forward(*args)
+
+    from dcformer.kernels import ops
+
+    forward = ops._forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_forward", capture)
+        _, lse = composed_attention(made["query"], made["key"], made["value"], pre, post, return_lse=True)
+    detached = [t.detach().requires_grad_(requires_grad and t.is_floating_point()) if torch.is_tensor(t) else t
+                for t in captured["args"]]  # fmt: skip
+    return ops, tuple(detached), made["grad"].detach(), lse.detach()
+
+
+def test_operators_are_well_made():
+    ops, args, grad, lse = _operator_inputs(requires_grad=True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(ops._forward, args, test_utils=tests)
+    args = tuple(t.detach() if torch.is_tensor(t) else t for t in args)
+    torch.library.opcheck(ops._backward, (grad, lse, *args), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compiles_to_one_graph():
+    case = Case(heads=2, length=9)
+    compiled = torch.compile(composed_attention, fullgraph=True, backend="aot_eager")
+    expected, found = (run(case, torch.float32, lambda *t, f=f: f(*t)) for f in (composed_attention, compiled))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# --- what is launched -------------------------------------------------------------------------------------------------
+
+
+def problem(length, layout, heads=4, chunk_bytes=1 << 20, low=-(2**30)):
+    q = torch.empty(2, heads, length, 16, device="meta", dtype=torch.bfloat16)
+    static = torch.empty(layout.groups, heads // layout.groups, heads // layout.groups, device="meta")
+    statics = [static if flags & STATIC else None for flags in (layout.pre, layout.post)]
+    bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
+    return Problem(q, q, q, None, None, *statics, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
+
+
+@pytest.mark.parametrize("length", [1, 63, 1000, 4096])
+@pytest.mark.parametrize("low", [-(2**30), -99])
+def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low):
+    layout = Layout(QUERY | KEY | GATE, QUERY | KEY | GATE, 1, 2)
+    this = problem(length, layout, low=low)
+    chunks = list(this.chunks(8))
+    assert [i for chunk in chunks for i in range(chunk.t_0, chunk.t_0 + chunk.n_t)] == list(range(length))
+    for chunk in chunks:
+        stop = min(length, -(-(chunk.t_0 + chunk.n_t) // 16) * 16)  # multiples of 16 keep the rows of maps aligned
+        assert chunk.s_0 == max(0, chunk.t_0 + low) // 16 * 16 and chunk.s_0 + chunk.n_s == stop
+        assert chunk.n_t <= 64 or 2 * 8 * 2 * chunk.n_t * chunk.n_s <= 1 << 20  # B · maps · bytes
+
+
+def test_maps_of_each_source_have_their_place():
+    layout = Layout(QUERY | STATIC, QUERY | KEY, 1, 3)
+    this = problem(5, layout)
+    assert this.count == {SCORES: 3 + 4, WEIGHTS: 6, GRAD_SCORES: 7, GRAD_COMPOSED: 6}
+    assert this.first_map == {SCORES: 0, WEIGHTS: 7, GRAD_SCORES: 13, GRAD_COMPOSED: 20}
+
+
+def test_every_kernel_has_a_tile(monkeypatch):
+    from dcformer.kernels import tuning
+
+    monkeypatch.setattr(tuning, "_interpreter_tile", lambda: None)
+    assert set(KERNELS) == set(launch.LAUNCHES)
+    for kernel, dim, arch in itertools.product(KERNELS, (16, 64, 80, 128, 192, 256), (75, 80, 86, 89, 90, 100, 120)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            tile = choose(kernel, dim, dtype, arch)
+            assert tile.b_t >= 16 and tile.b_s >= 16
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def _tensors(*shape, dtype=torch.float32):
+    return torch.zeros(shape, device=DEVICE, dtype=dtype)
+
+
+ERRORS = {
+    "must be": ((_tensors(2, 3, 4),) * 3, {}),
+    "do not fit together": ((_tensors(1, 4, 5, 16), _tensors(1, 3, 5, 16), _tensors(1, 3, 5, 16)), {}),
+    "expected one of": ((_tensors(1, 2, 5, 16, dtype=torch.float64),) * 3, {}),
+    "at most 256": ((_tensors(1, 2, 5, 300),) * 3, {}),
+    "sliding_window=0": ((_tensors(1, 2, 5, 16),) * 3, {"sliding_window": 0}),
+    "needs causal=True": ((_tensors(1, 2, 5, 16),) * 3, {"sliding_window": 3, "causal": False}),
+    "one packed row": ((_tensors(2, 2, 5, 16),) * 3, {"cu_seqlens": torch.tensor([0, 5])}),
+    "must divide": ((_tensors(1, 2, 5, 16),) * 3, {"pre": ComposeWeights(groups=3)}),
+    "groups, 2 and 1": (
+        (_tensors(1, 2, 5, 16),) * 3,
+        {"pre": ComposeWeights(static=_tensors(2, 1, 1), groups=2), "post": ComposeWeights(static=_tensors(1, 2, 2))},
+    ),
+    "expected one, of 1 to 4": (
+        (_tensors(1, 2, 5, 16),) * 3,
+        {"pre": ComposeWeights(SideWeights(_tensors(1, 2, 5, 5), _tensors(1, 2, 5, 5)))},
+    ),
+    "pre.query.gate is": (
+        (_tensors(1, 2, 5, 16),) * 3,
+        {"pre": ComposeWeights(SideWeights(gate=_tensors(1, 2, 4)))},
+    ),
+    "the same parts": (
+        (_tensors(1, 2, 5, 16),) * 3,
+        {"pre": ComposeWeights(SideWeights(gate=_tensors(1, 2, 5)), SideWeights(*[_tensors(1, 2, 5, 1)] * 2))},
+    ),
+    "static is": ((_tensors(1, 2, 5, 16),) * 3, {"post": ComposeWeights(static=_tensors(1, 3, 3))}),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_what_cannot_be_done_says_so(message):
+    tensors, options = ERRORS[message]
+    with pytest.raises(ValueError, match=message):
+        composed_attention(*tensors, **options)

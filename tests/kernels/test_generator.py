@@ -1,0 +1,618 @@
+"""The fused weight generators against `DCFormerCompose` in float64, with tolerances from torch's own error."""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import REPOSITORY, tiny_config
+from torch import nn
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
+INTERPRETED = triton.knobs.runtime.interpret
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter", allow_module_level=True)
+
+from dcformer import DCFormerCompose, SideWeights  # noqa: E402  # after the skips
+from dcformer.kernels import generator  # noqa: E402
+from dcformer.kernels.generator import (  # noqa: E402
+    GeneratedSide,
+    fuse_projections,
+    generate_packed,
+    generate_packed_op,
+    generate_weights,
+    generate_weights_op,
+    generator_gradients,
+    kernel_specs,
+)
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HEAD_DIM = 8
+# Large activations reach exp's overflow in NumPy, where the limit is the right result.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    """New memory is NaN: what a kernel does not write is seen."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() and tensor.device.type == DEVICE else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def make(dtype=torch.float32, scale=0.5, **fields):
+    """A composition module with weights far from their initialisation, and the same in float64."""
+    config = tiny_config(
+        **({"num_key_value_heads": fields.get("num_attention_heads", 4), "head_dim": HEAD_DIM} | fields)
+    )
+    module = DCFormerCompose(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(scale * torch.randn(parameter.shape))
+    module = module.to(DEVICE, dtype)
+    exact = DCFormerCompose(config).to(DEVICE, torch.float64)
+    exact.load_state_dict({name: tensor.double() for name, tensor in module.state_dict().items()})
+    return module, exact
+
+
+def states(batch, length, dtype=torch.float32, size=32):
+    return torch.randn(batch, length, size).to(DEVICE, dtype)
+
+
+def assert_within(result, reference, truth, name=""):
+    """The error of `result` is at most twice that of `reference`, which rounds at the same places, and one rounding."""
+    assert result.shape == reference.shape == truth.shape, name
+    assert torch.isfinite(result).all(), name
+    error, allowed = ((x.double() - truth).abs().max().item() if x.numel() else 0.0 for x in (result, reference))
+    band = torch.finfo(reference.dtype).eps * (truth.abs().max().item() if truth.numel() else 0.0)
+    assert error <= 2 * allowed + band, f"{name}: {error:.3g} > 2 * {allowed:.3g} + {band:.3g}"
+
+
+def assert_sides_within(result, reference, truth):
+    assert list(result) == list(reference) == list(truth)
+    for generator_name in truth:
+        for name in ("down", "up", "gate"):
+            tensors = [getattr(sides[generator_name], name) for sides in (result, reference, truth)]
+            assert len({tensor is None for tensor in tensors}) == 1, (generator_name, name)
+            if tensors[0] is not None:
+                assert tensors[0].dtype == tensors[1].dtype
+                assert_within(*tensors, name=(generator_name, name))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+SWITCHES = [
+    {},
+    {"compose_gate": False},
+    {"compose_projection": False},
+    {"compose_query": False},
+    {"compose_key": False},
+    {"compose_pre": False},
+    {"compose_post": False, "compose_query": False},
+    {"compose_static": True, "compose_act": "gelu"},
+]
+# heads, key/value heads, groups, rank, batch, tokens: heads that are no power of two, lengths that are no multiple
+SHAPES = [
+    (4, 4, 1, 1, 1, 1),
+    (6, 2, 1, 2, 2, 63),
+    (6, 6, 3, 3, 1, 17),
+    (8, 2, 4, 2, 4, 21),  # enough programs for blocks of 64 tokens
+    (12, 4, 2, 4, 1, 5),
+    (16, 16, 1, 2, 2, 3),
+    (24, 3, 1, 2, 1, 63),
+    (32, 32, 1, 2, 1, 19),
+    (40, 8, 5, 2, 1, 16),
+    (40, 40, 1, 1, 1, 1),
+    (52, 13, 1, 2, 1, 2),
+    (52, 4, 4, 4, 1, 17),
+    (52, 26, 2, 3, 1, 3),
+]
+
+
+def check_weights(dtype, shape, switches):
+    """All that is to be said about one configuration: weights, packed rows, padding."""
+    heads, kv_heads, groups, rank, batch, length = shape
+    fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    module, exact = make(dtype, compose_groups=groups, compose_rank=rank, **fields, **switches)
+    x = states(batch, length, dtype)
+    with torch.no_grad():
+        result, statics = generate_weights(x, module)
+        reference, expected_statics = module(x)
+        truth, _ = exact(x.double())
+        assert_sides_within(result, reference, truth)
+        assert list(statics) == list(expected_statics)
+        assert all(torch.equal(statics[stage], expected_statics[stage]) for stage in statics)
+
+        rows = {stage: poisoned_rows(batch, kv_heads, length, module, stage, dtype) for stage in ("pre", "post")}
+        queries, _ = generate_packed(x, module, rows["pre"], rows["post"])
+    assert list(queries) == [name for name in result if name[1] == "query"]
+    for name, side in queries.items():
+        for one, other in zip(side.tensors(), result[name].tensors(), strict=True):
+            assert torch.equal(one, other)
+    for stage, packed in rows.items():
+        before = packed[..., :HEAD_DIM].clone()
+        assert torch.isnan(before).all()  # the keys' and values' own part is left alone
+        packed[..., :HEAD_DIM] = 0
+        # the same kernel, so the same bits; and what `pack` does is exact
+        expected = module.pack(packed[..., :HEAD_DIM], result.get((stage, "key")), stage)
+        assert torch.equal(packed, expected), stage
+
+
+def poisoned_rows(batch, kv_heads, length, module, stage, dtype):
+    shape = (batch, kv_heads, length, HEAD_DIM + module.channels[stage])
+    return torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
+
+
+@pytest.mark.parametrize("i_shape", range(len(SHAPES)))
+def test_weights_and_rows(i_shape):
+    check_weights(DTYPES[i_shape % 3], SHAPES[i_shape], {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_switches(switches, dtype):
+    check_weights(dtype, (6, 2, 2, 2, 2, 5), switches)
+    check_weights(dtype, (8, 8, 1, 1, 1, 3), switches)
+
+
+def test_every_combination_of_switches():
+    pairs = ("pre", "post"), ("query", "key"), ("projection", "gate")
+    some = (True, True), (True, False), (False, True)
+    for values in itertools.product(some, repeat=3):
+        on = {
+            f"compose_{name}": on
+            for pair, ons in zip(pairs, values, strict=True)
+            for name, on in zip(pair, ons, strict=True)
+        }
+        check_weights(torch.float32, (4, 2, 1, 2, 1, 3), on)
+
+
+def test_nothing_to_generate():
+    module, _ = make(**{f"compose_{name}": False for name in ("pre", "post", "query", "key")})
+    assert generate_weights(states(1, 3), module) == ({}, {})
+    module, _ = make(compose_query=False, compose_key=False, compose_static=True)
+    rows = [torch.zeros(1, 4, 3, HEAD_DIM, device=DEVICE) for _ in range(2)]
+    generated, statics = generate_packed(states(1, 3), module, *rows)
+    assert generated == {} and list(statics) == ["pre", "post"]
+
+
+def test_the_tolerance_can_fail():
+    """The flavours of GELU differ by 5e-4 at most; taking the wrong one is noticed."""
+    module, exact = make()
+    x = states(2, 9)
+    with torch.no_grad():
+        reference, truth = module(x)[0], exact(x.double())[0]
+        module.act_fn = type(DCFormerCompose(tiny_config(compose_act="gelu")).act_fn)()
+        result = generate_weights(x, module)[0]
+    with pytest.raises(AssertionError, match="> 2 \\*"):
+        assert_sides_within(result, reference, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_rounds_where_torch_rounds(dtype):
+    """Only the order of sums differs, which rarely tips a rounding; a rounding more or less would change a third."""
+    module, _ = make(dtype, num_attention_heads=12)
+    x = states(2, 50, dtype)
+    with torch.no_grad():
+        result, reference = generate_weights(x, module)[0], module(x)[0]
+    for name, side in result.items():
+        for one, other in zip(side.tensors(), reference[name].tensors(), strict=True):
+            assert (one != other).float().mean() < 0.02
+
+
+def test_small_and_large_inputs():
+    """Gates around zero and at saturation, and pairs at and below the norm's epsilon."""
+    for scale in (1e-6, 1e-3, 0.1, 30.0):
+        module, exact = make(scale=1.0)
+        with torch.no_grad():
+            for parameter in (module.gate_proj.weight, module.qkw, exact.gate_proj.weight, exact.qkw):
+                parameter.mul_(scale)
+            exact.load_state_dict({name: tensor.double() for name, tensor in module.state_dict().items()})
+            x = states(2, 7)
+            assert_sides_within(generate_weights(x, module)[0], module(x)[0], exact(x.double())[0])
+
+
+def test_tanh_is_accurate_relative_to_itself():
+    module, _ = make(compose_projection=False, hidden_size=1, num_attention_heads=2, num_key_value_heads=2, scale=0.0)
+    with torch.no_grad():
+        module.gate_proj.weight.fill_(1.0)
+        x = torch.cat([torch.logspace(-30, 2, 500), -torch.logspace(-30, 2, 500), torch.linspace(-1, 1, 501)])
+        gate = generate_weights(x.to(DEVICE)[None, :, None], module)[0]["pre", "query"].gate[0, 0]
+    truth = torch.tanh(x.double()).to(DEVICE)
+    assert ((gate - truth).abs() <= 4 * torch.finfo(torch.float32).eps * truth.abs()).all()
+
+
+def test_sides_are_views_into_what_attention_reads():
+    module, _ = make(num_attention_heads=6, compose_groups=2)
+    x = states(2, 5)
+    generated, _ = generate_weights(x, module)
+    for side in ("query", "key"):
+        pre, post = generated["pre", side], generated["post", side]
+        assert isinstance(pre, GeneratedSide) and isinstance(pre, SideWeights)
+        assert pre.packed is post.packed
+        assert pre.packed.is_contiguous()
+        parts = [w if w.dim() == 4 else w[..., None] for w in pre.tensors() + post.tensors()]
+        assert torch.equal(torch.cat(parts, dim=-1).transpose(2, 3), pre.packed)  # [B, H, 2 · (2R + 1), N]
+        assert len(pre.tensors()) == 3
+
+
+def test_inference_mode():
+    module, _ = make(num_key_value_heads=2)
+    with torch.inference_mode():
+        x = states(1, 3)
+        result, reference = generate_weights(x, module, fuse_projections(module))[0], module(x)[0]
+        rows = [poisoned_rows(1, 2, 3, module, stage, x.dtype) for stage in ("pre", "post")]
+        queries, _ = generate_packed(x, module, *rows)
+    torch.testing.assert_close(result["post", "key"].tensors(), reference["post", "key"].tensors())
+    torch.testing.assert_close(queries["pre", "query"].tensors(), reference["pre", "query"].tensors())
+    assert not torch.isnan(rows[1][..., HEAD_DIM:]).any()
+
+
+def test_no_tokens():
+    module, _ = make()
+    generated, _ = generate_weights(states(2, 0), module)
+    assert generated["pre", "key"].down.shape == (2, 4, 0, 2)
+    assert generated["pre", "key"].gate.shape == (2, 4, 0)
+
+
+def test_strided_inputs_and_rows():
+    """Pre-activations and rows that are slices of something larger."""
+    module, exact = make(num_attention_heads=6, num_key_value_heads=2)
+    x = states(2, 14)[:, ::2]
+    with torch.no_grad():
+        result, _ = generate_weights(x, module)
+        assert_sides_within(result, module(x)[0], exact(x.double())[0])
+        store = torch.full((2, 3, 12, HEAD_DIM + module.channels["pre"] + 1), float("nan"), device=DEVICE)
+        rows = [store[:, :2, 2:9, :-1], store[:, 1:, 5:, :-1][:, :, :7].clone()]
+        generate_packed(x, module, *rows)
+    for stage, packed in zip(("pre", "post"), rows, strict=True):
+        expected = module.pack(torch.zeros_like(packed[..., :HEAD_DIM]), result[stage, "key"], stage)
+        assert torch.equal(packed[..., HEAD_DIM:], expected[..., HEAD_DIM:])
+    assert torch.isnan(store[:, :, :2]).all() and torch.isnan(store[:, :, 9:]).all()
+    assert torch.isnan(store[:, 2]).all() and torch.isnan(store[..., -1]).all()
+
+
+def test_rows_of_a_wider_dtype():
+    """Under autocast keys may be float32 beside 16-bit weights: widening is exact."""
+    module, _ = make(torch.bfloat16)
+    x = states(1, 5, torch.bfloat16)
+    with torch.no_grad():
+        result, _ = generate_weights(x, module)
+        rows = [poisoned_rows(1, 4, 5, module, stage, torch.float32) for stage in ("pre", "post")]
+        generate_packed(x, module, *rows)
+    for stage, packed in zip(("pre", "post"), rows, strict=True):
+        expected = module.pack(torch.zeros(1, 4, 5, HEAD_DIM, device=DEVICE), result[stage, "key"], stage)
+        assert torch.equal(packed[..., HEAD_DIM:], expected[..., HEAD_DIM:])
+
+
+def test_autocast():
+    module, exact = make()
+    x = states(2, 9)
+    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
+        result, _ = generate_weights(x, module)
+        reference, _ = module(x)
+    truth = exact(x.double())[0]
+    for name, side in result.items():
+        for kind in ("down", "up", "gate"):
+            one, other = getattr(side, kind), getattr(reference[name], kind)
+            assert one.dtype == torch.float32
+            error, allowed = ((w - getattr(truth[name], kind)).abs().max() for w in (one, other))
+            assert error <= 2 * allowed + torch.finfo(torch.bfloat16).eps * other.abs().max()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        total = sum(w.sum() for side in generate_weights(x, module)[0].values() for w in side.tensors())
+    total.backward()
+    assert module.qkw.grad.dtype == module.dw1_proj.weight.grad.dtype == torch.float32
+
+
+# --- the first layer --------------------------------------------------------------------------------------------------
+
+
+def test_one_product_where_that_pays():
+    """Many tokens: the weights are joined for the call; few: only if the caller has joined them. Hooks forbid it."""
+    module, exact = make()
+    rows = module.dw1_proj.weight.shape[0] + module.gate_proj.weight.shape[0]
+    few, many = states(1, 3), states(2, rows)
+    calls = []
+
+    def count(function, *args):
+        before = nn.functional.linear
+        nn.functional.linear = lambda *a, **k: calls.append(a[1].shape[0]) or before(*a, **k)
+        try:
+            return function(*args)
+        finally:
+            nn.functional.linear = before
+
+    for x, weight, expected in ((few, None, 2), (many, None, 1), (few, fuse_projections(module), 1)):
+        calls.clear()
+        result, _ = count(generate_weights, x, module, weight)
+        assert len(calls) == expected and sum(calls) == rows
+        assert_sides_within(result, module(x)[0], exact(x.double())[0])
+    module.gate_proj.register_forward_hook(lambda *_: calls.append(0))
+    calls.clear()
+    generate_weights(many, module)
+    assert 0 in calls
+
+
+def test_fuse_projections_of_partial_modules():
+    assert fuse_projections(make(compose_gate=False)[0]) is None
+    assert fuse_projections(make(compose_projection=False)[0]) is None
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def gradients(function, module, x):
+    """Gradients of a weighted sum of all weights, in the hidden states and every parameter in use."""
+    x = x.clone().requires_grad_()
+    generated, _ = function(x, module)
+    weigh = torch.Generator().manual_seed(5)
+    total = 0.0
+    for side in generated.values():
+        for w in side.tensors():
+            total = total + (w * torch.randn(w.shape, generator=weigh).to(w)).sum()
+    parameters = {name: p for name, p in module.named_parameters() if "static" not in name}
+    found = torch.autograd.grad(total, [x, *parameters.values()])
+    return dict(zip(["hidden_states", *parameters], found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape,switches",
+    [
+        ((4, 2, 1, 2, 2, 5), {}),
+        ((6, 6, 2, 3, 1, 9), {"compose_act": "gelu"}),
+        ((24, 8, 1, 2, 1, 17), {}),
+        ((8, 8, 4, 1, 4, 21), {"compose_post": False}),
+        ((6, 3, 1, 2, 2, 7), {"compose_gate": False}),
+        ((6, 3, 3, 2, 2, 7), {"compose_projection": False}),
+        ((6, 3, 3, 2, 2, 7), {"compose_query": False}),
+        ((4, 4, 1, 2, 2, 120), {}),  # one product for the first layer
+    ],
+)
+def test_gradients(shape, switches, dtype):
+    heads, kv_heads, groups, rank, batch, length = shape
+    fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    module, exact = make(dtype, compose_groups=groups, compose_rank=rank, **fields, **switches)
+    x = states(batch, length, dtype)
+    result = gradients(generate_weights, module, x)
+    reference = gradients(lambda h, m: m(h), module, x)
+    truth = gradients(lambda h, m: m(h), exact, x.double())
+    for name in truth:
+        assert result[name].dtype == dtype
+        assert_within(result[name], reference[name], truth[name], name)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("groups,rank", [(1, 2), (3, 1)])
+def test_gradient_formulas_in_float64(groups, rank, approximate):
+    """The backward pass beside the kernel's rounding: the formulas against autograd through the definition."""
+    act = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}[approximate]
+    _, exact = make(num_attention_heads=6, compose_groups=groups, compose_rank=rank, compose_act=act)
+    x = states(2, 5, torch.float64)
+    hidden, gates = exact.dw1_proj(x).detach().requires_grad_(), exact.gate_proj(x).detach().requires_grad_()
+    exact.dw1_proj, exact.gate_proj = Given(hidden), Given(gates)
+    generated, _ = exact(x)
+    weights = torch.stack([as_packed(generated, side) for side in ("query", "key")])
+    weights = weights.unflatten(3, (2, 2 * rank + 1))  # [sides, B, H, stages, W, N]
+    grad = torch.randn(weights.shape, dtype=torch.float64).to(DEVICE)
+    expected = torch.autograd.grad(weights, (hidden, gates, exact.qkw), grad)
+    result = generator_gradients(grad, hidden, gates, exact.qkw, exact.heads_per_group, rank, approximate)
+    for one, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+class Given(nn.Module):
+    """Gives what it holds."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, _):
+        return self.output
+
+
+def as_packed(generated, side):
+    weights = [w for stage in ("pre", "post") for w in generated[stage, side].tensors()]
+    return torch.cat([w if w.dim() == 4 else w[..., None] for w in weights], dim=-1).transpose(2, 3)
+
+
+def test_gradients_through_packed_weights():
+    """What attention reads is differentiable like the sides it is made of."""
+    module, _ = make(num_attention_heads=6, compose_groups=2)
+    x = states(2, 5)
+    generated, _ = generate_weights(x, module)
+    total = sum((generated["pre", side].packed * 2).sum() for side in ("query", "key"))
+    again, _ = generate_weights(x, module)
+    expected = sum(2 * w.sum() for side in again.values() for w in side.tensors())
+    for one, other in zip(
+        torch.autograd.grad(total, list(module.parameters())),
+        torch.autograd.grad(expected, list(module.parameters())),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_only_what_is_asked_for_has_a_gradient():
+    module, _ = make()
+    module.qkw.requires_grad_(False)
+    generated, _ = generate_weights(states(1, 3), module)
+    generated["post", "key"].up.sum().backward()
+    assert module.qkw.grad is None
+    assert module.dw1_proj.weight.grad.abs().sum() > 0
+
+
+# --- as operators -----------------------------------------------------------------------------------------------------
+
+
+def op_tensors(module, x):
+    return [
+        None if linear is None else linear(x).detach().requires_grad_()
+        for linear in (module.dw1_proj, module.gate_proj)
+    ] + [None if module.qkw is None else module.qkw.detach().requires_grad_()]
+
+
+@pytest.mark.parametrize("switches", [{}, {"compose_projection": False}])
+def test_opcheck(switches):
+    module, _ = make(**switches)
+    tensors = op_tensors(module, states(2, 3))
+    rank = 2 if module.qkw is not None else 0
+    torch.library.opcheck(generate_weights_op, (*tensors, 2, 2, 4, rank, "tanh", torch.float32))
+    rows = [torch.zeros(2, 4, 3, module.channels[stage], device=DEVICE) for stage in ("pre", "post")]
+    tensors = [None if t is None else t.detach() for t in tensors]
+    torch.library.opcheck(generate_packed_op, (*tensors, *rows, 2, 4, rank, "tanh", torch.float32))
+
+
+@pytest.mark.parametrize("length", [5, 40])  # two products for the first layer, or one
+def test_compiles_whole(length):
+    module, _ = make(num_attention_heads=2, num_key_value_heads=1)
+    x = states(2, length)
+
+    def weights(x):
+        generated, _ = generate_weights(x, module)
+        return [w for side in generated.values() for w in side.tensors()]
+
+    compiled = torch.compile(weights, fullgraph=True, backend="aot_eager")
+    parameters = [p for name, p in module.named_parameters() if "static" not in name]
+    for one, other in zip(compiled(x), weights(x), strict=True):
+        torch.testing.assert_close(one, other)
+    results = [torch.autograd.grad(sum(w.square().sum() for w in f(x)), parameters) for f in (compiled, weights)]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+    def packed(x, rows_0, rows_1):
+        generated, _ = generate_packed(x, module, rows_0, rows_1)
+        return generated["pre", "query"].down, rows_0 + 0, rows_1 + 0
+
+    with torch.no_grad():
+        rows = [[poisoned_rows(2, 1, length, module, stage, x.dtype) for stage in ("pre", "post")] for _ in range(2)]
+        functions = (torch.compile(packed, fullgraph=True, backend="aot_eager"), packed)
+        results = [function(x, *pair) for function, pair in zip(functions, rows, strict=True)]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+# --- tensor parallelism, errors ---------------------------------------------------------------------------------------
+
+
+def shard(module, rank, size):
+    """What a rank holds: its part of every parameter's first dimension."""
+    for name, parameter in list(module.named_parameters()):
+        owner = module.get_submodule(name.rpartition(".")[0])
+        part = nn.Parameter(parameter.detach().chunk(size)[rank].clone())
+        setattr(owner, name.rpartition(".")[2], part)
+    return module
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_a_rank_holds_whole_groups(kv_heads):
+    fields = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "compose_groups": 4, "compose_static": True}
+    module, exact = make(**fields)
+    x = states(2, 5)
+    reference, truth = module(x)[0], exact(x.double())[0]
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    for rank in range(2):
+        part, _ = make(**fields)
+        part.load_state_dict(state)
+        shard(part, rank, 2)
+        heads = slice(4 * rank, 4 * rank + 4)
+        with torch.no_grad():
+            result, statics = generate_weights(x, part)
+            rows = [poisoned_rows(2, kv_heads // 2, 5, part, stage, x.dtype) for stage in ("pre", "post")]
+            generate_packed(x, part, *rows)
+        assert statics["pre"].shape == (2, 2, 2)
+        local = [
+            {name: SideWeights(*(w[:, heads] for w in side.tensors())) for name, side in sides.items()}
+            for sides in (reference, truth)
+        ]
+        assert_sides_within(result, *local)
+        for stage, packed in zip(("pre", "post"), rows, strict=True):
+            expected = part.pack(torch.zeros_like(packed[..., :HEAD_DIM]), result[stage, "key"], stage)
+            assert torch.equal(packed[..., HEAD_DIM:], expected[..., HEAD_DIM:])
+
+
+@pytest.mark.parametrize("switches", [{}, {"compose_projection": False}])
+def test_a_cut_through_a_group_is_refused(switches):
+    module = shard(make(num_attention_heads=4, **switches)[0], 0, 2)
+    with pytest.raises(ValueError, match="must not cut through a group"):
+        generate_weights(states(1, 3), module)
+
+
+def test_refusals():
+    module, exact = make()
+    with pytest.raises(ValueError, match="float64"):
+        generate_weights(states(1, 3, torch.float64), exact)
+    rows = [poisoned_rows(1, 4, 3, module, stage, torch.float32) for stage in ("pre", "post")]
+    with pytest.raises(RuntimeError, match="no gradients"):
+        generate_packed(states(1, 3), module, *rows)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="stage 'pre'"):
+            generate_packed(states(1, 3), module, rows[0][:, :2], rows[1])
+        with pytest.raises(ValueError, match="stage 'post'"):
+            generate_packed(states(1, 3), module, rows[0], rows[1][..., ::2])
+        module.act_fn = nn.SiLU()
+        with pytest.raises(ValueError, match="SiLU"):
+            generate_weights(states(1, 3), module)
+
+
+# --- compilation ------------------------------------------------------------------------------------------------------
+
+COMPILE = """
+import re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dcformer.kernels.generator import kernel_specs
+tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+for spec in kernel_specs():
+    if not re.search(sys.argv[1], spec["label"]):
+        continue
+    for arch in (80, 90):
+        source = ASTSource(spec["kernel"], spec["signature"], spec["constexprs"], spec["attrs"])
+        options = {name: spec[name] for name in ("num_warps", "num_stages")}
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        print(arch, re.search(r"STACK:(\\d+)", text)[1], compiled.metadata.shared)
+"""
+
+
+def test_specs_name_every_argument():
+    specs = kernel_specs()
+    assert len({spec["label"] for spec in specs}) == len(specs) == 16
+    for spec in specs:
+        assert list(spec["signature"]) == list(spec["kernel"].arg_names)
+        assert {name for name, kind in spec["signature"].items() if kind == "constexpr"} == set(spec["constexprs"])
+
+
+def test_kernels_compile_without_spills(tmp_path):
+    """For GPUs that need not be here; in a process of its own, as the interpreter takes the place of the compiler."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", COMPILE, "(6.9B|13B) N=4096 packed"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPOSITORY)
+    assert run.returncode == 0, run.stderr
+    lines = [[int(word) for word in line.split()] for line in run.stdout.splitlines()]
+    assert len(lines) == 4
+    for arch, stack, shared in lines:
+        assert stack == 0
+        assert shared <= {80: 163, 90: 227}[arch] * 1024
+
+
+def test_blocks_cover_what_they_must():
+    for heads, rank, batch, length in itertools.product((2, 6, 24, 52, 128), (0, 1, 2, 4), (1, 16), (1, 17, 4096)):
+        tile = generator._tile(heads, rank, True, 7, batch, length, 4)
+        assert tile["B_I"] >= 2 * rank and tile["B_M"] >= heads and tile["B_P"] >= 8
+        assert tile["B_I"] * tile["B_M"] >= 16 and tile["B_N"] >= 16  # the least that tl.dot takes
+        assert all(math.log2(size).is_integer() for size in tile.values())
