@@ -625,7 +625,8 @@ def _plan(query, key, value, pre, post, visible, groups, scale, num_splits) -> _
         constants | stage_constants | tile(DV) | {"D": DV, "ALIGN": align, "B_P": b_p},
     )
     for launch in (scores, weighted):  # cases that need more registers: one program per multiprocessor
-        if launch.constants["B_R"] > 16 or launch.constants["FLAGS"] & STATIC.value or item == 4:
+        many_rows = dot and (launch.constants["B_R"] > 16 or b_m > 32)
+        if many_rows or launch.constants["FLAGS"] & STATIC.value or item == 4:
             launch.maxnreg = 255
     plan = _Plan(output, [scores, weighted])
     if n_p > 1:
