@@ -18,10 +18,10 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast lint format docs-check bench kernel-report hf-contract clean
+.PHONY: help setup demo test test-fast test-gpu lint format docs-check bench bench-gpu kernel-report kernel-roofline hf-contract clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) ARGS="options for the command that a target runs"'
 
 setup: $(STAMP) ## create or refresh the virtual environment
@@ -45,8 +45,8 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@rm -f $(UNFINISHED) && echo '$(INSTALLED)' > $@
 
 # Nothing here may reach for the network; the tokenizers' threads would fight with the data loaders' processes.
-demo test test-fast docs-check bench: export HF_HUB_OFFLINE = 1
-demo test test-fast docs-check bench: export TOKENIZERS_PARALLELISM = false
+demo test test-fast test-gpu docs-check bench bench-gpu: export HF_HUB_OFFLINE = 1
+demo test test-fast test-gpu docs-check bench bench-gpu: export TOKENIZERS_PARALLELISM = false
 
 demo: $(STAMP) ## run the demonstration on the bundled checkpoint
 	$(VENV_PYTHON) examples/demo.py $(ARGS)
@@ -56,6 +56,9 @@ test: $(STAMP) ## run the whole test suite, e.g. ARGS="-k cache -x"
 
 test-fast: $(STAMP) ## run the tests that are not marked slow
 	$(VENV_PYTHON) -m pytest -q -m 'not slow' $(ARGS)
+
+test-gpu: $(STAMP) ## run the tests that need a GPU, on a machine that has one, e.g. ARGS="-n 8"
+	$(VENV_PYTHON) -m pytest -q -m gpu tests/kernels $(ARGS)
 
 docs-check: $(STAMP) ## run the snippets of README and docs
 	$(VENV_PYTHON) -m pytest -q tests/test_docs.py $(ARGS)
@@ -72,8 +75,14 @@ format: $(STAMP) ## sort imports, apply safe fixes, format
 bench: $(STAMP) ## measure on this machine's CPU
 	$(VENV_PYTHON) benchmarks/cpu_suite.py $(ARGS)
 
-kernel-report: $(STAMP) ## compile every kernel for sm_80, sm_89 and sm_90: registers, spills, shared memory (EXTRAS="dev,kernels")
+bench-gpu: $(STAMP) ## check and measure on a GPU, in 8 minutes, e.g. ARGS="--sections op train"
+	$(VENV_PYTHON) benchmarks/gpu_suite.py $(ARGS)
+
+kernel-report: $(STAMP) ## compile every kernel for sm_80, sm_89 and sm_90: registers, spills, shared memory
 	$(VENV_PYTHON) -m dcformer.kernels.report --arch 80 89 90 $(ARGS)
+
+kernel-roofline: $(STAMP) ## estimate how fast the kernels could be, from arithmetic
+	$(VENV_PYTHON) -m dcformer.kernels.roofline $(ARGS)
 
 hf-contract: $(STAMP) ## run Transformers' own model tests on DCFormer (HF_CONTRACT=runner script)
 	@test -x '$(HF_CONTRACT)' || { \

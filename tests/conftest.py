@@ -21,3 +21,21 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("no reference fixtures here: set DCFORMER_SHARED to the folder that holds fixtures/ and data/")
     return SHARED
+
+
+# CPython keeps frames in chunks of 16 KiB, and gives a chunk back to the system as soon as its first frame returns. A
+# loop that happens to run where a chunk ends maps and unmaps memory in every call: most of a test's time went there,
+# by chance. A frame with very many variables gets a chunk that has room for all that a test calls.
+_VARIABLES = " = ".join(f"v{i}" for i in range(40_000))
+_scope: dict = {}
+exec(f"def with_room(function, arguments):\n    {_VARIABLES} = 0\n    return function(**arguments)", _scope)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    function = pyfuncitem.obj
+    pyfuncitem.obj = lambda **arguments: _scope["with_room"](function, arguments)
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = function

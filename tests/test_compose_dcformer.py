@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcformer import ComposeWeights, DCFormerCompose, DCFormerForCausalLM, SideWeights, compose
-from dcformer.compose_dcformer import COMPOSE_NORM_EPS, accumulation_dtype, compose_init_std
+from dcformer.compose_dcformer import (
+    COMPOSE_NORM_EPS,
+    FUSED_GENERATORS,
+    FusedGenerators,
+    accumulation_dtype,
+    compose_init_std,
+)
 
 GENERATORS = [("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key")]
 
@@ -345,6 +351,39 @@ def test_nothing_to_pack():
     assert module.pack(states, None, "pre") is states
     again, side = module.unpack(states, 8, "pre")
     assert again is states and side is None
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_an_implementation_may_bring_its_own_generators(allowed, gradients, monkeypatch):
+    """`packed` is `forward` and `pack`, whoever computes it; without gradients, in the memory that the cache gets."""
+    module, calls = make_compose(tiny_config(), torch.float32), []
+    hidden, key, value = torch.randn(1, 3, 32), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
+
+    def generate(hidden_states, compose):
+        calls.append("generate")
+        return compose(hidden_states)
+
+    def generate_packed(hidden_states, compose, *wide):
+        calls.append("generate_packed")
+        generated, statics = compose(hidden_states)
+        for states, stage in zip(wide, ("pre", "post"), strict=True):
+            states.copy_(compose.pack(states[..., :8], generated.pop((stage, "key")), stage))
+        return generated, statics
+
+    own = FusedGenerators(lambda compose, hidden_states: allowed, generate, generate_packed)
+    monkeypatch.setitem(FUSED_GENERATORS, "own", own)
+    generated, _ = module(hidden)
+    with torch.set_grad_enabled(gradients):
+        *packed, (found, _) = module.packed(hidden, key, value, "own")
+    for states, made, stage in zip((key, value), packed, ("pre", "post"), strict=True):
+        assert torch.equal(made, module.pack(states, generated[stage, "key"], stage))
+        assert torch.equal(found[stage, "query"].up, generated[stage, "query"].up)
+    assert calls == (["generate" if gradients else "generate_packed"] if allowed else [])
+    calls.clear()
+    module(hidden, "own")
+    assert calls == (["generate"] if allowed else [])
+    assert module.packed(hidden, key, value)[0].shape == packed[0].shape and len(calls) == allowed
 
 
 def test_stage_weights():

@@ -41,11 +41,12 @@ def test_without_triton_everything_imports_and_naming_the_kernels_says_what_to_i
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a suite of its own
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: pip install 'dcformer[kernels]'")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="tests/kernels runs in this process")
 def test_kernels_in_the_interpreter():
     """`tests/kernels` in a process of its own: Triton decides on import whether it interprets."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "tests/kernels"]
     run = subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )

@@ -116,8 +116,7 @@ def test_multi_gate_mlp_by_its_formula():
 
 def test_attention_implementations_are_named():
     model = DCFormerForCausalLM(tiny_config())
-    best = "dcformer_chunked"  # the fused kernels are used where they are named, until they have been run on a GPU
-    assert model.config._attn_implementation == best
+    assert model.config._attn_implementation == _best()
     for name in ("sdpa", "flash_attention_2", "flex_attention"):
         with pytest.raises((ValueError, ImportError), match=name):
             DCFormerForCausalLM(tiny_config(attn_implementation=name))
@@ -126,6 +125,25 @@ def test_attention_implementations_are_named():
     if "dcformer_triton" not in _registered():
         with pytest.raises(ValueError, match=r"dcformer_triton.*not available here"):
             DCFormerForCausalLM(tiny_config(attn_implementation="dcformer_triton"))
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+@pytest.mark.parametrize("has_triton", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_fused_kernels_are_the_default_where_they_run(monkeypatch, has_cuda, has_triton, dropout):
+    monkeypatch.setattr(torch.version, "cuda", "12.8" if has_cuda else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    names = set(attention.valid_keys()) - {"dcformer_triton"} | ({"dcformer_triton"} if has_triton else set())
+    monkeypatch.setattr(type(attention), "valid_keys", lambda self: list(names))
+    expected = "dcformer_triton" if has_cuda and has_triton and not dropout else "dcformer_chunked"
+    model = DCFormerForCausalLM(tiny_config(attention_dropout=dropout))
+    assert model.config._attn_implementation == expected
+
+
+def _best():
+    has_kernels = torch.version.cuda and torch.cuda.is_available() and "dcformer_triton" in _registered()
+    return "dcformer_triton" if has_kernels else "dcformer_chunked"
 
 
 def _registered():
@@ -141,7 +159,7 @@ def test_gradient_checkpointing_changes_nothing(implementation):
         if checkpointing:
             model.gradient_checkpointing_enable()
         model.train().zero_grad()
-        model(ids, labels=ids).loss.backward()
+        model(ids, labels=ids, use_cache=False).loss.backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert model.model.layers[0].gradient_checkpointing
     for name, grad in grads[0].items():

@@ -67,7 +67,8 @@ class ComposeTrace:
 class QueryBlockMask:
     """A mask that is made block by block of queries instead of being held whole ([T, S] is not linear in memory).
 
-    Arguments are those of Transformers' mask functions (`AttentionMaskInterface`).
+    Arguments are those of Transformers' mask functions (`AttentionMaskInterface`). `intervals` is for implementations
+    that want to know no more of it than the first and the last key of each query: they may keep that here.
     """
 
     batch_size: int
@@ -79,6 +80,7 @@ class QueryBlockMask:
     attention_mask: torch.Tensor | None
     use_vmap: bool
     device: Any
+    intervals: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -148,7 +150,7 @@ def _nothing_padded(attention_mask: torch.Tensor | None) -> bool:
     return bool(attention_mask.all())
 
 
-def _causal_rows(
+def causal_rows(
     start: int, stop: int, query_length: int, key_length: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
     """Causal (and windowed) mask of queries `start` to `stop` when the last query is the last key: [t, S] bool."""
@@ -158,7 +160,7 @@ def _causal_rows(
     return visible if window is None else visible & (keys > position - window)
 
 
-def _visible_and_bias(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def visible_and_bias(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Splits a mask into what is visible (bool) and what is added to scores; additive ones hide with huge negatives."""
     if not mask.is_floating_point():
         return mask.bool(), None
@@ -263,10 +265,10 @@ def eager_attention(
     _check_shapes(query, key, value, attention_mask)
     visible = bias = None
     if attention_mask is not None:
-        visible, bias = _visible_and_bias(attention_mask)
+        visible, bias = visible_and_bias(attention_mask)
     elif getattr(module, "is_causal", True):
         length, key_length = query.shape[2], key.shape[2]
-        visible = _causal_rows(0, length, length, key_length, sliding_window, query.device)
+        visible = causal_rows(0, length, length, key_length, sliding_window, query.device)
     maps = _attend(query, key, value, visible, bias, scaling, pre, post)
     if compose_trace is not None:
         compose_trace.layers.append(maps)
@@ -313,7 +315,7 @@ def chunked_attention(
         return _attend_few(query, key, value, attention_mask, scaling, pre, post, sliding_window, causal), None
     seed = int(torch.randint(2**31, ())) if dropout else 0
     plan = _Plan(scaling, attention_mask, sliding_window, causal, dropout, seed)
-    tensors = (query, key, value, *_flatten(pre), *_flatten(post))
+    tensors = (query, key, value, *flatten_weights(pre), *flatten_weights(post))
     groups = (pre or post or ComposeWeights()).groups
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         output = _ChunkedAttention.apply(plan, groups, *tensors)
@@ -327,9 +329,9 @@ def _attend_few(query, key, value, attention_mask, scaling, pre, post, sliding_w
     visible = bias = None
     if attention_mask is not None:
         mask = attention_mask if isinstance(attention_mask, torch.Tensor) else attention_mask.rows(0, query.shape[2])
-        visible, bias = _visible_and_bias(mask)
+        visible, bias = visible_and_bias(mask)
     elif causal and (query.shape[2] > 1 or sliding_window is not None):
-        visible = _causal_rows(0, query.shape[2], query.shape[2], key.shape[2], sliding_window, query.device)
+        visible = causal_rows(0, query.shape[2], query.shape[2], key.shape[2], sliding_window, query.device)
     maps = _attend(query, key, value, visible, bias, scaling, pre, post, mix=_compose_few)
     weights = maps.composed_weights.to(query.dtype)
     return torch.matmul(weights, _repeat_heads(value, query.shape[1])).transpose(1, 2).contiguous()
@@ -412,14 +414,14 @@ class _Plan:
                 offset = key_length - length
                 last = min(key_length, max(0, stop + offset))
                 first = 0 if self.window is None else min(last, max(0, start + offset - self.window + 1))
-                rows = _causal_rows(start, stop, length, key_length, self.window, device)
+                rows = causal_rows(start, stop, length, key_length, self.window, device)
                 block.visible = rows[None, None, :, first:last]
             block.keys = slice(first, last)
             return
         rows = self.mask.rows(start, stop) if isinstance(self.mask, QueryBlockMask) else self.mask[:, :, start:stop]
         rows = rows[block.batch] if rows.shape[0] > 1 else rows
         rows = (rows[:, heads] if rows.shape[1] > 1 else rows).transpose(0, 1).to(device)  # [1 or M, 1 or b, t, S]
-        visible, bias = _visible_and_bias(rows)
+        visible, bias = visible_and_bias(rows)
         if not torch.compiler.is_compiling():  # what no query of the block sees need not be computed
             seen = visible.flatten(0, 2).any(dim=0).nonzero()
             first, last = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
@@ -437,7 +439,7 @@ class _Plan:
         return kept.to(like.dtype) / (1 - self.dropout)
 
 
-def _flatten(weights: ComposeWeights | None) -> tuple[torch.Tensor | None, ...]:
+def flatten_weights(weights: ComposeWeights | None) -> tuple[torch.Tensor | None, ...]:
     """The 7 tensors of a stage: query down, up, gate, key down, up, gate, static."""
     weights = weights or ComposeWeights()
     query, key = weights.query or SideWeights(), weights.key or SideWeights()
@@ -569,7 +571,7 @@ class _Stage:
         return self._apply(grad, block, transposed=True)
 
     def flat_grads(self) -> list[torch.Tensor | None]:
-        """Gradients in the order and layout of `_flatten`, for this group's heads."""
+        """Gradients in the order and layout of `flatten_weights`, for this group's heads."""
         grads: list[torch.Tensor | None] = [None] * 6 + [self.static_grad]
         for place, side in zip(self.side_places, self.sides, strict=True):
             grads[place : place + 3] = side.flat_grads()

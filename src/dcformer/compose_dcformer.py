@@ -6,6 +6,7 @@ group, K = 2·R·M hidden width of a weight generator, C generators in use.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,9 @@ from transformers.activations import ACT2FN
 from .configuration_dcformer import DCFormerConfig
 
 COMPOSE_NORM_EPS = 1e-6
+
+# What `DCFormerCompose` makes: (stage, side) -> weights of a generator, and stage -> static projection [G, M, M].
+Generated = tuple[dict[tuple[str, str], "SideWeights"], dict[str, torch.Tensor]]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -58,6 +62,26 @@ class ComposeWeights:
     key: SideWeights | None = None
     static: torch.Tensor | None = None
     groups: int = 1
+
+
+@dataclass
+class FusedGenerators:
+    """Kernels in the place of `DCFormerCompose`'s own operations, with the same numbers.
+
+    Attributes:
+        can_replace: (module, hidden states) -> whether they may: they read parameters, past the modules that hold them.
+        generate: (hidden states, module) -> what `DCFormerCompose.forward` returns; differentiable.
+        generate_packed: (hidden states, module, keys, values) -> the same without the key-wise weights, which it writes
+            where `DCFormerCompose.pack` puts them, into keys and values [B, Hkv, N, D + channels]. Not differentiable.
+    """
+
+    can_replace: Callable[["DCFormerCompose", torch.Tensor], bool]
+    generate: Callable[[torch.Tensor, "DCFormerCompose"], Generated]
+    generate_packed: Callable[[torch.Tensor, "DCFormerCompose", torch.Tensor, torch.Tensor], Generated]
+
+
+# By the name of the attention implementation that they belong to.
+FUSED_GENERATORS: dict[str, FusedGenerators] = {}
 
 
 def compose(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:
@@ -134,13 +158,12 @@ class DCFormerCompose(nn.Module):
             static = nn.Parameter(torch.empty(heads, self.heads_per_group)) if has_static else None
             self.register_parameter(f"{stage}_static", static)
 
-    def forward(
-        self, hidden_states: torch.Tensor
-    ) -> tuple[dict[tuple[str, str], SideWeights], dict[str, torch.Tensor]]:
+    def forward(self, hidden_states: torch.Tensor, implementation: str | None = None) -> Generated:
         """Makes the dynamic weights, and hands out the static ones.
 
         Args:
             hidden_states: [B, N, E], the normalised states that also feed the q, k and v projections.
+            implementation: the attention implementation, whose kernels are used where it has some.
 
         Returns:
             for each generator, (stage, side) -> `SideWeights` over H heads and N tokens, in the dtype of
@@ -149,6 +172,9 @@ class DCFormerCompose(nn.Module):
         Raises:
             ValueError: when tensor parallelism has cut through a group of heads.
         """
+        fused = self._fused_generators(hidden_states, implementation)
+        if fused is not None:
+            return fused.generate(hidden_states, self)
         batch, length, _ = hidden_states.shape
         count, m, r = len(self.generators), self.heads_per_group, self.rank
         dtype, compute = hidden_states.dtype, accumulation_dtype(hidden_states.dtype)
@@ -175,12 +201,20 @@ class DCFormerCompose(nn.Module):
             for i, generator in enumerate(self.generators)
         }
         # here and not where they are used: this module's hooks (offloading, tensor parallelism) see to its parameters
-        statics = {
-            stage: static.view(-1, m, m)
+        return dynamic, self.static_projections()
+
+    def static_projections(self) -> dict[str, torch.Tensor]:
+        """Stage -> static projection [G, M, M], of the stages that have one."""
+        return {
+            stage: static.view(-1, self.heads_per_group, self.heads_per_group)
             for stage, static in (("pre", self.pre_static), ("post", self.post_static))
             if static is not None
         }
-        return dynamic, statics
+
+    def _fused_generators(self, hidden_states: torch.Tensor, implementation: str | None) -> FusedGenerators | None:
+        """The kernels of an attention implementation, if it has some and this module is one that they can replace."""
+        fused = FUSED_GENERATORS.get(implementation) if implementation is not None else None
+        return fused if fused is not None and fused.can_replace(self, hidden_states) else None
 
     @staticmethod
     def _check_whole_groups(width: int, per_group: int) -> None:
@@ -190,6 +224,39 @@ class DCFormerCompose(nn.Module):
                 "parallelism must not cut through a group of heads. Use a tensor-parallel size that divides "
                 "compose_groups (a model with compose_groups=1 cannot be split this way)."
             )
+
+    def packed(
+        self, hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, implementation: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, Generated]:
+        """`forward` and `pack` in one: keys and values as a cache takes them, and the weights of the queries.
+
+        Args:
+            hidden_states: [B, N, E].
+            key, value: [B, Hkv, N, D].
+            implementation: as for `forward`; without gradients its kernels write straight behind keys and values.
+
+        Returns:
+            keys and values [B, Hkv, N, D + channels], and what `forward` returns (perhaps without key-wise weights).
+        """
+        fused = self._fused_generators(hidden_states, implementation)
+        if fused is None or torch.is_grad_enabled():
+            generated, statics = self(hidden_states, implementation)
+            key = self.pack(key, generated.get(("pre", "key")), "pre")
+            value = self.pack(value, generated.get(("post", "key")), "post")
+        else:
+            key, value = self._widen(key, hidden_states.dtype, "pre"), self._widen(value, hidden_states.dtype, "post")
+            generated, statics = fused.generate_packed(hidden_states, self, key, value)
+        return key, value, (generated, statics)
+
+    def _widen(self, states: torch.Tensor, dtype: torch.dtype, stage: str) -> torch.Tensor:
+        """Keys or values [B, Hkv, N, D] with room for the stage's channels behind them, as `pack` leaves it."""
+        if (stage, "key") not in self.generators:
+            return states
+        head_dim = states.shape[-1]
+        shape = (*states.shape[:-1], head_dim + self.channels[stage])
+        wide = states.new_empty(shape, dtype=torch.promote_types(states.dtype, dtype))
+        wide[..., :head_dim] = states
+        return wide
 
     def pack(self, states: torch.Tensor, side: SideWeights | None, stage: str) -> torch.Tensor:
         """Puts key-wise weights behind keys (stage "pre") or values (stage "post"), where any cache carries them along.
@@ -280,8 +347,10 @@ def compose_init_std(config: DCFormerConfig) -> dict[str, float]:
 
 __all__ = [
     "COMPOSE_NORM_EPS",
+    "FUSED_GENERATORS",
     "ComposeWeights",
     "DCFormerCompose",
+    "FusedGenerators",
     "SideWeights",
     "accumulation_dtype",
     "compose",

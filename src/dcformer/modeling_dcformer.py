@@ -181,22 +181,22 @@ class DCFormerAttention(nn.Module):
         value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)  # [B, Hkv, T, D]
         query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))
 
-        generated, statics = self.compose(hidden_states)
-        key = self.compose.pack(key, generated.get(("pre", "key")), "pre")  # [B, Hkv, T, D + channels]
-        value = self.compose.pack(value, generated.get(("post", "key")), "post")
-        if past_key_values is not None:
+        implementation = self.config._attn_implementation
+        if past_key_values is None:
+            generated, statics = self.compose(hidden_states, implementation)
+            pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
+        else:  # weights of the keys ride behind keys and values: [B, Hkv, T or S, D + channels]
+            key, value, (generated, statics) = self.compose.packed(hidden_states, key, value, implementation)
             self._check_cache(past_key_values, key, value)
-            key, value = past_key_values.update(key, value, self.layer_idx)  # [B, Hkv, S, D + channels]
-        key, pre_key = self.compose.unpack(key, self.head_dim, "pre")  # [B, Hkv, S, D], weights of S keys
-        value, post_key = self.compose.unpack(value, self.head_dim, "post")
+            key, value = past_key_values.update(key, value, self.layer_idx)
+            key, pre_key = self.compose.unpack(key, self.head_dim, "pre")  # [B, Hkv, S, D], weights of S keys
+            value, post_key = self.compose.unpack(value, self.head_dim, "post")
 
         device = query.device.type
         mixed_precision = torch.is_autocast_enabled(device)
         if mixed_precision:  # matmuls in its dtype, scores and softmax in float32, as everywhere
             query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
-        )
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         with torch.autocast(device, enabled=False) if mixed_precision else nullcontext():
             output, weights = attention_interface(
                 self,
@@ -280,12 +280,16 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The attention implementation to use: the best that runs here when none is named, otherwise just that one.
 
+        The best is "dcformer_triton" where there are CUDA and Triton, without attention dropout; else
+        "dcformer_chunked".
+
         Raises:
             ValueError: on a name that cannot compose heads, or one whose requirements are missing here.
         """
         if requested_attention is None:
-            # on CUDA too: the fused kernels have not been run on a GPU yet, so they are used only where they are named
-            return "dcformer_chunked"
+            has_cuda = torch.version.cuda is not None and torch.cuda.is_available()
+            runs = has_cuda and "dcformer_triton" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+            return "dcformer_triton" if runs and not self.config.attention_dropout else "dcformer_chunked"
         known = ("eager", "dcformer_chunked", "dcformer_triton")
         if requested_attention not in known:
             raise ValueError(

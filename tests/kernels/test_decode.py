@@ -1,24 +1,17 @@
 """Decoding kernels against eager attention in float64, on a GPU or in Triton's interpreter (TRITON_INTERPRET=1)."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+from kernel_device import DEVICE, INTERPRETED
 
 from dcformer import DCFormerConfig
 from dcformer.attention_dcformer import eager_attention
 from dcformer.compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights
+from dcformer.kernels import decode
+from dcformer.kernels.decode import composed_decode
 
-pytest.importorskip("triton", reason="Triton is not installed: pip install dcformer[kernels]")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (INTERPRETED or torch.cuda.is_available()):
-    pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1 in the environment", allow_module_level=True)
-
-from dcformer.kernels import decode  # noqa: E402  (imports Triton)
-from dcformer.kernels.decode import composed_decode  # noqa: E402
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
 FULL = ("query_maps", "query_gates", "key_maps", "key_gates")
 
 
@@ -373,7 +366,7 @@ def test_nothing_to_do():
 def test_operator_is_well_behaved():
     q, k, v, pre, post = inputs(T=2, S=20, parts=(*FULL, "static"))
     visible = torch.rand(1, 1, 2, 20, device=DEVICE) < 0.5
-    arguments = (q, k, v, *decode._flatten(pre), *decode._flatten(post), visible, 1, 0.25, 2)
+    arguments = (q, k, v, *decode.flatten_weights(pre), *decode.flatten_weights(post), visible, 1, 0.25, 2)
     torch.library.opcheck(decode._decode, arguments)
 
 

@@ -9,16 +9,12 @@ import sys
 import pytest
 import torch
 from helpers import REPOSITORY, tiny_config
+from kernel_device import DEVICE
 from torch import nn
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
-INTERPRETED = triton.knobs.runtime.interpret
-if not (INTERPRETED or torch.cuda.is_available()):
-    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter", allow_module_level=True)
-
-from dcformer import DCFormerCompose, SideWeights  # noqa: E402  # after the skips
-from dcformer.kernels import generator  # noqa: E402
-from dcformer.kernels.generator import (  # noqa: E402
+from dcformer import DCFormerCompose, SideWeights
+from dcformer.kernels import generator
+from dcformer.kernels.generator import (
     GeneratedSide,
     fuse_projections,
     generate_packed,
@@ -29,7 +25,6 @@ from dcformer.kernels.generator import (  # noqa: E402
     kernel_specs,
 )
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEAD_DIM = 8
 # Large activations reach exp's overflow in NumPy, where the limit is the right result.

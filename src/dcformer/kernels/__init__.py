@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention_dcformer import chunked_mask
+from ..compose_dcformer import FUSED_GENERATORS, FusedGenerators, Generated
 
 _PUBLIC = {"composed_attention": ".ops", "composed_decode": ".decode", "generate_weights": ".generator"}
 
@@ -19,9 +20,31 @@ def is_available() -> bool:
     return find_spec("triton") is not None
 
 
+# What is registered imports Triton when first called, by statements that torch.compile can trace.
+
+
 def _triton_attention(*args: Any, **kwargs: Any) -> Any:
-    """`ops.triton_attention`, imported when first used."""
-    return import_module(".ops", __name__).triton_attention(*args, **kwargs)
+    from .ops import triton_attention
+
+    return triton_attention(*args, **kwargs)
+
+
+def _can_replace(*args: Any) -> bool:
+    from .generator import can_replace
+
+    return can_replace(*args)
+
+
+def _generate_weights(*args: Any) -> Generated:
+    from .generator import generate_weights
+
+    return generate_weights(*args)
+
+
+def _generate_packed(*args: Any) -> Generated:
+    from .generator import generate_packed
+
+    return generate_packed(*args)
 
 
 def register() -> None:
@@ -29,6 +52,7 @@ def register() -> None:
     if is_available():
         AttentionInterface.register("dcformer_triton", _triton_attention)
         AttentionMaskInterface.register("dcformer_triton", chunked_mask)
+        FUSED_GENERATORS["dcformer_triton"] = FusedGenerators(_can_replace, _generate_weights, _generate_packed)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,19 +4,21 @@ Softmax sits between two mixings of heads, so one pass over the keys cannot do i
 cross heads: hidden_r(t, s) = Σ_j A_j(t, s) · down[r, j], R of them per side and stage. For a chunk of queries at a time
 the forward pass runs
 
-    maps of the scores, lse, maps of the weights, output
+    maps of the scores, log-sum-exps, maps of the weights, composed weights
 
-where `maps` loops over heads for one tile, the others are per head, as in flash attention, and each recomputes its tile
-of scores from q and k. The backward pass keeps a chunk's tiles of scores A, of weights P and of the gradient dW of the
-composed weights W, as the maps of each are made. Everything after that streams them, without a matrix product:
+each a kernel that takes one tile of queries and keys, keeps its maps in registers, loops over the heads of a group, and
+recomputes the tile of scores of each from q and k. Composed weights times values is a matrix product of torch.
 
-    maps of A, of P, of dW                  q·k, q·k, dO·v
-    key_sums, back     after the softmax    key-side gradients; query-side ones, W, and dW becomes dP, the gradient of P
-    grad_maps                               P becomes P · (dP - Σ_s P dP), the gradient of the composed scores; its maps
-    key_sums, back     before the softmax   key-side gradients; query-side ones, and dA, the gradient of A
+The backward pass keeps a chunk's tiles of scores A and of weights P, as the maps of each are made. Then it takes
+gradients back through the stages, with kernels of the same kind:
 
-and matrix products of torch make the gradients of values (W, dO), queries (dA, k) and keys (dA, q), and of the static
-projections. A static projection in the forward pass keeps A and P too, and is a matrix product of torch.
+    maps of the scores, of the weights      A, P
+    grads, back     after the softmax       dW = dO·v and its maps; then W, dP, and gradients of the stage's weights
+    grads, back     before the softmax      dA' = P · (dP - Σ_s P dP) and its maps; then dA, and gradients of weights
+
+(W the composed weights, A' the composed scores.) Matrix products of torch make the gradients of values (W, dO), queries
+(dA, k) and keys (dA, q), and of static projections, which are such products too: with one, the forward pass also keeps
+A and P.
 
 The keys that a query sees are an interval, [first, last) per query; tiles outside it are not visited. A query that sees
 nothing has log-sum-exp +inf, which makes its weights zero. Maps are garbage where no query of a tile sees a key. They
@@ -30,28 +32,21 @@ import triton.language as tl
 
 from .tiles import (
     add_products,
-    add_rows,
-    add_sums,
     compose_tile,
     load_maps,
+    load_products,
     load_rows,
     load_states,
     load_states_transposed,
     product,
+    rounded,
+    row_sums,
     store_rows,
-    zero_rows,
     zero_tiles,
 )
 
-# What a tile of a head may be: scores q·k; weights, the softmax of composed scores; the gradient of the composed
-# weights, dO·v; the gradient of the composed scores.
-SCORES, WEIGHTS, GRAD_COMPOSED, GRAD_SCORES = 0, 1, 2, 3
-
-
-@triton.jit
-def _softmax_tile(composed, p_lse, o_t, m_t, visible):
-    lse = tl.load(p_lse + o_t, mask=m_t, other=float("inf"))  # [b_t]
-    return tl.where(visible, tl.exp(composed - lse[:, None]), 0.0)
+# What maps are made of: scores q·k; weights, the softmax of composed scores; the gradients of what a stage makes.
+SCORES, WEIGHTS, GRAD_SCORES, GRAD_WEIGHTS = 0, 1, 2, 3
 
 
 @triton.jit
@@ -98,22 +93,20 @@ def _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T: tl.constexpr, B_S: tl.constex
 @triton.jit
 def _store_maps(p_maps, stride, o_map, m_map, tiles, first, count: tl.constexpr):
     for r in tl.static_range(count):
-        tl.store(p_maps + (first + r) * stride + o_map, tiles[r].to(p_maps.dtype.element_ty), mask=m_map)
+        tl.store(p_maps + (first + r) * stride + o_map, rounded(tiles[r], p_maps.dtype.element_ty), mask=m_map)
 
 
 @triton.jit
 def maps_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_first, p_last, p_wq, p_wk, p_maps, p_tiles,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_ob, stride_oh, stride_ot, stride_ib, n_maps, i_out, stride_map: tl.int64,
+    p_q, p_k, p_lse, p_first, p_last, p_wq, p_wk, p_maps, p_tiles,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_ib, n_maps, stride_map: tl.int64,
     n_wq, n_wk, H, G, rep, T, S, t_0, n_t, s_0, n_s, scale,
     SOURCE: tl.constexpr, F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    D: tl.constexpr, B_D: tl.constexpr, DV: tl.constexpr, B_DV: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr,
-    KEEP: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Hidden maps of scores, weights or the gradient of composed weights for one tile: a loop over a group's heads.
+    """Hidden maps of scores (SOURCE 0) or weights (1), for one tile: a loop over a group's heads.
 
-    They go to p_maps [B·G, n_maps, n_t, n_s] from map i_out. With KEEP, the tiles themselves go to p_tiles
+    They go to their place in p_maps [B·G, n_maps, n_t, n_s]. With KEEP, the tiles themselves go to p_tiles
     [B, H, n_t, n_s], zeros where nothing is seen.
     """
     i_s, i_t, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -121,7 +114,8 @@ def maps_kernel(
     M = H // G
     o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
     m_map = m_t[:, None] & m_s[None, :]
-    p_tiles += (i_b * H + i_g * M) * stride_map
+    first_bh = i_bg * M  # heads of a group are neighbours
+    p_tiles += first_bh * stride_map
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
     lowest, highest = _span(p_first, p_last, o_t, m_t)
     if (highest <= s_0 + i_s * B_S) | (lowest >= s_0 + (i_s + 1) * B_S):
@@ -130,271 +124,302 @@ def maps_kernel(
                 tl.store(p_tiles + i_m * stride_map + o_map, tl.zeros([B_T, B_S], p_tiles.dtype.element_ty), mask=m_map)
         return
     visible = _positions(p_first, p_last, o_t, m_t, o_s)
-    o_d, o_dv = tl.arange(0, B_D), tl.arange(0, B_DV)
+    o_d = tl.arange(0, B_D)
     p_maps += i_bg * n_maps * stride_map
-
-    # `down` gathers maps of scores and weights, `up` those of gradients
-    FLAGS: tl.constexpr = F_PRE if SOURCE == 0 else F_POST
-    W: tl.constexpr = R if SOURCE == 2 else 0
-    W_Q: tl.constexpr = W + (C if SOURCE and F_PRE & 1 else 0)
-    W_K: tl.constexpr = W + (C if SOURCE and F_PRE & 2 else 0)
+    p_wq, p_wk = p_wq + first_bh * n_wq * T, p_wk + first_bh * n_wk * S
+    pre, post, _, _ = _stages(p_wq, p_wk, p_maps, T, S, stride_map, M, F_PRE, F_POST, R, C)
+    stage = pre
+    FLAGS: tl.constexpr = F_POST if SOURCE else F_PRE
+    PRE_MAPS: tl.constexpr = R * ((F_PRE & 1) + (F_PRE & 2) // 2) if SOURCE else 0
+    if SOURCE:
+        stage = post
     RQ: tl.constexpr = R if FLAGS & 1 else 0
     RK: tl.constexpr = R if FLAGS & 2 else 0
+    held = load_products(p_maps, stride_map, o_map, m_map, visible, 0, PRE_MAPS, B_S)
     query_maps, key_maps = zero_tiles(B_T, B_S, RQ), zero_tiles(B_T, B_S, RK)
-    for i_m in range(M):
+    for i_m in tl.range(M, disable_licm=True):
         i_h = i_g * M + i_m
-        i_kv, i_bh = i_h // rep, i_b * H + i_h
-        p_wq_h, p_wk_h = p_wq + i_bh * n_wq * T, p_wk + i_bh * n_wk * S
-        if SOURCE == 2:
-            do = load_states(p_do + i_b * stride_ob + i_h * stride_oh, stride_ot, o_t, m_t, o_dv, DV)
-            v = load_states_transposed(p_v + i_b * stride_vb + i_kv * stride_vh, stride_vs, o_s, m_s, o_dv, DV)
-            tile = product(do, v)
-        else:
-            q = load_states(p_q + i_b * stride_qb + i_h * stride_qh, stride_qt, o_t, m_t, o_d, D)
-            k = load_states_transposed(p_k + i_b * stride_kb + i_kv * stride_kh, stride_ks, o_s, m_s, o_d, D)
-            tile = product(q, k) * scale
-            if SOURCE == 1:
-                pre, _, _, _ = _stages(p_wq_h, p_wk_h, p_maps, T, S, stride_map, M, F_PRE, F_POST, R, C)
-                tile = compose_tile(tile, pre, i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R)
-                lse = tl.load(p_lse + i_bh * T + o_t, mask=m_t, other=float("inf"))  # [b_t]
-                tile = tl.exp(tile - lse[:, None])  # anything where not visible
+        p_wq_h, p_wk_h = p_wq + i_m * n_wq * T, p_wk + i_m * n_wk * S
+        q = load_states(p_q + i_b * stride_qb + i_h * stride_qh, stride_qt, o_t, m_t, o_d, D)
+        k = load_states_transposed(p_k + i_b * stride_kb + i_h // rep * stride_kh, stride_ks, o_s, m_s, o_d, D)
+        tile = product(q, k) * scale
+        if SOURCE:
+            here = (p_wq_h, p_wk_h, p_maps)
+            tile = compose_tile(tile, held, here + pre[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R, True)
+            lse = tl.load(p_lse + (first_bh + i_m) * T + o_t, mask=m_t, other=float("inf"))  # [b_t]
+            tile = tl.exp(tile - lse[:, None])  # anything where not visible
         if KEEP:
-            kept = tl.where(visible, tile, 0.0).to(p_tiles.dtype.element_ty)
+            kept = rounded(tl.where(visible, tile, 0.0), p_tiles.dtype.element_ty)
             tl.store(p_tiles + i_m * stride_map + o_map, kept, mask=m_map)
-        query_maps = add_products(query_maps, tile, load_rows(p_wq_h, T, o_t, m_t, W_Q, RQ), 1, RQ)
-        key_maps = add_products(key_maps, tile, load_rows(p_wk_h, S, o_s, m_s, W_K, RK), 0, RK)
-    _store_maps(p_maps, stride_map, o_map, m_map, query_maps, i_out, RQ)
-    _store_maps(p_maps, stride_map, o_map, m_map, key_maps, i_out + RQ, RK)
+        query_maps = add_products(query_maps, tile, load_rows(p_wq_h, T, o_t, m_t, stage[3], RQ), 1, RQ)
+        key_maps = add_products(key_maps, tile, load_rows(p_wk_h, S, o_s, m_s, stage[4], RK), 0, RK)
+    _store_maps(p_maps, stride_map, o_map, m_map, query_maps, stage[5], RQ)
+    _store_maps(p_maps, stride_map, o_map, m_map, key_maps, stage[5] + RQ, RK)
 
 
 @triton.jit
 def lse_kernel(
-    p_q, p_k, p_lse, p_first, p_last, p_wq, p_wk, p_maps,
+    p_q, p_k, p_lse_parts, p_first, p_last, p_wq, p_wk, p_maps,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_ib, n_maps, stride_map: tl.int64,
     n_wq, n_wk, H, G, rep, T, S, t_0, n_t, s_0, n_s, scale,
-    F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, B_D: tl.constexpr,
-    B_T: tl.constexpr, B_S: tl.constexpr,
+    F_PRE: tl.constexpr, R: tl.constexpr, D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of a head's composed scores, for one tile of queries: p_lse [B, H, T]; +inf where nothing is seen."""
-    i_t, i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    M = H // G
-    i_g, i_m, i_kv, i_bh = i_h // M, i_h % M, i_h // rep, i_b * H + i_h
-    o_t = t_0 + i_t * B_T + tl.arange(0, B_T)
-    m_t = o_t < t_0 + n_t
-    o_d = tl.arange(0, B_D)
-    p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
-    p_maps += (i_b * G + i_g) * n_maps * stride_map
-    pre = (p_wq + i_bh * n_wq * T, p_wk + i_bh * n_wk * S, p_maps, 0, 0, 0, T, S, stride_map)
-    p_k += i_b * stride_kb + i_kv * stride_kh
-    q = load_states(p_q + i_b * stride_qb + i_h * stride_qh, stride_qt, o_t, m_t, o_d, D)  # [b_t, b_d]
-    lowest, highest = _span(p_first, p_last, o_t, m_t)
-    top = tl.full([B_T], float("-inf"), tl.float32)
-    total = tl.zeros([B_T], tl.float32)
-    begin = s_0 + (tl.maximum(lowest, s_0) - s_0) // B_S * B_S
-    for i_s in range(begin, tl.minimum(highest, s_0 + n_s), B_S):
-        o_s = i_s + tl.arange(0, B_S)
-        m_s = o_s < s_0 + n_s
-        visible = _positions(p_first, p_last, o_t, m_t, o_s)
-        o_map, m_map = (o_t - t_0)[:, None] * n_s + (o_s - s_0)[None, :], m_t[:, None] & m_s[None, :]
-        k = load_states_transposed(p_k, stride_ks, o_s, m_s, o_d, D)  # [b_d, b_s]
-        tile = product(q, k) * scale
-        tile = compose_tile(tile, pre, i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R)
-        tile = tl.where(visible, tile, float("-inf"))
-        new_top = tl.maximum(top, tl.max(tile, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp(top - base) + tl.sum(tl.exp(tile - base[:, None]), 1)
-        top = new_top
-    seen = total > 0
-    lse = tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), float("inf"))
-    tl.store(p_lse + i_bh * T + o_t, lse, mask=m_t)
+    """A tile's part of the log-sum-exp of composed scores: a loop over a group's heads.
 
-
-@triton.jit
-def output_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_first, p_last, p_wq, p_wk, p_maps,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_ob, stride_oh, stride_ot, stride_ib, n_maps, stride_map: tl.int64,
-    n_wq, n_wk, H, G, rep, T, S, t_0, n_t, s_0, n_s, scale,
-    F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    D: tl.constexpr, B_D: tl.constexpr, DV: tl.constexpr, B_DV: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr,
-):  # fmt: skip
-    """A head's composed weights times its values, for one tile of queries: p_out [B, H, T, DV] by its strides."""
-    i_t, i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    M = H // G
-    i_g, i_m, i_kv, i_bh = i_h // M, i_h % M, i_h // rep, i_b * H + i_h
-    o_t = t_0 + i_t * B_T + tl.arange(0, B_T)
-    m_t = o_t < t_0 + n_t
-    o_d, o_dv = tl.arange(0, B_D), tl.arange(0, B_DV)
-    p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
-    p_maps += (i_b * G + i_g) * n_maps * stride_map
-    p_wq, p_wk = p_wq + i_bh * n_wq * T, p_wk + i_bh * n_wk * S
-    pre, post, _, _ = _stages(p_wq, p_wk, p_maps, T, S, stride_map, M, F_PRE, F_POST, R, C)
-    p_k += i_b * stride_kb + i_kv * stride_kh
-    p_v += i_b * stride_vb + i_kv * stride_vh
-    p_lse += i_bh * T
-    q = load_states(p_q + i_b * stride_qb + i_h * stride_qh, stride_qt, o_t, m_t, o_d, D)  # [b_t, b_d]
-    lowest, highest = _span(p_first, p_last, o_t, m_t)
-    out = tl.zeros([B_T, B_DV], tl.float32)
-    begin = s_0 + (tl.maximum(lowest, s_0) - s_0) // B_S * B_S
-    for i_s in range(begin, tl.minimum(highest, s_0 + n_s), B_S):
-        o_s = i_s + tl.arange(0, B_S)
-        m_s = o_s < s_0 + n_s
-        visible = _positions(p_first, p_last, o_t, m_t, o_s)
-        o_map, m_map = (o_t - t_0)[:, None] * n_s + (o_s - s_0)[None, :], m_t[:, None] & m_s[None, :]
-        k = load_states_transposed(p_k, stride_ks, o_s, m_s, o_d, D)  # [b_d, b_s]
-        tile = product(q, k) * scale
-        tile = compose_tile(tile, pre, i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R)
-        tile = _softmax_tile(tile, p_lse, o_t, m_t, visible)
-        tile = compose_tile(tile, post, i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_POST, R, R)
-        tile = tl.where(visible, tile, 0.0)
-        v = load_states(p_v, stride_vs, o_s, m_s, o_dv, DV)  # [b_s, b_dv]
-        out += product(tile.to(v.dtype), v)
-    p_out += i_b * stride_ob + i_h * stride_oh
-    p_tile = p_out + o_t[:, None].to(tl.int64) * stride_ot + o_dv[None, :]
-    tl.store(p_tile, out.to(p_out.dtype.element_ty), mask=m_t[:, None] & (o_dv < DV)[None, :])
-
-
-@triton.jit
-def key_sums_kernel(
-    p_tiles, p_grads, p_maps, p_gwk, p_first, p_last, p_wq, p_wk, stride_ib, n_maps, stride_map: tl.int64,
-    n_wk, H, G, T, S, t_0, n_t, s_0, n_s,
-    STAGE: tl.constexpr, F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    B_T: tl.constexpr, B_S: tl.constexpr,
-):  # fmt: skip
-    """Adds a chunk's gradients of key-side weights to p_gwk [B, H, n_wk, S], for one tile of keys of a head.
-
-    p_tiles and p_grads [B, H, n_t, n_s]: what a stage composes, 0 scores or 1 weights, and the gradient of the result.
-    """
-    i_s, i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    M = H // G
-    i_bh = i_b * H + i_h
-    p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
-    p_maps += (i_b * G + i_h // M) * n_maps * stride_map
-    p_tiles, p_grads = p_tiles + i_bh * stride_map, p_grads + i_bh * stride_map
-    pre, post, back_pre, back_post = _stages(p_wq, p_wk, p_maps, T, S, stride_map, M, F_PRE, F_POST, R, C)
-    FLAGS: tl.constexpr = F_POST if STAGE else F_PRE
-    stage, back = pre, back_pre
-    if STAGE:
-        stage, back = post, back_post
-    RQ: tl.constexpr = R if FLAGS & 1 else 0
-    RK: tl.constexpr = R if FLAGS & 2 else 0
-    NG: tl.constexpr = 1 if FLAGS & 10 == 10 else 0
-    to_down, to_up, to_gate = zero_rows(B_S, RK), zero_rows(B_S, RK), zero_rows(B_S, NG)
-    for i_t in range(0, (n_t + B_T - 1) // B_T):
-        o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
-        m_map, visible = m_t[:, None] & m_s[None, :], _positions(p_first, p_last, o_t, m_t, o_s)
-        tile = tl.load(p_tiles + o_map, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
-        grad = tl.load(p_grads + o_map, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
-        to_up = add_sums(to_up, load_maps(p_maps, stride_map, o_map, m_map, visible, stage[5] + RQ, RK), grad, 0, RK)
-        to_down = add_sums(to_down, load_maps(p_maps, stride_map, o_map, m_map, visible, back[5] + RQ, RK), tile, 0, RK)
-        if NG:
-            to_gate = add_sums(to_gate, (tile,), grad, 0, NG)
-    o_s = s_0 + i_s * B_S + tl.arange(0, B_S)
-    m_s = o_s < s_0 + n_s
-    p_gwk += i_bh * n_wk * S
-    add_rows(p_gwk, S, o_s, m_s, to_down, stage[4], RK)
-    add_rows(p_gwk, S, o_s, m_s, to_up, stage[4] + R, RK)
-    add_rows(p_gwk, S, o_s, m_s, to_gate, stage[4] + 2 * R, NG)
-
-
-@triton.jit
-def back_kernel(
-    p_tiles, p_grads, p_composed, p_delta, p_maps, p_gwq, p_first, p_last, p_wq, p_wk,
-    stride_ib, n_maps, stride_map: tl.int64, n_wq, n_wk, H, G, T, S, t_0, n_t, s_0, n_s, scale,
-    STAGE: tl.constexpr, F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    B_T: tl.constexpr, B_S: tl.constexpr,
-):  # fmt: skip
-    """Takes a stage's gradient back through composition, for one tile of queries of a head.
-
-    p_tiles and p_grads [B, H, n_t, n_s] are as for `key_sums_kernel`. Writes the gradients of the packed query-side
-    weights, p_gwq [B, H, n_wq, T]. After the softmax (stage 1) it also writes p_composed, the composed weights, rounded
-    as in the forward pass; p_grads becomes the gradient of the weights; and p_delta [B, H, T] is Σ_s weights · that,
-    over Σ_s weights, which is not quite 1: so the gradient of the composed scores sums to zero, as it must.
-    Before it (stage 0), p_composed becomes the gradient of the scores times their scale.
-    """
-    i_t, i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    M = H // G
-    i_m, i_bh = i_h % M, i_b * H + i_h
-    o_t = t_0 + i_t * B_T + tl.arange(0, B_T)
-    m_t = o_t < t_0 + n_t
-    p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
-    p_maps += (i_b * G + i_h // M) * n_maps * stride_map
-    p_tiles, p_grads = p_tiles + i_bh * stride_map, p_grads + i_bh * stride_map
-    p_composed += i_bh * stride_map
-    p_wq, p_wk = p_wq + i_bh * n_wq * T, p_wk + i_bh * n_wk * S
-    pre, post, back_pre, back_post = _stages(p_wq, p_wk, p_maps, T, S, stride_map, M, F_PRE, F_POST, R, C)
-    FLAGS: tl.constexpr = F_POST if STAGE else F_PRE
-    stage, back = pre, back_pre
-    if STAGE:
-        stage, back = post, back_post
-    RQ: tl.constexpr = R if FLAGS & 1 else 0
-    NG: tl.constexpr = 1 if FLAGS & 9 == 9 else 0
-    delta, total = tl.zeros([B_T], tl.float32), tl.zeros([B_T], tl.float32)
-    to_down, to_up, to_gate = zero_rows(B_T, RQ), zero_rows(B_T, RQ), zero_rows(B_T, NG)
-    lowest, highest = _span(p_first, p_last, o_t, m_t)
-    begin = (tl.maximum(lowest, s_0) - s_0) // B_S
-    end = (tl.minimum(highest, s_0 + n_s) - s_0 + B_S - 1) // B_S
-    for i_s in range(begin, end):
-        _, _, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
-        m_map, visible = m_t[:, None] & m_s[None, :], _positions(p_first, p_last, o_t, m_t, o_s)
-        tile = tl.load(p_tiles + o_map, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
-        grad = tl.load(p_grads + o_map, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
-        to_up = add_sums(to_up, load_maps(p_maps, stride_map, o_map, m_map, visible, stage[5], RQ), grad, 1, RQ)
-        to_down = add_sums(to_down, load_maps(p_maps, stride_map, o_map, m_map, visible, back[5], RQ), tile, 1, RQ)
-        if NG:
-            to_gate = add_sums(to_gate, (tile,), grad, 1, NG)
-        grad = compose_tile(grad, back, i_m, o_t, m_t, o_s, m_s, o_map, m_map, FLAGS, R, 0)
-        if STAGE:
-            grad = tl.where(visible, grad, 0.0).to(p_grads.dtype.element_ty)
-            delta += tl.sum(tile * grad.to(tl.float32), 1)
-            total += tl.sum(tile, 1)
-            tl.store(p_grads + o_map, grad, mask=m_map)
-            out = compose_tile(tile, stage, i_m, o_t, m_t, o_s, m_s, o_map, m_map, FLAGS, R, R)
-        else:
-            out = grad * scale
-        tl.store(p_composed + o_map, tl.where(visible, out, 0.0).to(p_composed.dtype.element_ty), mask=m_map)
-    if STAGE:
-        delta = tl.where(total > 0, delta / tl.where(total > 0, total, 1.0), 0.0)
-        tl.store(p_delta + i_bh * T + o_t, delta, mask=m_t)
-    p_gwq += i_bh * n_wq * T
-    store_rows(p_gwq, T, o_t, m_t, to_down, stage[3], RQ)
-    store_rows(p_gwq, T, o_t, m_t, to_up, stage[3] + R, RQ)
-    store_rows(p_gwq, T, o_t, m_t, to_gate, stage[3] + 2 * R, NG)
-
-
-@triton.jit
-def grad_maps_kernel(
-    p_tiles, p_grads, p_delta, p_maps, p_first, p_last, p_wq, p_wk,
-    stride_ib, n_maps, i_out, stride_map: tl.int64, n_wq, n_wk, H, G, T, S, t_0, n_t, s_0, n_s,
-    F_PRE: tl.constexpr, R: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr,
-):  # fmt: skip
-    """Takes gradients back through the softmax, for one tile of queries and keys: a loop over a group's heads.
-
-    p_tiles [B, H, n_t, n_s], the weights, becomes the gradient of the composed scores, from p_grads, that of the
-    weights. Its maps go to p_maps [B·G, n_maps, n_t, n_s] from map i_out.
+    p_lse_parts [tiles of keys, B, H, n_t]; -inf where nothing is seen.
     """
     i_s, i_t, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_g = i_bg // G, i_bg % G
     M = H // G
     o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
     m_map = m_t[:, None] & m_s[None, :]
+    n_bh, first_bh = tl.num_programs(2).to(tl.int64) * M, i_bg * M  # heads of a group are neighbours
+    p_lse_parts += (i_s * n_bh + first_bh) * n_t + o_t - t_0
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
     lowest, highest = _span(p_first, p_last, o_t, m_t)
     if (highest <= s_0 + i_s * B_S) | (lowest >= s_0 + (i_s + 1) * B_S):
-        return  # the weights are zeros there
-    RQ: tl.constexpr = R if F_PRE & 1 else 0
-    RK: tl.constexpr = R if F_PRE & 2 else 0
-    query_maps, key_maps = zero_tiles(B_T, B_S, RQ), zero_tiles(B_T, B_S, RK)
-    for i_m in range(M):
-        i_bh = i_b * H + i_g * M + i_m
-        p_tile = p_tiles + i_bh * stride_map + o_map
-        tile = tl.load(p_tile, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
-        grad = tl.load(p_grads + i_bh * stride_map + o_map, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
-        delta = tl.load(p_delta + i_bh * T + o_t, mask=m_t, other=0.0)  # [b_t]
-        tile *= grad - delta[:, None]
-        tl.store(p_tile, tile.to(p_tiles.dtype.element_ty), mask=m_map)
-        query_maps = add_products(query_maps, tile, load_rows(p_wq + i_bh * n_wq * T, T, o_t, m_t, R, RQ), 1, RQ)
-        key_maps = add_products(key_maps, tile, load_rows(p_wk + i_bh * n_wk * S, S, o_s, m_s, R, RK), 0, RK)
+        for i_m in range(M):
+            tl.store(p_lse_parts + i_m * n_t, tl.full([B_T], float("-inf"), tl.float32), mask=m_t)
+        return
+    visible = _positions(p_first, p_last, o_t, m_t, o_s)
+    o_d = tl.arange(0, B_D)
     p_maps += i_bg * n_maps * stride_map
-    _store_maps(p_maps, stride_map, o_map, m_map, query_maps, i_out, RQ)
-    _store_maps(p_maps, stride_map, o_map, m_map, key_maps, i_out + RQ, RK)
+    MAPS: tl.constexpr = R * ((F_PRE & 1) + (F_PRE & 2) // 2)
+    held = load_products(p_maps, stride_map, o_map, m_map, visible, 0, MAPS, B_S)
+    for i_m in tl.range(M, disable_licm=True):
+        i_h = i_g * M + i_m
+        q = load_states(p_q + i_b * stride_qb + i_h * stride_qh, stride_qt, o_t, m_t, o_d, D)  # [b_t, b_d]
+        k = load_states_transposed(p_k + i_b * stride_kb + i_h // rep * stride_kh, stride_ks, o_s, m_s, o_d, D)
+        i_bh = first_bh + i_m
+        pre = (p_wq + i_bh * n_wq * T, p_wk + i_bh * n_wk * S, p_maps, 0, 0, 0, T, S, stride_map)
+        tile = product(q, k) * scale
+        tile = compose_tile(tile, held, pre, i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R, True)
+        tile = tl.where(visible, tile, float("-inf"))
+        top = tl.max(tile, 1)  # [b_t]
+        base = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp(tile - base[:, None]), 1)  # [b_t]
+        lse = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(p_lse_parts + i_m * n_t, lse, mask=m_t)
+
+
+@triton.jit
+def join_kernel(
+    p_lse_parts, p_lse, T, t_0, n_t, n_parts, n_bh, B_P: tl.constexpr, B_T: tl.constexpr
+):  # fmt: skip
+    """Log-sum-exps of a chunk from the parts of its tiles: p_lse [B·H, T]; +inf where nothing is seen."""
+    i_bh, i_t = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_t = i_t * B_T + tl.arange(0, B_T)
+    m_t = o_t < n_t
+    top, total = tl.full([B_T], float("-inf"), tl.float32), tl.zeros([B_T], tl.float32)
+    for i_p in range(0, n_parts, B_P):
+        o_p = i_p + tl.arange(0, B_P)
+        p_part = p_lse_parts + (o_p[:, None].to(tl.int64) * n_bh + i_bh) * n_t + o_t[None, :]
+        part = tl.load(p_part, mask=(o_p < n_parts)[:, None] & m_t[None, :], other=float("-inf"))  # [b_p, b_t]
+        above = tl.maximum(top, tl.max(part, 0))
+        base = tl.where(above == float("-inf"), 0.0, above)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(part - base[None, :]), 0)
+        top = above
+    seen = total > 0
+    lse = tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), float("inf"))
+    tl.store(p_lse + i_bh * T + t_0 + o_t, lse, mask=m_t)
+
+
+@triton.jit
+def composed_kernel(
+    p_q, p_k, p_composed, p_lse, p_first, p_last, p_wq, p_wk, p_maps,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_ib, n_maps, stride_map: tl.int64,
+    n_wq, n_wk, H, G, rep, T, S, t_0, n_t, s_0, n_s, scale,
+    F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr,
+):  # fmt: skip
+    """Composed weights of a tile: p_composed [B, H, n_t, n_s], zeros where nothing is seen: a loop over heads."""
+    i_s, i_t, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_b, i_g = i_bg // G, i_bg % G
+    M = H // G
+    o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
+    m_map = m_t[:, None] & m_s[None, :]
+    first_bh = i_bg * M  # heads of a group are neighbours
+    p_composed += first_bh * stride_map
+    p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
+    lowest, highest = _span(p_first, p_last, o_t, m_t)
+    if (highest <= s_0 + i_s * B_S) | (lowest >= s_0 + (i_s + 1) * B_S):
+        for i_m in range(M):  # read whole by torch
+            nothing = tl.zeros([B_T, B_S], p_composed.dtype.element_ty)
+            tl.store(p_composed + i_m * stride_map + o_map, nothing, mask=m_map)
+        return
+    visible = _positions(p_first, p_last, o_t, m_t, o_s)
+    o_d = tl.arange(0, B_D)
+    p_maps += i_bg * n_maps * stride_map
+    p_wq, p_wk = p_wq + first_bh * n_wq * T, p_wk + first_bh * n_wk * S
+    pre, post, _, _ = _stages(p_wq, p_wk, p_maps, T, S, stride_map, M, F_PRE, F_POST, R, C)
+    PRE_MAPS: tl.constexpr = R * ((F_PRE & 1) + (F_PRE & 2) // 2)
+    POST_MAPS: tl.constexpr = R * ((F_POST & 1) + (F_POST & 2) // 2)
+    pre_maps = load_products(p_maps, stride_map, o_map, m_map, visible, 0, PRE_MAPS, B_S)
+    post_maps = load_products(p_maps, stride_map, o_map, m_map, visible, post[5], POST_MAPS, B_S)
+    for i_m in tl.range(M, disable_licm=True):
+        i_h = i_g * M + i_m
+        q = load_states(p_q + i_b * stride_qb + i_h * stride_qh, stride_qt, o_t, m_t, o_d, D)  # [b_t, b_d]
+        k = load_states_transposed(p_k + i_b * stride_kb + i_h // rep * stride_kh, stride_ks, o_s, m_s, o_d, D)
+        here = (p_wq + i_m * n_wq * T, p_wk + i_m * n_wk * S, p_maps)
+        tile = product(q, k) * scale
+        tile = compose_tile(tile, pre_maps, here + pre[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R, True)
+        lse = tl.load(p_lse + (first_bh + i_m) * T + o_t, mask=m_t, other=float("inf"))  # [b_t]
+        tile = tl.where(visible, tl.exp(tile - lse[:, None]), 0.0)
+        tile = compose_tile(tile, post_maps, here + post[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_POST, R, R, True)
+        if F_POST & 4:
+            tile = tl.where(visible, tile, 0.0)
+        tl.store(p_composed + i_m * stride_map + o_map, rounded(tile, p_composed.dtype.element_ty), mask=m_map)
+
+
+@triton.jit
+def grads_kernel(
+    p_do, p_v, p_grads, p_weight_grads, p_delta, p_maps, p_first, p_last, p_wq, p_wk,
+    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib,
+    n_maps, stride_map: tl.int64, n_wq, n_wk, H, G, rep, T, S, t_0, n_t, s_0, n_s,
+    STAGE: tl.constexpr, F_PRE: tl.constexpr, F_POST: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, DV: tl.constexpr, B_DV: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr,
+):  # fmt: skip
+    """Gradients of what a stage makes, and their hidden maps, for one tile: a loop over a group's heads.
+
+    After the softmax (STAGE 1) they are dO·v, and go to p_grads [B, H, n_t, n_s]. Before it, p_grads holds the weights,
+    which become weights · (p_weight_grads - p_delta [B, H, n_t]): back through the softmax. Zeros where nothing is
+    seen. The hidden maps of the transposed composition go to their place in p_maps [B·G, n_maps, n_t, n_s].
+    """
+    i_s, i_t, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_b, i_g = i_bg // G, i_bg % G
+    M = H // G
+    o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
+    m_map = m_t[:, None] & m_s[None, :]
+    first_bh = i_bg * M  # heads of a group are neighbours
+    p_grads += first_bh * stride_map
+    p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
+    lowest, highest = _span(p_first, p_last, o_t, m_t)
+    if (highest <= s_0 + i_s * B_S) | (lowest >= s_0 + (i_s + 1) * B_S):
+        if STAGE:  # read whole by torch; before the softmax, the weights are zeros
+            for i_m in range(M):
+                tl.store(p_grads + i_m * stride_map + o_map, tl.zeros([B_T, B_S], p_grads.dtype.element_ty), mask=m_map)
+        return
+    visible = _positions(p_first, p_last, o_t, m_t, o_s)
+    o_dv = tl.arange(0, B_DV)
+    p_maps += i_bg * n_maps * stride_map
+    p_wq, p_wk = p_wq + first_bh * n_wq * T, p_wk + first_bh * n_wk * S
+    p_weight_grads += first_bh * stride_map
+    p_delta += first_bh * n_t + o_t - t_0
+    _, _, back, back_post = _stages(p_wq, p_wk, p_maps, T, S, stride_map, M, F_PRE, F_POST, R, C)
+    FLAGS: tl.constexpr = F_POST if STAGE else F_PRE
+    if STAGE:
+        back = back_post
+    RQ: tl.constexpr = R if FLAGS & 1 else 0
+    RK: tl.constexpr = R if FLAGS & 2 else 0
+    query_maps, key_maps = zero_tiles(B_T, B_S, RQ), zero_tiles(B_T, B_S, RK)
+    for i_m in tl.range(M, disable_licm=True):
+        p_grad = p_grads + i_m * stride_map + o_map
+        if STAGE:
+            i_h = i_g * M + i_m
+            do = load_states(p_do + i_b * stride_ob + i_h * stride_oh, stride_ot, o_t, m_t, o_dv, DV)
+            p_v_h = p_v + i_b * stride_vb + i_h // rep * stride_vh
+            v = load_states_transposed(p_v_h, stride_vs, o_s, m_s, o_dv, DV)
+            grad = tl.where(visible, product(do, v), 0.0)
+        else:
+            weights = tl.load(p_grad, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
+            grad = tl.load(p_weight_grads + i_m * stride_map + o_map, mask=m_map, other=0.0).to(tl.float32)
+            grad = weights * (grad - tl.load(p_delta + i_m * n_t, mask=m_t, other=0.0)[:, None])
+        tl.store(p_grad, rounded(grad, p_grads.dtype.element_ty), mask=m_map)
+        p_wq_h, p_wk_h = p_wq + i_m * n_wq * T, p_wk + i_m * n_wk * S
+        query_maps = add_products(query_maps, grad, load_rows(p_wq_h, T, o_t, m_t, back[3] + R, RQ), 1, RQ)
+        key_maps = add_products(key_maps, grad, load_rows(p_wk_h, S, o_s, m_s, back[4] + R, RK), 0, RK)
+    _store_maps(p_maps, stride_map, o_map, m_map, query_maps, back[5], RQ)
+    _store_maps(p_maps, stride_map, o_map, m_map, key_maps, back[5] + RQ, RK)
+
+
+@triton.jit
+def back_kernel(
+    p_tiles, p_grads, p_composed, p_delta, p_maps, p_gwq, p_gwk, p_first, p_last, p_wq, p_wk, stride_ib,
+    n_maps, stride_map: tl.int64, n_wq, n_wk, H, G, T, S, t_0, n_t, s_0, n_s, scale,
+    STAGE: tl.constexpr, F_PRE: tl.constexpr, F_POST: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr,
+):  # fmt: skip
+    """Takes gradients back through a stage of composition, for one tile: a loop over a group's heads.
+
+    p_tiles, p_grads and p_composed are [B, H, n_t, n_s]: what the stage composes (weights in STAGE 1, scores in 0), the
+    gradient of what it makes, and an output. p_gwq [tiles of keys, B, H, C, n_t] and p_gwk
+    [tiles of queries, B, H, C, n_s], in float32, get this tile's part of the gradients of packed weights.
+
+    After the softmax, p_grads becomes the gradient of the weights, p_composed the composed weights, rounded as in the
+    forward pass, and p_delta [tiles of keys, 2, B, H, n_t] gets Σ_s weights · gradient and Σ_s weights. Before it,
+    p_composed becomes the gradient of the scores times `scale`, which is that of q·k.
+    """
+    i_s, i_t, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_b = i_bg // G
+    M = H // G
+    o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
+    m_map = m_t[:, None] & m_s[None, :]
+    n_bh, first_bh = tl.num_programs(2).to(tl.int64) * M, i_bg * M  # heads of a group are neighbours
+    p_tiles, p_grads = p_tiles + first_bh * stride_map, p_grads + first_bh * stride_map
+    p_composed += first_bh * stride_map
+    p_gwq += (i_s * n_bh + first_bh) * C * n_t + o_t - t_0
+    p_gwk += (i_t * n_bh + first_bh) * C * n_s + o_s - s_0
+    p_delta += (2 * i_s * n_bh + first_bh) * n_t + o_t - t_0
+    FLAGS: tl.constexpr = F_POST if STAGE else F_PRE
+    RQ: tl.constexpr = R if FLAGS & 1 else 0
+    RK: tl.constexpr = R if FLAGS & 2 else 0
+    NQ: tl.constexpr = 1 if FLAGS & 9 == 9 else 0
+    NK: tl.constexpr = 1 if FLAGS & 10 == 10 else 0
+
+    p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
+    lowest, highest = _span(p_first, p_last, o_t, m_t)
+    if (highest <= s_0 + i_s * B_S) | (lowest >= s_0 + (i_s + 1) * B_S):
+        no_row, no_column = tl.zeros([B_T], tl.float32), tl.zeros([B_S], tl.float32)
+        for i_m in range(M):  # read whole by torch
+            nothing = tl.zeros([B_T, B_S], p_composed.dtype.element_ty)
+            tl.store(p_composed + i_m * stride_map + o_map, nothing, mask=m_map)
+            for c in tl.static_range(2 * RQ + NQ):
+                tl.store(p_gwq + (i_m * C + c) * n_t, no_row, mask=m_t)
+            for c in tl.static_range(2 * RK + NK):
+                tl.store(p_gwk + (i_m * C + c) * n_s, no_column, mask=m_s)
+            if STAGE:
+                store_rows(p_delta + i_m * n_t, n_bh * n_t, 0, m_t, (no_row, no_row), 0, 2)
+        return
+    visible = _positions(p_first, p_last, o_t, m_t, o_s)
+    p_maps += i_bg * n_maps * stride_map
+    p_wq, p_wk = p_wq + first_bh * n_wq * T, p_wk + first_bh * n_wk * S
+    stage, post, back, back_post = _stages(p_wq, p_wk, p_maps, T, S, stride_map, M, F_PRE, F_POST, R, C)
+    if STAGE:
+        stage, back = post, back_post
+    query_maps = load_maps(p_maps, stride_map, o_map, m_map, visible, stage[5], RQ)
+    key_maps = load_maps(p_maps, stride_map, o_map, m_map, visible, stage[5] + RQ, RK)
+    query_back = load_maps(p_maps, stride_map, o_map, m_map, visible, back[5], RQ)
+    key_back = load_maps(p_maps, stride_map, o_map, m_map, visible, back[5] + RQ, RK)
+    for i_m in tl.range(M, disable_licm=True):
+        p_grad = p_grads + i_m * stride_map + o_map
+        tile = tl.load(p_tiles + i_m * stride_map + o_map, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
+        grad = tl.load(p_grad, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
+        p_row, p_column = p_gwq + i_m * C * n_t, p_gwk + i_m * C * n_s
+        store_rows(p_row, n_t, 0, m_t, row_sums(query_back, tile, 1, RQ), 0, RQ)
+        store_rows(p_row, n_t, 0, m_t, row_sums(query_maps, grad, 1, RQ), R, RQ)
+        store_rows(p_row, n_t, 0, m_t, row_sums((tile,), grad, 1, NQ), 2 * R, NQ)
+        store_rows(p_column, n_s, 0, m_s, row_sums(key_back, tile, 0, RK), 0, RK)
+        store_rows(p_column, n_s, 0, m_s, row_sums(key_maps, grad, 0, RK), R, RK)
+        store_rows(p_column, n_s, 0, m_s, row_sums((tile,), grad, 0, NK), 2 * R, NK)
+        here = (p_wq + i_m * n_wq * T, p_wk + i_m * n_wk * S, p_maps)
+        held = query_back + key_back
+        grad = compose_tile(grad, held, here + back[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, FLAGS, R, 0, True)
+        if FLAGS & 4:
+            grad = tl.where(visible, grad, 0.0)
+        if STAGE:
+            grad = rounded(grad, p_grads.dtype.element_ty)
+            tl.store(p_grad, grad, mask=m_map)
+            tl.store(p_delta + i_m * n_t, tl.sum(tile * grad.to(tl.float32), 1), mask=m_t)
+        else:
+            out = rounded(grad * scale, p_composed.dtype.element_ty)
+            tl.store(p_composed + i_m * stride_map + o_map, out, mask=m_map)
+    if STAGE:  # a loop of its own, or registers run out
+        held = query_maps + key_maps
+        for i_m in range(M):
+            tile = tl.load(p_tiles + i_m * stride_map + o_map, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
+            tl.store(p_delta + (n_bh + i_m) * n_t, tl.sum(tile, 1), mask=m_t)
+            here = (p_wq + i_m * n_wq * T, p_wk + i_m * n_wk * S, p_maps)
+            out = compose_tile(tile, held, here + stage[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, FLAGS, R, R, True)
+            if FLAGS & 4:
+                out = tl.where(visible, out, 0.0)
+            tl.store(p_composed + i_m * stride_map + o_map, rounded(out, p_composed.dtype.element_ty), mask=m_map)

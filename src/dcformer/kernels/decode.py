@@ -32,15 +32,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ..attention_dcformer import flatten_weights
 from ..compose_dcformer import ComposeWeights, SideWeights
+from .tiles import INTERPRETED, product, rounded
 
 MAX_QUERIES = 16
 # What a stage composes with, as flags of the kernels.
 QUERY_MAPS, QUERY_GATES, KEY_MAPS, KEY_GATES, STATIC = (tl.constexpr(1 << i) for i in range(5))
 # Splits are whole units, and maps are padded to them: rows stay aligned for wide loads.
 UNIT = tl.constexpr(16)
-# The interpreter cannot multiply bfloat16, and truncates where a GPU rounds to nearest.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Two waves of the 132 multiprocessors of an H100 or H200. Only a matter of speed, so it is not asked of the device.
 _PROGRAMS = 264
@@ -51,26 +51,6 @@ _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16:
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """float32 to the model's dtype, to nearest even."""
-    if INTERPRETED:
-        if dtype == tl.bfloat16:
-            bits = x.to(tl.int32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-            x = bits.to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
-def _product(a, b, acc):
-    """acc + a·b in float32, for 16-bit factors."""
-    if INTERPRETED:
-        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -247,7 +227,7 @@ def scores_kernel(
             # [b_d, b_s]
             p_tile = p_k + (i_h * stride_kh + o_s.to(tl.int64) * stride_ks)[None, :] * ALIGN + o_d[:, None]
             k = tl.load(p_tile, mask=(o_d < D)[:, None] & m_s[None, :], other=0.0)
-            scores = _product(q, k, tl.zeros([B_R, B_S], tl.float32))
+            scores = product(q, k)
         else:
             o_h = ((i_g * M + o_rm) // REP).to(tl.int64)
             p_row = p_k + (o_h[:, None] * stride_kh + o_s.to(tl.int64)[None, :] * stride_ks) * ALIGN
@@ -371,14 +351,14 @@ def output_kernel(
         m_s = o_s < last
         p_tile = p_maps + (o_rm * T + o_rt)[:, None] * stride_map + o_s[None, :]
         weights = tl.load(p_tile, mask=m_r[:, None] & (o_s < end)[None, :], other=0.0)  # [b_r, b_s]
-        weights = _rounded(weights, p_v.dtype.element_ty)
+        weights = rounded(weights, p_v.dtype.element_ty)
         acc = tl.where(i_s == 0, 0.0, acc)
         if DOT:
             i_h = ((i_g * M + i_u * SHARED) // REP).to(tl.int64)
             # [b_s, b_d]
             p_tile = p_v + (i_h * stride_vh + o_s.to(tl.int64) * stride_vs)[:, None] * ALIGN + o_d[None, :]
             v = tl.load(p_tile, mask=m_s[:, None] & (o_d < D)[None, :], other=0.0)
-            acc = _product(weights, v, acc)
+            acc += product(weights, v)
         else:
             o_kv = ((i_g * M + o_rm) // REP).to(tl.int64)
             p_row = p_v + (o_kv[:, None] * stride_vh + o_s.to(tl.int64)[None, :] * stride_vs) * ALIGN
@@ -388,7 +368,7 @@ def output_kernel(
             acc += tl.sum(weights.to(tl.float32)[:, :, None] * v.to(tl.float32), 1)
         o_out = i_p.to(tl.int64) * n_out + ((i_b * T + o_rt) * H + i_g * M + o_rm) * D
         m_out = (m_r & (i_s == n_s - 1))[:, None] & (o_d < D)[None, :]
-        tl.store(p_out + o_out[:, None] + o_d[None, :], _rounded(acc, p_out.dtype.element_ty), mask=m_out)
+        tl.store(p_out + o_out[:, None] + o_d[None, :], rounded(acc, p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -402,7 +382,7 @@ def add_kernel(p_parts, p_out, n_p, n_out, B_P: tl.constexpr, B_N: tl.constexpr)
         # [b_p, b_n]
         p_tile = p_parts + o_p[:, None].to(tl.int64) * n_out + o_n[None, :]
         acc += tl.sum(tl.load(p_tile, mask=(o_p < n_p)[:, None] & m_n[None, :], other=0.0), 0)
-    tl.store(p_out + o_n, _rounded(acc, p_out.dtype.element_ty), mask=m_n)
+    tl.store(p_out + o_n, rounded(acc, p_out.dtype.element_ty), mask=m_n)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -687,12 +667,6 @@ def _(query, key, value, *_):
     return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
 
-def _flatten(weights: ComposeWeights | None) -> list[torch.Tensor | None]:
-    weights = weights or ComposeWeights()
-    sides = (weights.query or SideWeights(), weights.key or SideWeights())
-    return [w for side in sides for w in (side.down, side.up, side.gate)] + [weights.static]
-
-
 def composed_decode(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -731,7 +705,7 @@ def composed_decode(
     """
     groups = _check(query, key, value, pre, post, visible, num_splits)
     return _decode(
-        query, key, value, *_flatten(pre), *_flatten(post), visible, groups, float(scale), num_splits
+        query, key, value, *flatten_weights(pre), *flatten_weights(post), visible, groups, float(scale), num_splits
     )  # fmt: skip
 
 
@@ -783,7 +757,7 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits={num_splits}: expected at least 1, or None to have it chosen.")
     groups = _check_weights(H, key.shape[1], B, T, S, pre, post)
-    tensors = [query, key, value, visible, *_flatten(pre), *_flatten(post)]
+    tensors = [query, key, value, visible, *flatten_weights(pre), *flatten_weights(post)]
     given = [t for t in tensors if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise ValueError(

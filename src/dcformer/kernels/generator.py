@@ -33,10 +33,8 @@ import triton.language as tl
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, SideWeights, accumulation_dtype
-from .tiles import INTERPRETED, product
-
-Generated = tuple[dict[tuple[str, str], SideWeights], dict[str, torch.Tensor]]
+from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, Generated, SideWeights, accumulation_dtype
+from .tiles import INTERPRETED, product, rounded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 APPROXIMATE = {type(ACT2FN["gelu"]): "none", type(ACT2FN["gelu_pytorch_tanh"]): "tanh"}  # activation -> GELU's flavour
@@ -55,17 +53,6 @@ class GeneratedSide(SideWeights):
 
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """float32 to another dtype, to nearest even; the interpreter would truncate to bfloat16."""
-    if INTERPRETED:
-        if dtype == tl.bfloat16:
-            bits = x.to(tl.int32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-            x = bits.to(tl.float32, bitcast=True)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -103,11 +90,11 @@ def _low_rank_pair(
         m_k = o_k < K
         p_tile = p_hidden + o_n[:, None].to(tl.int64) * stride_hn + o_k[None, :]
         hidden = tl.load(p_tile, mask=m_n[:, None] & m_k[None, :], other=0.0)  # [b_n, b_k]
-        hidden = _rounded(_gelu(hidden.to(tl.float32), TANH), hidden.dtype)
+        hidden = rounded(_gelu(hidden.to(tl.float32), TANH), hidden.dtype)
         p_tile = p_qkw + o_k[:, None] * K + (o_ci * M + o_cm)[None, :]
         qkw = tl.load(p_tile, mask=m_k[:, None] & m_c[None, :], other=0.0)  # [b_k, b_i · b_m]
         pair += product(hidden, qkw)
-    pair = _rounded(pair, p_qkw.dtype.element_ty).to(tl.float32)
+    pair = rounded(pair, p_qkw.dtype.element_ty).to(tl.float32)
     pair = tl.reshape(pair, [B_N, B_I, B_M])
     scale = tl.rsqrt(tl.sum(pair * pair, axis=2) / M + EPS)  # [b_n, b_i]
     scale = tl.where((tl.arange(0, B_I) < R)[None, :], scale, 1.0)
@@ -194,11 +181,11 @@ def generator_kernel(
         p_hidden += i_b * stride_hb + i_gc * K
         p_qkw += i_gc.to(tl.int64) * K * K
         pair = _low_rank_pair(p_hidden, p_qkw, stride_hn, o_n, m_n, K, M, R, TANH, EPS, B_N, B_K, B_I, B_M)
-        pair = _rounded(pair, p_weights.dtype.element_ty)
+        pair = rounded(pair, p_weights.dtype.element_ty)
     if GATE:
         p_tile = p_gates + i_b * stride_gb + i_gc * M + o_n[:, None].to(tl.int64) * stride_gn + o_m[None, :]
         gate = tl.load(p_tile, mask=m_n[:, None] & m_m[None, :], other=0.0)  # [b_n, b_m]
-        gate = _rounded(_tanh(gate.to(tl.float32)), p_weights.dtype.element_ty)
+        gate = rounded(_tanh(gate.to(tl.float32)), p_weights.dtype.element_ty)
 
     i_stage, i_side = i_gc % C // SIDES, i_gc % SIDES
     if i_side < SIDES - ROWS:
@@ -471,14 +458,34 @@ def fuse_projections(compose: DCFormerCompose) -> torch.Tensor | None:
     return torch.cat([compose.dw1_proj.weight, compose.gate_proj.weight])
 
 
+def _is_bare(module: nn.Module) -> bool:
+    """Whether nothing happens around a module's forward: no hook, no offloading."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooks and "forward" not in vars(module)
+
+
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a module is nothing but its weight: no adapter, quantisation, sharding, offloading or other hook."""
-    hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
     return (
-        type(linear) is nn.Linear
-        and type(linear.weight) is nn.Parameter
-        and not hooks
-        and "forward" not in vars(linear)
+        type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.bias is None and _is_bare(linear)
+    )
+
+
+def can_replace(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
+    """Whether the kernels may read the module's parameters past their modules, and know its dtype and activation.
+
+    No where something else is to happen as well: adapters, quantisation, sharded or offloaded weights, hooks.
+    """
+    linears = [linear for linear in (compose.dw1_proj, compose.gate_proj) if linear is not None]
+    return (
+        len(linears) > 0
+        and (hidden_states.is_cuda or INTERPRETED.value)
+        and hidden_states.dtype in DTYPES
+        and type(compose.act_fn) in APPROXIMATE
+        and _is_bare(compose)
+        and all(_is_plain(linear) for linear in linears)
+        and (compose.qkw is None or type(compose.qkw) is nn.Parameter)
+        and all(p.device == hidden_states.device for p in compose.parameters())
     )
 
 
@@ -544,12 +551,6 @@ def _generated(
     return {generator: generated[generator] for generator in compose.generators if generator in generated}
 
 
-def _statics(compose: DCFormerCompose) -> dict[str, torch.Tensor]:
-    m = compose.heads_per_group
-    stages = ("pre", compose.pre_static), ("post", compose.post_static)
-    return {stage: static.view(-1, m, m) for stage, static in stages if static is not None}
-
-
 def generate_weights(
     hidden_states: torch.Tensor, compose: DCFormerCompose, fused_weight: torch.Tensor | None = None
 ) -> Generated:
@@ -569,11 +570,11 @@ def generate_weights(
         ValueError: on another dtype or activation, and when tensor parallelism has cut through a group of heads.
     """
     if compose.dw1_proj is None and compose.gate_proj is None:
-        return {}, _statics(compose)
+        return {}, compose.static_projections()
     tensors, options = _arguments(hidden_states, compose, fused_weight)
     stages, sides = _axes(compose)
     weights = generate_weights_op(*tensors, len(stages), len(sides), *options)
-    return _generated(compose, weights, stages, sides), _statics(compose)
+    return _generated(compose, weights, stages, sides), compose.static_projections()
 
 
 def generate_packed(
@@ -621,7 +622,7 @@ def generate_packed(
             )
         rows[i] = states[..., states.shape[-1] - channels :]
     weights = generate_packed_op(*tensors, *rows, len(sides), *options)
-    return _generated(compose, weights, stages, sides[:-1]), _statics(compose)
+    return _generated(compose, weights, stages, sides[:-1]), compose.static_projections()
 
 
 # --- for compilers without a GPU --------------------------------------------------------------------------------------
@@ -666,6 +667,7 @@ def kernel_specs() -> list[dict[str, Any]]:
 
 __all__ = [
     "GeneratedSide",
+    "can_replace",
     "fuse_projections",
     "generate_packed",
     "generate_weights",

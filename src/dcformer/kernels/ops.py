@@ -9,18 +9,19 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-import triton
 from torch import nn
 from transformers.utils import logging
 
-from ..attention_dcformer import QueryBlockMask
+from ..attention_dcformer import QueryBlockMask, causal_rows, chunked_attention, flatten_weights, visible_and_bias
 from ..compose_dcformer import ComposeWeights, SideWeights
-from .launch import CHUNK_BYTES, GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
+from .decode import MAX_QUERIES, composed_decode
+from .generator import GeneratedSide
+from .launch import GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
+from .tiles import INTERPRETED
 
 logger = logging.get_logger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INTERPRETED = triton.knobs.runtime.interpret
 _ROWS_AT_ONCE = 256  # queries of a mask looked at in one go
 
 
@@ -39,7 +40,7 @@ def _forward(
     high: int,
     layout: list[int],
     scale: float,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return Problem(
         query, key, value, query_weights, key_weights, pre_static, post_static, Visibility(first, last, low, high),
@@ -71,7 +72,7 @@ def _backward(
     high: int,
     layout: list[int],
     scale: float,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
 ) -> list[torch.Tensor]:
     """Gradients of query, key and value and of those weights that there are, in their dtypes."""
     tensors = (query, key, value, query_weights, key_weights, pre_static, post_static)
@@ -105,7 +106,12 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 def _packed(*sides: SideWeights | None) -> torch.Tensor | None:
     """A side's weights of both stages, each down, up and gate, as [B, H, channels, N] contiguous."""
-    weights = [w if w.dim() == 4 else w[..., None] for side in sides if side is not None for w in side.tensors()]
+    given = [side for side in sides if side is not None]
+    weights = [w if w.dim() == 4 else w[..., None] for side in given for w in side.tensors()]
+    whole = given[0].packed if given and isinstance(given[0], GeneratedSide) else None
+    if whole is not None and whole.shape[2] == sum(w.shape[3] for w in weights):  # nothing is missing from it
+        if all(isinstance(side, GeneratedSide) and side.packed is whole for side in given):
+            return whole
     return torch.cat(weights, dim=-1).transpose(2, 3).contiguous() if weights else None
 
 
@@ -132,7 +138,7 @@ def composed_attention(
     cu_seqlens: torch.Tensor | None = None,
     visible: tuple[torch.Tensor, torch.Tensor] | None = None,
     return_lse: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Composed attention (paper section 3) with fused kernels: softmax(compose(q kᵀ)), composed again, times v.
 
@@ -152,7 +158,8 @@ def composed_attention(
         cu_seqlens: int [documents + 1]: bounds of packed documents, which do not see each other. Needs B = 1, T = S.
         visible: (first, last), int [B or 1, T]: query t sees keys first <= s < last at most, besides the above.
         return_lse: return the log-sum-exp of the composed scores too; no gradient flows through it.
-        chunk_bytes: bound of the memory that the maps of a chunk take, above what one tile of queries needs.
+        chunk_bytes: bound of the memory that the maps and tiles of a chunk of queries take, above what 64 queries of
+            one sequence need; None for 256 MiB, or 1/64 of the device's memory where that is more.
 
     Returns:
         output [B, H, T, DV] in the dtype of `query`, zeros for queries that see nothing; with `return_lse` also
@@ -161,7 +168,7 @@ def composed_attention(
     Raises:
         ValueError: on shapes, dtypes or options that do not fit together, naming them.
     """
-    if query.device.type != "cuda" and not _INTERPRETED:
+    if query.device.type != "cuda" and not INTERPRETED.value:
         raise ValueError(
             f"The fused kernels need a CUDA device, the query is on {query.device}: use attn_implementation="
             "'dcformer_chunked' there. (TRITON_INTERPRET=1 runs them slowly on a CPU, for tests.)"
@@ -222,7 +229,8 @@ def _check(
         )
     if query.dtype not in _DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(
-            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one of {_DTYPES} for all."
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one of {_DTYPES} for "
+            "all. Use attn_implementation='eager' or 'dcformer_chunked' for other dtypes."
         )
     if max(dim, value.shape[3]) > 256:
         raise ValueError(f"head dims {dim} and {value.shape[3]}: the kernels have at most 256.")
@@ -262,6 +270,13 @@ def _check(
 # --- Transformers -----------------------------------------------------------------------------------------------------
 
 
+def _visible(mask: torch.Tensor) -> torch.Tensor:
+    """A mask [B or 1, 1, t, S], boolean or additive, as a boolean one: True where a query sees a key."""
+    if mask.shape[1] != 1:
+        raise ValueError("attn_implementation='dcformer_triton' takes no mask per head: use 'eager'.")
+    return visible_and_bias(mask)[0]
+
+
 def _intervals(mask: torch.Tensor | QueryBlockMask, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A mask [B or 1, 1, T, S] as an interval of keys per query: (first, last), int32 [B or 1, T].
 
@@ -272,11 +287,7 @@ def _intervals(mask: torch.Tensor | QueryBlockMask, length: int) -> tuple[torch.
     for start in range(0, length, _ROWS_AT_ONCE):
         stop = min(length, start + _ROWS_AT_ONCE)
         rows = mask.rows(start, stop) if isinstance(mask, QueryBlockMask) else mask[:, :, start:stop]
-        if rows.shape[1] != 1:
-            raise ValueError("attn_implementation='dcformer_triton' takes no mask per head: use 'eager'.")
-        if rows.is_floating_point():
-            rows = rows > torch.finfo(rows.dtype).min / 2
-        rows = rows[:, 0].bool()  # [B or 1, t, S]
+        rows = _visible(rows)[:, 0]  # [B or 1, t, S]
         count, keys = rows.sum(-1), rows.shape[-1]
         first = rows.int().argmax(-1)
         last = torch.where(count > 0, keys - rows.flip(-1).int().argmax(-1), 0)
@@ -290,6 +301,15 @@ def _intervals(mask: torch.Tensor | QueryBlockMask, length: int) -> tuple[torch.
         firsts.append(first.int())
         lasts.append(last.int())
     return torch.cat(firsts, dim=1), torch.cat(lasts, dim=1)
+
+
+def _intervals_once(mask: torch.Tensor | QueryBlockMask, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_intervals`, made once for all layers that share a mask."""
+    if not isinstance(mask, QueryBlockMask) or torch.compiler.is_compiling():
+        return _intervals(mask, length)
+    if mask.intervals is None:
+        mask.intervals = _intervals(mask, length)
+    return mask.intervals
 
 
 def triton_attention(
@@ -306,14 +326,24 @@ def triton_attention(
     compose_trace: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Composed attention by fused kernels, as Transformers calls it. Arguments as for `eager_attention`.
+    """Composed attention by fused kernels, as Transformers calls it: those of decoding for a few queries.
+
+    Arguments as for `eager_attention`; the mask may also be a `QueryBlockMask`. Of an additive mask it is read which
+    keys are visible, nothing is added.
 
     Returns:
         output [B, T, H, D], and None: there are no weights to return.
 
     Raises:
-        ValueError: for what the kernels do not do: dropout of weights, traces of maps, masks with gaps.
+        ValueError: for what the kernels do not do: dropout of weights, traces of maps, masks per head, other dtypes;
+            for more than a few queries, or with gradients, masks with gaps.
     """
+    if query.device.type == "cpu" and torch.cuda.is_available():  # a model that was not moved to the GPU
+        logger.warning_once("'dcformer_triton' has no kernels for the CPU: 'dcformer_chunked' computes what is there.")
+        return chunked_attention(
+            module, query, key, value, attention_mask, scaling, dropout, pre, post, sliding_window,
+            compose_trace=compose_trace, **kwargs,
+        )  # fmt: skip
     if compose_trace is not None:
         raise ValueError("attn_implementation='dcformer_triton' never holds the maps: fill compose_trace with 'eager'.")
     if dropout and module.training:
@@ -322,13 +352,28 @@ def triton_attention(
         )
     if kwargs.get("output_attentions"):
         logger.warning_once("output_attentions=True returns nothing with 'dcformer_triton': use 'eager'.")
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad:
+        raise ValueError("an attention mask that requires gradients needs attn_implementation='eager'.")
+    is_causal, length = getattr(module, "is_causal", True), query.shape[2]
+    if length <= MAX_QUERIES and not _needs_gradients(query, key, value, *flatten_weights(pre), *flatten_weights(post)):
+        visible = None
+        if attention_mask is not None:
+            rows = attention_mask.rows(0, length) if isinstance(attention_mask, QueryBlockMask) else attention_mask
+            visible = _visible(rows)
+        elif is_causal and (length > 1 or (sliding_window is not None and key.shape[2] > sliding_window)):
+            visible = causal_rows(0, length, length, key.shape[2], sliding_window, query.device)[None, None]
+        return composed_decode(query, key, value, pre, post, scale=scaling, visible=visible), None
     options: dict[str, Any] = {"scale": scaling}
     offset: Any = None if attention_mask is None else getattr(attention_mask, "offset", None)
-    causal = getattr(module, "is_causal", True) and (attention_mask is None or offset is not None)
+    causal = is_causal and (attention_mask is None or offset is not None)
     options |= {"causal": causal, "causal_offset": offset, "sliding_window": sliding_window if causal else None}
     if attention_mask is not None:
-        options["visible"] = _intervals(attention_mask, query.shape[2])
+        options["visible"] = _intervals_once(attention_mask, length)
     return composed_attention(query, key, value, pre, post, **options).transpose(1, 2), None  # type: ignore[union-attr]
+
+
+def _needs_gradients(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 __all__ = ["composed_attention", "triton_attention"]

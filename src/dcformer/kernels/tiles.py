@@ -51,15 +51,6 @@ def zero_tiles(b_t: tl.constexpr, b_s: tl.constexpr, count: tl.constexpr):
 
 
 @triton.jit
-def zero_rows(b_n: tl.constexpr, count: tl.constexpr):
-    """A tuple of `count` vectors of zeros."""
-    out = ()
-    for _ in tl.static_range(count):
-        out = out + (tl.zeros([b_n], tl.float32),)
-    return out
-
-
-@triton.jit
 def add_products(tiles, tile, rows, axis: tl.constexpr, count: tl.constexpr):
     """tiles[r] += tile * rows[r]; the rows lie along the axis that is not `axis`."""
     out = ()
@@ -69,11 +60,11 @@ def add_products(tiles, tile, rows, axis: tl.constexpr, count: tl.constexpr):
 
 
 @triton.jit
-def add_sums(sums, tiles, tile, axis: tl.constexpr, count: tl.constexpr):
-    """sums[r] += tiles[r] * tile, summed over an axis."""
+def row_sums(tiles, tile, axis: tl.constexpr, count: tl.constexpr):
+    """tiles[r] * tile, summed over an axis: a tuple of vectors."""
     out = ()
     for r in tl.static_range(count):
-        out = out + (sums[r] + tl.sum(tiles[r] * tile, axis),)
+        out = out + (tl.sum(tiles[r] * tile, axis),)
     return out
 
 
@@ -85,11 +76,14 @@ def store_rows(p_w, stride, o_n, m_n, rows, first, count: tl.constexpr):
 
 
 @triton.jit
-def add_rows(p_w, stride, o_n, m_n, rows, first, count: tl.constexpr):
-    """Adds a tuple of [b_n] to channels of packed gradients, from channel `first`."""
-    for r in tl.static_range(count):
-        p_row = p_w + (first + r) * stride + o_n
-        tl.store(p_row, tl.load(p_row, mask=m_n, other=0.0) + rows[r], mask=m_n)
+def rounded(x, dtype: tl.constexpr):
+    """float32 to another dtype, to nearest even; the interpreter would truncate to bfloat16."""
+    if INTERPRETED:
+        if dtype == tl.bfloat16:
+            bits = x.to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+            x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -98,6 +92,22 @@ def product(a, b):
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def load_products(p_maps, stride, o_map, m_map, visible, first, count: tl.constexpr, B_S: tl.constexpr):
+    """As `load_maps`, times one: a product of matrices leaves its result where q·k leaves scores, and what works on
+    both, head after head, needs no exchange between threads. Exact: only ones and zeros are multiplied with. Maps in
+    float32 are not multiplied, tensor cores have no exact product for them."""
+    dtype: tl.constexpr = p_maps.dtype.element_ty
+    tiles = load_maps(p_maps, stride, o_map, m_map, visible, first, count)
+    if dtype == tl.float32:
+        return tiles
+    one = (tl.arange(0, B_S)[:, None] == tl.arange(0, B_S)[None, :]).to(tl.float32).to(dtype)
+    out = ()
+    for r in tl.static_range(count):
+        out = out + (product(tiles[r].to(dtype), one),)
+    return out
 
 
 @triton.jit
@@ -116,41 +126,40 @@ def load_states_transposed(p_x, stride, o_n, m_n, o_d, D: tl.constexpr):
 
 @triton.jit
 def compose_tile(
-    tile, stage, i_m, o_t, m_t, o_s, m_s, o_map, m_map,
-    F: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
+    tile, held, stage, i_m, o_t, m_t, o_s, m_s, o_map, m_map,
+    F: tl.constexpr, R: tl.constexpr, U: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Composes a head's tile, from the tile itself and the maps of its group (paper section 3.1, equation 4).
 
     F are the stage's flags; U is the first channel of the outer weights: R (`up`), or 0 (`down`) for the transposed
-    map, which takes gradients back. i_m is the head's number in its group.
+    map, which takes gradients back. i_m is the head's number in its group. HELD: hidden maps are at hand in `held`,
+    those of the query side first; otherwise they are loaded. Static ones are always loaded.
     """
     p_wq, p_wk, p_maps, i_wq, i_wk, i_map, T, S, stride_map = stage
     factor = tl.zeros_like(tile)
     out = tile
-    if F & 1:
-        for r in tl.static_range(R):
+    R_Q: tl.constexpr = R if F & 1 else 0
+    R_K: tl.constexpr = R if F & 2 else 0
+    for r in tl.static_range(R_Q + R_K):
+        if HELD:
+            hidden = held[r]  # [b_t, b_s]
+        else:
+            hidden = tl.load(p_maps + (i_map + r) * stride_map + o_map, mask=m_map, other=0.0).to(tl.float32)
+        if r < R_Q:
             outer = tl.load(p_wq + (i_wq + U + r) * T + o_t, mask=m_t, other=0.0).to(tl.float32)  # [b_t]
-            hidden = tl.load(p_maps + (i_map + r) * stride_map + o_map, mask=m_map, other=0.0).to(
-                tl.float32
-            )  # [b_t, b_s]
             out += hidden * outer[:, None]
-        if F & 8:
+        else:
+            outer = tl.load(p_wk + (i_wk + U + r - R_Q) * S + o_s, mask=m_s, other=0.0).to(tl.float32)  # [b_s]
+            out += hidden * outer[None, :]
+    if F & 8:
+        if F & 1:
             gate = tl.load(p_wq + (i_wq + 2 * R) * T + o_t, mask=m_t, other=0.0).to(tl.float32)  # [b_t]
             factor += gate[:, None]
-    if F & 2:
-        i_key = i_map + (F & 1) * R
-        for r in tl.static_range(R):
-            outer = tl.load(p_wk + (i_wk + U + r) * S + o_s, mask=m_s, other=0.0).to(tl.float32)  # [b_s]
-            hidden = tl.load(p_maps + (i_key + r) * stride_map + o_map, mask=m_map, other=0.0).to(
-                tl.float32
-            )  # [b_t, b_s]
-            out += hidden * outer[None, :]
-        if F & 8:
+        if F & 2:
             gate = tl.load(p_wk + (i_wk + 2 * R) * S + o_s, mask=m_s, other=0.0).to(tl.float32)  # [b_s]
             factor += gate[None, :]
-    if F & 8:
         out += tile * factor
     if F & 4:
-        i_static = i_map + ((F & 1) + (F & 2) // 2) * R + i_m
+        i_static = i_map + R_Q + R_K + i_m
         out += tl.load(p_maps + i_static * stride_map + o_map, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
     return out

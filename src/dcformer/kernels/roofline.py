@@ -1,0 +1,534 @@
+"""How fast the kernels could be: an ESTIMATE from arithmetic and compiled code, not a measurement.
+
+`python -m dcformer.kernels.roofline` (or `make kernel-roofline`). For every kernel of attention, fully composed with
+R = 2 in bfloat16: what it asks of tensor cores, of the schedulers that issue instructions, of the units for exp, of L2
+and of memory, and which of them takes longest. The sum over kernels is the least time that this design can take on a
+device of such figures. Then models: linear parts at an assumed efficiency, plain attention as a fused kernel does it,
+and what share of their bounds the kernels must reach to meet a goal.
+
+What it leaves out: launches of the training pass, tails of grids, dependencies between instructions, norms, rotary
+embeddings, the optimizer. Memory is counted as if nothing stayed in L2 between kernels.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from .launch import GATE, KEY, QUERY, Chunk, Layout, Problem, Visibility, padded
+from .tuning import KERNELS, Tile, choose
+
+RANK = 2
+CHANNELS = 2 * RANK + 1  # of packed weights, per stage and side
+MAPS = 2 * RANK  # per stage
+FULL = Layout(QUERY | KEY | GATE, QUERY | KEY | GATE, rank=RANK)
+WINDOW = 256
+VOCABULARY = 50257
+BF16, FP32 = 2, 4  # bytes
+ROWS_PADDED = 8  # channels that a cache has behind keys, and behind values
+
+# Instructions issued (one for a warp) per query, key and head, sm_90: `report.issued` of the tiles in `tuning`;
+# `python -m dcformer.kernels.roofline --compile` finds them anew. Kernel -> head dim up to -> number.
+ISSUED: dict[str, dict[int, float]] = {
+    "maps_0": {64: 0.427, 128: 0.486},
+    "lse": {64: 1.221, 128: 1.281},
+    "maps_1": {64: 1.223, 128: 1.303},
+    "composed": {64: 1.559, 128: 1.639},
+    "tiles_0": {64: 0.599, 128: 0.641},
+    "tiles_1": {64: 1.412, 128: 1.488},
+    "grads_1": {64: 0.556, 128: 0.604},
+    "back_1": {128: 2.623},
+    "grads_0": {128: 0.493},
+    "back_0": {128: 1.926},
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a GPU can do in a second.
+
+    Attributes:
+        tensor: bfloat16 operations on tensor cores, dense.
+        issue: instructions of warps.
+        exp: exponentials.
+        l2, hbm: bytes between L2 and cores, and between memory and L2.
+        memory: bytes of memory.
+    """
+
+    name: str
+    tensor: float
+    issue: float
+    exp: float
+    l2: float
+    hbm: float
+    memory: float
+
+
+def device(
+    name: str = "H200",
+    multiprocessors: int = 132,
+    clock: float = 1.7e9,
+    tensor: float = 989e12,
+    l2: float = 5.5e12,
+    hbm: float = 4.8e12,
+    memory: float = 141e9,
+) -> Device:
+    """A device with 4 schedulers and 16 units for exp per multiprocessor."""
+    return Device(name, tensor, multiprocessors * 4 * clock, multiprocessors * 16 * clock, l2, hbm, memory)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's sizes: H heads of D channels, E and F wide, L layers."""
+
+    name: str
+    heads: int
+    dim: int
+    width: int
+    inner: int
+    layers: int
+
+    @property
+    def linear(self) -> int:
+        """Parameters of a layer's matrices: q, k, v, o and the three of the MLP."""
+        return 4 * self.width**2 + 3 * self.width * self.inner
+
+    @property
+    def generator(self) -> int:
+        """Parameters of a layer's four weight generators."""
+        hidden = 2 * RANK * self.heads
+        return 4 * (self.width * (hidden + self.heads) + hidden * 2 * RANK * self.heads)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("405M", 16, 64, 1024, 2816, 24),
+        Shape("2.8B", 32, 80, 2560, 6912, 32),
+        Shape("6.9B", 32, 128, 4096, 11008, 32),
+        Shape("13B", 40, 128, 5120, 13824, 40),
+    )
+}
+# Share of a plain Transformer's throughput in training (T = 2048, windows in every other layer), and in decoding (batch
+# 1, prompt 1024 and 128 new tokens).
+TRAINING_GOALS = {"2.8B": 0.88, "6.9B": 0.93, "13B": 0.94}
+DECODING_GOALS = {("2.8B", "LG"): 0.96, ("6.9B", "LG"): 0.98, ("2.8B", "LGLL"): 1.05, ("6.9B", "LGLL"): 1.05}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel, or a few, ask for: operations, instructions of warps, exponentials, bytes."""
+
+    name: str
+    flops: float = 0.0
+    instructions: float = 0.0
+    exps: float = 0.0
+    l2: float = 0.0
+    hbm: float = 0.0
+
+    def times(self, gpu: Device) -> dict[str, float]:
+        """Seconds that each resource needs, by name."""
+        return {
+            "tensor": self.flops / gpu.tensor, "issue": self.instructions / gpu.issue, "exp": self.exps / gpu.exp,
+            "L2": self.l2 / gpu.l2, "HBM": self.hbm / gpu.hbm,
+        }  # fmt: skip
+
+    def bound(self, gpu: Device) -> tuple[str, float]:
+        """The resource that takes longest, and seconds."""
+        times = self.times(gpu)
+        name = max(times, key=times.__getitem__)
+        return name, times[name]
+
+
+def seconds(work: Iterable[Work], gpu: Device) -> float:
+    """Sum of the bounds."""
+    return sum(w.bound(gpu)[1] for w in work)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a kernel does per tile of a head, in tiles of bfloat16.
+
+    Attributes:
+        products: q·k or dO·v.
+        exps: exponentials per element.
+        channels: of packed weights that are read, per side.
+        maps_in, maps_out: maps read and written, in units of a stage's.
+        tiles_in, tiles_out: tiles read and written, of those that are visited.
+        tiles_whole: of `tiles_out`, those that are written as zeros where nobody sees anything.
+        again: tiles read a second time, from L2.
+        parts: it writes parts of the sums that are gradients of weights.
+    """
+
+    products: int = 0
+    exps: int = 0
+    channels: int = RANK
+    maps_in: int = 0
+    maps_out: int = 0
+    tiles_in: int = 0
+    tiles_out: int = 0
+    tiles_whole: int = 0
+    again: int = 0
+    parts: bool = False
+
+
+_KINDS = {
+    "maps_0": _Kind(products=1, maps_out=1),
+    "lse": _Kind(channels=RANK + 1, products=1, exps=1, maps_in=1),
+    "maps_1": _Kind(channels=2 * RANK + 1, products=1, exps=1, maps_in=1, maps_out=1),
+    "composed": _Kind(channels=2 * RANK + 2, products=1, exps=1, maps_in=2, tiles_out=1, tiles_whole=1),
+    "tiles_0": _Kind(products=1, maps_out=1, tiles_out=1, tiles_whole=1),
+    "tiles_1": _Kind(channels=2 * RANK + 1, products=1, exps=1, maps_in=1, maps_out=1, tiles_out=1, tiles_whole=1),
+    "grads_1": _Kind(products=1, maps_out=1, tiles_out=1, tiles_whole=1),
+    "back_1": _Kind(channels=2 * RANK + 1, maps_in=2, tiles_in=2, tiles_out=2, tiles_whole=1, again=1, parts=True),
+    "grads_0": _Kind(maps_out=1, tiles_in=2, tiles_out=1),
+    "back_0": _Kind(channels=RANK + 1, maps_in=2, tiles_in=2, tiles_out=1, tiles_whole=1, parts=True),
+}
+FORWARD = ("maps_0", "lse", "maps_1", "composed")
+BACKWARD = ("tiles_0", "tiles_1", "grads_1", "back_1", "grads_0", "back_0")
+
+
+def pairs(length: int, window: int | None) -> int:
+    """Pairs of a query and a key that it sees, causal."""
+    reach = min(length, window or length)
+    return reach * (reach + 1) // 2 + (length - reach) * reach
+
+
+def visited(chunks: Iterable[Chunk], tile: Tile, window: int | None) -> int:
+    """Tiles that a kernel does not skip, causal."""
+    count = 0
+    for chunk in chunks:
+        for t in range(chunk.t_0, chunk.t_0 + chunk.n_t, tile.b_t):
+            last = min(t + tile.b_t, chunk.t_0 + chunk.n_t)  # keys below it are seen
+            first = max(0, t - window + 1) if window else 0
+            low = max(0, (first - chunk.s_0) // tile.b_s)
+            high = min(-(-(last - chunk.s_0) // tile.b_s), -(-chunk.n_s // tile.b_s))
+            count += max(0, high - low)
+    return count
+
+
+def plan_chunks(shape: Shape, length: int, window: int | None, maps: int, gpu: Device) -> list[Chunk]:
+    """The chunks of one sequence, as the launcher makes them; `maps` as in `launch.Problem.chunks`."""
+    q = torch.empty(1, shape.heads, length, shape.dim, dtype=torch.bfloat16, device="meta")
+    bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
+    seen = Visibility(bounds, bounds, low=1 - window if window else -(2**30), high=0)
+    chunk_bytes = max(256 * 2**20, int(gpu.memory) // 64)
+    return list(Problem(q, q, q, None, None, None, None, seen, FULL, 1.0, chunk_bytes).chunks(maps))
+
+
+def kernel_work(
+    name: str, shape: Shape, chunks: list[Chunk], window: int | None, tile: Tile, issued: float
+) -> tuple[Work, float]:
+    """What a kernel of attention asks for, for one sequence.
+
+    Args:
+        name: in `tuning.KERNELS`.
+        issued: instructions of warps per query, key and head.
+
+    Returns:
+        the work, and bytes of the parts of sums that are read afterwards.
+    """
+    kind, heads = _KINDS[name], shape.heads
+    tiles = visited(chunks, tile, window)
+    area = tiles * tile.b_t * tile.b_s  # pairs in visited tiles
+    whole = sum(chunk.n_t * chunk.n_s for chunk in chunks)
+    states = kind.products * shape.dim * BF16 * heads
+    rows = heads * kind.channels * BF16  # of weights, per token and side
+    parts = 0.0
+    if kind.parts:
+        for chunk in chunks:
+            tiles_t, tiles_s = -(-chunk.n_t // tile.b_t), -(-chunk.n_s // tile.b_s)
+            parts += FP32 * heads * CHANNELS * (tiles_s * chunk.n_t + tiles_t * chunk.n_s)
+            parts += FP32 * heads * 2 * tiles_s * chunk.n_t if name == "back_1" else 0
+    tile_bytes = BF16 * heads * (area * (kind.tiles_in + kind.tiles_out - kind.tiles_whole) + whole * kind.tiles_whole)
+    map_bytes = BF16 * MAPS * area * (kind.maps_in + kind.maps_out)
+    tokens = sum(chunk.n_t + chunk.n_s for chunk in chunks)
+    work = Work(
+        name,
+        flops=2.0 * kind.products * padded(shape.dim) * area * heads,
+        instructions=issued * area * heads,
+        exps=kind.exps * area * heads,
+        l2=tile_bytes + map_bytes + parts + BF16 * heads * area * kind.again
+        + tiles * (tile.b_t + tile.b_s) * (states + rows),
+        hbm=tile_bytes + map_bytes + parts + tokens * (states + rows),
+    )  # fmt: skip
+    return work, parts
+
+
+def attention_work(
+    shape: Shape, length: int, window: int | None, gpu: Device, issued: Callable[[str, int], float], arch: int = 90
+) -> tuple[list[Work], list[Work]]:
+    """Forward and backward pass of a layer's attention for one sequence, kernel by kernel, with what torch does.
+
+    Args:
+        issued: (kernel, head dim) -> instructions of warps per query, key and head.
+    """
+    passes = []
+    states = shape.heads * length * shape.dim
+    for names, maps, products in ((FORWARD, 2 * MAPS + shape.heads, 1), (BACKWARD, 4 * MAPS + 5 * shape.heads, 3)):
+        chunks = plan_chunks(shape, length, window, maps, gpu)
+        work, parts = [], 0.0
+        for name in names:
+            tile = choose(name, shape.dim, torch.bfloat16, arch)
+            one, its_parts = kernel_work(name, shape, chunks, window, tile, issued(name, shape.dim))
+            work.append(one)
+            parts += its_parts
+        whole = sum(chunk.n_t * chunk.n_s for chunk in chunks) * shape.heads
+        flops, streamed = 2.0 * products * shape.dim * whole, BF16 * products * whole
+        if names is FORWARD:
+            work.append(Work("values (torch)", flops=flops, l2=streamed, hbm=streamed + 2 * BF16 * states))
+        else:
+            work.append(Work("dV, dQ, dK (torch)", flops=flops, l2=streamed, hbm=streamed + 3 * BF16 * states))
+            # dQ: product in float32, rounded. dK, dV: zeros, product, added, rounded.
+            sums = (2 * FP32 + BF16) * states + 2 * (6 * FP32 + BF16) * states
+            work.append(Work("sums (torch)", l2=parts + sums, hbm=parts + sums))
+        passes.append(work)
+    return passes[0], passes[1]
+
+
+def flash_seconds(shape: Shape, length: int, window: int | None, gpu: Device, efficiency: float = 1.0) -> float:
+    """Plain attention, forward (2 products) and backward (5), at a share of the tensor cores' peak."""
+    return 7 * 2.0 * shape.dim * pairs(length, window) * shape.heads / (gpu.tensor * efficiency)
+
+
+def generator_work(shape: Shape, tokens: int) -> list[Work]:
+    """The weight generators of a layer, forward: the first layers (torch), and the kernel behind them."""
+    hidden = 2 * RANK * shape.heads
+    first, second = shape.width * 4 * (hidden + shape.heads), 4 * hidden * 2 * RANK * shape.heads
+    between = 4 * (hidden + shape.heads) * tokens * BF16
+    out = 4 * CHANNELS * shape.heads * tokens * BF16
+    read = tokens * shape.width * BF16
+    return [
+        Work("generator, first layer (torch)", 2.0 * first * tokens, hbm=first * BF16 + read + between),
+        Work("generator kernel", 2.0 * second * tokens, hbm=second * BF16 + between + out),
+    ]
+
+
+def decode_work(shape: Shape, keys: int, batch: int = 1) -> list[Work]:
+    """A layer's attention for one new token per sequence, over `keys` keys in the cache."""
+    cache = batch * shape.heads * keys * (shape.dim + ROWS_PADDED) * BF16
+    maps = batch * shape.heads * keys * FP32
+    flops = 2.0 * batch * shape.heads * keys * shape.dim
+    return [
+        Work("decode scores", flops, exps=batch * shape.heads * keys, hbm=cache + maps),
+        Work("decode output", flops, exps=batch * shape.heads * keys, hbm=cache + maps),
+    ]
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What models are estimated with.
+
+    Attributes:
+        linear: share of the tensor cores' peak that matrix products of training reach.
+        flash: the same for plain attention, forward and backward.
+        stream: share of the memory's rate that decoding reaches.
+        launch: seconds between kernels in a CUDA graph.
+        extra_launches: kernels that a composed layer has more of when decoding.
+    """
+
+    linear: float = 0.7
+    flash: float = 0.5
+    stream: float = 0.8
+    launch: float = 1.5e-6
+    extra_launches: int = 3
+
+
+@dataclass(frozen=True)
+class Training:
+    """Seconds of a layer, forward and backward, one sequence.
+
+    Attributes:
+        linear: matrix products, a share of the output layer included.
+        flash: plain attention of a global layer.
+        generator: weight generators.
+        attention: composed attention at its bounds, mean over layers.
+    """
+
+    linear: float
+    flash: float
+    generator: float
+    attention: float
+
+    def throughput(self, share: float = 1.0) -> float:
+        """Of a plain Transformer's, with kernels at a share of their bounds."""
+        return (self.linear + self.flash) / (self.linear + self.generator + self.attention / share)
+
+    def needed(self, goal: float) -> float:
+        """Share of their bounds that kernels must reach for a goal; above 1: out of reach; inf: at no speed."""
+        budget = (self.linear + self.flash) / goal - self.linear - self.generator
+        return self.attention / budget if budget > 0 else float("inf")
+
+
+def training(
+    shape: Shape, length: int, local: float, gpu: Device, issued: Callable[[str, int], float],
+    assumed: Assumptions = Assumptions(), arch: int = 90,
+) -> Training:  # fmt: skip
+    """A layer of a model with a share `local` of windowed layers."""
+    output = shape.width * VOCABULARY / shape.layers
+    linear = 3 * 2.0 * length * (shape.linear + output) / (gpu.tensor * assumed.linear)
+    first, kernel = generator_work(shape, length)
+    # three passes over the matrix; behind it the backward pass moves at least twice what the kernel does
+    generator = 3 * first.flops / (gpu.tensor * assumed.linear) + 3 * kernel.bound(gpu)[1]
+    attention = 0.0
+    for share, window in ((local, WINDOW), (1 - local, None)):
+        attention += share * sum(seconds(w, gpu) for w in attention_work(shape, length, window, gpu, issued, arch))
+    return Training(linear, flash_seconds(shape, length, None, gpu, assumed.flash), generator, attention)
+
+
+def decoding_throughput(
+    shape: Shape, keys: int, local: float, gpu: Device, assumed: Assumptions = Assumptions()
+) -> float:
+    """Of an all-global Transformer's, one sequence, a share `local` of layers with windows: bytes and launches."""
+
+    def step(composed: bool) -> float:
+        weights = shape.linear + (shape.generator if composed else 0)
+        layer = weights * BF16 / gpu.hbm / assumed.stream
+        for share, seen in ((local, min(keys, WINDOW)), (1 - local, keys)) if composed else ((1.0, keys),):
+            work = decode_work(shape, seen)
+            moved = sum(w.hbm for w in work) if composed else 2 * shape.heads * seen * shape.dim * BF16
+            layer += share * moved / gpu.hbm / assumed.stream
+        layer += assumed.extra_launches * assumed.launch if composed else 0
+        return shape.layers * layer + shape.width * VOCABULARY * BF16 / gpu.hbm / assumed.stream
+
+    return step(composed=False) / step(composed=True)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def stored(name: str, dim: int) -> float:
+    """Instructions per query, key and head from `ISSUED`."""
+    bounds = ISSUED[name]
+    return bounds[min((bound for bound in bounds if dim <= bound), default=max(bounds))]
+
+
+def compiled(arch: int) -> Callable[[str, int], float]:
+    """The same from code compiled now."""
+    from . import report
+
+    @cache
+    def issued(name: str, dim: int) -> float:
+        tile = choose(name, dim, torch.bfloat16, arch)
+        return report.issued(report.compile_usage(report.attention_spec(name, dim, arch), arch), tile)
+
+    return issued
+
+
+def table(title: str, work: list[Work], gpu: Device) -> str:
+    """Rows of a pass in Markdown, milliseconds; the last one is the sum of the bounds."""
+    lines = [f"| {title} | GFLOP | tensor | issue | exp | L2 | GB | HBM | bound |", "|---|" + "---|" * 8]
+    for w in work:
+        times, (name, least) = w.times(gpu), w.bound(gpu)
+        tensor, issue, exp, l2, hbm = (f"{1e3 * seconds:.3f}" for seconds in times.values())
+        lines.append(
+            f"| {w.name} | {w.flops / 1e9:.1f} | {tensor} | {issue} | {exp} | {l2} | {w.hbm / 1e9:.2f} | {hbm} "
+            f"| {name} {1e3 * least:.3f} |"
+        )
+    return "\n".join([*lines, f"| **sum of bounds** | | | | | | | | **{1e3 * seconds(work, gpu):.3f}** |"])
+
+
+def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assumed: Assumptions, arch: int) -> str:
+    """Sums of bounds; models, and what goals ask for; in Markdown."""
+    lines = [
+        f"| attention, T = {length} | forward, global | backward | forward, window {WINDOW} | backward "
+        f"| plain, global, at {assumed.flash:.0%} |",
+        "|---|" + "---|" * 5,
+    ]
+    for shape in SHAPES.values():
+        both = (attention_work(shape, length, window, gpu, issued, arch) for window in (None, WINDOW))
+        sums = [seconds(work, gpu) for passes in both for work in passes]
+        sums.append(flash_seconds(shape, length, None, gpu, assumed.flash))
+        lines.append(f"| {shape.name} | " + " | ".join(f"{1e3 * s:.3f}" for s in sums) + " |")
+    lines += [
+        "",
+        "| training | linear | plain attention | generators | composed attention | at bounds | goal | needs |",
+        "|---|" + "---|" * 7,
+    ]
+    for shape in SHAPES.values():
+        for pattern, local in (("LG", 0.5), ("LGLL", 0.75)):
+            t = training(shape, length, local, gpu, issued, assumed, arch)
+            goal = TRAINING_GOALS.get(shape.name) if pattern == "LG" else None
+            needs = "" if goal is None else verdict(t.needed(goal))
+            ms = " | ".join(f"{1e3 * s:.3f}" for s in (t.linear, t.flash, t.generator, t.attention))
+            lines.append(
+                f"| {shape.name} {pattern} | {ms} | {t.throughput():.1%} | {f'{goal:.0%}' if goal else ''} | {needs} |"
+            )
+    lines += ["", "| decoding, S = 1152 | LG | LGLL | LG, bytes alone | LGLL, bytes alone | goals |"]
+    lines += ["|---|" + "---|" * 5]
+    alone = replace(assumed, extra_launches=0)
+    for shape in SHAPES.values():
+        found = [decoding_throughput(shape, 1152, local, gpu, how) for how in (assumed, alone) for local in (0.5, 0.75)]
+        goals = ", ".join(f"{k[1]} {goal:.0%}" for k, goal in DECODING_GOALS.items() if k[0] == shape.name)
+        lines.append(f"| {shape.name} | {' | '.join(f'{ratio:.1%}' for ratio in found)} | {goals} |")
+    return "\n".join(lines)
+
+
+def verdict(share: float) -> str:
+    """What a goal needs, in words."""
+    return f"{share:.0%} of bounds" + (": out of reach of this design" if share > 1 else "")
+
+
+def operators(gpu: Device, issued: Callable[[str, int], float], assumed: Assumptions, arch: int) -> str:
+    """The goals of attention alone, 6.9B."""
+    shape = SHAPES["6.9B"]
+
+    def both(length: int, window: int | None) -> float:
+        return sum(seconds(w, gpu) for w in attention_work(shape, length, window, gpu, issued, arch))
+
+    ours, plain = both(4096, None), flash_seconds(shape, 4096, None, gpu, assumed.flash)
+    near, far = both(8192, WINDOW), both(8192, None)
+    return (
+        f"Attention alone, 6.9B, forward and backward: T = 4096 at bounds {1e3 * ours:.2f} ms, plain attention "
+        f"{1e3 * plain:.2f} ms: {ours / plain:.1f} times (goal: at most 6; needs {verdict(ours / (6 * plain))}). "
+        f"T = 8192: window {WINDOW} {1e3 * near:.2f} ms, global {1e3 * far:.2f} ms: {far / near:.1f} times faster "
+        "(goal: at least 4)."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, default=90, choices=(80, 89, 90), help="whose code and tiles")
+    parser.add_argument("--compile", action="store_true", help="compile the kernels instead of using stored counts")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the sequence")
+    parser.add_argument("--sizes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    figures = parser.add_argument_group("the device; an H200 unless said otherwise")
+    figures.add_argument("--tensor", type=float, default=989e12, help="FLOP/s, dense bfloat16")
+    figures.add_argument("--multiprocessors", type=int, default=132)
+    figures.add_argument("--clock", type=float, default=1.7e9, help="Hz")
+    figures.add_argument("--l2", type=float, default=5.5e12, help="bytes/s")
+    figures.add_argument("--hbm", type=float, default=4.8e12, help="bytes/s")
+    figures.add_argument("--memory", type=float, default=141e9, help="bytes")
+    shares = parser.add_argument_group("assumed shares of peaks")
+    shares.add_argument("--linear", type=float, default=0.7)
+    shares.add_argument("--flash", type=float, default=0.5)
+    shares.add_argument("--stream", type=float, default=0.8)
+    args = parser.parse_args(argv)
+    if args.arch != 90 and not args.compile:
+        parser.error(f"--arch {args.arch}: stored counts are those of sm_90; add --compile")
+    gpu = device("GPU", args.multiprocessors, args.clock, args.tensor, args.l2, args.hbm, args.memory)
+    assumed = Assumptions(args.linear, args.flash, args.stream)
+    issued = compiled(args.arch) if args.compile else stored
+
+    print("ESTIMATE, not a measurement. Milliseconds; one sequence, forward and backward, bfloat16, R = 2.")
+    if args.compile:
+        found = {name: {dim: round(issued(name, dim), 3) for dim in (64, 128)} for name in KERNELS}
+        print(f"\nISSUED = {found}")
+    for name in args.sizes:
+        for window in (None, WINDOW):
+            passes = attention_work(SHAPES[name], args.length, window, gpu, issued, args.arch)
+            for which, work in zip(("forward", "backward"), passes, strict=True):
+                print(f"\n{table(f'{name}, {which}, ' + (f'window {window}' if window else 'global'), work, gpu)}")
+        print(f"\n{table(f'{name}, generators, {args.length} tokens', generator_work(SHAPES[name], args.length), gpu)}")
+        print(f"\n{table(f'{name}, decoding, S = 1152', decode_work(SHAPES[name], 1152), gpu)}")
+    print(f"\n{summary(gpu, issued, args.length, assumed, args.arch)}")
+    print(f"\n{operators(gpu, issued, assumed, args.arch)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""The device of the kernel tests; importing this skips a test module where the kernels cannot run at all.
+
+Compiled, on "cuda", where there is a GPU; on "cpu" in Triton's interpreter, if TRITON_INTERPRET=1 asks for it.
+"""
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from helpers import REPOSITORY
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
+INTERPRETED: bool = triton.knobs.runtime.interpret
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter", allow_module_level=True)
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def load_gpu_suite() -> ModuleType:
+    """benchmarks/gpu_suite.py as a module: its checks are tests too."""
+    if "gpu_suite" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("gpu_suite", REPOSITORY / "benchmarks" / "gpu_suite.py")
+        sys.modules["gpu_suite"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["gpu_suite"])
+    return sys.modules["gpu_suite"]

@@ -1,0 +1,259 @@
+"""What only a GPU shows: real shapes, fuzzed ones, CUDA graphs, streams, determinism, memory, the sanitizer."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import REPOSITORY, randomise, tiny_config
+from kernel_device import INTERPRETED, load_gpu_suite
+
+if INTERPRETED:
+    pytest.skip("needs a CUDA device and compiled kernels, TRITON_INTERPRET is set", allow_module_level=True)
+
+import test_attention
+import test_decode
+from test_attention import Case
+
+from dcformer import DCFormerForCausalLM
+from dcformer.kernels import composed_attention
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def suite():
+    return load_gpu_suite()
+
+
+@pytest.fixture
+def bench(suite):
+    bench = suite.Bench(repeats=3, prompt=40, new_tokens=12)
+    yield bench
+    bench.clean()
+
+
+def needs_memory(gib):
+    """Skips on GPUs too small for what the definition in float64 holds."""
+    total = torch.cuda.get_device_properties(0).total_memory / (1 << 30)
+    if total < gib:
+        pytest.skip(f"needs {gib} GiB of GPU memory for the definition in float64, this GPU has {total:.0f}")
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def some_case(seed):
+    """A random call of `composed_attention`; head dims and ranks from a few, as each is a compilation."""
+    pick = random.Random(seed)
+    heads = pick.choice((1, 2, 4, 6, 12, 32))
+    kv_heads = pick.choice([n for n in (1, 2, 3, 4, 6, 12, 32) if heads % n == 0])
+    length = pick.choice((1, 15, 16, 63, 64, 65, 127, 200, 300))
+    documents = pick.random() < 0.2
+    keys = None if documents or pick.random() < 0.5 else length + pick.randrange(150)
+    batch, total = 1 if documents else pick.choice((1, 2)), keys or length
+    window = pick.choice((None, None, 1, 16, 17, 64, 100))
+    return Case(
+        batch=batch, heads=heads, kv_heads=kv_heads, length=length, keys=keys, dim=pick.choice((32, 80, 128)),
+        stages=pick.choice((("pre", "post"),) * 3 + (("pre",), ("post",))),
+        sides=pick.choice((("query", "key"),) * 3 + (("query",), ("key",))),
+        rank=pick.choice((2, 2, 1)), gate=pick.random() < 0.8, static=pick.random() < 0.2,
+        groups=pick.choice([g for g in (1, 1, 2) if heads % g == 0]), window=window,
+        start=tuple(pick.randrange(total) for _ in range(batch)) if pick.random() < 0.3 else None,
+        end=tuple(pick.randrange(total + 1) for _ in range(batch)) if pick.random() < 0.2 else None,
+        documents=(0, length // 3, length // 2 + 1, length) if documents and length > 4 else None,
+        chunk=pick.choice((None, None, 16, 64)), dtype=pick.choice((*DTYPES, torch.bfloat16)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_some_attention(seed, monkeypatch):
+    test_attention.check(some_case(seed), monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_some_decoding(seed):
+    pick = random.Random(seed)
+    heads = pick.choice((2, 6, 32, 40))
+    shape = {
+        "B": pick.choice((1, 3)), "H": heads, "KV": pick.choice((heads, heads // 2)), "T": pick.choice((1, 1, 2, 16)),
+        "S": pick.choice((1, 17, 300, 2049)), "D": pick.choice((64, 80, 128)), "dtype": pick.choice(DTYPES),
+        "parts": (*test_decode.FULL, *(("static",) if pick.random() < 0.3 else ())),
+    }  # fmt: skip
+    visible = None
+    if pick.random() < 0.6:
+        visible = torch.rand(shape["B"], 1, shape["T"], shape["S"]).to("cuda") < pick.choice((0.1, 0.9))
+    test_decode.check(test_decode.inputs(**shape), visible, num_splits=(None, 1, 7))
+
+
+@pytest.mark.parametrize("composition", ["full", "query"])
+@pytest.mark.parametrize("size, window, tokens", [
+    ("2.8b", None, 2048), ("2.8b", 256, 2048), ("6.9b", None, 2048), ("6.9b", 256, 2048), ("6.9b", None, 2049),
+    ("6.9b", 256, 4099), ("13b", None, 1000), ("2.8b", None, 32768),
+])  # fmt: skip
+def test_real_shapes(suite, bench, size, window, tokens, composition):
+    """bfloat16, as models have it; the last is where offsets into the maps are largest."""
+    needs_memory(40)
+    result = suite.check_attention(bench, size, window, tokens, composition)
+    assert result["status"] == "ok", result
+
+
+@pytest.mark.parametrize("kind, arguments", [("decode", (3000,)), ("generator", (1000,)), ("model", ())])
+@pytest.mark.parametrize("size", ["2.8b", "6.9b"])
+def test_real_decoding_generators_and_models(suite, bench, size, kind, arguments):
+    needs_memory(40)
+    result = suite.CHECKS[kind](bench, size, *arguments, "full")
+    assert result["status"] == "ok", result
+
+
+# --- the same again ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_gradients_are_the_same_bits_from_run_to_run(window):
+    case = Case(heads=8, length=1000, dim=64, window=window, static=window is None, dtype=torch.bfloat16)
+    first = test_attention.run(case, case.dtype, test_attention.fused(case))
+    for _ in range(3):
+        again = test_attention.run(case, case.dtype, test_attention.fused(case))
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_forward_and_backward_in_a_cuda_graph(suite, bench, window):
+    """Replayed on other inputs, the graph gives what a call gives."""
+    config = bench.config("2.8b", num_attention_heads=4)
+    inputs = suite.make_inputs(bench, config, 300, window)
+    leaves, results = list(inputs.tensors.values()), []
+    grad = torch.randn(1, 4, 300, config.head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def call():
+        out = suite.ours(inputs)
+        results[:] = [out, *torch.autograd.grad(out, leaves, grad)]
+
+    replay = suite.capture(call)
+    captured = list(results)
+    for _ in range(2):
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.copy_(torch.randn_like(leaf) * 0.5)
+            grad.normal_()
+        replay()
+        found = [t.clone() for t in captured]
+        call()
+        assert all(torch.equal(one, other) for one, other in zip(found, results, strict=True))
+
+
+@pytest.mark.parametrize("how", ["reduce-overhead", "CUDA graph"])
+def test_static_decoding_loop(suite, bench, how):
+    """Tokens of a compiled loop over a static cache are those of the eager definition without a cache."""
+    fields = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 16}
+    model = randomise(DCFormerForCausalLM(tiny_config(**fields))).cuda()
+    ids = suite.make_ids(bench, model.config, 1, bench.prompt)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for _ in range(bench.new_tokens):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    model.set_attn_implementation("dcformer_triton")
+    compiled = torch.compile(model, dynamic=False, mode=how if how == "reduce-overhead" else "default")
+
+    def forward(*args, **kwargs):
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(*args, **kwargs)
+
+    step, _ = suite.decoding_step(bench, model, model.config, forward if how == "reduce-overhead" else compiled)
+    tokens = [step.token.clone()]
+    step()
+    tokens.append(step.token.clone())
+    # Capturing warms up by two steps. They are part of the sequence: the windows' keys cannot be taken back.
+    following = []
+    if how == "CUDA graph":
+        warm = lambda: (step(), following.append(step.token.clone()))  # noqa: E731
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            warm(), warm()
+        torch.cuda.current_stream().wait_stream(stream)
+        step_again = suite.capture(step, warm_ups=0)
+    else:
+        step_again = step
+    tokens += following
+    while len(tokens) < bench.new_tokens:
+        step_again()
+        tokens.append(step.token.clone())
+    assert torch.equal(torch.cat(tokens, dim=1), ids[:, bench.prompt :])
+
+
+# --- memory, streams, devices -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 256])
+def test_memory_is_linear_in_length(suite, bench, window):
+    peaks = {}
+    for tokens in (2048, 8192):
+        bench.clean()
+        peaks[tokens] = suite.memory_cell(bench, "2.8b", window, tokens, "ours")["peak_bytes"]
+    assert peaks[8192] <= 1.1 * 4 * peaks[2048], peaks
+
+
+def test_two_streams():
+    """Calls on two streams at once give what they give one after the other."""
+    cases = [Case(heads=8, length=700, dim=64, dtype=torch.bfloat16, window=window) for window in (None, 50)]
+    expected = [test_attention.run(case, case.dtype, test_attention.fused(case)) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    for _ in range(3):
+        found = []
+        for case, stream in zip(cases, streams, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found.append(test_attention.run(case, case.dtype, test_attention.fused(case)))
+        torch.cuda.synchronize()
+        for one, other in zip(expected, found, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_device_that_is_not_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    tensors = [torch.randn(1, 4, 100, 64, dtype=torch.bfloat16) for _ in range(3)]
+    first, second = (composed_attention(*(t.to(f"cuda:{i}") for t in tensors)) for i in range(2))
+    assert second.device.index == 1 and torch.cuda.current_device() == 0
+    assert torch.equal(first.cpu(), second.cpu())
+
+
+SANITIZED = """
+import torch
+import test_attention, test_decode
+from test_attention import Case
+for case in (Case(length=37, heads=2, dim=80, dtype=torch.bfloat16), Case(length=70, heads=2, window=5, static=True)):
+    test_attention.run(case, case.dtype, test_attention.fused(case))
+test_decode.run(test_decode.inputs(H=6, S=63, D=80), num_splits=3)
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer_finds_nothing(tool):
+    """No access out of bounds, no race in shared memory."""
+    binary = shutil.which("compute-sanitizer")
+    if binary is None:
+        pytest.skip("compute-sanitizer is not installed here (it comes with the CUDA toolkit)")
+    paths = [str(REPOSITORY / "src"), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "kernels")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [binary, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0 and "done" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+def test_the_fuzzer_makes_calls_of_all_kinds():
+    cases = [some_case(seed) for seed in range(24)]
+    for field in ("window", "start", "documents", "chunk", "keys"):
+        values = {getattr(case, field) is None for case in cases}
+        assert values == {True, False}, field
+    assert {case.dtype for case in cases} == set(DTYPES)
+    assert all(replace(case, batch=case.batch).tensors()["query"].shape[2] == case.length for case in cases[:3])

@@ -1,0 +1,124 @@
+"""The roofline's arithmetic, against cases that a hand can compute."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
+
+from dcformer.kernels import roofline
+from dcformer.kernels.launch import Chunk
+from dcformer.kernels.roofline import Shape, Training, Work
+from dcformer.kernels.tuning import KERNELS, Tile
+
+# a second for 1 GFLOP, 2 G instructions, 4 G exponentials, 8 GB from L2, 16 GB of memory
+GPU = roofline.Device("toy", tensor=1e9, issue=2e9, exp=4e9, l2=8e9, hbm=16e9, memory=32e9)
+SMALL = Shape("small", heads=2, dim=16, width=32, inner=64, layers=3)
+
+
+def test_the_slowest_resource_is_the_bound():
+    work = Work("x", flops=1e9, instructions=1e9, exps=1e9, l2=1e9, hbm=1e9)
+    assert work.times(GPU) == {"tensor": 1.0, "issue": 0.5, "exp": 0.25, "L2": 0.125, "HBM": 0.0625}
+    assert work.bound(GPU) == ("tensor", 1.0)
+    assert Work("y", hbm=32e9).bound(GPU) == ("HBM", 2.0)
+    assert roofline.seconds([work, Work("y", hbm=32e9)], GPU) == 3.0
+
+
+def test_a_device_from_its_figures():
+    gpu = roofline.device(multiprocessors=2, clock=10.0)
+    assert gpu.issue == 80 and gpu.exp == 320
+
+
+def test_parameters_of_a_layer():
+    assert SMALL.linear == 4 * 32 * 32 + 3 * 32 * 64
+    # four times: 32 wide to 8 hidden and 2 gates, and 8 hidden to 4 rows of 2 heads
+    assert SMALL.generator == 4 * (32 * 8 + 32 * 2 + 8 * 8)
+
+
+@pytest.mark.parametrize("length, window", [(1, None), (5, None), (5, 2), (5, 9), (40, 7)])
+def test_pairs_are_those_of_the_mask(length, window):
+    reach = window or length
+    assert roofline.pairs(length, window) == sum(t - reach < s <= t for t in range(length) for s in range(length))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 30])
+@pytest.mark.parametrize("tile", [Tile(16, 32, 4, 2), Tile(32, 16, 4, 2)])
+def test_visited_tiles_are_those_with_a_visible_pair(window, tile):
+    length = 70
+    chunks = roofline.plan_chunks(SMALL, length, window, 4, GPU)
+    reach, count = window or length, 0
+    for chunk in chunks:
+        for t_0 in range(chunk.t_0, chunk.t_0 + chunk.n_t, tile.b_t):
+            for s_0 in range(chunk.s_0, chunk.s_0 + chunk.n_s, tile.b_s):
+                rows = range(t_0, min(t_0 + tile.b_t, chunk.t_0 + chunk.n_t))
+                count += any(t - reach < s <= t for t in rows for s in range(s_0, s_0 + tile.b_s))
+    assert roofline.visited(chunks, tile, window) == count
+
+
+def test_a_kernel_that_reads_q_and_k():
+    """Two queries by two keys of tiles 16 x 16, causal: three of four tiles are visited."""
+    chunks = [Chunk(0, 32, 0, 32)]
+    work, parts = roofline.kernel_work("composed", SMALL, chunks, None, Tile(16, 16, 4, 2), issued=1.5)
+    area = 3 * 256  # pairs in visited tiles
+    assert parts == 0
+    assert work.flops == 2 * 16 * area * 2 and work.exps == area * 2
+    assert work.instructions == 1.5 * area * 2
+    tiles, maps = 32 * 32 * 2 * 2, 8 * area * 2  # zeros are written, too; 4 maps of each stage, in two bytes
+    rows = 2 * (16 + 6) * 2  # of two heads: a state and six weights
+    assert work.hbm == tiles + maps + (32 + 32) * rows
+    assert work.l2 == tiles + maps + 3 * (16 + 16) * rows
+
+
+def test_a_kernel_that_streams_tiles():
+    chunks = [Chunk(0, 32, 0, 32)]
+    work, parts = roofline.kernel_work("back_1", SMALL, chunks, None, Tile(16, 16, 4, 2), issued=2.0)
+    area = 3 * 256
+    # of two heads, in float32: 5 weights for each of 2 tiles and 32 tokens, both sides; two sums for queries
+    assert parts == 4 * 2 * (5 * (2 * 32 + 2 * 32) + 2 * 2 * 32)
+    tiles = 2 * 2 * (3 * area + 32 * 32)  # two read, one written; one written whole
+    rows = 2 * 5 * 2
+    assert work.flops == 0 and work.exps == 0
+    assert work.hbm == tiles + 8 * area * 2 + parts + 64 * rows
+    assert work.l2 == tiles + 8 * area * 2 + parts + 2 * 2 * area + 3 * 32 * rows  # one is read again
+
+
+def test_plain_attention_and_decoding():
+    assert roofline.flash_seconds(SMALL, 4, None, GPU, 0.5) == pytest.approx(7 * 2 * 16 * 10 * 2 / 0.5e9)
+    scores, output = roofline.decode_work(SMALL, keys=10, batch=3)
+    assert scores.flops == 2 * 3 * 2 * 10 * 16 and scores.exps == 60
+    assert scores.hbm == output.hbm == 3 * 2 * 10 * (24 * 2 + 4)
+
+
+def test_what_a_goal_needs():
+    layer = Training(linear=8.0, flash=1.0, generator=0.5, attention=1.0)
+    assert layer.throughput() == pytest.approx(9 / 9.5)
+    assert layer.needed(0.9) == pytest.approx(1 / 1.5)
+    assert layer.throughput(layer.needed(0.9)) == pytest.approx(0.9)
+    assert layer.needed(9 / 8.5) == float("inf")
+    assert roofline.verdict(0.5) == "50% of bounds"
+    assert roofline.verdict(2.0) == "200% of bounds: out of reach of this design"
+
+
+def test_every_kernel_is_counted():
+    assert set(roofline.ISSUED) == set(roofline._KINDS) == set(KERNELS)
+    forward, backward = roofline.attention_work(SMALL, 64, None, GPU, roofline.stored)
+    assert [w.name for w in forward[:-1]] == list(roofline.FORWARD)
+    assert [w.name for w in backward[:-2]] == list(roofline.BACKWARD)
+    assert {*roofline.FORWARD, *roofline.BACKWARD} == set(KERNELS)
+
+
+def test_windows_and_fewer_keys_are_faster():
+    gpu = roofline.device()
+    shape = roofline.SHAPES["6.9B"]
+    times = [sum(roofline.seconds(w, gpu) for w in roofline.attention_work(shape, 2048, window, gpu, roofline.stored))
+             for window in (128, 256, None)]  # fmt: skip
+    assert times == sorted(times)
+    assert roofline.decoding_throughput(shape, 1152, 0.75, gpu) > roofline.decoding_throughput(shape, 1152, 0.5, gpu)
+
+
+def test_it_prints_that_it_is_an_estimate(capsys):
+    assert roofline.main(["--sizes", "405M", "--length", "256"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("ESTIMATE, not a measurement")
+    assert "| back_1 |" in printed and "out of reach" in printed and "Attention alone" in printed
+    with pytest.raises(SystemExit):
+        roofline.main(["--arch", "80"])
+    assert "--compile" in capsys.readouterr().err

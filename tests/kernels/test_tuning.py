@@ -1,0 +1,226 @@
+"""The choice of tiles: the search that DCFORMER_AUTOTUNE=1 asks for, by a clock whose times are known."""
+
+import itertools
+import json
+import warnings
+
+import pytest
+import torch
+from kernel_device import DEVICE
+
+from dcformer import ComposeWeights, SideWeights
+from dcformer.kernels import composed_attention, launch, search, tuning
+from dcformer.kernels.tuning import Key, Tile
+
+TILES = Tile(16, 16, 1, 1), Tile(32, 16, 1, 1), Tile(16, 32, 1, 1)
+KEY = Key("composed", 90, 4, 128, "bfloat16", False, 11, 11, 2)
+
+
+class Clock:
+    """A trial whose times are known: the more the tile differs from the one wanted, the longer."""
+
+    wanted = Tile(32, 16, 1, 1)
+    fails: tuple[Tile, ...] = ()
+    tried: list = []  # noqa: RUF012 - emptied by the fixture
+
+    def __init__(self, kernel, tile):
+        self.kernel, self.tile = kernel, tile
+        self.tried.append((kernel, tile))
+
+    def launch(self, name, run):
+        if name == self.kernel and self.tile in self.fails:
+            raise RuntimeError("out of resource: shared memory")
+        run()
+
+    def milliseconds(self):
+        return 1.0 + abs(self.tile.b_t - self.wanted.b_t) + abs(self.tile.b_s - self.wanted.b_s)
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """A search among three tiles, with a cache folder of its own."""
+    monkeypatch.setenv("DCFORMER_AUTOTUNE", "1")
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(search, "CANDIDATES", TILES)
+    monkeypatch.setattr(search, "new_trial", Clock)
+    monkeypatch.setattr(search, "_TURNS", 1)
+    monkeypatch.setattr(launch, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(Clock, "tried", [])
+    monkeypatch.setattr(Clock, "fails", ())
+    tuning._found.cache_clear()
+    yield tmp_path / "cache" / "tiles.json"
+    tuning._found.cache_clear()
+
+
+def problem(length=18, requires_grad=False):
+    generator = torch.Generator().manual_seed(0)
+
+    def new(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE).requires_grad_(requires_grad)
+
+    q, k, v = (new(1, 2, length, 16) for _ in range(3))
+    sides = [SideWeights(new(1, 2, length, 1), new(1, 2, length, 1), new(1, 2, length)) for _ in range(2)]
+    return q, k, v, ComposeWeights(*sides), ComposeWeights(sides[0])
+
+
+def test_the_fastest_tile_is_found_kept_and_used(tuned, monkeypatch):
+    tensors = problem()
+    monkeypatch.setenv("DCFORMER_AUTOTUNE", "0")
+    expected = composed_attention(*tensors)
+    assert not Clock.tried and not tuned.exists()
+    monkeypatch.setenv("DCFORMER_AUTOTUNE", "1")
+    found = composed_attention(*tensors)
+    torch.testing.assert_close(found, expected)  # right while it searches
+
+    kernels = {"maps_0", "lse", "maps_1", "composed"}
+    assert {name for name, _ in Clock.tried} == kernels
+    assert {tile for _, tile in Clock.tried} == set(TILES)
+    (tiles,) = json.loads(tuned.read_text()).values()
+    assert len(tiles) == len(kernels) and all(numbers == [32, 16, 1, 1] for numbers in tiles.values())
+    assert [path.name for path in tuned.parent.iterdir()] == ["tiles.json"]
+
+    used = []
+    real = launch.constants
+    monkeypatch.setattr(launch, "constants", lambda *args: (used.append(args[-1]), real(*args))[1])
+    Clock.tried.clear()
+    for _ in range(2):  # from memory, then from the file
+        torch.testing.assert_close(composed_attention(*tensors), expected)
+        tuning._found.cache_clear()
+    assert not Clock.tried and set(used) == {Clock.wanted}
+
+
+def test_gradients_are_right_while_the_backward_pass_is_searched(tuned, monkeypatch):
+    results = []
+    for value in ("0", "1"):
+        monkeypatch.setenv("DCFORMER_AUTOTUNE", value)
+        *states, pre, post = problem(requires_grad=True)
+        composed_attention(*states, pre, post).square().sum().backward()
+        leaves = [*states, *pre.query.tensors(), *pre.key.tensors()]
+        results.append([leaf.grad for leaf in leaves])
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    backward = {"tiles_0", "tiles_1", "grads_1", "back_1", "grads_0", "back_0"}
+    assert backward <= {name for name, _ in Clock.tried}
+
+
+def test_tiles_that_fail_are_left_out(tuned, monkeypatch):
+    monkeypatch.setattr(Clock, "fails", (Clock.wanted,))
+    composed_attention(*problem())
+    (tiles,) = json.loads(tuned.read_text()).values()
+    assert all(numbers == [16, 16, 1, 1] for numbers in tiles.values())  # the next best
+    tuning._found.cache_clear()
+    tuned.unlink()
+    monkeypatch.setattr(Clock, "fails", TILES)
+    with pytest.raises(RuntimeError, match=r"maps_0 runs with none of 3 tiles.*Unset"):
+        composed_attention(*problem())
+
+
+def test_only_launches_of_the_kernel_on_trial_are_timed(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, stop):
+            return 1.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    trial = search.Trial("lse", TILES[0])
+    for name in ("maps_0", "lse", "maps_1", "lse"):
+        trial.launch(name, lambda name=name: log.append(name))
+    assert trial.milliseconds() == 3.0 and trial.launched == {"maps_0", "lse", "maps_1"}
+    assert log == ["maps_0", "event", "lse", "event", "maps_1", "event", "lse", "event", "wait"]
+
+
+def test_short_calls_and_captured_graphs_are_not_searched(tuned, monkeypatch):
+    monkeypatch.setattr(launch, "LEAST_QUERIES", 19)
+    composed_attention(*problem(18))
+    assert not Clock.tried
+    monkeypatch.setattr(launch, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(launch, "can_search", lambda tensor: False)
+    composed_attention(*problem(18))
+    assert not Clock.tried
+
+
+def test_without_a_gpu_or_a_clock_there_is_no_search(monkeypatch):
+    assert search.can_search(torch.zeros(1)) is False
+    monkeypatch.setattr(search, "new_trial", Clock)
+    assert search.can_search(torch.zeros(1)) is True
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert search.can_search(torch.zeros(1)) is False
+
+
+def test_the_file_has_tiles_of_several_gpus_and_is_added_to(tuned):
+    tuning.keep_tiles("A", {KEY: TILES[0]})
+    tuning.keep_tiles("B", {KEY: TILES[1]})
+    tuning._found.cache_clear()
+    assert tuning.found_tile("A", KEY) == TILES[0] and tuning.found_tile("B", KEY) == TILES[1]
+    assert tuning.found_tile("C", KEY) is None
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"A, triton": {"key": [1, 2]}}', '{"A": {"key": [16, 16, 4, "x"]}}'])
+def test_a_broken_file_is_warned_of_and_ignored(tuned, content):
+    tuned.parent.mkdir()
+    tuned.write_text(content)
+    with pytest.warns(UserWarning, match=r"tiles\.json is ignored.*Delete it"):
+        assert tuning.found_tile("A", KEY) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tuning.keep_tiles("A", {KEY: TILES[0]})  # replaces it
+    tuning._found.cache_clear()
+    assert tuning.found_tile("A", KEY) == TILES[0]
+
+
+def test_a_folder_that_cannot_be_written_is_warned_of(tuned, monkeypatch):
+    tuned.parent.write_text("a file")
+    with pytest.warns(UserWarning, match="cannot be written"):
+        tuning.keep_tiles("A", {KEY: TILES[0]})
+    assert tuning.found_tile("A", KEY) == TILES[0]  # of use in this process
+
+
+def test_where_tiles_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path))
+    assert tuning.cache_file() == tmp_path / "tiles.json"
+    monkeypatch.delenv("DCFORMER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert tuning.cache_file() == tmp_path / "xdg" / "dcformer" / "tiles.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tuning.cache_file() == tmp_path / ".cache" / "dcformer" / "tiles.json"
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "true", " 1"])
+def test_other_values_of_the_variable_are_errors(monkeypatch, value):
+    monkeypatch.setenv("DCFORMER_AUTOTUNE", value)
+    with pytest.raises(ValueError, match=f"DCFORMER_AUTOTUNE='{value}': expected 1 .* or 0"):
+        composed_attention(*problem(5))
+
+
+def test_higher_ranks_have_half_the_tile(monkeypatch):
+    monkeypatch.setattr(tuning, "_interpreter_tile", lambda: None)
+    for dtype, dim, kernel in itertools.product((torch.bfloat16, torch.float32), (64, 80, 256), tuning.KERNELS):
+        whole, half = (tuning.choose(kernel, dim, dtype, 90, rank) for rank in (2, 4))
+        assert min(half.b_t, half.b_s) >= 16
+        assert 2 * half.b_t * half.b_s == whole.b_t * whole.b_s and half.num_warps == whole.num_warps
+
+
+def test_keys_tell_windows_from_causal_attention_and_compositions_apart(monkeypatch):
+    seen = []
+    monkeypatch.setenv("DCFORMER_AUTOTUNE", "1")
+    monkeypatch.setattr(launch, "found_tile", lambda gpu, key: seen.append(key))
+    q, k, v, pre, post = problem(20)
+    for options in ({}, {"sliding_window": 4}, {"causal": False}, {"causal_offset": -3}):
+        seen.clear()
+        composed_attention(q, k, v, pre, post, **options)
+        assert {key.windowed for key in seen} == {"sliding_window" in options}
+        assert {(key.heads, key.dim, key.dtype, key.rank) for key in seen} == {(2, 16, "float32", 1)}
+    seen.clear()
+    composed_attention(q, k, v, pre)
+    assert {key.post for key in seen} == {0}
