@@ -198,7 +198,12 @@ SWITCHES = {
 }
 SHAPES = {
     "6 heads": Case(heads=6, length=17),
+    "8 heads": Case(heads=8, length=5, dim=64),
+    "12 heads": Case(heads=12, kv_heads=4, length=5),
+    "16 heads": Case(heads=16, length=5, dim=128),
     "24 heads": Case(heads=24, length=5, groups=2),
+    "32 heads": Case(heads=32, length=3, keys=5, dim=192),
+    "40 heads": Case(heads=40, kv_heads=8, length=3, keys=5),
     "52 heads": Case(heads=52, length=3, keys=5),
     "dim 80": Case(dim=80, heads=2, length=17),
     "dim 96": Case(dim=96, heads=2, length=17),

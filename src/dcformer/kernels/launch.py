@@ -16,6 +16,7 @@ from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
 _Result = TypeVar("_Result")
 
 FIRST_CHUNK = 64  # queries of the smallest chunk
+_CAUSAL_CHUNK = 512  # of the largest, where queries see keys up to their own
 _LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks cost launches
 QUERY, KEY, STATIC, GATE = 1, 2, 4, 8  # flags of a stage, as the kernels have them
 _FAR = 2**30
@@ -183,7 +184,8 @@ class Problem:
         """Chunks of queries for which `maps` maps per group are held; a tile of every head is M of them."""
         row = max(1, self.B * self.G * maps * self.map_dtype.itemsize)  # bytes per query and key
         reach = min(self.S, self.visibility.high - self.visibility.low)
-        longest = min(self.T, max(512, 2 * reach))  # the corners of a band are memory, too, but nobody sees them
+        # what no query sees is stored, too: the corner of a causal chunk, those of a band
+        longest = min(self.T, self.T if self.visibility.high == _FAR else _CAUSAL_CHUNK)
         n_t = FIRST_CHUNK
         while n_t < longest and row * 2 * n_t * min(self.S, reach + 2 * n_t) <= self.chunk_bytes:
             if 2 * n_t * (min(self.S, reach + 2 * n_t) + 31) > _MOST_INT32:  # 31: of aligned ends
