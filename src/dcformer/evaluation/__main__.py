@@ -1,0 +1,8 @@
+"""``python -m dcformer.evaluation``: the same as ``dcformer-eval``."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""``dcformer-eval``: errors before any work, tasks found, options kept, documented commands, two processes."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from helpers import REPOSITORY
+
+from dcformer.evaluation import TASKS_FOLDER, heldout_items, main
+from dcformer.synthetic.__main__ import main as synthetic
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import demo
+
+MODEL = ["--model", "hf", "--model_args", "pretrained=checkpoints/dcformer-synthetic,backend=causal"]
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path, monkeypatch):
+    """An empty folder in which the bundled checkpoint has the path that it has in the repository."""
+    (tmp_path / "checkpoints").symlink_to(REPOSITORY / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def no_model(lm_eval, monkeypatch):
+    """Loading a model fails the test."""
+    from lm_eval.models.huggingface import HFLM
+
+    monkeypatch.setattr(HFLM, "__init__", lambda *_, **__: pytest.fail("the model is loaded"))
+
+
+def scores(folder):
+    """The results that ``--output_path`` holds."""
+    (path,) = folder.rglob("results_*.json")
+    return json.loads(path.read_text())["results"]
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_lm_eval(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main([*MODEL, "--tasks", "dcformer_synthetic_heldout"]) == 1
+    assert "error: dcformer-eval needs lm-eval" in (message := capsys.readouterr().err)
+    assert "pip install 'dcformer[eval]'" in message and "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ([], "need its file: --metadata dcformer_synthetic_file="),
+        (["--metadata", "dcformer_synthetic_file=absent.jsonl"], "absent.jsonl: expected a file"),
+        (["--metadata", '{"dcformer_synthetic_file": "wrong.jsonl"}'], "line 2: expected a JSON object"),
+        (["--config", "config.yaml"], "absent.jsonl: expected a file"),
+    ],
+    ids=["none", "missing", "wrong", "in --config"],
+)
+@pytest.mark.parametrize("task", ["dcformer_synthetic", "piqa,dcformer_synthetic_3shot", "dcformer_*"])
+def test_bad_data_file(work, no_model, capsys, task, metadata, message):
+    (work / "wrong.jsonl").write_text('{"task_id": "t", "texts": "\\na [ b ]\\n"}\n["task_id"]\n')
+    (work / "config.yaml").write_text("metadata: {dcformer_synthetic_file: absent.jsonl}\n")
+    assert main([*MODEL, "--tasks", task, *metadata]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_task(no_model, capsys):
+    assert main([*MODEL, "--tasks", "dcformer_synthetic_heldout,dcformer_nothing"]) == 1
+    message = capsys.readouterr().err
+    assert "error: Tasks not found: dcformer_nothing" in message and "dcformer-eval ls tasks" in message
+
+
+def test_wrong_option(lm_eval, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*MODEL, "--tusks", "x"])
+    assert caught.value.code == 2 and "--tusks" in capsys.readouterr().err
+
+
+# --- the command line is lm-eval's ------------------------------------------------------------------------------------
+
+
+def test_options_are_those_of_lm_eval(lm_eval, monkeypatch, capsys):
+    from lm_eval.__main__ import cli_evaluate
+
+    helps = []
+    for call in (lambda: main(["run", "--help"]), cli_evaluate):
+        monkeypatch.setattr(sys, "argv", ["lm_eval", "run", "--help"])
+        with pytest.raises(SystemExit):
+            call()
+        helps.append(capsys.readouterr().out)
+    assert helps[0] == helps[1] and "--include_path" in helps[0]
+    assert sys.argv == ["lm_eval", "run", "--help"]
+
+
+@pytest.mark.parametrize("how", ["option", "config"])
+def test_own_tasks_beside_the_shipped_ones(work, lm_eval, capsys, how):
+    folder = work / "own"
+    folder.mkdir()
+    shipped = (TASKS_FOLDER / "dcformer_synthetic_heldout_choices.yaml").read_text()
+    shipped = shipped.replace("include: _heldout.yaml", f"include: {TASKS_FOLDER / '_heldout.yaml'}")
+    (folder / "own.yaml").write_text(shipped.replace("task: dcformer_synthetic_heldout_choices", "task: own_choices"))
+    (work / "config.yaml").write_text(f"include_path: {folder}\n")
+    given = ["--include_path", str(folder)] if how == "option" else ["--config", "config.yaml"]
+    tasks = ["--tasks", "own_choices,dcformer_synthetic_heldout_choices", "--limit", "20", "--batch_size", "20"]
+    assert main([*MODEL, *tasks, *given, "--output_path", "out"]) == 0
+    results = scores(work / "out")
+    assert results["own_choices"]["acc,none"] == results["dcformer_synthetic_heldout_choices"]["acc,none"]
+
+
+def test_validate_finds_the_shipped_tasks(lm_eval, capsys):
+    assert main(["validate", "--tasks", "dcformer_synthetic,dcformer_paper_5shot"]) == 0
+    assert "All tasks found" in capsys.readouterr().out
+
+
+# --- documented commands ----------------------------------------------------------------------------------------------
+
+
+def commands(page):
+    """The commands of a page's bash blocks, as lists of arguments."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+COMMANDS = commands(REPOSITORY / "docs" / "evaluation.md")
+COMMANDS += [words for words in commands(REPOSITORY / "README.md") if words[0] == "dcformer-eval"]
+
+
+def evaluations():
+    """The arguments of those that evaluate; with ``accelerate`` too, whose processes a test below starts."""
+    for words in COMMANDS:
+        if words[0] == "dcformer-eval":
+            yield words[1:]
+        elif words[0] == "accelerate":
+            yield words[words.index("dcformer.evaluation") + 1 :]
+
+
+def test_every_documented_command_is_run_here():
+    kinds = {words[0] for words in COMMANDS}
+    assert kinds == {"pip", "python", "accelerate", "dcformer-eval"} and len(COMMANDS) >= 10
+    assert [words for words in COMMANDS if words[0] == "pip"] == [["pip", "install", "dcformer[eval]"]]
+    assert all("-m dcformer.evaluation" in " ".join(words) for words in COMMANDS if words[0] == "accelerate")
+
+
+@pytest.mark.parametrize("words", list(evaluations()), ids=lambda words: words[words.index("--tasks") + 1])
+def test_documented_command(work, lm_eval, monkeypatch, capsys, words):
+    (made,) = (words for words in COMMANDS if words[0] == "python")
+    assert made[:3] == ["python", "-m", "dcformer.synthetic"]
+    synthetic([*made[3:], "--contexts-per-task", "1"])
+    arguments = [*words, "--limit", "4"]
+    if "path/to/" in " ".join(words):  # a model and data that are not here: up to where they are needed
+        calls = []
+        monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **options: calls.append(options))
+        assert main(arguments) == 0
+        assert calls[0]["tasks"] == [words[words.index("--tasks") + 1]] and calls[0]["model"] == "hf"
+        return
+    if "--output_path" not in arguments:
+        arguments += ["--output_path", "out"]
+    assert main(arguments) == 0
+    results = scores(work)
+    named = words[words.index("--tasks") + 1].split(",")
+    assert set(named) <= set(results)
+    printed = capsys.readouterr().out
+    assert all(re.search(rf"^\|{task} *\|", printed, re.MULTILINE) for task in named)
+
+
+def test_command_prints_the_demonstrations_accuracy(work, lm_eval, capsys):
+    """The README's command, whole: the figure of `make demo`, which the documentation shows too."""
+    (words,) = (words for words in commands(REPOSITORY / "README.md") if words[0] == "dcformer-eval")
+    assert main(words[1:]) == 0
+    line = re.search(r"\|dcformer_synthetic_heldout *\|.*", capsys.readouterr().out)[0]
+    accuracy = demo.main(["--show", "0"])
+    assert f"exact_match|↑|{accuracy:.4f}|" in line.replace(" ", "")
+    page = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    assert f"{accuracy:.4f} is {round(accuracy * 296)} of 296" in page
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def start(words):
+    """Runs a command with this Python's programs, one thread a process and no GPU."""
+    bin_folder = os.path.dirname(sys.executable)
+    environment = os.environ | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY / "src")}
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.slow
+def test_module(work, lm_eval):
+    done = start([sys.executable, "-m", "dcformer.evaluation", *MODEL, "--tasks", "dcformer_nothing"])
+    assert done.returncode == 1 and "error: Tasks not found: dcformer_nothing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_score_as_one(work, lm_eval):
+    """The documented command on all request types; an odd number of items, so that one process has one more."""
+    (words,) = (words for words in COMMANDS if words[0] == "accelerate" and "--multi_gpu" in words)
+    tasks = ",".join(f"dcformer_synthetic_heldout{suffix}" for suffix in ("", "_answers", "_choices", "_text"))
+    words = [*words, "--tasks", tasks, "--limit", "61", "--log_samples"]
+    words[words.index("launch") + 1 : words.index("launch") + 1] = ["--main_process_port", "0"]
+    two = start([*words, "--output_path", "two"])
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("|dcformer_synthetic_heldout_answers|") == 1  # one process prints
+    assert "Building contexts for dcformer_synthetic_heldout on rank 1" in two.stdout + two.stderr
+    assert main([*words[words.index("dcformer.evaluation") + 1 :], "--output_path", "one"]) == 0
+    one, two = scores(work / "one"), scores(work / "two")
+    assert set(one) == set(two) and len(one) == 4
+    for task, results in one.items():
+        for metric, value in results.items():
+            if isinstance(value, float) and "stderr" not in metric:
+                # the batches differ: float32 rounding in perplexities, none in counts
+                rel = 0 if metric.split(",")[0] in ("acc", "exact_match") else 1e-5
+                assert two[task][metric] == pytest.approx(value, rel=rel, abs=1e-12), (task, metric)
+    for task in one:
+        ids = []
+        for folder in ("one", "two"):
+            (path,) = (work / folder).rglob(f"samples_{task}_2*.jsonl")
+            ids.append(sorted(json.loads(line)["doc_id"] for line in path.read_text().splitlines()))
+        assert ids[0] == ids[1] == list(range(61))  # each item once
+
+
+def test_shares_follow_the_processes(lm_eval, monkeypatch):
+    """What the console script changes in lm-eval: rank and number of processes where accelerate has several."""
+    from types import SimpleNamespace
+
+    from lm_eval.models.huggingface import HFLM
+
+    from dcformer.evaluation.cli import _share_items_between_processes
+
+    def initialise(self, processes):
+        self._rank, self._world_size = 0, 1
+        if processes > 1:
+            self.accelerator = SimpleNamespace(process_index=1, num_processes=processes)
+
+    monkeypatch.setattr(HFLM, "__init__", initialise)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    _share_items_between_processes()
+    _share_items_between_processes()
+    assert [(HFLM(n).rank, HFLM(n).world_size) for n in (1, 2)] == [(0, 1), (1, 2)]
+
+
+def test_items_have_several_answers():
+    assert len(set(heldout_items()["test"]["answer"])) > 50
