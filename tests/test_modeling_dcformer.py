@@ -129,15 +129,20 @@ def test_attention_implementations_are_named():
 
 @pytest.mark.parametrize("has_cuda", [False, True])
 @pytest.mark.parametrize("has_triton", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_fused_kernels_are_the_default_where_they_run(monkeypatch, has_cuda, has_triton, dropout):
+@pytest.mark.parametrize(
+    "beyond",
+    [{}, {"attention_dropout": 0.1}, {"head_dim": 264}, {"compose_rank": 5}, {"dtype": torch.float64}],
+    ids=str,
+)
+def test_the_fused_kernels_are_the_default_where_they_run(monkeypatch, has_cuda, has_triton, beyond):
     monkeypatch.setattr(torch.version, "cuda", "12.8" if has_cuda else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
     names = set(attention.valid_keys()) - {"dcformer_triton"} | ({"dcformer_triton"} if has_triton else set())
     monkeypatch.setattr(type(attention), "valid_keys", lambda self: list(names))
-    expected = "dcformer_triton" if has_cuda and has_triton and not dropout else "dcformer_chunked"
-    model = DCFormerForCausalLM(tiny_config(attention_dropout=dropout))
+    expected = "dcformer_triton" if has_cuda and has_triton and not beyond else "dcformer_chunked"
+    model = DCFormerForCausalLM(tiny_config(**beyond))
     assert model.config._attn_implementation == expected
 
 

@@ -186,7 +186,7 @@ def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
     return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
 
 
-def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> None:
+def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> None:
     heads_fit = query.shape[0] == key.shape[0] and query.shape[1] % key.shape[1] == 0
     if not heads_fit or key.shape[:3] != value.shape[:3] or query.shape[-1] != key.shape[-1]:
         raise ValueError(
@@ -262,7 +262,7 @@ def eager_attention(
     Raises:
         ValueError: on shapes that do not fit.
     """
-    _check_shapes(query, key, value, attention_mask)
+    check_shapes(query, key, value, attention_mask)
     visible = bias = None
     if attention_mask is not None:
         visible, bias = visible_and_bias(attention_mask)
@@ -302,7 +302,7 @@ def chunked_attention(
     Raises:
         ValueError: on shapes that do not fit, when a trace of the maps is asked for, or for a mask to be trained.
     """
-    _check_shapes(query, key, value, attention_mask)
+    check_shapes(query, key, value, attention_mask)
     if compose_trace is not None:
         raise ValueError(f"compose_trace cannot be filled: {_NO_MAPS}")
     if kwargs.get("output_attentions"):  # as Transformers' own fused implementations: nothing to return, and a warning

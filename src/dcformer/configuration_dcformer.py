@@ -456,6 +456,29 @@ class DCFormerConfig(PreTrainedConfig):
                 f"{' and '.join(sides)} on, but compose_projection and compose_gate are both off: turn one of them on."
             )
 
+    def check_tensor_parallel(self, size: int) -> None:
+        """Whether the model can be split over devices by heads, with composition staying on each.
+
+        Args:
+            size: devices that share a layer.
+
+        Raises:
+            ValueError: when a group of heads, or the query heads of a key/value head, would be cut.
+        """
+        composed = bool(self.compose_generators) or self.compose_static
+        if composed and self.compose_groups % size:
+            raise ValueError(
+                f"compose_groups={self.compose_groups} is no multiple of the tensor-parallel size {size}: heads of a "
+                "group are mixed with each other, so a group must stay on one device. Use a size that divides "
+                "compose_groups, or FSDP, which splits parameters and not heads. (A model trained with "
+                "compose_groups=1 mixes all heads and cannot be split this way.)"
+            )
+        if self.num_key_value_heads % size:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} is no multiple of the tensor-parallel size {size}: "
+                "a head must stay on one device. Use a size that divides it, or FSDP."
+            )
+
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "DCFormerConfig":
         """A configuration of a published size.

@@ -280,16 +280,20 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The attention implementation to use: the best that runs here when none is named, otherwise just that one.
 
-        The best is "dcformer_triton" where there are CUDA and Triton, without attention dropout; else
-        "dcformer_chunked".
+        The best is "dcformer_triton" where there are Triton and a GPU of at least sm_80, for a model within the limits of
+        the kernels (head dims up to 256, ranks up to 4, no attention dropout, not float64); else "dcformer_chunked".
 
         Raises:
             ValueError: on a name that cannot compose heads, or one whose requirements are missing here.
         """
         if requested_attention is None:
-            has_cuda = torch.version.cuda is not None and torch.cuda.is_available()
-            runs = has_cuda and "dcformer_triton" in ALL_ATTENTION_FUNCTIONS.valid_keys()
-            return "dcformer_triton" if runs and not self.config.attention_dropout else "dcformer_chunked"
+            has_gpu = torch.version.cuda is not None and torch.cuda.is_available()
+            has_gpu = has_gpu and torch.cuda.get_device_capability() >= (8, 0)
+            runs = has_gpu and "dcformer_triton" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+            config = self.config
+            fits = config.head_dim <= 256 and config.compose_rank <= 4 and not config.attention_dropout
+            fits = fits and torch.float64 not in (config.dtype, torch.get_default_dtype())
+            return "dcformer_triton" if runs and fits else "dcformer_chunked"
         known = ("eager", "dcformer_chunked", "dcformer_triton")
         if requested_attention not in known:
             raise ValueError(
@@ -362,6 +366,17 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                     "belongs to another configuration; loading it would leave these at random values."
                 )
         return model
+
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        """Splits a new model over devices as Transformers does, before weights are read, but never through a group.
+
+        Raises:
+            ValueError: when the tensor-parallel size does not divide the groups of heads.
+        """
+        if mesh_manager is not None and distributed_config.tp_size > 1 and distributed_config.tp_plan != {}:
+            model.config.check_tensor_parallel(distributed_config.tp_size)
+        return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Saves a model as Transformers does, under this package's names wherever it came from.

@@ -287,6 +287,23 @@ def test_log_sum_exp():
     assert lse[1].eq(torch.inf).all() and out[1].eq(0).all()
 
 
+def test_tokens_outside_all_documents_see_nothing():
+    case = Case(heads=2)
+    tensors = [case.tensors()[name].to(DEVICE) for name in ("query", "key", "value")]
+    found = composed_attention(*tensors, cu_seqlens=torch.tensor([3, 9, 17], device=DEVICE))
+    assert found[:, :, :3].eq(0).all() and found[:, :, 17:].eq(0).all()
+    inside = [t[:, :, 3:9] for t in tensors]
+    torch.testing.assert_close(found[:, :, 3:9], composed_attention(*inside))
+
+
+def test_autocast_changes_nothing():
+    case = Case(heads=2, static=True)
+    expected = run(case, torch.float32, fused(case))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = run(case, torch.float32, fused(case))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_visible_intervals():
     case = Case(heads=2, start=(4,), causal=False)
     tensors = [case.tensors()[name].to(DEVICE) for name in ("query", "key", "value")]
@@ -350,7 +367,7 @@ def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low):
     chunks = list(this.chunks(8))
     assert [i for chunk in chunks for i in range(chunk.t_0, chunk.t_0 + chunk.n_t)] == list(range(length))
     for chunk in chunks:
-        stop = min(length, -(-(chunk.t_0 + chunk.n_t) // 16) * 16)  # multiples of 16 keep the rows of maps aligned
+        stop = -(-min(length, chunk.t_0 + chunk.n_t) // 16) * 16  # multiples of 16 keep the rows of maps aligned
         assert chunk.s_0 == max(0, chunk.t_0 + low) // 16 * 16 and chunk.s_0 + chunk.n_s == stop
         assert chunk.n_t <= 64 or 2 * 8 * 2 * chunk.n_t * chunk.n_s <= 1 << 20  # B · maps · bytes
 
@@ -387,6 +404,9 @@ ERRORS = {
     "at most 256": ((_tensors(1, 2, 5, 300),) * 3, {}),
     "sliding_window=0": ((_tensors(1, 2, 5, 16),) * 3, {"sliding_window": 0}),
     "needs causal=True": ((_tensors(1, 2, 5, 16),) * 3, {"sliding_window": 3, "causal": False}),
+    "key_start is": ((_tensors(2, 2, 5, 16),) * 3, {"key_start": torch.tensor([0, 1, 2])}),
+    "visible has": ((_tensors(2, 2, 5, 16),) * 3, {"visible": (torch.zeros(3, 5), torch.zeros(3, 5))}),
+    "cu_seqlens is": ((_tensors(1, 2, 5, 16),) * 3, {"cu_seqlens": torch.tensor([0])}),
     "one packed row": ((_tensors(2, 2, 5, 16),) * 3, {"cu_seqlens": torch.tensor([0, 5])}),
     "must divide": ((_tensors(1, 2, 5, 16),) * 3, {"pre": ComposeWeights(groups=3)}),
     "groups, 2 and 1": (

@@ -201,6 +201,8 @@ SHAPES = {
     "groups within key heads": {"H": 12, "KV": 2, "groups": 6, "S": 33, "T": 2},
     "groups across key heads": {"H": 12, "KV": 3, "groups": 2, "S": 33, "parts": (*FULL, "static")},
     "batch": {"B": 5, "S": 33},
+    "batch of 64": {"B": 64, "H": 2, "S": 20},
+    "batch of 256": {"B": 256, "H": 1, "S": 17},
 }
 
 

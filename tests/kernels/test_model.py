@@ -5,6 +5,7 @@ as they sum in another order, plus a few roundings of the result.
 """
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -19,8 +20,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter", allow_module_level=True)
 
-from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM  # noqa: E402  # after the skips
+from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM, SideWeights  # noqa: E402  # after the skips
 from dcformer.cache_dcformer import use_static_window_layers  # noqa: E402
+from dcformer.kernels import ops  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTH = 20  # the window of local layers is 8
@@ -416,6 +418,40 @@ def test_sharded_training_step():
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
+def test_masks_with_gaps_are_found_in_graphs_too():
+    model = with_implementation(copy.deepcopy(model_named("mha")), "dcformer_triton")
+    ids = tokens()
+    gaps = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).tril()
+    compiled = torch.compile(lambda mask: model(ids, attention_mask=mask).logits, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(gaps), model(ids, attention_mask=gaps).logits)
+        gaps[:, :, 4, 2] = False
+        with pytest.raises(RuntimeError, match="without gaps"):
+            compiled(gaps)
+
+
+def test_what_is_packed_is_what_is_given():
+    """Weights replaced after the generators made them count, not those that lie packed beside them."""
+    model = with_implementation(copy.deepcopy(model_named("mha")), "dcformer_triton")
+    compose = model.model.layers[0].self_attn.compose
+    with torch.no_grad():
+        made, _ = compose(torch.randn(1, 9, model.config.hidden_size, device=DEVICE), "dcformer_triton")
+    pre, post = made["pre", "query"], made["post", "query"]
+    assert ops._packed(pre, post) is pre.packed
+    changed = [dataclasses.replace(side, gate=side.gate * 0) for side in (pre, post)]
+    plain = [SideWeights(side.down, side.up, side.gate) for side in changed]
+    assert torch.equal(ops._packed(*changed), ops._packed(*plain))
+    assert torch.equal(ops._packed(post, pre), ops._packed(*(SideWeights(*s.tensors()) for s in (post, pre))))
+
+
+def test_interpreted_kernels_are_used_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = with_implementation(copy.deepcopy(model_named("mha")), "dcformer_triton")
+    with torch.no_grad(), Operators() as operators:
+        model(tokens())
+    assert "composed_attention" in operators.counts()
+
+
 def test_what_the_kernels_do_not_do():
     model = with_implementation(copy.deepcopy(model_named("mha")), "dcformer_triton")
     ids = tokens()
@@ -423,6 +459,13 @@ def test_what_the_kernels_do_not_do():
     gaps[:, :, 4, 2] = False
     with pytest.raises(ValueError, match=r"without gaps.*dcformer_chunked"):
         model(ids, attention_mask=gaps)
+    for length in (4, LENGTH):
+        biases = torch.zeros(1, 1, length, length, device=DEVICE)
+        biases[..., 0] = 0.5
+        with torch.no_grad(), pytest.raises(ValueError, match="adds no biases"):
+            model(ids[:, :length], attention_mask=biases)
+        with torch.no_grad(), pytest.raises(ValueError, match="does not fit 1 sequences"):
+            model(ids[:, :length], attention_mask=torch.ones(2, 1, length, length, dtype=torch.bool, device=DEVICE))
     for length in (4, LENGTH):
         heads = torch.ones(1, 4, length, length, dtype=torch.bool, device=DEVICE).tril()
         with torch.no_grad(), pytest.raises(ValueError, match="no mask per head: use 'eager'"):

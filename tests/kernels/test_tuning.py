@@ -46,6 +46,7 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(search, "_TURNS", 1)
     monkeypatch.setattr(launch, "LEAST_QUERIES", 1)
     monkeypatch.setattr(Clock, "tried", [])
+    monkeypatch.setattr(launch, "searched", set())
     monkeypatch.setattr(Clock, "fails", ())
     tuning._found.cache_clear()
     yield tmp_path / "cache" / "tiles.json"
@@ -88,6 +89,13 @@ def test_the_fastest_tile_is_found_kept_and_used(tuned, monkeypatch):
         tuning._found.cache_clear()
     assert not Clock.tried and set(used) == {Clock.wanted}
 
+    used.clear()
+    composed_attention(*tensors)  # settled in this process: one pass
+    count = len(used)
+    monkeypatch.setenv("DCFORMER_AUTOTUNE", "0")
+    composed_attention(*tensors)
+    assert len(used) == 2 * count
+
 
 def test_gradients_are_right_while_the_backward_pass_is_searched(tuned, monkeypatch):
     results = []
@@ -110,6 +118,7 @@ def test_tiles_that_fail_are_left_out(tuned, monkeypatch):
     assert all(numbers == [16, 16, 1, 1] for numbers in tiles.values())  # the next best
     tuning._found.cache_clear()
     tuned.unlink()
+    launch.searched.clear()
     monkeypatch.setattr(Clock, "fails", TILES)
     with pytest.raises(RuntimeError, match=r"maps_0 runs with none of 3 tiles.*Unset"):
         composed_attention(*problem())

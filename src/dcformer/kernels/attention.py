@@ -83,11 +83,16 @@ def _span(p_first, p_last, o_t, m_t):
 
 
 @triton.jit
-def _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T: tl.constexpr, B_S: tl.constexpr):
-    """Queries and keys of a tile: o_t, m_t [b_t], o_s, m_s [b_s], and their place in a map, o_map [b_t, b_s]."""
+def _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, S, B_T: tl.constexpr, B_S: tl.constexpr):
+    """Queries and keys of a tile: o_t, m_t [b_t], o_s, m_s [b_s]; their place in a map, o_map, m_map [b_t, b_s].
+
+    A chunk's last keys may lie beyond S, so that the rows of maps stay aligned: they have a place, but do not exist.
+    """
     o_t = t_0 + i_t * B_T + tl.arange(0, B_T)
     o_s = s_0 + i_s * B_S + tl.arange(0, B_S)
-    return o_t, o_t < t_0 + n_t, o_s, o_s < s_0 + n_s, (o_t - t_0)[:, None] * n_s + (o_s - s_0)[None, :]
+    m_t, m_column = o_t < t_0 + n_t, o_s < s_0 + n_s
+    o_map = (o_t - t_0)[:, None] * n_s + (o_s - s_0)[None, :]
+    return o_t, m_t, o_s, m_column & (o_s < S), o_map, m_t[:, None] & m_column[None, :]
 
 
 @triton.jit
@@ -112,8 +117,7 @@ def maps_kernel(
     i_s, i_t, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_g = i_bg // G, i_bg % G
     M = H // G
-    o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
-    m_map = m_t[:, None] & m_s[None, :]
+    o_t, m_t, o_s, m_s, o_map, m_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, S, B_T, B_S)
     first_bh = i_bg * M  # heads of a group are neighbours
     p_tiles += first_bh * stride_map
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
@@ -171,8 +175,7 @@ def lse_kernel(
     i_s, i_t, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_g = i_bg // G, i_bg % G
     M = H // G
-    o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
-    m_map = m_t[:, None] & m_s[None, :]
+    o_t, m_t, o_s, m_s, o_map, m_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, S, B_T, B_S)
     n_bh, first_bh = tl.num_programs(2).to(tl.int64) * M, i_bg * M  # heads of a group are neighbours
     p_lse_parts += (i_s * n_bh + first_bh) * n_t + o_t - t_0
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
@@ -236,8 +239,7 @@ def composed_kernel(
     i_s, i_t, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_g = i_bg // G, i_bg % G
     M = H // G
-    o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
-    m_map = m_t[:, None] & m_s[None, :]
+    o_t, m_t, o_s, m_s, o_map, m_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, S, B_T, B_S)
     first_bh = i_bg * M  # heads of a group are neighbours
     p_composed += first_bh * stride_map
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
@@ -288,8 +290,7 @@ def grads_kernel(
     i_s, i_t, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_g = i_bg // G, i_bg % G
     M = H // G
-    o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
-    m_map = m_t[:, None] & m_s[None, :]
+    o_t, m_t, o_s, m_s, o_map, m_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, S, B_T, B_S)
     first_bh = i_bg * M  # heads of a group are neighbours
     p_grads += first_bh * stride_map
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
@@ -352,8 +353,7 @@ def back_kernel(
     i_s, i_t, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b = i_bg // G
     M = H // G
-    o_t, m_t, o_s, m_s, o_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, B_T, B_S)
-    m_map = m_t[:, None] & m_s[None, :]
+    o_t, m_t, o_s, m_s, o_map, m_map = _chunk_tile(i_t, i_s, t_0, n_t, s_0, n_s, S, B_T, B_S)
     n_bh, first_bh = tl.num_programs(2).to(tl.int64) * M, i_bg * M  # heads of a group are neighbours
     p_tiles, p_grads = p_tiles + first_bh * stride_map, p_grads + first_bh * stride_map
     p_composed += first_bh * stride_map

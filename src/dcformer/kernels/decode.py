@@ -214,11 +214,11 @@ def scores_kernel(
     o_d = tl.arange(0, B_D)
     n_s, n_r = tl.cdiv(last - first, B_S), tl.cdiv(SHARED * T, B_R)
     for i in tl.range(0, M // SHARED * n_r * n_s, num_stages=STAGES):
-        i_u = i // (n_r * n_s)
-        o_r = i // n_s % n_r * B_R + tl.arange(0, B_R)
+        i_u = i // tl.maximum(n_r * n_s, 1)  # what fills the pipeline runs even if there is nothing to do
+        o_r = i // tl.maximum(n_s, 1) % n_r * B_R + tl.arange(0, B_R)
         m_r = o_r < SHARED * T
         o_rm, o_rt = i_u * SHARED + o_r // T, o_r % T
-        o_s = first + i % n_s * B_S + tl.arange(0, B_S)
+        o_s = first + i % tl.maximum(n_s, 1) * B_S + tl.arange(0, B_S)
         m_s = o_s < last
         p_row = p_q + ((i_g * M + o_rm).to(tl.int64) * stride_qh + o_rt.to(tl.int64) * stride_qt) * ALIGN_Q
         q = tl.load(p_row[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)  # [b_r, b_d]
@@ -344,7 +344,7 @@ def output_kernel(
     acc = tl.zeros([B_R, B_D], tl.float32)
     for i in tl.range(0, M // SHARED * n_r * n_s, num_stages=STAGES):
         i_u, i_s = i // (n_r * n_s), i % n_s
-        o_r = i // n_s % n_r * B_R + tl.arange(0, B_R)
+        o_r = i // tl.maximum(n_s, 1) % n_r * B_R + tl.arange(0, B_R)
         m_r = o_r < SHARED * T
         o_rm, o_rt = i_u * SHARED + o_r // T, o_r % T
         o_s = first + i_s * B_S + tl.arange(0, B_S)

@@ -47,9 +47,19 @@ class GeneratedSide(SideWeights):
     Attributes:
         packed: [B, H, stages · W, N], contiguous: of each stage R channels `down`, R `up` and a gate (those that there
             are). The same tensor in both stages of a side.
+        stage: which of these stages this is.
+        made: down, up and gate as they were made.
     """
 
     packed: torch.Tensor | None = None
+    stage: int = 0
+    made: tuple[torch.Tensor | None, ...] = ()
+
+    def is_as_made(self, stage: int) -> bool:
+        """Whether this is a stage's part of `packed`, and none of its tensors has been replaced since."""
+        if self.stage != stage or len(self.made) != 3:
+            return False
+        return self.down is self.made[0] and self.up is self.made[1] and self.gate is self.made[2]
 
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
@@ -543,11 +553,11 @@ def _generated(
     generated: dict[tuple[str, str], SideWeights] = {}
     for side, both in zip(sides, weights.unbind(0), strict=True):
         packed = both.flatten(2, 3)  # [B, H, stages · W, N]
-        for stage, one in zip(stages, both.unbind(2), strict=True):  # [B, H, W, N]
+        for i, (stage, one) in enumerate(zip(stages, both.unbind(2), strict=True)):  # [B, H, W, N]
             parts = one.split([rank, rank] * bool(rank) + [1] * has_gate, dim=2)
             down, up = (part.transpose(2, 3) for part in parts[:2]) if rank else (None, None)  # [B, H, N, R]
             gate = parts[-1][:, :, 0] if has_gate else None  # [B, H, N]
-            generated[stage, side] = GeneratedSide(down, up, gate, packed)
+            generated[stage, side] = GeneratedSide(down, up, gate, packed, i, (down, up, gate))
     return {generator: generated[generator] for generator in compose.generators if generator in generated}
 
 

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..attention_dcformer import QueryBlockMask, causal_rows, chunked_attention, flatten_weights, visible_and_bias
+from ..attention_dcformer import (
+    QueryBlockMask,
+    causal_rows,
+    check_shapes,
+    chunked_attention,
+    flatten_weights,
+    visible_and_bias,
+)
 from ..compose_dcformer import ComposeWeights, SideWeights
 from .decode import MAX_QUERIES, composed_decode
 from .generator import GeneratedSide
@@ -110,7 +117,8 @@ def _packed(*sides: SideWeights | None) -> torch.Tensor | None:
     weights = [w if w.dim() == 4 else w[..., None] for side in given for w in side.tensors()]
     whole = given[0].packed if given and isinstance(given[0], GeneratedSide) else None
     if whole is not None and whole.shape[2] == sum(w.shape[3] for w in weights):  # nothing is missing from it
-        if all(isinstance(side, GeneratedSide) and side.packed is whole for side in given):
+        is_whole = [isinstance(s, GeneratedSide) and s.packed is whole and s.is_as_made(i) for i, s in enumerate(given)]
+        if all(is_whole):
             return whole
     return torch.cat(weights, dim=-1).transpose(2, 3).contiguous() if weights else None
 
@@ -155,7 +163,8 @@ def composed_attention(
         causal_offset: S - T when not given: the last query is at the last key.
         sliding_window: keys that a query sees, its own included; needs `causal`.
         key_start, key_end: int [B]: keys before (left padding), and from (right padding) these are not seen.
-        cu_seqlens: int [documents + 1]: bounds of packed documents, which do not see each other. Needs B = 1, T = S.
+        cu_seqlens: int [documents + 1]: bounds of packed documents, which do not see each other; tokens outside all see
+            nothing. Needs B = 1, T = S.
         visible: (first, last), int [B or 1, T]: query t sees keys first <= s < last at most, besides the above.
         return_lse: return the log-sum-exp of the composed scores too; no gradient flows through it.
         chunk_bytes: bound of the memory that the maps and tiles of a chunk of queries take, above what 64 queries of
@@ -174,6 +183,7 @@ def composed_attention(
             "'dcformer_chunked' there. (TRITON_INTERPRET=1 runs them slowly on a CPU, for tests.)"
         )
     _check(query, key, value, pre, post, causal, sliding_window, cu_seqlens)
+    _check_bounds(query.shape[0], query.shape[2], key_start, key_end, visible)
     (_, _, length, dim), key_length = query.shape, key.shape[2]
     offset = key_length - length if causal_offset is None else causal_offset
     position = torch.arange(length, device=query.device, dtype=torch.int32)[None]
@@ -189,9 +199,11 @@ def composed_attention(
             first, last = (torch.maximum(first, bound), last) if start else (first, torch.minimum(last, bound))
     if cu_seqlens is not None:
         bounds = cu_seqlens.to(device=query.device, dtype=torch.int32)
-        document = torch.searchsorted(bounds, position[0], right=True) - 1
+        document = torch.searchsorted(bounds, position[0], right=True) - 1  # [T]
+        is_inside = (document >= 0) & (document < len(bounds) - 1)
+        document = document.clamp(0, len(bounds) - 2)
         first = torch.maximum(first, bounds[document][None])
-        last = torch.minimum(last, bounds[document + 1][None])
+        last = torch.minimum(last, torch.where(is_inside, bounds[document + 1], 0)[None])
     if visible is not None:
         first = torch.maximum(first, visible[0].to(device=query.device, dtype=torch.int32))
         last = torch.minimum(last, visible[1].to(device=query.device, dtype=torch.int32))
@@ -238,6 +250,10 @@ def _check(
         raise ValueError(f"sliding_window={sliding_window} must be at least 1, and needs causal=True.")
     if cu_seqlens is not None and (batch != 1 or length != key_length):
         raise ValueError(f"cu_seqlens needs one packed row and as many keys as queries, got B={batch}, T={length}.")
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or len(cu_seqlens) < 2):
+        raise ValueError(
+            f"cu_seqlens is {tuple(cu_seqlens.shape)}: expected the bounds of documents, (documents + 1,)."
+        )
     ranks, parts = set(), {}
     for name, stage in (("pre", pre), ("post", post)):
         for kind, side, count in (("query", stage and stage.query, length), ("key", stage and stage.key, key_length)):
@@ -267,21 +283,57 @@ def _check(
         raise ValueError(f"ranks {sorted(ranks)}: expected one, of 1 to 4.")
 
 
+def _check_bounds(
+    batch: int,
+    length: int,
+    key_start: torch.Tensor | None,
+    key_end: torch.Tensor | None,
+    visible: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    for name, bound in (("key_start", key_start), ("key_end", key_end)):
+        if bound is not None and bound.shape != (batch,):
+            raise ValueError(f"{name} is {tuple(bound.shape)}: expected one bound per sequence, ({batch},).")
+    for bound in visible or ():
+        if bound.dim() != 2 or bound.shape[0] not in (1, batch) or bound.shape[1] != length:
+            raise ValueError(
+                f"visible has a tensor of {tuple(bound.shape)}: expected ({batch} or 1, {length}) for both."
+            )
+
+
 # --- Transformers -----------------------------------------------------------------------------------------------------
 
 
+def _require(condition: torch.Tensor, message: str) -> None:
+    """Raises ValueError unless a boolean holds; where it cannot be read (graphs), asserts when the graph runs."""
+    if torch.compiler.is_compiling() or (condition.is_cuda and torch.cuda.is_current_stream_capturing()):
+        torch._assert_async(condition, message)
+    elif not bool(condition):
+        raise ValueError(message)
+
+
 def _visible(mask: torch.Tensor) -> torch.Tensor:
-    """A mask [B or 1, 1, t, S], boolean or additive, as a boolean one: True where a query sees a key."""
+    """A mask [B or 1, 1, t, S], boolean or additive, as a boolean one: True where a query sees a key.
+
+    Raises:
+        ValueError: when the mask has heads, or adds something else than zero to what is seen.
+    """
     if mask.shape[1] != 1:
         raise ValueError("attn_implementation='dcformer_triton' takes no mask per head: use 'eager'.")
-    return visible_and_bias(mask)[0]
+    visible, bias = visible_and_bias(mask)
+    if bias is not None:
+        _require(
+            ((bias == 0) | ~visible).all(),
+            "attn_implementation='dcformer_triton' adds no biases to scores, the attention mask has some: use 'eager' "
+            "or 'dcformer_chunked'.",
+        )
+    return visible
 
 
 def _intervals(mask: torch.Tensor | QueryBlockMask, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A mask [B or 1, 1, T, S] as an interval of keys per query: (first, last), int32 [B or 1, T].
 
     Raises:
-        ValueError: when the keys that some query sees are no interval, or the mask has heads or is additive.
+        ValueError: when the keys that some query sees are no interval; as for `_visible`.
     """
     firsts, lasts = [], []
     for start in range(0, length, _ROWS_AT_ONCE):
@@ -292,12 +344,11 @@ def _intervals(mask: torch.Tensor | QueryBlockMask, length: int) -> tuple[torch.
         first = rows.int().argmax(-1)
         last = torch.where(count > 0, keys - rows.flip(-1).int().argmax(-1), 0)
         first = torch.where(count > 0, first, 0)
-        if not torch.compiler.is_compiling() and not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
-            if bool((last - first != count).any()):
-                raise ValueError(
-                    "attn_implementation='dcformer_triton' needs masks in which each query sees keys without gaps "
-                    "(causal, windows, padding on either side, packed documents): use 'dcformer_chunked'."
-                )
+        _require(
+            (last - first == count).all(),
+            "attn_implementation='dcformer_triton' needs masks in which each query sees keys without gaps (causal, "
+            "windows, padding on either side, packed documents): use 'dcformer_chunked'.",
+        )
         firsts.append(first.int())
         lasts.append(last.int())
     return torch.cat(firsts, dim=1), torch.cat(lasts, dim=1)
@@ -335,10 +386,11 @@ def triton_attention(
         output [B, T, H, D], and None: there are no weights to return.
 
     Raises:
-        ValueError: for what the kernels do not do: dropout of weights, traces of maps, masks per head, other dtypes;
-            for more than a few queries, or with gradients, masks with gaps.
+        ValueError: for what the kernels do not do: dropout of weights, traces of maps, masks per head, biases, other
+            dtypes; for more than a few queries, or with gradients, masks with gaps. Where a graph is traced or captured
+            the contents of masks are asserted when it runs.
     """
-    if query.device.type == "cpu" and torch.cuda.is_available():  # a model that was not moved to the GPU
+    if query.device.type == "cpu" and torch.cuda.is_available() and not INTERPRETED.value:  # not moved to the GPU
         logger.warning_once("'dcformer_triton' has no kernels for the CPU: 'dcformer_chunked' computes what is there.")
         return chunked_attention(
             module, query, key, value, attention_mask, scaling, dropout, pre, post, sliding_window,
@@ -352,6 +404,7 @@ def triton_attention(
         )
     if kwargs.get("output_attentions"):
         logger.warning_once("output_attentions=True returns nothing with 'dcformer_triton': use 'eager'.")
+    check_shapes(query, key, value, attention_mask)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad:
         raise ValueError("an attention mask that requires gradients needs attn_implementation='eager'.")
     is_causal, length = getattr(module, "is_causal", True), query.shape[2]

@@ -4,7 +4,7 @@ A kernel is not launched on its own: some change what they read, and sizes of bu
 kernel and each tile the whole forward or backward pass runs with that tile for that kernel.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from statistics import median
 
 import torch
@@ -53,6 +53,7 @@ class Trial:
         return sum(start.elapsed_time(stop) for start, stop in self.events)
 
 
+searched: set[Hashable] = set()  # passes of this process that have nothing new to search
 new_trial: Callable[[str, Tile], Trial] = Trial  # tests put a clock of their own here
 
 
@@ -120,4 +121,4 @@ def _milliseconds(attempt: Callable[[Trial], None], name: str, tile: Tile) -> fl
     return median(times)
 
 
-__all__ = ["LEAST_QUERIES", "Trial", "can_search", "find_tiles", "new_trial"]
+__all__ = ["LEAST_QUERIES", "Trial", "can_search", "find_tiles", "new_trial", "searched"]
