@@ -136,7 +136,9 @@ def hub_conversions(mlp_type: str) -> list[WeightRenaming | WeightConverter]:
     """
     conversions: list[WeightRenaming | WeightConverter] = []
     for layout in hub_layouts(mlp_type):
-        source = "^" + re.escape(layout.foreign).replace(r"\{i\}", r"(\d+)")
+        # The end, as a look-ahead: Transformers takes those off when it saves. Without one, bitsandbytes' quantizer
+        # reads the target of a name that ends in ".weight" as a regular expression, in which \1 is an error.
+        source = "^" + re.escape(layout.foreign).replace(r"\{i\}", r"(\d+)") + "(?!.)"
         targets = [name.replace("{i}", r"\1") for name, _ in layout.natives]
         if [dims for _, dims in layout.natives] == [layout.foreign_dims]:
             conversions.append(WeightRenaming(source, targets))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcformer.synthetic import TASKS, Question, get_task, questions, read_dataset
+from dcformer.synthetic import LIST_TASKS, TASKS, Question, get_task, questions, read_dataset
 from dcformer.synthetic.tasks import wording
 from dcformer.synthetic.vocabulary import (
     CAPABILITY_TO_TOOLS,
@@ -228,3 +228,28 @@ def test_no_word_is_in_two_lists_or_in_the_wording():
 
 def test_every_word_is_one_word():
     assert all(re.fullmatch(r"[A-Za-z]+", word) for words in word_lists().values() for word in words)
+
+
+# --- our own family ---
+
+
+@pytest.mark.parametrize("task", LIST_TASKS, ids=lambda task: task.task_id)
+def test_list_tasks_ask_for_the_item_at_a_place(task, tokenizer):
+    rng = random.Random(0)
+    places = Counter()
+    rule = {
+        entity: answer
+        for relation in task.transformation.relations
+        for answer in relation
+        for entity in relation[answer]
+    }
+    for _ in range(90):
+        question = task.sample(rng)
+        items = re.fullmatch(r"Here are (.*)\.", question.statement)[1].replace("the ", "").split(", ")
+        place = ["first", "second", "third"].index(re.match(r"Which is (\w+)\?", question.query)[1])
+        assert rule[items[place]] == question.answer
+        assert sum(rule[item] == question.answer for item in items) == 1
+        assert tokenizer.unk_token_id not in tokenizer(question.line(scored=False))["input_ids"]
+        places[place] += 1
+    assert min(places.values()) > 15
+    assert get_task(task.task_id) is task and task not in TASKS

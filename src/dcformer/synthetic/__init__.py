@@ -2,10 +2,11 @@
 
 from .contexts import Answer, Context, parse_context, questions
 from .dataset import generate_context, generate_dataset, iterate_contexts, read_dataset, split_of, write_dataset
-from .tasks import TASKS, Question, Task, Transformation, get_task
+from .tasks import LIST_TASKS, TASKS, Question, Task, Transformation, get_task
 from .tokenization import build_tokenizer, encode
 
 __all__ = [
+    "LIST_TASKS",
     "TASKS",
     "Answer",
     "Context",

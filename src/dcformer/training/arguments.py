@@ -1,0 +1,172 @@
+"""What the training scripts take, on the command line or in a YAML file: the library's arguments, with our defaults."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from trl import ModelConfig, SFTConfig, TrlParser
+
+from ..configuration_dcformer import DCFormerConfig
+
+# The linear layers of a DCFormer: attention, MLP and the generators of composition weights. (`qkw`, the generators'
+# second layer, is a bare parameter and stays as it is; see docs/training.md.)
+ATTENTION_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP_TARGETS = ["mlp.gate_proj", "up_proj", "down_proj", "multi_gate_proj"]
+COMPOSE_TARGETS = ["dw1_proj", "compose.gate_proj"]
+LORA_TARGETS = [*ATTENTION_TARGETS, *MLP_TARGETS, *COMPOSE_TARGETS]
+
+# Peak learning rates of the paper's scaling runs, by the size up to which we use them.
+_PAPER_RATES = ((600e6, 3e-4), (1.1e9, 2.5e-4), (float("inf"), 2e-4))
+
+
+def paper_learning_rate(parameters: int) -> float:
+    """The paper's peak learning rate for a model with so many parameters (405M: 3e-4, 834M: 2.5e-4, 1.4B: 2e-4)."""
+    return next(rate for limit, rate in _PAPER_RATES if parameters <= limit)
+
+
+@dataclass
+class DataArguments:
+    """Where rows come from. A row is a text, a conversation ("messages"), or a "prompt" with its "completion"."""
+
+    data: str = field(metadata={"help": "file (json, jsonl, csv, parquet, txt), folder or name on the Hub"})
+    data_config: str | None = field(default=None, metadata={"help": "configuration of a data set on the Hub"})
+    split: str = field(default="train", metadata={"help": "split to train on"})
+    column: str | None = field(
+        default=None,
+        metadata={"help": "column with the texts or conversations; found by itself when it is `text` or `messages`"},
+    )
+    eval_data: str | None = field(default=None, metadata={"help": "held-out rows: as --data; --data when not given"})
+    eval_split: str | None = field(default=None, metadata={"help": "split of the held-out rows"})
+    eval_rows: int = field(default=0, metadata={"help": "hold out so many rows of the training data instead"})
+    streaming: bool = field(default=False, metadata={"help": "read rows while training; needs --max_steps"})
+    shuffle_buffer: int = field(default=1000, metadata={"help": "rows among which a stream is shuffled; 0: not at all"})
+
+    def __post_init__(self) -> None:
+        if self.eval_rows and (self.eval_data or self.eval_split):
+            raise ValueError(
+                f"--eval_rows {self.eval_rows} holds out training rows, and --eval_data or --eval_split names others: "
+                "give one of the two"
+            )
+        if self.eval_rows < 0 or self.shuffle_buffer < 0:
+            raise ValueError(f"eval_rows={self.eval_rows}, shuffle_buffer={self.shuffle_buffer}: expected 0 or more")
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    """TRL's model arguments (`--use_peft`, `--load_in_4bit`, ...), with LoRA on every linear layer of a DCFormer."""
+
+    tokenizer: str | None = field(default=None, metadata={"help": "folder or name; the model's own when not given"})
+    lora_target_modules: list[str] | None = field(
+        default_factory=LORA_TARGETS.copy, metadata={"help": "names of the layers that get adapters"}
+    )
+    lora_dropout: float = field(default=0.0, metadata={"help": "dropout of adapters; the paper trains without dropout"})
+
+
+@dataclass
+class NewModelArguments:
+    """A model from scratch."""
+
+    tokenizer: str = field(metadata={"help": "folder or name of the tokenizer; its size becomes the vocabulary's"})
+    preset: str = field(default="dcformer-405m", metadata={"help": "a published size, see DCFormerConfig.from_preset"})
+    config_overrides: dict | str | None = field(
+        default=None,
+        metadata={"help": "configuration fields to set otherwise, e.g. '{\"num_hidden_layers\": 4}' (JSON or YAML)"},
+    )
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={"help": "eager, dcformer_chunked or dcformer_triton; the best here by default"},
+    )
+
+    def make_config(self, tokenizer: Any) -> DCFormerConfig:
+        """The preset with the overrides, the vocabulary and special tokens of `tokenizer`.
+
+        Raises:
+            ValueError: on an unknown preset or field, or overrides that are no mapping.
+        """
+        import yaml
+
+        overrides = self.config_overrides or {}
+        if isinstance(overrides, str):
+            overrides = yaml.safe_load(overrides)
+        if not isinstance(overrides, dict):
+            raise ValueError(f"config_overrides is {overrides!r}: expected a mapping such as {{num_hidden_layers: 4}}")
+        fields = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+        config = DCFormerConfig.from_preset(self.preset)
+        unknown = [name for name in overrides if not hasattr(config, name)]
+        if unknown:
+            raise ValueError(f"config_overrides names {unknown[0]!r}, which is no field of {type(config).__name__}")
+        return DCFormerConfig.from_preset(self.preset, vocab_size=len(tokenizer), **(fields | overrides))
+
+
+@dataclass
+class TrainingConfig(SFTConfig):
+    """TRL's training arguments with the defaults of the paper's recipe (section 4 of arXiv 2405.08553).
+
+    AdamW with betas 0.9 and 0.95, weight decay 0.1, gradients clipped at norm 1, 1 % warm-up, cosine to 10 % of the
+    peak, no dropout, bfloat16 where the GPU has it.
+    """
+
+    output_dir: str | None = field(default=None, metadata={"help": "folder for checkpoints, logs and the final model"})
+    learning_rate: float = field(default=3e-5, metadata={"help": "peak; a tenth of the paper's for pre-training"})
+    adam_beta2: float = field(default=0.95, metadata={"help": "beta2 of AdamW"})
+    weight_decay: float = field(default=0.1, metadata={"help": "weight decay"})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "largest norm of the gradients"})
+    warmup_steps: float = field(default=0.01, metadata={"help": "steps; below 1 a share of all steps"})
+    lr_scheduler_type: str = field(default="cosine_with_min_lr", metadata={"help": "the library's schedules"})
+    lr_scheduler_kwargs: dict | str | None = field(
+        default_factory=lambda: {"min_lr_rate": 0.1}, metadata={"help": "arguments of the schedule, JSON"}
+    )
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "longest sequence in tokens. Packed and streamed: the model's max_position_embeddings by default; "
+            "otherwise longer rows are an error unless this is given, which cuts them"
+        },
+    )
+    packing_strategy: str = field(
+        default="bfd_split",
+        metadata={
+            "help": "bfd_split loses no token, bfd cuts what does not fit",
+            "choices": ["bfd", "bfd_split"],  # TRL's "wrapped" does not tell documents apart
+        },
+    )
+    gradient_checkpointing: bool | None = field(  # unset, and not False: that would overrule the name it will get in v6
+        default=None,
+        metadata={"help": "recompute activations: less memory, slower", "nargs": "?", "const": True},
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "bfloat16 mixed precision; on GPUs by default", "nargs": "?", "const": True},
+    )
+    report_to: None | str | list[str] = field(  # noqa: RUF036  # the library's order: HfArgumentParser goes by it
+        default="tensorboard", metadata={"help": "tensorboard, none, wandb, ..."}
+    )
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "stop after so many evaluations without a new best; keeps the best model"}
+    )
+
+    def __post_init__(self) -> None:
+        given: Any = self  # mypy does not follow TRL
+        if given.early_stopping_patience is not None:
+            given.load_best_model_at_end = True
+            if given.eval_strategy == "no":
+                given.eval_strategy = given.save_strategy
+            if given.eval_steps is None:
+                given.eval_steps = given.save_steps
+        if given.bf16 is None:
+            given.bf16 = (
+                not given.fp16 and not given.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            )
+        given.dataloader_pin_memory = given.dataloader_pin_memory and torch.cuda.is_available()
+        super().__post_init__()
+
+
+def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """Arguments of the command line, over those of the YAML file that `--config` names, over the defaults.
+
+    Raises:
+        ValueError: on values that no run can have.
+        SystemExit: on unknown options, as argparse does.
+    """
+    return tuple(TrlParser(classes).parse_args_and_config(arguments))

@@ -1,0 +1,72 @@
+"""A run that is killed and resumed ends where the uninterrupted run ends, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY
+from safetensors.torch import load_file
+
+pytest.importorskip("trl")
+
+CHAT = ["--config", "examples/configs/finetune_synthetic.yaml", "--eval_steps", "4"]
+TEXT = ["--model_name_or_path", "checkpoints/dcformer-synthetic", "--data", "examples/data/text_test.jsonl"]
+RUNS = {
+    "packed, accumulated, several epochs": [*TEXT, "--packing", "--gradient_accumulation_steps", "2"],
+    "packed stream": [*TEXT, "--streaming", "--packing", "--shuffle_buffer", "50", "--max_length", "200"],
+    "conversations, adapters with dropout": [*CHAT, "--use_peft", "--lora_dropout", "0.1"],
+}
+
+
+def start(arguments: list[str], folder: Path, *more: str) -> subprocess.Popen:
+    command = [sys.executable, "examples/finetune.py", *arguments, "--output_dir", str(folder), *more]
+    command += ["--max_steps", "12", "--save_steps", "4", "--logging_steps", "1", "--save_total_limit", "9"]
+    command += ["--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--report_to", "none", "--use_cpu"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def history(folder: Path) -> list[dict]:
+    """The loss curve without times; TRL counts `num_tokens` from the start of the process."""
+    entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    timed = ("runtime", "per_second", "num_tokens", "total_flos", "train_loss")
+    return [{name: value for name, value in e.items() if not any(t in name for t in timed)} for e in entries]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", RUNS.values(), ids=RUNS)
+def test_killed_and_resumed(arguments, tmp_path):
+    finish(start(arguments, tmp_path / "whole"))
+
+    process = start(arguments, tmp_path / "killed")
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "killed" / "checkpoint-8" / "trainer_state.json").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "killed" / "trainer_state.json").exists(), "the run had ended before it was killed"
+    # as if the kill had come while the newest checkpoint was written: the one before it counts
+    (tmp_path / "killed" / "checkpoint-8" / "trainer_state.json").write_text('{"epoch": 0.')
+    finish(start(arguments, tmp_path / "killed", "--resume_from_checkpoint", "last"))
+
+    entries = history(tmp_path / "whole")
+    assert sum("loss" in entry for entry in entries) == 12
+    assert history(tmp_path / "killed") == entries
+    (file,) = (tmp_path / "whole").glob("*model.safetensors")
+    whole, resumed = load_file(file), load_file(tmp_path / "killed" / file.name)
+    assert whole.keys() == resumed.keys()
+    assert all(whole[name].equal(resumed[name]) for name in whole)

@@ -1,0 +1,207 @@
+"""What examples/finetune.py and examples/pretrain.py do, at small sizes, and TRL's trainers on our models."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import REPOSITORY, tiny_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytest.importorskip("trl")
+
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import finetune
+import pretrain
+
+from dcformer import DCFormerForCausalLM
+from dcformer.training import LORA_TARGETS, PretrainingConfig, paper_learning_rate, prepare_finetuning
+
+CHECKPOINT = str(REPOSITORY / "checkpoints" / "dcformer-synthetic")
+TEXT = str(REPOSITORY / "examples" / "data" / "text_test.jsonl")
+CHAT = str(REPOSITORY / "examples" / "data" / "chat_test.jsonl")
+TEMPLATE = str(REPOSITORY / "examples" / "data" / "chat_template.jinja")
+QUICK = ["--report_to", "none", "--use_cpu", "--disable_tqdm", "true", "--per_device_train_batch_size", "4"]
+TUNE = [*QUICK, "--model_name_or_path", CHECKPOINT]
+
+
+@pytest.fixture(autouse=True)
+def _in_repository(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def prepare(tmp_path, *arguments: str):
+    return prepare_finetuning([*TUNE, "--output_dir", str(tmp_path / "out"), "--max_steps", "1", *arguments])[0]
+
+
+def losses(folder) -> list[float]:
+    entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in entries if "loss" in entry]
+
+
+def test_defaults_are_the_papers_recipe(tmp_path):
+    trainer = prepare(tmp_path, "--data", TEXT)
+    args = trainer.args
+    assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.1, 1.0)
+    assert args.get_warmup_steps(1000) == 10
+    assert not args.bf16 and not args.gradient_checkpointing
+    trainer.create_optimizer_and_scheduler(100)
+    schedule = trainer.lr_scheduler.lr_lambdas[0]
+    assert schedule(1) == 1 and schedule(100) == pytest.approx(0.1)
+    assert [paper_learning_rate(n) for n in (405e6, 834e6, 1.4e9)] == [3e-4, 2.5e-4, 2e-4]
+    assert PretrainingConfig(output_dir=str(tmp_path)).packing
+
+
+def test_packed_documents_do_not_see_one_another(tmp_path):
+    """A packed batch gives each document the logits that it has alone: positions restart, attention stops there."""
+    trainer = prepare(tmp_path, "--data", TEXT, "--packing")
+    batch = next(iter(trainer.get_train_dataloader()))
+    positions, ids = batch["position_ids"][0], batch["input_ids"][0]
+    starts = (positions == 0).nonzero().flatten().tolist()
+    assert len(starts) > 8 and "attention_mask" not in batch
+    assert positions.max() < 512
+    assert (batch["labels"][0][starts] == -100).all()  # nothing predicts a document's first token
+    with torch.no_grad():
+        packed = trainer.model.eval()(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+        for start, end in itertools.pairwise(starts[:4]):
+            alone = trainer.model(input_ids=ids[None, start:end]).logits[0]
+            torch.testing.assert_close(packed[start:end], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_loss_on_assistant_turns_only(tmp_path):
+    trainer = prepare(tmp_path, "--data", CHAT, "--chat_template_path", TEMPLATE, "--assistant_only_loss")
+    row = trainer.train_dataset[0]
+    conversation = json.loads(Path(CHAT).read_text().splitlines()[0])["messages"]
+    scored = [token for token in row["labels"] if token != -100]
+    tokenizer = trainer.processing_class
+    assert tokenizer.convert_ids_to_tokens(scored) == [turn["content"] for turn in conversation[1::2]]
+    assert tokenizer.decode(row["input_ids"]).startswith("\n" + conversation[0]["content"])
+
+
+def test_fused_cross_entropy_is_the_models_loss(tmp_path):
+    """TRL's fused language-model head, which never holds all logits, against the loss of our forward."""
+    trainer = prepare(tmp_path, "--data", TEXT)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        fused = trainer.compute_loss(trainer.model, dict(batch))
+        plain = trainer.model(**batch).loss
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_finetune_yaml_evaluation_tensorboard_and_reload(tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model_name_or_path: {CHECKPOINT}\ndata: {CHAT}\nchat_template_path: {TEMPLATE}\nassistant_only_loss: true\n"
+        "eval_rows: 20\nmax_steps: 100\nlearning_rate: 1.0e-3\n"
+    )
+    out = tmp_path / "out"
+    flags = ["--config", str(config), "--output_dir", str(out), *QUICK, "--report_to", "tensorboard"]
+    flags += [
+        "--per_device_train_batch_size",
+        "32",
+        "--max_steps",
+        "12",
+        "--logging_steps",
+        "4",
+    ]  # goes before the file
+    summary = finetune.main(flags)
+    printed = capsys.readouterr().out
+    assert f"held-out accuracy: {summary['before']:.1%} before, {summary['after']:.1%} after" in printed
+    assert summary["margin"] == summary["after"] - summary["before"]
+    curve = losses(out)
+    assert len(curve) == 3 and curve[-1] < curve[0]
+    assert list(out.glob("runs/*/events*"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    turns = [{"role": "user", "content": "Here are Rome, Oslo, Lima. Which is first?"}]
+    chat = tokenizer.apply_chat_template(turns, return_tensors="pt")
+    answer = model.generate(**chat, max_new_tokens=1, do_sample=False)[0, -1]
+    assert len(tokenizer.decode(answer)) > 2
+
+
+def test_early_stop_keeps_the_best(tmp_path, capsys):
+    flags = ["--data", TEXT, "--eval_rows", "10", "--early_stopping_patience", "1", "--save_steps", "1"]
+    flags += ["--learning_rate", "1.0", "--warmup_steps", "0", "--max_steps", "20", "--output_dir", str(tmp_path)]
+    summary = finetune.main([*TUNE, *flags])
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert state["global_step"] < 20
+    assert summary["eval_loss"] == pytest.approx(state["best_metric"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--bf16"],
+        ["--gradient_accumulation_steps", "2", "--gradient_checkpointing"],
+        ["--use_peft", "--gradient_checkpointing"],
+        ["--streaming", "--packing", "--max_length", "100"],
+        pytest.param(
+            ["--torch_compile", "--torch_compile_backend", "aot_eager", "--pad_to_multiple_of", "128"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda flags: flags[0].strip("-"),
+)
+def test_options(flags, tmp_path):
+    flags = [*flags, "--data", TEXT, "--max_steps", "6", "--logging_steps", "1", "--learning_rate", "3e-3"]
+    finetune.main([*TUNE, *flags, "--output_dir", str(tmp_path)])
+    curve = losses(tmp_path)
+    assert curve[-1] < curve[0]
+
+
+def test_pretrain_streams_from_a_preset(tmp_path):
+    overrides = "{num_hidden_layers: 2, hidden_size: 32, intermediate_size: 64, num_attention_heads: 4, head_dim: 8, "
+    overrides += "sliding_window: 16, max_position_embeddings: 128}"
+    flags = ["--tokenizer", CHECKPOINT, "--config_overrides", overrides, "--data", TEXT, "--streaming", *QUICK]
+    flags += ["--max_steps", "8", "--logging_steps", "1", "--learning_rate", "1e-2", "--output_dir", str(tmp_path)]
+    pretrain.main(flags)
+    curve = losses(tmp_path)
+    assert curve[-1] < curve[0] - 0.3
+    config = AutoModelForCausalLM.from_pretrained(tmp_path).config
+    assert (config.vocab_size, config.hidden_size, config.pad_token_id) == (288, 32, 0)
+
+
+def tiny_model() -> DCFormerForCausalLM:
+    torch.manual_seed(0)
+    return DCFormerForCausalLM(tiny_config(vocab_size=288, pad_token_id=0, eos_token_id=3, initializer_range=0.1))
+
+
+OPTIONS = {
+    "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "learning_rate": 1e-2,
+    "logging_steps": 1, "save_strategy": "no", "per_device_train_batch_size": 8,
+}  # fmt: skip
+
+
+def test_sft_trainer(tmp_path):
+    data = Dataset.from_list([json.loads(line) for line in Path(TEXT).read_text().splitlines()])
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    args = SFTConfig(str(tmp_path), max_steps=8, **OPTIONS)
+    trainer = SFTTrainer(tiny_model(), args=args, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    curve = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert curve[-1] < curve[0] - 0.3
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole model", "adapters"])
+def test_dpo_trainer(adapters, tmp_path):
+    from peft import LoraConfig
+
+    rows = [json.loads(line)["messages"] for line in Path(CHAT).read_text().splitlines()]
+    data = Dataset.from_list(
+        [{"prompt": "\n" + q["content"], "chosen": " " + a["content"], "rejected": " Monday"} for q, a, *_ in rows[:32]]
+    )
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    args = DPOConfig(str(tmp_path), max_steps=8, beta=0.5, max_length=64, **OPTIONS)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=LORA_TARGETS) if adapters else None
+    reference = None if adapters else tiny_model()  # with adapters: the model without them
+    trainer = DPOTrainer(
+        tiny_model(), reference, args=args, train_dataset=data, processing_class=tokenizer, peft_config=lora
+    )
+    trainer.train()
+    curve = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert curve[0] == pytest.approx(0.6931, abs=1e-3) and curve[-1] < 0.5
