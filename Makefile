@@ -18,10 +18,10 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-gpu lint format docs-check bench bench-gpu kernel-report kernel-roofline hf-contract clean
+.PHONY: help setup demo test test-fast test-distributed test-gpu lint format docs-check bench bench-gpu kernel-report kernel-roofline hf-contract clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) ARGS="options for the command that a target runs"'
 
 setup: $(STAMP) ## create or refresh the virtual environment
@@ -45,17 +45,20 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@rm -f $(UNFINISHED) && echo '$(INSTALLED)' > $@
 
 # Nothing here may reach for the network; the tokenizers' threads would fight with the data loaders' processes.
-demo test test-fast test-gpu docs-check bench bench-gpu: export HF_HUB_OFFLINE = 1
-demo test test-fast test-gpu docs-check bench bench-gpu: export TOKENIZERS_PARALLELISM = false
+demo test test-fast test-distributed test-gpu docs-check bench bench-gpu: export HF_HUB_OFFLINE = 1
+demo test test-fast test-distributed test-gpu docs-check bench bench-gpu: export TOKENIZERS_PARALLELISM = false
 
 demo: $(STAMP) ## run the demonstration on the bundled checkpoint
 	$(VENV_PYTHON) examples/demo.py $(ARGS)
 
-test: $(STAMP) ## run the whole test suite, e.g. ARGS="-k cache -x"
-	$(VENV_PYTHON) -m pytest -q $(ARGS)
+test: $(STAMP) ## run all tests but those of several processes, two at a time, e.g. ARGS="-k cache -x"
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -n 2 --dist worksteal -m 'not distributed' $(ARGS)
 
 test-fast: $(STAMP) ## run the tests that are not marked slow
-	$(VENV_PYTHON) -m pytest -q -m 'not slow' $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -n 2 --dist worksteal -m 'not slow and not distributed' $(ARGS)
+
+test-distributed: $(STAMP) ## run the tests that start two processes (gloo, on CPUs): FSDP2, tensor parallelism, evaluation
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -m distributed $(ARGS)
 
 test-gpu: $(STAMP) ## run the tests that need a GPU, on a machine that has one, e.g. ARGS="-n 8"
 	$(VENV_PYTHON) -m pytest -q -m gpu tests/kernels $(ARGS)

@@ -280,8 +280,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The attention implementation to use: the best that runs here when none is named, otherwise just that one.
 
-        The best is "dcformer_triton" where there are Triton and a GPU of at least sm_80, for a model within the limits of
-        the kernels (head dims up to 256, ranks up to 4, no attention dropout, not float64); else "dcformer_chunked".
+        The best is "dcformer_triton" where there are Triton and a GPU of at least sm_80, for a model within the limits
+        of the kernels (head dims up to 256, ranks up to 4, no attention dropout, not float64); else "dcformer_chunked".
 
         Raises:
             ValueError: on a name that cannot compose heads, or one whose requirements are missing here.
@@ -565,6 +565,19 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         cache: Any = super()._prepare_static_cache(*args, **kwargs)  # type: ignore[misc]  # as below
         use_static_window_layers(cache, self.config.sliding_window)
         return cache
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses continuous batching (`generate_batch`, `transformers serve --continuous-batching`).
+
+        Raises:
+            NotImplementedError: always, with the reason.
+        """
+        raise NotImplementedError(
+            f"{self.__class__.__name__} does not support continuous batching: its paged cache makes all rows head_dim="
+            f"{self.config.head_dim} wide, but keys and values of this model carry composition weights behind them, and "
+            "it accepts only Transformers' own attention implementations, which do not compose heads. Use generate() "
+            "with a padded batch, or the server without --continuous-batching."
+        )
 
     def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
         """Head count and width for a static cache allocated before the first forward (`prefill_chunk_size`)."""

@@ -1,0 +1,25 @@
+"""Runs a script with FSDP on CPUs: `accelerate launch --config_file ... tests/distributed/on_cpu.py SCRIPT ARGUMENTS`.
+
+accelerate 1.15 takes FSDP's settings into account only where each process has an accelerator. Here it is told that each
+has, of processes on CPUs that talk over gloo; all else is accelerate's and PyTorch's own.
+"""
+
+import runpy
+import sys
+
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+initialise = PartialState.__init__
+
+
+def on_cpu(self, cpu=False, **kwargs):
+    initialise(self, True, **kwargs)
+    if self.distributed_type is DistributedType.MULTI_CPU:
+        self.distributed_type = DistributedType.MULTI_GPU
+
+
+if __name__ == "__main__":
+    PartialState.__init__ = on_cpu
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

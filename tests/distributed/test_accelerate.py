@@ -1,0 +1,156 @@
+"""The configurations for `accelerate launch`: FSDP2 on two processes, DeepSpeed as far as it loads; device maps."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from accelerate import infer_auto_device_map, init_empty_weights
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from helpers import REPOSITORY, randomise, tiny_config
+from train_worker import CONFIG
+from transformers import AutoModelForCausalLM
+
+from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer.planning import Setup, collectives, memory
+
+CONFIGS = REPOSITORY / "examples" / "accelerate"
+HERE = REPOSITORY / "tests" / "distributed"
+FSDP2 = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / "fsdp2.yaml", "--num_processes", "2"]
+FSDP2 += ["--mixed_precision", "no", "--main_process_port", "0", HERE / "on_cpu.py"]
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient checkpointing"])
+def test_fsdp2_losses_are_those_of_one_process(start, tmp_path, checkpointing):
+    more = ["--checkpointing"] * checkpointing
+    start(HERE / "train_worker.py", tmp_path / "one.json", "--batch", "4", *more)
+    start(*FSDP2, HERE / "train_worker.py", tmp_path / "two.json", "--batch", "2", *more)
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert two["fsdp2"] and not one["fsdp2"]
+    assert len(one["history"]) == 6
+    for ours, theirs in zip(two["history"], one["history"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert one["history"][0]["loss"] - one["history"][-1]["loss"] > 0.05
+    # each process holds half of the parameters and of AdamW's two moments, up to rows that do not divide
+    assert two["whole"] == one["whole"] == one["local"]
+    assert two["local"] == pytest.approx(two["whole"] / 2, rel=0.01)
+    assert two["state"] == 2 * two["local"] and one["state"] == 2 * one["local"]
+    assert not one["counts"]
+    if not checkpointing:
+        check_plan(two)
+
+
+def check_plan(two):
+    """What `dcformer-plan` says of memory and communication, against a step of two processes."""
+    setup = Setup(DCFormerConfig(**CONFIG), gpus=2, batch=2, length=21, dtype=torch.float32)
+    parts, (gather, scatter) = memory(setup), collectives(setup)
+    assert (parts.parameters, parts.optimizer) == (4 * two["local"], 4 * two["state"])
+    assert two["counts"] == {"all_gather": gather.count, "reduce_scatter": scatter.count, "all_reduce": 1}  # its norms
+    # an all-gather's numbers are counted whole, half of which a process sends; those of a reduce-scatter by its part
+    assert gather.sent == pytest.approx(4 * two["numbers"]["all_gather"] / 2, rel=0.01)
+    assert scatter.sent == pytest.approx(4 * two["numbers"]["reduce_scatter"], rel=0.01)
+
+
+@pytest.mark.distributed
+def test_the_examples_run_under_fsdp2(start, tmp_path):
+    """The page's command, shorter."""
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("needs the extra [train]")
+    words = ["--config", "examples/configs/pretrain_tiny.yaml", "--max_steps", "2", "--output_dir", tmp_path / "out"]
+    words += ["--report_to", "none", "--logging_steps", "1", "--save_strategy", "no", "--eval_strategy", "no"]
+    printed = start(*FSDP2, REPOSITORY / "examples" / "pretrain.py", *words)
+    assert "'loss'" in printed
+
+
+def test_fsdp2_file():
+    config = load_config_from_file(str(CONFIGS / "fsdp2.yaml"))
+    assert isinstance(config, ClusterConfig) and config.distributed_type == DistributedType.FSDP
+    assert config.fsdp_config["fsdp_version"] == 2
+    assert [config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]] == DCFormerForCausalLM._no_split_modules
+
+
+# --- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+def test_deepspeed_files_load(monkeypatch):
+    """What accelerate reads of them; it does so without DeepSpeed."""
+    monkeypatch.chdir(REPOSITORY)
+    config = load_config_from_file(str(CONFIGS / "deepspeed_zero3.yaml"))
+    assert isinstance(config, ClusterConfig) and config.distributed_type == DistributedType.DEEPSPEED
+    path = config.deepspeed_config["deepspeed_config_file"]
+    plugin = DeepSpeedPlugin(hf_ds_config=path, zero3_init_flag=config.deepspeed_config["zero3_init_flag"])
+    assert plugin.zero_stage == 3 and plugin.zero3_save_16bit_model and plugin.hf_ds_config.is_zero3()
+    assert not plugin.hf_ds_config.is_offload()
+
+
+def test_deepspeed_file_takes_the_trainers_values(monkeypatch, tmp_path):
+    """Every "auto" is filled from TrainingArguments, and nothing contradicts them."""
+    import accelerate.utils.deepspeed
+    from transformers import TrainingArguments
+    from transformers.integrations import deepspeed
+
+    class Config(accelerate.utils.deepspeed.HfDeepSpeedConfig):
+        """Transformers' class on accelerate's, as where DeepSpeed is installed."""
+
+    for name, member in vars(deepspeed.HfTrainerDeepSpeedConfig).items():
+        if not name.startswith("__"):
+            setattr(Config, name, member)
+    config = Config(json.loads((CONFIGS / "deepspeed_zero3.json").read_text()))
+    config._dtype, config.mismatches = None, []
+    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, max_grad_norm=0.5, use_cpu=True)
+    config.trainer_config_process(arguments)
+    with init_empty_weights():
+        model = DCFormerForCausalLM(DCFormerConfig.from_preset("dcformer-6.9b", num_hidden_layers=1))
+    config.trainer_config_finalize(arguments, model, num_training_steps=10)
+    assert config.get_value("train_micro_batch_size_per_gpu") == 4
+    assert config.get_value("gradient_clipping") == 0.5
+    assert config.get_value("zero_optimization.reduce_bucket_size") == 4096**2
+    assert not config.mismatches and "auto" not in json.dumps(config.config)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: not run")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+def test_deepspeed_runs(start, tmp_path):
+    arguments = ["--config_file", CONFIGS / "deepspeed_zero3.yaml", "--num_processes", str(torch.cuda.device_count())]
+    words = ["--config", "examples/configs/pretrain_tiny.yaml", "--max_steps", "2", "--output_dir", tmp_path / "out"]
+    start("-m", "accelerate.commands.launch", *arguments, REPOSITORY / "examples" / "pretrain.py", *words)
+
+
+# --- device maps ------------------------------------------------------------------------------------------------------
+
+
+def test_device_map_auto(tmp_path):
+    """Split over memory and disk, layers whole, with the same logits and tokens."""
+    model = randomise(DCFormerForCausalLM(tiny_config(num_hidden_layers=4)))
+    model.save_pretrained(tmp_path / "model")
+    size = sum(p.nbytes for p in model.parameters())
+    split = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map="auto", max_memory={"cpu": int(size * 0.7)}, offload_folder=tmp_path / "offload"
+    )
+    places = split.hf_device_map
+    assert set(places.values()) == {"cpu", "disk"}, places
+    layers = {f"model.layers.{i}" for i in range(4)}
+    assert not [name for name in places if name.startswith("model.layers.") and name not in layers]
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(split(ids).logits, model(ids).logits)
+    generate = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(split.generate(ids[:, :5], **generate), model.generate(ids[:, :5], **generate))
+
+
+def test_device_map_of_two_gpus():
+    """What `device_map="auto"` would do with a 6.9B model on two devices of 10 GB: layers whole, in order."""
+    with init_empty_weights():
+        model = DCFormerForCausalLM(DCFormerConfig.from_preset("dcformer-6.9b")).to(torch.bfloat16)
+    places = infer_auto_device_map(
+        model, max_memory={0: "10GB", 1: "10GB", "cpu": "10GB"}, no_split_module_classes=model._no_split_modules
+    )
+    layers = [places[f"model.layers.{i}"] for i in range(32)]
+    assert layers == sorted(layers) and set(layers) == {0, 1} and set(places.values()) == {0, 1}

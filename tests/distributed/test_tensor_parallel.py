@@ -1,0 +1,136 @@
+"""Tensor parallelism on two processes: numbers of one process, and no more communication than a Llama has."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from helpers import REPOSITORY, randomise, tiny_config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from dcformer import DCPythiaConfig
+from dcformer.planning import Setup, collectives
+
+pytestmark = pytest.mark.distributed
+WORKER = REPOSITORY / "tests" / "distributed" / "tensor_parallel_worker.py"
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+
+def dcformer(**fields):
+    return tiny_config(**({"vocab_size": 96, "compose_groups": 2} | fields))
+
+
+EQUAL = {
+    "grouped_queries": dcformer(),
+    "four_groups": dcformer(compose_groups=4, num_key_value_heads=4, compose_rank=1),
+    "static": dcformer(compose_static=True),
+    "query_wise": dcformer(compose_key=False, compose_gate=False),
+    "talking_heads": dcformer(compose_query=False, compose_key=False, compose_static=True),
+    "multi_gate": dcformer(mlp_gates=4),
+    "eager": dcformer(),
+    "tied": dcformer(tie_word_embeddings=True),
+    "pythia": DCPythiaConfig(
+        **(SIZES | {"num_key_value_heads": 4}), num_hidden_layers=2, compose_groups=2, sliding_window=8
+    ),
+    "tp_plan": dcformer(),
+}
+REFUSED = {
+    "one_group": (dcformer(compose_groups=1), r"compose_groups=1 is no multiple of the tensor-parallel size 2: heads"),
+    "one_group_static": (
+        dcformer(compose_groups=1, compose_query=False, compose_key=False, compose_static=True),
+        r"compose_groups=1 is no multiple",
+    ),
+    "one_kv_head": (dcformer(num_key_value_heads=1), r"num_key_value_heads=1 is no multiple of the tensor-parallel"),
+}
+COUNTED = {
+    "llama": lambda layers: LlamaConfig(**SIZES, num_hidden_layers=layers),
+    "qwen3": lambda layers: Qwen3Config(**SIZES, num_hidden_layers=layers),  # Llama's plan and QK-norm
+    "composed": lambda layers: dcformer(num_hidden_layers=layers, qk_norm=False),
+    "composed_norm": lambda layers: dcformer(num_hidden_layers=layers),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, start):
+    """Name -> what two processes computed of that checkpoint; all in one start."""
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    configs = EQUAL | {name: config for name, (config, _) in REFUSED.items()}
+    configs |= {f"{kind}_{layers}": make(layers) for kind, make in COUNTED.items() for layers in (1, 3)}
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        randomise(AutoModelForCausalLM.from_config(config)).double().save_pretrained(folder / name)
+    start("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", WORKER, folder)
+    return folder, {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in configs}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_logits_and_gradients_are_those_of_one_process(found, name):
+    folder, results = found
+    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+    ids = torch.arange(26).view(2, 13)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    result = results[name]
+    assert "error" not in result, result
+    with torch.no_grad():
+        torch.testing.assert_close(result["logits"], model(ids, use_cache=False).logits, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(result["loss"], loss.detach(), rtol=1e-12, atol=1e-12)
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+    assert gradients.keys() == result["grads"].keys()
+    for key, gradient in gradients.items():
+        assert gradient.abs().max() > 0, key
+        torch.testing.assert_close(
+            result["grads"][key], gradient, rtol=1e-8, atol=1e-11, msg=lambda m, k=key: f"{k}: {m}"
+        )
+    tokens = model.generate(ids[:, :5], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(result["generated"], tokens)
+    assert result["compose_share"] == 0.5  # each process holds its own groups' parameters, all of them
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_groups_that_do_not_divide_are_refused(found, name):
+    assert re.match(REFUSED[name][1], found[1][name]["error"])
+
+
+def per_layer(results, kind, phase):
+    """Collectives of a layer: a third and a second layer's, halved."""
+    one, three = (results[f"{kind}_{layers}"]["counts"][phase] for layers in (1, 3))
+    more = Counter(three)
+    more.subtract(one)
+    return {what: count / 2 for what, count in more.items() if count}
+
+
+@pytest.mark.parametrize(("ours", "plain"), [("composed", "llama"), ("composed_norm", "qwen3")])
+def test_collectives_of_a_layer(found, ours, plain):
+    """Forward exactly those of the plain plan: composition stays on its device.
+
+    Backward, every column-wise linear layer sums the gradient of its input in Transformers' plans: q, k, v, gate and up
+    in Llama's; here also the generators' two, and nothing else.
+    """
+    results, hidden = found[1], ("all_reduce", (2, 13, 32))
+    for phase in ("inference", "forward"):
+        assert per_layer(results, ours, phase) == per_layer(results, plain, phase) == {hidden: 2}
+    expected = per_layer(results, plain, "backward")
+    assert expected.pop(hidden) == 5
+    assert per_layer(results, ours, "backward") == expected | {hidden: 5 + 2}
+
+
+def test_the_plan_counts_the_same(found):
+    """`dcformer-plan` against a pass of two processes."""
+    counts = found[1]["composed_norm_3"]["counts"]
+    total = counts["forward"] + counts["backward"]
+    setup = Setup(COUNTED["composed_norm"](3), gpus=2, tensor_parallel=2, batch=2, length=13, dtype=torch.float64)
+    planned = Counter({(c.kind.replace("-", "_"), c.group): c.count for c in collectives(setup)})
+    assert planned == {
+        ("all_reduce", "tensor parallel"): total.pop(("all_reduce", (2, 13, 32))),
+        ("all_reduce", "QK-norm"): total.pop(("all_reduce", (8,))),
+        ("all_gather", "tensor parallel"): sum(total.values()),
+    }

@@ -1,0 +1,102 @@
+"""Trains a small DCFormer with Trainer and writes the losses: train_worker.py OUTPUT --batch N [--checkpointing]."""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+import torch
+from accelerate.utils import DistributedType
+from collectives import Collectives
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from dcformer import DCFormerConfig, DCFormerForCausalLM
+
+CONFIG = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 8,
+    "initializer_range": 0.1,
+}
+
+
+class Look(TrainerCallback):
+    """What is sharded, seen after a step, and what the last step communicates."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.collectives = Collectives()
+        self.collectives.__enter__()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.collectives.__exit__(None, None, None)
+        self.counts, self.numbers = Counter(), Counter()
+        for (kind, shape), count in self.collectives.counts.items():
+            self.counts[kind] += count
+            self.numbers[kind] += count * shape[0]
+
+    def on_step_end(self, args, state, control, model, optimizer, **kwargs):
+        self.whole = sum(p.numel() for p in model.parameters())
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+        self.local = sum(p.numel() for p in local)
+        states = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+        self.state = sum((t.to_local() if hasattr(t, "to_local") else t).numel() for t in states)
+
+
+def rows(count=24, length=21):
+    """Rows of different lengths: losses are means over tokens, not over rows."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(97, (count, length), generator=generator)
+    labels = ids.clone()
+    for i in range(count):
+        labels[i, length - i % 5 :] = -100
+    return [{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--checkpointing", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = DCFormerForCausalLM(DCFormerConfig(**CONFIG))
+    look = Look()
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            str(options.output.with_suffix("")),
+            use_cpu=True,
+            max_steps=6,
+            per_device_train_batch_size=options.batch,
+            gradient_checkpointing=options.checkpointing,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=rows(),
+        callbacks=[look],
+    )
+    trainer.train()
+    history = [{k: entry[k] for k in ("loss", "grad_norm")} for entry in trainer.state.log_history if "loss" in entry]
+    kind = trainer.accelerator.distributed_type
+    found = {
+        "history": history,
+        "whole": look.whole,
+        "local": look.local,
+        "state": look.state,
+        "counts": look.counts,
+        "numbers": look.numbers,
+    }
+    found |= {"fsdp2": kind == DistributedType.FSDP and trainer.accelerator.is_fsdp2}
+    if trainer.is_world_process_zero():
+        options.output.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
