@@ -756,7 +756,11 @@ def test_mismatched_sizes_can_be_ignored(hub):
     assert model.model.embed_tokens.weight.shape == (99, 32)
 
 
-@pytest.mark.parametrize("argument", [{"tp_plan": "auto"}, {"tp_size": 2}, {"device_mesh": object()}], ids=str)
+@pytest.mark.parametrize(
+    "argument",
+    [{"tp_plan": "auto"}, {"tp_size": 2}, {"device_mesh": object()}],
+    ids=["tp_plan", "tp_size", "device_mesh"],
+)
 @pytest.mark.parametrize("files", ["pytorch_model.bin", "sharded.safetensors"])
 @pytest.mark.parametrize("native_config", [False, True])
 def test_tensor_parallelism_is_refused(tmp_path, argument, files, native_config):
