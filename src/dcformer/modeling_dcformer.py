@@ -574,9 +574,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         """
         raise NotImplementedError(
             f"{self.__class__.__name__} does not support continuous batching: its paged cache makes all rows head_dim="
-            f"{self.config.head_dim} wide, but keys and values of this model carry composition weights behind them, and "
-            "it accepts only Transformers' own attention implementations, which do not compose heads. Use generate() "
-            "with a padded batch, or the server without --continuous-batching."
+            f"{self.config.head_dim} wide, but keys and values of this model carry composition weights behind them, "
+            "and it accepts only Transformers' own attention implementations, which do not compose heads. Use "
+            "generate() with a padded batch, or the server without --continuous-batching."
         )
 
     def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:

@@ -1,0 +1,139 @@
+"""A folder that is ready for the Hub: ``python -m dcformer.hub_folder MODEL OUT``.
+
+Sharded safetensors with their index, configuration, generation settings, tokenizer with chat template, and a model
+card. ``hf upload user/name OUT`` uploads it as it is.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from .configuration_dcformer import DCFormerConfig
+from .conversion.errors import ConversionError, first_line
+from .conversion.output import complete_folder
+from .model_card import model_card, read_results
+from .remote_code import export_remote_code
+
+
+class HubFolderError(ValueError):
+    """What the user can put right: a model, results or output that do not fit."""
+
+
+def write_hub_folder(
+    model: str | os.PathLike,
+    output: str | os.PathLike,
+    results: str | os.PathLike | None = None,
+    max_shard_size: str = "5GB",
+    remote_code: bool = False,
+    name: str | None = None,
+    license: str | None = None,
+) -> Path:
+    """Writes a folder for the Hub, whole or not at all.
+
+    Args:
+        model: folder of a causal model of this package, or its name on the Hub. Weights keep their dtype.
+        output: the new folder; must not exist, or be empty.
+        results: results file of lm-eval for the card's table.
+        max_shard_size: most bytes in a file of weights, such as "100MB".
+        remote_code: adds the modeling code, for people without this package.
+        name: what the card calls the model, usually `user/name`; the output folder's name when not given.
+        license: identifier for the card, such as "mit"; none when not given.
+
+    Returns:
+        The folder. It has a tokenizer if the model's folder has one.
+
+    Raises:
+        HubFolderError: when the model, the results or the shard size are not usable, or the output exists or cannot be
+            written. Nothing is left then.
+    """
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise HubFolderError(f"{output} exists and is not empty: choose another output, or remove it.")
+    if not re.fullmatch(r"[1-9]\d*([KMGT]i?B)", max_shard_size):
+        raise HubFolderError(
+            f"max_shard_size={max_shard_size!r} is not understood: expected a size such as 100MB or 5GB."
+        )
+    try:
+        scores = read_results(results) if results is not None else None
+    except ValueError as error:
+        raise HubFolderError(str(error)) from error
+    source = os.fspath(model)
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise HubFolderError(
+            f"{source} has no configuration that can be read ({first_line(error)}): expected a folder written by "
+            "save_pretrained, or the name of a model on the Hub."
+        ) from error
+    if not isinstance(config, DCFormerConfig):
+        raise HubFolderError(
+            f"{source} is a model of type {config.model_type!r}: expected 'dcformer' or 'dcpythia'; other models' own "
+            "save_pretrained shards them."
+        )
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise HubFolderError(f"{source} cannot be loaded: {first_line(error)}") from error
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in loaded.state_dict().values())
+    config.dtype = loaded.dtype  # the file need not say it
+    card = model_card(config, name or output.resolve().name, scores, license, remote_code)
+    try:
+        with complete_folder(output, nbytes) as work:
+            loaded.save_pretrained(work, max_shard_size=max_shard_size)
+            _save_tokenizer(source, work)
+            if remote_code:
+                export_remote_code(work)
+            card.save(work / "README.md")
+    except ConversionError as error:
+        raise HubFolderError(str(error)) from error
+    return output
+
+
+def _save_tokenizer(source: str, folder: Path) -> None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        print(f"no tokenizer is saved: {first_line(error)}", file=sys.stderr)
+        return
+    tokenizer.save_pretrained(folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Args:
+        arguments: the arguments; the process's when not given.
+
+    Returns:
+        0, or 1 on an error that the user can put right. Wrong usage exits with 2.
+    """
+    parser = argparse.ArgumentParser(prog="python -m dcformer.hub_folder", description=__doc__)
+    parser.add_argument("model", help="folder of the model, or its name on the Hub")
+    parser.add_argument("output", help="folder to write; must not exist, or be empty")
+    parser.add_argument("--results", help="results_*.json of dcformer-eval --output_path, for the card's table")
+    parser.add_argument("--max_shard_size", default="5GB", help="most bytes in a file of weights (%(default)s)")
+    parser.add_argument("--remote_code", action="store_true", help="add the modeling code for people without dcformer")
+    parser.add_argument("--name", help="what the card calls the model, usually user/name (the output folder's name)")
+    parser.add_argument("--license", help="licence identifier for the card, such as mit (none)")
+    args = parser.parse_args(arguments)
+    try:
+        with torch.no_grad():
+            output = write_hub_folder(**vars(args))
+    except HubFolderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    files = sorted(path.name for path in output.iterdir())
+    print(f"{output}: {len(files)} files: {', '.join(files)}")
+    return 0
+
+
+__all__ = ["HubFolderError", "main", "write_hub_folder"]
+
+if __name__ == "__main__":
+    raise SystemExit(main())

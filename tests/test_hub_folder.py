@@ -1,0 +1,173 @@
+"""Folders for the Hub load back, and their card says what the configuration and lm-eval's results say."""
+
+import json
+import re
+import shlex
+
+import pytest
+import torch
+from helpers import REPOSITORY, randomise, tiny_config
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from dcformer import DCFormerForCausalLM, hub_folder
+from dcformer.cache_report import cache_bytes_per_token
+from dcformer.model_card import model_card, read_results
+
+CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
+# As lm-eval 0.4.13 writes it, less what the card does not read.
+RESULTS = {
+    "results": {
+        "answers": {
+            "alias": "answers",
+            "acc,none": 0.375,
+            "acc_stderr,none": 0.08,
+            "perplexity,none": 4.5,
+            "perplexity_stderr,none": "N/A",
+            "sample_len": 37,
+        },
+        "group": {"alias": "group", "acc,none": 0.25, "acc_stderr,none": "N/A"},
+    },
+    "n-shot": {"answers": 5},
+    "higher_is_better": {"answers": {"acc": True, "perplexity": False}},
+    "n-samples": {"answers": {"original": 296, "effective": 37}},
+}
+
+
+@pytest.fixture
+def results(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(RESULTS))
+    return path
+
+
+def command_of_the_page() -> list[str]:
+    page = (REPOSITORY / "docs" / "export.md").read_text(encoding="utf-8")
+    command = re.search(r"^python -m dcformer\.hub_folder(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return shlex.split(command[1].replace("\\\n", " "))
+
+
+def test_command_of_the_page(tmp_path, results, capsys):
+    arguments = command_of_the_page()
+    source, target = arguments[:2]
+    output = tmp_path / "hub"
+    replaced = {source: str(REPOSITORY / source), target: str(output), "runs/results.json": str(results)}
+    assert hub_folder.main([replaced.get(argument, argument) for argument in arguments]) == 0
+    assert "model.safetensors.index.json" in capsys.readouterr().out
+
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in output.glob("*.safetensors"))
+    assert len(shards) > 1 and set(index["weight_map"].values()) == set(shards)
+    assert all((output / shard).stat().st_size < 1.05e6 for shard in shards)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (CHECKPOINT, output))
+    assert after.config.to_dict() | {"_name_or_path": ""} == before.config.to_dict() | {"_name_or_path": ""}
+    state = after.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in before.state_dict().items())
+    assert after.generation_config.eos_token_id == before.generation_config.eos_token_id
+    text = "\nBoris owns the tuna."
+    assert AutoTokenizer.from_pretrained(output)(text) == AutoTokenizer.from_pretrained(CHECKPOINT)(text)
+
+    card = ModelCard.load(output / "README.md")
+    assert card.data.license == "mit" and card.data.library_name == "transformers"
+    assert card.data.model_name == "dcformer-synthetic"
+    assert {(e.dataset_type, e.metric_type): e.metric_value for e in card.data.eval_results} == {
+        ("answers", "acc"): 0.375,
+        ("answers", "perplexity"): 4.5,
+        ("group", "acc"): 0.25,
+    }
+
+
+def test_remote_code_and_no_tokenizer(tmp_path, capsys):
+    model = randomise(DCFormerForCausalLM(tiny_config(dtype="bfloat16")).bfloat16())
+    model.save_pretrained(tmp_path / "model")
+    assert hub_folder.main([str(tmp_path / "model"), str(tmp_path / "hub"), "--remote_code"]) == 0
+    assert "no tokenizer is saved" in capsys.readouterr().err
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", trust_remote_code=True)
+    assert loaded.dtype == torch.bfloat16
+    assert (tmp_path / "hub" / "modeling_dcformer.py").is_file()
+    assert "trust_remote_code=True" in (tmp_path / "hub" / "README.md").read_text()
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """First cell -> other cells of every table row of a card."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {first: others for first, *others in cells}
+
+
+@pytest.mark.parametrize("overrides", [{}, {"compose_key": False, "compose_rank": 1}, {"compose_static": True}])
+def test_numbers_are_those_of_the_model(overrides):
+    config = tiny_config(**overrides)
+    model = DCFormerForCausalLM(config)
+    table = rows(model_card(config, "user/tiny").text)
+    assert table["Parameters"] == [f"{sum(p.numel() for p in model.parameters()):,}"]
+    composed = sum(p.numel() for name, p in model.named_parameters() if ".compose." in name)
+    overhead = config.compose_overhead()
+    ratio = f"{overhead.parameter_ratio:.2%}"
+    assert table["Parameters (outside the embeddings)"] == [f"{composed:,}", ratio]
+    flops = table["FLOPs of the forward pass, per token at 128 tokens"]
+    assert flops == [f"{overhead.flops_per_token:,}", f"{overhead.flops_ratio:.2%}"]
+    plain, full = cache_bytes_per_token(config, torch.int8)
+    assert table["Cache, numbers per token"] == [f"{full - plain:,}", f"{full / plain - 1:.2%}"]
+    assert table["Layers"] == ["2 (1 local with a window of 8, 1 global)"]
+    assert table["`compose_rank`"] == [str(config.compose_rank)] and table["Context"] == ["128"]
+
+
+def test_evaluation_table(results):
+    text = model_card(tiny_config(), "tiny", read_results(results)).text
+    assert "| answers | 5 | acc ↑ | none | 0.3750 | 0.0800 | 37 (not all) |" in text
+    assert "| answers | 5 | perplexity ↓ | none | 4.5000 |  | 37 (not all) |" in text
+    assert "| group |  | acc | none | 0.2500 |  |  |" in text
+
+
+def test_card_without_results_and_licence_says_so():
+    card = model_card(tiny_config(), "tiny")
+    assert "None yet" in card.text and "Not stated" in card.text
+    assert card.data.license is None and card.data.eval_results is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", 'no object "results"'),
+        ('{"results": {"task": 1}}', 'no object "results"'),
+        ('{"results": {"task": {"alias": "task"}}}', "holds no scores"),
+        (None, "cannot be read"),
+    ],
+)
+def test_bad_results(tmp_path, capsys, content, message):
+    path = tmp_path / "results.json"
+    if content is not None:
+        path.write_text(content)
+    assert hub_folder.main([str(CHECKPOINT), str(tmp_path / "hub"), "--results", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and str(path) in error
+    assert not (tmp_path / "hub").exists()
+
+
+def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def error(model, *arguments) -> str:
+        assert hub_folder.main([str(model), *map(str, arguments)]) == 1
+        return capsys.readouterr().err
+
+    LlamaConfig().save_pretrained(tmp_path / "llama")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "config-only").mkdir()
+    tiny_config().save_pretrained(tmp_path / "config-only")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "kept").touch()
+    (tmp_path / "file").touch()
+    output = tmp_path / "hub"
+    assert "no configuration that can be read" in error(tmp_path / "absent", output)
+    assert "no configuration that can be read" in error(tmp_path / "empty", output)
+    assert "type 'llama': expected 'dcformer'" in error(tmp_path / "llama", output)
+    assert "cannot be loaded" in error(tmp_path / "config-only", output)
+    assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "full")
+    assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "file")
+    assert "cannot be written" in error(CHECKPOINT, tmp_path / "file" / "hub")
+    assert "max_shard_size='many' is not understood" in error(CHECKPOINT, output, "--max_shard_size", "many")
+    assert not output.exists() and (tmp_path / "full" / "kept").exists()
