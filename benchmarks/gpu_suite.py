@@ -42,6 +42,7 @@ if "--smoke" in sys.argv:  # before anything imports Triton, which decides on im
 
 import torch
 import torch.nn.functional as F
+from cpu_suite import REPOSITORY, write_json
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
@@ -50,7 +51,6 @@ from dcformer import ComposeWeights, DCFormerCompose, DCFormerConfig, SideWeight
 from dcformer.attention_dcformer import chunked_attention, eager_attention
 from dcformer.cache_dcformer import use_static_window_layers
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SECTIONS = {
     "check": "Against the definition in float64: attention, decoding, weight generators, models",
     "op": "Attention alone: forward, and forward and backward",
@@ -1088,14 +1088,6 @@ def run_suite(bench: Bench, args: argparse.Namespace, content: dict[str, Any], p
             return True
     save()
     return False
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)
 
 
 def first_line(*command: str) -> str | None:

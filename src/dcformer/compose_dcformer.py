@@ -238,8 +238,8 @@ class DCFormerCompose(nn.Module):
         Returns:
             keys and values [B, Hkv, N, D + channels], and what `forward` returns (perhaps without key-wise weights).
         """
-        fused = self._fused_generators(hidden_states, implementation)
-        if fused is None or torch.is_grad_enabled():
+        fused = None if torch.is_grad_enabled() else self._fused_generators(hidden_states, implementation)
+        if fused is None:
             generated, statics = self(hidden_states, implementation)
             key = self.pack(key, generated.get(("pre", "key")), "pre")
             value = self.pack(value, generated.get(("post", "key")), "post")

@@ -75,11 +75,20 @@ def _positions(p_first, p_last, o_t, m_t, o_s):
 
 
 @triton.jit
-def _span(p_first, p_last, o_t, m_t):
-    """The interval of keys that any of the queries sees."""
+def _is_unseen(p_first, p_last, o_t, m_t, s_0, B_S: tl.constexpr):
+    """Whether none of the queries sees any of the B_S keys from s_0."""
     first = tl.load(p_first + o_t, mask=m_t, other=2147483647)  # [b_t]
     last = tl.load(p_last + o_t, mask=m_t, other=0)  # [b_t]
-    return tl.min(tl.where(first < last, first, 2147483647)), tl.max(tl.where(first < last, last, 0))
+    lowest = tl.min(tl.where(first < last, first, 2147483647))
+    highest = tl.max(tl.where(first < last, last, 0))
+    return (highest <= s_0) | (lowest >= s_0 + B_S)
+
+
+@triton.jit
+def _store_zeros(p_tiles, stride_map, o_map, m_map, M, B_T: tl.constexpr, B_S: tl.constexpr):
+    """Fills the tiles of a group's heads with zeros: torch reads all of a chunk."""
+    for i_m in range(M):
+        tl.store(p_tiles + i_m * stride_map + o_map, tl.zeros([B_T, B_S], p_tiles.dtype.element_ty), mask=m_map)
 
 
 @triton.jit
@@ -121,11 +130,9 @@ def maps_kernel(
     first_bh = i_bg * M  # heads of a group are neighbours
     p_tiles += first_bh * stride_map
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
-    lowest, highest = _span(p_first, p_last, o_t, m_t)
-    if (highest <= s_0 + i_s * B_S) | (lowest >= s_0 + (i_s + 1) * B_S):
-        if KEEP:  # read whole by torch
-            for i_m in range(M):
-                tl.store(p_tiles + i_m * stride_map + o_map, tl.zeros([B_T, B_S], p_tiles.dtype.element_ty), mask=m_map)
+    if _is_unseen(p_first, p_last, o_t, m_t, s_0 + i_s * B_S, B_S):
+        if KEEP:
+            _store_zeros(p_tiles, stride_map, o_map, m_map, M, B_T, B_S)
         return
     visible = _positions(p_first, p_last, o_t, m_t, o_s)
     o_d = tl.arange(0, B_D)
@@ -149,7 +156,7 @@ def maps_kernel(
         tile = product(q, k) * scale
         if SOURCE:
             here = (p_wq_h, p_wk_h, p_maps)
-            tile = compose_tile(tile, held, here + pre[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R, True)
+            tile = compose_tile(tile, held, here + pre[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R)
             lse = tl.load(p_lse + (first_bh + i_m) * T + o_t, mask=m_t, other=float("inf"))  # [b_t]
             tile = tl.exp(tile - lse[:, None])  # anything where not visible
         if KEEP:
@@ -179,8 +186,7 @@ def lse_kernel(
     n_bh, first_bh = tl.num_programs(2).to(tl.int64) * M, i_bg * M  # heads of a group are neighbours
     p_lse_parts += (i_s * n_bh + first_bh) * n_t + o_t - t_0
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
-    lowest, highest = _span(p_first, p_last, o_t, m_t)
-    if (highest <= s_0 + i_s * B_S) | (lowest >= s_0 + (i_s + 1) * B_S):
+    if _is_unseen(p_first, p_last, o_t, m_t, s_0 + i_s * B_S, B_S):
         for i_m in range(M):
             tl.store(p_lse_parts + i_m * n_t, tl.full([B_T], float("-inf"), tl.float32), mask=m_t)
         return
@@ -196,7 +202,7 @@ def lse_kernel(
         i_bh = first_bh + i_m
         pre = (p_wq + i_bh * n_wq * T, p_wk + i_bh * n_wk * S, p_maps, 0, 0, 0, T, S, stride_map)
         tile = product(q, k) * scale
-        tile = compose_tile(tile, held, pre, i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R, True)
+        tile = compose_tile(tile, held, pre, i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R)
         tile = tl.where(visible, tile, float("-inf"))
         top = tl.max(tile, 1)  # [b_t]
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -243,11 +249,8 @@ def composed_kernel(
     first_bh = i_bg * M  # heads of a group are neighbours
     p_composed += first_bh * stride_map
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
-    lowest, highest = _span(p_first, p_last, o_t, m_t)
-    if (highest <= s_0 + i_s * B_S) | (lowest >= s_0 + (i_s + 1) * B_S):
-        for i_m in range(M):  # read whole by torch
-            nothing = tl.zeros([B_T, B_S], p_composed.dtype.element_ty)
-            tl.store(p_composed + i_m * stride_map + o_map, nothing, mask=m_map)
+    if _is_unseen(p_first, p_last, o_t, m_t, s_0 + i_s * B_S, B_S):
+        _store_zeros(p_composed, stride_map, o_map, m_map, M, B_T, B_S)
         return
     visible = _positions(p_first, p_last, o_t, m_t, o_s)
     o_d = tl.arange(0, B_D)
@@ -264,10 +267,10 @@ def composed_kernel(
         k = load_states_transposed(p_k + i_b * stride_kb + i_h // rep * stride_kh, stride_ks, o_s, m_s, o_d, D)
         here = (p_wq + i_m * n_wq * T, p_wk + i_m * n_wk * S, p_maps)
         tile = product(q, k) * scale
-        tile = compose_tile(tile, pre_maps, here + pre[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R, True)
+        tile = compose_tile(tile, pre_maps, here + pre[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_PRE, R, R)
         lse = tl.load(p_lse + (first_bh + i_m) * T + o_t, mask=m_t, other=float("inf"))  # [b_t]
         tile = tl.where(visible, tl.exp(tile - lse[:, None]), 0.0)
-        tile = compose_tile(tile, post_maps, here + post[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_POST, R, R, True)
+        tile = compose_tile(tile, post_maps, here + post[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, F_POST, R, R)
         if F_POST & 4:
             tile = tl.where(visible, tile, 0.0)
         tl.store(p_composed + i_m * stride_map + o_map, rounded(tile, p_composed.dtype.element_ty), mask=m_map)
@@ -294,11 +297,9 @@ def grads_kernel(
     first_bh = i_bg * M  # heads of a group are neighbours
     p_grads += first_bh * stride_map
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
-    lowest, highest = _span(p_first, p_last, o_t, m_t)
-    if (highest <= s_0 + i_s * B_S) | (lowest >= s_0 + (i_s + 1) * B_S):
-        if STAGE:  # read whole by torch; before the softmax, the weights are zeros
-            for i_m in range(M):
-                tl.store(p_grads + i_m * stride_map + o_map, tl.zeros([B_T, B_S], p_grads.dtype.element_ty), mask=m_map)
+    if _is_unseen(p_first, p_last, o_t, m_t, s_0 + i_s * B_S, B_S):
+        if STAGE:  # before the softmax, the weights are zeros
+            _store_zeros(p_grads, stride_map, o_map, m_map, M, B_T, B_S)
         return
     visible = _positions(p_first, p_last, o_t, m_t, o_s)
     o_dv = tl.arange(0, B_DV)
@@ -367,12 +368,10 @@ def back_kernel(
     NK: tl.constexpr = 1 if FLAGS & 10 == 10 else 0
 
     p_first, p_last = p_first + i_b * stride_ib, p_last + i_b * stride_ib
-    lowest, highest = _span(p_first, p_last, o_t, m_t)
-    if (highest <= s_0 + i_s * B_S) | (lowest >= s_0 + (i_s + 1) * B_S):
+    if _is_unseen(p_first, p_last, o_t, m_t, s_0 + i_s * B_S, B_S):
+        _store_zeros(p_composed, stride_map, o_map, m_map, M, B_T, B_S)
         no_row, no_column = tl.zeros([B_T], tl.float32), tl.zeros([B_S], tl.float32)
-        for i_m in range(M):  # read whole by torch
-            nothing = tl.zeros([B_T, B_S], p_composed.dtype.element_ty)
-            tl.store(p_composed + i_m * stride_map + o_map, nothing, mask=m_map)
+        for i_m in range(M):
             for c in tl.static_range(2 * RQ + NQ):
                 tl.store(p_gwq + (i_m * C + c) * n_t, no_row, mask=m_t)
             for c in tl.static_range(2 * RK + NK):
@@ -403,7 +402,7 @@ def back_kernel(
         store_rows(p_column, n_s, 0, m_s, row_sums((tile,), grad, 0, NK), 2 * R, NK)
         here = (p_wq + i_m * n_wq * T, p_wk + i_m * n_wk * S, p_maps)
         held = query_back + key_back
-        grad = compose_tile(grad, held, here + back[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, FLAGS, R, 0, True)
+        grad = compose_tile(grad, held, here + back[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, FLAGS, R, 0)
         if FLAGS & 4:
             grad = tl.where(visible, grad, 0.0)
         if STAGE:
@@ -419,7 +418,7 @@ def back_kernel(
             tile = tl.load(p_tiles + i_m * stride_map + o_map, mask=m_map, other=0.0).to(tl.float32)  # [b_t, b_s]
             tl.store(p_delta + (n_bh + i_m) * n_t, tl.sum(tile, 1), mask=m_t)
             here = (p_wq + i_m * n_wq * T, p_wk + i_m * n_wk * S, p_maps)
-            out = compose_tile(tile, held, here + stage[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, FLAGS, R, R, True)
+            out = compose_tile(tile, held, here + stage[3:], i_m, o_t, m_t, o_s, m_s, o_map, m_map, FLAGS, R, R)
             if FLAGS & 4:
                 out = tl.where(visible, out, 0.0)
             tl.store(p_composed + i_m * stride_map + o_map, rounded(out, p_composed.dtype.element_ty), mask=m_map)

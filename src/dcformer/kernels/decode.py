@@ -23,7 +23,6 @@ after the other), t queries, s keys, d channels of a head, c channels of key-wis
 # mypy: disable-error-code="no-untyped-def, assignment, arg-type"
 # (arguments of kernels have no types in Python, the annotations there are Triton's; tuples grow; weights are optional)
 
-import contextlib
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -656,7 +655,7 @@ def _decode(
         post_static,
     )
     plan = _plan(query, key, value, pre, post, visible, groups, scale, num_splits)
-    with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
+    with torch.cuda.device_of(query):  # Triton launches on the current device
         for launch in plan.launches:
             launch.run()
     return plan.output

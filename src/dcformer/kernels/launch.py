@@ -20,7 +20,7 @@ FIRST_CHUNK = 64  # queries of the smallest chunk
 _CAUSAL_CHUNK = 512  # of the largest, where queries see keys up to their own
 _LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks cost launches
 QUERY, KEY, STATIC, GATE = 1, 2, 4, 8  # flags of a stage, as the kernels have them
-_FAR = 2**30
+FAR = 2**30  # beyond every key, as a bound that there is not
 _MOST_PROGRAMS = 65535  # along a grid's third axis
 _JOINED = 64  # queries whose log-sum-exps one program joins
 _MOST_INT32 = 2**31 - 1
@@ -50,8 +50,8 @@ class Visibility:
 
     first: torch.Tensor
     last: torch.Tensor
-    low: int = -_FAR
-    high: int = _FAR
+    low: int = -FAR
+    high: int = FAR
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,6 @@ class Problem:
         if is_cuda and chunk_bytes is None:
             total = torch.cuda.get_device_properties(query.device).total_memory
             self.chunk_bytes = max(_LEAST_BYTES, total // 64)
-        self.gpu = torch.cuda.get_device_name(query.device) if is_cuda else query.device.type
         self.trial: Trial | None = None  # what a search is trying
         # where the maps of each source are among those of a chunk
         pre, post = (layout.maps(flags, self.H) for flags in (layout.pre, layout.post))
@@ -182,6 +181,11 @@ class Problem:
                     "attn_implementation='dcformer_chunked'."
                 )
 
+    @property
+    def gpu(self) -> str:
+        """Name of the device, by which found tiles are kept."""
+        return torch.cuda.get_device_name(self.q.device) if self.q.is_cuda else self.q.device.type
+
     # --- launches -----------------------------------------------------------------------------------------------------
 
     def chunks(self, maps: int) -> Iterator[Chunk]:
@@ -189,7 +193,7 @@ class Problem:
         row = max(1, self.B * self.G * maps * self.map_dtype.itemsize)  # bytes per query and key
         reach = min(self.S, self.visibility.high - self.visibility.low)
         # what no query sees is stored, too: the corner of a causal chunk, those of a band
-        longest = min(self.T, self.T if self.visibility.high == _FAR else _CAUSAL_CHUNK)
+        longest = self.T if self.visibility.high == FAR else min(self.T, _CAUSAL_CHUNK)
         n_t = FIRST_CHUNK
         while n_t < longest and row * 2 * n_t * min(self.S, reach + 2 * n_t) <= self.chunk_bytes:
             if 2 * n_t * (min(self.S, reach + 2 * n_t) + 31) > _MOST_INT32:  # 31: of aligned ends
@@ -234,30 +238,35 @@ class Problem:
 
     def _key(self, name: str) -> Key:
         layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")
-        windowed = self.visibility.low > -_FAR and self.visibility.high < _FAR
+        windowed = self.visibility.low > -FAR and self.visibility.high < FAR
         dim = max(self.D, self.DV)
         return Key(name, self.arch, self.M, dim, dtype, windowed, layout.pre, layout.post, layout.rank)
 
     def _searched(self, name: str, run: Callable[[], _Result]) -> _Result:
         """Result of a pass; with DCFORMER_AUTOTUNE=1, tiles of its kernels are searched for first, once per process."""
         is_long = self.B * self.T >= LEAST_QUERIES
-        this = (self.gpu, self._key(name))
-        if autotune_is_on() and self.trial is None and is_long and this not in searched and can_search(self.q):
-
-            def is_new(name: str) -> bool:
-                return found_tile(self.gpu, self._key(name)) is None
-
-            def attempt(trial: Trial) -> None:
-                self.trial = trial
-                try:
-                    run()
-                finally:
-                    self.trial = None
-
-            for name, tile in find_tiles(attempt, is_new, self._tile):
-                keep_tiles(self.gpu, {self._key(name): tile})
-            searched.add(this)
+        if autotune_is_on() and self.trial is None and is_long and can_search(self.q):
+            this = (self.gpu, self._key(name))
+            if this not in searched:
+                self._search(run)
+                searched.add(this)
         return run()
+
+    def _search(self, run: Callable[[], Any]) -> None:
+        """Finds and keeps the tiles of a pass's kernels that have none from a search yet."""
+
+        def is_new(name: str) -> bool:
+            return found_tile(self.gpu, self._key(name)) is None
+
+        def attempt(trial: Trial) -> None:
+            self.trial = trial
+            try:
+                run()
+            finally:
+                self.trial = None
+
+        for name, tile in find_tiles(attempt, is_new, self._tile):
+            keep_tiles(self.gpu, {self._key(name): tile})
 
     def _new_maps(self, chunk: Chunk, count: int) -> torch.Tensor:
         shape = (self.B * self.G, count, chunk.n_t, chunk.n_s)
@@ -506,4 +515,4 @@ def padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-__all__ = ["LAUNCHES", "Gradients", "Layout", "Problem", "Visibility", "constants"]
+__all__ = ["FAR", "LAUNCHES", "Gradients", "Layout", "Problem", "Visibility", "constants"]

@@ -23,7 +23,7 @@ from ..attention_dcformer import (
 from ..compose_dcformer import ComposeWeights, SideWeights
 from .decode import MAX_QUERIES, composed_decode
 from .generator import GeneratedSide
-from .launch import GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
+from .launch import FAR, GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
 from .tiles import INTERPRETED
 
 logger = logging.get_logger(__name__)
@@ -188,7 +188,7 @@ def composed_attention(
     offset = key_length - length if causal_offset is None else causal_offset
     position = torch.arange(length, device=query.device, dtype=torch.int32)[None]
     first, last = torch.zeros_like(position), torch.full_like(position, key_length)
-    low, high = -(2**30), 2**30
+    low, high = -FAR, FAR
     if causal:
         last, high = torch.minimum(last, position + (offset + 1)), offset
     if sliding_window is not None:

@@ -18,6 +18,7 @@ from functools import cache
 
 import torch
 
+from ..configuration_dcformer import DCFormerConfig
 from .launch import GATE, KEY, QUERY, Chunk, Layout, Problem, Visibility, padded
 from .tuning import KERNELS, Tile, choose
 
@@ -91,6 +92,12 @@ class Shape:
     inner: int
     layers: int
 
+    @classmethod
+    def of(cls, name: str, config: DCFormerConfig) -> "Shape":
+        """The sizes of a configuration."""
+        heads, layers = config.num_attention_heads, config.num_hidden_layers
+        return cls(name, heads, config.head_dim, config.hidden_size, config.intermediate_size, layers)
+
     @property
     def linear(self) -> int:
         """Parameters of a layer's matrices: q, k, v, o and the three of the MLP."""
@@ -104,13 +111,8 @@ class Shape:
 
 
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("405M", 16, 64, 1024, 2816, 24),
-        Shape("2.8B", 32, 80, 2560, 6912, 32),
-        Shape("6.9B", 32, 128, 4096, 11008, 32),
-        Shape("13B", 40, 128, 5120, 13824, 40),
-    )
+    name: Shape.of(name, DCFormerConfig.from_preset(f"dcformer-{name.lower()}"))
+    for name in ("405M", "2.8B", "6.9B", "13B")
 }
 # Share of a plain Transformer's throughput in training (T = 2048, windows in every other layer), and in decoding (batch
 # 1, prompt 1024 and 128 new tokens).

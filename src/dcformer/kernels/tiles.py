@@ -126,14 +126,13 @@ def load_states_transposed(p_x, stride, o_n, m_n, o_d, D: tl.constexpr):
 
 @triton.jit
 def compose_tile(
-    tile, held, stage, i_m, o_t, m_t, o_s, m_s, o_map, m_map,
-    F: tl.constexpr, R: tl.constexpr, U: tl.constexpr, HELD: tl.constexpr,
+    tile, held, stage, i_m, o_t, m_t, o_s, m_s, o_map, m_map, F: tl.constexpr, R: tl.constexpr, U: tl.constexpr
 ):  # fmt: skip
     """Composes a head's tile, from the tile itself and the maps of its group (paper section 3.1, equation 4).
 
     F are the stage's flags; U is the first channel of the outer weights: R (`up`), or 0 (`down`) for the transposed
-    map, which takes gradients back. i_m is the head's number in its group. HELD: hidden maps are at hand in `held`,
-    those of the query side first; otherwise they are loaded. Static ones are always loaded.
+    map, which takes gradients back. i_m is the head's number in its group. Hidden maps are at hand in `held`, those of
+    the query side first; static ones are loaded.
     """
     p_wq, p_wk, p_maps, i_wq, i_wk, i_map, T, S, stride_map = stage
     factor = tl.zeros_like(tile)
@@ -141,10 +140,7 @@ def compose_tile(
     R_Q: tl.constexpr = R if F & 1 else 0
     R_K: tl.constexpr = R if F & 2 else 0
     for r in tl.static_range(R_Q + R_K):
-        if HELD:
-            hidden = held[r]  # [b_t, b_s]
-        else:
-            hidden = tl.load(p_maps + (i_map + r) * stride_map + o_map, mask=m_map, other=0.0).to(tl.float32)
+        hidden = held[r]  # [b_t, b_s]
         if r < R_Q:
             outer = tl.load(p_wq + (i_wq + U + r) * T + o_t, mask=m_t, other=0.0).to(tl.float32)  # [b_t]
             out += hidden * outer[:, None]

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import triton
 
+from .tiles import INTERPRETED
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -53,7 +55,7 @@ _SM_90 = {  # bfloat16
     "grads_0": {128: Tile(128, 64, 8, 3)},
     "back_0": {128: Tile(64, 64, 8, 3)},
 }
-_SM_80 = {
+_SM_80 = _SM_90 | {
     "maps_0": {64: Tile(64, 128, 8, 3), 128: Tile(64, 64, 8, 2)},
     "lse": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 3)},
     "maps_1": {128: Tile(32, 64, 4, 2)},
@@ -61,21 +63,12 @@ _SM_80 = {
     "tiles_0": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2)},
     "tiles_1": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 8, 2)},
     "grads_1": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2)},
-    "back_1": {128: Tile(64, 64, 8, 3)},
-    "grads_0": {128: Tile(128, 64, 8, 3)},
-    "back_0": {128: Tile(64, 64, 8, 3)},
 }
-_SM_89 = {
+_SM_89 = _SM_80 | {
     "maps_0": {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 8, 2)},
     "lse": {128: Tile(32, 64, 4, 2)},
     "maps_1": {64: Tile(32, 64, 4, 1), 127: Tile(64, 32, 4, 3), 128: Tile(32, 64, 4, 3)},
     "composed": {64: Tile(32, 64, 4, 1), 127: Tile(32, 64, 8, 2), 128: Tile(32, 64, 4, 2)},
-    "tiles_0": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2)},
-    "tiles_1": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 8, 2)},
-    "grads_1": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2)},
-    "back_1": {128: Tile(64, 64, 8, 3)},
-    "grads_0": {128: Tile(128, 64, 8, 3)},
-    "back_0": {128: Tile(64, 64, 8, 3)},
 }
 _TABLE = {90: _SM_90, 89: _SM_89, 86: _SM_89, 80: _SM_80, 75: _SM_89}
 # what is rarer, for all architectures: the first of some tiles that spills nothing and fits on each
@@ -148,10 +141,9 @@ def choose(kernel: str, dim: int, dtype: torch.dtype, arch: int, rank: int = 2) 
     return Tile(max(16, b_t), max(16, b_s), tile.num_warps, min(2, tile.num_stages))
 
 
-@cache
 def _interpreter_tile() -> Tile | None:
     """In the interpreter, small tiles, so that short sequences have several."""
-    return Tile(16, 16, 1, 1) if os.environ.get("TRITON_INTERPRET") == "1" else None
+    return Tile(16, 16, 1, 1) if INTERPRETED.value else None
 
 
 # --- what a search has found ------------------------------------------------------------------------------------------
