@@ -178,6 +178,7 @@ class DCFormerConfig(PreTrainedConfig):
     # Composition is sharded by groups of heads, like the heads themselves, and so needs no collective of its own. Kept
     # as a superset here; a configuration drops the entries of modules that it does not have.
     base_model_tp_plan = {
+        "layers.*.input_layernorm": "dcformer_replicated_for_columns",
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
@@ -190,6 +191,7 @@ class DCFormerConfig(PreTrainedConfig):
         "layers.*.self_attn.compose.pre_static": "colwise",
         "layers.*.self_attn.compose.post_static": "colwise",
         "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.post_attention_layernorm": "dcformer_replicated_for_columns",
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
@@ -277,6 +279,7 @@ class DCFormerConfig(PreTrainedConfig):
             "compose.pre_static": self.compose_static and self.compose_pre,
             "compose.post_static": self.compose_static and self.compose_post,
             # multi-gate MLPs stay whole: their softmax runs over gates that sit with all slices of the activation
+            "post_attention_layernorm": not self.mlp_gates,
             "mlp.gate_proj": self.mlp_type == "gated" and not self.mlp_gates,
             "mlp.up_proj": not self.mlp_gates,
             "mlp.down_proj": not self.mlp_gates,

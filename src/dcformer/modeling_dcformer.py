@@ -19,6 +19,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
@@ -230,6 +231,28 @@ class DCFormerAttention(nn.Module):
                     f"(head_dim {self.head_dim} plus composition channels). Pass a cache that this model "
                     "filled for the same batch, or none."
                 )
+
+
+class ReplicatedForColumns(TensorParallelLayer):
+    """Tensor parallelism: the style of a module whose output goes to column-wise layers and to nothing else.
+
+    Each of those makes a part of the output's gradient on every device. Given a plain tensor, each sums its part over
+    the devices; given this one, the parts are added up on each device first, and summed over the devices once.
+    """
+
+    def transform_output_post_forward(self, module: nn.Module, output: torch.Tensor, mesh: Any) -> torch.Tensor:
+        """[B, T, E] -> the same, replicated; untouched where no gradient is wanted."""
+        if not torch.is_grad_enabled():
+            return output
+        from torch.distributed.tensor import DTensor, Replicate  # not in every build of PyTorch
+
+        return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+
+
+ALL_PARALLEL_STYLES.register(
+    "dcformer_replicated_for_columns",
+    ReplicatedForColumns(),  # type: ignore[arg-type]  # the registry is annotated as one of functions
+)
 
 
 class DCFormerDecoderLayer(GradientCheckpointingLayer):

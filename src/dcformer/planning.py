@@ -355,9 +355,9 @@ def collectives(setup: Setup) -> list[Collective]:
 
     FSDP2, over n: parameters of each layer, and of the input embedding, gathered for the forward and again for the
     backward pass, those of the output layer once; gradients summed and scattered once. Tensor parallelism, over t, of
-    hidden states [B, T, E]: forward 2 all-reduces per layer and 1 for the embedding; backward one for each column-wise
-    linear layer's input: q, k, v, gate and up as in Llama, dw1 and gate of the generators, and the output layer. Logits
-    are gathered once. With checkpointing, layers run forward twice. Scales of QK-norm (D numbers) are summed, too.
+    hidden states [B, T, E]: forward 2 all-reduces per layer and 1 for the embedding; backward as many (for the inputs
+    of attention, of the MLP and of the output layer). Logits are gathered once. With checkpointing, layers run forward
+    twice. Scales of QK-norm (D numbers) are summed, too.
     """
     c, n, t, w, times = setup.config, setup.shards, setup.tensor_parallel, setup.width, setup.accumulation
     layers, tokens = c.num_hidden_layers, setup.batch * setup.length
@@ -371,11 +371,8 @@ def collectives(setup: Setup) -> list[Collective]:
             Collective("reduce-scatter", "FSDP", times * (blocks + 1), ring * (twice + tail)),
         ]
     if t > 1:
-        generators = (c.compose_projection + c.compose_gate) * bool(c.compose_generators)
-        mlp = 0 if c.mlp_gates else 2 if c.mlp_type == "gated" else 1
-        forward = (1 + (not c.mlp_gates)) * layers
-        backward = (3 + mlp + generators) * layers + 1
-        count = times * (forward * (1 + setup.checkpointing) + 1 + backward)
+        inputs = (1 + (not c.mlp_gates)) * layers
+        count = times * (inputs * (2 + setup.checkpointing) + 2)
         each = 2 * (t - 1) / t * tokens * c.hidden_size * w
         found.append(Collective("all-reduce", "tensor parallel", count, count * each))
         if c.qk_norm:
@@ -428,8 +425,7 @@ def estimate(setup: Setup, gpu: str, share: float, network: float, links: float)
             "query heads, gated MLPs and windows of 256"
         )
     size, tensor, hbm = GPUS[gpu]
-    heads, layers = c.num_attention_heads, c.num_hidden_layers
-    shape = roofline.Shape("model", heads, c.head_dim, c.hidden_size, c.intermediate_size, layers)
+    layers, shape = c.num_hidden_layers, roofline.Shape.of("model", c)
     local = sum(kind == "sliding_attention" for kind in c.layer_types) / max(1, layers)
     figures = roofline.device(gpu, tensor=tensor, hbm=hbm, memory=size)
     layer = roofline.training(shape, setup.length, local, figures, roofline.stored)
