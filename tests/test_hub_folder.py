@@ -10,12 +10,12 @@ from helpers import REPOSITORY, randomise, tiny_config
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from dcformer import DCFormerForCausalLM, hub_folder
+from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel, hub_folder
 from dcformer.cache_report import cache_bytes_per_token
 from dcformer.model_card import model_card, read_results
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
-# As lm-eval 0.4.13 writes it, less what the card does not read.
+# As lm-eval 0.4.13 writes it, less what the card does not read; tests/evaluation/test_evaluation_card.py has it write.
 RESULTS = {
     "results": {
         "answers": {
@@ -30,7 +30,7 @@ RESULTS = {
     },
     "n-shot": {"answers": 5},
     "higher_is_better": {"answers": {"acc": True, "perplexity": False}},
-    "n-samples": {"answers": {"original": 296, "effective": 37}},
+    "n-samples": {"answers": {"original": 296, "effective": 296}},
 }
 
 
@@ -116,8 +116,8 @@ def test_numbers_are_those_of_the_model(overrides):
 
 def test_evaluation_table(results):
     text = model_card(tiny_config(), "tiny", read_results(results)).text
-    assert "| answers | 5 | acc ↑ | none | 0.3750 | 0.0800 | 37 (not all) |" in text
-    assert "| answers | 5 | perplexity ↓ | none | 4.5000 |  | 37 (not all) |" in text
+    assert "| answers | 5 | acc ↑ | none | 0.3750 | 0.0800 | 296 |" in text
+    assert "| answers | 5 | perplexity ↓ | none | 4.5000 |  | 296 |" in text
     assert "| group |  | acc | none | 0.2500 |  |  |" in text
 
 
@@ -166,6 +166,9 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
     assert "no configuration that can be read" in error(tmp_path / "empty", output)
     assert "type 'llama': expected 'dcformer'" in error(tmp_path / "llama", output)
     assert "cannot be loaded" in error(tmp_path / "config-only", output)
+    for kind in (DCFormerForSequenceClassification, DCFormerModel):
+        kind(tiny_config()).save_pretrained(tmp_path / kind.__name__)
+        assert f"is a {kind.__name__} and has no lm_head.weight" in error(tmp_path / kind.__name__, output)
     assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "full")
     assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "file")
     assert "cannot be written" in error(CHECKPOINT, tmp_path / "file" / "hub")

@@ -135,6 +135,29 @@ def test_server_refuses_continuous_batching_before_it_loads(capsys):
     assert "has no --continuous-batching" in capsys.readouterr().err
 
 
+@needs_server
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent"], "dcformer-serve absent: "),
+        (["without_tokenizer"], "Can't instantiate a processor"),
+        (["bundled", "--attn-implementation", "sdpa"], "attn_implementation='sdpa' cannot compose attention heads"),
+        (["bundled", "--attn-implementation", "dcformer_chunked"], "Unsupported attention implementation"),
+        (["bundled", "--dtype", "float12"], "Unsupported dtype: 'float12'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_models_that_cannot_be_served(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    os.symlink(REPOSITORY / "checkpoints" / "dcformer-synthetic", tmp_path / "bundled")
+    DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path / "without_tokenizer")
+    monkeypatch.setattr("uvicorn.Server.run", lambda _: pytest.fail("the server starts"))
+    assert serve_module.main(arguments) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert message in line
+
+
 def test_missing_extra(monkeypatch, capsys):
     pytest.importorskip("typer")
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)

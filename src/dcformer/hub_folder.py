@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -77,9 +78,15 @@ def write_hub_folder(
             "save_pretrained shards them."
         )
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+        both: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise HubFolderError(f"{source} cannot be loaded: {first_line(error)}") from error
+    loaded, info = both
+    if missing := sorted(info["missing_keys"]):
+        raise HubFolderError(
+            f"{source} is a {', '.join(config.architectures or ['model'])} and has no {', '.join(missing[:3])}"
+            f"{', ...' if missing[3:] else ''}: expected the weights of a causal language model."
+        )
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in loaded.state_dict().values())
     config.dtype = loaded.dtype  # the file need not say it
     card = model_card(config, name or output.resolve().name, scores, license, remote_code)

@@ -75,13 +75,24 @@ def read_results(path: str | os.PathLike) -> list[Score]:
     return scores
 
 
-def _task_scores(record: dict[str, Any], task: str, metrics: dict[str, Any]) -> list[Score]:
-    def of_task(field: str) -> Any:
-        held = record.get(field)
-        return held.get(task) if isinstance(held, dict) else None
+def _of_task(record: dict[str, Any], field: str, task: str) -> Any:
+    held = record.get(field)
+    return held.get(task) if isinstance(held, dict) else None
 
-    counts, better = of_task("n-samples"), of_task("higher_is_better")
-    counts = counts if isinstance(counts, dict) else {}
+
+def _counts(record: dict[str, Any], task: str) -> dict[str, int]:
+    """Items of a task, "original" and "effective"; of a group, which lm-eval does not count, those of its tasks."""
+    counts = _of_task(record, "n-samples", task)
+    if isinstance(counts, dict):
+        return counts
+    of_tasks = [_counts(record, name) for name in _of_task(record, "group_subtasks", task) or []]
+    if not of_tasks or not all(of_tasks):
+        return {}
+    return {name: sum(counts[name] for counts in of_tasks) for name in ("original", "effective")}
+
+
+def _task_scores(record: dict[str, Any], task: str, metrics: dict[str, Any]) -> list[Score]:
+    counts, better = _counts(record, task), _of_task(record, "higher_is_better", task)
     better = better if isinstance(better, dict) else {}
     scores = []
     for key, value in metrics.items():  # "acc,none": 0.5, "acc_stderr,none": 0.01 or "N/A"
@@ -98,7 +109,7 @@ def _task_scores(record: dict[str, Any], task: str, metrics: dict[str, Any]) -> 
                 value=float(value),
                 stderr=float(stderr) if _is_number(stderr) else None,
                 higher_is_better=better.get(metric),
-                shots=of_task("n-shot"),
+                shots=_of_task(record, "n-shot", task),
                 items=items,
                 limited=items is not None and items != counts.get("original"),
             )
@@ -122,7 +133,8 @@ def model_card(
     Args:
         config: its configuration.
         name: what the card calls it, and the argument of `from_pretrained` in its snippet: usually `user/name`.
-        scores: those of `read_results`; without, the card says that there is no evaluation.
+        scores: those of `read_results`; without, the card says that there is no evaluation. Limited ones are in its
+            table, where it says so, and not in its metadata.
         license: identifier of the Hub, such as "mit"; without, the card has none and says so.
         remote_code: whether the folder also loads with `trust_remote_code=True`.
 
@@ -136,7 +148,7 @@ def model_card(
         pipeline_tag="text-generation",
         license=license,
         tags=[config.model_type, "dcmha", "arxiv:2405.08553"],
-        eval_results=[_eval_result(score) for score in scores or []] or None,
+        eval_results=[_eval_result(score) for score in scores or [] if not score.limited] or None,
     )
     parts = [
         f"# {shown}",

@@ -10,6 +10,8 @@ import transformers
 
 import dcformer  # registers the model types: the server loads them without remote code
 
+from .conversion.errors import first_line
+
 _PROGRAM = "dcformer-serve"
 
 
@@ -20,8 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments of ``transformers serve``; the process's when not given.
 
     Returns:
-        0, or 1 when what the server needs is not installed, or for continuous batching, which our models refuse: the
-        server would start, and answer every request with an internal error. Wrong usage exits with 2.
+        0, or 1 with a line that says why there is no server: what it needs is not installed, the model cannot be loaded
+        (it is before the server starts), or continuous batching is asked for, which our models refuse: the server would
+        start, and answer every request with an internal error. Wrong usage exits with 2.
     """
     try:
         import typer
@@ -45,7 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _name_models()
     app = typer.Typer(add_completion=False)
     app.command(name=_PROGRAM)(Serve)
-    app(args=arguments, prog_name=_PROGRAM, standalone_mode=True)
+    try:
+        app(args=arguments, prog_name=_PROGRAM, standalone_mode=True)
+    except (ImportError, OSError, ValueError) as error:
+        print(
+            f"error: {_PROGRAM} {' '.join(arguments)}: {first_line(error)} - expected a folder (or a name on the Hub) "
+            "with model and tokenizer, and options that fit them.",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

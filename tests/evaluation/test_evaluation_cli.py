@@ -4,11 +4,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, tiny_config
 
 from dcformer.evaluation import TASKS_FOLDER, heldout_items, main
 from dcformer.synthetic.__main__ import main as synthetic
@@ -77,6 +78,59 @@ def test_unknown_task(no_model, capsys):
     assert "error: Tasks not found: dcformer_nothing" in message and "dcformer-eval ls tasks" in message
 
 
+ANSWERS = ["--tasks", "dcformer_synthetic_heldout_answers", "--limit", "4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no tasks: add --tasks"),
+        (["--tasks", ""], "no tasks: add --tasks"),
+        ([*ANSWERS, "--output_path", "file"], "--output_path file: no file can be written to the folder file"),
+        ([*ANSWERS, "--output_path", "file/out"], "--output_path file/out: no file can be written"),
+        ([*ANSWERS, "--output_path", "file/out.json"], "no file can be written to the folder file"),
+        ([*ANSWERS, "--log_samples"], "Specify --output_path"),
+        ([*ANSWERS, "--config", "absent.yaml"], "Config file not found"),
+        ([*ANSWERS, "--batch_size", "many"], "--batch_size many: expected a number"),
+        ([*ANSWERS, "--batch_size", "0"], "--batch_size 0: expected a number"),
+        ([*ANSWERS, "--include_path", "absent"], "--include_path absent: expected a folder"),
+        (["ls", "tasks", "--include_path", "absent"], "--include_path absent: expected a folder"),
+        ([*ANSWERS, "--apply_chat_template"], "--apply_chat_template: the tokenizer of checkpoints/dcformer-synthetic"),
+        ([*ANSWERS, "--model_args", "pretrained=absent"], "pretrained=absent: expected a folder"),
+        ([*ANSWERS, "--model_args", "max_length=513"], "max_length=513: expected 1 to 512"),
+        ([*ANSWERS, "--model_args", "pretrained=small"], "has 288 tokens, the model a vocabulary of 97"),
+        ([*ANSWERS, "--model", "hg"], "Attempted to load model 'hg'"),
+    ],
+    ids=lambda value: " ".join(value).removeprefix(" ".join(ANSWERS)) if isinstance(value, list) else "",
+)
+def test_found_before_the_model_is_loaded(work, no_model, capsys, arguments, message):
+    (work / "file").touch()
+    shutil.copytree(REPOSITORY / "checkpoints" / "dcformer-synthetic", work / "small")
+    tiny_config().save_pretrained(work / "small")
+    assert main(arguments if arguments[:1] == ["ls"] else [*MODEL, *arguments]) == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("model_args", "message"),
+    [("attn_implementation=sdpa", "cannot compose attention heads"), ("dtype=nonsense", "no attribute 'nonsense'")],
+)
+def test_found_while_the_model_is_loaded(lm_eval, monkeypatch, capsys, model_args, message):
+    monkeypatch.setattr(lm_eval.evaluator, "evaluate", lambda *_, **__: pytest.fail("items are evaluated"))
+    assert main([*MODEL, "--model_args", model_args, *ANSWERS]) == 1
+    assert re.search(f"^error: .*{message}", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_errors_of_the_evaluation_keep_their_trace(lm_eval, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("in the tenth batch")
+
+    monkeypatch.setattr(lm_eval.evaluator, "evaluate", fail)
+    with pytest.raises(ValueError, match="in the tenth batch"):
+        main([*MODEL, *ANSWERS])
+
+
 def test_wrong_option(lm_eval, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*MODEL, "--tusks", "x"])
@@ -112,6 +166,12 @@ def test_own_tasks_beside_the_shipped_ones(work, lm_eval, capsys, how):
     assert main([*MODEL, *tasks, *given, "--output_path", "out"]) == 0
     results = scores(work / "out")
     assert results["own_choices"]["acc,none"] == results["dcformer_synthetic_heldout_choices"]["acc,none"]
+
+
+def test_a_task_twice_is_refused(lm_eval, paper_file, capsys):
+    tasks = ["--tasks", "dcformer_synthetic*", "--metadata", f"dcformer_synthetic_file={paper_file}"]
+    assert main([*MODEL, *tasks]) == 1
+    assert re.search(r"^error: .*dcformer_synthetic_2shot", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_validate_finds_the_shipped_tasks(lm_eval, capsys):
@@ -156,6 +216,8 @@ def test_documented_command(work, lm_eval, monkeypatch, capsys, words):
     synthetic([*made[3:], "--contexts-per-task", "1"])
     arguments = [*words, "--limit", "4"]
     if "path/to/" in " ".join(words):  # a model and data that are not here: up to where they are needed
+        (work / "path" / "to").mkdir(parents=True)
+        (work / "path" / "to" / "DCFormer-2.8B").symlink_to(REPOSITORY / "checkpoints" / "dcformer-synthetic")
         calls = []
         monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **options: calls.append(options))
         assert main(arguments) == 0
