@@ -6,12 +6,15 @@ import re
 import shlex
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 from helpers import REPOSITORY
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, planning
+from dcformer import DCFormerConfig, DCFormerForCausalLM, attention_dcformer, planning
 from dcformer.planning import OPTIMIZERS, Setup, activation_bytes, collectives, main, memory, saved_logits_bytes
 
 SIZES = {
@@ -139,6 +142,70 @@ def test_parameters_gradients_and_optimizer(variant):
     assert set(OPTIMIZERS) - set(optimizers) == {"adamw_8bit"}  # not installed here
 
 
+class Peak(TorchDispatchMode):
+    """Most bytes of storages alive at once: those given, and all that operations make while the mode is on."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.sizes, self.now, self.top = {}, 0, 0
+        self.add(held)
+
+    def add(self, tensors):
+        for storage in (t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.top = max(self.top, self.now)
+                weakref.finalize(storage, self.drop, storage._cdata)
+
+    def drop(self, key):
+        self.now -= self.sizes.pop(key)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.add(tree_leaves(out))
+        return out
+
+
+@pytest.mark.parametrize("attention", ["eager", "dcformer_chunked"])
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        ({"hidden_size": 256, "intermediate_size": 1024}, 16),
+        ({"vocab_size": 8192, "num_hidden_layers": 1}, 64),
+        ({"num_hidden_layers": 8}, 128),
+        ({"num_hidden_layers": 1, "max_position_embeddings": 256}, 256),
+    ],
+    ids=["parameters", "logits", "layers", "attention"],
+)
+def test_peak_of_a_training_step(monkeypatch, fields, length, attention):
+    """Between what is there at the end of the forward pass and the sum of all parts, each the largest in some case.
+
+    Blocks of scores are small here, or those of the chunked attention would be larger than all else in such a model.
+    """
+    for module in (attention_dcformer, planning):
+        monkeypatch.setattr(module, "BLOCK_SCORES", 1 << 16)
+    config = DCFormerConfig(**(SIZES | fields))
+    model = DCFormerForCausalLM(config).train()
+    model.set_attn_implementation(attention)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(0, config.vocab_size, (2, length))
+
+    def step():
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # which makes the optimizer's states
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    with Peak([*model.parameters(), *model.buffers(), *states]) as peak:
+        step()
+    setup = Setup(config, 1, batch=2, length=length, dtype=torch.float32, attention=attention)
+    parts = memory(setup)
+    kept = parts.parameters + parts.optimizer + parts.activations + saved_logits_bytes(setup)
+    assert kept <= peak.top <= parts.total
+
+
 def test_shares():
     """GPUs that share parameters and layers have a share of each, rows rounded up; half of both is a quarter."""
     config = DCFormerConfig(**(SIZES | {"vocab_size": 104, "compose_groups": 2}))
@@ -176,7 +243,7 @@ def test_communication():
     assert 1.9 * scatter.sent < gather.sent < 2 * scatter.sent
 
 
-def test_speed(tmp_path, capsys):
+def test_speed():
     pytest.importorskip("triton", reason="needs the extra [kernels]")
     config = DCFormerConfig.from_preset("dcformer-6.9b")
     fast, slow = (planning.estimate(Setup(config, 64, batch=8), "h100", share, 50e9, 4e11) for share in (1.0, 0.5))
@@ -185,13 +252,95 @@ def test_speed(tmp_path, capsys):
     assert again.tokens == pytest.approx(fast.tokens * 3 / 4, rel=0.01)
     bound = planning.estimate(Setup(config, 64, batch=1), "h100", 1.0, 50e9, 4e11)
     assert "bound by the network" in bound.source
-    cell = {"section": "train", "size": "6.9b", "pattern": "LG", "composition": "full", "tokens": 2048}
+
+
+def cell(batch=2, **fields):
+    """A cell of 6.9B as `benchmarks/gpu_suite.py` writes it: 10 ms a layer, 80 ms for the rest, of two sequences."""
+    cell = {"section": "train", "status": "ok", "size": "6.9b", "pattern": "LG", "composition": "full", "depth": "few"}
+    return cell | {"tokens": 2048, "batch": batch, "layers": 32, "layer_s": 0.01, "rest_s": 0.08} | fields
+
+
+@pytest.fixture
+def suite_file(tmp_path):
+    """`--measured` and a file of the benchmark, with a slower cell that is not asked for."""
     path = tmp_path / "gpu_suite.json"
-    path.write_text(json.dumps({"cells": [cell | {"status": "ok", "tokens_per_s": 9000.0}]}))
-    assert main(["--measured", str(path), "--batch", "8", "--network", "1000"]) == 0
-    assert "one GPU measured: gpu_suite.json: 576,000 tokens/s" in capsys.readouterr().out
-    assert main(["--measured", str(path), "--preset", "dcformer-13b"]) == 1
-    assert "has no measurement of" in capsys.readouterr().err
+    whole = {key: value for key, value in cell(depth="full").items() if key not in ("layer_s", "rest_s")}
+    query = cell(composition="query", pattern="LGLL", layer_s=0.005)
+    cells = [cell(section="decode"), cell(status="invalid"), whole, query, cell()]
+    path.write_text(json.dumps({"cells": cells}))
+    return ["--measured", str(path)]
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ([], 32 * 0.01 + 0.08),
+        (["--set", "num_hidden_layers=64", "norm_eps=1e-6"], 64 * 0.01 + 0.08),
+        (["--checkpointing"], 32 * 0.01 * 4 / 3 + 0.08),
+        (["--set", "layer_pattern=LGLL", "compose_key=false"], 32 * 0.005 + 0.08),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_measured_speed(suite_file, capsys, words, seconds):
+    """64 GPUs with 8 sequences each, four times the measured batch; a network that does not bound."""
+    assert main([*suite_file, *words, "--batch", "8", "--network", "1000"]) == 0
+    rate = 64 * 8 * 2048 / (4 * seconds)
+    printed = capsys.readouterr().out
+    assert f": {rate:,.0f} tokens/s" in printed and "one GPU measured: gpu_suite.json" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "compose_rank=8"], "6.9b LG full, differs in compose_rank=8 (measured: 2)"),
+        (["--set", "hidden_size=8192"], "differs in hidden_size=8192 (measured: 4096)"),
+        (["--set", "vocab_size=60000"], "differs in vocab_size=60000 (measured: 50257)"),
+        (["--preset", "dcformer-13b"], "hidden_size=5120 (measured: 4096)"),
+        (["--length", "1024"], "differs in length=1024 (measured: 2048)"),
+        (["--dtype", "float32"], "dtype=torch.float32 (measured: torch.bfloat16)"),
+        (["--attention", "eager"], "attention='eager' (measured: 'dcformer_triton')"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_other_conditions_than_measured(suite_file, capsys, words, message):
+    assert main([*suite_file, *words]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err and "Only the number of layers may be another" in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("{", "no JSON"),
+        ("[]", 'no list "cells"'),
+        ('{"cells": [1]}', 'no list "cells"'),
+        ('{"cells": [{"section": "train", "status": "ok"}]}', "no cell of section train"),
+    ],
+)
+def test_bad_measurements(tmp_path, capsys, content, message):
+    path = tmp_path / "gpu_suite.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["--measured", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert f"error: --measured {path}: {message}" in printed.err and not printed.out
+
+
+def test_measured_models_are_those_of_the_benchmark(monkeypatch):
+    """What `benchmarks/gpu_suite.py` trains, and how it takes a step apart."""
+    pytest.importorskip("triton", reason="needs the extra [kernels]")
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import gpu_suite
+
+    assert {"layer_s", "rest_s"} < gpu_suite.extrapolate((0.12, 0.16), (4, 8), 32).keys()
+    for size in gpu_suite.PRESETS:
+        for pattern, composition in gpu_suite.VARIANTS[1:]:
+            theirs = gpu_suite.Bench().config(size, pattern, composition)
+            ours = planning.measured_config(cell(size=size, pattern=pattern, composition=composition), 64)
+            assert ours.to_dict() | {"num_hidden_layers": 0, "layer_types": []} == theirs.to_dict() | {
+                "num_hidden_layers": 0, "layer_types": []
+            }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -202,17 +351,36 @@ def test_speed(tmp_path, capsys):
         (["--gpus", "0"], "gpus=0: expected at least 1"),
         (["--length", "4096"], "length=4096 is above max_position_embeddings=2048"),
         (["--set", "compose_rank=0"], "compose_rank=0 must be at least 1"),
-        (["--measured", "absent.json"], "absent.json"),
+        (["--set", "nonsense=3"], "--set nonsense=3: no field of the configuration"),
+        (["--set", "compose_ranks=3"], "did you mean compose_rank?"),
+        (["--set", "hidden_size"], "--set hidden_size: expected FIELD=VALUE"),
+        (["--set", "hidden_size=abc"], "Field 'hidden_size' expected int, got str"),
+        (["--set", 'rope_parameters={"a":1}'], "rope_parameters has no a"),
+        (["--memory", "-3"], "--memory -3: expected a number above 0"),
+        (["--memory", "0"], "--memory 0: expected a number above 0"),
+        (["--network", "-3"], "--network -3: expected a number above 0"),
+        (["--network", "0"], "--network 0: expected a number above 0"),
+        (["--links", "nan"], "--links nan: expected a number above 0"),
     ],
 )
 def test_wrong_input(capsys, words, message):
     assert main(words) == 1
-    assert message in (printed := capsys.readouterr()).err and "Traceback" not in printed.err
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and message in printed.err
+    assert not printed.out
 
 
 def test_no_estimate(capsys):
-    assert main(["--attention", "eager", "--gpus", "64"]) == 0
-    assert "Throughput: no estimate" in capsys.readouterr().out
+    for words in (["--attention", "eager"], ["--set", "num_hidden_layers=0"]):
+        assert main(["--gpus", "64", *words]) == 0
+        printed = capsys.readouterr().out
+        assert "Throughput: no estimate" in printed and "| parameters |" in printed
+
+
+def test_no_estimate_without_triton(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "dcformer.kernels", None)
+    assert main([]) == 0
+    assert "Throughput: no estimate: " in capsys.readouterr().out
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -234,11 +402,24 @@ def test_printed_plans(words, capsys):
     assert capsys.readouterr().out.strip() in PAGE
 
 
+def test_figure_in_the_text(capsys):
+    (batch, total) = re.search(r"(\d+) sequences per GPU without checkpointing are ([\d.]+) GiB", PAGE).groups()
+    assert main(["--gpus", "64", "--batch", batch]) == 0
+    assert f"| **total** of 74.5 | **{total}** |" in capsys.readouterr().out
+
+
+def test_printed_activations(capsys):
+    """The page's Python block prints the block behind it."""
+    code, printed = re.search(r"```python\n(from dcformer import.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL).groups()
+    exec(compile(code, "scale_out.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
 def test_the_commands_are_known():
     """Every other command of the page: a file or script that exists, and arguments that accelerate knows."""
     from accelerate.commands.launch import launch_command_parser
 
-    others = [c for c in COMMANDS if c[0] not in ("dcformer-plan", "make", "pip")]
+    others = [c for c in COMMANDS if c[0] not in ("dcformer-plan", "torchrun")]  # tests/distributed runs the latter
     assert others
     for words in others:
         assert words[:2] == ["accelerate", "launch"], words

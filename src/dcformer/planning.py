@@ -5,22 +5,28 @@ keys and values) of D channels, R rank, G groups, M = H/G, C generators, V vocab
 compute dtype, n GPUs that share parameters (FSDP), t GPUs that share a layer (tensor parallelism).
 
 Memory of parameters, gradients and optimizer is exact, activations are those that autograd keeps (tests compare both
-with small models; groups of a single head keep less in eager attention than counted here). What a step needs for a
-moment is an estimate, and so is speed, unless measurements are given.
+with small models; groups of a single head and batches of one keep less in eager attention than counted here). What a
+step needs for a moment is an estimate, the total an upper bound (tests hold the peak of a step to it), and speed an
+estimate, too, unless measurements are given.
 """
 
 import argparse
+import difflib
 import json
 import math
+import reprlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers.modeling_rope_utils import RopeParameters
 
 from .attention_dcformer import BLOCK_SCORES
 from .configuration_dcformer import PRESETS, DCFormerConfig
+from .conversion.errors import CONFIG_ERRORS
 from .modeling_dcformer import DCFormerForCausalLM
 
 FP32, INT32, INT64 = 4, 4, 8  # bytes
@@ -30,6 +36,18 @@ OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd_momentum": 4, "sgd": 0}
 # Bytes of memory, of dense bfloat16 operations per second, and of bytes per second to memory.
 GPUS = {"h100": (80e9, 989e12, 3.35e12), "h200": (141e9, 989e12, 4.8e12)}
 GIB = 1 << 30
+# Fields without influence on how long a training step takes.
+NEUTRAL_FIELDS = {
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "norm_eps",
+    "num_hidden_layers",  # which is counted
+    "pad_token_id",
+    "qk_norm_eps",
+    "use_cache",
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,9 @@ class Setup:
         checkpointing: gradient checkpointing of every layer.
         attention: attention implementation.
         memory: bytes of a GPU.
+
+    Raises:
+        ValueError: on numbers below 1, unknown names, and sizes that do not divide or that the model does not have.
     """
 
     config: DCFormerConfig
@@ -66,6 +87,8 @@ class Setup:
         for name in ("gpus", "tensor_parallel", "batch", "length", "accumulation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        if not 0 < self.memory < math.inf:
+            raise ValueError(f"memory={self.memory:g}: expected the bytes of a GPU, more than 0")
         if self.gpus % self.tensor_parallel:
             raise ValueError(f"gpus={self.gpus} is no multiple of tensor_parallel={self.tensor_parallel}")
         if self.optimizer not in OPTIMIZERS:
@@ -394,16 +417,31 @@ class Speed:
     source: str
 
 
-def with_communication(setup: Setup, compute: float, network: float, links: float) -> float:
-    """Seconds of a step: FSDP hides behind computation as far as that takes longer, tensor parallelism does not.
+class NoEstimateError(ValueError):
+    """A setup that the roofline does not know; the message says what it knows."""
+
+
+def step_seconds(setup: Setup, compute: float, network: float, links: float) -> tuple[float, str]:
+    """A step: FSDP hides behind computation as far as that takes longer, tensor parallelism does not.
 
     Args:
+        setup: what is trained, and on what.
         compute: seconds that a GPU computes.
-        network, links: bytes per second that a GPU sends to GPUs that share parameters, and that share a layer.
+        network: bytes per second that a GPU sends to GPUs that share parameters.
+        links: bytes per second that a GPU sends to GPUs that share a layer.
+
+    Returns:
+        its seconds; ", bound by the network" where FSDP takes longer than computation, else "".
     """
     sent = collectives(setup)
     shared = sum(c.sent for c in sent if c.group == "FSDP") / network
-    return max(compute, shared) + sum(c.sent for c in sent if c.group != "FSDP") / links
+    split = sum(c.sent for c in sent if c.group != "FSDP") / links
+    return max(compute, shared) + split, ", bound by the network" if shared > compute else ""
+
+
+def _tokens(setup: Setup) -> int:
+    """Of a step, on all GPUs."""
+    return setup.accumulation * setup.batch * setup.length * setup.shards
 
 
 def estimate(setup: Setup, gpu: str, share: float, network: float, links: float) -> Speed:
@@ -411,19 +449,31 @@ def estimate(setup: Setup, gpu: str, share: float, network: float, links: float)
 
     With several groups of heads as if there were one.
 
-    Raises:
-        ValueError: for anything but the fused kernels, full composition and gated MLPs, which is what it knows.
-        ImportError: without Triton.
-    """
-    from .kernels import roofline
+    Args:
+        setup: what is trained, and on what.
+        gpu: a name in `GPUS`.
+        share: of the kernels' bounds that they reach, 1.0 for all.
+        network, links: as for `step_seconds`.
 
+    Returns:
+        Tokens per second of all GPUs, and that this is an estimate.
+
+    Raises:
+        NoEstimateError: for anything but the fused kernels, full composition and gated MLPs, which is what it knows;
+            and without Triton.
+    """
     c = setup.config
     other = c.num_key_value_heads * c.head_dim != c.hidden_size or c.mlp_type != "gated" or c.compose_rank != 2
+    other = other or not c.num_hidden_layers
     if setup.attention != "dcformer_triton" or len(c.compose_generators) != 4 or other or c.sliding_window != 256:
-        raise ValueError(
+        raise NoEstimateError(
             "no estimate: the roofline knows fused kernels, full composition with R = 2, as many key/value heads as "
             "query heads, gated MLPs and windows of 256"
         )
+    try:
+        from .kernels import roofline
+    except ImportError as error:
+        raise NoEstimateError(f"no estimate: {error}") from error
     size, tensor, hbm = GPUS[gpu]
     layers, shape = c.num_hidden_layers, roofline.Shape.of("model", c)
     local = sum(kind == "sliding_attention" for kind in c.layer_types) / max(1, layers)
@@ -432,28 +482,96 @@ def estimate(setup: Setup, gpu: str, share: float, network: float, links: float)
     sequence = layers * (layer.linear + layer.generator + layer.attention / share)
     sequence *= 4 / 3 if setup.checkpointing else 1
     compute = setup.accumulation * setup.batch * sequence / setup.tensor_parallel
-    tokens = setup.accumulation * setup.batch * setup.length * setup.shards
-    step = with_communication(setup, compute, network, links)
-    shared = sum(collective.sent for collective in collectives(setup) if collective.group == "FSDP") / network
-    bound = ", bound by the network" if shared > compute else ""
-    return Speed(tokens / step, f"ESTIMATE (roofline, {gpu.upper()}, kernels at {share:.0%} of their bounds{bound})")
+    step, bound = step_seconds(setup, compute, network, links)
+    source = f"ESTIMATE (roofline, {gpu.upper()}, kernels at {share:.0%} of their bounds{bound})"
+    return Speed(_tokens(setup) / step, source)
 
 
-def measured(setup: Setup, path: Path, size: str, pattern: str, network: float, links: float) -> Speed:
-    """From what `benchmarks/gpu_suite.py` measured on one GPU: its tokens per second of this size and pattern.
+def read_cells(path: Path) -> list[dict[str, Any]]:
+    """What `benchmarks/gpu_suite.py` measured of training: cells with the seconds of a layer and of the rest.
+
+    Args:
+        path: its `gpu_suite.json`.
+
+    Returns:
+        The cells that ended well and name a published size.
 
     Raises:
-        ValueError: when the file has no such measurement, or it was made under other conditions.
+        ValueError: when the file cannot be read, is something else, or has no such cell.
     """
-    cells = json.loads(path.read_text(encoding="utf-8")).get("cells", [])
-    wanted = {"section": "train", "size": size, "pattern": pattern, "composition": "full", "tokens": setup.length}
-    found = [c for c in cells if c.get("status") == "ok" and all(c.get(k) == v for k, v in wanted.items())]
-    if not found or setup.attention != "dcformer_triton":
-        raise ValueError(f"{path} has no measurement of {wanted} that fits attention={setup.attention!r}")
-    rate = max(cell["tokens_per_s"] for cell in found)
-    tokens = setup.accumulation * setup.batch * setup.length * setup.shards
-    compute = tokens / setup.gpus / rate * (4 / 3 if setup.checkpointing else 1)
-    return Speed(tokens / with_communication(setup, compute, network, links), f"one GPU measured: {path.name}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--measured {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"--measured {path}: no JSON ({error}); expected gpu_suite.json of make bench-gpu") from error
+    cells = content.get("cells") if isinstance(content, dict) else None
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise ValueError(f'--measured {path}: no list "cells" in it; expected gpu_suite.json of make bench-gpu')
+    needed = {"size", "pattern", "composition", "tokens", "batch", "layer_s", "rest_s"}
+    found = [
+        cell
+        for cell in cells
+        if (cell.get("section"), cell.get("status")) == ("train", "ok") and needed <= cell.keys()
+        if f"dcformer-{cell['size']}" in PRESETS and cell["composition"] in ("full", "query")
+    ]
+    if not found:
+        raise ValueError(f"--measured {path}: no cell of section train that is ok and has layer_s and rest_s")
+    return found
+
+
+def measured_config(cell: dict[str, Any], num_hidden_layers: int) -> DCFormerConfig:
+    """The model of a cell of `benchmarks/gpu_suite.py`, with another number of layers."""
+    return DCFormerConfig.from_preset(
+        f"dcformer-{cell['size']}", num_hidden_layers=num_hidden_layers, layer_pattern=cell["pattern"],
+        compose_key=cell["composition"] == "full",
+    )  # fmt: skip
+
+
+def _conditions(config: DCFormerConfig, length: int, attention: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What decides how long a step takes, but for the number of layers."""
+    held = {name: value for name, value in config.to_dict().items() if name not in NEUTRAL_FIELDS}
+    return held | {"length": length, "attention": attention, "dtype": dtype}
+
+
+def measured(setup: Setup, path: Path, network: float, links: float) -> Speed:
+    """From what `benchmarks/gpu_suite.py` measured on one GPU: its seconds per layer times the layers, and the rest.
+
+    The seconds of a sequence are those of the measured batch, over its size. Checkpointing takes layers forward again:
+    4/3 of their seconds.
+
+    Args:
+        setup: what is trained, and on what. Only layers, batch, accumulation and GPUs may differ from what was
+            measured (so heads are in one group, and there is no tensor parallelism).
+        path: file of the benchmark.
+        network, links: as for `step_seconds`.
+
+    Returns:
+        Tokens per second of all GPUs, and the measurement that they are from.
+
+    Raises:
+        ValueError: when the file has no such measurement; the message names the fields that differ from the nearest.
+    """
+    wanted = _conditions(setup.config, setup.length, setup.attention, setup.dtype)
+
+    def differences(cell: dict[str, Any]) -> list[str]:
+        config = measured_config(cell, setup.config.num_hidden_layers)
+        found = _conditions(config, cell["tokens"], "dcformer_triton", torch.bfloat16)
+        names = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+        return [f"{n}={reprlib.repr(wanted.get(n))} (measured: {reprlib.repr(found.get(n))})" for n in names]
+
+    cell = min(read_cells(path), key=lambda cell: len(differences(cell)))
+    if other := differences(cell):
+        raise ValueError(
+            f"--measured {path}: no measurement fits; the nearest, {cell['size']} {cell['pattern']} "
+            f"{cell['composition']}, differs in {', '.join(other)}. Only the number of layers may be another."
+        )
+    layers = setup.config.num_hidden_layers * cell["layer_s"] * (4 / 3 if setup.checkpointing else 1)
+    compute = setup.accumulation * setup.batch * (layers + cell["rest_s"]) / cell["batch"]
+    step, bound = step_seconds(setup, compute, network, links)
+    per_layer = f"{1000 * cell['layer_s']:.2f} ms a layer and {1000 * cell['rest_s']:.2f} ms"
+    source = f"one GPU measured: {path.name}, {per_layer} for {cell['batch']} sequences{bound}"
+    return Speed(_tokens(setup) / step, source)
 
 
 # --- command ----------------------------------------------------------------------------------------------------------
@@ -482,8 +600,53 @@ def report(setup: Setup, title: str) -> str:
     return "\n".join(lines)
 
 
+def configuration(preset: str, items: Sequence[str]) -> DCFormerConfig:
+    """The configuration of a published size, with fields set otherwise.
+
+    Args:
+        preset: a name in `PRESETS`.
+        items: "FIELD=VALUE", values in JSON or, if they are none, as text: `compose_rank=1`, `layer_pattern=LGLL`.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: on an item of another form, a field that does not exist, or a value that the field does not take.
+    """
+    known = {field.name for field in fields(DCFormerConfig)} | {"layer_pattern"}
+    values = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or not value:
+            raise ValueError(f"--set {item}: expected FIELD=VALUE, such as num_hidden_layers=16")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"; did you mean {near[0]}?" if near else " (docs/configuration.md lists them)"
+            raise ValueError(f"--set {item}: no field of the configuration{meant}")
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    try:
+        config = DCFormerConfig.from_preset(preset, **values)
+        if unknown := config.rope_parameters.keys() - RopeParameters.__annotations__.keys():
+            raise ValueError(
+                f"rope_parameters has no {', '.join(sorted(unknown))}; it may have rope_type, rope_theta, ..."
+            )
+    except CONFIG_ERRORS as error:
+        raise ValueError(f"--set {' '.join(items)}: {' '.join(str(error).split())}") from error
+    return config
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a plan. `arguments` are those of the command line when not given."""
+    """Prints a plan.
+
+    Args:
+        arguments: of the command line; the process's when not given.
+
+    Returns:
+        0, or 1 on input that cannot be planned: nothing but a line that says why is printed. Wrong usage exits with 2.
+    """
     parser = argparse.ArgumentParser(prog="dcformer-plan", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="dcformer-6.9b", help="sizes (default: %(default)s)")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
@@ -504,38 +667,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--links", type=float, default=400.0, help="GB/s of a GPU to those that share a layer")
     parser.add_argument("--measured", type=Path, metavar="JSON", help="what benchmarks/gpu_suite.py measured")
     options = parser.parse_args(arguments)
-    network, links = options.network * 1e9, options.links * 1e9
     try:
-        pairs = [item.partition("=") for item in options.set]
-        fields = {name: json.loads(value) if value[:1] in '0123456789-tfn["' else value for name, _, value in pairs}
-        config = DCFormerConfig.from_preset(options.preset, **fields)
+        for name in ("memory", "network", "links"):
+            value = getattr(options, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"--{name} {value:g}: expected a number above 0")
+        config = configuration(options.preset, options.set)
         setup = Setup(
             config, options.gpus, options.tensor_parallel, options.batch, options.length, options.accumulation,
             getattr(torch, options.dtype), options.optimizer, options.checkpointing, options.attention,
             options.memory * 1e9 if options.memory else GPUS[options.gpu][0],
         )  # fmt: skip
-        title = " ".join([options.preset, *options.set])
-        print(report(setup, title))
-        print()
-        if options.measured:
-            pattern = "".join("L" if kind == "sliding_attention" else "G" for kind in config.layer_types)
-            pattern = next(p for p in ("G", "LG", "LGLL", pattern) if (p * len(pattern))[: len(pattern)] == pattern)
-            size = options.preset.partition("-")[2]
-            speeds = [measured(setup, options.measured, size, pattern, network, links)]
-        else:
-            speeds = [estimate(setup, options.gpu, share, network, links) for share in (1.0, 0.5)]
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, ValueError) and str(error).startswith("no estimate"):
-            print(f"Throughput: {error}")
-            return 0
+        plan = report(setup, " ".join([options.preset, *options.set]))
+        speeds = _speeds(setup, options)
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print(plan, "", *speeds, sep="\n")
+    return 0
+
+
+def _speeds(setup: Setup, options: argparse.Namespace) -> list[str]:
+    """The lines about throughput."""
+    network, links = options.network * 1e9, options.links * 1e9
+    try:
+        if options.measured:
+            speeds = [measured(setup, options.measured, network, links)]
+        else:
+            speeds = [estimate(setup, options.gpu, share, network, links) for share in (1.0, 0.5)]
+    except NoEstimateError as error:
+        return [f"Throughput: {error}"]
+    lines = []
     for speed in speeds:
         days = 1e12 / speed.tokens / 86400
-        print(f"{speed.source}: {speed.tokens:,.0f} tokens/s, {days:.1f} days for 10^12 tokens.")
+        lines.append(f"{speed.source}: {speed.tokens:,.0f} tokens/s, {days:.1f} days for 10^12 tokens.")
     if not options.measured:
-        print("Nothing of this has been measured on a GPU: the kernels' bounds are arithmetic (docs/kernels.md).")
-    return 0
+        lines.append(
+            "Nothing of this has been measured on a GPU: the kernels' bounds are arithmetic (docs/kernels.md)."
+        )
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Tensor parallelism on two processes: numbers of one process, and no more communication than a Llama has."""
 
 import re
+import shlex
 from collections import Counter
 
 import pytest
 import torch
 from helpers import REPOSITORY, randomise, tiny_config
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from dcformer import DCPythiaConfig
 from dcformer.planning import Setup, collectives
@@ -134,3 +135,32 @@ def test_the_plan_counts_the_same(found):
         ("all_reduce", "QK-norm"): total.pop(("all_reduce", (8,))),
         ("all_gather", "tensor parallel"): sum(total.values()),
     }
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+
+def test_command_of_the_page(tmp_path, start):
+    """The example's text is that of one process, printed once."""
+    page = (REPOSITORY / "docs" / "scale_out.md").read_text(encoding="utf-8")
+    _, *words = shlex.split(re.search(r"^torchrun .*", page, re.MULTILINE)[0])
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "checkpoints" / "dcformer-synthetic")
+    model = randomise(AutoModelForCausalLM.from_config(dcformer(vocab_size=len(tokenizer))).double())
+    for part in (tokenizer, model):
+        part.save_pretrained(tmp_path)
+    prompt = "Boris owns the tuna."
+    words[words.index("--model") + 1], words[words.index("--prompt") + 1] = str(tmp_path), prompt
+    printed = start("-m", "torch.distributed.run", "--standalone", *words, "--max_new_tokens", "6")
+
+    batch = tokenizer(prompt, return_tensors="pt")
+    tokens = model.generate(**batch, max_new_tokens=6, do_sample=False)[0, batch["input_ids"].shape[1] :]
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert len(set(text.split())) > 1 and printed.splitlines().count(text) == 1
+
+
+def test_example_without_torchrun(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    import tensor_parallel
+
+    assert tensor_parallel.main(["--model", "absent", "--prompt", "Boris"]) == 1
+    assert "error: one process splits nothing" in capsys.readouterr().err
