@@ -12,14 +12,22 @@ import dcformer  # noqa: F401  # registers the model types
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    """Runs it; wrong input ends the program with a message before any training starts."""
-    try:
-        from dcformer.training import prepare_finetuning, train
+    """Checks, trains, evaluates and saves.
 
-        trainer, checkpoint = prepare_finetuning(arguments)
-    except (ImportError, OSError, ValueError) as error:
+    Args:
+        arguments: the command line, `sys.argv[1:]` when None.
+
+    Returns:
+        what `dcformer.training.train` returns: the loss and, with held-out rows, their accuracy before and after.
+
+    Raises:
+        SystemExit: with one line that says what is wrong, before any training starts.
+    """
+    try:
+        from dcformer.training import prepare_finetuning, run_program
+    except ImportError as error:  # the extra is missing
         sys.exit(f"error: {error}")
-    return train(trainer, checkpoint)
+    return run_program(prepare_finetuning, arguments)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from accelerate import infer_auto_device_map, init_empty_weights
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from helpers import REPOSITORY, randomise, tiny_config
+from safetensors.torch import load_file
 from train_worker import CONFIG
 from transformers import AutoModelForCausalLM
 
@@ -58,14 +59,37 @@ def check_plan(two):
 
 
 @pytest.mark.distributed
-def test_the_examples_run_under_fsdp2(start, tmp_path):
-    """The page's command, shorter."""
-    if importlib.util.find_spec("trl") is None:
-        pytest.skip("needs the extra [train]")
-    words = ["--config", "examples/configs/pretrain_tiny.yaml", "--max_steps", "2", "--output_dir", tmp_path / "out"]
-    words += ["--report_to", "none", "--logging_steps", "1", "--save_strategy", "no", "--eval_strategy", "no"]
-    printed = start(*FSDP2, REPOSITORY / "examples" / "pretrain.py", *words)
-    assert "'loss'" in printed
+def test_the_examples_run_under_fsdp2(start, tmp_path, monkeypatch):
+    """The page's command, shorter; then again from its first checkpoint: the folder holds an ordinary model."""
+    training = pytest.importorskip("dcformer.training", exc_type=ImportError)
+    section = (REPOSITORY / "docs" / "scale_out.md").read_text(encoding="utf-8").partition("## FSDP2")[2]
+    command = section.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ").split()
+    assert command[:3] == ["accelerate", "launch", "--config_file"]
+    script = command.index("examples/pretrain.py")
+    out, again = tmp_path / "out", tmp_path / "again"
+    options = {"output_dir": out, "max_steps": 3, "save_steps": 2, "logging_steps": 1, "report_to": "none"}
+    options |= {"max_length": 128, "per_device_eval_batch_size": 1}
+
+    def run(**more):
+        words = [word for name, value in (options | more).items() for word in (f"--{name}", value)]
+        launch = ["-m", "accelerate.commands.launch", *command[2:script], "--num_processes", 2]
+        launch += ["--mixed_precision", "no", "--main_process_port", 0, HERE / "on_cpu.py"]
+        return start(*launch, *command[script:], *words)
+
+    assert f"wrote {out}" in run()
+    assert list(out.glob("checkpoint-2/pytorch_model_fsdp_0/*.distcp"))  # one part per process
+    scored = json.loads((out / "eval_results.json").read_text())["eval_loss"]
+    # weights, configuration and tokenizer of the folder, in one process
+    words = ["--model_name_or_path", out, "--output_dir", tmp_path / "one", "--report_to", "none", "--use_cpu"]
+    words += ["--data", "examples/data/text_train.jsonl", "--eval_data", "examples/data/text_test.jsonl", "--packing"]
+    words += ["--max_length", "128", "--per_device_eval_batch_size", "1", "--disable_tqdm", "true"]
+    monkeypatch.chdir(REPOSITORY)
+    trainer, _ = training.prepare_finetuning(list(map(str, words)))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(scored, abs=1e-5)
+
+    run(output_dir=again, resume_from_checkpoint=out / "checkpoint-2")
+    whole, resumed = load_file(out / "model.safetensors"), load_file(again / "model.safetensors")
+    assert whole.keys() == resumed.keys() and all(whole[name].equal(resumed[name]) for name in whole)
 
 
 def test_fsdp2_file():

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from datasets import Dataset, IterableDataset
 from helpers import REPOSITORY
 from transformers import AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 pytest.importorskip("trl")
 
@@ -16,7 +18,8 @@ import finetune
 import pretrain
 
 from dcformer.synthetic import build_tokenizer
-from dcformer.training.data import check_rows, load_rows
+from dcformer.training import TrainingConfig
+from dcformer.training.data import check_output, check_rows, load_rows
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 DATA = REPOSITORY / "examples" / "data"
@@ -70,10 +73,117 @@ def test_wrong_column(fails, tmp_path):
     assert "expected a text, or a list of turns" in fails(data=file)
 
 
+def test_every_row_is_checked(fails, tmp_path):
+    turns = [{"role": "user", "content": "hi"}]
+    file = write(tmp_path / "rows.jsonl", [{"text": "the fox"}, {"text": "the bee"}, {"text": None}])
+    assert f"{file}, row 2: column 'text' holds 'None' (NoneType): expected a text" in fails(data=file)
+    assert "rows.jsonl, row 2" in fails(eval_data=file)
+    with pytest.raises(ValueError, match="here, row 2"):  # a stream: when the row is read
+        list(check_rows(load_rows(file, streaming=True), None, "here"))
+    file = write(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}])
+    assert "pairs.jsonl, row 1: column 'completion' holds 'None'" in fails(data=file)
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "train.jsonl", [{"messages": turns}, {"messages": []}])
+    message = fails(data=str(tmp_path / "folder"))
+    assert "folder (split 'train'), row 1: column 'messages' holds '[]'" in message
+    file = write(tmp_path / "chats.jsonl", [{"messages": turns}, {"messages": [{"role": "user", "content": None}]}])
+    assert "chats.jsonl, row 1" in fails(data=file)
+
+
+def test_nothing_to_learn_from(fails, tmp_path):
+    empty = write(tmp_path / "empty.jsonl", [{"text": ""}] * 9)
+    assert "no training row has a token to learn from: all texts" in fails(data=empty)
+    assert "no training row has a token to learn from" in fails("--streaming", data=empty)
+    assert "no training row has a token to learn from" in fails(data=empty, script=pretrain)
+    assert "no held-out row has a token to learn from" in fails(eval_data=empty)
+    file = write(tmp_path / "completions.jsonl", [{"prompt": "the fox", "completion": ""}] * 3)
+    assert "no training row has a token to learn from" in fails(data=file)
+    file = write(tmp_path / "prompts.jsonl", [{"prompt": "the fox " * 9, "completion": " the bee"}] * 3)
+    assert "no training row has a token to learn from" in fails(data=file, max_length="6")
+
+
+def test_held_out_rows_are_not_training_rows(fails, tmp_path):
+    assert "has no split 'test': files are one split, 'train'" in fails(eval_split="test")
+    assert "held-out rows would be the training rows" in fails(eval_split="train")
+    message = fails(eval_data=str(DATA / ".." / "data" / "text_test.jsonl"))
+    assert "held-out rows would be the training rows" in message and "--eval_rows" in message
+
+
+def test_files_that_cannot_be_read(fails, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "the fox"}\n{"text": "the\n')
+    for flags in ((), ("--streaming",)):
+        assert "rows.jsonl cannot be read as rows of one kind: JSON" in fails(*flags, data=str(tmp_path / "rows.jsonl"))
+    (tmp_path / "mixed").mkdir()
+    write(tmp_path / "mixed" / "a.jsonl", [{"text": "the fox"}])
+    write(tmp_path / "mixed" / "b.jsonl", [{"body": "the fox", "number": 3}])
+    assert "mixed cannot be read as rows of one kind" in fails(data=str(tmp_path / "mixed"))
+    (tmp_path / "mixed" / "c.csv").write_text("text\nthe fox\n")
+    assert "matches files of different kinds (csv, json)" in fails(data=str(tmp_path / "mixed" / "*"))
+    (tmp_path / "run.yaml").write_text("max_steps: [1\n")
+    assert "run.yaml" in fails("--config", str(tmp_path / "run.yaml"))
+
+
+def test_names_that_are_not_there(fails):
+    for name in ("model_name_or_path", "tokenizer", "chat_template_path"):
+        assert f"error: --{name} nowhere/at-all: no such file or folder, and not found" in fails(
+            **{name: "nowhere/at-all"}
+        )
+    assert "--tokenizer nowhere: no such file or folder" in fails(tokenizer="nowhere", script=pretrain)
+    assert "no file nowhere/*.jsonl" in fails(data="nowhere/*.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", "0"),
+        ("learning_rate", "-0.001"),
+        ("per_device_train_batch_size", "0"),
+        ("per_device_eval_batch_size", "0"),
+        ("gradient_accumulation_steps", "0"),
+        ("num_train_epochs", "0"),
+        ("early_stopping_patience", "0"),
+        ("max_steps", "0"),
+    ],
+)
+def test_values_that_no_run_can_have(fails, name, value):
+    assert f"{name} is {float(value):g}: expected more" in fails(**{name: value}).replace(".0:", ":")
+
+
+def test_what_cannot_run_here(fails, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    if "dcformer_triton" in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        assert "dcformer_triton needs a CUDA device" in fails(attn_implementation="dcformer_triton")
+    assert "Liger has no kernels for DCFormer" in fails("--use_liger_kernel")
+    if find_spec("wandb") is None:
+        assert "requires wandb to be installed" in fails(report_to="wandb")
+
+
+def test_adapters_that_fit_no_layer(fails):
+    message = fails("--use_peft", "--lora_target_modules", "q_proj", "nonsense")
+    assert "--lora_target_modules names 'nonsense', which is no layer" in message
+    assert "names 'nonsense'" in fails("--use_peft", "--lora_target_modules", "nonsense")
+    assert "--lora_modules_to_save names 'compost'" in fails("--use_peft", "--lora_modules_to_save", "compost")
+
+
+def test_chat_template_without_answers(fails, tmp_path):
+    file = write(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "the fox"}]}])
+    flags = ["--assistant_only_loss", "--chat_template_path", str(DATA / "chat_template.jinja")]
+    assert "has no assistant tokens" in fails(*flags, data=file)
+
+
+def test_configuration_of_a_new_model(fails):
+    assert "config_overrides '{hidden_size: abc}': " in fails(config_overrides="{hidden_size: abc}", script=pretrain)
+    assert "config_overrides '[3]': expected a mapping" in fails(config_overrides="[3]", script=pretrain)
+    assert "config_overrides '{a: [': " in fails(config_overrides="{a: [", script=pretrain)
+    message = fails(config_overrides="{vocab_size: 5, num_hidden_layers: 1}", script=pretrain)
+    assert "token ids up to 287, the model's vocabulary has 5" in message
+
+
 def test_too_long(fails, tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"text": "the fox"}, {"text": "the " * 600}])
     message = fails(data=file)
-    assert "row 1 has 601 tokens, more than the model's max_position_embeddings 512" in message
+    assert "training row 1 has 601 tokens, more than the model's max_position_embeddings 512" in message
+    assert "held-out row 1 has 601 tokens" in fails(eval_data=file)
     assert "max_length is 513: expected 1 to 512" in fails(max_length="513")
     assert "max_length is 0" in fails(max_length="0")
 
@@ -109,17 +219,58 @@ def test_output(fails, tmp_path):
     assert "already holds checkpoint-4: continue with --resume_from_checkpoint last" in message
     message = fails(output_dir=str(tmp_path / "used"), resume_from_checkpoint=str(tmp_path / "used" / "checkpoint-4"))
     assert "no whole checkpoint at" in message
+    assert "output_dir is not set: name a folder" in fails(output_dir="")
+    message = fails(output_dir=str(CHECKPOINT), resume_from_checkpoint="last")
+    assert "is the model to train: choose another with --output_dir" in message
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+        assert "already holds a model: choose another" in fails(output_dir=str(tmp_path / name))
+
+
+def test_output_without_the_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="error: output_dir is not set"):
+        finetune.main(["--model_name_or_path", str(CHECKPOINT), "--data", str(DATA / "text_test.jsonl")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_newest_whole_checkpoint(tmp_path, capsys):
+    """Each file that a checkpoint needs is taken away once, from the newest; then all of them."""
+    training = TrainingConfig(output_dir=str(tmp_path), resume_from_checkpoint="last", use_cpu=True)
+    assert check_output(training) is None
+    files = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
+    for step in (4, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        for name in files:
+            (tmp_path / f"checkpoint-{step}" / name).write_text("{}")
+    assert check_output(training) == str(tmp_path / "checkpoint-12")
+    capsys.readouterr()
+    for name, part in zip(files, ("weights", "optimizer", "scheduler", "trainer_state.json"), strict=True):
+        (tmp_path / "checkpoint-12" / name).rename(tmp_path / "away")
+        assert check_output(training) == str(tmp_path / "checkpoint-4")
+        printed = capsys.readouterr().out
+        assert f"checkpoint-12 is passed over: it has no {part} to read\n" in printed and "goes on from" in printed
+        (tmp_path / "away").rename(tmp_path / "checkpoint-12" / name)
+    (tmp_path / "checkpoint-12" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-2.safetensors"}}'
+    )
+    (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()
+    assert check_output(training) is None
+    printed = capsys.readouterr().out
+    assert "no model-2.safetensors" in printed and "has no whole checkpoint: training starts from the beg" in printed
 
 
 def test_options_that_contradict(fails):
     assert "--streaming needs --max_steps" in fails("--streaming", max_steps="-1")
-    assert "need held-out rows: give --eval_data" in fails(eval_strategy="steps")
+    assert "--eval_strategy steps needs held-out rows: give --eval_data" in fails(eval_strategy="steps")
+    assert "--early_stopping_patience 2 needs held-out rows" in fails(early_stopping_patience="2")
     assert "give one of the two" in fails(eval_rows="3", eval_data="x.jsonl")
     assert "leaves nothing to train on" in fails(eval_rows="74")
+    assert "leaves nothing to train on" in fails("--streaming", eval_rows="74")
     assert "not conversational" in fails("--assistant_only_loss")
-    assert fails(model_name_or_path="nowhere/at-all").startswith("error: ")
     assert "Unknown preset 'dcformer-7b'" in fails(preset="dcformer-7b", script=pretrain)
-    assert "'num_layers', which is no field" in fails(config_overrides="{num_layers: 4}", script=pretrain)
+    assert "'num_layers' is no field of DCFormerConfig" in fails(config_overrides="{num_layers: 4}", script=pretrain)
 
 
 def test_missing_extra():
@@ -135,7 +286,9 @@ def test_kinds_of_files(tmp_path, streaming):
     Dataset.from_dict({"text": ["the fox", "the bee"]}).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "rows.csv").write_text("text,number\nthe fox,1\nthe bee,2\n")
     (tmp_path / "rows.txt").write_text("the fox\nthe bee\n")
-    for name in ("rows.parquet", "rows.csv", "rows.txt"):
+    write(tmp_path / "a.jsonl", [{"text": "the fox"}])
+    write(tmp_path / "b.jsonl", [{"text": "the bee"}])
+    for name in ("rows.parquet", "rows.csv", "rows.txt", "*.jsonl"):
         rows = check_rows(load_rows(str(tmp_path / name), "train", streaming=streaming), None, name)
         assert isinstance(rows, IterableDataset if streaming else Dataset)
         assert list(rows) == [{"text": "the fox"}, {"text": "the bee"}]

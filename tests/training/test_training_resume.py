@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from helpers import REPOSITORY
 from safetensors.torch import load_file
 
 pytest.importorskip("trl")
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import finetune
 
 CHAT = ["--config", "examples/configs/finetune_synthetic.yaml", "--eval_steps", "4"]
 TEXT = ["--model_name_or_path", "checkpoints/dcformer-synthetic", "--data", "examples/data/text_test.jsonl"]
@@ -44,6 +48,38 @@ def history(folder: Path) -> list[dict]:
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     timed = ("runtime", "per_second", "num_tokens", "total_flos", "train_loss")
     return [{name: value for name, value in e.items() if not any(t in name for t in timed)} for e in entries]
+
+
+STOPS = ["--early_stopping_patience", "3", "--learning_rate", "1.0", "--warmup_steps", "0", "--max_steps", "20"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lost"),
+    [(["--max_steps", "3"], 0), (["--num_train_epochs", "0.08"], 0), (STOPS, 0), (STOPS, 1)],
+    ids=["last step", "last part of an epoch", "stopped early", "about to stop early"],
+)
+def test_killed_after_the_last_checkpoint(arguments, lost, tmp_path, monkeypatch):
+    """While it evaluated or saved: no step more is taken. Or, `lost`, before the checkpoint where it stopped early."""
+    monkeypatch.chdir(REPOSITORY)
+    flags = [*TEXT, *arguments, "--eval_rows", "10", "--save_steps", "1", "--logging_steps", "1", "--use_cpu"]
+    flags += ["--per_device_train_batch_size", "2", "--report_to", "none", "--disable_tqdm", "true"]
+    flags += ["--output_dir", str(tmp_path)]
+    summary = finetune.main(flags)
+    whole, entries = load_file(tmp_path / "model.safetensors"), history(tmp_path)
+    steps = json.loads((tmp_path / "trainer_state.json").read_text())["global_step"]
+    assert steps == (3 if "20" not in arguments else pytest.approx(5, abs=2))
+    checkpoints = sorted(tmp_path.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    assert checkpoints[-1].name == f"checkpoint-{steps}"
+    for path in {*tmp_path.iterdir()} - {*checkpoints[: len(checkpoints) - lost]}:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    again = finetune.main([*flags, "--resume_from_checkpoint", "last"])
+    resumed = load_file(tmp_path / "model.safetensors")
+    assert all(whole[name].equal(resumed[name]) for name in whole)
+    assert history(tmp_path) == entries
+    assert [again[name] for name in ("before", "after", "eval_loss")] == [
+        summary[name] for name in ("before", "after", "eval_loss")
+    ]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from .arguments import (
     TrainingConfig,
     paper_learning_rate,
 )
-from .run import PretrainingConfig, prepare_finetuning, prepare_pretraining, train
+from .run import PretrainingConfig, prepare_finetuning, prepare_pretraining, run_program, train
 
 __all__ = [
     "ATTENTION_TARGETS",
@@ -34,5 +34,6 @@ __all__ = [
     "paper_learning_rate",
     "prepare_finetuning",
     "prepare_pretraining",
+    "run_program",
     "train",
 ]

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import yaml
+from huggingface_hub.errors import StrictDataclassError
 from trl import ModelConfig, SFTConfig, TrlParser
 
 from ..configuration_dcformer import DCFormerConfig
@@ -16,12 +18,29 @@ MLP_TARGETS = ["mlp.gate_proj", "up_proj", "down_proj", "multi_gate_proj"]
 COMPOSE_TARGETS = ["dw1_proj", "compose.gate_proj"]
 LORA_TARGETS = [*ATTENTION_TARGETS, *MLP_TARGETS, *COMPOSE_TARGETS]
 
+# Training arguments that are numbers above 0, or not given.
+_POSITIVE = (
+    "learning_rate",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "early_stopping_patience",
+)
+
 # Peak learning rates of the paper's scaling runs, by the size up to which we use them.
 _PAPER_RATES = ((600e6, 3e-4), (1.1e9, 2.5e-4), (float("inf"), 2e-4))
 
 
 def paper_learning_rate(parameters: int) -> float:
-    """The paper's peak learning rate for a model with so many parameters (405M: 3e-4, 834M: 2.5e-4, 1.4B: 2e-4)."""
+    """The paper's peak learning rate (405M: 3e-4, 834M: 2.5e-4, 1.4B: 2e-4).
+
+    Args:
+        parameters: how many the model has.
+
+    Returns:
+        the rate of the next larger of these sizes, 2e-4 above them.
+    """
     return next(rate for limit, rate in _PAPER_RATES if parameters <= limit)
 
 
@@ -29,7 +48,7 @@ def paper_learning_rate(parameters: int) -> float:
 class DataArguments:
     """Where rows come from. A row is a text, a conversation ("messages"), or a "prompt" with its "completion"."""
 
-    data: str = field(metadata={"help": "file (json, jsonl, csv, parquet, txt), folder or name on the Hub"})
+    data: str = field(metadata={"help": "file or pattern such as 'texts/*.jsonl', folder, or name on the Hub"})
     data_config: str | None = field(default=None, metadata={"help": "configuration of a data set on the Hub"})
     split: str = field(default="train", metadata={"help": "split to train on"})
     column: str | None = field(
@@ -37,7 +56,7 @@ class DataArguments:
         metadata={"help": "column with the texts or conversations; found by itself when it is `text` or `messages`"},
     )
     eval_data: str | None = field(default=None, metadata={"help": "held-out rows: as --data; --data when not given"})
-    eval_split: str | None = field(default=None, metadata={"help": "split of the held-out rows"})
+    eval_split: str | None = field(default=None, metadata={"help": "split of the held-out rows; train by default"})
     eval_rows: int = field(default=0, metadata={"help": "hold out so many rows of the training data instead"})
     streaming: bool = field(default=False, metadata={"help": "read rows while training; needs --max_steps"})
     shuffle_buffer: int = field(default=1000, metadata={"help": "rows among which a stream is shuffled; 0: not at all"})
@@ -62,6 +81,12 @@ class ModelArguments(ModelConfig):
     )
     lora_dropout: float = field(default=0.0, metadata={"help": "dropout of adapters; the paper trains without dropout"})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # TRL unpacks a single name, which PEFT takes for a regular expression over whole paths: `q_proj` matches none
+        if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
+            self.lora_target_modules = [self.lora_target_modules]
+
 
 @dataclass
 class NewModelArguments:
@@ -79,24 +104,30 @@ class NewModelArguments:
     )
 
     def make_config(self, tokenizer: Any) -> DCFormerConfig:
-        """The preset with the overrides, the vocabulary and special tokens of `tokenizer`.
+        """The preset with the overrides, the vocabulary and special tokens of the tokenizer.
+
+        Args:
+            tokenizer: the one that the model will read with.
+
+        Returns:
+            the configuration of the new model.
 
         Raises:
-            ValueError: on an unknown preset or field, or overrides that are no mapping.
+            ValueError: on an unknown preset or field, a value that no field can have, or overrides that are no mapping.
         """
-        import yaml
-
-        overrides = self.config_overrides or {}
-        if isinstance(overrides, str):
-            overrides = yaml.safe_load(overrides)
-        if not isinstance(overrides, dict):
-            raise ValueError(f"config_overrides is {overrides!r}: expected a mapping such as {{num_hidden_layers: 4}}")
-        fields = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
         config = DCFormerConfig.from_preset(self.preset)
-        unknown = [name for name in overrides if not hasattr(config, name)]
-        if unknown:
-            raise ValueError(f"config_overrides names {unknown[0]!r}, which is no field of {type(config).__name__}")
-        return DCFormerConfig.from_preset(self.preset, vocab_size=len(tokenizer), **(fields | overrides))
+        fields = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+        fields["vocab_size"] = len(tokenizer)
+        try:
+            given = self.config_overrides or {}
+            overrides = yaml.safe_load(given) if isinstance(given, str) else given
+            if not isinstance(overrides, dict):
+                raise ValueError("expected a mapping such as {num_hidden_layers: 4}")
+            if unknown := [name for name in overrides if not hasattr(config, name)]:
+                raise ValueError(f"{unknown[0]!r} is no field of {type(config).__name__}")
+            return DCFormerConfig.from_preset(self.preset, **(fields | overrides))
+        except (StrictDataclassError, TypeError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"--config_overrides {self.config_overrides!r}: {error}") from error
 
 
 @dataclass
@@ -148,6 +179,18 @@ class TrainingConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         given: Any = self  # mypy does not follow TRL
+        if not given.output_dir:  # the library would take "trainer_output"
+            raise ValueError("output_dir is not set: name a folder for checkpoints and the model with --output_dir")
+        for name in _POSITIVE:
+            value = getattr(given, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}: expected more than 0, give another --{name}")
+        if given.max_steps == 0:
+            raise ValueError("max_steps is 0: expected more, or -1 to train for --num_train_epochs")
+        if given.use_liger_kernel:
+            raise ValueError(
+                "use_liger_kernel: Liger has no kernels for DCFormer. Leave it out, TRL's fused cross entropy is used"
+            )
         if given.early_stopping_patience is not None:
             given.load_best_model_at_end = True
             if given.eval_strategy == "no":
@@ -165,8 +208,16 @@ class TrainingConfig(SFTConfig):
 def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
     """Arguments of the command line, over those of the YAML file that `--config` names, over the defaults.
 
+    Args:
+        classes: dataclasses whose fields are the arguments.
+        arguments: the command line, `sys.argv[1:]` when None.
+
+    Returns:
+        an object of each class, in their order.
+
     Raises:
-        ValueError: on values that no run can have.
+        ValueError: on values that no run can have, or fields of the YAML file that are no argument.
+        OSError, yaml.YAMLError: when the YAML file cannot be read.
         SystemExit: on unknown options, as argparse does.
     """
     return tuple(TrlParser(classes).parse_args_and_config(arguments))

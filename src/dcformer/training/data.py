@@ -7,17 +7,24 @@ that restart at every document, which is how DCFormer's attention tells document
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetsError
+from pyarrow import ArrowException  # type: ignore[import-untyped]  # it ships no types
 from tokenizers import Tokenizer
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import SFTTrainer
 
-from .arguments import DataArguments, TrainingConfig
+from .arguments import LORA_TARGETS, DataArguments, TrainingConfig
 
 Rows: TypeAlias = Dataset | IterableDataset
 
@@ -25,40 +32,67 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parq
 _COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
 _SAMPLE_ROWS = 8
 _MOST_UNKNOWN = 0.5  # share of unknown tokens above which tokenizer and data do not belong together
+_WEIGHTS = ("*model*.safetensors", "pytorch_model*")
+_CHECKPOINT_PARTS = {  # DeepSpeed keeps all of them in a folder global_stepN
+    "weights": (*_WEIGHTS, "global_step*"),
+    "optimizer": ("optimizer*", "global_step*"),
+    "scheduler": ("scheduler.pt", "global_step*"),
+}
 
 
-def load_rows(source: str, split: str, config: str | None = None, streaming: bool = False) -> Rows:
-    """Opens a local file, a local folder or a data set on the Hub.
+def load_rows(source: str, split: str = "train", config: str | None = None, streaming: bool = False) -> Rows:
+    """Opens local files, a local folder or a data set on the Hub.
 
     Args:
-        source: path or name.
-        split: of a folder or a data set on the Hub; a file is one split.
+        source: path of a file, a pattern of paths ("texts/*.jsonl"), a folder, or a name.
+        split: of a folder or a data set on the Hub; files are one split, "train".
         config: configuration of a data set on the Hub.
         streaming: read while training instead of before.
 
+    Returns:
+        the rows, as they are.
+
     Raises:
         FileNotFoundError: when `source` looks like a path and is not there.
-        ValueError: when there is no such split, the file's kind is unknown, or it is empty.
+        ValueError: when there is no such split, the files' kind is unknown or not one, or one is empty.
     """
     path = Path(source)
-    if path.is_file():
-        suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
-        builder = _BUILDERS.get(suffixes[-1].lower() if suffixes else "")
-        if builder is None:
-            raise ValueError(f"{source}: unknown kind of file, expected one of {', '.join(_BUILDERS)} (or compressed)")
-        if path.stat().st_size == 0:
-            raise ValueError(f"{source} is empty: expected at least one row to train on")
-        return load_dataset(builder, data_files=str(path), split="train", streaming=streaming)
-    if not path.is_dir() and (path.suffix in {*_BUILDERS, *_COMPRESSED} or source.startswith((".", "/", "~"))):
-        raise FileNotFoundError(f"no file {source}: give the path of a file or folder, or the name of a Hub data set")
+    files = [source] if path.is_file() else sorted(filter(os.path.isfile, glob(source, recursive=True)))
+    if files:
+        if split != "train":
+            raise ValueError(
+                f"{source} has no split {split!r}: files are one split, 'train'. Give held-out rows a file of "
+                "their own with --eval_data, or hold some out with --eval_rows"
+            )
+        builders = {_builder(Path(file)) for file in files}
+        if len(builders) > 1:
+            raise ValueError(f"{source} matches files of different kinds ({', '.join(sorted(builders))}): choose one")
+        if empty := [file for file in files if os.path.getsize(file) == 0]:
+            raise ValueError(f"{empty[0]} is empty: expected at least one row to train on")
+        return load_dataset(builders.pop(), data_files=files, split="train", streaming=streaming)
+    is_path = path.suffix in {*_BUILDERS, *_COMPRESSED} or source.startswith((".", "/", "~")) or "*" in source
+    if is_path and not path.is_dir():
+        raise FileNotFoundError(
+            f"no file {source}: give the path of a file or folder, a pattern of paths in quotes, or the name of a Hub "
+            "data set"
+        )
     return load_dataset(source, config, split=split, streaming=streaming)
 
 
+def _builder(path: Path) -> str:
+    """The library's name of a file's kind."""
+    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
+    builder = _BUILDERS.get(suffixes[-1].lower() if suffixes else "")
+    if builder is None:
+        raise ValueError(f"{path}: unknown kind of file, expected one of {', '.join(_BUILDERS)} (or compressed)")
+    return builder
+
+
 def check_rows(rows: Rows, column: str | None, source: str) -> Rows:
-    """Keeps the columns to train on, under the names TRL gives them.
+    """Keeps the columns to train on, under the names TRL gives them, and looks at every row.
 
     Args:
-        rows: as loaded.
+        rows: as loaded. Those of a `Dataset` are looked at here, those of a stream when they are read.
         column: the column with texts or conversations, or None to look for "messages", "prompt" with "completion", or
             "text".
         source: what messages call the rows.
@@ -67,7 +101,8 @@ def check_rows(rows: Rows, column: str | None, source: str) -> Rows:
         rows with "text", "messages", or "prompt" and "completion".
 
     Raises:
-        ValueError: when there is no row, no such column, or the column holds something else.
+        ValueError: when there is no row, no such column, or a row that holds something else; for a stream also later,
+            while rows are read.
     """
     first = next(iter(rows), None)
     if first is None:
@@ -84,9 +119,13 @@ def check_rows(rows: Rows, column: str | None, source: str) -> Rows:
             )
     else:
         kept = (column,)
-    for name in kept:
-        _check_value(first[name], name, source)
     rows = rows.select_columns(list(kept))
+    if isinstance(rows, Dataset):
+        for index, row in enumerate(tqdm(rows, desc="Checking rows", delay=2)):
+            _check_row(row, index, source)
+    else:
+        _check_row({name: first[name] for name in kept}, 0, source)
+        rows = rows.map(_check_row, with_indices=True, fn_kwargs={"source": source}, features=rows.features)
     if column is not None:
         name = "text" if isinstance(first[column], str) else "messages"
         rows = rows if column == name else rows.rename_column(column, name)
@@ -97,99 +136,180 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _check_value(value: Any, name: str, source: str) -> None:
-    is_conversation = isinstance(value, list) and value and all(isinstance(turn, Mapping) for turn in value)
-    if is_conversation and all({"role", "content"} <= turn.keys() for turn in value):
-        return
-    if not isinstance(value, str) or (name == "messages"):
-        raise ValueError(
-            f"{source}: column {name!r} holds {str(value)[:80]!r} ({type(value).__name__}): expected a text, or a list "
-            'of turns {"role": ..., "content": ...}'
+def _check_row(row: Mapping[str, Any], index: int, source: str) -> Mapping[str, Any]:
+    for name, value in row.items():
+        if not (_is_conversation(value) or (isinstance(value, str) and name != "messages")):
+            raise ValueError(
+                f"{source}, row {index}: column {name!r} holds {str(value)[:80]!r} ({type(value).__name__}): expected "
+                'a text, or a list of turns {"role": ..., "content": ...}'
+            )
+    return row
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(turn, Mapping)
+            and isinstance(turn.get("role"), str)
+            and (isinstance(turn.get("content"), str) or turn.get("tool_calls"))
+            for turn in value
         )
+    )
 
 
 def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows | None]:
     """The rows to train on and those held out, if any; checked, not yet tokenised.
 
+    Args:
+        data: where they come from.
+        training: for `max_steps`, the seed of shuffling and holding out, and `dataset_text_field`, TRL's `column`.
+
+    Returns:
+        the rows to train on, shuffled where they are a stream, and the held-out rows or None.
+
     Raises:
-        ValueError, OSError: as `load_rows` and `check_rows`; when a stream has no end to train to; when more rows are
-            to be held out than there are.
+        ValueError, OSError: as `load_rows` and `check_rows`; when files cannot be read; when a stream has no end to
+            train to; when held-out rows are the training rows, or leave nothing to train on.
     """
     if data.streaming and training.max_steps <= 0:
         raise ValueError(f"--streaming needs --max_steps, got {training.max_steps}: a stream does not know its length")
     column = data.column
-    if column is None and training.dataset_text_field != "text":  # TRL's name for the same
+    if column is None and training.dataset_text_field != "text":
         column = training.dataset_text_field
-    training.dataset_text_field = "text"
-    rows = load_rows(data.data, data.split, data.data_config, data.streaming)
-    rows = check_rows(rows, column, data.data)
+    seed = training.data_seed or training.seed
+    rows = _read(data.data, data.split, column, data.data_config, data.streaming)
     held_out = None
     if data.eval_data or data.eval_split:
-        source = data.eval_data or data.data
-        held_out = load_rows(source, data.eval_split or data.split, data.data_config)
-        held_out = check_rows(held_out, column, source)
-    elif data.eval_rows and isinstance(rows, IterableDataset):
-        held_out, rows = rows.take(data.eval_rows), rows.skip(data.eval_rows)
-    elif data.eval_rows:
-        if data.eval_rows >= len(rows):
+        source, split = data.eval_data or data.data, data.eval_split or "train"
+        if (Path(source).resolve(), split) == (Path(data.data).resolve(), data.split):
             raise ValueError(
-                f"--eval_rows {data.eval_rows} leaves nothing to train on: {data.data} has {len(rows)} rows"
+                f"held-out rows would be the training rows, split {split!r} of {source}: name others with --eval_data "
+                "or --eval_split, or hold some out with --eval_rows"
             )
-        parts = rows.train_test_split(data.eval_rows, seed=training.data_seed or training.seed)
-        rows, held_out = parts["train"], parts["test"]
+        held_out = _read(source, split, column)
+    elif data.eval_rows:
+        if isinstance(rows, IterableDataset):
+            held_out, rows = rows.take(data.eval_rows), rows.skip(data.eval_rows)
+            is_enough = next(iter(rows), None) is not None
+        elif is_enough := data.eval_rows < len(rows):
+            parts = rows.train_test_split(data.eval_rows, seed=seed)
+            rows, held_out = parts["train"], parts["test"]
+        if not is_enough:
+            raise ValueError(
+                f"--eval_rows {data.eval_rows} leaves nothing to train on: {data.data} has no more rows than that"
+            )
     if isinstance(rows, IterableDataset) and data.shuffle_buffer:
-        rows = rows.shuffle(seed=training.data_seed or training.seed, buffer_size=data.shuffle_buffer)
+        rows = rows.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
     return rows, held_out
 
 
-def check_output(training: TrainingConfig) -> str | None:
+def _read(source: str, split: str, column: str | None, config: str | None = None, streaming: bool = False) -> Rows:
+    """Loads and checks rows; what the readers of the formats raise is said with the name of the file."""
+    name = f"{source} (split {split!r})" if Path(source).is_dir() else source
+    try:
+        return check_rows(load_rows(source, split, config, streaming), column, name)
+    except (ArrowException, DatasetsError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"{source} cannot be read as rows of one kind: {reason[:300]}") from error
+
+
+def check_output(training: TrainingConfig, model: str | None = None) -> str | None:
     """Makes sure that the output folder can be written, and finds the checkpoint to resume from.
 
     `--resume_from_checkpoint last` means the newest whole checkpoint of the output folder; one that was cut short while
-    it was written is passed over. Without any, training starts from the beginning.
+    it was written is passed over. Without any, training starts from the beginning; what was chosen is printed.
+
+    Args:
+        training: for `output_dir` and `resume_from_checkpoint`.
+        model: folder or name of the model that is trained, or None when it is new.
 
     Returns:
         the folder of the checkpoint, or None.
 
     Raises:
-        OSError: when the output folder cannot be written, or holds checkpoints though nothing was said about resuming.
+        OSError: when the output folder cannot be written, is the model's own, or holds checkpoints or a model though
+            there is nothing to resume from.
         FileNotFoundError: when the named checkpoint is not whole.
     """
-    if not training.output_dir:
-        raise ValueError("output_dir is not set: name a folder for checkpoints and the model with --output_dir")
-    folder = Path(training.output_dir)
+    folder = Path(training.output_dir)  # type: ignore[arg-type]  # TrainingConfig has refused None
+    if model is not None and folder.resolve() == Path(model).resolve():
+        raise FileExistsError(f"output_dir {folder} is the model to train: choose another with --output_dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(f"cannot write to output_dir {folder} ({error}): choose another with --output_dir") from None
     found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
-    found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
+    found.sort(key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
     wanted = training.resume_from_checkpoint
-    if not wanted:
-        if found:
-            raise FileExistsError(
-                f"output_dir {folder} already holds {found[-1].name}: continue with --resume_from_checkpoint last, or "
-                "choose another --output_dir"
-            )
-        return None
-    if wanted != "last":
-        if not _is_whole(Path(wanted)):
+    if wanted and wanted != "last":
+        if missing := _missing(Path(wanted)):
             raise FileNotFoundError(
-                f"no whole checkpoint at {wanted}: expected a folder checkpoint-N with a readable trainer_state.json; "
-                "--resume_from_checkpoint last takes the newest one"
+                f"no whole checkpoint at {wanted}, which has no {' and no '.join(missing)} to read: expected a folder "
+                "checkpoint-N; --resume_from_checkpoint last takes the newest one"
             )
         return wanted
-    return next((str(path) for path in reversed(found) if _is_whole(path)), None)
+    if found and not wanted:
+        raise FileExistsError(
+            f"output_dir {folder} already holds {found[0].name}: continue with --resume_from_checkpoint last, or "
+            "choose another --output_dir"
+        )
+    lines = []
+    for checkpoint in found:
+        if not (missing := _missing(checkpoint)):
+            lines.append(f"goes on from {checkpoint}")
+            break
+        lines.append(f"{checkpoint} is passed over: it has no {' and no '.join(missing)} to read")
+    else:
+        checkpoint = None
+        if any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
+            raise FileExistsError(f"output_dir {folder} already holds a model: choose another with --output_dir")
+        lines += [f"{folder} has no whole checkpoint: training starts from the beginning"] if wanted else []
+    if training.process_index == 0:
+        print(*lines, sep="\n", end="\n" * bool(lines))
+    return None if checkpoint is None else str(checkpoint)
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether the file that the trainer writes last is there and complete."""
+def _missing(checkpoint: Path) -> list[str]:
+    """What a checkpoint lacks to be whole; the state is what the trainer writes last."""
+    missing = [
+        part
+        for part, patterns in _CHECKPOINT_PARTS.items()
+        if not any(path for pattern in patterns for path in checkpoint.glob(pattern))
+    ]
     try:
-        TrainerState.load_from_json(os.fspath(checkpoint / "trainer_state.json"))
+        for index in checkpoint.glob("*.index.json"):
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+            missing += [shard for shard in sorted(shards) if not (checkpoint / shard).is_file()]
+        TrainerState.load_from_json(os.fspath(checkpoint / TRAINER_STATE_NAME))
     except (OSError, json.JSONDecodeError, TypeError):
-        return False
-    return True
+        missing.append(TRAINER_STATE_NAME)
+    return missing
+
+
+def check_adapters(model: PreTrainedModel, names: Sequence[str] | None, option: str) -> None:
+    """Refuses names of layers that the model does not have; PEFT passes over them where another name fits.
+
+    Args:
+        model: without adapters.
+        names: ends of the modules' names, None, or "all-linear". `LORA_TARGETS`, the default, is for every kind of
+            DCFormer, so not all of it need be there.
+        option: what messages call them.
+
+    Raises:
+        ValueError: naming the first that fits no module.
+    """
+    if names is None or names == "all-linear" or names == LORA_TARGETS:
+        return
+    modules = [f".{name}" for name, _ in model.named_modules()]
+    for name in names:
+        if not any(module.endswith(f".{name}") for module in modules):
+            raise ValueError(
+                f"{option} names {name!r}, which is no layer of the model: expected ends of their names, such as "
+                f"{', '.join(LORA_TARGETS)}"
+            )
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, rows: Rows, own: str | None) -> None:
@@ -209,7 +329,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
     if largest >= size:
         raise ValueError(
             f"the tokenizer {tokenizer.name_or_path} has token ids up to {largest}, the model's vocabulary has {size}: "
-            "use the model's own tokenizer (leave out --tokenizer)"
+            "use the model's own tokenizer (leave out --tokenizer), or a larger vocab_size for a new model"
         )
     if own is not None:
         vocabulary, other = Tokenizer.from_file(own).get_vocab(), tokenizer.get_vocab()
@@ -231,36 +351,65 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
 
 def _texts(row: Mapping[str, Any]) -> Iterable[str]:
     for value in row.values():
-        yield from [value] if isinstance(value, str) else [str(turn["content"]) for turn in value]
+        yield from [value] if isinstance(value, str) else [turn["content"] or "" for turn in value]
 
 
-def set_max_length(training: TrainingConfig, limit: int, streaming: bool) -> None:
-    """Fills in `max_length` where rows are packed or streamed, and checks it against the model.
+def longest(training: TrainingConfig, limit: int, streaming: bool) -> int | None:
+    """The length at which rows are packed or cut.
+
+    Args:
+        training: for `max_length` and `packing`.
+        limit: the model's `max_position_embeddings`.
+        streaming: whether rows are read while training, when none can be refused for its length before.
+
+    Returns:
+        `max_length`; without it the limit where rows are packed or streamed, and None, not cut, where they are not.
 
     Raises:
-        ValueError: when it is longer than `max_position_embeddings` (`limit`), or not positive.
+        ValueError: when `max_length` is beyond the limit, or not positive.
     """
-    if training.max_length is None and (training.packing or streaming):
-        training.max_length = limit
-    if training.max_length is not None and not 0 < training.max_length <= limit:
+    if training.max_length is None:
+        return limit if training.packing or streaming else None
+    if not 0 < training.max_length <= limit:
         raise ValueError(
             f"max_length is {training.max_length}: expected 1 to {limit}, the model's max_position_embeddings"
         )
+    return training.max_length
 
 
-def check_lengths(rows: Dataset, limit: int) -> None:
-    """Refuses tokenised rows that are longer than the model's `max_position_embeddings` (`limit`).
+def check_tokenised(trainer: SFTTrainer) -> None:
+    """Refuses tokenised rows that are too long for the model, or that all have nothing to learn from.
+
+    Args:
+        trainer: with rows as it prepared them; those of a stream are read up to the first that can be learned from.
 
     Raises:
-        ValueError: naming the first such row.
+        ValueError: naming the first row that is longer than `max_position_embeddings`; or when no training or no
+            held-out row has a token with a loss, but for the end of the text.
     """
+    parts = {"training": trainer.train_dataset, "held-out": trainer.eval_dataset}
+    end = trainer.processing_class.eos_token_id
+    without = torch.tensor([-100] if end is None else [-100, end])
+    for name, rows in parts.items():
+        if rows is None:
+            continue
+        if isinstance(rows, Dataset):
+            _check_lengths(rows, name, trainer.model.config.max_position_embeddings)
+        if all(torch.isin(trainer.data_collator([row])["labels"][:, 1:], without).all() for row in rows):
+            raise ValueError(
+                f"no {name} row has a token to learn from: all texts or completions are empty, or prompts leave no "
+                "room for them within --max_length"
+            )
+
+
+def _check_lengths(rows: Dataset, name: str, limit: int) -> None:
     start = 0
     for batch in rows.select_columns("input_ids").with_format("arrow").iter(1000):
         lengths = batch["input_ids"].combine_chunks().value_lengths().to_pylist()
         for index, length in enumerate(lengths, start):
             if length > limit:
                 raise ValueError(
-                    f"row {index} has {length} tokens, more than the model's max_position_embeddings {limit}: cut rows "
-                    f"with --max_length {limit}, or lose nothing with --packing"
+                    f"{name} row {index} has {length} tokens, more than the model's max_position_embeddings {limit}: "
+                    f"cut rows with --max_length {limit}, or lose nothing with --packing"
                 )
         start += len(lengths)

@@ -1,10 +1,13 @@
 """From arguments to a trainer that is ready to run, and running it. examples/finetune.py and pretrain.py call this."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+import torch
+from datasets import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -13,11 +16,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.trainer_pt_utils import get_model_param_count
 from transformers.utils import cached_file
 from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from .arguments import DataArguments, ModelArguments, NewModelArguments, TrainingConfig, paper_learning_rate, parse
-from .data import check_lengths, check_output, check_tokenizer, make_data, set_max_length
+from .data import Rows, check_adapters, check_output, check_tokenised, check_tokenizer, longest, make_data
 
 
 @dataclass
@@ -40,81 +44,160 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
         the trainer, and the checkpoint to resume from or None: the arguments of `train`.
 
     Raises:
-        ValueError, OSError: naming the bad value, what was expected and what to do.
+        ValueError, OSError: naming the bad value, what was expected and what to do; other errors are the libraries'.
     """
     data, chosen, training = parse((DataArguments, ModelArguments, TrainingConfig), arguments)
-    if chosen.model_name_or_path is None:
+    name = chosen.model_name_or_path
+    if name is None:
         raise ValueError("model_name_or_path is not set: name the model to fine-tune with --model_name_or_path")
-    checkpoint = check_output(training)
+    checkpoint = check_output(training, name)
     rows, held_out = make_data(data, training)
     source = {"revision": chosen.model_revision}
-    tokenizer = AutoTokenizer.from_pretrained(chosen.tokenizer or chosen.model_name_or_path, **source)
-    quantization = get_quantization_config(chosen)
-    if quantization is not None:
+    option = "--tokenizer" if chosen.tokenizer else "--model_name_or_path"
+    tokenizer = _load(option, AutoTokenizer, chosen.tokenizer or name, **source)
+    if (quantization := get_quantization_config(chosen)) is not None:
         source["quantization_config"] = quantization
-    model = AutoModelForCausalLM.from_pretrained(
-        chosen.model_name_or_path, dtype=chosen.dtype, attn_implementation=chosen.attn_implementation, **source
+    model = _load(
+        "--model_name_or_path",
+        AutoModelForCausalLM,
+        name,
+        dtype=chosen.dtype,
+        attn_implementation=chosen.attn_implementation,
+        **source,
     )
     own = None
     if chosen.tokenizer:
         own = cached_file(
-            chosen.model_name_or_path,
-            "tokenizer.json",
-            revision=chosen.model_revision,
-            _raise_exceptions_for_missing_entries=False,
+            name, "tokenizer.json", revision=chosen.model_revision, _raise_exceptions_for_missing_entries=False
         )
     check_tokenizer(tokenizer, model, rows, own)
-    peft_config = get_peft_config(chosen)
-    return _make_trainer(model, tokenizer, rows, held_out, data, training, peft_config, checkpoint), checkpoint
+    if chosen.use_peft:
+        check_adapters(model, chosen.lora_target_modules, "--lora_target_modules")
+        check_adapters(model, chosen.lora_modules_to_save, "--lora_modules_to_save")
+    trainer = _make_trainer(model, tokenizer, rows, held_out, training, checkpoint, get_peft_config(chosen))
+    return trainer, checkpoint
 
 
 def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrainer, str | None]:
-    """As `prepare_finetuning`, for a new model of a preset's shape and a tokenizer's vocabulary."""
+    """As `prepare_finetuning`, for a new model of a preset's shape and a tokenizer's vocabulary.
+
+    Args:
+        arguments: the command line, `sys.argv[1:]` when None; `--help` lists them.
+
+    Returns:
+        the trainer, and the checkpoint to resume from or None: the arguments of `train`.
+
+    Raises:
+        ValueError, OSError: as `prepare_finetuning`.
+    """
     data, chosen, training = parse((DataArguments, NewModelArguments, PretrainingConfig), arguments)
     checkpoint = check_output(training)
     rows, held_out = make_data(data, training)
-    tokenizer = AutoTokenizer.from_pretrained(chosen.tokenizer)
+    tokenizer = _load("--tokenizer", AutoTokenizer, chosen.tokenizer)
     config = chosen.make_config(tokenizer)
     if training.learning_rate is None:
         training.learning_rate = paper_learning_rate(config.num_parameters())
     set_seed(training.seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=chosen.attn_implementation)
     check_tokenizer(tokenizer, model, rows, own=None)
-    return _make_trainer(model, tokenizer, rows, held_out, data, training, None, checkpoint), checkpoint
+    return _make_trainer(model, tokenizer, rows, held_out, training, checkpoint), checkpoint
+
+
+def _load(option: str, auto_class: Any, name: str, **arguments: Any) -> Any:
+    """`from_pretrained`, whose error for what is not there names the option and both places that were looked at."""
+    try:
+        return auto_class.from_pretrained(name, **arguments)
+    except (OSError, ValueError) as error:
+        if Path(name).exists():
+            raise
+        raise FileNotFoundError(
+            f"{option} {name}: no such file or folder, and not found on the Hub by that name either: {error}"
+        ) from error
 
 
 def _make_trainer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Any,
-    held_out: Any,
-    data: DataArguments,
+    rows: Rows,
+    held_out: Rows | None,
     training: TrainingConfig,
-    peft_config: Any,
     checkpoint: str | None,
+    peft_config: Any = None,
 ) -> SFTTrainer:
-    limit = model.config.max_position_embeddings
-    set_max_length(training, limit, data.streaming)
-    patience = training.early_stopping_patience
-    if held_out is None and (patience is not None or training.eval_strategy != "no"):
+    """The trainer, with tokenised and checked rows; completes `training` by what model, data and checkpoint decide."""
+    limit, patience = model.config.max_position_embeddings, training.early_stopping_patience
+    if held_out is None and patience is not None:
         raise ValueError(
-            f"eval_strategy={training.eval_strategy} and early_stopping_patience={patience} need held-out rows: give "
-            "--eval_data, --eval_split or --eval_rows"
+            f"--early_stopping_patience {patience} needs held-out rows: give --eval_data, --eval_split or --eval_rows"
         )
+    if held_out is None and training.eval_strategy != "no":
+        raise ValueError(
+            f"--eval_strategy {training.eval_strategy.value} needs held-out rows: give --eval_data, --eval_split or "
+            "--eval_rows"
+        )
+    if model.config._attn_implementation == "dcformer_triton" and not torch.cuda.is_available():
+        from ..kernels.tiles import INTERPRETED
+
+        if not INTERPRETED.value:
+            raise ValueError("attn_implementation dcformer_triton needs a CUDA device: use dcformer_chunked here")
+    if training.chat_template_path is not None and not Path(training.chat_template_path).exists():
+        _load("--chat_template_path", AutoTokenizer, training.chat_template_path)  # the trainer takes its template
+    training.dataset_text_field = "text"  # the name that `check_rows` gives
+    training.max_length = longest(training, limit, isinstance(rows, IterableDataset))
     training.eval_on_start = held_out is not None and checkpoint is None  # a resumed run has that line in its history
-    trainer = SFTTrainer(
+    trainer = _Trainer(
         model=model,
         args=training,
         train_dataset=rows,
         eval_dataset=held_out,
         processing_class=tokenizer,
         peft_config=peft_config,
-        callbacks=[EarlyStoppingCallback(patience)] if patience is not None else None,
+        callbacks=[_EarlyStopping(patience)] if patience is not None else None,
     )
-    for prepared in (trainer.train_dataset, trainer.eval_dataset):
-        if isinstance(prepared, Dataset):
-            check_lengths(prepared, limit)
+    check_tokenised(trainer)
     return trainer
+
+
+class _EarlyStopping(EarlyStoppingCallback):
+    """The library's callback, which after resuming goes on with the count of the checkpoint."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+
+
+class _Trainer(SFTTrainer):
+    """TRL's trainer, with held-out accuracy as a share of tokens. Takes no step where a resumed run had ended."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._scored_tokens: list[int] = []  # of each held-out batch
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        if not self.model.training:
+            count = (inputs["labels"][:, 1:] != -100).sum()
+            self._scored_tokens.append(self.accelerator.gather_for_metrics(count).sum().item())
+        return result
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self._scored_tokens:  # TRL has the accuracy of each batch, and would take the mean of those
+            accuracies, counts = self._metrics["eval"]["mean_token_accuracy"], self._scored_tokens
+            right = sum(round(accuracy * count) for accuracy, count in zip(accuracies, counts, strict=True))
+            self._metrics["eval"]["mean_token_accuracy"] = [right / max(1, sum(counts))]
+            self._scored_tokens = []
+        super().log(logs, *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        stops = [callback for callback in self.callback_handler.callbacks if isinstance(callback, _EarlyStopping)]
+        stopped = any(stop.early_stopping_patience_counter >= stop.early_stopping_patience for stop in stops)
+        if stopped or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            if self.is_world_process_zero():
+                print(f"the run had ended at step {self.state.global_step}: no step is left to train")
+        else:
+            super()._run_epoch(*args, **kwargs)
 
 
 def train(trainer: SFTTrainer, checkpoint: str | None = None) -> dict[str, float]:
@@ -122,13 +205,19 @@ def train(trainer: SFTTrainer, checkpoint: str | None = None) -> dict[str, float
 
     Args:
         trainer: from `prepare_finetuning` or `prepare_pretraining`.
-        checkpoint: the folder to resume from, or None.
+        checkpoint: the folder to resume from, or None. When the run had ended there, no step is taken.
 
     Returns:
-        `loss` (mean over the run) and, with held-out rows, `before`, `after` and `margin`: the share of held-out tokens
-        with a loss (answers only, with `--assistant_only_loss`) that are the model's first choice; and `eval_loss`.
+        `loss` (mean over the steps of this call) and, with held-out rows, `before`, `after` and `margin`: the share of
+        the held-out tokens with a loss (answers only, with `--assistant_only_loss`) that are the model's first choice;
+        and `eval_loss`, the trainer's mean over rows of their batches' mean loss per token.
     """
+    if trainer.is_world_process_zero():
+        trainable, whole = (get_model_param_count(trainer.model, trainable_only=only) for only in (True, False))
+        print(f"trains {trainable:,} of {whole:,} parameters")
     result = trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.is_fsdp_enabled:  # its checkpoints may be one part per process; the model is one
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)
@@ -149,3 +238,28 @@ def train(trainer: SFTTrainer, checkpoint: str | None = None) -> dict[str, float
     if trainer.is_world_process_zero():
         print(f"wrote {trainer.args.output_dir}")
     return summary
+
+
+def run_program(
+    prepare: Callable[[Sequence[str] | None], tuple[SFTTrainer, str | None]], arguments: Sequence[str] | None = None
+) -> dict[str, float]:
+    """A program: prepares and trains. Whatever is wrong before training ends it with one line, `error: ...`.
+
+    Args:
+        prepare: `prepare_finetuning` or `prepare_pretraining`; called by itself, it shows an error's traceback.
+        arguments: the command line, `sys.argv[1:]` when None.
+
+    Returns:
+        what `train` returns.
+
+    Raises:
+        SystemExit: with the message, and exit status 1, on any error of `prepare`; errors of training are left alone.
+    """
+    try:
+        trainer, checkpoint = prepare(arguments)
+    except Exception as error:
+        kind = (
+            "" if isinstance(error, ImportError | OSError | RuntimeError | ValueError) else f"{type(error).__name__}: "
+        )
+        sys.exit(f"error: {kind}{' '.join(str(error).split())}")
+    return train(trainer, checkpoint)
