@@ -12,10 +12,11 @@ from glob import glob
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import pyarrow.compute  # type: ignore[import-untyped]  # it ships no types
 import torch
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
-from pyarrow import ArrowException  # type: ignore[import-untyped]  # it ships no types
+from pyarrow import ArrowException
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTTrainer
 
+from ..configuration_dcformer import DCFormerConfig
 from .arguments import LORA_TARGETS, DataArguments, TrainingConfig
 
 Rows: TypeAlias = Dataset | IterableDataset
@@ -325,11 +327,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
         ValueError: naming what differs.
     """
     size: Any = model.get_input_embeddings().num_embeddings
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= size:
+    if tokenizer.vocab_size > size:  # without added tokens, as GPT-NeoX's runs of spaces: rows are checked for those
         raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path} has token ids up to {largest}, the model's vocabulary has {size}: "
-            "use the model's own tokenizer (leave out --tokenizer), or a larger vocab_size for a new model"
+            f"the tokenizer {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens, the model's vocabulary has "
+            f"{size}: use the model's own tokenizer (leave out --tokenizer), or a larger vocab_size for a new model"
         )
     if own is not None:
         vocabulary, other = Tokenizer.from_file(own).get_vocab(), tokenizer.get_vocab()
@@ -378,14 +379,15 @@ def longest(training: TrainingConfig, limit: int, streaming: bool) -> int | None
 
 
 def check_tokenised(trainer: SFTTrainer) -> None:
-    """Refuses tokenised rows that are too long for the model, or that all have nothing to learn from.
+    """Refuses tokenised rows that the model cannot read, or that all have nothing to learn from.
 
     Args:
         trainer: with rows as it prepared them; those of a stream are read up to the first that can be learned from.
 
     Raises:
-        ValueError: naming the first row that is longer than `max_position_embeddings`; or when no training or no
-            held-out row has a token with a loss, but for the end of the text.
+        ValueError: naming the first row (not of a stream) that is longer than `max_position_embeddings` or has a token
+            beyond the vocabulary; or when no training or no held-out row has a token with a loss, but for the end of
+            the text.
     """
     parts = {"training": trainer.train_dataset, "held-out": trainer.eval_dataset}
     end = trainer.processing_class.eos_token_id
@@ -394,7 +396,7 @@ def check_tokenised(trainer: SFTTrainer) -> None:
         if rows is None:
             continue
         if isinstance(rows, Dataset):
-            _check_lengths(rows, name, trainer.model.config.max_position_embeddings)
+            _check_readable(rows, name, trainer.model.config, trainer.processing_class)
         if all(torch.isin(trainer.data_collator([row])["labels"][:, 1:], without).all() for row in rows):
             raise ValueError(
                 f"no {name} row has a token to learn from: all texts or completions are empty, or prompts leave no "
@@ -402,14 +404,21 @@ def check_tokenised(trainer: SFTTrainer) -> None:
             )
 
 
-def _check_lengths(rows: Dataset, name: str, limit: int) -> None:
+def _check_readable(rows: Dataset, name: str, config: DCFormerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    limit, size = config.max_position_embeddings, config.vocab_size
     start = 0
     for batch in rows.select_columns("input_ids").with_format("arrow").iter(1000):
-        lengths = batch["input_ids"].combine_chunks().value_lengths().to_pylist()
-        for index, length in enumerate(lengths, start):
+        ids = batch["input_ids"].combine_chunks()
+        for index, length in enumerate(ids.value_lengths().to_pylist(), start):
             if length > limit:
                 raise ValueError(
                     f"{name} row {index} has {length} tokens, more than the model's max_position_embeddings {limit}: "
                     f"cut rows with --max_length {limit}, or lose nothing with --packing"
                 )
-        start += len(lengths)
+        if (pyarrow.compute.max(ids.flatten()).as_py() or 0) >= size:
+            index, token = next((i, t) for i, row in enumerate(ids.to_pylist(), start) for t in row if t >= size)
+            raise ValueError(
+                f"{name} row {index} has the token {tokenizer.convert_ids_to_tokens(token)!r} with id {token}, the "
+                f"model's vocabulary has {size}: use the model's own tokenizer, or leave such rows out"
+            )
+        start += len(ids)
