@@ -1,0 +1,485 @@
+"""Trains plain, talking-heads and dynamically composed attention side by side: the paper's ablation, in the small.
+
+    python examples/study.py                      # what is not in docs/study/results.json yet, then tables and plot
+    python examples/study.py --output runs/study  # all of it anew, under three hours on two cores
+    python examples/study.py --output runs/look --seeds 0 --steps 20  # a look at how it goes
+
+Every variant of a task and size gets the same data, seeds, steps and learning rate. A run that is done is written to
+`results.json` at once, and not run again: stop and start as you like. Every run is `transformers.Trainer` on one core.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from tqdm import tqdm
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+OUTPUT = REPOSITORY / "docs" / "study"
+CORPUS = REPOSITORY / "examples" / "data" / "corpus.txt.gz"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the paper's Table 9: switches of the configuration, and its perplexity on the Pile at 405M."""
+
+    label: str
+    paper: float
+    switches: dict = field(default_factory=dict)
+
+
+NO_DYNAMIC = {"compose_query": False, "compose_key": False}
+VARIANTS = {
+    "plain": Variant("plain attention", 11.68, NO_DYNAMIC | {"compose_pre": False, "compose_post": False}),
+    "static": Variant("static only (talking heads)", 11.17, NO_DYNAMIC | {"compose_static": True}),
+    "pre": Variant("pre only", 11.54, {"compose_post": False}),
+    "post": Variant("post only", 11.05, {"compose_pre": False}),
+    "query": Variant("query-wise only", 10.89, {"compose_key": False}),
+    "key": Variant("key-wise only", 10.91, {"compose_query": False}),
+    "r1": Variant("R = 1", 10.87, {"compose_rank": 1}),
+    "r2": Variant("R = 2 (DCFormer++)", 10.83),
+    "r4": Variant("R = 4", 10.89, {"compose_rank": 4}),
+    "full": Variant("full DCMHA (R = 2 and static)", 10.79, {"compose_static": True}),
+}
+PAPER_SYNTHETIC = {"plain": (10.05, 31.9), "r2": (7.36, 39.0)}  # Table 5, 6.9B: perplexity, accuracy in percent
+# (better, worse): what Table 9 says in the large
+CLAIMS = (
+    ("static", "plain"),
+    ("r2", "plain"),
+    ("r2", "static"),
+    ("r2", "query"),
+    ("r2", "key"),
+    ("query", "key"),
+    ("post", "pre"),
+    ("pre", "plain"),
+    ("r2", "post"),
+    ("r2", "r1"),
+    ("r2", "r4"),
+    ("full", "r2"),
+)
+SIZES = {
+    "small": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
+    "medium": {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6},
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on.
+
+    Attributes:
+        unit: what a scored token is.
+        batch_size: rows a step.
+        steps: by size.
+    """
+
+    label: str
+    unit: str
+    batch_size: int
+    steps: dict[str, int]
+
+
+TASKS = {
+    "synthetic": Task("74 synthetic tasks", "answer", 32, {"small": 1200, "medium": 500}),
+    "text": Task("characters of text", "character", 8, {"small": 600, "medium": 300}),
+}
+LEARNING_RATE = 3e-3
+LENGTH = 128  # characters of a row of text
+HELD_OUT = 20  # every twentieth page of text
+PAGE = 32 * LENGTH
+SEEDS = (0, 1, 2)
+
+
+@cache  # made once in a process
+def make_data(task: str, rows: int) -> tuple[list[dict], list[dict], int]:
+    """Rows with `input_ids` and `labels` (-100: not scored) to train on and to test with, and the vocabulary's size."""
+    if task == "synthetic":
+        from dcformer.synthetic import TASKS as KINDS
+        from dcformer.synthetic import build_tokenizer, encode, iterate_contexts
+
+        tokenizer = build_tokenizer()
+
+        def contexts(split: str, per_kind: int) -> list[dict]:  # one question each: they say themselves what is asked
+            return [encode(r, tokenizer) for r in iterate_contexts(split, per_kind, num_examples=1, first_scored=0)]
+
+        return contexts("train", -(-rows // len(KINDS))), contexts("test", 20), len(tokenizer)
+
+    text = gzip.decompress(CORPUS.read_bytes()).decode()
+    index = {character: number for number, character in enumerate(sorted(set(text)))}
+    train, test = [], []
+    for page in range(len(text) // PAGE):
+        ids = [index[character] for character in text[page * PAGE : (page + 1) * PAGE]]
+        blocks = [ids[start : start + LENGTH] for start in range(0, PAGE, LENGTH)]
+        (train if page % HELD_OUT else test).extend({"input_ids": block, "labels": block} for block in blocks)
+    return train * -(-rows // len(train)), test, len(index)
+
+
+def settings_of(task: str, size: str, variant: str, seed: int, steps: int | None) -> dict:
+    """What a run is told; a result counts as done when all of it is the same."""
+    what = TASKS[task]
+    return {
+        "task": task,
+        "size": size,
+        "variant": variant,
+        "seed": seed,
+        "steps": steps or what.steps[size],
+        "batch_size": what.batch_size,
+        "learning_rate": LEARNING_RATE,
+    }
+
+
+def token_scores(logits, labels):
+    """[B, N, V] logits -> [B, N - 1, 2]: each next token's negative log-likelihood, and whether it came first."""
+    import torch
+
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    logits, labels = logits[:, :-1].float(), labels[:, 1:]
+    loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # [B, N - 1]
+    return torch.stack([loss, (logits.argmax(-1) == labels).float()], dim=-1)
+
+
+def mean_scores(prediction) -> dict[str, float]:
+    """Means over all scored tokens of the test set."""
+    scored = prediction.label_ids[:, 1:] != -100
+    loss, accuracy = prediction.predictions[scored].astype(float).mean(axis=0)
+    return {"loss": float(loss), "accuracy": float(accuracy), "tokens": int(scored.sum())}
+
+
+def train(settings: dict, folder: Path) -> dict:
+    """One run: from nothing to its scores on the test set. `folder` is Trainer's, which puts nothing there."""
+    import torch
+    from transformers import DataCollatorForTokenClassification, PrinterCallback, Trainer, TrainingArguments, set_seed
+
+    import dcformer
+    from dcformer.synthetic import build_tokenizer
+
+    torch.set_num_threads(1)
+    task, size = TASKS[settings["task"]], SIZES[settings["size"]]
+    train_rows, test_rows, vocabulary = make_data(settings["task"], settings["steps"] * task.batch_size)
+    set_seed(settings["seed"])
+    width = size["hidden_size"]
+    model = dcformer.DCFormerForCausalLM(
+        dcformer.DCFormerConfig(
+            **size,
+            **VARIANTS[settings["variant"]].switches,
+            vocab_size=vocabulary,
+            intermediate_size=8 * round(width / 3),  # 8/3 of the width
+            sliding_window=32,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=True,
+            initializer_range=0.7 / math.sqrt(width),  # the usual 0.02 is for wide models
+            attn_implementation="dcformer_chunked",
+        )
+    )
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=settings["steps"],
+            per_device_train_batch_size=task.batch_size,
+            per_device_eval_batch_size=74,
+            learning_rate=settings["learning_rate"],
+            adam_beta2=0.95,
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            warmup_steps=settings["steps"] // 20,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            seed=settings["seed"],
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        ),
+        data_collator=DataCollatorForTokenClassification(build_tokenizer()),  # pads ids and labels, where they differ
+        train_dataset=train_rows,
+        eval_dataset=test_rows,
+        compute_metrics=mean_scores,
+        preprocess_logits_for_metrics=token_scores,
+    )
+    trainer.remove_callback(PrinterCallback)  # the progress is that of the whole study
+    start = time.perf_counter()
+    trained = trainer.train()
+    seconds = time.perf_counter() - start
+    scores = trainer.evaluate()
+    return settings | {
+        "parameters": model.num_parameters(),
+        "train_loss": trained.training_loss,
+        "loss": scores["eval_loss"],
+        "accuracy": scores["eval_accuracy"],
+        "tokens": scores["eval_tokens"],
+        "seconds": round(seconds, 1),
+    }
+
+
+def read_runs(path: Path) -> list[dict]:
+    """The runs that are done.
+
+    Raises:
+        ValueError: if the file is not one that this script wrote.
+    """
+    if not path.exists():
+        return []
+    try:
+        return json.loads(path.read_text())["runs"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no results.json of this script ({error!r}): move it, or choose another --output"
+        ) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    neighbour = path.with_name(f".{path.name}.tmp")
+    neighbour.write_text(text, encoding="utf-8")
+    os.replace(neighbour, path)
+
+
+def write_runs(path: Path, runs: list[dict]) -> None:
+    about = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; one core a run",
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "dcformer")},
+    }
+    order = {"task": list(TASKS), "size": list(SIZES), "variant": list(VARIANTS)}
+    runs = sorted(runs, key=lambda run: (*(names.index(run[key]) for key, names in order.items()), run["seed"]))
+    write_text(path, json.dumps({"about": about, "runs": runs}, indent=1) + "\n")
+
+
+def train_missing(wanted: list[dict], path: Path, workers: int) -> None:
+    """Trains what is wanted and not done, `workers` runs at a time."""
+    done = read_runs(path)
+    results = [next((run for run in done if settings.items() <= run.items()), None) for settings in wanted]
+    missing = [settings for settings, run in zip(wanted, results, strict=True) if run is None]
+    print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
+    if missing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        context = multiprocessing.get_context("spawn")
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ProcessPoolExecutor(workers, mp_context=context) as pool,
+            tqdm(total=len(missing), unit="run") as progress,
+        ):
+            futures = [pool.submit(train, settings, Path(folder)) for settings in missing]
+            for future in as_completed(futures):
+                if future.exception() is not None:
+                    pool.shutdown(cancel_futures=True)
+                run = future.result()
+                same = ("task", "size", "variant", "seed")
+                done = [other for other in done if any(other[key] != run[key] for key in same)] + [run]
+                write_runs(path, done)
+                progress.update()
+                progress.write("{task} {size} {variant} seed {seed}: loss {loss:.4f}, {seconds:.0f} s".format(**run))
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+Cell = tuple[str, str]  # task, size
+
+
+def collect(runs: list[dict], measure: str) -> dict[Cell, dict[str, dict[int, float]]]:
+    """(task, size) -> variant -> seed -> the measure."""
+    found: dict[Cell, dict[str, dict[int, float]]] = {}
+    for task in TASKS:
+        for size in SIZES:
+            for run in runs:
+                if (run["task"], run["size"]) == (task, size):
+                    found.setdefault((task, size), {}).setdefault(run["variant"], {})[run["seed"]] = run[measure]
+    return found
+
+
+def spread(values: list[float]) -> float:
+    """Standard deviation over seeds; of one seed, not a number."""
+    return statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def compare(better: dict[int, float], worse: dict[int, float]) -> tuple[float, float, str]:
+    """By how much a loss is lower, seed by seed.
+
+    Returns:
+        mean and standard error of the differences (of one seed: not a number), and the verdict on "lower": "agrees" or
+        "disagrees" if every seed says so and the mean is more than two standard errors from 0; else "open".
+    """
+    differences = [worse[seed] - better[seed] for seed in sorted(better.keys() & worse.keys())]
+    mean, error = statistics.mean(differences), spread(differences) / math.sqrt(len(differences))
+    is_clear = abs(mean) > 2 * error and len({difference > 0 for difference in differences}) == 1  # nan is not
+    return mean, error, ("agrees" if mean > 0 else "disagrees") if is_clear else "open"
+
+
+def rank_correlation(first: list[float], second: list[float]) -> float:
+    """Spearman's, of values without ties."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (first, second)]
+    return statistics.correlation(*ranks)
+
+
+def tables(results: dict) -> str:
+    """The study in Markdown: scores, the paper's claims one by one, its Table 5."""
+    runs = results["runs"]
+    losses, accuracies = collect(runs, "loss"), collect(runs, "accuracy")
+    parameters = {(run["size"], run["variant"], run["task"]): run["parameters"] for run in runs}
+    versions = ", ".join(f"{name} {value}" for name, value in results["about"].items())
+    hours = sum(run["seconds"] for run in runs) / 3600
+    lines = [
+        "<!-- written by examples/study.py -->",
+        "# The ablation in the small: tables",
+        "",
+        f"{len(runs)} runs, {hours:.1f} hours of one core in all ({versions}). Losses are means over seeds in nats, "
+        "with their standard deviation. Paper: perplexity on the Pile at 405M (Table 9).",
+    ]
+    for (task, size), by_variant in losses.items():
+        what = TASKS[task]
+        first = next(run for run in runs if (run["task"], run["size"]) == (task, size))
+        shape = SIZES[size]
+        lines += [
+            "",
+            f"## {what.label}, {size}",
+            "",
+            f"{shape['num_hidden_layers']} layers, width {shape['hidden_size']}, {shape['num_attention_heads']} heads; "
+            f"{first['steps']} steps of {first['batch_size']}, learning rate {first['learning_rate']}; "
+            f"{first['tokens']:,} scored tokens ({what.unit}s) of the test set.",
+            "",
+            "| | paper | loss | perplexity | accuracy | parameters | seeds |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, variant in VARIANTS.items():
+            if name in by_variant:
+                values, right = list(by_variant[name].values()), list(accuracies[task, size][name].values())
+                mean = statistics.mean(values)
+                lines.append(
+                    f"| {variant.label} | {variant.paper:.2f} | {mean:.4f} ± {spread(values):.4f} | "
+                    f"{math.exp(mean):.3f} | {statistics.mean(right):.1%} | "
+                    f"{parameters[size, name, task]:,} | {len(values)} |"
+                )
+        means = {name: statistics.mean(values.values()) for name, values in by_variant.items()}
+        if len(means) > 2:
+            order = [name for name in VARIANTS if name in means and name != "r4"]  # R = 4 ties with query-wise only
+            correlation = rank_correlation([VARIANTS[name].paper for name in order], [means[name] for name in order])
+            lines += ["", f"Rank correlation with the paper's perplexities (without R = 4): {correlation:+.2f}."]
+    cells = list(losses)
+    lines += [
+        "",
+        "## The paper's order, claim by claim",
+        "",
+        "By how much the first is better: in the paper the logarithm of the ratio of perplexities, here the difference "
+        "of losses, seed by seed, with its standard error. It agrees or disagrees where every seed says so and the "
+        "mean is over two standard errors from 0; else it is open.",
+        "",
+        "| | paper | " + " | ".join(f"{task}, {size}" for task, size in cells) + " |",
+        "|---|---" + "|---" * len(cells) + "|",
+    ]
+    for better, worse in CLAIMS:
+        row = [f"{VARIANTS[better].label} before {VARIANTS[worse].label}"]
+        row.append(f"{math.log(VARIANTS[worse].paper / VARIANTS[better].paper):+.4f}")
+        for cell in cells:
+            if better in losses[cell] and worse in losses[cell]:
+                mean, error, verdict = compare(losses[cell][better], losses[cell][worse])
+                row.append(f"{mean:+.4f} ± {error:.4f} {verdict}")
+            else:
+                row.append("")
+        lines.append("| " + " | ".join(row) + " |")
+    lines += [
+        "",
+        "## Synthetic tasks, beside the paper's Table 5",
+        "",
+        "Perplexity and accuracy of the answers. The paper: Pythia-6.9B and DCPythia-6.9B, trained on the Pile, asked "
+        "with 2 to 7 examples. Here: trained on the tasks, asked without examples.",
+        "",
+        "| | paper, 6.9B | " + " | ".join(size for task, size in cells if task == "synthetic") + " |",
+        "|---|---" + "|---" * sum(task == "synthetic" for task, _ in cells) + "|",
+    ]
+    for name, (perplexity, accuracy) in PAPER_SYNTHETIC.items():
+        row = [VARIANTS[name].label, f"{perplexity:.2f}, {accuracy:.1f} %"]
+        for cell in cells:
+            if cell[0] == "synthetic" and name in losses[cell]:
+                mean = statistics.mean(losses[cell][name].values())
+                row.append(f"{math.exp(mean):.2f}, {statistics.mean(accuracies[cell][name].values()):.1%}")
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: dict, path: Path) -> None:
+    """Loss less that of plain attention with the same seed: the paper's, and each task and size of ours."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    losses = collect(results["runs"], "loss")
+    names = sorted(VARIANTS, key=lambda name: VARIANTS[name].paper)
+    figure, axes = pyplot.subplots(1, 1 + len(losses), figsize=(3.2 + 2.6 * len(losses), 3.6), sharey=True)
+    for axis, cell in zip(axes, [None, *losses], strict=True):
+        for row, name in enumerate(reversed(names)):
+            if cell is None:
+                differences = [math.log(VARIANTS[name].paper / VARIANTS["plain"].paper)]
+            else:
+                ours, plain = losses[cell].get(name, {}), losses[cell].get("plain", {})
+                differences = [ours[seed] - plain[seed] for seed in sorted(ours.keys() & plain.keys())]
+            if differences:
+                color = "tab:gray" if name == "plain" else "tab:blue"
+                axis.errorbar(statistics.mean(differences), row, xerr=spread(differences), fmt="o", color=color)
+                axis.plot(differences, [row] * len(differences), "|", color="black", markersize=9)
+        axis.axvline(0, color="lightgray", zorder=0)
+        axis.set_title("paper: Pile, 405M" if cell is None else ", ".join(cell), fontsize=10)
+        axis.set_xlabel("loss less plain attention's, nats", fontsize=8)
+        axis.tick_params(labelsize=8)
+    axes[0].set_yticks(range(len(names)), [VARIANTS[name].label for name in reversed(names)])
+    figure.tight_layout()
+    neighbour = path.with_name(f".{path.name}")
+    figure.savefig(neighbour, dpi=110, format="png", metadata={"Software": None})
+    os.replace(neighbour, path)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--steps", type=int, default=None, help="of every run; else as in TASKS")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of results.json, tables.md and study.png")
+    parser.add_argument(
+        "--report", action="store_true", help="train nothing: tables and plot of the runs that are done"
+    )
+    options = parser.parse_args(arguments)
+    for name in ("steps", "workers"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name} {value}: expected at least 1")
+    if options.steps and options.output.resolve() == OUTPUT:
+        parser.error(f"--steps {options.steps} would replace results of the study: choose another folder with --output")
+
+    wanted = [
+        settings_of(task, size, variant, seed, options.steps)
+        for seed in options.seeds  # so that a study cut short has whole seeds
+        for size in options.sizes
+        for task in options.tasks
+        for variant in options.variants
+    ]
+    path = options.output / "results.json"
+    if not options.report:
+        train_missing(wanted, path, options.workers)
+    elif not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: nothing to report. Train first, without --report.")
+    results = json.loads(path.read_text())
+    write_text(options.output / "tables.md", tables(results))
+    plot(results, options.output / "study.png")
+    print(f"wrote tables.md and study.png of {len(results['runs'])} runs to {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The reproduction study: what it compares, that it resumes, and that the committed tables are those of its results."""
+
+import json
+import math
+import re
+import shlex
+import sys
+
+import pytest
+import torch
+from helpers import REPOSITORY
+
+from dcformer import DCFormerConfig, DCFormerForCausalLM
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import study
+
+PAGE = (REPOSITORY / "docs" / "reproduction.md").read_text(encoding="utf-8")
+RESULTS = json.loads((study.OUTPUT / "results.json").read_text())
+SMALL = ["--steps", "2", "--seeds", "0", "--tasks", "text", "--sizes", "small", "--variants", "plain", "--workers", "1"]
+
+
+def test_variants_differ_in_composition_alone():
+    """The same seed gives every variant the same weights outside of composition, and each its own composition."""
+    composition = {}
+    for name, variant in study.VARIANTS.items():
+        config = DCFormerConfig(vocab_size=32, intermediate_size=64, **study.SIZES["small"], **variant.switches)
+        model = DCFormerForCausalLM(config)
+        shapes = {key: tuple(p.shape) for key, p in model.named_parameters()}
+        composed = {key: shape for key, shape in shapes.items() if ".compose." in key}
+        rest = {key: shape for key, shape in shapes.items() if key not in composed}
+        composition[name] = (composed, config.compose_generators)
+        assert rest == composition.setdefault("rest", rest)
+    del composition["rest"]
+    assert composition["plain"] == ({}, ())
+    assert set(composition["static"][0]) == {
+        f"model.layers.{i}.self_attn.compose.{stage}_static" for i in range(2) for stage in ("pre", "post")
+    }
+    four = {(stage, side) for stage in ("pre", "post") for side in ("query", "key")}
+    sides = {name: set(generators) for name, (_, generators) in composition.items()}
+    assert sides["r1"] == sides["r2"] == sides["r4"] == sides["full"] == four
+    assert sides["pre"] | sides["post"] == sides["query"] | sides["key"] == four
+    assert sides["pre"] == {g for g in four if g[0] == "pre"} and sides["query"] == {g for g in four if g[1] == "query"}
+    assert len({str(made) for made in composition.values()}) == len(study.VARIANTS)
+
+
+@pytest.mark.parametrize("task", study.TASKS)
+def test_data(task):
+    train, test, vocabulary = study.make_data(task, 148)
+    assert len(train) >= 148 and test
+    ids = {split: {tuple(row["input_ids"]) for row in rows} for split, rows in (("train", train), ("test", test))}
+    assert not ids["train"] & ids["test"]
+    for row in train + test:
+        scored = [(i, label) for i, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+        assert scored and all(i == label for i, label in scored)
+        assert max(row["input_ids"]) < vocabulary and len(row["input_ids"]) <= study.LENGTH
+    if task == "synthetic":
+        assert max(sum(label != -100 for label in row["labels"]) for row in test) == 1
+
+
+def test_scores_are_means_over_scored_tokens():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 7, 11), torch.randint(11, (3, 7))
+    labels[:, :4], labels[1] = -100, -100
+    prediction = type("Prediction", (), {})()
+    prediction.predictions = study.token_scores(logits, labels).numpy()
+    prediction.label_ids = labels.numpy()
+    scores = study.mean_scores(prediction)
+    pairs = [(logits[b, n - 1], labels[b, n]) for b in (0, 2) for n in range(4, 7)]
+    losses = [torch.logsumexp(at, -1).item() - at[label].item() for at, label in pairs]
+    assert scores["tokens"] == len(pairs)
+    assert scores["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    assert scores["accuracy"] == sum(at.argmax().item() == label for at, label in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "mean", "error", "verdict"),
+    [
+        ({0: 1.0, 1: 1.1, 2: 0.9}, {0: 2.0, 1: 2.1, 2: 1.9}, 1.0, 0.0, "agrees"),
+        ({0: 2.0, 1: 2.1, 2: 1.9}, {0: 1.0, 1: 1.1, 2: 0.9}, -1.0, 0.0, "disagrees"),
+        ({0: 1.0, 1: 1.0}, {0: 1.1, 1: 1.5}, 0.3, 0.2, "open"),  # both say so, but not clearly
+        ({0: 1.0, 1: 1.0}, {0: 0.9, 1: 1.5}, 0.2, 0.3, "open"),
+        ({0: 1.0}, {0: 2.0}, 1.0, math.nan, "open"),
+        ({0: 1.0, 7: 5.0}, {0: 2.0, 1: 5.0}, 1.0, math.nan, "open"),  # only seeds that both have
+    ],
+)
+def test_compare(better, worse, mean, error, verdict):
+    found = study.compare(better, worse)
+    assert found[:2] == pytest.approx((mean, error), nan_ok=True) and found[2] == verdict
+
+
+def test_rank_correlation():
+    assert study.rank_correlation([1.0, 5.0, 3.0], [10.0, 12.0, 11.0]) == pytest.approx(1)
+    assert study.rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
+    assert study.rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(0.8)
+
+
+def test_a_study_resumes(tmp_path, capsys):
+    """What is there is not trained again; what is missing is, and comes out the same."""
+    arguments = [*SMALL, "--variants", "plain", "r1", "--output", str(tmp_path)]
+    study.main(arguments)
+    path = tmp_path / "results.json"
+    whole = json.loads(path.read_text())
+    assert [(run["variant"], run["steps"]) for run in whole["runs"]] == [("plain", 2), ("r1", 2)]
+    assert (tmp_path / "study.png").stat().st_size > 10_000
+    assert study.tables(whole) == (tmp_path / "tables.md").read_text(encoding="utf-8")
+
+    path.write_text(json.dumps(whole | {"runs": whole["runs"][:1]}))
+    capsys.readouterr()
+    study.main(arguments)
+    assert "1 of 2 runs are in" in capsys.readouterr().out
+    again = json.loads(path.read_text())
+    for run in (*whole["runs"], *again["runs"]):
+        del run["seconds"]
+    assert again["runs"] == whole["runs"]
+    assert {file.name for file in tmp_path.iterdir()} == {"results.json", "tables.md", "study.png"}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"about": {}}', "no JSON"])
+def test_foreign_results_are_refused(content, tmp_path):
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(ValueError, match=r"results\.json is no results\.json of this script"):
+        study.main([*SMALL, "--output", str(tmp_path)])
+    assert (tmp_path / "results.json").read_text() == content
+
+
+@pytest.mark.parametrize("words", ["--steps 20", "--steps 0 --output runs/look", "--workers 0", "--variants plane"])
+def test_bad_options(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        study.main(words.split())
+    assert words.split()[0] in capsys.readouterr().err
+    assert json.loads((study.OUTPUT / "results.json").read_text()) == RESULTS
+
+
+def test_report_without_results(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing to report"):
+        study.main(["--report", "--output", str(tmp_path)])
+
+
+def test_committed_results_are_whole():
+    """Every variant with every seed, told the same as this script tells it now."""
+    for task in study.TASKS:
+        for size in study.SIZES:
+            for variant in study.VARIANTS:
+                for seed in study.SEEDS:
+                    settings = study.settings_of(task, size, variant, seed, None)
+                    found = [run for run in RESULTS["runs"] if settings.items() <= run.items()]
+                    assert len(found) == 1, settings
+                    assert 0 < found[0]["accuracy"] < 1 and found[0]["loss"] > 0
+    assert len(RESULTS["runs"]) == len(study.TASKS) * len(study.SIZES) * len(study.VARIANTS) * len(study.SEEDS)
+    assert sum(run["seconds"] for run in RESULTS["runs"]) < 3 * 2 * 3600  # three hours of two cores
+
+
+def test_committed_tables_are_those_of_the_results():
+    tables = (study.OUTPUT / "tables.md").read_text(encoding="utf-8")
+    assert study.tables(RESULTS) == tables
+    assert (study.OUTPUT / "study.png").is_file() and "study/study.png" in PAGE
+    # the page speaks in the tables' numbers
+    numbers = re.findall(r"[+-]\d+\.\d{4} ± \d+\.\d{4}", PAGE)
+    assert numbers and all(number in tables for number in numbers)
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    lines += [line.strip() for line in study.__doc__.splitlines() if line.strip().startswith("python ")]
+    return list(dict.fromkeys(" ".join(line.split("#")[0].split()) for line in lines if line.strip()))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_page_run(command, tmp_path):
+    program, *arguments = shlex.split(command)[1:]
+    assert program == "examples/study.py"
+    if "--report" in arguments:
+        (tmp_path / "results.json").write_text(json.dumps(RESULTS))
+    study.main([*arguments, *SMALL, "--output", str(tmp_path)])
+    assert (tmp_path / "tables.md").is_file() and (tmp_path / "study.png").is_file()
