@@ -1,5 +1,7 @@
-"""Small models and paths for tests."""
+"""Small models, paths and documented commands for tests."""
 
+import re
+import shlex
 from pathlib import Path
 
 import torch
@@ -7,6 +9,14 @@ import torch
 from dcformer import DCFormerConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def documented_commands(*pages: Path) -> list[list[str]]:
+    """The commands of the bash blocks of pages, as lists of words, without comments."""
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def tiny_config(**overrides) -> DCFormerConfig:

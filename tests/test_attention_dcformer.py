@@ -24,9 +24,13 @@ from dcformer import (
     DCFormerForCausalLM,
     SideWeights,
     attention_dcformer,
+    chunked_dcformer,
     compose,
+    masks_dcformer,
 )
-from dcformer.attention_dcformer import QueryBlockMask, chunked_attention, chunked_mask, eager_attention
+from dcformer.attention_dcformer import eager_attention
+from dcformer.chunked_dcformer import chunked_attention
+from dcformer.masks_dcformer import QueryBlockMask, chunked_mask
 
 IMPLEMENTATIONS = {"eager": eager_attention, "dcformer_chunked": chunked_attention}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64, the same sums in another order
@@ -39,9 +43,9 @@ def module(is_causal=True, training=False):
 
 def small_blocks(patch, query_block, scores, few=0):
     """Makes the chunked implementation cut even tiny problems into many blocks of queries and slices of the batch."""
-    patch.setattr(attention_dcformer, "MAX_QUERY_BLOCK", query_block)
-    patch.setattr(attention_dcformer, "BLOCK_SCORES", scores)
-    patch.setattr(attention_dcformer, "FEW_QUERIES", few)
+    patch.setattr(chunked_dcformer, "MAX_QUERY_BLOCK", query_block)
+    patch.setattr(chunked_dcformer, "BLOCK_SCORES", scores)
+    patch.setattr(masks_dcformer, "FEW_QUERIES", few)
 
 
 @pytest.fixture
@@ -224,10 +228,10 @@ def masks(draw, shape):
         mask_function=and_masks(*functions),
         attention_mask=real,
         allow_is_causal_skip=kind == "padded",
+        local_size=window,
     )
     if kind == "padded" and real.all():
-        assert chunked is None
-        return dense[:, None], None, {"sliding_window": window}
+        assert isinstance(chunked, QueryBlockMask) and chunked.is_plain
     return dense[:, None], chunked, {}
 
 
@@ -283,16 +287,18 @@ def test_only_some_inputs_require_gradients(many_blocks):
 def test_small_limits_really_cut_the_problem_up(query_block, scores, expected, monkeypatch):
     """Or the comparison above would compare one block with itself."""
     small_blocks(monkeypatch, query_block, scores)
-    plan = attention_dcformer._Plan(1.0, None, None, True, 0.0, 0)
-    blocks = list(plan.blocks(torch.zeros(3, 4, 11, 8), torch.zeros(3, 4, 11, 8), slice(0, 4)))
-    starts = [(slice(b.batch.start, min(b.batch.stop, 3)), b.queries.start) for b in blocks]
-    assert starts == [(slice(part.start, min(part.stop, 3)), start) for part, start in expected]
+    plan = chunked_dcformer._Plan(torch.zeros(3, 4, 11, 8), torch.zeros(3, 4, 11, 8), [], True, None, 0.0, None, 4)
+    starts = sorted((b.batch.start, min(b.batch.stop, 3), b.queries.start) for b in plan.blocks)
+    assert starts == [(part.start, min(part.stop, 3), start) for part, start in expected]
+    sizes = [block.size() for block in plan.blocks]
+    assert sizes == sorted(sizes, reverse=True)  # in whose memory the others fit
 
 
 def test_a_window_touches_only_its_keys(monkeypatch):
     small_blocks(monkeypatch, query_block=4, scores=10**6)
-    plan = attention_dcformer._Plan(1.0, None, 5, True, 0.0, 0)
-    for block in plan.blocks(torch.zeros(1, 1, 20, 8), torch.zeros(1, 1, 26, 8), slice(0, 1)):
+    plan = chunked_dcformer._Plan(torch.zeros(1, 1, 20, 8), torch.zeros(1, 1, 26, 8), [], True, 5, 0.0, None, 1)
+    assert len(plan.blocks) == 5
+    for block in plan.blocks:
         first_position, last_position = block.queries.start + 6, block.queries.stop - 1 + 6
         assert (block.keys.start, block.keys.stop) == (max(0, first_position - 4), last_position + 1)
 
@@ -367,7 +373,7 @@ def test_models_agree_in_logits_and_every_gradient(switches, fields, kind, lengt
 
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-@pytest.mark.parametrize("hide", ["boolean", "-inf", "minimum"])
+@pytest.mark.parametrize("hide", ["boolean", "-inf", "minimum", "another dtype's minimum"])
 @pytest.mark.parametrize("rows", ["one", "all"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("few", [0, 16])
@@ -380,7 +386,9 @@ def test_fully_masked_rows_give_zeros_and_no_gradient(attention, hide, rows, dty
     dark |= rows == "all"
     mask[dark[:, None]] = False
     if hide != "boolean":
-        value = float("-inf") if hide == "-inf" else torch.finfo(dtype).min
+        # bfloat16's is 0.997 times float32's
+        factors = {"-inf": float("inf"), "minimum": 1.0, "another dtype's minimum": 0.99}
+        value = factors[hide] * torch.finfo(dtype).min
         mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, value)
     results = problem.run(attention, mask)
     assert not results["output"][dark].any()
@@ -591,7 +599,9 @@ def dropped_weights(problem, seed, p, attention=chunked_attention, training=True
 def test_dropout_drops_and_scales_independently(many_blocks):
     p, problem = 0.3, Problem(batch=3, groups=2, length=24, key_length=24, seed=4)
     whole = dropped_weights(problem, 0, 0.0)
-    assert torch.equal(dropped_weights(problem, 0, p, training=False), whole)
+    for attention in IMPLEMENTATIONS.values():
+        undropped = dropped_weights(problem, 0, 0.0, attention)
+        assert torch.equal(dropped_weights(problem, 0, p, attention, training=False), undropped)
     dropped = dropped_weights(problem, 1, p)
     kept = dropped != 0
     torch.testing.assert_close(dropped[kept], whole[kept] / (1 - p), rtol=1e-12, atol=1e-14)
@@ -720,7 +730,7 @@ def training_step_memory(implementation, length, padded, window):
 @pytest.mark.parametrize("window", [None, 32], ids=["global", "local"])
 def test_chunked_memory_is_linear_in_length_and_eagers_is_quadratic(padded, window, monkeypatch):
     """Forward and backward of a layer, the mask included, from one length to twice it."""
-    monkeypatch.setattr(attention_dcformer, "BLOCK_SCORES", 1 << 13)
+    monkeypatch.setattr(chunked_dcformer, "BLOCK_SCORES", 1 << 13)
     short, long = (training_step_memory("dcformer_chunked", length, padded, window) for length in (256, 512))
     assert long.peak <= 2.05 * short.peak  # twice, and 5% for what the allocation order may add
     assert long.largest <= 2 * short.largest
@@ -731,7 +741,7 @@ def test_chunked_memory_is_linear_in_length_and_eagers_is_quadratic(padded, wind
 
 
 def test_chunked_inference_memory_is_linear_too(monkeypatch):
-    monkeypatch.setattr(attention_dcformer, "BLOCK_SCORES", 1 << 13)
+    monkeypatch.setattr(chunked_dcformer, "BLOCK_SCORES", 1 << 13)
     peaks = []
     for length in (256, 512):
         problem = Problem(length=length, key_length=length, dtype=torch.float32)
@@ -742,35 +752,6 @@ def test_chunked_inference_memory_is_linear_too(monkeypatch):
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
-
-
-def test_chunked_mask_is_none_only_where_causality_says_everything():
-    assert chunked_mask(2, 40, 40) is None
-    assert chunked_mask(2, 40, 40, attention_mask=torch.ones(2, 40, dtype=torch.bool)) is None
-    assert chunked_mask(2, 1, 40, q_offset=39) is None
-    padded = torch.ones(2, 40, dtype=torch.bool)
-    padded[0, 0] = False
-    needed = [
-        {"attention_mask": padded},
-        {"allow_is_causal_skip": False},
-        {"q_offset": 3},  # the last query is not the last key
-        {"q_offset": torch.tensor(0)},  # not known
-    ]
-    for kwargs in needed:
-        mask = chunked_mask(2, 40, 40, **kwargs)
-        assert isinstance(mask, QueryBlockMask)
-        assert mask.shape == (2, 1, 40, 40)
-    few = chunked_mask(2, 3, 40, q_offset=37, attention_mask=padded)
-    assert few.shape == (2, 1, 3, 40) and few.dtype == torch.bool
-
-
-def test_query_block_mask_rows_are_rows_of_the_whole():
-    padded = torch.rand(2, 40) < 0.8
-    mask = chunked_mask(2, 30, 40, q_offset=10, attention_mask=padded)
-    keys = torch.arange(40)
-    whole = (keys <= torch.arange(10, 40)[:, None])[None, None] & padded[:, None, None]
-    assert torch.equal(mask.rows(0, 30), whole)
-    assert torch.equal(mask.rows(7, 19), whole[:, :, 7:19])
 
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)

@@ -50,13 +50,15 @@ def test_decoding_keeps_its_memory_in_place():
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_only_sliding_layers_are_replaced(ahead):
+@pytest.mark.parametrize("capacity", [20, 5])  # longer and shorter than the window
+def test_only_sliding_layers_are_replaced(ahead, capacity):
     config = tiny_config()
-    cache = StaticCache(config=config, max_cache_len=20)
+    length = min(capacity, config.sliding_window)
+    cache = StaticCache(config=config, max_cache_len=capacity)
     if ahead:
         cache.early_initialization(batch_size=2, num_heads=2, head_dim=16, dtype=torch.float32, device="cpu")
     use_static_window_layers(cache, config.sliding_window)
     assert [type(layer) for layer in cache.layers] == [StaticWindowLayer, StaticLayer]
-    assert cache.layers[0].max_cache_len == config.sliding_window
+    assert cache.layers[0].max_cache_len == length
     if ahead:
-        assert cache.layers[0].keys.shape == (2, 2, config.sliding_window, 16)
+        assert cache.layers[0].keys.shape == (2, 2, length, 16)

@@ -188,6 +188,9 @@ BAD_FIELDS = [
     ({"num_attention_heads": 0}, "num_attention_heads=0"),
     ({"num_key_value_heads": 3}, "num_attention_heads=16 must be a multiple of num_key_value_heads=3"),
     ({"norm_type": "batchnorm"}, "norm_type='batchnorm'"),
+    ({"hidden_act": "swish-x"}, "hidden_act='swish-x' is unknown"),
+    ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_type='spiral' is unknown"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": "x"}}, "partial_rotary_factor=x must be"),
     ({"mlp_type": "moe"}, "mlp_type='moe'"),
     ({"mlp_gates": -2}, "mlp_gates=-2"),
     ({"mlp_gates": 44, "mlp_type": "plain"}, "mlp_gates=44 needs mlp_type='gated', got 'plain'"),
@@ -665,6 +668,7 @@ def test_legacy_norms_gates_biases_and_rope():
     assert legacy(use_qk_norm=True).qk_norm
     assert legacy(mgate=False, mgate_dim=44).mlp_gates == 0
     assert legacy(mgate=True, mgate_dim=8).mlp_gates == 8
+    assert legacy(mgate=True, intermediate_size=440).mlp_gates == 44
     biased = legacy(use_linear_bias=True, rotary_pct=0.25)
     assert biased.attention_bias and biased.mlp_bias
     assert biased.rope_parameters["partial_rotary_factor"] == 0.25
@@ -770,6 +774,85 @@ def test_overrides_when_loading(tmp_path):
     assert (config.compose_rank, config.compose_key) == (1, False)
 
 
+FEWER = {
+    "AutoConfig": lambda folder: AutoConfig.from_pretrained(folder, num_hidden_layers=3),
+    "set later": lambda folder: set_fields(AutoConfig.from_pretrained(folder), num_hidden_layers=3),
+    "model": lambda folder: AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=3).config,
+    "model, set later": lambda folder: (
+        AutoModelForCausalLM.from_pretrained(
+            folder, config=set_fields(AutoConfig.from_pretrained(folder), num_hidden_layers=3)
+        ).config
+    ),
+}
+
+
+def set_fields(config, **fields):
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("way", FEWER)
+def test_fewer_layers_are_the_first_ones(way, tmp_path):
+    model = DCFormerForCausalLM(tiny_config(num_hidden_layers=5, layer_types=[G, L, L, G, L]))
+    model.save_pretrained(tmp_path / "five")
+    config = FEWER[way](tmp_path / "five")
+    assert (config.num_hidden_layers, config.layer_types) == (3, [G, L, L])
+    config.save_pretrained(tmp_path / "three")
+    saved = AutoConfig.from_pretrained(tmp_path / "three")
+    assert fields_of(saved) == fields_of(config) and saved.layer_types == [G, L, L]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "five", config=config)
+    loaded.save_pretrained(tmp_path / "three")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "three")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        model.config.num_hidden_layers = 3  # as `assistant_early_exit` does
+        expected = model(ids).logits
+        assert torch.equal(again(ids).logits, expected)
+        assert len(again.model.layers) == 3
+        model.config.num_hidden_layers = 5
+        assert model.config.layer_types == [G, L, L, G, L]
+        assert not torch.equal(model(ids).logits, expected)
+
+
+CHANGES = {
+    "more layers": ({"num_hidden_layers": 6}, "len(layer_types)=4 must equal num_hidden_layers=6"),
+    "no window": ({"sliding_window": None}, "layer_types holds 'sliding_attention' but sliding_window=None"),
+    "rank": ({"compose_rank": 0}, "compose_rank=0"),
+    "negative": ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_overrides_that_do_not_fit_the_stored_configuration(case, tmp_path):
+    fields, message = CHANGES[case]
+    DCFormerForCausalLM(tiny_config(num_hidden_layers=4)).save_pretrained(tmp_path)
+    changed = set_fields(AutoConfig.from_pretrained(tmp_path), **fields)
+    for load in (
+        lambda: AutoConfig.from_pretrained(tmp_path, **fields),
+        lambda: AutoModelForCausalLM.from_pretrained(tmp_path, **fields),
+        lambda: AutoModelForCausalLM.from_pretrained(tmp_path, config=changed),
+        lambda: DCFormerForCausalLM(changed),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            load()
+
+
+def test_overrides_of_layers_that_fit(tmp_path):
+    tiny_config(num_hidden_layers=4).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=6, layer_pattern="LLG")
+    assert config.layer_types == [L, L, G] * 2
+    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=6, layer_types=[G] * 6, sliding_window=None)
+    assert (config.layer_types, config.sliding_window) == ([G] * 6, None)
+    config = AutoConfig.from_pretrained(tmp_path, layer_pattern="G", sliding_window=None)
+    assert config.layer_types == [G] * 4
+    config, unused = AutoConfig.from_pretrained(
+        tmp_path, num_hidden_layers=1, compose_gate=False, return_unused_kwargs=True, other=1
+    )
+    assert (config.layer_types, unused) == ([L], {"other": 1})
+    assert not any(name.endswith("compose.gate_proj") for name in config.base_model_tp_plan)
+
+
 @pytest.mark.parametrize(("config_class", "model_type"), [(DCFormerConfig, "dcformer"), (DCPythiaConfig, "dcpythia")])
 def test_auto_classes(config_class, model_type):
     config = AutoConfig.for_model(model_type, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=7)
@@ -792,7 +875,32 @@ def test_tensor_parallel_plan_names_only_what_exists(switches, fields):
     for pattern in config.base_model_tp_plan:
         name = pattern.replace("*", "0")
         assert name in names, f"{pattern} is in the plan but not in the model"
+    # a multi-gate MLP stays whole
+    split = [pattern for pattern in config.base_model_tp_plan if ".mlp." in pattern or ".post_attention" in pattern]
+    assert len(split) == (0 if config.mlp_gates else 4 if config.mlp_type == "gated" else 3)
     assert "base_model_tp_plan" not in config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({"compose_groups": 4}, {1, 2, 4}),
+        ({"compose_groups": 2}, {1, 2}),  # 8 key/value heads would do
+        ({"compose_groups": 1}, {1}),
+        ({"compose_groups": 2, "compose_query": False, "compose_key": False, "compose_static": True}, {1, 2}),
+        ({"compose_groups": 8, "num_key_value_heads": 2}, {1, 2}),
+        (dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False), {1, 2, 4, 8}),
+    ],
+    ids=str,
+)
+def test_tensor_parallel_sizes_that_cut_nothing(fields, sizes):
+    config = tiny_config(**({"num_attention_heads": 8, "num_key_value_heads": 8} | fields))
+    for size in range(1, 9):
+        if size in sizes:
+            config.check_tensor_parallel(size)
+        else:
+            with pytest.raises(ValueError, match=f"is no multiple of the tensor-parallel size {size}"):
+                config.check_tensor_parallel(size)
 
 
 # --- docs/configuration.md --------------------------------------------------------------------------------------------

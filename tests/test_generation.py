@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import importlib.util
+import re
 import shutil
 
 import pytest
@@ -20,8 +21,9 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+from dcformer import ComposeTrace, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM, modeling_dcformer
 
 IMPLEMENTATIONS = ("eager", "dcformer_chunked")
 WINDOW = 8
@@ -314,6 +316,52 @@ def test_continue_a_batch(kind):
     for i, length in enumerate(PROMPT_LENGTHS):
         row = turn[i : i + 1, turn.shape[1] - length - NEW_TOKENS - 9 :]  # without its padding
         torch.testing.assert_close(again[i : i + 1], greedy(model, row)[:, row.shape[1] :])
+
+
+@pytest.mark.parametrize("cache", [{}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
+def test_a_trace_collects_the_maps_of_every_step(cache):
+    model, ids, trace, whole = model_named("gqa", "eager"), prompts()[3][None], ComposeTrace(), ComposeTrace()
+    plain = generate(model, ids)
+    new = generate(model, ids, compose_trace=trace, **cache)
+    assert torch.equal(new, plain)
+    with torch.no_grad():
+        model(torch.cat([ids, new], dim=1), use_cache=False, compose_trace=whole)
+    assert len(trace.layers) == NEW_TOKENS * 2
+    for step in range(NEW_TOKENS):
+        stop = ids.shape[1] + step  # tokens so far
+        for i, kind in enumerate(model.config.layer_types):
+            held = trace.layers[step * 2 + i].composed_weights  # [B, H, T, S]
+            expected = whole.layers[i].composed_weights[:, :, stop - held.shape[2] : stop, :stop]
+            if kind == "sliding_attention" and held.shape[-1] == WINDOW:  # the cache holds no more
+                expected = expected[..., -WINDOW:]
+            torch.testing.assert_close(held[..., : expected.shape[-1]], expected, rtol=1e-4, atol=1e-5)
+            assert not held[..., expected.shape[-1] :].any()  # places of a static cache that are still empty
+
+
+@pytest.mark.parametrize("implementation", ["dcformer_chunked", "dcformer_triton"])
+def test_maps_of_what_never_holds_them(implementation, monkeypatch):
+    """An error of `generate`; in a forward pass a warning and an empty tuple, as Transformers' own tests want it."""
+    if implementation not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        pytest.skip("Triton is not installed")
+    model, ids = make_model(make_config("gqa")), prompts()[0][None]
+    message = rf"output_attentions=True.*{implementation}.*attn_implementation='eager'"
+    asked = {"output_attentions": True, "return_dict_in_generate": True}
+    model.set_attn_implementation(implementation)
+    with pytest.raises(ValueError, match=message):
+        generate(model, ids, **asked)
+    with pytest.raises(ValueError, match=r"compose_trace.*'eager'"):
+        generate(model, ids, compose_trace=ComposeTrace())
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    assert len(model(ids).attentions) == 2
+    assert len(generate(model, ids, **asked).attentions[0]) == 2
+
+    warned = []
+    monkeypatch.setattr(modeling_dcformer.logger, "warning_once", warned.append)
+    model.set_attn_implementation("dcformer_chunked")  # and the configuration still asks for them
+    assert model(ids).attentions == ()
+    assert model(ids, output_attentions=False).attentions is None
+    assert len(warned) == 1 and re.search(r"output_attentions=True.*dcformer_chunked.*'eager'", warned[0])
 
 
 def test_modes_that_left_the_library():
@@ -723,6 +771,45 @@ def test_cache_of_another_batch_or_kind():
         model(tokens(1), past_key_values=library)
     with pytest.raises(ValueError, match="a tuple is no Transformers cache"):
         model(tokens(1), past_key_values=((torch.zeros(1, 4, 3, 16),) * 2,) * 2)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize(("first", "second"), [IMPLEMENTATIONS, IMPLEMENTATIONS[::-1]], ids=" then ".join)
+def test_cache_that_another_implementation_filled(kind, first, second):
+    model, ids = make_model(make_config("gqa")), tokens(40)
+    cache = _make_cache(kind, model.config, 60)
+    model.set_attn_implementation(first)
+    with torch.no_grad():
+        model(ids[:, :30], past_key_values=cache)
+        model.set_attn_implementation(second)
+        pieces = [model(ids[:, i : i + 5], past_key_values=cache).logits for i in (30, 35)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids).logits[:, 30:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("filled", "used"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_cache_of_another_dtype(kind, filled, used):
+    model = make_model(make_config("gqa")).to(filled)
+    cache = _make_cache(kind, model.config, 60)
+    model(tokens(20), past_key_values=cache)
+    message = rf"layer 0 of the cache holds keys in {filled} on cpu, the model makes {used} on cpu.*convert"
+    model.to(used)
+    with pytest.raises(ValueError, match=message):
+        model(tokens(1), past_key_values=cache)
+    with pytest.raises(ValueError, match=message):
+        generate(model, tokens(24), past_key_values=cache)
+
+
+def test_cache_on_another_device():
+    model = make_model(make_config("gqa"))
+    cache = DynamicCache(config=model.config)
+    model(tokens(20), past_key_values=cache)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.to("meta"), layer.values.to("meta")
+    with pytest.raises(ValueError, match=r"layer 0 of the cache holds keys in torch.float32 on meta.*on cpu"):
+        model(tokens(1), past_key_values=cache)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -313,6 +313,26 @@ def test_configuration_given(tmp_path):
     assert_same_state(native, model)
 
 
+def test_fewer_layers(tmp_path):
+    model = native_model(num_hidden_layers=3)
+    write_folder(tmp_path / "authors", model)
+    config = AutoConfig.from_pretrained(tmp_path / "authors", num_hidden_layers=2)
+    assert (config.num_hidden_layers, config.layer_types) == (2, model.config.layer_types[:2])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "authors", num_hidden_layers=2)
+    model.config.num_hidden_layers = 2
+    expected = logits_of(model)
+    assert torch.equal(logits_of(loaded), expected)
+    for name, original in (("native", False), ("again", True)):
+        loaded.save_pretrained(tmp_path / name, save_original_format=original)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert len(again.model.layers) == len(again.config.layer_types) == 2
+        assert torch.equal(logits_of(again), expected)
+    with pytest.raises(ValueError, match=r"len\(layer_types\)=3 must equal num_hidden_layers=4"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "authors", num_hidden_layers=4)
+    pattern = AutoConfig.from_pretrained(tmp_path / "authors", num_hidden_layers=4, layer_pattern="G")
+    assert pattern.layer_types == ["full_attention"] * 4
+
+
 def test_state_dict_given(tmp_path):
     model = native_model(compose_groups=2)
     tensors = write_folder(tmp_path, model)
@@ -360,11 +380,12 @@ def test_identity_buffers_in_half_precision(tmp_path, logged):
     assert logged() == []
 
 
-def test_one_real_projection_in_the_last_shard_is_enough(tmp_path):
+@pytest.mark.parametrize("real", ["layers.0.self_attn.compose.pre_static", "layers.2.self_attn.compose.post_static"])
+def test_one_real_projection_in_any_shard_is_enough(tmp_path, real):
     model = native_model(compose_static=True, num_hidden_layers=3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("_static") and name != "model.layers.2.self_attn.compose.post_static":
+            if name.endswith("_static") and name != f"model.{real}":
                 parameter.copy_(torch.eye(4))
     write_folder(tmp_path, model, files="sharded.bin")
     assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path), model)
@@ -441,10 +462,11 @@ def test_loaded_tensors_are_independent(tmp_path):
 
 def test_other_tensors_are_unexpected(tmp_path):
     tensors = write_folder(tmp_path, native_model())
-    extra = ["layers.0.attention.dyn_w_proj.other", "layers.0.attention.more.dw_m", "layers.7.attention.wo.weight"]
+    extra = ["layers.0.attention.dyn_w_proj.other", "layers.0.attention.more.dw_m", "layers.0.attention.wo.weight.more"]
+    extra += ["layers.7.attention.wo.weight"]
     write_weights(tmp_path, tensors | {name: torch.zeros(3) for name in extra})
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert info["unexpected_keys"] == {*extra[:2], "model.layers.7.self_attn.o_proj.weight"}
+    assert info["unexpected_keys"] == {*extra[:3], "model.layers.7.self_attn.o_proj.weight"}
 
 
 @pytest.mark.parametrize(
@@ -573,14 +595,19 @@ def test_tokenizer_beside_the_model(hub, logged):
     assert logged() == []
 
 
-@pytest.mark.parametrize("declared", ["tokenizer.json alone", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "declared",
+    ["tokenizer.json alone", "tokenizer_config.json", "special_tokens_map.json", "tokenizer_config.json, too"],
+)
 def test_tokenizer_wins(hub, declared, logged):
     tokenizer_json(hub)
     bos, eos = 0, 0
     if declared != "tokenizer.json alone":
         bos, eos = 4, 6
         tokens = {"bos_token": "w4", "eos_token": {"content": "w6", "lstrip": False}, "pad_token": None}
-        (hub / declared).write_text(json.dumps(tokens))
+        if declared.endswith(", too"):  # it takes precedence
+            (hub / "special_tokens_map.json").write_text(json.dumps({"bos_token": "w8", "eos_token": "w9"}))
+        (hub / declared.removesuffix(", too")).write_text(json.dumps(tokens))
     model = AutoModelForCausalLM.from_pretrained(hub)
     for holder in (model.config, model.generation_config):
         assert (holder.bos_token_id, holder.eos_token_id) == (bos, eos)
@@ -593,6 +620,12 @@ def test_tokenizer_wins(hub, declared, logged):
     assert len(logged()) == 1
     AutoModelForCausalLM.from_pretrained(hub)
     assert len(logged()) == 2  # once per load
+
+
+@pytest.mark.parametrize(("end_of_text", "expected"), [(96, 96), (97, 2)])
+def test_tokens_are_taken_up_to_the_last_row_of_the_vocabulary(hub, end_of_text, expected):
+    tokenizer_json(hub, words=98, end_of_text=end_of_text)
+    assert AutoModelForCausalLM.from_pretrained(hub).config.eos_token_id == expected
 
 
 def test_agreeing_tokenizer_is_not_mentioned(hub, logged):

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -173,4 +174,7 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
     assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "file")
     assert "cannot be written" in error(CHECKPOINT, tmp_path / "file" / "hub")
     assert "max_shard_size='many' is not understood" in error(CHECKPOINT, output, "--max_shard_size", "many")
+    shutil.copytree(CHECKPOINT, tmp_path / "damaged")
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
+    assert f"error: the tokenizer of {tmp_path / 'damaged'} cannot be read" in error(tmp_path / "damaged", output)
     assert not output.exists() and (tmp_path / "full" / "kept").exists()

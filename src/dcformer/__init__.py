@@ -1,8 +1,8 @@
 """DCFormer for Transformers: dynamically composable multi-head attention as an ordinary model of the library.
 
-Importing the package registers "dcformer" and "dcpythia" with Transformers' Auto classes, the attention implementations
-"dcformer_chunked" and, where Triton is installed, "dcformer_triton", and the names of tensors in the authors'
-repositories on the Hub.
+Importing the package registers "dcformer" and "dcpythia" with Transformers' Auto classes, and the attention
+implementations "dcformer_chunked" and, where Triton is installed, "dcformer_triton". The first model that is made
+registers the names of tensors in the authors' repositories on the Hub.
 """
 
 from transformers import (
@@ -17,7 +17,6 @@ from transformers import (
 from .attention_dcformer import ComposeTrace, LayerTrace
 from .compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, compose
 from .configuration_dcformer import ComposeOverhead, DCFormerConfig, DCPythiaConfig
-from .hub_dcformer import register_hub_conversions
 from .kernels import register as register_kernels
 from .modeling_dcformer import (
     DCFormerForCausalLM,
@@ -48,7 +47,6 @@ for _config_class in (DCFormerConfig, DCPythiaConfig):
 for _auto_class, _model_classes in _AUTO_CLASSES.items():
     for _model_class in _model_classes:
         _auto_class.register(_model_class.config_class, _model_class, exist_ok=True)
-register_hub_conversions()
 register_kernels()
 
 __all__ = [

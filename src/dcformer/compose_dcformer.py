@@ -8,6 +8,7 @@ group, K = 2·R·M hidden width of a weight generator, C generators in use.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,12 @@ Generated = tuple[dict[tuple[str, str], "SideWeights"], dict[str, torch.Tensor]]
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which scores, softmax, norms and mixing are computed: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of matrix products under autocast on a type of device; None where it is off, or not to be had."""
+    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)  # "meta" has none, and asking is an error
+    return torch.get_autocast_dtype(device_type) if is_on else None
 
 
 @dataclass
@@ -82,6 +89,48 @@ class FusedGenerators:
 
 # By the name of the attention implementation that they belong to.
 FUSED_GENERATORS: dict[str, FusedGenerators] = {}
+
+# The torch implementation of `chunked_dcformer`, which every model can use.
+CHUNKED = "dcformer_chunked"
+# What `config._attn_implementation` says where none is named: `default_implementation` decides for each call.
+DEFAULT_ATTENTION = "dcformer_default"
+
+
+@dataclass
+class FusedAttention:
+    """Attention kernels, as a model that does not know them sees them.
+
+    Attributes:
+        unsupported_reason: (config) -> why no model of it can use them, naming what to use instead; or None.
+        is_default: (attention module, hidden states [B, T, E], query [B, H, T, D], key [B, Hkv, T, D], attention mask)
+            -> whether they are used for these where no implementation is named. Asked by every layer in every forward
+            pass, in graphs that are traced too.
+    """
+
+    unsupported_reason: Callable[[DCFormerConfig], str | None]
+    is_default: Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
+
+
+# By the name of the attention implementation. Kernels register themselves; without any, the default is chunked.
+FUSED_ATTENTION: dict[str, FusedAttention] = {}
+
+
+def default_implementation(
+    attention: nn.Module, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, attention_mask: Any
+) -> str:
+    """The attention implementation for these tensors, where none is named: chunked, unless kernels say otherwise.
+
+    Args:
+        attention: the layer's `DCFormerAttention`.
+        hidden_states: [B, T, E].
+        query: [B, H, T, D], on the device that decides.
+        key: [B, Hkv, T, D].
+        attention_mask: what the layer was given.
+    """
+    for name, fused in FUSED_ATTENTION.items():
+        if fused.is_default(attention, hidden_states, query, key, attention_mask):
+            return name
+    return CHUNKED
 
 
 def compose(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:
@@ -278,16 +327,21 @@ class DCFormerCompose(nn.Module):
         padding = self.channels[stage] - packed.shape[-1]
         return torch.cat([states, packed, packed.new_zeros(()).expand(*packed.shape[:-1], padding)], dim=-1)
 
-    def unpack(self, packed: torch.Tensor, head_dim: int, stage: str) -> tuple[torch.Tensor, SideWeights | None]:
+    def unpack(
+        self, packed: torch.Tensor, head_dim: int, stage: str, gather: bool = False
+    ) -> tuple[torch.Tensor, SideWeights | None]:
         """Takes apart what `pack` made.
 
         Args:
             packed: [B, Hkv, S, D + channels].
             head_dim: D.
             stage: "pre" or "post".
+            gather: copy the weights together, token by token; behind keys and values, those of neighbouring tokens lie
+                far apart, and reading them so costs more than the copy when it is done more than once.
 
         Returns:
-            keys or values [B, Hkv, S, D], and the key-wise weights over H heads and S tokens or None (views).
+            keys or values [B, Hkv, S, D], and the key-wise weights over H heads and S tokens or None; views, unless the
+            weights are gathered.
         """
         if (stage, "key") not in self.generators:
             return packed, None
@@ -296,6 +350,8 @@ class DCFormerCompose(nn.Module):
         weights = packed[..., head_dim : head_dim + width * self.key_value_repeats]
         weights = weights.unflatten(-1, (self.key_value_repeats, width)).transpose(2, 3)  # [B, Hkv, rep, S, 2R+1]
         weights = weights.flatten(1, 2)  # [B, H, S, 2R+1]
+        if gather:
+            weights = weights.transpose(2, 3).contiguous().transpose(2, 3)
         side = SideWeights(
             down=weights[..., :r] if r else None,
             up=weights[..., r : 2 * r] if r else None,
@@ -346,13 +402,19 @@ def compose_init_std(config: DCFormerConfig) -> dict[str, float]:
 
 
 __all__ = [
+    "CHUNKED",
     "COMPOSE_NORM_EPS",
+    "DEFAULT_ATTENTION",
+    "FUSED_ATTENTION",
     "FUSED_GENERATORS",
     "ComposeWeights",
     "DCFormerCompose",
+    "FusedAttention",
     "FusedGenerators",
     "SideWeights",
     "accumulation_dtype",
+    "autocast_dtype",
     "compose",
     "compose_init_std",
+    "default_implementation",
 ]

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+
+from .peft_dcformer import register_peft_targets
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 NORM_TYPES = ("rmsnorm", "layernorm")
@@ -110,6 +113,12 @@ def _expand_pattern(pattern: str | list[str]) -> list[str]:
             f"layer_pattern={pattern!r} is not understood: a list may hold 'L', 'G' or {LAYER_TYPES}, at least one."
         )
     return [names[letter] for letter in letters]
+
+
+def _repeat_pattern(pattern: str | list[str], layers: int) -> list[str]:
+    """One layer type per layer: a layer pattern repeated over the depth."""
+    period = _expand_pattern(pattern)
+    return [period[i % len(period)] for i in range(layers)]
 
 
 @strict
@@ -258,13 +267,22 @@ class DCFormerConfig(PreTrainedConfig):
         if self.qk_norm_eps is None:
             self.qk_norm_eps = self.norm_eps
         if self.layer_types is None:
-            period = _expand_pattern("LG" if layer_pattern is None else layer_pattern)
-            if self.sliding_window is None and layer_pattern is None:
-                period = ["full_attention"]
-            self.layer_types = [period[i % len(period)] for i in range(self.num_hidden_layers)]
+            if layer_pattern is None:
+                layer_pattern = "G" if self.sliding_window is None else "LG"
+            self.layer_types = _repeat_pattern(layer_pattern, self.num_hidden_layers)
         super().__post_init__(**kwargs)
-        self.validate_architecture()  # here too, so that the error is a plain ValueError
-        self.base_model_tp_plan = self._tensor_parallel_plan()  # type: ignore[misc]  # a class's default, said otherwise
+        self._check_changes()  # here too, so that the error is a plain ValueError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field. Fewer layers keep the types of the first ones; those of the others come back with them."""
+        super().__setattr__(name, value)
+        if name == "layer_types":
+            self.__dict__.pop("_all_layer_types", None)
+        elif name == "num_hidden_layers" and (types := self.__dict__.get("layer_types")) is not None:
+            types = self.__dict__.pop("_all_layer_types", types)
+            if 0 <= value < len(types):
+                self.__dict__["_all_layer_types"] = types
+            self.__dict__["layer_types"] = types[:value] if value >= 0 else types
 
     def _tensor_parallel_plan(self) -> dict[str, str]:
         """The class's plan without the modules that this configuration does not have."""
@@ -329,17 +347,32 @@ class DCFormerConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As `PreTrainedConfig.from_dict`, for configurations in this package's keys and in the authors'."""
+        """As `PreTrainedConfig.from_dict`, for configurations in this package's keys and in the authors'.
+
+        What is overridden has to fit the rest: `num_hidden_layers` below the stored number keeps the types of the first
+        layers, above it needs `layer_types` or `layer_pattern` too.
+
+        Raises:
+            ValueError: when the configuration with its overrides describes no model.
+        """
         said = config_dict | kwargs
         if is_authors_config(config_dict) and said.get("compose_static") is not None:
             # in their spelling, as a field's own default cannot be told from a value that was given
             config_dict = config_dict | {_LEGACY_STATIC[1]: said["compose_static"]}
-        return super().from_dict(config_dict, **kwargs)
+        layer_pattern = kwargs.pop("layer_pattern", None)
+        loaded = super().from_dict(config_dict, **kwargs)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        if layer_pattern is not None:
+            config.layer_types = _repeat_pattern(layer_pattern, config.num_hidden_layers)
+        config._check_changes()
+        return loaded
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, in this package's keys."""
+        register_peft_targets(self.model_type)  # PEFT asks for this dictionary just before it looks into its tables
         fields = super().to_dict()
         fields.pop("_open_fields", None)
+        fields.pop("_all_layer_types", None)
         return fields
 
     def settle(self, **fields: Any) -> None:
@@ -355,8 +388,12 @@ class DCFormerConfig(PreTrainedConfig):
             if name in self._open_fields:
                 setattr(self, name, value)
         self.__dict__.pop("_open_fields", None)
+        self._check_changes()
+
+    def _check_changes(self) -> None:
+        """After fields were set: do they still describe a model, and which of its modules can be split?"""
         self.validate_architecture()
-        self.base_model_tp_plan = self._tensor_parallel_plan()  # type: ignore[misc]  # as in __post_init__
+        self.base_model_tp_plan = self._tensor_parallel_plan()  # type: ignore[misc]  # a class's default, said otherwise
 
     def validate_architecture(self):
         """Checks that the fields describe a model. Called by Transformers after construction and before saving.
@@ -402,9 +439,14 @@ class DCFormerConfig(PreTrainedConfig):
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r} is unknown: expected one of {', '.join(sorted(ACT2FN))}.")
         rope = self.rope_parameters or {}
+        known = ("default", *ROPE_INIT_FUNCTIONS)
+        if (rope_type := rope.get("rope_type", "default")) not in known:
+            raise ValueError(f"rope_type={rope_type!r} is unknown: expected one of {', '.join(known)}.")
         factor = rope.get("partial_rotary_factor", 1.0)
-        if not 0 < factor <= 1:
+        if not isinstance(factor, int | float) or not 0 < factor <= 1:
             raise ValueError(f"partial_rotary_factor={factor} must be in (0, 1].")
         rotary_dim = int(self.head_dim * factor)
         if rotary_dim < 2 or rotary_dim % 2:
@@ -419,7 +461,8 @@ class DCFormerConfig(PreTrainedConfig):
             raise ValueError(f"layer_types holds unknown {unknown}: expected entries of {LAYER_TYPES}.")
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"len(layer_types)={len(self.layer_types)} must equal num_hidden_layers={self.num_hidden_layers}."
+                f"len(layer_types)={len(self.layer_types)} must equal num_hidden_layers={self.num_hidden_layers}: give "
+                "one layer type per layer, or a layer_pattern."
             )
         if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 2):
             raise ValueError(

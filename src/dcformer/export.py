@@ -16,6 +16,7 @@ from transformers.cache_utils import StaticCache
 from transformers.integrations.executorch import TorchExportableModuleWithHybridCache
 
 from .cache_dcformer import use_static_window_layers
+from .compose_dcformer import DEFAULT_ATTENTION
 from .modeling_dcformer import DCFormerForCausalLM
 
 _BUFFERS = {"key_cache": "keys", "value_cache": "values", "cumulative_length": "cumulative_length"}
@@ -49,7 +50,8 @@ def export_decoding_step(
     """Exports one decoding step with a static cache.
 
     Args:
-        model: a causal model in eval mode, with a torch attention implementation ("dcformer_chunked" or "eager").
+        model: a causal model in eval mode, with a torch attention implementation ("dcformer_chunked", which is the
+            default's too, or "eager").
         batch_size: B, fixed in the program. Sequences of a batch have the same length: there is no padding mask.
         max_cache_len: S, tokens that a sequence can have; `max_position_embeddings` when not given.
 
@@ -80,7 +82,7 @@ def export_decoding_step(
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first.")
     implementation = model.config._attn_implementation
-    if implementation not in ("dcformer_chunked", "eager"):
+    if implementation not in (DEFAULT_ATTENTION, "dcformer_chunked", "eager"):  # the default is chunked in programs
         raise ValueError(
             f"attn_implementation={implementation!r} launches kernels that a program of torch.export cannot hold: call "
             'model.set_attn_implementation("dcformer_chunked") first.'

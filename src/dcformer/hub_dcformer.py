@@ -13,7 +13,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -147,8 +147,13 @@ def hub_conversions(mlp_type: str) -> list[WeightRenaming | WeightConverter]:
     return conversions
 
 
+@cache
 def register_hub_conversions() -> None:
-    """Makes Transformers convert the authors' tensors whenever it loads a model of these types."""
+    """Makes Transformers convert the authors' tensors whenever it loads a model of these types.
+
+    Called by the first model: Transformers then prepares the conversions of all its models, which takes as long as
+    importing this package, and is done when it loads a model of any type.
+    """
     for config_class in (DCFormerConfig, DCPythiaConfig):
         register_checkpoint_conversion_mapping(
             config_class.model_type, hub_conversions(config_class.mlp_type), overwrite=True

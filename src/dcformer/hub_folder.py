@@ -16,13 +16,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .configuration_dcformer import DCFormerConfig
-from .conversion.errors import ConversionError, first_line
+from .conversion.errors import CONFIG_ERRORS, ConversionError, first_line
 from .conversion.output import complete_folder
+from .errors import DCFormerError, raise_bug
 from .model_card import model_card, read_results
 from .remote_code import export_remote_code
 
 
-class HubFolderError(ValueError):
+class HubFolderError(DCFormerError):
     """What the user can put right: a model, results or output that do not fit."""
 
 
@@ -62,12 +63,13 @@ def write_hub_folder(
         )
     try:
         scores = read_results(results) if results is not None else None
-    except ValueError as error:
+    except DCFormerError as error:
         raise HubFolderError(str(error)) from error
     source = os.fspath(model)
     try:
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except (OSError, *CONFIG_ERRORS) as error:
+        raise_bug(error)
         raise HubFolderError(
             f"{source} has no configuration that can be read ({first_line(error)}): expected a folder written by "
             "save_pretrained, or the name of a model on the Hub."
@@ -79,7 +81,8 @@ def write_hub_folder(
         )
     try:
         both: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, RuntimeError, *CONFIG_ERRORS) as error:
+        raise_bug(error)
         raise HubFolderError(f"{source} cannot be loaded: {first_line(error)}") from error
     loaded, info = both
     if missing := sorted(info["missing_keys"]):
@@ -105,7 +108,13 @@ def write_hub_folder(
 def _save_tokenizer(source: str, folder: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except (OSError, *CONFIG_ERRORS) as error:
+        raise_bug(error)
+        if (Path(source) / "tokenizer.json").is_file():
+            raise HubFolderError(
+                f"the tokenizer of {source} cannot be read ({type(error).__name__}: {first_line(error)}): replace it, "
+                "or take tokenizer.json out of the folder."
+            ) from error
         print(f"no tokenizer is saved: {first_line(error)}", file=sys.stderr)
         return
     tokenizer.save_pretrained(folder)

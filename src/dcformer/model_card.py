@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .configuration_dcformer import DCFormerConfig
+from .errors import DCFormerError
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,26 @@ def read_results(path: str | os.PathLike) -> list[Score]:
         The scores, in the order of the file.
 
     Raises:
-        ValueError: when there is no such file, it is no JSON, or not lm-eval's results.
+        DCFormerError: when there is no such file, it is no JSON, or not lm-eval's results.
     """
     path = Path(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(
+        raise DCFormerError(
             f"{path} cannot be read ({error.strerror}): expected the results_*.json of lm-eval."
         ) from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): expected the results_*.json of lm-eval.") from error
+        raise DCFormerError(f"{path} is no JSON ({error}): expected the results_*.json of lm-eval.") from error
     results = record.get("results") if isinstance(record, dict) else None
     if not isinstance(results, dict) or not all(isinstance(metrics, dict) for metrics in results.values()):
-        raise ValueError(
+        raise DCFormerError(
             f'{path} has no object "results" of tasks: expected the results_*.json that `dcformer-eval --output_path` '
             "writes, not its samples_*.jsonl or another file."
         )
     scores = [score for task, metrics in results.items() for score in _task_scores(record, task, metrics)]
     if not scores:
-        raise ValueError(f"{path} holds no scores: was the evaluation run to its end?")
+        raise DCFormerError(f"{path} holds no scores: was the evaluation run to its end?")
     return scores
 
 

@@ -32,15 +32,33 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_dcformer import eager_attention
+from .attention_dcformer import ComposeTrace, eager_attention
 from .cache_dcformer import use_static_window_layers
-from .compose_dcformer import DCFormerCompose, accumulation_dtype, compose_init_std
+from .chunked_dcformer import CHUNKED
+from .compose_dcformer import (
+    DEFAULT_ATTENTION,
+    FUSED_ATTENTION,
+    DCFormerCompose,
+    accumulation_dtype,
+    autocast_dtype,
+    compose_init_std,
+    default_implementation,
+)
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .hub_dcformer import IGNORED_ON_LOAD, check_weight_files, follow_tokenizer, prepare_hub_loading
+from .hub_dcformer import (
+    IGNORED_ON_LOAD,
+    check_weight_files,
+    follow_tokenizer,
+    prepare_hub_loading,
+    register_hub_conversions,
+)
+from .masks_dcformer import has_values
+
+logger = logging.get_logger(__name__)
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -147,6 +165,10 @@ class DCFormerMLP(nn.Module):
 class DCFormerAttention(nn.Module):
     """Dynamically composable multi-head attention (paper section 3)."""
 
+    # DeepSpeed's ZeRO-3 gathers all parameters in here as one. Module by module it would gather them for the backward
+    # pass by the tensors that a module returns, and find none in the `SideWeights` of `DCFormerCompose`.
+    _z3_leaf = True
+
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__()
         self.config = config
@@ -155,8 +177,6 @@ class DCFormerAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
-        self.is_causal = getattr(config, "is_causal", True)
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         heads, kv_heads, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
@@ -172,9 +192,19 @@ class DCFormerAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: Any = None,
         past_key_values: Cache | None = None,
+        layer_idx: int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[B, T, E] -> output [B, T, E] and, from the eager implementation, composed weights [B, H, T, S]."""
+        """[B, T, E] -> output [B, T, E] and, from the eager implementation, composed weights [B, H, T, S].
+
+        Args:
+            hidden_states: [B, T, E], normalised.
+            position_embeddings: cosines and sines of RoPE, each [B or 1, T, rotary_dim].
+            attention_mask: what each query sees, its window included, as the implementation's mask function made it for
+                layers of this kind; None for causal attention to all keys.
+            past_key_values: cache of keys and values, which is updated.
+            layer_idx: the layer's place in the cache; `self.layer_idx` when not given.
+        """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)  # [B, H, T, D]
@@ -183,22 +213,26 @@ class DCFormerAttention(nn.Module):
         query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))
 
         implementation = self.config._attn_implementation
+        if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
+            implementation = default_implementation(self, hidden_states, query, key, attention_mask)
         if past_key_values is None:
             generated, statics = self.compose(hidden_states, implementation)
             pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
         else:  # weights of the keys ride behind keys and values: [B, Hkv, T or S, D + channels]
             key, value, (generated, statics) = self.compose.packed(hidden_states, key, value, implementation)
-            self._check_cache(past_key_values, key, value)
-            key, value = past_key_values.update(key, value, self.layer_idx)
-            key, pre_key = self.compose.unpack(key, self.head_dim, "pre")  # [B, Hkv, S, D], weights of S keys
-            value, post_key = self.compose.unpack(value, self.head_dim, "post")
+            layer_idx = self.layer_idx if layer_idx is None else layer_idx
+            self._check_cache(past_key_values, layer_idx, key, value)
+            key, value = past_key_values.update(key, value, layer_idx)
+            gather = implementation not in FUSED_ATTENTION  # whose kernels read them where they are
+            key, pre_key = self.compose.unpack(key, self.head_dim, "pre", gather)  # [B, Hkv, S, D], weights of S keys
+            value, post_key = self.compose.unpack(value, self.head_dim, "post", gather)
 
         device = query.device.type
-        mixed_precision = torch.is_autocast_enabled(device)
-        if mixed_precision:  # matmuls in its dtype, scores and softmax in float32, as everywhere
-            query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
+        mixed_precision = autocast_dtype(device)
+        if mixed_precision is not None:  # matmuls in its dtype, scores and softmax in float32, as everywhere
+            query, key, value = (states.to(mixed_precision) for states in (query, key, value))
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        with torch.autocast(device, enabled=False) if mixed_precision else nullcontext():
+        with torch.autocast(device, enabled=False) if mixed_precision is not None else nullcontext():
             output, weights = attention_interface(
                 self,
                 query,
@@ -209,27 +243,40 @@ class DCFormerAttention(nn.Module):
                 dropout=self.attention_dropout if self.training else 0.0,
                 pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
                 post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
-                sliding_window=self.sliding_window,
                 **kwargs,
             )
         return self.o_proj(output.reshape(*input_shape, -1)), weights
 
-    def _check_cache(self, cache: Cache, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _check_cache(self, cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Refuses a cache whose keys or values another model made."""
-        if self.layer_idx >= len(cache.layers):
+        if layer_idx >= len(cache.layers):
             return
         for name, new in (("keys", key), ("values", value)):
-            old = getattr(cache.layers[self.layer_idx], name, None)
+            old = getattr(cache.layers[layer_idx], name, None)
             if old is None or old.dim() != 4 or not old.shape[2]:
                 continue
             expected = (new.shape[0], new.shape[1], new.shape[3])
             found = (old.shape[0], old.shape[1], old.shape[3])
             if expected != found:
+                hint = ""
+                if found == (*expected[:2], self.head_dim):  # a plain model's, or PEFT's prefix tuning
+                    hint = (
+                        f" These {name} come without composition weights, which are made from the hidden state of each "
+                        "token: a model without composition made them, or PEFT's prefix tuning, whose prefix has no "
+                        "hidden states. In its place prompt tuning and LoRA work."
+                    )
                 raise ValueError(
-                    f"past_key_values does not belong to this model and batch: layer {self.layer_idx} of the cache "
+                    f"past_key_values does not belong to this model and batch: layer {layer_idx} of the cache "
                     f"holds {name} of (batch, heads, channels) {found}, the model makes {expected} "
                     f"(head_dim {self.head_dim} plus composition channels). Pass a cache that this model "
-                    "filled for the same batch, or none."
+                    f"filled for the same batch, or none.{hint}"
+                )
+            moves = getattr(cache, "offloading", False)  # between devices, by itself
+            if old.dtype != new.dtype or (old.device != new.device and not moves):
+                raise ValueError(
+                    f"past_key_values does not fit this model: layer {layer_idx} of the cache holds {name} in "
+                    f"{old.dtype} on {old.device}, the model makes {new.dtype} on {new.device}. Fill it with the model "
+                    "as it is now (dtype, device, autocast), or convert the keys and values of its layers."
                 )
 
 
@@ -267,6 +314,18 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = _make_norm(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
+    # Checkpointing serves the backward pass. It drops the cache, which `generate` needs while a model is in training.
+    _checkpoints = False
+
+    @property
+    def gradient_checkpointing(self) -> bool:  # type: ignore[override]  # an attribute of the library's class
+        """Whether the layer is computed again in the backward pass: switched on, and there is a backward pass."""
+        return self._checkpoints and torch.is_grad_enabled()
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, switched_on: bool) -> None:
+        self._checkpoints = switched_on
+
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """[B, T, E] -> [B, T, E]."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
@@ -292,6 +351,20 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = IGNORED_ON_LOAD
     _can_record_outputs = {"hidden_states": DCFormerDecoderLayer, "attentions": DCFormerAttention}
 
+    def __init__(self, config: DCFormerConfig, *inputs: Any, **kwargs: Any):
+        register_hub_conversions()
+        super().__init__(config, *inputs, **kwargs)
+
+    def _why_no_maps(self) -> str | None:
+        """Why there is nothing to return for `output_attentions=True`; None where there is."""
+        implementation = self.config._attn_implementation
+        if implementation == "eager":
+            return None
+        return (
+            f"output_attentions=True needs attention maps, which attn_implementation={implementation!r} never holds. "
+            "Load the model with attn_implementation='eager', or call model.set_attn_implementation('eager')."
+        )
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -301,34 +374,33 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                 init.normal_(parameter, mean=0.0, std=std[name])
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The attention implementation to use: the best that runs here when none is named, otherwise just that one.
+        """The attention implementation to use: just the named one, or `DEFAULT_ATTENTION` when none is named.
 
-        The best is "dcformer_triton" where there are Triton and a GPU of at least sm_80, for a model within the limits
-        of the kernels (head dims up to 256, ranks up to 4, no attention dropout, not float64); else "dcformer_chunked".
+        The default is decided by each layer, for the tensors that it is given (`default_implementation`):
+        "dcformer_triton" on CUDA devices whose self-check has passed, otherwise "dcformer_chunked". To return to it,
+        call `model.set_attn_implementation(None)`.
 
         Raises:
-            ValueError: on a name that cannot compose heads, or one whose requirements are missing here.
+            ValueError: on a name that cannot compose heads, one whose requirements are missing here, or one whose
+                limits the model exceeds.
         """
-        if requested_attention is None:
-            has_gpu = torch.version.cuda is not None and torch.cuda.is_available()
-            has_gpu = has_gpu and torch.cuda.get_device_capability() >= (8, 0)
-            runs = has_gpu and "dcformer_triton" in ALL_ATTENTION_FUNCTIONS.valid_keys()
-            config = self.config
-            fits = config.head_dim <= 256 and config.compose_rank <= 4 and not config.attention_dropout
-            fits = fits and torch.float64 not in (config.dtype, torch.get_default_dtype())
-            return "dcformer_triton" if runs and fits else "dcformer_chunked"
-        known = ("eager", "dcformer_chunked", "dcformer_triton")
+        if requested_attention is None or requested_attention == DEFAULT_ATTENTION:
+            return DEFAULT_ATTENTION
+        known = ("eager", CHUNKED, "dcformer_triton")
         if requested_attention not in known:
             raise ValueError(
                 f"attn_implementation={requested_attention!r} cannot compose attention heads, so "
                 f"{self.__class__.__name__} does not support it: use one of {known}, or leave it unset for the best "
-                "that runs here."
+                "that runs where the model is."
             )
         if requested_attention != "eager" and requested_attention not in ALL_ATTENTION_FUNCTIONS.valid_keys():
             raise ValueError(
                 f"attn_implementation={requested_attention!r} is not available here: Triton is not installed. "
                 'pip install "dcformer[kernels]", use one of the others, or leave it unset.'
             )
+        fused = FUSED_ATTENTION.get(requested_attention)
+        if fused is not None and (reason := fused.unsupported_reason(self.config)) is not None:
+            raise ValueError(f"attn_implementation={requested_attention!r} cannot run this model: {reason}.")
         return requested_attention
 
     @classmethod
@@ -418,6 +490,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
 @auto_docstring
 class DCFormerModel(DCFormerPreTrainedModel):
     def __init__(self, config: DCFormerConfig):
+        config.validate_architecture()  # fields may have been set since it was made
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -431,7 +504,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     @auto_docstring
-    def forward(
+    def forward(  # type: ignore[misc]  # the library's own kwargs name position_ids, too
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
@@ -443,10 +516,22 @@ class DCFormerModel(DCFormerPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if kwargs.get("output_attentions", self.config.output_attentions) and (missing := self._why_no_maps()):
+            logger.warning_once(f"{missing} The tuple of attentions is empty.")  # as with Transformers' sdpa
         hidden_states = inputs_embeds
         if hidden_states is None:
             self._check_token_ids(input_ids)
             hidden_states = self.embed_tokens(input_ids)  # [B, T, E]
+        # A layer's kind and its place in the cache are those of its position, whichever layer stands there. Fewer
+        # layers run while generate drafts with `assistant_early_exit`.
+        layers = self.layers[: self.config.num_hidden_layers]
+        kinds = self.config.layer_types[: len(layers)]
+        if len(kinds) < len(layers):
+            raise ValueError(
+                f"the model has {len(self.layers)} layers and config.num_hidden_layers="
+                f"{self.config.num_hidden_layers}, but config.layer_types has {len(self.config.layer_types)} entries: "
+                "give every layer its kind there."
+            )
         mask_arguments: dict[str, Any] = {
             "config": self.config,
             "inputs_embeds": hidden_states,
@@ -460,12 +545,16 @@ class DCFormerModel(DCFormerPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
             self._check_cache(past_key_values)
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                raise ValueError(
+                    "past_key_values cannot be used in training with gradient checkpointing: layers that are computed "
+                    "again in the backward pass would write to the cache twice. Pass no cache, call "
+                    "model.gradient_checkpointing_disable(), or compute under torch.no_grad()."
+                )
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
 
-        layers = self.layers[: self.config.num_hidden_layers]  # fewer while generate drafts with `assistant_early_exit`
-        kinds = self.config.layer_types[: len(layers)]
         masks = attention_mask
         if not isinstance(masks, dict):  # generate prepares the masks itself when it compiles the forward
             make_mask = {
@@ -475,7 +564,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             masks = {kind: make_mask[kind](**mask_arguments) for kind in sorted(set(kinds))}
 
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer, kind in zip(layers, kinds, strict=True):
+        for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -483,6 +572,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
+                layer_idx=index,
                 **kwargs,
             )
         return BaseModelOutputWithPast(
@@ -521,7 +611,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
     def _check_token_ids(self, input_ids: torch.Tensor) -> None:
         """Names a token id outside the vocabulary. On the CPU only: elsewhere looking would stall the device."""
-        if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or not input_ids.numel():
+        if input_ids.device.type != "cpu" or not has_values(input_ids) or not input_ids.numel():
             return
         low, high = (int(bound) for bound in input_ids.aminmax())
         size = self.embed_tokens.num_embeddings
@@ -548,7 +638,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     @auto_docstring
-    def forward(
+    def forward(  # type: ignore[misc]  # the library's own kwargs name position_ids, too
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
@@ -558,8 +648,16 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        compose_trace: ComposeTrace | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
+        r"""
+        compose_trace (`ComposeTrace`, *optional*):
+            Collects the attention maps before and after each composition, with `attn_implementation="eager"`. In
+            `generate` it is an argument like any other of the model.
+        """
+        if compose_trace is not None:
+            kwargs["compose_trace"] = compose_trace  # type: ignore[typeddict-unknown-key]  # for the attention only
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -582,6 +680,16 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, *args: Any) -> None:
+        """As the library's, and refuses `output_attentions=True` where there are no maps to return.
+
+        Raises:
+            ValueError: naming the implementation, and the one that holds maps.
+        """
+        super()._validate_generation_mode(generation_mode, generation_config, *args)  # type: ignore[misc]  # as below
+        if generation_config.output_attentions and (missing := self._why_no_maps()):
+            raise ValueError(missing)
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
         """The static cache of `generate`, with local layers that compile to a single graph."""

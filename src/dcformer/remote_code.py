@@ -8,22 +8,29 @@ from pathlib import Path
 from . import (
     attention_dcformer,
     cache_dcformer,
+    chunked_dcformer,
     compose_dcformer,
     configuration_dcformer,
     hub_dcformer,
     layouts_dcformer,
+    masks_dcformer,
     modeling_dcformer,
+    peft_dcformer,
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 
 # The flat modules import each other as `from .x_dcformer import y` and nothing else of the package.
 _MODULES = (
+    peft_dcformer,
     configuration_dcformer,
     compose_dcformer,
+    masks_dcformer,
     attention_dcformer,
+    chunked_dcformer,
     cache_dcformer,
     layouts_dcformer,
     hub_dcformer,
+    peft_dcformer,
     modeling_dcformer,
 )
 _PREFIXES = {config.model_type: config.__name__.removesuffix("Config") for config in (DCFormerConfig, DCPythiaConfig)}

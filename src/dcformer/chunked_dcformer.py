@@ -1,0 +1,711 @@
+"""Composed attention by blocks of queries, "dcformer_chunked": the numbers of "eager" in memory linear in T and S.
+
+The work is one custom operator, so that a traced graph does not depend on the length; its backward pass is another and
+recomputes the maps of each block from q, k, v and the weights. Rows are complete, so the softmax needs no saved
+log-sum-exp.
+
+Groups of heads are independent: the work is a loop over (group, slice of the batch, block of queries). Inside, maps
+are [b, t, M, S'], queries before heads: b sequences, t queries, M heads of a group, S' the keys that the block can see.
+All that depends on the query (low rank, gate, static projection and the skip connection) is then one matrix [M, M] per
+query, and mixing with it one batched matrix product. What depends on the key is mixed rank by rank, in place.
+
+Other letters: B batch, T queries, S keys, H query heads, D head dim, R rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from .attention_dcformer import ComposeTrace, attend, check_shapes, repeat_heads
+from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION, ComposeWeights, SideWeights, accumulation_dtype
+from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
+
+# Scores of one block of queries: at most this many (a soft bound, per group).
+BLOCK_SCORES = 1 << 22
+MAX_QUERY_BLOCK = 128
+_NO_MAPS = (
+    "attn_implementation='dcformer_chunked' never holds the attention maps. Load the model with "
+    "attn_implementation='eager', or call model.set_attn_implementation('eager')."
+)
+_NO_TRANSFORMS = (
+    "attn_implementation='dcformer_chunked' does not support {}: use attn_implementation='eager', or call "
+    "model.set_attn_implementation('eager')."
+)
+
+
+def chunked_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | QueryBlockMask | None,
+    scaling: float,
+    dropout: float = 0.0,
+    pre: ComposeWeights | None = None,
+    post: ComposeWeights | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    compose_trace: ComposeTrace | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Composed attention by blocks of queries, forward and backward in memory linear in T and S. Same numbers as eager.
+
+    Arguments as for `eager_attention`; the mask may also be a `QueryBlockMask`, which knows of its window itself.
+
+    Returns:
+        output [B, T, H, D], and None: there are no weights to return.
+
+    Raises:
+        ValueError: on shapes that do not fit, when a trace of the maps is asked for, or for a mask to be trained.
+        NotImplementedError: under transforms of `torch.func`, in forward mode, and by differentiating twice.
+    """
+    check_shapes(query, key, value, attention_mask)
+    if compose_trace is not None:
+        raise ValueError(f"compose_trace cannot be filled: {_NO_MAPS}")
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad:
+        raise ValueError("an attention mask that requires gradients needs attn_implementation='eager'.")
+    causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if isinstance(attention_mask, QueryBlockMask) and attention_mask.is_plain:
+        causal, sliding_window, attention_mask = True, attention_mask.window, None
+    dropout = dropout if module.training else 0.0
+    length, key_length = query.shape[2], key.shape[2]
+    if is_few(length) and not dropout:
+        mask = attention_mask.rows(0, length) if isinstance(attention_mask, QueryBlockMask) else attention_mask
+        if causal and (length > 1 or (sliding_window is not None and key_length > sliding_window)):
+            mask = causal_rows(length, key_length, sliding_window, query.device)[:, None]
+        mask = None if mask is None else mask.to(query.device)
+        return _attend_few(query, key, value, mask, scaling, pre, post), None
+    weights = (*flatten_weights(pre), *flatten_weights(post))
+    _refuse_transforms(query, key, value, *weights)
+    if attention_mask is None:
+        masks: list[torch.Tensor] = []
+    else:
+        tensors = attention_mask.tensors() if isinstance(attention_mask, QueryBlockMask) else [attention_mask]
+        masks = [tensor.to(query.device) for tensor in tensors]  # a model's layers may be on several devices
+    output = _forward(
+        query,
+        key,
+        value,
+        [w for w in weights if w is not None],
+        [(pre or post or ComposeWeights()).groups, *(i for i, w in enumerate(weights) if w is not None)],
+        masks,
+        causal,
+        sliding_window if causal else None,
+        scaling,
+        dropout,
+        torch.randint(2**31, ()) if dropout else None,
+    )
+    return output, None
+
+
+def _refuse_transforms(*tensors: torch.Tensor | None) -> None:
+    """Names what the operator does not do, before PyTorch would in words that name no way out."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(_NO_TRANSFORMS.format("transforms of torch.func (grad, vmap, jvp, ...)"))
+    unpack = torch.autograd.forward_ad.unpack_dual
+    if any(t is not None and unpack(t).tangent is not None for t in tensors):
+        raise NotImplementedError(_NO_TRANSFORMS.format("forward-mode differentiation"))
+
+
+# --- A few queries ----------------------------------------------------------------------------------------------------
+
+
+def _attend_few(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+) -> torch.Tensor:
+    """A few queries against many keys: the definition, one map of [B, H, few, S]. Returns [B, T, H, D]."""
+    visible, bias = (None, None) if mask is None else visible_and_bias(mask)
+    maps = attend(query, key, value, visible, bias, scaling, pre, post, mix=_compose_few)
+    weights = maps.composed_weights.to(query.dtype)
+    return torch.matmul(weights, repeat_heads(value, query.shape[1])).transpose(1, 2).contiguous()
+
+
+def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:
+    """`compose` for a few queries and many keys: one [M, M] matrix per query, the key side elementwise."""
+    if weights is None:
+        return maps
+    a = maps.unflatten(1, (weights.groups, -1))  # [B, G, M, T, S]
+
+    def grouped(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(maps.dtype).unflatten(1, (weights.groups, -1))  # [B, H, ...] -> [B, G, M, ...]
+
+    out, query, key = a, weights.query, weights.key
+    if query is not None or weights.static is not None:
+        matrix = torch.eye(a.shape[2], dtype=maps.dtype, device=maps.device)
+        if weights.static is not None:
+            matrix = matrix + weights.static.to(maps.dtype).transpose(1, 2).unsqueeze(1)  # [G, 1, M, M]
+        if query is not None and query.down is not None and query.up is not None:
+            down, up = (grouped(w).transpose(2, 3) for w in (query.down, query.up))  # [B, G, T, M, R]
+            matrix = matrix + up @ down.transpose(-1, -2)  # [B, G, T, M, M]
+        if query is not None and query.gate is not None:
+            matrix = matrix + torch.diag_embed(grouped(query.gate).transpose(2, 3))
+        out = (matrix @ a.transpose(2, 3)).transpose(2, 3)
+    if key is not None and key.down is not None and key.up is not None:
+        for down, up in zip(key.down.unbind(-1), key.up.unbind(-1), strict=True):  # [B, H, S]
+            hidden = (a * grouped(down).unsqueeze(3)).sum(dim=2, keepdim=True)  # [B, G, 1, T, S]
+            out = torch.addcmul(out, hidden, grouped(up).unsqueeze(3))
+    if key is not None and key.gate is not None:
+        out = torch.addcmul(out, a, grouped(key.gate).unsqueeze(3))
+    return out.flatten(1, 2)  # [B, H, T, S]
+
+
+# --- The operators ----------------------------------------------------------------------------------------------------
+
+# A copy of this file that travels with a checkpoint (remote code) has operators of its own.
+_NAMESPACE = "".join(c if c.isalnum() else "_" for c in __name__.rpartition(".")[0])
+
+
+def flatten_weights(weights: ComposeWeights | None) -> tuple[torch.Tensor | None, ...]:
+    """The 7 tensors of a stage: query down, up, gate, key down, up, gate, static."""
+    weights = weights or ComposeWeights()
+    query, key = weights.query or SideWeights(), weights.key or SideWeights()
+    return (query.down, query.up, query.gate, key.down, key.up, key.gate, weights.static)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::chunked_attention", mutates_args=())
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    mask: Sequence[torch.Tensor],
+    causal: bool,
+    window: int | None,
+    scaling: float,
+    dropout: float,
+    seed: torch.Tensor | None,
+) -> torch.Tensor:
+    """Composed attention.
+
+    Args:
+        query, key, value: [B, H, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
+        weights: those of `flatten_weights` of both stages that there are.
+        layout: G, and of these weights their places among all 14.
+        mask: nothing, [first, last] or [mask], as `QueryBlockMask.tensors` gives them; a mask may be additive.
+        causal: without a mask, the last query is at the last key, and none sees a later one.
+        window: keys that a query sees then, its own included; None for all.
+        scaling: factor of the scores.
+        dropout: probability of dropping a composed weight.
+        seed: of the dropout, an integer on the CPU.
+
+    Returns:
+        [B, T, H, Dv].
+    """
+    groups, *places = layout
+    plan = _Plan(query, key, mask, causal, window, dropout, seed, query.shape[1] // groups)
+    batch, heads, length, _ = query.shape
+    output = query.new_zeros((batch, length, heads, value.shape[3]))
+    for group in range(groups):
+        part = _Group(query, key, value, scaling, weights, places, groups, group)
+        for block in plan.blocks:
+            output[block.batch, block.queries, part.heads] = part.output(plan, block)
+    return output
+
+
+@_forward.register_fake
+def _(query, key, value, *args):
+    batch, heads, length, _ = query.shape
+    return query.new_empty((batch, length, heads, value.shape[3]))
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::chunked_attention_backward", mutates_args=())
+def _backward(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    mask: Sequence[torch.Tensor],
+    causal: bool,
+    window: int | None,
+    scaling: float,
+    dropout: float,
+    seed: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """Gradients of query, key, value and each of `weights`, from that of the output [B, T, H, Dv]."""
+    groups, *places = layout
+    plan = _Plan(query, key, mask, causal, window, dropout, seed, query.shape[1] // groups)
+    compute = accumulation_dtype(query.dtype)
+    grads = [torch.zeros(t.shape, dtype=compute, device=t.device) for t in (query, key, value, *weights)]
+    for group in range(groups):
+        part = _Group(query, key, value, scaling, weights, places, groups, group)
+        for block in plan.blocks:
+            part.add_grads(plan, block, grad_output[block.batch, block.queries, part.heads])
+        part.hand_out(grads, places)
+    return [grad.to(t.dtype) for grad, t in zip(grads, (query, key, value, *weights), strict=True)]
+
+
+@_backward.register_fake
+def _(grad_output, query, key, value, weights, *args):
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value, *weights)]
+
+
+def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    query, key, value, weights, layout, mask, causal, window, scaling, dropout, seed = inputs
+    ctx.counts = (len(weights), len(mask))
+    ctx.layout, ctx.numbers = list(layout), (causal, window, scaling, dropout)
+    ctx.save_for_backward(query, key, value, *weights, *mask, seed)
+
+
+def _differentiate(ctx: Any, grad_output: torch.Tensor) -> tuple:
+    (query, key, value, *others, seed), (weights, masks) = ctx.saved_tensors, ctx.counts
+    grads = _backward(
+        grad_output, query, key, value, others[:weights], ctx.layout, others[weights:], *ctx.numbers, seed
+    )
+    return (*grads[:3], grads[3:], None, [None] * masks, *[None] * 5)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _refuse_second_derivative(ctx: Any, grads: list[torch.Tensor]) -> None:
+    raise NotImplementedError(_NO_TRANSFORMS.format("second derivatives"))
+
+
+_backward.register_autograd(_refuse_second_derivative)
+
+
+# --- What a call is made of -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Block:
+    """One block of work: which sequences, queries and keys, and what is hidden among them.
+
+    Attributes:
+        batch, queries, keys: slices of B, T and S.
+        clear: from and up to which of these keys nothing is hidden from any query.
+        some_empty: whether a query of the block may see nothing.
+    """
+
+    batch: slice
+    queries: slice
+    keys: slice
+    clear: tuple[int, int] = (0, 0)
+    some_empty: bool = False
+
+    def size(self) -> int:
+        """Scores of one head."""
+        (b, t, s) = (part.stop - part.start for part in (self.batch, self.queries, self.keys))
+        return b * t * s
+
+
+class _Plan:
+    """What stays the same for all groups of one call: blocks, mask, dropout and working memory."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        mask: Sequence[torch.Tensor],
+        causal: bool,
+        window: int | None,
+        dropout: float,
+        seed: torch.Tensor | None,
+        heads: int,
+    ):
+        self.dropout = dropout
+        self.seed = 0 if seed is None else int(seed)
+        self.window = window if causal else None
+        self.whole = mask[0] if len(mask) == 1 else None  # [B or 1, 1 or H, T, S]
+        self.batch, self.length, self.key_length = query.shape[0], query.shape[2], key.shape[2]
+        self.intervals: Sequence[torch.Tensor] = mask if len(mask) == 2 else ()  # first and last, [B or 1, T]
+        if causal and not mask:
+            self.intervals = causal_intervals(self.length, self.key_length, window, query.device)
+        self.memory: dict[str, torch.Tensor] = {}
+        blocks = list(self._cut(heads))
+        if self.whole is not None:
+            blocks = self._bounded_by_mask(blocks, self.whole)
+        elif causal:
+            blocks = self._bounded_by_causality(blocks)
+        elif self.intervals:
+            blocks = self._bounded_by_intervals(blocks)
+        else:
+            blocks = [replace(b, keys=slice(0, self.key_length), clear=(0, self.key_length)) for b in blocks]
+        blocks = [block for block in blocks if block.keys.start < block.keys.stop]
+        self.blocks = sorted(blocks, key=_Block.size, reverse=True)  # the largest first, in whose memory the others fit
+
+    def _cut(self, heads: int) -> Iterator[_Block]:
+        span = self.key_length
+        if self.window is not None:
+            span = min(span, self.window + MAX_QUERY_BLOCK)
+        rows = max(1, BLOCK_SCORES // max(1, heads * span))
+        size = min(self.length, MAX_QUERY_BLOCK, max(8, rows))
+        sequences = max(1, rows // max(1, size))
+        for first in range(0, self.batch, sequences):
+            for start in range(0, self.length, size):
+                batch = slice(first, min(self.batch, first + sequences))
+                yield _Block(batch, slice(start, min(self.length, start + size)), slice(0, 0))
+
+    def _bounded_by_causality(self, blocks: list[_Block]) -> list[_Block]:
+        bounded = []
+        for block in blocks:
+            # of the first and the last query: how many keys lie before its window, and how many up to itself
+            ends = [i + 1 + self.key_length - self.length for i in (block.queries.start, block.queries.stop - 1)]
+            starts = [0 if self.window is None else end - self.window for end in ends]
+            (low, high), (first, last) = ((max(0, n) for n in pair) for pair in (starts, ends))
+            bounded.append(self._bound(block, low, high, first, last, ends[0] <= 0))
+        return bounded
+
+    def _bounded_by_intervals(self, blocks: list[_Block]) -> list[_Block]:
+        bounds = []
+        for block in blocks:
+            first, last = self._interval_of(block)
+            lengths = last - first
+            bounds.append(torch.stack([first.min(), first.max(), last.min(), last.max(), lengths.min()]))
+        found = torch.stack(bounds).tolist() if bounds else []  # the one look at the device
+        return [
+            self._bound(block, low, high, first, last, least <= 0)
+            for block, (low, high, first, last, least) in zip(blocks, found, strict=True)
+        ]
+
+    @staticmethod
+    def _bound(block: _Block, low: int, high: int, first: int, last: int, some_empty: bool) -> _Block:
+        """A block whose queries see keys from `low` or later, all from `high`; up to `first` all, up to `last` some."""
+        return replace(
+            block, keys=slice(low, max(low, last)), clear=(high - low, max(high, first) - low), some_empty=some_empty
+        )
+
+    def _bounded_by_mask(self, blocks: list[_Block], mask: torch.Tensor) -> list[_Block]:
+        bounds = []
+        for block in blocks:
+            visible, _ = visible_and_bias(mask[self._rows(mask, block), :, block.queries])
+            seen = visible.flatten(0, 2).any(dim=0).to(torch.uint8)  # [S]
+            bounds.append(
+                torch.stack(
+                    [seen.argmax(), self.key_length - seen.flip(0).argmax(), seen.any(), ~visible.any(dim=-1).all()]
+                )
+            )
+        found = torch.stack(bounds).tolist() if bounds else []  # the one look at the device
+        return [
+            replace(block, keys=slice(first, last if any_seen else first), some_empty=bool(some_empty))
+            for block, (first, last, any_seen, some_empty) in zip(blocks, found, strict=True)
+        ]
+
+    @staticmethod
+    def _rows(tensor: torch.Tensor, block: _Block) -> slice:
+        return block.batch if tensor.shape[0] > 1 else slice(None)
+
+    def space(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Working memory of a name, the same for every block: fresh memory costs more than the work done in it."""
+        count = 1
+        for n in shape:
+            count *= n
+        held = self.memory.get(name)
+        if held is None or held.numel() < count:
+            held = self.memory[name] = torch.empty(count, dtype=like.dtype, device=like.device)
+        return held[:count].view(*shape)
+
+    def hide(self, scores: torch.Tensor, block: _Block, heads: slice) -> torch.Tensor | None:
+        """Masks scores [b, t, M, S'] in place. Returns the rows that see nothing, [b or 1, t, 1 or M, 1], if any do."""
+        if self.whole is not None:
+            rows = self.whole[self._rows(self.whole, block), :, block.queries, block.keys]
+            rows = (rows[:, heads] if rows.shape[1] > 1 else rows).transpose(1, 2)  # [b or 1, t, 1 or M, S']
+            visible, bias = visible_and_bias(rows)
+            if bias is not None:
+                scores += bias
+            scores.masked_fill_(~visible, float("-inf"))
+            empty = ~visible.any(dim=-1, keepdim=True)
+        else:
+            low, high = block.clear
+            width = scores.shape[-1]
+            if low == 0 and high == width:
+                return None
+            first, last = self._interval_of(block)
+            for start, stop in ((0, min(low, width)), (min(high, width), width)):
+                if start < stop:
+                    rows = interval_rows(first, last, block.keys.start + start, block.keys.start + stop)
+                    scores[..., start:stop].masked_fill_(~rows[:, :, None], float("-inf"))
+            empty = (first >= last)[..., None, None]
+        if not block.some_empty:
+            return None
+        scores.masked_fill_(empty, 0.0)
+        return empty
+
+    def _interval_of(self, block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first key that each query of a block sees, and the one after its last, [b or 1, t]."""
+        first, last = (t[self._rows(t, block), block.queries] for t in self.intervals)
+        return first, last
+
+    def drop(self, maps: torch.Tensor, block: _Block, heads: slice) -> torch.Tensor:
+        """Drops composed weights [b, t, M, S'] of a block, or their gradients: the same ones whenever it is asked."""
+        if not self.dropout:
+            return maps
+        place = 1_000_003 * block.batch.start + 10_007 * heads.start + block.queries.start
+        generator = torch.Generator(maps.device).manual_seed(self.seed + place)
+        kept = torch.rand(maps.shape, generator=generator, device=maps.device) >= self.dropout
+        return maps * (kept.to(maps.dtype) / (1 - self.dropout))
+
+
+# --- One group of heads -----------------------------------------------------------------------------------------------
+
+
+def _weighted_sum(maps: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Σ_m maps[:, :, m] · factors[:, m]: [b, t, M, S'] and [b, M, S'] -> `out` [b, t, S']."""
+    torch.mul(maps[:, :, 0], factors[:, None, 0], out=out)
+    for m in range(1, maps.shape[2]):
+        out.addcmul_(maps[:, :, m], factors[:, None, m])
+    return out
+
+
+class _Stage:
+    """One stage of one group of heads: its weights, what they do to maps [b, t, M, S'], and their gradients.
+
+    Query side, in the accumulation dtype: down, up [B, T, M, R], gate [B, T, M]. Key side: down, up [R, B, M, S],
+    gate [B, M, S]. Static: [M, M].
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None], group: int, heads: slice, compute: torch.dtype):
+        *sides, static = tensors
+        own = [None if w is None else w[:, heads].to(compute) for w in sides]
+        self.static = None if static is None else static[group].to(compute)
+        down, up, gate = own[:3]  # [B, M, T, R] and [B, M, T]
+        self.query_down, self.query_up = (None if w is None else w.transpose(1, 2).contiguous() for w in (down, up))
+        self.query_gate = None if gate is None else gate.transpose(1, 2).contiguous()
+        down, up, gate = own[3:]
+        self.key_down, self.key_up = (None if w is None else w.permute(3, 0, 1, 2).contiguous() for w in (down, up))
+        self.key_gate = None if gate is None else gate.contiguous()
+        self.has_matrix = self.query_up is not None or self.query_gate is not None or self.static is not None
+        self.is_empty = not self.has_matrix and self.key_up is None and self.key_gate is None
+        self.grads: dict[str, torch.Tensor] = {}
+
+    def matrices(self, block: _Block, heads: int, like: torch.Tensor) -> torch.Tensor | None:
+        """All that depends on the query, the skip connection included: [b, t, M, M], from column to row."""
+        if not self.has_matrix:
+            return None
+        at = (block.batch, block.queries)
+        if self.query_up is not None and self.query_down is not None:
+            matrix = torch.matmul(self.query_up[at], self.query_down[at].transpose(-1, -2))  # [b, t, M, M]
+        else:
+            counts = (s.stop - s.start for s in at)
+            matrix = like.new_zeros((*counts, heads, heads))
+        diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+        diagonal += 1 if self.query_gate is None else 1 + self.query_gate[at]
+        if self.static is not None:
+            matrix += self.static.T
+        return matrix
+
+    def hidden(self, plan: _Plan, name: str, maps: torch.Tensor, factors: torch.Tensor, block: _Block) -> torch.Tensor:
+        """The hidden maps of the key side, [R, b, t, S'], in working memory."""
+        b, t, _, s = maps.shape
+        hidden = plan.space(name, (factors.shape[0], b, t, s), maps)
+        for rank, out in zip(factors, hidden, strict=True):
+            _weighted_sum(maps, rank[block.batch, :, block.keys], out)
+        return hidden
+
+    def mix(
+        self, plan: _Plan, name: str, maps: torch.Tensor, block: _Block
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Composes maps [b, t, M, S'] into working memory.
+
+        Returns:
+            the composed maps, `maps` itself where there is nothing to compose with; and the key side's hidden maps.
+        """
+        if self.is_empty:
+            return maps, None
+        out, hidden = plan.space(name, maps.shape, maps), None
+        matrix = self.matrices(block, maps.shape[2], maps)
+        if matrix is None:
+            out.copy_(maps)
+        else:
+            torch.bmm(matrix.flatten(0, 1), maps.flatten(0, 1), out=out.flatten(0, 1))
+        if self.key_down is not None and self.key_up is not None:
+            hidden = self.hidden(plan, f"{name} hidden", maps, self.key_down, block)
+            self._add_ranks(out, hidden, self.key_up, block)
+        if self.key_gate is not None:
+            out.addcmul_(maps, self.key_gate[block.batch, None, :, block.keys])
+        return out, hidden
+
+    @staticmethod
+    def _add_ranks(out: torch.Tensor, hidden: torch.Tensor, factors: torch.Tensor, block: _Block) -> None:
+        """Adds hidden maps [R, b, t, S'] times factors [R, B, M, S] to maps [b, t, M, S']."""
+        for rank, one in zip(factors, hidden, strict=True):
+            out.addcmul_(one[:, :, None], rank[block.batch, None, :, block.keys])
+
+    def back(
+        self, plan: _Plan, name: str, maps: torch.Tensor, hidden: torch.Tensor | None, grad: torch.Tensor, block: _Block
+    ) -> torch.Tensor:
+        """From the gradient of the composed maps to that of `maps`, both [b, t, M, S']; keeps those of the weights.
+
+        `hidden` is what `mix` returned beside the composed maps.
+        """
+        if self.is_empty:
+            return grad
+        out = plan.space(name, grad.shape, grad)
+        matrix = self.matrices(block, maps.shape[2], maps)
+        if matrix is None:
+            out.copy_(grad)
+        else:
+            torch.bmm(matrix.flatten(0, 1).transpose(1, 2), grad.flatten(0, 1), out=out.flatten(0, 1))
+            products = torch.bmm(grad.flatten(0, 1), maps.flatten(0, 1).transpose(1, 2))
+            self._keep_query_grads(products.unflatten(0, grad.shape[:2]), block)
+        if self.key_down is not None and self.key_up is not None and hidden is not None:
+            grad_hidden = self.hidden(plan, f"{name} hidden", grad, self.key_up, block)
+            self._add_ranks(out, grad_hidden, self.key_down, block)
+            for rank in range(len(hidden)):
+                self._add_key_grad(plan, "key_up", rank, grad, hidden[rank, :, :, None], block)
+                self._add_key_grad(plan, "key_down", rank, maps, grad_hidden[rank, :, :, None], block)
+        if self.key_gate is not None:
+            out.addcmul_(grad, self.key_gate[block.batch, None, :, block.keys])
+            self._add_key_grad(plan, "key_gate", ..., grad, maps, block)
+        return out
+
+    def _grad(self, name: str) -> torch.Tensor:
+        if name not in self.grads:
+            self.grads[name] = torch.zeros_like(getattr(self, name))
+        return self.grads[name]
+
+    def _keep_query_grads(self, products: torch.Tensor, block: _Block) -> None:
+        """From the gradient of `matrices`, [b, t, M, M], to those of what they are made of."""
+        at = (block.batch, block.queries)
+        if self.query_up is not None and self.query_down is not None:
+            self._grad("query_up")[at] = torch.matmul(products, self.query_down[at])
+            self._grad("query_down")[at] = torch.matmul(products.transpose(-1, -2), self.query_up[at])
+        if self.query_gate is not None:
+            self._grad("query_gate")[at] = products.diagonal(dim1=-2, dim2=-1)
+        if self.static is not None:
+            self._grad("static").add_(products.sum((0, 1)).T)
+
+    def _add_key_grad(
+        self, plan: _Plan, name: str, rank: Any, maps: torch.Tensor, others: torch.Tensor, block: _Block
+    ) -> None:
+        """Adds Σ_t maps · others, of [b, t, M, S'], to a gradient [B, M, S]."""
+        product = torch.mul(maps, others, out=plan.space("product", maps.shape, maps))
+        self._grad(name)[rank][block.batch, :, block.keys] += product.sum(1)
+
+    def flat_grads(self) -> list[torch.Tensor | None]:
+        """Gradients in the order and layout of `flatten_weights`, for this group's heads; None where there is none."""
+        found = []
+        for name in ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate", "static"):
+            grad = None if getattr(self, name) is None else self._grad(name)
+            if grad is not None and name.startswith("query"):
+                grad = grad.transpose(1, 2)  # [B, T, M, ...] -> [B, M, T, ...]
+            elif grad is not None and name in ("key_down", "key_up"):
+                grad = grad.permute(1, 2, 3, 0)  # [R, B, M, S] -> [B, M, S, R]
+            found.append(grad)
+        return found
+
+
+@dataclass
+class _Maps:
+    """Maps of a block, [b, t, M, S'], in working memory; hidden maps [R, b, t, S'] of the key side."""
+
+    scores: torch.Tensor
+    weights: torch.Tensor
+    composed: torch.Tensor
+    pre_hidden: torch.Tensor | None
+    post_hidden: torch.Tensor | None
+
+
+class _Group:
+    """One group of heads: queries (scaled), keys and values [B, M, T or S, D] and both stages, for accumulation."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        weights: Sequence[torch.Tensor],
+        places: Sequence[int],
+        groups: int,
+        group: int,
+    ):
+        self.dtype, self.compute = query.dtype, accumulation_dtype(query.dtype)
+        size, repeats = query.shape[1] // groups, query.shape[1] // key.shape[1]
+        self.heads = slice(group * size, (group + 1) * size)
+        self.kv_heads = torch.arange(self.heads.start, self.heads.stop, device=query.device) // repeats
+        of_group = self.heads if repeats == 1 else self.kv_heads  # a slice copies nothing
+        self.q = query[:, self.heads].to(self.compute) * scaling
+        self.k, self.v = (states[:, of_group].to(self.compute) for states in (key, value))
+        self.scaling = scaling
+        flat: list[torch.Tensor | None] = [None] * 14
+        for place, weight in zip(places, weights, strict=True):
+            flat[place] = weight
+        self.pre, self.post = (_Stage(flat[i : i + 7], group, self.heads, self.compute) for i in (0, 7))
+        self.grads: list[torch.Tensor] = []  # of query, key and value
+
+    @staticmethod
+    def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        """Per sequence and head: left [b, M, x, y] times right [b, M, y, z] -> out [b, M, x, z], of any strides."""
+        for one, other, result in zip(left, right, out, strict=True):
+            torch.bmm(one, other, out=result)
+
+    def maps(self, plan: _Plan, block: _Block, keep: bool = False) -> _Maps:
+        """Scores, weights and composed weights of a block; without `keep` only the last are still there afterwards."""
+        q, k = self.q[block.batch, :, block.queries], self.k[block.batch, :, block.keys]
+        scores = plan.space("scores", (q.shape[0], q.shape[2], q.shape[1], k.shape[2]), q)  # [b, t, M, S']
+        self._multiply(q, k.transpose(-1, -2), scores.transpose(1, 2))
+        composed_scores, pre_hidden = self.pre.mix(plan, "composed scores", scores, block)
+        empty = plan.hide(composed_scores, block, self.heads)
+        reused = "scores" if composed_scores is not scores else "composed scores"
+        weights = plan.space("weights" if keep else reused, scores.shape, scores)
+        torch.softmax(composed_scores, dim=-1, out=weights)
+        if empty is not None:
+            weights.masked_fill_(empty, 0.0)
+        reused = "composed scores" if reused == "scores" else "scores"
+        composed, post_hidden = self.post.mix(plan, "composed" if keep else reused, weights, block)
+        if self.dtype != self.compute:
+            composed = composed.to(self.dtype).to(self.compute)
+        return _Maps(scores, weights, composed, pre_hidden, post_hidden)
+
+    def output(self, plan: _Plan, block: _Block) -> torch.Tensor:
+        """The composed weights times the values, [b, t, M, Dv]."""
+        composed = plan.drop(self.maps(plan, block).composed, block, self.heads)
+        v = self.v[block.batch, :, block.keys]
+        out = plan.space("output", (*composed.shape[:3], v.shape[-1]), composed)
+        self._multiply(composed.transpose(1, 2), v, out.transpose(1, 2))
+        return out
+
+    def add_grads(self, plan: _Plan, block: _Block, grad_output: torch.Tensor) -> None:
+        """Adds to all gradients, from that of a block's output [b, t, M, Dv]."""
+        if not self.grads:
+            self.grads = [torch.zeros_like(states) for states in (self.q, self.k, self.v)]
+        grad_q, grad_k, grad_v = self.grads
+        grad_output = grad_output.to(self.compute).transpose(1, 2)  # [b, M, t, Dv]
+        at_queries, at_keys = (block.batch, slice(None), block.queries), (block.batch, slice(None), block.keys)
+        maps = self.maps(plan, block, keep=True)
+        grad = plan.space("grad", maps.weights.shape, maps.weights)
+        self._multiply(grad_output, self.v[at_keys].transpose(-1, -2), grad.transpose(1, 2))
+        grad, composed = (plan.drop(m, block, self.heads) for m in (grad, maps.composed))
+        for total, one, other in zip(grad_v[at_keys], composed.permute(0, 2, 3, 1), grad_output, strict=True):
+            total.baddbmm_(one, other)  # [M, S', t] times [M, t, Dv]
+        grad = self.post.back(plan, "grad weights", maps.weights, maps.post_hidden, grad, block)
+        grad = torch._softmax_backward_data(grad, maps.weights, -1, grad.dtype)
+        grad = self.pre.back(plan, "grad scores", maps.scores, maps.pre_hidden, grad, block)
+        self._multiply(grad.transpose(1, 2), self.k[at_keys], grad_q[at_queries])
+        for total, one, other in zip(grad_k[at_keys], grad.permute(0, 2, 3, 1), self.q[at_queries], strict=True):
+            total.baddbmm_(one, other)
+
+    def hand_out(self, grads: list[torch.Tensor], places: Sequence[int]) -> None:
+        """Adds this group's gradients to those of query, key, value and the weights at `places`."""
+        if self.grads:
+            grads[0][:, self.heads] = self.grads[0] * self.scaling
+            grads[1].index_add_(1, self.kv_heads, self.grads[1])
+            grads[2].index_add_(1, self.kv_heads, self.grads[2])
+        flat: list[Any] = [*self.pre.flat_grads(), *self.post.flat_grads()]
+        for place, total in zip(places, grads[3:], strict=True):
+            if place % 7 == 6:
+                total[self.heads.start // (self.heads.stop - self.heads.start)] = flat[place]
+            else:
+                total[:, self.heads] = flat[place]
+
+
+for _name in (CHUNKED, DEFAULT_ATTENTION):  # the default's layers decide themselves what they use
+    AttentionInterface.register(_name, chunked_attention)
+
+__all__ = ["CHUNKED", "chunked_attention", "flatten_weights"]

@@ -1,0 +1,197 @@
+"""Which keys a query sees: masks made by blocks of queries, for attention whose memory is linear in the length.
+
+Letters: B batch, T queries, S keys, H heads, t queries of a block.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION
+
+# Up to this many queries (decoding, assisted decoding) a mask is made whole.
+FEW_QUERIES = 16
+_ROWS_AT_ONCE = 256  # queries of a mask looked at in one go
+
+
+def is_few(length: int) -> bool:
+    """Whether so few queries are asked for that maps [B, H, few, S] are linear in S. False for a symbolic length."""
+    return isinstance(length, int) and length <= FEW_QUERIES
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be looked at: not in a traced graph, under `torch.func`, or on the meta device."""
+    hidden = torch.compiler.is_compiling() or tensor.is_meta or torch._C._are_functorch_transforms_active()
+    return not hidden
+
+
+@dataclass
+class QueryBlockMask:
+    """A mask that is made block by block of queries instead of being held whole ([T, S] is not linear in memory).
+
+    Arguments are those of Transformers' mask functions (`AttentionMaskInterface`), and:
+
+    Attributes:
+        is_causal: no query sees a later key, nor one that is not among the last `window` up to its own.
+        window: None for all of the past.
+        is_plain: causality and `window` say everything, and the last query is the last key.
+    """
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: Any
+    kv_offset: Any
+    mask_function: Any
+    attention_mask: torch.Tensor | None
+    use_vmap: bool
+    device: Any
+    is_causal: bool = False
+    window: int | None = None
+    is_plain: bool = False
+    _tensors: list[torch.Tensor] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the mask this stands for: [B, 1, T, S]."""
+        return (self.batch_size, 1, self.q_length, self.kv_length)
+
+    @property
+    def causal_offset(self) -> int | None:
+        """How far the first query is beyond the first key; None if the mask is not causal, or only the device knows."""
+        return self.q_offset - self.kv_offset if self.is_causal and isinstance(self.q_offset, int) else None
+
+    def contiguous(self) -> "QueryBlockMask":
+        """Itself: `generate` asks this of every mask that it prepares."""
+        return self
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """The mask of queries `start` to `stop`: [B, 1, stop - start, S], True where a query sees a key."""
+        return sdpa_mask(  # type: ignore[return-value]  # never None without a skip
+            batch_size=self.batch_size,
+            q_length=stop - start,
+            kv_length=self.kv_length,
+            q_offset=self.q_offset + start,
+            kv_offset=self.kv_offset,
+            mask_function=self.mask_function,
+            attention_mask=self.attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=self.use_vmap,
+            device=self.device,
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The mask as tensors, made once for all layers that share it.
+
+        Returns:
+            [first, last], int32 [B, T]: each query sees the keys first <= s < last. Or [mask], bool [B, 1, T, S], where
+            the keys that some query sees have gaps, and where values cannot be looked at (in a traced graph, on the
+            meta device).
+        """
+        if self._tensors is None:
+            self._tensors = self._intervals() or [self.rows(0, self.q_length)]
+        return self._tensors
+
+    def _intervals(self) -> list[torch.Tensor]:
+        """[first, last]; nothing where that does not say it all or cannot be found out."""
+        found: list[tuple[torch.Tensor, ...]] = []
+        for start in range(0, self.q_length, _ROWS_AT_ONCE):
+            rows = self.rows(start, min(self.q_length, start + _ROWS_AT_ONCE))
+            if not has_values(rows):
+                return []
+            found.append(intervals(rows[:, 0]))
+        firsts, lasts, complete = zip(*found, strict=True)
+        if not bool(torch.stack(complete).all()):
+            return []
+        return [torch.cat(firsts, dim=1), torch.cat(lasts, dim=1)]
+
+
+def chunked_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | QueryBlockMask:
+    """Mask function of "dcformer_chunked", with the arguments of Transformers' own (`AttentionMaskInterface`).
+
+    All that a layer's attention knows of causality and windows comes from here, so from the arguments with which the
+    model asked for the mask.
+
+    Returns:
+        a `QueryBlockMask`; a boolean [B, 1, T, S] for few queries, if causality and the window do not say everything.
+    """
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    is_plain = allow_is_causal_skip and aligned and _nothing_padded(attention_mask)
+    is_causal = is_plain or (getattr(config, "is_causal", True) and not use_vmap)  # vmap: for functions that add keys
+    if isinstance(q_offset, torch.Tensor):  # a static cache's own length, which its layers advance before rows are made
+        q_offset = q_offset.clone()
+    mask = QueryBlockMask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device,
+        is_causal, local_size, is_plain,
+    )  # fmt: skip
+    return mask.rows(0, q_length) if is_few(q_length) and not is_plain else mask
+
+
+def _nothing_padded(attention_mask: torch.Tensor | None) -> bool:
+    return attention_mask is None or (has_values(attention_mask) and bool(attention_mask.all()))
+
+
+def causal_intervals(
+    query_length: int, key_length: int, window: int | None, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causality (and a window) when the last query is the last key: query t sees first <= s < last, int32 [1, T]."""
+    last = torch.arange(query_length, device=device, dtype=torch.int32)[None] + (key_length - query_length + 1)
+    first = torch.zeros_like(last) if window is None else (last - window).clamp(min=0)
+    return first, last.clamp(min=0)
+
+
+def intervals(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of a boolean mask as intervals of keys.
+
+    Args:
+        rows: bool [B, t, S], True where a query sees a key.
+
+    Returns:
+        first and last, int32 [B, t], both 0 for a query that sees nothing; and a boolean: no row has gaps.
+    """
+    count, keys = rows.sum(-1), rows.shape[-1]
+    ones = rows.to(torch.uint8)
+    first = torch.where(count > 0, ones.argmax(-1), 0)
+    last = torch.where(count > 0, keys - ones.flip(-1).argmax(-1), 0)
+    return first.int(), last.int(), (last - first == count).all()
+
+
+def interval_rows(first: torch.Tensor, last: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Which of the keys `start` to `stop` queries see: intervals [B, t] -> bool [B, t, stop - start]."""
+    keys = torch.arange(start, stop, device=first.device, dtype=first.dtype)
+    return (keys >= first[..., None]) & (keys < last[..., None])
+
+
+def causal_rows(query_length: int, key_length: int, window: int | None, device: torch.device | str) -> torch.Tensor:
+    """Causal (and windowed) mask when the last query is the last key: bool [1, T, S]."""
+    return interval_rows(*causal_intervals(query_length, key_length, window, device), 0, key_length)
+
+
+def visible_and_bias(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Splits a mask into what is visible (bool) and what is added to scores; additive ones hide with huge negatives."""
+    if not mask.is_floating_point():
+        return mask.bool(), None
+    return mask > torch.finfo(mask.dtype).min / 2, mask
+
+
+for _name in (CHUNKED, DEFAULT_ATTENTION):
+    AttentionMaskInterface.register(_name, chunked_mask)
+
+__all__ = ["FEW_QUERIES", "QueryBlockMask", "causal_intervals", "causal_rows", "chunked_mask", "intervals", "is_few"]

@@ -1,0 +1,288 @@
+"""The operator of "dcformer_chunked": tracing, export, transforms, and what it asks of the device."""
+
+import pytest
+import torch
+from helpers import randomise, tiny_config
+from test_attention_dcformer import Problem, small_blocks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dcformer import DCFormerForCausalLM, chunked_dcformer
+from dcformer.attention_dcformer import eager_attention
+from dcformer.chunked_dcformer import chunked_attention
+from dcformer.masks_dcformer import chunked_mask
+
+
+def operator_arguments(problem, mask=(), dropout=0.0, window=None):
+    """Arguments of the operator for a problem."""
+    tensors = problem.tensors
+    weights = [
+        *chunked_dcformer.flatten_weights(problem.weights("pre")),
+        *chunked_dcformer.flatten_weights(problem.weights("post")),
+    ]
+    layout = [problem.groups, *(i for i, w in enumerate(weights) if w is not None)]
+    seed = torch.tensor(7) if dropout else None
+    weights = [w for w in weights if w is not None]
+    states = (tensors["query"], tensors["key"], tensors["value"])
+    return (*states, weights, layout, list(mask), not len(mask), window, 0.3, dropout, seed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"pre": "", "post": ""}, {}),
+        ({"heads": 6, "kv_heads": 3, "groups": 3, "dtype": torch.float32}, {"window": 3}),
+        ({"pre": "static query_low", "post": "key_low key_gate"}, {"dropout": 0.25}),
+        ({"batch": 1}, {"mask": "intervals"}),
+        ({}, {"mask": "whole"}),
+    ],
+    ids=["all", "plain", "window", "dropout", "intervals", "mask"],
+)
+def test_operators_pass_opcheck(fields, options, monkeypatch):
+    small_blocks(monkeypatch, query_block=4, scores=200)
+    problem = Problem(length=9, key_length=9, **fields)
+    mask = {
+        "intervals": [torch.zeros(1, 9, dtype=torch.int32), torch.arange(1, 10, dtype=torch.int32)[None]],
+        "whole": [torch.rand(2, 1, 9, 9) < 0.7],
+    }.get(options.pop("mask", None), [])
+    arguments = operator_arguments(problem, mask, **options)
+    torch.library.opcheck(chunked_dcformer._forward, arguments)
+    grad = problem.grad.detach()
+    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
+    detached[3] = [w.detach() for w in arguments[3]]
+    torch.library.opcheck(chunked_dcformer._backward, (grad, *detached))
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+class Graphs:
+    """A backend of torch.compile that counts graphs and the nodes of each, and runs them as they are."""
+
+    def __init__(self):
+        self.nodes = []
+
+    def __call__(self, graph, inputs):
+        self.nodes.append(len(graph.graph.nodes))
+        return graph
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def model(**fields):
+    return randomise(DCFormerForCausalLM(tiny_config(attn_implementation="dcformer_chunked", **fields)))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_the_graph_of_a_layer_does_not_depend_on_the_length(padded):
+    nodes = {}
+    for layers in (1, 2):
+        for length in (17, 300):
+            network = model(num_hidden_layers=layers, layer_pattern="LG", max_position_embeddings=512)
+            graphs = Graphs()
+            mask = torch.ones(2, length, dtype=torch.long)
+            mask[0, :5] = 0
+            ids = torch.randint(97, (2, length))
+            expected = network(ids, attention_mask=mask if padded else None, use_cache=False).logits
+            compiled = torch.compile(network, backend=graphs, fullgraph=True, dynamic=False)
+            found = compiled(ids, attention_mask=mask if padded else None, use_cache=False).logits
+            visible = mask.bool() if padded else torch.ones_like(mask).bool()
+            torch.testing.assert_close(found[visible], expected[visible])
+            (nodes[layers, length],) = graphs.nodes
+    assert nodes[1, 17] == nodes[1, 300] and nodes[2, 17] == nodes[2, 300]
+    assert nodes[2, 300] - nodes[1, 300] < 400
+
+
+def test_dynamic_lengths_are_one_graph():
+    graphs = Graphs()
+    network = model()
+    compiled = torch.compile(network, backend=graphs, fullgraph=True, dynamic=True)
+    for length in (20, 33, 47, 21):
+        ids = torch.randint(97, (2, length))
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, network(ids, use_cache=False).logits)
+    assert len(graphs.nodes) == 1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_training_step_compiles_whole_with_dropout(checkpointing):
+    """The compiled step has its own random numbers: it must run, differentiate and drop the same weights both ways."""
+    network = model(attention_dropout=0.5, hidden_dropout=0.25).train()
+    if checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    graphs = Graphs()
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    ids = torch.randint(97, (2, 24))
+    losses = []
+    for _ in range(2):
+        network.zero_grad()
+        loss = compiled(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] != losses[1]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    compiled = torch.compile(network, backend=graphs, fullgraph=True)
+    if not checkpointing:
+        torch.manual_seed(3)
+        expected = network(ids, use_cache=False).logits
+        torch.manual_seed(3)
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
+        assert len(graphs.nodes) == 1
+
+
+def test_compiled_gradients_are_those_of_eager():
+    network = model().double()
+    ids = torch.randint(97, (2, 40))
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :7] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    grads = {}
+    for name in ("eager", "compiled"):
+        network.set_attn_implementation("eager" if name == "eager" else "dcformer_chunked")
+        step = network if name == "eager" else torch.compile(network, backend="aot_eager", fullgraph=True)
+        network.zero_grad()
+        step(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        grads[name] = {key: p.grad.clone() for key, p in network.named_parameters()}
+    for key, expected in grads["eager"].items():
+        torch.testing.assert_close(grads["compiled"][key], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_dynamic_length(strict):
+    network = model().eval()
+    ids = torch.randint(97, (2, 24))
+    lengths = {"input_ids": {1: torch.export.Dim("length", min=17, max=64)}}
+    program = torch.export.export(
+        network, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=lengths | {"use_cache": None}, strict=strict
+    )
+    for length in (17, 24, 51):
+        ids = torch.randint(97, (2, length))
+        found = program.module()(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(found, network(ids, use_cache=False).logits)
+
+
+# --- transforms and other devices -------------------------------------------------------------------------------------
+
+
+def test_transforms_name_eager():
+    problem = Problem(length=20, key_length=20)
+    query = problem.tensors["query"]
+
+    def loss(query):
+        return problem.call(chunked_attention, tensors=problem.tensors | {"query": query})[0].square().sum()
+
+    transforms = {
+        "grad": lambda: torch.func.grad(loss)(query),
+        "vmap": lambda: torch.func.vmap(loss)(query[None]),
+        "jacrev": lambda: torch.func.jacrev(loss)(query),
+        "jvp": lambda: torch.func.jvp(loss, (query,), (torch.ones_like(query),)),
+    }
+    for transform in transforms.values():
+        with pytest.raises(NotImplementedError, match=r"torch.func.*attn_implementation='eager'"):
+            transform()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(query.detach(), torch.ones_like(query))
+        with pytest.raises(NotImplementedError, match=r"forward-mode.*attn_implementation='eager'"):
+            loss(dual)
+    (grad,) = torch.autograd.grad(loss(query), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"second derivatives.*attn_implementation='eager'"):
+        grad.sum().backward()
+
+
+def test_transforms_work_under_eager():
+    """Per-sample gradients, a directional derivative and a second derivative of a whole model."""
+    network = model().double()
+    network.set_attn_implementation("eager")
+    parameters = {name: p.detach() for name, p in network.named_parameters()}
+    ids = torch.randint(97, (3, 9))
+
+    def loss(parameters, ids):  # the library's rounds logits to float32
+        logits = torch.func.functional_call(network, parameters, (ids,), {"use_cache": False}).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, ids[:, None])
+    name = "model.layers.0.self_attn.compose.qkw"
+    for row in range(3):
+        alone = torch.func.grad(loss)(parameters, ids[row : row + 1])
+        torch.testing.assert_close(each[name][row], alone[name], rtol=1e-9, atol=1e-12)
+    direction = {key: torch.zeros_like(p) for key, p in parameters.items()}
+    direction[name] = torch.nn.functional.normalize(torch.randn_like(parameters[name]), dim=(0, 1))
+    _, slope = torch.func.jvp(lambda p: loss(p, ids), (parameters,), (direction,))
+    grad = torch.func.grad(loss)(parameters, ids)[name]
+    torch.testing.assert_close(slope, (grad * direction[name]).sum())
+    live = network.model.layers[0].self_attn.compose.qkw
+    (first,) = torch.autograd.grad(loss(dict(network.named_parameters()), ids), live, create_graph=True)
+    (second,) = torch.autograd.grad((first * direction[name]).sum(), live)
+    step = 1e-5
+    ahead, behind = (
+        torch.func.grad(loss)(parameters | {name: parameters[name] + sign * step * direction[name]}, ids)[name]
+        for sign in (1, -1)
+    )
+    torch.testing.assert_close(second, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_a_model_runs_on_the_meta_device(implementation, padded):
+    network = model().to("meta")
+    network.set_attn_implementation(implementation)
+    ids = torch.zeros(2, 40, dtype=torch.long, device="meta")
+    output = network(ids, attention_mask=torch.ones_like(ids) if padded else None, labels=ids)
+    assert output.logits.shape == (2, 40, 97) and output.logits.is_meta
+    output.loss.backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in network.parameters())
+    step = network(ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
+    assert step.logits.shape == (2, 1, 97)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what waits for the device: operations that hand its values, or shapes made of them, to Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.count += name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
+        return function(*args, **(kwargs or {}))
+
+    def tolist(self, tensor):
+        self.count += 1
+        return tensor.numpy().tolist()
+
+
+@pytest.mark.parametrize("kind", ["plain", "padded", "gaps", "tensor"])
+def test_host_reads_do_not_grow_with_the_length(kind, monkeypatch):
+    small_blocks(monkeypatch, query_block=8, scores=1 << 10)
+    counts = []
+    for length in (40, 160):
+        problem = Problem(length=length, key_length=length, batch=1, dtype=torch.float32)
+        real = torch.ones(1, length, dtype=torch.bool)
+        real[0, : 3 if kind == "padded" else 0] = False
+        real[0, 20 : 23 if kind == "gaps" else 20] = False
+        mask = chunked_mask(1, length, length, attention_mask=real)
+        if kind == "tensor":
+            mask = mask.rows(0, length)
+        elif kind != "plain":
+            mask.tensors()  # made once a forward pass, for all layers
+        with HostReads() as reads, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: reads.tolist(tensor))  # which shows as no operation
+            output = problem.call(chunked_attention, mask)[0]
+            forward = reads.count
+            output.backward(problem.grad)
+        counts.append((forward, reads.count - forward))
+    assert counts[0] == counts[1] == ((0, 0) if kind == "plain" else (1, 1))
+
+
+def test_the_definition_bounds_the_operator_for_one_head_a_group(monkeypatch):
+    """Groups of a single head, and fewer queries than a matrix product likes."""
+    small_blocks(monkeypatch, query_block=2, scores=8)
+    problem = Problem(heads=3, kv_heads=3, groups=3, length=5, key_length=9)
+    expected, found = (problem.run(attention) for attention in (eager_attention, chunked_attention))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10)

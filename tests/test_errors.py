@@ -1,0 +1,117 @@
+"""What the user can put right is one line; a bug keeps its traceback, wherever it is."""
+
+import sys
+
+import pytest
+import torch
+from helpers import REPOSITORY, tiny_config
+
+from dcformer import DCFormerConfig, DCFormerForCausalLM, hub_folder
+from dcformer.errors import DCFormerError, MissingExtraError, raise_bug, refused, require_extra
+from dcformer.synthetic.__main__ import main as synthetic
+from dcformer_commands import convert, plan
+from dcformer_commands import eval as evaluate
+
+CHECKPOINT = str(REPOSITORY / "checkpoints" / "dcformer-synthetic")
+BUGS = (KeyError, RuntimeError, TypeError, ValueError)
+
+
+class Injected(str):
+    """The message of an injected bug."""
+
+
+def finetune(arguments):
+    pytest.importorskip("trl")
+    sys.path.insert(0, str(REPOSITORY / "examples"))
+    import finetune
+
+    return finetune.main(arguments)
+
+
+def lm_eval(arguments):
+    pytest.importorskip("lm_eval", reason="needs the extra [eval]")
+    return evaluate.main(arguments)
+
+
+TUNE = ["--model_name_or_path", CHECKPOINT, "--data", str(REPOSITORY / "examples" / "data" / "text_test.jsonl")]
+TUNE += ["--max_steps", "1", "--report_to", "none", "--use_cpu", "--output_dir", "{out}"]
+SCORE = ["--model", "hf", "--model_args", f"pretrained={CHECKPOINT}", "--tasks", "dcformer_synthetic_heldout"]
+# What is called with right arguments, and a function far below that has a bug.
+PLACES = [
+    (convert.main, "safetensors-to-jax --model {model} --output {out} --format pax", "conversion.convert._not_stored"),
+    (convert.main, "verify {model} {model}", "conversion.checkpoint.native_shapes"),
+    (convert.main, "verify {model} {model}", "conversion.cli.compare_tensors"),
+    (convert.main, "verify {model} {model}", "conversion.verification._largest_difference"),
+    (plan.main, "--preset dcformer-405m", "planning.collectives"),
+    (plan.main, "--set compose_rank=1", "planning.layer_activation_bytes"),
+    (hub_folder.main, "{model} {out}", "hub_folder.model_card"),
+    (hub_folder.main, "{model} {out} --remote_code", "hub_folder.export_remote_code"),
+    (synthetic, "--output {out}", "synthetic.dataset.split_of"),
+    (finetune, TUNE, "training.data.check_rows"),
+    (finetune, TUNE, "training.run.check_tokenizer"),
+    (finetune, TUNE, "training.data._check_readable"),
+    (lm_eval, SCORE, "evaluation.cli._check_batch_size"),
+    (lm_eval, SCORE, "evaluation.items._choices"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    DCFormerForCausalLM(tiny_config()).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", BUGS)
+@pytest.mark.parametrize(("command", "arguments", "place"), PLACES, ids=[place for *_, place in PLACES])
+def test_a_bug_keeps_its_traceback(command, arguments, place, kind, model, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise kind(Injected("a bug"))
+
+    words = arguments.split() if isinstance(arguments, str) else arguments
+    words = [word.format(model=model, out=tmp_path / "out") for word in words]
+    monkeypatch.setattr(f"dcformer.{place}", fail)
+    with pytest.raises(kind) as caught:
+        command(words)
+    assert isinstance(caught.value.args[0], Injected)
+
+
+@pytest.mark.parametrize("kind", [AttributeError, KeyError, TypeError])
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [(plan.main, ["--set", "compose_rank=1"]), (hub_folder.main, [CHECKPOINT, "{out}"]), (finetune, TUNE)],
+    ids=["plan", "hub_folder", "finetune"],
+)
+def test_a_bug_in_the_configuration_keeps_its_traceback(command, arguments, kind, tmp_path, monkeypatch):
+    """There bad values are refused, so a ValueError is one; no other error of ours is."""
+
+    def fail(*_, **__):
+        raise kind(Injected("a bug"))
+
+    monkeypatch.setattr(DCFormerConfig, "_validate_composition", fail)
+    with pytest.raises(kind) as caught:
+        command([word.format(out=tmp_path / "out") for word in arguments])
+    assert isinstance(caught.value.args[0], Injected)
+
+
+def test_refusals_of_libraries_are_ours():
+    with pytest.raises(DCFormerError, match=r"^--size 3: .*not supported between"), refused(TypeError, what="--size 3"):
+        torch.nn.Dropout("3")  # the library's own code fails
+    with pytest.raises(TypeError), refused(TypeError, what="--size 3"):
+        len(3)  # ours does
+    with pytest.raises(ZeroDivisionError), refused(TypeError):
+        1 / 0  # noqa: B018
+    mismatch = RuntimeError("shapes differ; pass ignore_mismatched_sizes=True")
+    raise_bug(mismatch)
+    raise_bug(ValueError("refused"))
+    with pytest.raises(RuntimeError, match="ours"):
+        raise_bug(RuntimeError("ours"))
+
+
+def test_missing_extra(monkeypatch):
+    require_extra("train", "training", "json", "sys")
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(MissingExtraError) as caught:
+        require_extra("train", "training", "json", "trl")
+    assert str(caught.value) == 'training needs trl, which is not installed: pip install "dcformer[train]"'
+    assert isinstance(caught.value, ImportError) and isinstance(caught.value, DCFormerError)

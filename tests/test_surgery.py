@@ -1,0 +1,180 @@
+"""Layers removed, swapped, repeated or changed after loading: one answer in every implementation, cache and padding."""
+
+import copy
+
+import pytest
+import torch
+from helpers import randomise, tiny_config
+from torch import nn
+from transformers import DynamicCache
+
+from dcformer import DCFormerForCausalLM
+
+WINDOW = 6
+
+
+def remove_first(model):
+    model.model.layers = nn.ModuleList(list(model.model.layers)[1:])
+
+
+def remove_first_and_say_so(model):
+    remove_first(model)
+    kinds = model.config.layer_types[1:]
+    model.config.num_hidden_layers, model.config.layer_types = 3, kinds
+
+
+def swap(model):
+    layers = list(model.model.layers)
+    model.model.layers = nn.ModuleList([layers[1], layers[0], *layers[2:]])
+
+
+def repeat(model):
+    layers = list(model.model.layers)
+    model.model.layers = nn.ModuleList([layers[0], layers[1], layers[0], layers[1]])
+
+
+def transplant(model):
+    """A layer of a model with another window, whose configuration the layer still holds."""
+    torch.manual_seed(5)
+    donor = randomise(DCFormerForCausalLM(tiny_config(sliding_window=3, layer_pattern="L"))).double()
+    donor.set_attn_implementation(model.config._attn_implementation)
+    model.model.layers[1] = donor.model.layers[0]
+
+
+def narrow(model):
+    model.config.sliding_window = 4
+
+
+def change_kind(model):
+    model.config.layer_types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+
+
+SURGERY = [remove_first, remove_first_and_say_so, swap, repeat, transplant, narrow, change_kind]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    torch.manual_seed(0)
+    return randomise(DCFormerForCausalLM(tiny_config(num_hidden_layers=4, sliding_window=WINDOW))).double().eval()
+
+
+PIECES = {"in pieces": 19, "token by token": 1}
+
+
+def answers(model, ids, mask, pieces=PIECES):
+    """Logits of real tokens: at once, with a cache, and behind one in pieces of so many tokens."""
+    real = mask.bool()
+    found = {}
+    with torch.no_grad():
+        found["at once"] = model(ids, attention_mask=mask, use_cache=False).logits[real]
+        found["cached"] = model(ids, attention_mask=mask, use_cache=True).logits[real]
+        for name, cut in pieces.items():
+            cache, parts = DynamicCache(config=model.config), []
+            for start in [0, *range(20, ids.shape[1], cut)]:
+                stop = 20 if start == 0 else min(ids.shape[1], start + cut)
+                output = model(
+                    ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True,
+                    position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, start:stop],
+                )  # fmt: skip
+                parts.append(output.logits)
+            found[name] = torch.cat(parts, dim=1)[real]
+    return found
+
+
+@pytest.mark.parametrize("surgery", SURGERY, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_one_answer_after_surgery(whole, surgery, padded):
+    torch.manual_seed(1)
+    ids = torch.randint(97, (2, 41))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :3] = 0
+    results = {}
+    for implementation in ("eager", "dcformer_chunked"):
+        model = copy.deepcopy(whole)
+        model.set_attn_implementation(implementation)
+        surgery(model)
+        for name, logits in answers(model, ids, mask).items():
+            results[implementation, name] = logits
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    reference = copy.deepcopy(whole)
+    reference.set_attn_implementation("eager")
+    surgery(reference)
+    with torch.no_grad():
+        expected = reference(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[mask.bool()]
+        before = whole(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[mask.bool()]
+    assert (expected - before).abs().max() > 1e-2  # the surgery changes the model
+    for (implementation, name), logits in results.items():
+        if name in PIECES or not padded:
+            torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9, msg=f"{implementation}, {name}")
+    for name in ("at once", "cached"):
+        torch.testing.assert_close(results["dcformer_chunked", name], results["eager", name], rtol=1e-9, atol=1e-9)
+
+
+def test_the_window_is_that_of_the_configuration(whole):
+    """Against the definition: a local layer's query sees the last `sliding_window` keys, also of a changed one."""
+    for window in (WINDOW, 4):
+        model = copy.deepcopy(whole)
+        model.config.sliding_window = window
+        model.config.layer_types = ["sliding_attention"] * 4
+        ids = torch.randint(97, (1, 40))
+        other = ids.clone()
+        other[0, 0] = (ids[0, 0] + 1) % 97
+        reach = 4 * (window - 1)  # the last position that the first token can reach through four layers
+        difference = (model(ids).logits - model(other).logits)[0].abs().amax(-1)
+        assert difference[reach] > 0 and not difference[reach + 1 :].any()
+
+
+def test_more_layers_than_kinds_are_refused(whole):
+    model = copy.deepcopy(whole)
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    model.config.num_hidden_layers = 5
+    with pytest.raises(ValueError, match=r"5 layers.*num_hidden_layers=5.*layer_types has 4 entries"):
+        model(torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_another_window_than_the_caches_is_refused(whole):
+    model = copy.deepcopy(whole)
+    ids = torch.randint(97, (1, 20))
+    cache = model(ids, use_cache=True).past_key_values
+    model.config.sliding_window = WINDOW + 4
+    with pytest.raises(ValueError, match=rf"window of {WINDOW} keys.*sliding_window={WINDOW + 4}"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_bidirectional_attention_is_asked_for_by_the_configuration_or_the_call(whole, implementation, window):
+    model = copy.deepcopy(whole)
+    model.set_attn_implementation(implementation)
+    model.config.layer_types = ["full_attention" if window is None else "sliding_attention"] * 4
+    ids = torch.randint(97, (2, 30))
+    causal = model(ids, use_cache=False).logits
+    called = model(ids, use_cache=False, is_causal=False).logits
+    model.config.is_causal = False
+    configured = model(ids, use_cache=False).logits
+    model.set_attn_implementation("eager")
+    expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(configured, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(called, expected, rtol=1e-9, atol=1e-9)
+    assert (causal - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+def test_generate_in_training_with_gradient_checkpointing_keeps_its_cache(whole, implementation):
+    model = copy.deepcopy(whole)
+    model.set_attn_implementation(implementation)
+    ids = torch.randint(97, (2, 20))
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.eval().generate(ids, **arguments)
+    model.train()
+    model.gradient_checkpointing_enable()
+    assert torch.equal(model.generate(ids, **arguments), expected)
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 20
+    with pytest.raises(ValueError, match=r"past_key_values.*gradient checkpointing.*torch.no_grad"):
+        model(ids, past_key_values=DynamicCache(config=model.config))
+    assert model.is_gradient_checkpointing
+    model(ids, labels=ids).loss.backward()  # and training goes on
