@@ -15,7 +15,7 @@ from kernel_device import DEVICE
 from dcformer import ComposeWeights, SideWeights, compose
 from dcformer.attention_dcformer import eager_attention
 from dcformer.kernels import composed_attention, launch
-from dcformer.kernels.attention import GRAD_SCORES, GRAD_WEIGHTS, SCORES, WEIGHTS
+from dcformer.kernels.attention import GRAD_SCORES, GRAD_WEIGHTS, SCORES, WEIGHTS, join_kernel
 from dcformer.kernels.launch import GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
 from dcformer.kernels.tuning import KERNELS, choose
 
@@ -287,6 +287,18 @@ def test_log_sum_exp():
     assert lse[1].eq(torch.inf).all() and out[1].eq(0).all()
 
 
+def test_log_sum_exps_of_many_tiles_are_joined():
+    """40 of them, in loads of 16; some queries see nothing of a tile, one nothing at all."""
+    parts = (5 * torch.randn(40, 6, 20)).masked_fill(torch.rand(40, 6, 20) < 0.3, -torch.inf)
+    parts[:, 4, 3] = -torch.inf
+    lse = torch.full((6, 33), torch.nan, device=DEVICE)
+    join_kernel[6, 1](parts.to(DEVICE), lse, 33, 10, 20, 40, 6, B_P=16, B_T=64)
+    expected = parts.logsumexp(0)
+    expected[4, 3] = torch.inf
+    torch.testing.assert_close(lse[:, 10:30].cpu(), expected)
+    assert lse[:, :10].isnan().all() and lse[:, 30:].isnan().all()
+
+
 def test_tokens_outside_all_documents_see_nothing():
     case = Case(heads=2)
     tensors = [case.tensors()[name].to(DEVICE) for name in ("query", "key", "value")]
@@ -413,7 +425,7 @@ ERRORS = {
         (_tensors(1, 2, 5, 16),) * 3,
         {"pre": ComposeWeights(static=_tensors(2, 1, 1), groups=2), "post": ComposeWeights(static=_tensors(1, 2, 2))},
     ),
-    "expected one, of 1 to 4": (
+    "rank 5 is beyond the fused kernels, which have ranks of 1 to 4": (
         (_tensors(1, 2, 5, 16),) * 3,
         {"pre": ComposeWeights(SideWeights(_tensors(1, 2, 5, 5), _tensors(1, 2, 5, 5)))},
     ),

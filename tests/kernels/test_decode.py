@@ -164,7 +164,8 @@ def test_sides_may_be_absent():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("T", [1, 3])
 def test_dtypes(dtype, T):
-    check(inputs(T=T, S=33, dtype=dtype, parts=(*FULL, "static")), num_splits=(1, 2))
+    """Of several rows: the largest of few errors is up to chance, in float32 by three times what eager's is."""
+    check(inputs(B=8, T=T, S=33, dtype=dtype, parts=(*FULL, "static")), num_splits=(1, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -417,8 +418,9 @@ def test_errors_name_what_is_wrong():
     refused(r"value \(1, 4, 39, 16\)", (q, k, v[:, :, 1:], pre, post))
     refused("1 to 16 queries per sequence, not 17", inputs(T=17))
     refused("1 to 16 queries per sequence, not 0", inputs(T=0))
-    refused("1 to 256 channels", inputs(D=272))
-    refused("torch.float64.*expected one dtype", inputs(dtype=torch.float64))
+    refused("head dim 272.*at most 256.*dcformer_chunked", inputs(D=272))
+    refused("rank 5.*ranks of 1 to 4", inputs(R=5))
+    refused("torch.float64.*expected one of.*eager", inputs(dtype=torch.float64))
     refused("torch.float32 and torch.bfloat16", (q, k.float(), v, pre, post))
     refused("key has strides.*contiguous", (q, k.mT.contiguous().mT, v, pre, post))
     refused(r"visible is torch.float32 \(1, 1, 1, 40\)", visible=torch.zeros(1, 1, 1, 40, device=DEVICE))

@@ -19,8 +19,8 @@ import test_attention
 import test_decode
 from test_attention import Case
 
-from dcformer import DCFormerForCausalLM
-from dcformer.kernels import composed_attention
+from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer.kernels import composed_attention, selfcheck
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -186,6 +186,32 @@ def test_static_decoding_loop(suite, bench, how):
         step_again()
         tokens.append(step.token.clone())
     assert torch.equal(torch.cat(tokens, dim=1), ids[:, bench.prompt :])
+
+
+# --- the self-check ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, states", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")])
+@pytest.mark.parametrize("preset", ["dcformer-405m", "dcformer-2.8b", "dcformer-6.9b"])
+def test_the_self_check_passes(preset, dtype, states):
+    device = torch.device("cuda", torch.cuda.current_device())
+    for kind in selfcheck.kinds(DCFormerConfig.from_preset(preset), dtype, states):
+        assert [str(check) for check in selfcheck.run(device, kind) if not check.passed] == []
+
+
+def test_the_default_on_this_device_is_what_the_self_check_says(monkeypatch, tmp_path):
+    """A model whose implementation is unset runs the check, keeps its verdict and takes the kernels."""
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path))
+    monkeypatch.setattr(selfcheck, "_passed", {})
+    model = randomise(DCFormerForCausalLM(tiny_config())).to("cuda", torch.bfloat16)
+    ids = torch.arange(1, 41, device="cuda")[None]
+    with torch.no_grad():
+        found = model(ids).logits
+        model.set_attn_implementation("dcformer_triton")
+        assert torch.equal(found, model(ids).logits)  # the kernels' bits, which chunked does not give
+        assert set(selfcheck._passed.values()) == {True} and len(list((tmp_path / "selfcheck").iterdir())) == 2
+        model.set_attn_implementation("dcformer_chunked")
+        assert not torch.equal(found, model(ids).logits)
 
 
 # --- memory, streams, devices -----------------------------------------------------------------------------------------

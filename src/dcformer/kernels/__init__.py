@@ -9,8 +9,10 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..attention_dcformer import chunked_mask
-from ..compose_dcformer import FUSED_GENERATORS, FusedGenerators, Generated
+from ..compose_dcformer import FUSED_ATTENTION, FUSED_GENERATORS, FusedAttention, FusedGenerators, Generated
+from ..configuration_dcformer import DCFormerConfig
+from ..masks_dcformer import chunked_mask
+from .limits import unsupported_reason
 
 _PUBLIC = {"composed_attention": ".ops", "composed_decode": ".decode", "generate_weights": ".generator"}
 
@@ -47,8 +49,24 @@ def _generate_packed(*args: Any) -> Generated:
     return generate_packed(*args)
 
 
+def _is_default(*args: Any) -> bool:
+    from .selfcheck import is_default
+
+    return is_default(*args)
+
+
+def _unsupported_model(config: DCFormerConfig) -> str | None:
+    """What no device, dtype or mode of a model changes."""
+    rank = config.compose_rank if config.compose_generators and config.compose_projection else 0
+    return unsupported_reason(head_dim=config.head_dim, rank=rank, activation=config.compose_act)
+
+
 def register() -> None:
-    """Makes "dcformer_triton" an attention implementation of Transformers, if Triton is installed."""
+    """Makes "dcformer_triton" an attention implementation of Transformers, if Triton is installed.
+
+    Where no implementation is named, models ask its kernels about each tensor; without Triton they say why not.
+    """
+    FUSED_ATTENTION["dcformer_triton"] = FusedAttention(_unsupported_model, _is_default)
     if is_available():
         AttentionInterface.register("dcformer_triton", _triton_attention)
         AttentionMaskInterface.register("dcformer_triton", chunked_mask)
@@ -63,4 +81,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["composed_attention", "composed_decode", "generate_weights", "is_available", "register"]
+__all__ = [
+    "composed_attention",
+    "composed_decode",
+    "generate_weights",
+    "is_available",
+    "register",
+    "unsupported_reason",
+]

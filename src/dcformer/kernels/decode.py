@@ -31,11 +31,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention_dcformer import flatten_weights
+from ..chunked_dcformer import flatten_weights
 from ..compose_dcformer import ComposeWeights, SideWeights
-from .tiles import INTERPRETED, product, rounded
+from .limits import MAX_QUERIES, require_supported
+from .tiles import product, rounded
 
-MAX_QUERIES = 16
 # What a stage composes with, as flags of the kernels.
 QUERY_MAPS, QUERY_GATES, KEY_MAPS, KEY_GATES, STATIC = (tl.constexpr(1 << i) for i in range(5))
 # Splits are whole units, and maps are padded to them: rows stay aligned for wide loads.
@@ -700,7 +700,8 @@ def composed_decode(
         [B, T, H, Dv], contiguous, in the dtype of `query`.
 
     Raises:
-        ValueError: on shapes, dtypes or devices that do not fit, and where gradients would be needed.
+        ValueError: on shapes, dtypes or devices that do not fit, where gradients would be needed, and beyond
+            `unsupported_reason`.
     """
     groups = _check(query, key, value, pre, post, visible, num_splits)
     return _decode(
@@ -733,13 +734,10 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
             f"composed_decode takes 1 to {MAX_QUERIES} queries per sequence, not {T}. Longer pieces (a prefill) are "
             "for the forward kernels or attn_implementation='dcformer_chunked'."
         )
-    if max(D, value.shape[3]) > 256 or 0 in (D, value.shape[3]):
-        raise ValueError(f"{shapes}: expected 1 to 256 channels per head. Use attn_implementation='dcformer_chunked'.")
-    if query.dtype not in _DTYPES or {key.dtype, value.dtype} != {query.dtype}:
-        raise ValueError(
-            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype, float32, "
-            "float16 or bfloat16. Cast them, or use attn_implementation='eager' for other dtypes."
-        )
+    for dim in (D, value.shape[3]):
+        require_supported(device=query.device, dtype=query.dtype, head_dim=dim)
+    if {key.dtype, value.dtype} != {query.dtype}:
+        raise ValueError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype.")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.stride(3) != 1:
             raise ValueError(
@@ -767,11 +765,6 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
     if len(devices) > 1:
         raise ValueError(
             f"tensors are on {', '.join(sorted(devices))}: expected all on one device. Move them together."
-        )
-    if not (query.is_cuda or INTERPRETED.value):
-        raise ValueError(
-            f"tensors are on {query.device}: the Triton kernels need a CUDA device. Use "
-            "attn_implementation='dcformer_chunked', or set TRITON_INTERPRET=1 before the start, for tests."
         )
     return groups
 
@@ -804,6 +797,7 @@ def _check_weights(H: int, KV: int, B: int, T: int, S: int, pre, post) -> int:
                     ranks.add(tensor.shape[3])
         if len(ranks) > 1:
             raise ValueError(f"{stage} has low-rank weights of ranks {sorted(ranks)}: expected one rank.")
+        require_supported(rank=max(ranks, default=0))
         if weights.static is not None and tuple(weights.static.shape) != (G, H // G, H // G):
             raise ValueError(
                 f"{stage}.static is {tuple(weights.static.shape)}: expected [G, M, M] = {(G, H // G, H // G)}."

@@ -34,10 +34,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, Generated, SideWeights, accumulation_dtype
-from .tiles import INTERPRETED, product, rounded
+from .limits import ACTIVATIONS, require_supported, unsupported_reason
+from .tiles import product, rounded
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-APPROXIMATE = {type(ACT2FN["gelu"]): "none", type(ACT2FN["gelu_pytorch_tanh"]): "tanh"}  # activation -> GELU's flavour
+APPROXIMATE = {type(ACT2FN[name]): flavour for name, flavour in ACTIVATIONS.items()}
 
 
 @dataclass
@@ -257,11 +257,7 @@ def _launch(
     sides, batch, heads, stages, width, length = weights.shape
     if not batch or not length:
         return
-    if not (weights.is_cuda or INTERPRETED.value):
-        raise ValueError(
-            "The fused weight generators are Triton kernels and need a GPU, but the hidden states are on "
-            f"{weights.device}: call the module itself there. (TRITON_INTERPRET=1 runs kernels on a CPU, for tests.)"
-        )
+    require_supported(device=weights.device)
     hidden, gates = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (hidden, gates))
     qkw = None if qkw is None else qkw.contiguous()
     sides += bool(rows)
@@ -489,8 +485,7 @@ def can_replace(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
     linears = [linear for linear in (compose.dw1_proj, compose.gate_proj) if linear is not None]
     return (
         len(linears) > 0
-        and (hidden_states.is_cuda or INTERPRETED.value)
-        and hidden_states.dtype in DTYPES
+        and unsupported_reason(device=hidden_states.device, dtype=hidden_states.dtype) is None
         and type(compose.act_fn) in APPROXIMATE
         and _is_bare(compose)
         and all(_is_plain(linear) for linear in linears)
@@ -523,10 +518,9 @@ def _first_layer(
 
 def _arguments(hidden_states: torch.Tensor, compose: DCFormerCompose, fused_weight: torch.Tensor | None) -> tuple:
     """What both ops take: (hidden, gates, qkw) and (heads_per_group, rank, approximate, dtype)."""
-    if hidden_states.dtype not in DTYPES:
-        raise ValueError(f"hidden_states of {hidden_states.dtype}: the fused weight generators know {DTYPES} only.")
+    require_supported(dtype=hidden_states.dtype)
     if type(compose.act_fn) not in APPROXIMATE:
-        raise ValueError(f"compose.act_fn={compose.act_fn}: the fused weight generators know erf and tanh GELU only.")
+        require_supported(activation=type(compose.act_fn).__name__)
     count, m = len(compose.generators), compose.heads_per_group
     rank = compose.rank if compose.dw1_proj is not None else 0
     hidden, gates = _first_layer(hidden_states, compose, fused_weight)

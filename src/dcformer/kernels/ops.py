@@ -12,24 +12,16 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..attention_dcformer import (
-    QueryBlockMask,
-    causal_rows,
-    check_shapes,
-    chunked_attention,
-    flatten_weights,
-    visible_and_bias,
-)
+from ..attention_dcformer import check_shapes
+from ..chunked_dcformer import flatten_weights
 from ..compose_dcformer import ComposeWeights, SideWeights
-from .decode import MAX_QUERIES, composed_decode
+from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, visible_and_bias
+from .decode import composed_decode
 from .generator import GeneratedSide
 from .launch import FAR, GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
-from .tiles import INTERPRETED
+from .limits import MAX_QUERIES, require_supported, unsupported_reason
 
 logger = logging.get_logger(__name__)
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROWS_AT_ONCE = 256  # queries of a mask looked at in one go
 
 
 @torch.library.custom_op("dcformer::composed_attention", mutates_args=())
@@ -175,13 +167,8 @@ def composed_attention(
         [B, H, T] in float32, +inf for those.
 
     Raises:
-        ValueError: on shapes, dtypes or options that do not fit together, naming them.
+        ValueError: on shapes or options that do not fit together, naming them, and beyond `unsupported_reason`.
     """
-    if query.device.type != "cuda" and not INTERPRETED.value:
-        raise ValueError(
-            f"The fused kernels need a CUDA device, the query is on {query.device}: use attn_implementation="
-            "'dcformer_chunked' there. (TRITON_INTERPRET=1 runs them slowly on a CPU, for tests.)"
-        )
     _check(query, key, value, pre, post, causal, sliding_window, cu_seqlens)
     _check_bounds(query.shape[0], query.shape[2], key_start, key_end, visible)
     (_, _, length, dim), key_length = query.shape, key.shape[2]
@@ -239,13 +226,9 @@ def _check(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together: "
             "expected [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, DV] with H a multiple of Hkv."
         )
-    if query.dtype not in _DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
-        raise ValueError(
-            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one of {_DTYPES} for "
-            "all. Use attn_implementation='eager' or 'dcformer_chunked' for other dtypes."
-        )
-    if max(dim, value.shape[3]) > 256:
-        raise ValueError(f"head dims {dim} and {value.shape[3]}: the kernels have at most 256.")
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        raise ValueError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype.")
+    require_supported(device=query.device, dtype=query.dtype, head_dim=max(dim, value.shape[3]))
     if sliding_window is not None and (not causal or sliding_window < 1):
         raise ValueError(f"sliding_window={sliding_window} must be at least 1, and needs causal=True.")
     if cu_seqlens is not None and (batch != 1 or length != key_length):
@@ -279,8 +262,9 @@ def _check(
         raise ValueError(f"pre and post have different groups, {pre.groups} and {post.groups}.")
     if any(there != next(iter(parts.values())) or there[0] != there[1] for there in parts.values()):
         raise ValueError(f"{', '.join(parts)} must have the same parts: down and up, a gate, or all three.")
-    if len(ranks) > 1 or max(ranks, default=1) > 4:
-        raise ValueError(f"ranks {sorted(ranks)}: expected one, of 1 to 4.")
+    if len(ranks) > 1:
+        raise ValueError(f"ranks {sorted(ranks)}: expected one.")
+    require_supported(rank=max(ranks, default=0))
 
 
 def _check_bounds(
@@ -303,12 +287,13 @@ def _check_bounds(
 # --- Transformers -----------------------------------------------------------------------------------------------------
 
 
-def _require(condition: torch.Tensor, message: str) -> None:
-    """Raises ValueError unless a boolean holds; where it cannot be read (graphs), asserts when the graph runs."""
+def _require(condition: torch.Tensor, otherwise: str) -> None:
+    """Raises ValueError unless a boolean holds: otherwise a mask has that. Where it cannot be read (graphs), asserts
+    when the graph runs."""
     if torch.compiler.is_compiling() or (condition.is_cuda and torch.cuda.is_current_stream_capturing()):
-        torch._assert_async(condition, message)
+        torch._assert_async(condition, unsupported_reason(mask=otherwise) or "")
     elif not bool(condition):
-        raise ValueError(message)
+        require_supported(mask=otherwise)
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor:
@@ -318,49 +303,27 @@ def _visible(mask: torch.Tensor) -> torch.Tensor:
         ValueError: when the mask has heads, or adds something else than zero to what is seen.
     """
     if mask.shape[1] != 1:
-        raise ValueError("attn_implementation='dcformer_triton' takes no mask per head: use 'eager'.")
+        require_supported(mask="per head")
     visible, bias = visible_and_bias(mask)
     if bias is not None:
-        _require(
-            ((bias == 0) | ~visible).all(),
-            "attn_implementation='dcformer_triton' adds no biases to scores, the attention mask has some: use 'eager' "
-            "or 'dcformer_chunked'.",
-        )
+        _require(((bias == 0) | ~visible).all(), "bias")
     return visible
 
 
-def _intervals(mask: torch.Tensor | QueryBlockMask, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _intervals(mask: torch.Tensor | QueryBlockMask) -> tuple[torch.Tensor, torch.Tensor]:
     """A mask [B or 1, 1, T, S] as an interval of keys per query: (first, last), int32 [B or 1, T].
 
     Raises:
         ValueError: when the keys that some query sees are no interval; as for `_visible`.
     """
-    firsts, lasts = [], []
-    for start in range(0, length, _ROWS_AT_ONCE):
-        stop = min(length, start + _ROWS_AT_ONCE)
-        rows = mask.rows(start, stop) if isinstance(mask, QueryBlockMask) else mask[:, :, start:stop]
-        rows = _visible(rows)[:, 0]  # [B or 1, t, S]
-        count, keys = rows.sum(-1), rows.shape[-1]
-        first = rows.int().argmax(-1)
-        last = torch.where(count > 0, keys - rows.flip(-1).int().argmax(-1), 0)
-        first = torch.where(count > 0, first, 0)
-        _require(
-            (last - first == count).all(),
-            "attn_implementation='dcformer_triton' needs masks in which each query sees keys without gaps (causal, "
-            "windows, padding on either side, packed documents): use 'dcformer_chunked'.",
-        )
-        firsts.append(first.int())
-        lasts.append(last.int())
-    return torch.cat(firsts, dim=1), torch.cat(lasts, dim=1)
-
-
-def _intervals_once(mask: torch.Tensor | QueryBlockMask, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_intervals`, made once for all layers that share a mask."""
-    if not isinstance(mask, QueryBlockMask) or torch.compiler.is_compiling():
-        return _intervals(mask, length)
-    if mask.intervals is None:
-        mask.intervals = _intervals(mask, length)
-    return mask.intervals
+    if isinstance(mask, QueryBlockMask):  # found once for all layers that share it, where values can be looked at
+        tensors = mask.tensors()
+        if len(tensors) == 2:
+            return tensors[0], tensors[1]
+        mask = tensors[0]
+    first, last, complete = intervals(_visible(mask)[:, 0])
+    _require(complete, "gaps")
+    return first, last
 
 
 def triton_attention(
@@ -374,6 +337,7 @@ def triton_attention(
     pre: ComposeWeights | None = None,
     post: ComposeWeights | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     compose_trace: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -386,42 +350,32 @@ def triton_attention(
         output [B, T, H, D], and None: there are no weights to return.
 
     Raises:
-        ValueError: for what the kernels do not do: dropout of weights, traces of maps, masks per head, biases, other
-            dtypes; for more than a few queries, or with gradients, masks with gaps. Where a graph is traced or captured
-            the contents of masks are asserted when it runs.
+        ValueError: for what `unsupported_reason` names: it never falls back to another implementation. Where a graph is
+            traced or captured the contents of masks are asserted when it runs.
     """
-    if query.device.type == "cpu" and torch.cuda.is_available() and not INTERPRETED.value:  # not moved to the GPU
-        logger.warning_once("'dcformer_triton' has no kernels for the CPU: 'dcformer_chunked' computes what is there.")
-        return chunked_attention(
-            module, query, key, value, attention_mask, scaling, dropout, pre, post, sliding_window,
-            compose_trace=compose_trace, **kwargs,
-        )  # fmt: skip
-    if compose_trace is not None:
-        raise ValueError("attn_implementation='dcformer_triton' never holds the maps: fill compose_trace with 'eager'.")
-    if dropout and module.training:
-        raise ValueError(
-            f"attention_dropout={dropout} is not part of the fused kernels: set it to 0, or use 'dcformer_chunked'."
-        )
-    if kwargs.get("output_attentions"):
-        logger.warning_once("output_attentions=True returns nothing with 'dcformer_triton': use 'eager'.")
+    dropout = dropout if module.training else 0.0
+    require_supported(trace=compose_trace is not None)
+    require_supported(device=query.device, dtype=query.dtype, dropout=dropout)
     check_shapes(query, key, value, attention_mask)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad:
-        raise ValueError("an attention mask that requires gradients needs attn_implementation='eager'.")
-    is_causal, length = getattr(module, "is_causal", True), query.shape[2]
+        require_supported(mask="gradients")
+    is_causal, length = getattr(module, "is_causal", True) if is_causal is None else is_causal, query.shape[2]
+    if isinstance(attention_mask, QueryBlockMask) and attention_mask.is_plain:
+        is_causal, sliding_window, attention_mask = True, attention_mask.window, None
     if length <= MAX_QUERIES and not _needs_gradients(query, key, value, *flatten_weights(pre), *flatten_weights(post)):
         visible = None
         if attention_mask is not None:
             rows = attention_mask.rows(0, length) if isinstance(attention_mask, QueryBlockMask) else attention_mask
             visible = _visible(rows)
         elif is_causal and (length > 1 or (sliding_window is not None and key.shape[2] > sliding_window)):
-            visible = causal_rows(0, length, length, key.shape[2], sliding_window, query.device)[None, None]
+            visible = causal_rows(length, key.shape[2], sliding_window, query.device)[:, None]
         return composed_decode(query, key, value, pre, post, scale=scaling, visible=visible), None
-    options: dict[str, Any] = {"scale": scaling}
-    offset: Any = None if attention_mask is None else getattr(attention_mask, "offset", None)
-    causal = is_causal and (attention_mask is None or offset is not None)
-    options |= {"causal": causal, "causal_offset": offset, "sliding_window": sliding_window if causal else None}
+    options: dict[str, Any] = {"scale": scaling, "causal": is_causal, "sliding_window": sliding_window}
     if attention_mask is not None:
-        options["visible"] = _intervals_once(attention_mask, length)
+        options = {"scale": scaling, "causal": False, "visible": _intervals(attention_mask)}
+        if isinstance(attention_mask, QueryBlockMask) and attention_mask.causal_offset is not None:  # skips whole tiles
+            options |= {"causal": True, "causal_offset": attention_mask.causal_offset}
+            options |= {"sliding_window": attention_mask.window}
     return composed_attention(query, key, value, pre, post, **options).transpose(1, 2), None  # type: ignore[union-attr]
 
 

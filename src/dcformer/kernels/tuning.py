@@ -17,6 +17,7 @@ import torch
 import triton
 
 from .tiles import INTERPRETED
+from .verdicts import cache_folder
 
 
 @dataclass(frozen=True)
@@ -194,10 +195,7 @@ def autotune_is_on() -> bool:
 
 def cache_file() -> Path:
     """Where found tiles are kept."""
-    folder = os.environ.get("DCFORMER_CACHE")
-    if not folder:
-        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcformer")
-    return Path(folder).expanduser() / "tiles.json"
+    return cache_folder() / "tiles.json"
 
 
 def found_tile(gpu: str, key: Key) -> Tile | None:

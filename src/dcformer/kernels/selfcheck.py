@@ -1,0 +1,586 @@
+"""The self-check: whether the fused kernels compute the definition on this device, and the default that follows.
+
+With `attn_implementation` unset, each layer asks `is_default` for the tensors at hand. On a CUDA device the first such
+question of a kind of layer runs `checks`: attention forward and backward, decoding and the weight generators, at small
+shapes, against the eager definition. The verdict is remembered, and kept in the cache folder (`verdicts`).
+
+Tolerances: the definition in float64 is the yardstick. Of a result the largest error and the norm of all errors may be
+at most twice those of the definition in the low precision, plus a band, relative to the largest number and to the norm:
+one unit in the last place of the dtype; two for gradients of attention, whose maps the kernels keep in bfloat16 and the
+definition in float32; and for attention the unit of float32 times the largest log-sum-exp, as the kernels make weights
+as exp(score - log-sum-exp).
+
+Importing this needs no Triton; running a check does.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..attention_dcformer import eager_attention
+from ..compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, autocast_dtype, compose
+from ..configuration_dcformer import DCFormerConfig
+from ..masks_dcformer import QueryBlockMask
+from . import verdicts
+from .limits import MAX_QUERIES, is_interpreted, unsupported_reason
+
+logger = logging.get_logger(__name__)
+
+_HIDDEN_SIZE = 64  # E of the weight generators: their first layer is torch's
+_WINDOW = 11
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the kernels are compiled for and chosen by: layers of one kind stand or fall together.
+
+    Attributes:
+        heads, kv_heads: H and Hkv, those of a device under tensor parallelism.
+        groups: G.
+        head_dim: D.
+        rank: R; 0 without a low-rank part.
+        gate, static: whether there are gates and static projections.
+        pre, post, query, key: the stages and sides that compose.
+        activation: of the weight generators.
+        windowed: whether queries see a window of keys only.
+        dtype: of queries, keys and values, as "bfloat16".
+        states: of hidden states and composition weights; another one under autocast.
+    """
+
+    heads: int
+    kv_heads: int
+    groups: int
+    head_dim: int
+    rank: int
+    gate: bool
+    static: bool
+    pre: bool
+    post: bool
+    query: bool
+    key: bool
+    activation: str
+    windowed: bool
+    dtype: str
+    states: str
+
+    def __str__(self) -> str:
+        parts = [f"heads={self.heads}/{self.kv_heads} groups={self.groups} head_dim={self.head_dim} rank={self.rank}"]
+        parts += [name for name in ("pre", "post", "query", "key", "gate", "static") if getattr(self, name)]
+        parts += ["window" if self.windowed else "global", self.dtype]
+        return " ".join(parts + [f"autocast from {self.states}"] * (self.states != self.dtype))
+
+    def unsupported_reason(self, device: torch.device) -> str | None:
+        """Why the kernels cannot have layers of this kind on a device; None if they can."""
+        return unsupported_reason(
+            device=device, dtype=getattr(torch, self.dtype), head_dim=self.head_dim, rank=self.rank,
+            activation=self.activation,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Check:
+    """A result of the kernels beside the definition's.
+
+    Attributes:
+        name: what was computed.
+        measure: "largest" error, or "norm" of all: the one that is nearer to its bound, or further beyond.
+        error: of the kernels, against float64.
+        eager: of the definition in the low precision.
+        allowed: twice that, and a band.
+    """
+
+    name: str
+    measure: str
+    error: float
+    eager: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed  # not so for NaN
+
+    def __str__(self) -> str:
+        return f"{self.name} is off by {self.error:.3g} ({self.measure}), {self.allowed:.3g} is allowed"
+
+
+def kinds(config: DCFormerConfig, dtype: str, states: str | None = None) -> list[Kind]:
+    """The kinds of layers of a model.
+
+    Args:
+        config: of the model.
+        dtype: of queries, keys and values, as "bfloat16".
+        states: of hidden states, where autocast makes it another one.
+    """
+    windows = sorted({kind == "sliding_attention" for kind in config.layer_types or ()})
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    switches = _switches(config, heads, kv_heads or heads, config.compose_groups)
+    return [Kind(*(*switches, windowed, dtype, states or dtype)) for windowed in windows]
+
+
+def _switches(config: Any, heads: int, kv_heads: int, groups: int) -> tuple[Any, ...]:
+    """The first fields of `Kind`, up to `activation`."""
+    is_dynamic = bool(config.compose_generators)
+    return (
+        heads, kv_heads, groups, config.head_dim, config.compose_rank * (is_dynamic and config.compose_projection),
+        is_dynamic and config.compose_gate, config.compose_static, config.compose_pre, config.compose_post,
+        is_dynamic and config.compose_query, is_dynamic and config.compose_key, config.compose_act,
+    )  # fmt: skip
+
+
+# --- the default ------------------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_passed: dict[tuple[str, int | None, Kind], bool] = {}
+_told: set[str] = set()
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether the default asks about kernels at all for tensors on a device."""
+    return device.type == "cuda"
+
+
+def is_default(
+    attention: Any, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, attention_mask: Any
+) -> bool:
+    """Whether a layer for which no implementation is named takes the fused kernels; see `FusedAttention.is_default`.
+
+    The self-check runs here where it has not yet, outside of the graph where one is traced. A program of `torch.export`
+    has no kernels.
+    """
+    device = query.device
+    if not is_gpu(device) or torch.compiler.is_exporting():
+        return False
+    reason = unsupported_reason(dropout=attention.attention_dropout if attention.training else 0.0)
+    reason = reason or _mask_reason(attention_mask, query.shape[2], device)
+    if reason is not None:
+        return _stays(reason)
+    groups = query.shape[1] // attention.compose.heads_per_group
+    switches = _switches(attention.config, query.shape[1], key.shape[1], groups)
+    dtype = autocast_dtype(device.type) or query.dtype
+    windowed = isinstance(attention_mask, QueryBlockMask) and attention_mask.window is not None
+    return may_use(device.type, device.index, *switches, windowed, dtype, hidden_states.dtype)
+
+
+def _name(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _mask_reason(mask: Any, length: int, device: torch.device) -> str | None:
+    """Why the default leaves a mask to the chunked implementation.
+
+    Masks that a model makes itself are looked at once per forward pass; not in graphs, where an assertion of the
+    kernels finds gaps. Of those that it is given, only what can hold no surprise goes to the kernels.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, QueryBlockMask):
+        if mask.is_plain or torch.compiler.is_compiling() or _is_capturing(device) or len(mask.tensors()) == 2:
+            return None
+        return unsupported_reason(mask="gaps")
+    if mask.shape[1] != 1:
+        return unsupported_reason(mask="per head")
+    if mask.is_floating_point():
+        return unsupported_reason(mask="bias")
+    if length > MAX_QUERIES or torch.is_grad_enabled():
+        return unsupported_reason(mask="gaps")
+    return None
+
+
+@torch.compiler.assume_constant_result
+def may_use(device_type: str, index: int | None, *fields: Any) -> bool:
+    """Whether the kernels may be the default for a `Kind` on a device: within the limits, and checked.
+
+    `fields` are the kind's, in order; the dtypes may be torch's.
+
+    Warns once of each reason why not. A constant of a graph that is traced.
+    """
+    *switches, dtype, states = fields
+    kind, device = Kind(*(*switches, _name(dtype), _name(states))), torch.device(device_type, index)
+    key = (device_type, index, kind)
+    with _lock:
+        if key not in _passed:
+            if _is_capturing(device):  # not remembered
+                return _stays("a CUDA graph is captured before their self-check: run a forward pass before")
+            reason = _decide(device, kind)
+            if reason is not None:
+                _stays(reason)
+            _passed[key] = reason is None
+        return _passed[key]
+
+
+def _decide(device: torch.device, kind: Kind) -> str | None:
+    """Runs the self-check, or reads what it said before. Returns why the kernels are not used; None if they may be."""
+    reason = kind.unsupported_reason(device)
+    if reason is not None:
+        return reason
+    if is_interpreted():
+        return "TRITON_INTERPRET is set, and the interpreter is slow"
+    on, of = verdicts.machine(device), asdict(kind)
+    kept = verdicts.kept_verdict(on, of)
+    if kept is None:
+        logger.info(f"self-check of the fused kernels on {on['device']}, once for {kind}")
+        try:
+            kept = check_and_keep(device, kind)[1:]
+        except Exception as error:
+            return _impossible(error, on, of, kind)
+    passed, summary = kept
+    return None if passed else f"their self-check found on {on['device']}, for {kind}: {summary}"
+
+
+def check_and_keep(device: torch.device, kind: Kind) -> tuple[list[Check], bool, str]:
+    """Runs the self-check; on a CUDA device keeps its verdict, whatever was kept before.
+
+    Returns:
+        all results, whether they are within their bounds, and those that are not in words.
+    """
+    results = run(device, kind)
+    failed = [check for check in results if not check.passed]
+    passed, summary = not failed, "; ".join(map(str, failed))
+    if is_gpu(device) and not is_interpreted():
+        verdicts.keep_verdict(verdicts.machine(device), asdict(kind), passed, summary)
+    return results, passed, summary
+
+
+def _impossible(error: Exception, on: dict[str, str], of: dict[str, Any], kind: Kind) -> str:
+    """What to say of a check that raised. It is kept if it has left the device unusable, so that the next process can
+    do without; whatever else it was (memory, a compiler) may be over by then."""
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    if "CUDA error" in str(error) and not isinstance(error, torch.OutOfMemoryError):
+        verdicts.keep_verdict(on, of, False, text)
+    return f"their self-check could not run on {on['device']}, for {kind}: {text}"
+
+
+@torch.compiler.assume_constant_result
+def _stays(reason: str) -> bool:
+    """Warns, once, why the default is chunked where kernels might have been. Returns False."""
+    if reason not in _told:
+        _told.add(reason)
+        logger.warning(
+            f"attn_implementation is unset, and 'dcformer_chunked' is used on a GPU instead of the fused kernels: "
+            f"{reason}. (`dcformer-selfcheck` prints the whole check; naming 'dcformer_chunked' silences this.)"
+        )
+    return False
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
+
+
+def run(device: torch.device, kind: Kind) -> list[Check]:
+    """All `checks`, in a thread of their own: what is thread-local around the caller (autocast, no_grad, tracing, fake
+    tensors) does not reach them. Random numbers come from generators of their own."""
+
+    def work() -> list[Check]:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return list(checks(device, kind))
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(work).result()
+
+
+def checks(device: torch.device, kind: Kind) -> Iterator[Check]:
+    """Compares the kernels with the definition, one result after the other.
+
+    Args:
+        device: CUDA, or the CPU in Triton's interpreter.
+        kind: of layer.
+
+    Raises:
+        ValueError: beyond `unsupported_reason`.
+        RuntimeError: what compilation, or the device, may raise.
+    """
+    reason = kind.unsupported_reason(device)
+    if reason is not None:
+        raise ValueError(reason)
+    # Odd lengths, more than one tile of each kernel; the interpreter's tiles are smaller.
+    lengths = _Lengths(131, 300, 67) if device.type == "cuda" else _Lengths(21, 40, 18)
+    subject = _Subject(kind, device, lengths)
+    yield from subject.attention()
+    yield from subject.decoding(1)
+    yield from subject.decoding(3)
+    if kind.rank or kind.gate:
+        yield from subject.generators()
+        if kind.key:
+            yield from subject.packed_generators()
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    tokens: int  # of attention, T = S
+    keys: int  # while decoding
+    generated: int  # N of the generators
+
+
+_Results = dict[str, torch.Tensor]
+
+
+class _Subject:
+    """What is compared: each method computes the same three times, in float64, by the definition, by the kernels."""
+
+    def __init__(self, kind: Kind, device: torch.device, lengths: _Lengths):
+        self.kind, self.device, self.lengths = kind, device, lengths
+        self.dtype: torch.dtype = getattr(torch, kind.dtype)
+        self.states: torch.dtype = getattr(torch, kind.states)
+        self.generator = torch.Generator().manual_seed(0)
+        self.eager_module: Any = SimpleNamespace(is_causal=True, training=False)
+        self.exact, self.compose = self._make_compose()
+
+    def _make_compose(self) -> tuple[DCFormerCompose, DCFormerCompose]:
+        """The layer's module with parameters that make composition matter, in float64 and in the dtype of states."""
+        kind = self.kind
+        config = DCFormerConfig(
+            hidden_size=_HIDDEN_SIZE, num_attention_heads=kind.heads, num_key_value_heads=kind.kv_heads,
+            head_dim=2, num_hidden_layers=1, compose_groups=kind.groups, compose_rank=max(1, kind.rank),
+            compose_projection=kind.rank > 0, compose_gate=kind.gate, compose_static=kind.static, compose_pre=kind.pre,
+            compose_post=kind.post, compose_query=kind.query, compose_key=kind.key, compose_act=kind.activation,
+        )  # fmt: skip
+        with torch.device("meta"):  # no draw from the global generator
+            module = DCFormerCompose(config)
+        exact = module.to(torch.float64).to_empty(device=self.device)
+        with torch.no_grad():
+            for parameter in exact.parameters():
+                parameter.copy_(self._new(*parameter.shape, scale=2 * parameter.shape[-1] ** -0.5, dtype=self.states))
+        with torch.device("meta"):
+            module = DCFormerCompose(config)
+        low = module.to(self.states).to_empty(device=self.device)
+        low.load_state_dict(exact.state_dict())
+        return exact, low
+
+    def _new(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Random numbers in float64 that the dtype has."""
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu") * scale
+        return values.to(dtype or self.dtype).to(device=self.device, dtype=torch.float64)
+
+    def _autocast(self) -> AbstractContextManager:
+        if self.states == self.dtype:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    # --- inputs -------------------------------------------------------------------------------------------------------
+
+    def _weights(self, tokens: int, keys: int) -> _Results:
+        """Composition weights by name, as large as trained ones get: "pre.query.down" and so on."""
+        kind, out = self.kind, {}
+        for stage in [name for name in ("pre", "post") if getattr(kind, name)]:
+            for side, length in (("query", tokens), ("key", keys)):
+                if not getattr(kind, side):
+                    continue
+                shape = (2, kind.heads, length)
+                if kind.rank:
+                    out[f"{stage}.{side}.down"] = self._new(*shape, kind.rank, scale=0.5, dtype=self.states)
+                    out[f"{stage}.{side}.up"] = self._new(*shape, kind.rank, scale=0.5, dtype=self.states)
+                if kind.gate:
+                    out[f"{stage}.{side}.gate"] = self._new(*shape, scale=0.5, dtype=self.states)
+            if kind.static:
+                m = kind.heads // kind.groups
+                out[f"{stage}.static"] = self._new(kind.groups, m, m, scale=m**-0.5, dtype=self.states)
+        return out
+
+    def _stage(self, weights: _Results, stage: str) -> ComposeWeights | None:
+        parts = {name.removeprefix(f"{stage}."): w for name, w in weights.items() if name.startswith(f"{stage}.")}
+        if not parts:
+            return None
+        sides = {
+            side: SideWeights(*(parts.get(f"{side}.{part}") for part in ("down", "up", "gate")))
+            for side in ("query", "key")
+            if any(name.startswith(side) for name in parts)
+        }
+        return ComposeWeights(**sides, static=parts.get("static"), groups=self.kind.groups)
+
+    def _states(self, tokens: int, keys: int) -> _Results:
+        kind = self.kind
+        return {
+            "query": self._new(2, kind.heads, tokens, kind.head_dim),
+            "key": self._new(2, kind.kv_heads, keys, kind.head_dim),
+            "value": self._new(2, kind.kv_heads, keys, kind.head_dim),
+        }
+
+    def _visible(self, tokens: int, keys: int) -> torch.Tensor:
+        """[2, 1, T, S]: causal, in the window; the second row has padding on the left."""
+        t, s = torch.arange(tokens, device=self.device)[:, None] + keys - tokens, torch.arange(keys, device=self.device)
+        visible = s <= t
+        if self.kind.windowed:
+            visible = visible & (s > t - _WINDOW)
+        start = torch.tensor([0, keys // 4], device=self.device)[:, None, None]
+        return (visible[None] & (s >= start))[:, None]
+
+    def _eager(self, states: _Results, weights: _Results, visible: torch.Tensor) -> torch.Tensor:
+        """Output of the definition [B, H, T, D]."""
+        output, _ = eager_attention(
+            self.eager_module, states["query"], states["key"], states["value"], visible, self.kind.head_dim**-0.5,
+            pre=self._stage(weights, "pre"), post=self._stage(weights, "post"),
+        )  # fmt: skip
+        return output.transpose(1, 2)
+
+    def _span(self, states: _Results, weights: _Results, visible: torch.Tensor) -> float:
+        """Relative errors of weights that come from rounding the log-sum-exp to float32."""
+        keys = states["key"].repeat_interleave(self.kind.heads // self.kind.kv_heads, dim=1)
+        scores = torch.matmul(states["query"], keys.mT) * self.kind.head_dim**-0.5
+        sums = compose(scores, self._stage(weights, "pre")).masked_fill(~visible, -torch.inf).logsumexp(-1)
+        return torch.finfo(torch.float32).eps * float(sums[sums.isfinite()].abs().max())
+
+    # --- comparisons --------------------------------------------------------------------------------------------------
+
+    def attention(self) -> Iterator[Check]:
+        """Output and every gradient, of tokens that see the tokens before them."""
+        from .ops import composed_attention
+
+        tokens = self.lengths.tokens
+        states, weights = self._states(tokens, tokens), self._weights(tokens, tokens)
+        visible, grad = self._visible(tokens, tokens), self._new(*states["query"].shape)
+        start = torch.tensor([0, tokens // 4], device=self.device)
+
+        def by_kernels(states: _Results, weights: _Results) -> torch.Tensor:
+            output: Any = composed_attention(
+                states["query"], states["key"], states["value"], self._stage(weights, "pre"),
+                self._stage(weights, "post"), key_start=start, sliding_window=_WINDOW if self.kind.windowed else None,
+            )  # fmt: skip
+            return output
+
+        def by_definition(states: _Results, weights: _Results) -> torch.Tensor:
+            return self._eager(states, weights, visible)
+
+        def results(attend: Callable[[_Results, _Results], torch.Tensor], is_exact: bool = False) -> _Results:
+            dtypes = (torch.float64,) * 2 if is_exact else (self.dtype, self.states)
+            given, made = (
+                {name: t.to(dtype, copy=True).requires_grad_() for name, t in tensors.items()}
+                for tensors, dtype in zip((states, weights), dtypes, strict=True)
+            )
+            output = attend(given, made)
+            output.backward(grad.to(output.dtype))
+            grads = {f"gradient of {name}": t.grad for name, t in (given | made).items() if t.grad is not None}
+            return {"forward": output.detach()} | grads
+
+        span = self._span(states, weights, visible)
+        truth, low, found = results(by_definition, True), results(by_definition), results(by_kernels)
+        yield from self._compare("attention", truth, low, found, span)
+
+    def decoding(self, queries: int) -> Iterator[Check]:
+        """A few queries over a cache, whose rows hold key-wise weights behind keys and values."""
+        from .decode import composed_decode
+
+        keys, kind = self.lengths.keys, self.kind
+        states, weights = self._states(queries, keys), self._weights(queries, keys)
+        visible = self._visible(queries, keys)
+
+        def cached(stage: str, name: str) -> tuple[torch.Tensor, SideWeights | None]:
+            this = self._stage(weights, stage)
+            key_side = None if this is None or this.key is None else this.key
+            if key_side is not None:
+                key_side = SideWeights(
+                    *(None if w is None else w.to(self.states) for w in (key_side.down, key_side.up, key_side.gate))
+                )
+            rows = self.compose.pack(states[name].to(self.dtype), key_side, stage)
+            return self.compose.unpack(rows, kind.head_dim, stage)
+
+        (key, pre_key), (value, post_key) = cached("pre", "key"), cached("post", "value")
+
+        def stage_of(stage: str, key_side: SideWeights | None) -> ComposeWeights | None:
+            this = self._stage({name: w.to(self.states) for name, w in weights.items()}, stage)
+            return None if this is None else ComposeWeights(this.query, key_side, this.static, this.groups)
+
+        with torch.no_grad():
+            found = composed_decode(
+                states["query"].to(self.dtype), key.to(self.dtype), value.to(self.dtype), stage_of("pre", pre_key),
+                stage_of("post", post_key), scale=kind.head_dim**-0.5, visible=visible,
+            )  # fmt: skip
+            low = self._eager(
+                {name: t.to(self.dtype) for name, t in states.items()},
+                {name: w.to(self.states) for name, w in weights.items()},
+                visible,
+            )
+            truth, span = self._eager(states, weights, visible), self._span(states, weights, visible)
+        name = "1 query" if queries == 1 else f"{queries} queries"
+        yield from self._compare("decoding", {name: truth}, {name: low}, {name: found.transpose(1, 2)}, span)
+
+    def generators(self) -> Iterator[Check]:
+        """Weights that the generators make, and every gradient."""
+        from .generator import generate_weights
+
+        hidden = self._new(2, self.lengths.generated, _HIDDEN_SIZE, dtype=self.states)
+        grads: dict[str, torch.Tensor] = {}
+
+        def results(module: DCFormerCompose, generate: Callable, around: AbstractContextManager) -> _Results:
+            states = hidden.to(next(module.parameters()).dtype, copy=True).requires_grad_()
+            module.zero_grad()
+            with around:
+                made = _named(generate(states, module)[0])
+            for name, weight in made.items():
+                if name not in grads:
+                    grads[name] = self._new(*weight.shape, dtype=self.states)
+            torch.autograd.backward(list(made.values()), [grads[name].to(w.dtype) for name, w in made.items()])
+            parameters = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+            tensors = {"hidden states": states.grad, **parameters}
+            out = {name: weight.detach() for name, weight in made.items()}
+            return out | {f"gradient of {name}": grad.clone() for name, grad in tensors.items() if grad is not None}
+
+        def by_module(states: torch.Tensor, module: DCFormerCompose) -> Any:
+            return module(states)
+
+        truth = results(self.exact, by_module, nullcontext())
+        low = results(self.compose, by_module, self._autocast())
+        found = results(self.compose, generate_weights, self._autocast())
+        yield from self._compare("generators", truth, low, found)
+
+    def packed_generators(self) -> Iterator[Check]:
+        """Key-wise weights, written behind keys and values as a cache keeps them; query-wise ones beside them."""
+        from .generator import generate_packed
+
+        length, kind = self.lengths.generated, self.kind
+        hidden, states = self._new(2, length, _HIDDEN_SIZE, dtype=self.states), self._states(1, length)
+
+        def results(module: DCFormerCompose, around: AbstractContextManager, fused: bool = False) -> _Results:
+            dtype = next(module.parameters()).dtype
+            key, value = (states[name].to(dtype) for name in ("key", "value"))
+            with around:
+                if fused:
+                    key, value = module._widen(key, dtype, "pre"), module._widen(value, dtype, "post")
+                    made, _ = generate_packed(hidden.to(dtype), module, key, value)
+                else:
+                    made, _ = module(hidden.to(dtype))
+                    key = module.pack(key, made.get(("pre", "key")), "pre")
+                    value = module.pack(value, made.get(("post", "key")), "post")
+            rows = {"key": key[..., kind.head_dim :], "value": value[..., kind.head_dim :]}
+            query = {name: w for name, w in _named(made).items() if ".query." in name}
+            return query | {f"weights behind each {name}": row for name, row in rows.items() if row.numel()}
+
+        with torch.no_grad():
+            truth = results(self.exact, nullcontext())
+            low, found = (results(self.compose, self._autocast(), fused) for fused in (False, True))
+        yield from self._compare("generators into the cache", truth, low, found)
+
+    def _compare(
+        self, name: str, truth: _Results, low: _Results, found: _Results, span: float = 0.0
+    ) -> Iterator[Check]:
+        if truth.keys() != found.keys():
+            raise RuntimeError(f"{name}: the kernels made {sorted(found)}, the definition {sorted(truth)}")
+        for part, expected in truth.items():
+            units = 2 if name == "attention" and part.startswith("gradient") else 1
+            band = units * torch.finfo(self.dtype).eps + span
+            errors, yardsticks = ((x[part].double() - expected).flatten() for x in (found, low))
+            expected = expected.flatten()
+            candidates = []
+            for measure, order in (("largest", math.inf), ("norm", 2)):
+                error, eager, size = (float(torch.linalg.vector_norm(x, order)) for x in (errors, yardsticks, expected))
+                candidates.append(Check(f"{name}, {part}", measure, error, eager, 2 * eager + band * size))
+            yield max(candidates, key=lambda check: (not check.passed, check.error / (check.allowed or math.inf)))
+
+
+def _named(generated: dict[tuple[str, str], SideWeights]) -> _Results:
+    parts = ("down", "up", "gate")
+    named = {f"{stage}.{side}.{p}": getattr(w, p) for (stage, side), w in generated.items() for p in parts}
+    return {name: weight for name, weight in named.items() if weight is not None}
+
+
+__all__ = ["Check", "Kind", "check_and_keep", "checks", "is_default", "kinds", "may_use", "run"]

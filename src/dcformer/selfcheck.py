@@ -1,0 +1,88 @@
+"""What `dcformer-selfcheck` does: do the fused kernels compute the definition on this machine?
+
+dcformer-selfcheck --model FOLDER                                 # on a GPU: the check that models run themselves
+TRITON_INTERPRET=1 dcformer-selfcheck --model FOLDER --device cpu # a try-out without one
+"""
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from .errors import DCFormerError, refused
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the check and prints a table.
+
+    Args:
+        options: of the command line, as `dcformer_commands.selfcheck` reads them.
+
+    Returns:
+        0 when every result is within its bound, otherwise 1.
+    """
+    try:
+        return _check(options)
+    except DCFormerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _check(options: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoConfig
+
+    from .configuration_dcformer import DCFormerConfig
+    from .kernels.limits import is_interpreted, unsupported_reason
+    from .kernels.selfcheck import kinds
+
+    config: Any = None
+    with refused(OSError, ValueError):
+        config = AutoConfig.from_pretrained(options.model) if options.model else None
+        config = config or DCFormerConfig.from_preset(options.preset)
+    if not isinstance(config, DCFormerConfig):
+        raise DCFormerError(f"{options.model} is a {config.model_type!r} model: expected 'dcformer' or 'dcpythia'.")
+    device = torch.device(options.device or ("cpu" if is_interpreted() else "cuda"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    if (reason := unsupported_reason(device=device)) is not None:
+        raise DCFormerError(reason)
+    print(_where(device))
+    passed = True
+    for dtype in options.dtype:
+        for kind in kinds(config, dtype, "float32" if options.autocast else None):
+            passed &= _check_kind(device, kind)
+    print("passed" if passed else "FAILED: models whose attn_implementation is unset use 'dcformer_chunked' here")
+    return 0 if passed else 1
+
+
+def _where(device: Any) -> str:
+    """The machine in a line, and where verdicts are kept."""
+    from .kernels.limits import is_interpreted
+    from .kernels.verdicts import cache_folder, machine
+
+    if is_interpreted():
+        return "Triton's interpreter, which says nothing about a GPU; nothing is kept"
+    parts = ", ".join(f"{name} {value}" for name, value in machine(device).items())
+    return f"{parts}\nverdicts: {cache_folder() / 'selfcheck'}"
+
+
+def _check_kind(device: Any, kind: Any) -> bool:
+    """Checks a kind of layer and prints the table of its results."""
+    from .kernels.selfcheck import check_and_keep
+
+    print(f"\n{kind}", flush=True)
+    begin = time.perf_counter()
+    try:
+        results, passed, _ = check_and_keep(device, kind)
+    except Exception as error:  # whatever a compiler or a driver may raise: it is what the user asked about
+        print(f"  cannot run: {type(error).__name__}: {error}")
+        return False
+    width = max(len(check.name) for check in results)
+    print(f"  {'':<{width}}  {'measure':<8}{'error':>10}{'eager':>10}{'allowed':>10}")
+    for check in results:
+        numbers = f"{check.error:>10.2e}{check.eager:>10.2e}{check.allowed:>10.2e}"
+        print(f"  {check.name:<{width}}  {check.measure:<8}{numbers}  {'ok' if check.passed else 'OFF'}")
+    off = sum(not check.passed for check in results)
+    print(f"  {len(results)} results, {off} beyond what is allowed, {time.perf_counter() - begin:.1f} s")
+    return passed
