@@ -1,6 +1,7 @@
 """Every Python block of the README and of docs/ runs, in order, in one namespace per file; links lead somewhere."""
 
 import re
+import tomllib
 
 import pytest
 from helpers import REPOSITORY
@@ -40,3 +41,16 @@ def test_readme_names_the_make_targets():
     ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
     for command in re.findall(r"^make ([\w-]+)", ci, re.MULTILINE):
         assert f"make {command}" in readme, f".ci/run calls make {command}, which the README does not have"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_lowest_versions_are_those_of_pyproject(page):
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    python = settings["project"]["requires-python"].removeprefix(">=")
+    bounds = dict(re.findall(r"^([\w.-]+)>=([\d.]+)", "\n".join(settings["project"]["dependencies"]), re.MULTILINE))
+    text = " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
+    found = re.search(r"Python ([\d.]+\d), torch ([\d.]+\d),? (?:and )?Transformers ([\d.]+\d)", text)
+    assert found and found.groups() == (python, bounds["torch"], bounds["transformers"])
+    assert settings["tool"]["mypy"]["python_version"] == python
+    assert settings["tool"]["ruff"]["target-version"] == f"py{python.replace('.', '')}"
+    assert f"Python {python} or later" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")

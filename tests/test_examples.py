@@ -45,6 +45,20 @@ def test_bundled_checkpoint():
         assert report["steps"] == reports["dcformer"]["steps"] and report["seed"] == reports["dcformer"]["seed"]
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     assert len(tokenizer) == config["vocab_size"]
+    assert tokenizer.model_max_length == config["max_position_embeddings"]
+
+
+def test_where_the_bundled_model_can_stop():
+    """Strings cannot be looked for in a closed vocabulary (docs/generation.md); its words are tokens."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(CHECKPOINT), AutoTokenizer.from_pretrained(CHECKPOINT)
+    batch = tokenizer("\n< Peter owns the desk. >. Peter owns a kind of", return_tensors="pt")
+    with pytest.raises(ValueError, match="substring not found"):
+        model.generate(**batch, max_new_tokens=4, stop_strings=["desk"], tokenizer=tokenizer)
+    length = batch["input_ids"].shape[1]
+    first, second, *_ = model.generate(**batch, max_new_tokens=4, do_sample=False)[0, length:].tolist()
+    assert first != second
+    stopped = model.generate(**batch, max_new_tokens=4, do_sample=False, eos_token_id=[tokenizer.eos_token_id, second])
+    assert stopped[0, length:].tolist() == [first, second]
 
 
 def test_bundled_checkpoint_scores_what_its_card_says():
@@ -68,7 +82,10 @@ def test_bundled_checkpoint_scores_what_its_card_says():
 def test_training_script_makes_a_checkpoint(tmp_path):
     command = [sys.executable, str(REPOSITORY / "examples" / "train_synthetic.py"), "--steps", "10", "--quiet", "--cpu"]
     command += ["--output", str(tmp_path / "runs"), "--checkpoint", str(tmp_path / "checkpoint")]
+    command += ["--test-contexts", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "checkpoint" / "training.json").read_text())["plain"]["steps"] == 10
-    AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    assert tokenizer.model_max_length == model.config.max_position_embeddings

@@ -3,19 +3,19 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import weakref
 
 import pytest
 import torch
-from helpers import REPOSITORY
+from helpers import REPOSITORY, documented_commands
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, attention_dcformer, planning
-from dcformer.planning import OPTIMIZERS, Setup, activation_bytes, collectives, main, memory, saved_logits_bytes
+from dcformer import DCFormerConfig, DCFormerForCausalLM, chunked_dcformer, planning
+from dcformer.planning import OPTIMIZERS, Setup, activation_bytes, collectives, memory, saved_logits_bytes
+from dcformer_commands.plan import main
 
 SIZES = {
     "vocab_size": 101,
@@ -183,7 +183,7 @@ def test_peak_of_a_training_step(monkeypatch, fields, length, attention):
 
     Blocks of scores are small here, or those of the chunked attention would be larger than all else in such a model.
     """
-    for module in (attention_dcformer, planning):
+    for module in (chunked_dcformer, planning):
         monkeypatch.setattr(module, "BLOCK_SCORES", 1 << 16)
     config = DCFormerConfig(**(SIZES | fields))
     model = DCFormerForCausalLM(config).train()
@@ -378,20 +378,15 @@ def test_no_estimate(capsys):
 
 
 def test_no_estimate_without_triton(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "dcformer.kernels", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     assert main([]) == 0
-    assert "Throughput: no estimate: " in capsys.readouterr().out
+    assert 'needs triton, which is not installed: pip install "dcformer[kernels]"' in capsys.readouterr().out
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 PAGE = (REPOSITORY / "docs" / "scale_out.md").read_text(encoding="utf-8")
-COMMANDS = [
-    shlex.split(line.replace("\\\n", " "))
-    for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    for line in re.sub(r"\\\n\s*", " ", block).splitlines()
-    if line.strip()
-]
+COMMANDS = documented_commands(REPOSITORY / "docs" / "scale_out.md")
 
 
 @pytest.mark.parametrize("words", [c for c in COMMANDS if c[0] == "dcformer-plan"], ids=" ".join)

@@ -1,4 +1,4 @@
-"""The server command answers chat completions over HTTP; continuous batching fails clearly."""
+"""The server command answers chat completions over HTTP and refuses bad requests and continuous batching clearly."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from helpers import REPOSITORY, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
-from dcformer import DCFormerForCausalLM
+from dcformer import DCFormerForCausalLM, serve_requests
 from dcformer import serve as serve_module
 
 PAGE = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -50,6 +50,7 @@ def server(tmp_path_factory):
     words = shlex.split(command)
     words[words.index("--port") + 1] = str(port)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"HF_HOME": str(work / "absent"), "HF_HUB_CACHE": str(work / "absent" / "hub")}
     log = work / "server.log"
     with open(log, "wb") as sink:
         process = subprocess.Popen(
@@ -75,9 +76,9 @@ def server(tmp_path_factory):
             process.wait()
 
 
-def post(address: str, body: dict):
+def post(address: str, body: dict, path: str = "/v1/chat/completions"):
     request = urllib.request.Request(
-        f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     return urllib.request.urlopen(request, timeout=120)
 
@@ -118,6 +119,142 @@ def test_stream_equals_generate(server):
     pieces = [piece for piece in pieces if piece]
     assert len(pieces) > 1
     assert "".join(pieces).strip() == answer_of_generate(folder, body)
+
+
+@needs_server
+@pytest.mark.slow
+def test_bad_requests_are_refused_and_the_server_stays(server):
+    _, address = server
+    good = request_of_the_page() | {"stream": False}
+    text = {"model": good["model"], "prompt": "Peter owns the desk", "max_tokens": 2}
+    chat_path, text_path, responses_path = serve_requests.CHAT, serve_requests.TEXT, serve_requests.RESPONSES
+    cases = [
+        (chat_path, good | {"messages": []}, "messages", "messages=[] must be"),
+        (chat_path, good | {"max_tokens": -1}, "max_tokens", "max_tokens=-1 must be a whole number of at least 1"),
+        (chat_path, good | {"max_tokens": -1, "stream": True}, "max_tokens", "max_tokens=-1"),
+        (chat_path, good | {"n": 3}, "n", "n=3 is not supported"),
+        (chat_path, good | {"logprobs": True, "top_logprobs": 2}, "logprobs", "logprobs=True is not supported"),
+        (text_path, text | {"logprobs": 2}, "logprobs", "logprobs=2 is not supported"),
+        (text_path, text | {"prompt": ""}, "prompt", "prompt='' must be"),
+        (responses_path, {"model": good["model"], "input": "a", "max_output_tokens": 0}, "max_output_tokens", "=0"),
+        (chat_path, good | {"generation_config": "{"}, None, "Expecting property name"),  # only the server looks
+    ]
+    for path, body, field, message in cases:
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            post(address, body, path)
+        assert raised.value.code == 400, body
+        error = json.load(raised.value)["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", field)
+        assert message in error["message"]
+    for path, body in ((chat_path, good | {"n": 1, "logprobs": False, "user": "me"}), (text_path, text)):
+        with post(address, body, path) as response:
+            assert len(json.load(response)["choices"]) == 1
+
+
+@needs_server
+@pytest.mark.slow
+def test_models_without_a_cache_of_the_hub(server):
+    folder, address = server
+    with urllib.request.urlopen(f"{address}/v1/models", timeout=60) as response:
+        (model,) = json.load(response)["data"]
+    assert (model["id"], model["object"]) == (request_of_the_page()["model"], "model")
+    assert not (folder.parent.parent / "absent").exists()
+
+
+@needs_server
+@pytest.mark.slow
+def test_the_client_of_openai(server):
+    openai = pytest.importorskip("openai")
+    folder, address = server
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    body = request_of_the_page() | {"stream": False}
+    answer = client.chat.completions.create(**body)
+    assert answer.choices[0].message.content.strip() == answer_of_generate(folder, body)
+    assert [model.id for model in client.models.list()] == [body["model"]]
+    with pytest.raises(openai.BadRequestError, match="n=3 is not supported"):
+        client.chat.completions.create(**body | {"n": 3})
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+FAULTS = [
+    (serve_requests.CHAT, {"messages": MESSAGES} | fields, field)
+    for fields, field in [
+        ({}, None),
+        ({"max_tokens": 1, "temperature": 0, "top_p": 1, "seed": -1, "stop": "."}, None),
+        ({"logprobs": None, "n": None, "response_format": {"type": "text"}, "tools": []}, None),
+        ({"messages": "a"}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": None}]}, None),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"seed": "a"}, "seed"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+    ]
+]
+FAULTS += [
+    (serve_requests.TEXT, {"prompt": "a"}, None),
+    (serve_requests.TEXT, {}, "prompt"),
+    (serve_requests.TEXT, {"prompt": ["a"]}, "prompt"),
+    (serve_requests.TEXT, {"prompt": "a", "echo": True}, "echo"),
+    (serve_requests.TEXT, {"prompt": "a", "logprobs": 0}, "logprobs"),
+    (serve_requests.RESPONSES, {"input": "a", "top_logprobs": 1}, "top_logprobs"),
+    (serve_requests.RESPONSES, {"input": []}, "input"),
+    ("/v1/audio/transcriptions", {"n": 3}, None),
+    (serve_requests.CHAT, [1], None),  # the server says that it is no object
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), FAULTS, ids=str)
+def test_faults_of_requests(path, body, field):
+    fault = serve_requests.find_fault(path, body)
+    if field is None:
+        assert fault is None
+    else:
+        assert fault[0] == field and fault[1].startswith(field)
+
+
+@needs_server
+def test_all_that_the_server_reads_over_is_judged():
+    """A field that a later version of the server reads over as well has to be put into one of the lists."""
+    from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
+    from transformers.cli.serving.completion import UNUSED_LEGACY_COMPLETION_FIELDS
+    from transformers.cli.serving.response import UNUSED_RESPONSE_FIELDS
+
+    no_matter = {
+        "metadata",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "service_tier",
+        "store",
+        "stream_options",
+        "user",
+    }
+    for path, fields in (
+        (serve_requests.CHAT, UNUSED_CHAT_COMPLETION_FIELDS),
+        (serve_requests.TEXT, UNUSED_LEGACY_COMPLETION_FIELDS),
+        (serve_requests.RESPONSES, UNUSED_RESPONSE_FIELDS),
+    ):
+        assert set(serve_requests._READ_OVER[path]) == fields - no_matter - serve_requests.SOMETIMES_READ_OVER
+
+
+def test_what_only_this_server_reads_over_is_refused():
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 3}
+    assert serve_requests.find_fault(serve_requests.CHAT, body) is None
+    field, message = serve_requests.find_fault(serve_requests.CHAT, body, {"max_completion_tokens"})
+    assert field == "max_completion_tokens" and "leave it out" in message
 
 
 @pytest.mark.parametrize("attn_implementation", ["dcformer_chunked", "eager"])

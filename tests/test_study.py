@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY
+from helpers import REPOSITORY, documented_commands
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 
@@ -117,14 +117,26 @@ def test_a_study_resumes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"about": {}}', "no JSON"])
-def test_foreign_results_are_refused(content, tmp_path):
+def test_foreign_results_are_refused(content, tmp_path, capsys):
     (tmp_path / "results.json").write_text(content)
-    with pytest.raises(ValueError, match=r"results\.json is no results\.json of this script"):
-        study.main([*SMALL, "--output", str(tmp_path)])
+    for options in (SMALL, ["--report"]):
+        with pytest.raises(SystemExit, match="2"):
+            study.main([*options, "--output", str(tmp_path)])
+        assert "results.json is no results.json of this script" in capsys.readouterr().err
     assert (tmp_path / "results.json").read_text() == content
 
 
-@pytest.mark.parametrize("words", ["--steps 20", "--steps 0 --output runs/look", "--workers 0", "--variants plane"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--steps 20",
+        "--steps 0 --output runs/look",
+        "--workers 0",
+        "--variants plane",
+        "--learning-rate 0.01",
+        "--learning-rate 0 --output runs/look",
+    ],
+)
 def test_bad_options(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         study.main(words.split())
@@ -132,9 +144,17 @@ def test_bad_options(words, capsys):
     assert json.loads((study.OUTPUT / "results.json").read_text()) == RESULTS
 
 
-def test_report_without_results(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing to report"):
-        study.main(["--report", "--output", str(tmp_path)])
+def test_report_without_results(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        study.main(["--report", "--output", str(tmp_path / "nowhere")])
+    assert "nowhere/results.json does not exist: nothing to report" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        study.main([*SMALL, "--output", str(tmp_path / "file" / "out")])
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def test_committed_results_are_whole():
@@ -143,7 +163,7 @@ def test_committed_results_are_whole():
         for size in study.SIZES:
             for variant in study.VARIANTS:
                 for seed in study.SEEDS:
-                    settings = study.settings_of(task, size, variant, seed, None)
+                    settings = study.settings_of(task, size, variant, seed)
                     found = [run for run in RESULTS["runs"] if settings.items() <= run.items()]
                     assert len(found) == 1, settings
                     assert 0 < found[0]["accuracy"] < 1 and found[0]["loss"] > 0
@@ -161,10 +181,9 @@ def test_committed_tables_are_those_of_the_results():
 
 
 def commands() -> list[str]:
-    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    lines += [line.strip() for line in study.__doc__.splitlines() if line.strip().startswith("python ")]
-    return list(dict.fromkeys(" ".join(line.split("#")[0].split()) for line in lines if line.strip()))
+    found = documented_commands(REPOSITORY / "docs" / "reproduction.md")
+    found += [shlex.split(line, comments=True) for line in study.__doc__.splitlines() if "python " in line]
+    return list(dict.fromkeys(map(shlex.join, found)))
 
 
 @pytest.mark.parametrize("command", commands())

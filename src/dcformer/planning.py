@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import RopeParameters
 
-from .attention_dcformer import BLOCK_SCORES
+from .chunked_dcformer import BLOCK_SCORES
 from .configuration_dcformer import PRESETS, DCFormerConfig
 from .conversion.errors import CONFIG_ERRORS
+from .errors import DCFormerError, MissingExtraError, raise_bug, refused, require_extra
 from .modeling_dcformer import DCFormerForCausalLM
 
 FP32, INT32, INT64 = 4, 4, 8  # bytes
@@ -86,21 +87,22 @@ class Setup:
     def __post_init__(self) -> None:
         for name in ("gpus", "tensor_parallel", "batch", "length", "accumulation"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+                raise DCFormerError(f"{name}={getattr(self, name)}: expected at least 1")
         if not 0 < self.memory < math.inf:
-            raise ValueError(f"memory={self.memory:g}: expected the bytes of a GPU, more than 0")
+            raise DCFormerError(f"memory={self.memory:g}: expected the bytes of a GPU, more than 0")
         if self.gpus % self.tensor_parallel:
-            raise ValueError(f"gpus={self.gpus} is no multiple of tensor_parallel={self.tensor_parallel}")
+            raise DCFormerError(f"gpus={self.gpus} is no multiple of tensor_parallel={self.tensor_parallel}")
         if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer={self.optimizer!r}: expected one of {sorted(OPTIMIZERS)}")
+            raise DCFormerError(f"optimizer={self.optimizer!r}: expected one of {sorted(OPTIMIZERS)}")
         if self.attention not in IMPLEMENTATIONS:
-            raise ValueError(f"attention={self.attention!r}: expected one of {IMPLEMENTATIONS}")
+            raise DCFormerError(f"attention={self.attention!r}: expected one of {IMPLEMENTATIONS}")
         if self.length > self.config.max_position_embeddings:
-            raise ValueError(
+            raise DCFormerError(
                 f"length={self.length} is above max_position_embeddings={self.config.max_position_embeddings}"
             )
         if self.tensor_parallel > 1:
-            self.config.check_tensor_parallel(self.tensor_parallel)
+            with refused(ValueError):
+                self.config.check_tensor_parallel(self.tensor_parallel)
 
     @property
     def shards(self) -> int:
@@ -471,12 +473,14 @@ def estimate(setup: Setup, gpu: str, share: float, network: float, links: float)
             "query heads, gated MLPs and windows of 256"
         )
     try:
-        from .kernels import roofline
-    except ImportError as error:
-        raise NoEstimateError(f"no estimate: {error}") from error
+        require_extra("kernels", "an estimate of the speed", "triton")
+    except MissingExtraError as error:
+        raise NoEstimateError(str(error)) from error
+    from .kernels import roofline
+
     size, tensor, hbm = GPUS[gpu]
     layers, shape = c.num_hidden_layers, roofline.Shape.of("model", c)
-    local = sum(kind == "sliding_attention" for kind in c.layer_types) / max(1, layers)
+    local = sum(kind == "sliding_attention" for kind in c.layer_types) / layers
     figures = roofline.device(gpu, tensor=tensor, hbm=hbm, memory=size)
     layer = roofline.training(shape, setup.length, local, figures, roofline.stored)
     sequence = layers * (layer.linear + layer.generator + layer.attention / share)
@@ -502,12 +506,14 @@ def read_cells(path: Path) -> list[dict[str, Any]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"--measured {path}: cannot be read ({error.strerror})") from error
+        raise DCFormerError(f"--measured {path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ValueError(f"--measured {path}: no JSON ({error}); expected gpu_suite.json of make bench-gpu") from error
+        raise DCFormerError(
+            f"--measured {path}: no JSON ({error}); expected gpu_suite.json of make bench-gpu"
+        ) from error
     cells = content.get("cells") if isinstance(content, dict) else None
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
-        raise ValueError(f'--measured {path}: no list "cells" in it; expected gpu_suite.json of make bench-gpu')
+        raise DCFormerError(f'--measured {path}: no list "cells" in it; expected gpu_suite.json of make bench-gpu')
     needed = {"size", "pattern", "composition", "tokens", "batch", "layer_s", "rest_s"}
     found = [
         cell
@@ -516,7 +522,7 @@ def read_cells(path: Path) -> list[dict[str, Any]]:
         if f"dcformer-{cell['size']}" in PRESETS and cell["composition"] in ("full", "query")
     ]
     if not found:
-        raise ValueError(f"--measured {path}: no cell of section train that is ok and has layer_s and rest_s")
+        raise DCFormerError(f"--measured {path}: no cell of section train that is ok and has layer_s and rest_s")
     return found
 
 
@@ -562,7 +568,7 @@ def measured(setup: Setup, path: Path, network: float, links: float) -> Speed:
 
     cell = min(read_cells(path), key=lambda cell: len(differences(cell)))
     if other := differences(cell):
-        raise ValueError(
+        raise DCFormerError(
             f"--measured {path}: no measurement fits; the nearest, {cell['size']} {cell['pattern']} "
             f"{cell['composition']}, differs in {', '.join(other)}. Only the number of layers may be another."
         )
@@ -618,11 +624,11 @@ def configuration(preset: str, items: Sequence[str]) -> DCFormerConfig:
     for item in items:
         name, equals, value = item.partition("=")
         if not equals or not value:
-            raise ValueError(f"--set {item}: expected FIELD=VALUE, such as num_hidden_layers=16")
+            raise DCFormerError(f"--set {item}: expected FIELD=VALUE, such as num_hidden_layers=16")
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             meant = f"; did you mean {near[0]}?" if near else " (docs/configuration.md lists them)"
-            raise ValueError(f"--set {item}: no field of the configuration{meant}")
+            raise DCFormerError(f"--set {item}: no field of the configuration{meant}")
         try:
             values[name] = json.loads(value)
         except ValueError:
@@ -630,48 +636,29 @@ def configuration(preset: str, items: Sequence[str]) -> DCFormerConfig:
     try:
         config = DCFormerConfig.from_preset(preset, **values)
         if unknown := config.rope_parameters.keys() - RopeParameters.__annotations__.keys():
-            raise ValueError(
+            raise DCFormerError(
                 f"rope_parameters has no {', '.join(sorted(unknown))}; it may have rope_type, rope_theta, ..."
             )
     except CONFIG_ERRORS as error:
-        raise ValueError(f"--set {' '.join(items)}: {' '.join(str(error).split())}") from error
+        raise_bug(error)
+        raise DCFormerError(f"--set {' '.join(items)}: {' '.join(str(error).split())}") from error
     return config
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Prints a plan.
 
     Args:
-        arguments: of the command line; the process's when not given.
+        options: from the command line.
 
     Returns:
-        0, or 1 on input that cannot be planned: nothing but a line that says why is printed. Wrong usage exits with 2.
+        0, or 1 on input that cannot be planned: nothing but a line that says why is printed.
     """
-    parser = argparse.ArgumentParser(prog="dcformer-plan", description=__doc__)
-    parser.add_argument("--preset", choices=PRESETS, default="dcformer-6.9b", help="sizes (default: %(default)s)")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
-    parser.add_argument("--gpus", type=int, default=64)
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share a layer; the rest is FSDP2")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per forward pass (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--accumulation", type=int, default=1, help="passes per optimizer step")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of computation"
-    )
-    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
-    parser.add_argument("--attention", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS[0])
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="whose memory and speed")
-    parser.add_argument("--memory", type=float, help="GB of a GPU, if not that of --gpu")
-    parser.add_argument("--network", type=float, default=50.0, help="GB/s of a GPU to those that share parameters")
-    parser.add_argument("--links", type=float, default=400.0, help="GB/s of a GPU to those that share a layer")
-    parser.add_argument("--measured", type=Path, metavar="JSON", help="what benchmarks/gpu_suite.py measured")
-    options = parser.parse_args(arguments)
     try:
         for name in ("memory", "network", "links"):
             value = getattr(options, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"--{name} {value:g}: expected a number above 0")
+                raise DCFormerError(f"--{name} {value:g}: expected a number above 0")
         config = configuration(options.preset, options.set)
         setup = Setup(
             config, options.gpus, options.tensor_parallel, options.batch, options.length, options.accumulation,
@@ -680,7 +667,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         plan = report(setup, " ".join([options.preset, *options.set]))
         speeds = _speeds(setup, options)
-    except (OSError, ValueError) as error:
+    except DCFormerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(plan, "", *speeds, sep="\n")
@@ -706,7 +693,3 @@ def _speeds(setup: Setup, options: argparse.Namespace) -> list[str]:
             "Nothing of this has been measured on a GPU: the kernels' bounds are arithmetic (docs/kernels.md)."
         )
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,20 @@
 """The command line ``dcformer-serve``: ``transformers serve`` with DCFormer registered. All options are the library's.
 
-``python -m dcformer.serve`` is the same.
+``python -m dcformer.serve`` is the same. Bad requests are refused with their reason (`serve_requests`).
 """
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import transformers
 
 import dcformer  # registers the model types: the server loads them without remote code
 
 from .conversion.errors import first_line
+from .serve_requests import SOMETIMES_READ_OVER, RequestChecks
 
 _PROGRAM = "dcformer-serve"
 
@@ -49,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app = typer.Typer(add_completion=False)
     app.command(name=_PROGRAM)(Serve)
     try:
-        app(args=arguments, prog_name=_PROGRAM, standalone_mode=True)
+        with _own_application():
+            app(args=arguments, prog_name=_PROGRAM, standalone_mode=True)
     except (ImportError, OSError, ValueError) as error:
         print(
             f"error: {_PROGRAM} {' '.join(arguments)}: {first_line(error)} - expected a folder (or a name on the Hub) "
@@ -65,6 +70,39 @@ def _name_models() -> None:
     for model in (dcformer.DCFormerForCausalLM, dcformer.DCPythiaForCausalLM):
         if not hasattr(transformers, model.__name__):
             setattr(transformers, model.__name__, model)
+
+
+@contextmanager
+def _own_application() -> Iterator[None]:
+    """In here the server (5.23) that is built checks its requests, and lists the models that it answers for."""
+    from huggingface_hub.errors import CacheNotFound
+    from transformers.cli.serving import server
+    from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
+
+    library_build = server.build_server
+
+    def build_server(model_manager: Any, *args: Any, **kwargs: Any) -> Any:
+        started, models_in_cache = int(time.time()), model_manager.get_gen_models
+
+        def models() -> list[dict[str, Any]]:
+            if model_manager.force_model is not None:  # requests for another one are refused
+                return [{"id": model_manager.force_model, "object": "model", "created": started, "owned_by": ""}]
+            try:
+                return models_in_cache()
+            except CacheNotFound:  # nothing has been downloaded yet
+                return []
+
+        model_manager.get_gen_models = models
+        application = library_build(model_manager, *args, **kwargs)
+        read_over = SOMETIMES_READ_OVER & UNUSED_CHAT_COMPLETION_FIELDS
+        application.add_middleware(RequestChecks, read_over=read_over)
+        return application
+
+    server.build_server = build_server
+    try:
+        yield
+    finally:
+        server.build_server = library_build
 
 
 def _missing(what: str) -> str:

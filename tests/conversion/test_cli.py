@@ -169,12 +169,13 @@ def test_dtype(pax, native, tmp_path, dtype, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["keep", "trainer", "bfloat16"])
-def test_dtype_of_arrays(native, tmp_path, dtype):
-    output = tmp_path / "out"
+def test_dtype_of_arrays(tmp_path, dtype):
+    native, output = tmp_path / "native", tmp_path / "out"
+    DCFormerForCausalLM(tiny_config(compose_static=True)).save_pretrained(native)
     assert run("safetensors-to-jax", "--model", native, "--output", output, "--format", "pax", "--dtype", dtype) == 0
     arrays = read_arrays(output / "checkpoint_00000000" / "state", "mdl_vars.params.lm.")
     for name, array in arrays.items():
-        narrow = dtype == "bfloat16" or (dtype == "trainer" and name.endswith(".qkw"))
+        narrow = dtype == "bfloat16" or (dtype == "trainer" and name.endswith((".qkw", "_proj.w")))
         assert array.dtype.name == ("bfloat16" if narrow else "float32"), name
 
 
@@ -210,6 +211,14 @@ def test_tokenizer_of_another_model(pax, tmp_path, capsys):
     tokenizer = small_tokenizer(tmp_path / "tokenizer", words=100)
     assert run("jax-to-safetensors", "--checkpoint", pax, "--output", tmp_path / "out", "--tokenizer", tokenizer) == 0
     assert "the tokenizer has 103 tokens, the model 97" in capsys.readouterr().out
+
+
+def test_tokens_beyond_the_vocabulary_are_not_taken(pax, tmp_path):
+    special = {"eos_token": "w93", "pad_token": "w94"}  # 96, the last row of the model, and 97
+    tokenizer = small_tokenizer(tmp_path / "tokenizer", words=100, **special)
+    assert run("jax-to-safetensors", "--checkpoint", pax, "--output", tmp_path / "out", "--tokenizer", tokenizer) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["eos_token_id"], written.get("pad_token_id")) == (96, None)
 
 
 def test_tokenizer_beside_a_published_model(hub, tmp_path):
@@ -263,7 +272,8 @@ def test_maxtext_options(native, tmp_path, ocdbt):
     assert (state / "manifest.ocdbt").exists() == ocdbt
     params = read_arrays(state, "params.", ocdbt=ocdbt)
     for moment in ("mu", "nu"):
-        assert set(read_arrays(state, f"opt_state.{moment}.", ocdbt=ocdbt)) == set(params)
+        moments = read_arrays(state, f"opt_state.{moment}.", ocdbt=ocdbt)
+        assert set(moments) == set(params) and not any(array.any() for array in moments.values())
     assert read_arrays(state, "step", ocdbt=ocdbt)[""] == 12
 
 
@@ -325,13 +335,13 @@ def test_a_failing_overwrite_leaves_the_old_output(pax, tmp_path, capsys):
         ("jax-to-safetensors --checkpoint {pax} --output out --config nowhere", "nowhere cannot be read"),
         ("jax-to-safetensors --checkpoint {pax} --output out --tokenizer nowhere", "'nowhere' cannot be loaded"),
         ("jax-to-safetensors --checkpoint {native} --output out", "is a model folder, not a JAX checkpoint"),
-        ("safetensors-to-jax --model nowhere --output out --format pax", "nowhere does not exist"),
+        ("safetensors-to-jax --model nowhere --output out --format pax", "not exist: expected the folder of a check"),
         ("safetensors-to-jax --model {native} --output out --format pax --ocdbt", "are for MaxText"),
         ("safetensors-to-jax --model {native} --output out --format pax --layers-per-block 3", "must divide"),
         ("safetensors-to-jax --model {native} --output out --format pax --step -1", "must not be negative"),
         ("hub-to-safetensors --checkpoint {native} --output out", "is a native checkpoint by the names of its tensors"),
-        ("hub-to-safetensors --checkpoint nowhere --output out", "nowhere is not a model folder"),
-        ("verify {native} nowhere", "nowhere does not exist"),
+        ("hub-to-safetensors --checkpoint nowhere --output out", "nowhere does not exist"),
+        ("verify {native} nowhere", "nowhere does not exist: expected the folder of a checkpoint"),
         ("verify {native} {native} --first-step 3", "--config and --step are for JAX checkpoints"),
     ],
 )  # fmt: skip
@@ -380,11 +390,17 @@ def test_help(command, capsys):
 
 def test_missing_libraries(native, pax, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorstore", None)
+    assert run("verify", native, tmp_path / "nowhere") == 1  # which no library would find either
+    assert f"error: {tmp_path / 'nowhere'} does not exist: expected the folder" in capsys.readouterr().err
     assert run("jax-to-safetensors", "--checkpoint", pax, "--output", tmp_path / "a") == 1
-    assert re.search(r"error: .*needs tensorstore: pip install", capsys.readouterr().err)
+    assert re.search(r"error: .*needs tensorstore, which is not installed: pip install", capsys.readouterr().err)
     for format in ("maxtext", "pax"):
         assert run("safetensors-to-jax", "--model", native, "--output", tmp_path / "b", "--format", format) == 1
-        assert re.search(r"error: .*needs \S+: pip install \"dcformer\[jax\]\"", capsys.readouterr().err, re.IGNORECASE)
+        assert re.search(
+            r"error: .*needs \S+, which is not installed: pip install \"dcformer\[jax\]\"",
+            capsys.readouterr().err,
+            re.IGNORECASE,
+        )
     assert not list(tmp_path.iterdir())
 
 

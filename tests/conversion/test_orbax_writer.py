@@ -223,5 +223,7 @@ class TestErrors:
 
     def test_orbax_missing(self, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-        with pytest.raises(ImportError, match=r'needs (orbax\.checkpoint|jax): pip install "dcformer\[jax\]"'):
+        with pytest.raises(
+            ImportError, match=r'needs (orbax\.checkpoint|jax), which is not installed: pip install "dcformer\[jax\]"'
+        ):
             write_orbax(tmp_path / "state", {"a": np.zeros(3)})

@@ -311,6 +311,22 @@ def test_every_switch_combination(switches, tmp_path):
         assert torch.equal(tensor, expected[name]), name
 
 
+def test_layers_of_several_dtypes_lose_nothing(tmp_path):
+    """Stacked in one array they have the dtype that holds them all, whichever layer comes last."""
+    model = DCFormerForCausalLM(tiny_config(layer_pattern="G"))
+    for part in (model.model.layers[1], model.lm_head):
+        part.to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "native")
+    convert_safetensors_to_jax(tmp_path / "native", tmp_path / "jax", format="pax", **QUIET)
+    arrays = read_arrays(state_of(tmp_path / "jax"), "mdl_vars.params.lm.")
+    bfloat16 = {name for name, array in arrays.items() if array.dtype.name == "bfloat16"}
+    assert bfloat16 == {"softmax.logits_ffn.linear.w"}
+    convert_jax_to_safetensors(tmp_path / "jax", tmp_path / "back", **QUIET)
+    found, expected = tensors_of(tmp_path / "back"), tensors_of(tmp_path / "native")
+    assert all(torch.equal(found[name].double(), tensor.double()) for name, tensor in expected.items())
+    assert stored_config(tmp_path / "back")["dtype"] == "float32"
+
+
 # --- LayerNorm scales, which Pax stores less one ----------------------------------------------------------------------
 
 

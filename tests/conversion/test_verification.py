@@ -194,11 +194,11 @@ def test_other_shapes(model_folder, tmp_path, capsys):
     assert "[64, 32] and [48, 32]" in capsys.readouterr().out
 
 
-def test_large_tensors_are_compared_to_their_end(model_folder, copy, monkeypatch):
+@pytest.mark.parametrize("place", [0, -1])
+def test_large_tensors_are_compared_to_their_end(model_folder, copy, monkeypatch, place):
     """Tensors are compared piece by piece; a piece of odd length cuts every one of them."""
     monkeypatch.setattr("dcformer.conversion.verification._COMPARED_AT_ONCE", 7)
-    last = load_file(model_folder / "model.safetensors")[QKW].numel() - 1
-    change_tensors(copy, set_value(QKW, last, 100.0))
+    change_tensors(copy, set_value(QKW, place, 100.0))
     assert set(different(compare(model_folder, copy))) == {QKW}
 
 
@@ -244,6 +244,28 @@ def test_heads_cut_otherwise(tmp_path, capsys):
     assert "0 different" in out
     assert "configurations differ in num_attention_heads: 4 and 2" in out
     assert "configurations differ in head_dim: 8 and 16" in out
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"compose_projection": False, "compose_groups": 1}, {"compose_projection": False, "compose_groups": 2}),
+        ({"compose_query": True, "compose_key": False}, {"compose_query": False, "compose_key": True}),
+        ({"compose_pre": True, "compose_post": False}, {"compose_pre": False, "compose_post": True}),
+    ],
+    ids=["groups", "sides", "stages"],
+)
+def test_compositions_with_the_same_tensors(tmp_path, one, other, capsys):
+    """What the weights of generators are for is no matter of names and shapes."""
+    for name, fields in (("one", one), ("other", other)):
+        torch.manual_seed(0)
+        randomise(DCFormerForCausalLM(tiny_config(**fields))).save_pretrained(tmp_path / name)
+    assert verify(tmp_path / "one", tmp_path / "other", "--num-tokens", 0) == 1
+    out = capsys.readouterr().out
+    assert "0 different" in out
+    for name in other:
+        differs = one[name] != other[name]
+        assert (f"configurations differ in {name}: {one[name]} and {other[name]}" in out) == differs
 
 
 @pytest.mark.parametrize(

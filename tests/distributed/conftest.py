@@ -14,6 +14,7 @@ def start():
 
     def run(*arguments, timeout=240):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {"DS_ACCELERATOR": "cpu"}
         words = [sys.executable, *map(str, arguments)]
         done = subprocess.run(
             words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout, check=False

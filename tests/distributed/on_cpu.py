@@ -1,9 +1,11 @@
-"""Runs a script with FSDP on CPUs: `accelerate launch --config_file ... tests/distributed/on_cpu.py SCRIPT ARGUMENTS`.
+"""Runs a script with FSDP or DeepSpeed on CPUs: `accelerate launch --config_file ... on_cpu.py SCRIPT ARGUMENTS`.
 
-accelerate 1.15 takes FSDP's settings into account only where each process has an accelerator. Here it is told that each
-has, of processes on CPUs that talk over gloo; all else is accelerate's and PyTorch's own.
+accelerate 1.15 takes their settings into account only where each process has an accelerator. Here it is told that each
+has, of processes on CPUs that talk over gloo; all else is accelerate's, DeepSpeed's and PyTorch's own. DeepSpeed has an
+accelerator of that kind, `DS_ACCELERATOR=cpu`.
 """
 
+import os
 import runpy
 import sys
 
@@ -16,7 +18,8 @@ initialise = PartialState.__init__
 def on_cpu(self, cpu=False, **kwargs):
     initialise(self, True, **kwargs)
     if self.distributed_type is DistributedType.MULTI_CPU:
-        self.distributed_type = DistributedType.MULTI_GPU
+        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+        self.distributed_type = DistributedType.DEEPSPEED if deepspeed else DistributedType.MULTI_GPU
 
 
 if __name__ == "__main__":

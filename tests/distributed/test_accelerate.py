@@ -1,10 +1,11 @@
-"""The configurations for `accelerate launch`: FSDP2 on two processes, DeepSpeed as far as it loads; device maps."""
+"""The configurations for `accelerate launch`, FSDP2 and DeepSpeed, on two processes; device maps."""
 
 import importlib.util
 import json
 
 import pytest
 import torch
+import yaml
 from accelerate import infer_auto_device_map, init_empty_weights
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import DeepSpeedPlugin, DistributedType
@@ -18,8 +19,9 @@ from dcformer.planning import Setup, collectives, memory
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
 HERE = REPOSITORY / "tests" / "distributed"
-FSDP2 = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / "fsdp2.yaml", "--num_processes", "2"]
-FSDP2 += ["--mixed_precision", "no", "--main_process_port", "0", HERE / "on_cpu.py"]
+LAUNCH = ["-m", "accelerate.commands.launch", "--config_file"]
+TWO_ON_CPU = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0", HERE / "on_cpu.py"]
+FSDP2 = [*LAUNCH, CONFIGS / "fsdp2.yaml", *TWO_ON_CPU]
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
@@ -62,7 +64,12 @@ def check_plan(two):
 def test_the_examples_run_under_fsdp2(start, tmp_path, monkeypatch):
     """The page's command, shorter; then again from its first checkpoint: the folder holds an ordinary model."""
     training = pytest.importorskip("dcformer.training", exc_type=ImportError)
-    section = (REPOSITORY / "docs" / "scale_out.md").read_text(encoding="utf-8").partition("## FSDP2")[2]
+    check_example(start, training, tmp_path, monkeypatch, "## FSDP2", "pytorch_model_fsdp_0/*.distcp")
+
+
+def check_example(start, training, tmp_path, monkeypatch, title, parts):
+    """The command of a section of the page; `parts` are files of a checkpoint, one or more per process."""
+    section = (REPOSITORY / "docs" / "scale_out.md").read_text(encoding="utf-8").partition(title)[2]
     command = section.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ").split()
     assert command[:3] == ["accelerate", "launch", "--config_file"]
     script = command.index("examples/pretrain.py")
@@ -72,12 +79,10 @@ def test_the_examples_run_under_fsdp2(start, tmp_path, monkeypatch):
 
     def run(**more):
         words = [word for name, value in (options | more).items() for word in (f"--{name}", value)]
-        launch = ["-m", "accelerate.commands.launch", *command[2:script], "--num_processes", 2]
-        launch += ["--mixed_precision", "no", "--main_process_port", 0, HERE / "on_cpu.py"]
-        return start(*launch, *command[script:], *words)
+        return start("-m", "accelerate.commands.launch", *command[2:script], *TWO_ON_CPU, *command[script:], *words)
 
     assert f"wrote {out}" in run()
-    assert list(out.glob("checkpoint-2/pytorch_model_fsdp_0/*.distcp"))  # one part per process
+    assert len(list(out.glob(f"checkpoint-2/{parts}"))) == 2
     scored = json.loads((out / "eval_results.json").read_text())["eval_loss"]
     # weights, configuration and tokenizer of the folder, in one process
     words = ["--model_name_or_path", out, "--output_dir", tmp_path / "one", "--report_to", "none", "--use_cpu"]
@@ -138,13 +143,82 @@ def test_deepspeed_file_takes_the_trainers_values(monkeypatch, tmp_path):
     assert not config.mismatches and "auto" not in json.dumps(config.config)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: not run")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.gpu
-def test_deepspeed_runs(start, tmp_path):
-    arguments = ["--config_file", CONFIGS / "deepspeed_zero3.yaml", "--num_processes", str(torch.cuda.device_count())]
-    words = ["--config", "examples/configs/pretrain_tiny.yaml", "--max_steps", "2", "--output_dir", tmp_path / "out"]
-    start("-m", "accelerate.commands.launch", *arguments, REPOSITORY / "examples" / "pretrain.py", *words)
+@pytest.fixture(scope="module")
+def deepspeed(start):
+    """Stage, its own folder and arguments of Python -> their output, on two processes with DeepSpeed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: make test-deepspeed")
+
+    def run(stage, folder, *arguments):
+        """The shipped files with another stage, and no parameter too small to be in parts."""
+        settings = json.loads((CONFIGS / "deepspeed_zero3.json").read_text())
+        settings["zero_optimization"] |= {"stage": stage, "stage3_param_persistence_threshold": 0}
+        launch = yaml.safe_load((CONFIGS / "deepspeed_zero3.yaml").read_text())
+        launch["deepspeed_config"] = {
+            "deepspeed_config_file": str(folder / "zero.json"),
+            "zero3_init_flag": stage == 3,
+        }
+        (folder / "zero.json").write_text(json.dumps(settings))
+        (folder / "zero.yaml").write_text(yaml.safe_dump(launch))
+        return start(*LAUNCH, folder / "zero.yaml", *TWO_ON_CPU, *arguments)
+
+    return run
+
+
+ZERO = {
+    "stage 3": (3, False, []),
+    "stage 3, static projections": (3, True, []),
+    "stage 3, gradient checkpointing": (3, False, ["--checkpointing"]),
+    "stage 2": (2, False, []),
+    "stage 3, bfloat16": (3, False, ["--bf16"]),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("stage", "static", "options"), ZERO.values(), ids=ZERO)
+def test_deepspeed_trains_as_one_process(deepspeed, start, tmp_path, stage, static, options):
+    """Losses, norms of gradients, evaluation, and what six steps of SGD change in each parameter."""
+    torch.manual_seed(0)
+    config = tiny_config(compose_static=static)
+    before = randomise(AutoModelForCausalLM.from_config(config))
+    before.save_pretrained(tmp_path / "model")
+    worker = HERE / "deepspeed_worker.py"
+    start(worker, tmp_path / "model", tmp_path / "one", "--batch", "4")  # in float32
+    deepspeed(stage, tmp_path, worker, tmp_path / "model", tmp_path / "two", "--batch", "2", *options)
+    one, two = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("one", "two"))
+    assert (one["stage"], one["processes"]) == (None, 1) and (two["stage"], two["processes"]) == (stage, 2)
+    # float32: rounding, 1e-7 of sums in another order, over six steps; bfloat16: weights and activations to 2^-8
+    close = 2**-8 if "--bf16" in options else 1e-5
+    assert len(one["history"]) == 6 and len(one["evaluated"]) == 2
+    for ours, theirs in zip(two["history"], one["history"], strict=True):
+        print(f"loss of one process {theirs['loss']:.7f}, of two {ours['loss']:.7f}")
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=close)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=4 * close)
+    assert two["evaluated"] == pytest.approx(one["evaluated"], rel=close)
+
+    # between steps no process holds a parameter under stage 3; under stage 2 each holds all
+    assert two["held"].keys() == one["held"].keys()
+    assert [held for held, _ in two["held"].values()] == [0 if stage == 3 else n for _, n in two["held"].values()]
+
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "two", dtype="auto")
+    if "--bf16" in options:  # these weights are rounded by more than the steps change them
+        assert whole.dtype == torch.bfloat16
+        return
+    ours = dict(whole.named_parameters())
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype="auto").named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, parameter in before.named_parameters():
+        change, expected = (after[name].detach() - parameter for after in (ours, theirs))
+        rounding = 2 * 6 * 2**-24 * parameter.norm()  # of the parameter in six steps of two runs
+        assert expected.norm() > 10 * rounding, name
+        assert (change - expected).norm() <= 1e-4 * expected.norm() + rounding, name
+
+
+@pytest.mark.distributed
+def test_the_examples_run_under_deepspeed(deepspeed, start, tmp_path, monkeypatch):
+    """The page's command, shorter; then again from its first checkpoint: the folder holds an ordinary model."""
+    training = pytest.importorskip("dcformer.training", exc_type=ImportError)
+    check_example(start, training, tmp_path, monkeypatch, "## DeepSpeed", "global_step2/*optim_states.pt")
 
 
 # --- device maps ------------------------------------------------------------------------------------------------------

@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
-from helpers import REPOSITORY, tiny_config
+from helpers import REPOSITORY, documented_commands, tiny_config
 
 from dcformer.evaluation import TASKS_FOLDER, heldout_items, main
 from dcformer.synthetic.__main__ import main as synthetic
@@ -51,7 +50,7 @@ def test_without_lm_eval(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main([*MODEL, "--tasks", "dcformer_synthetic_heldout"]) == 1
     assert "error: dcformer-eval needs lm-eval" in (message := capsys.readouterr().err)
-    assert "pip install 'dcformer[eval]'" in message and "Traceback" not in message
+    assert 'pip install "dcformer[eval]"' in message and "Traceback" not in message
 
 
 @pytest.mark.parametrize(
@@ -99,6 +98,7 @@ ANSWERS = ["--tasks", "dcformer_synthetic_heldout_answers", "--limit", "4"]
         ([*ANSWERS, "--model_args", "pretrained=absent"], "pretrained=absent: expected a folder"),
         ([*ANSWERS, "--model_args", "max_length=513"], "max_length=513: expected 1 to 512"),
         ([*ANSWERS, "--model_args", "pretrained=small"], "has 288 tokens, the model a vocabulary of 97"),
+        ([*ANSWERS, "--model_args", "dtype=bf17"], "dtype=bf17: expected auto, float32, bfloat16 or float16"),
         ([*ANSWERS, "--model", "hg"], "Attempted to load model 'hg'"),
     ],
     ids=lambda value: " ".join(value).removeprefix(" ".join(ANSWERS)) if isinstance(value, list) else "",
@@ -114,7 +114,7 @@ def test_found_before_the_model_is_loaded(work, no_model, capsys, arguments, mes
 
 @pytest.mark.parametrize(
     ("model_args", "message"),
-    [("attn_implementation=sdpa", "cannot compose attention heads"), ("dtype=nonsense", "no attribute 'nonsense'")],
+    [("attn_implementation=sdpa", "cannot compose attention heads"), ("nonsense=1", "nonsense")],
 )
 def test_found_while_the_model_is_loaded(lm_eval, monkeypatch, capsys, model_args, message):
     monkeypatch.setattr(lm_eval.evaluator, "evaluate", lambda *_, **__: pytest.fail("items are evaluated"))
@@ -182,15 +182,8 @@ def test_validate_finds_the_shipped_tasks(lm_eval, capsys):
 # --- documented commands ----------------------------------------------------------------------------------------------
 
 
-def commands(page):
-    """The commands of a page's bash blocks, as lists of arguments."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
-COMMANDS = commands(REPOSITORY / "docs" / "evaluation.md")
-COMMANDS += [words for words in commands(REPOSITORY / "README.md") if words[0] == "dcformer-eval"]
+COMMANDS = documented_commands(REPOSITORY / "docs" / "evaluation.md")
+COMMANDS += [words for words in documented_commands(REPOSITORY / "README.md") if words[0] == "dcformer-eval"]
 
 
 def evaluations():
@@ -235,7 +228,7 @@ def test_documented_command(work, lm_eval, monkeypatch, capsys, words):
 
 def test_command_prints_the_demonstrations_accuracy(work, lm_eval, capsys):
     """The README's command, whole: the figure of `make demo`, which the documentation shows too."""
-    (words,) = (words for words in commands(REPOSITORY / "README.md") if words[0] == "dcformer-eval")
+    (words,) = (words for words in documented_commands(REPOSITORY / "README.md") if words[0] == "dcformer-eval")
     assert main(words[1:]) == 0
     line = re.search(r"\|dcformer_synthetic_heldout *\|.*", capsys.readouterr().out)[0]
     accuracy = demo.main(["--show", "0"])

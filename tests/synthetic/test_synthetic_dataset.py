@@ -267,7 +267,11 @@ def test_command_line(tmp_path, capsys):
     [
         (["--contexts-per-task", "0"], "--contexts-per-task is 0: expected at least 1"),
         (["--num-examples", "1"], "first_scored is 2 with num_examples 1"),
-        (["--contexts-per-task", "1", "--output", "absent/data.jsonl"], "No such file or directory"),
+        (
+            ["--contexts-per-task", "1", "--output", "absent/data.jsonl"],
+            "--output absent/data.jsonl or --tokenizer cannot be written: No such file or directory",
+        ),
+        (["--contexts-per-task", "1", "--tokenizer", __file__], "is a file: expected a folder"),
     ],
 )
 def test_command_line_errors(tmp_path, monkeypatch, capsys, options, message):

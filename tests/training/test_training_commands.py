@@ -1,11 +1,10 @@
 """Every command of docs/training.md and of the examples' docstrings runs, for two steps."""
 
-import re
 import shlex
 import sys
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, documented_commands
 
 pytest.importorskip("trl")
 
@@ -19,19 +18,18 @@ SMALL += ["--use_cpu", "--disable_tqdm", "true"]
 
 
 def commands() -> list[str]:
-    text = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
-    text += (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    lines += [line.strip() for program in PROGRAMS.values() for line in program.__doc__.splitlines() if ".yaml" in line]
-    return list(dict.fromkeys(" ".join(line.split()) for line in lines if line.startswith("python examples/")))
+    found = documented_commands(REPOSITORY / "docs" / "training.md", REPOSITORY / "README.md")
+    found += [
+        shlex.split(line) for program in PROGRAMS.values() for line in program.__doc__.splitlines() if ".yaml" in line
+    ]
+    return list(dict.fromkeys(shlex.join(words) for words in found if words[0] == "python" and words[1] in PROGRAMS))
 
 
 def test_there_are_commands():
-    assert len([c for c in commands() if c.split()[1] in PROGRAMS]) >= 5
+    assert len(commands()) >= 5
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c.split()[1] in PROGRAMS])
+@pytest.mark.parametrize("command", commands())
 def test_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

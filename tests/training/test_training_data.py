@@ -1,6 +1,7 @@
 """What is wrong with data, tokenizer or output is said before any training starts."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -152,7 +153,7 @@ def test_values_that_no_run_can_have(fails, name, value):
 def test_what_cannot_run_here(fails, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     if "dcformer_triton" in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        assert "dcformer_triton needs a CUDA device" in fails(attn_implementation="dcformer_triton")
+        assert "dcformer_triton: the fused kernels need a CUDA device" in fails(attn_implementation="dcformer_triton")
     assert "Liger has no kernels for DCFormer" in fails("--use_liger_kernel")
     if find_spec("wandb") is None:
         assert "requires wandb to be installed" in fails(report_to="wandb")
@@ -262,6 +263,30 @@ def test_newest_whole_checkpoint(tmp_path, capsys):
     assert "no model-2.safetensors" in printed and "has no whole checkpoint: training starts from the beg" in printed
 
 
+def test_optimizers_and_schedules_that_cannot_be_made(fails):
+    message = fails(lr_scheduler_kwargs='{"min_rate": 0.1}')
+    assert "error: --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {'min_rate': 0.1}: " in message
+    assert "is not a valid SchedulerType" in fails(lr_scheduler_type="cosin")
+    if find_spec("bitsandbytes") is None:
+        assert "error: --optim adamw_bnb_8bit: You need to install `bitsandbytes`" in fails(optim="adamw_bnb_8bit")
+
+
+def test_dtypes(fails, tmp_path):
+    (tmp_path / "run.yaml").write_text("dtype: bf17\n")  # argparse looks at the command line's only
+    message = fails("--config", str(tmp_path / "run.yaml"))
+    assert message == "error: dtype is 'bf17': expected one of auto, bfloat16, float16, float32"
+    assert "invalid choice: 'bf17' (choose from" in fails(dtype="bf17")
+
+
+def test_folders_that_hold_no_model(fails, tmp_path):
+    shutil.copytree(CHECKPOINT, tmp_path / "damaged")
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
+    message = fails(model_name_or_path=str(tmp_path / "damaged"))
+    assert f"error: --model_name_or_path {tmp_path / 'damaged'}: cannot be loaded (KeyError: 'added_tokens')" in message
+    (tmp_path / "empty").mkdir()
+    assert "empty: Unrecognized model" in fails(model_name_or_path=str(tmp_path / "empty"))
+
+
 def test_options_that_contradict(fails):
     assert "--streaming needs --max_steps" in fails("--streaming", max_steps="-1")
     assert "--eval_strategy steps needs held-out rows: give --eval_data" in fails(eval_strategy="steps")
@@ -278,7 +303,7 @@ def test_missing_extra():
     code = "import sys; sys.modules['trl'] = None; sys.path.insert(0, 'examples'); import finetune; finetune.main([])"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert 'error: dcformer.training needs the extra "train"' in done.stderr
+    assert "error: dcformer.training needs trl, which is not installed" in done.stderr
     assert 'pip install "dcformer[train]"' in done.stderr
 
 

@@ -1,6 +1,8 @@
-"""Adapters on every linear layer; quantised loading where bitsandbytes or torchao is installed."""
+"""Adapters on every linear layer, PEFT's other methods; quantised loading with bitsandbytes or torchao."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -114,6 +116,110 @@ def test_whole_composition_can_be_trained_beside_adapters(tmp_path):
     model.save_pretrained(tmp_path)
     merged = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).merge_and_unload()
     torch.testing.assert_close(logits(merged), tuned, rtol=1e-4, atol=1e-4)
+
+
+# --- defaults of PEFT's configurations --------------------------------------------------------------------------------
+
+
+def pythia() -> DCPythiaForCausalLM:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return randomise(DCPythiaForCausalLM(DCPythiaConfig(num_attention_heads=4, sliding_window=8, **sizes)))
+
+
+MODELS = {"dcformer": lambda: randomise(DCFormerForCausalLM(tiny_config())), "dcpythia": pythia}
+LLAMA_ATTENTION = {"q_proj", "v_proj"}
+DEFAULTS = {  # method: (its configuration, what it changes)
+    "lora": (lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=2), None),
+    "ia3": (lambda: peft.IA3Config(task_type="CAUSAL_LM"), {"k_proj", "v_proj", "down_proj"}),
+    "adalora": (lambda: peft.AdaLoraConfig(task_type="CAUSAL_LM", init_r=4, target_r=2, total_step=9), LLAMA_ATTENTION),
+    "vera": (lambda: peft.VeraConfig(task_type="CAUSAL_LM", r=2), LLAMA_ATTENTION),
+    "loha": (lambda: peft.LoHaConfig(task_type="CAUSAL_LM", r=2), LLAMA_ATTENTION),
+    "norms": (
+        lambda: peft.LNTuningConfig(task_type="CAUSAL_LM"),
+        {"input_layernorm", "post_attention_layernorm", "norm"},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", DEFAULTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_methods_without_target_modules(name, method):
+    config, modules = DEFAULTS[method]
+    model = peft.get_peft_model(MODELS[name](), config())
+    assert {target.rpartition(".")[2] for target in model.targeted_module_names} == (
+        modules or {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj", "dw1_proj"}
+    )
+    if method == "lora":  # as `--use_peft`
+        explicit = peft.get_peft_model(MODELS[name](), peft.LoraConfig(r=2, target_modules=LORA_TARGETS))
+        assert model.targeted_module_names == explicit.targeted_module_names
+        assert len(model.targeted_module_names) == 2 * (9 if name == "dcformer" else 8)
+    curve = losses(model)
+    assert curve[-1] < curve[0]
+
+
+def test_adapters_added_by_transformers_need_no_target_modules(tmp_path):
+    base = randomise(DCFormerForCausalLM(tiny_config()))
+    again = copy.deepcopy(base)
+    base.add_adapter(peft.LoraConfig(r=2, init_lora_weights=False))
+    tuned = logits(base)
+    base.save_pretrained(tmp_path)
+    again.load_adapter(tmp_path)
+    assert torch.equal(logits(again), tuned)
+    again.disable_adapters()
+    assert (logits(again) - tuned).abs().max() > 1e-2
+
+
+def test_what_the_user_told_peft_is_kept():
+    table = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    before = table.get("dcformer")
+    table["dcformer"] = ["o_proj"]
+    try:
+        model = peft.get_peft_model(DCFormerForCausalLM(tiny_config()), peft.LoraConfig(r=2))
+        assert {name.rpartition(".")[2] for name in model.targeted_module_names} == {"o_proj"}
+    finally:
+        table.pop("dcformer")
+        if before is not None:
+            table["dcformer"] = before
+
+
+def test_importing_the_package_does_not_import_peft():
+    code = "import sys, dcformer; dcformer.DCFormerConfig().to_dict(); sys.exit('peft' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("method", ["PromptTuningConfig", "PromptEncoderConfig"])
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_that_are_trained(name, method):
+    extra = {"encoder_hidden_size": 16} if method == "PromptEncoderConfig" else {}
+    model = peft.get_peft_model(
+        MODELS[name](), getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=9, **extra)
+    )
+    curve = losses(model)
+    assert curve[-1] < curve[0]
+    model.eval()
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(IDS)}
+    generated = model.generate(input_ids=IDS, **options)
+    for step in range(6):  # one forward pass each, without a cache
+        out = model(input_ids=generated[:, : IDS.shape[1] + step])
+        assert torch.equal(out.logits[:, -1].argmax(-1), generated[:, IDS.shape[1] + step])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefix_tuning_is_refused_with_the_reason(name):
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(MODELS[name](), config)
+    with pytest.raises(ValueError, match=r"without composition weights.*prefix tuning.*prompt tuning and LoRA"):
+        model(input_ids=IDS)
+    with pytest.raises(ValueError, match="prefix tuning"):
+        model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=2, pad_token_id=0)
+
+
+def test_prefix_tuning_without_key_wise_composition():
+    """Nothing rides behind such a model's keys, so that a prefix lacks nothing."""
+    base = randomise(DCFormerForCausalLM(tiny_config(compose_key=False)))
+    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    curve = losses(model)
+    assert curve[-1] < curve[0]
 
 
 def test_dcpythia():

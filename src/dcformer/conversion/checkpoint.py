@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from ..configuration_dcformer import DCFormerConfig
+from ..errors import raise_bug
 from ..hub_dcformer import StoredWeights, told_by
 from ..layouts_dcformer import HUB_IGNORED
 from .errors import CONFIG_ERRORS, ConversionError
@@ -191,7 +192,8 @@ def open_checkpoint(
     is_folder = "://" not in location and _is_model_folder(Path(location))
     if format in ("native", "hub") or (format == "auto" and is_folder):
         if not is_folder:
-            raise ConversionError(f"{location} is not a model folder: expected config.json beside weights.")
+            what = "is not a model folder" if os.path.exists(location) else "does not exist"
+            raise ConversionError(f"{location} {what}: expected a folder with config.json beside weights.")
         if config is not None or step is not None:
             raise ConversionError("--config and --step are for JAX checkpoints: a model folder has its configuration.")
         return _open_folder(Path(location), format)
@@ -287,6 +289,7 @@ def _read_hub_config(folder: Path, source: TensorSource) -> DCFormerConfig:
     try:
         config.settle(**told_by(_stored_weights(source), config))
     except CONFIG_ERRORS as error:
+        raise_bug(error)
         raise ConversionError(f"{folder} describes no model ({error}).") from error
     return config
 
@@ -295,6 +298,7 @@ def _read_config(folder: Path) -> DCFormerConfig:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, *CONFIG_ERRORS) as error:
+        raise_bug(error)
         raise ConversionError(f"{folder / 'config.json'} describes no model ({error}).") from error
     if not isinstance(config, DCFormerConfig):
         raise ConversionError(

@@ -2,7 +2,9 @@
 
 from huggingface_hub.errors import StrictDataclassError
 
-# What a configuration class raises on values that do not describe a model.
+from ..errors import DCFormerError
+
+# What a configuration class raises on values that do not describe a model; see `errors.raise_bug`.
 CONFIG_ERRORS = (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
 
 
@@ -12,7 +14,7 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-class ConversionError(ValueError):
+class ConversionError(DCFormerError):
     """A checkpoint, a configuration or a target that cannot be converted; the message says why and what to do."""
 
 

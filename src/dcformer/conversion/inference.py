@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from ..errors import raise_bug
 from ..layouts_dcformer import STORED_GENERATORS, TensorLayout
 from .errors import CONFIG_ERRORS, ConversionError, first_line
 from .formats import format_layouts
@@ -327,6 +328,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
     except ConversionError:
         raise
     except CONFIG_ERRORS as error:
+        raise_bug(error)
         raise ConversionError(f"{path} does not describe a model: {error}") from error
     keep = _NATIVE_FIELDS | {"model_type", *_TOKENS}
     # null is a value of sliding_window; elsewhere it stands for what the class makes of it
@@ -501,6 +503,7 @@ def build_config(
     try:
         config = config_class(**merged)
     except CONFIG_ERRORS as error:
+        raise_bug(error)
         raise ConversionError(f"The configuration is not valid: {error}") from error
     if found.generators not in (0, 4, len(config.compose_generators)):
         raise ConversionError(

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import missing_extra
 from .memory import return_freed_memory
 
 
@@ -66,7 +67,7 @@ def write_orbax(
         progress: Called with the number of bytes of each array, before compression, once it is on disk.
 
     Raises:
-        ImportError: JAX, Orbax or TensorStore is not installed.
+        MissingExtraError: JAX, Orbax or TensorStore is not installed.
         FileExistsError: `folder` is not empty.
         ValueError: A loaded array has not the shape or dtype of its `LazyArray`, or TensorStore cannot write it.
         Exception: Whatever `load` or `progress` raises.
@@ -76,8 +77,7 @@ def write_orbax(
         import orbax.checkpoint as ocp
         import tensorstore as ts
     except ImportError as error:
-        missing = error.name or str(error)
-        raise ImportError(f'writing an Orbax checkpoint needs {missing}: pip install "dcformer[jax]"') from error
+        raise missing_extra("jax", "writing an Orbax checkpoint", error.name or str(error)) from error
 
     class LazyArrayHandler(ocp.type_handlers.NumpyHandler):
         """Writes `LazyArray`s one after the other; the metadata calls them what they are on disk, NumPy arrays."""

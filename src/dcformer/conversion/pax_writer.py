@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .errors import ConversionError
+from ..errors import missing_extra
 from .memory import return_freed_memory
 from .orbax_writer import LazyArray
 
@@ -20,13 +20,13 @@ def write_pax(
         progress: called with the number of bytes of each array once it is on disk, before compression.
 
     Raises:
-        ConversionError: when tensorstore is not installed.
+        MissingExtraError: when tensorstore is not installed.
         OSError, ValueError: when an array cannot be written.
     """
     try:
         import tensorstore
     except ImportError as error:
-        raise ConversionError('Writing Pax checkpoints needs tensorstore: pip install "dcformer[jax]".') from error
+        raise missing_extra("jax", "writing a Pax checkpoint", error.name or str(error)) from error
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, lazy in arrays.items():
         spec = {

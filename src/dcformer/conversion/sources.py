@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..errors import missing_extra
 from ..hub_dcformer import stored_tensors, weight_files
 from .errors import ConversionError, first_line
 from .memory import return_freed_memory
@@ -186,19 +187,17 @@ class ArraySource:
     """
 
     def __init__(self, path: str | os.PathLike, step: int | None = None, format: str = "auto"):
-        try:
-            import tensorstore
-        except ImportError as error:
-            raise ConversionError(
-                'Reading JAX checkpoints needs tensorstore: pip install "dcformer[jax]" or pip install tensorstore.'
-            ) from error
-        self._tensorstore = tensorstore
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-        self.notes: list[str] = []
         path = os.fspath(path)
         if "://" not in path and not os.path.isdir(path):
             what = "is a file" if os.path.exists(path) else "does not exist"
-            raise ConversionError(f"{path} {what}: expected the folder of a JAX checkpoint.")
+            raise ConversionError(f"{path} {what}: expected the folder of a checkpoint.")
+        try:
+            import tensorstore
+        except ImportError as error:
+            raise missing_extra("jax", "reading a JAX checkpoint", error.name or str(error)) from error
+        self._tensorstore = tensorstore
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self.notes: list[str] = []
         self._listings: dict[str, list[str]] = {}
         self.folder, self.step = self._find(path, step)
         self.location = self.folder
@@ -240,7 +239,8 @@ class ArraySource:
         complete = {n: item for n, name in steps.items() if (item := self._item(f"{path.rstrip('/')}/{name}", True))}
         if not complete:
             raise ConversionError(
-                f"{path} is not a JAX checkpoint: expected zarr arrays or an OCDBT store in it, in its "
+                f"{path} is not a JAX checkpoint, nor a model folder (config.json beside weights): expected zarr "
+                "arrays or an OCDBT store in it, in its "
                 f"{', '.join(_ITEMS)}, or in numbered steps. It holds "
                 f"{', '.join(self._children(path)[:8]) or 'nothing'}."
             )

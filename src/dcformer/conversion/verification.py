@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from ..errors import raise_bug
 from .checkpoint import Checkpoint
 from .errors import CONFIG_ERRORS, ConversionError
 
@@ -155,6 +156,7 @@ def compare_logits(
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         except (OSError, RuntimeError, SafetensorError, *CONFIG_ERRORS) as error:
+            raise_bug(error)
             raise ConversionError(f"{folder} cannot be loaded as a model ({error}).") from error
         size = model.config.vocab_size
         if ids is None:

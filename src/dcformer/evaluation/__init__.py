@@ -3,8 +3,15 @@
 Importing this does not import lm-eval. ``TASKS_FOLDER`` is for the ``include_path`` of ``lm_eval.tasks.TaskManager``.
 """
 
-from .cli import TASKS_FOLDER, main
-from .items import EvaluationError, heldout_contexts, heldout_items, paper_items
+from dcformer_commands.eval import main
+
+from .cli import TASKS_FOLDER
+from .items import (
+    EvaluationError,
+    heldout_contexts,
+    heldout_items,
+    paper_items,
+)
 
 __all__ = [
     "TASKS_FOLDER",

@@ -1,4 +1,4 @@
-"""The command line ``dcformer-eval``: lm-eval's, with DCFormer registered and this package's tasks found."""
+"""What ``dcformer-eval`` adds to lm-eval: DCFormer is registered, this package's tasks are found, errors come early."""
 
 import argparse
 import functools
@@ -7,16 +7,18 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from transformers import AutoConfig, AutoTokenizer
 
 import dcformer  # registers the model types: `--model hf` loads them without remote code
 
-from ..conversion.errors import first_line
+from ..conversion.errors import CONFIG_ERRORS, first_line
+from ..errors import DCFormerError, raise_bug
 from .items import FILE_KEY, NUM_SHOTS, EvaluationError, read_paper_file
 
 TASKS_FOLDER = Path(__file__).resolve().parent / "tasks"
@@ -52,12 +54,16 @@ def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> No
     source = model_args.get("pretrained")
     if not source:
         raise EvaluationError("no model: add --model_args pretrained=FOLDER (or a name on the Hub)")
+    dtype = model_args.get("dtype", "auto")
+    if dtype != "auto" and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise EvaluationError(f"--model_args dtype={dtype}: expected auto, float32, bfloat16 or float16")
     where = {name: model_args[name] for name in ("revision", "subfolder", "trust_remote_code") if name in model_args}
     named = model_args.get("tokenizer") or source
     try:
         config = AutoConfig.from_pretrained(source, **where)
         tokenizer = AutoTokenizer.from_pretrained(named, **where)
-    except (OSError, ValueError) as error:
+    except (OSError, *CONFIG_ERRORS) as error:
+        raise_bug(error)
         raise EvaluationError(
             f"--model_args pretrained={source}: expected a folder (or a name on the Hub) with config.json and a "
             f"tokenizer, or tokenizer=FOLDER beside it ({first_line(error)})"
@@ -116,7 +122,6 @@ def _share_items_between_processes() -> None:
 
     lm-eval 0.4.13 does so only where it sees several GPUs; on CPUs every process would evaluate everything.
     """
-    import torch
     from lm_eval.models.huggingface import HFLM
 
     if not torch.accelerator.is_available():
@@ -135,14 +140,8 @@ def _share_items_between_processes() -> None:
     HFLM.__init__ = wrapped
 
 
-def _run() -> None:
-    try:
-        import lm_eval.evaluator
-        from lm_eval.__main__ import HarnessCLI, setup_logging
-    except ModuleNotFoundError as error:
-        raise EvaluationError(
-            f"dcformer-eval needs lm-eval (no module {error.name!r}): pip install 'dcformer[eval]'"
-        ) from error
+def _run(parser: Any, args: argparse.Namespace) -> None:
+    import lm_eval.evaluator
 
     begun = False
 
@@ -161,9 +160,6 @@ def _run() -> None:
 
         return call
 
-    setup_logging()
-    parser = HarnessCLI()
-    args = parser.parse_args()
     try:
         if hasattr(args, "include_path"):  # lm-eval's `run`, `ls` and `validate`
             _add_tasks(args)
@@ -176,11 +172,12 @@ def _run() -> None:
             patch.object(lm_eval.evaluator, "evaluate", noted(lm_eval.evaluator.evaluate)),
         ):
             parser.execute(args)
-    except EvaluationError:
+    except DCFormerError:
         raise
     except Exception as error:  # of lm-eval or the libraries below it: options, tasks, model, data
         if begun:
             raise
+        raise_bug(error, (Exception,))
         logging.getLogger("lm_eval").debug("before the evaluation", exc_info=True)
         raise EvaluationError(
             f"{first_line(error)} ({type(error).__name__}; `dcformer-eval run --help` and `dcformer-eval ls tasks` "
@@ -188,27 +185,22 @@ def _run() -> None:
         ) from error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line, with all options of ``lm_eval``.
+def run(parser: Any, args: argparse.Namespace) -> int:
+    """Runs lm-eval's command line, with DCFormer and this package's tasks.
 
     Args:
-        arguments: the arguments; the process's when not given.
+        parser: lm-eval's.
+        args: what it made of the command line.
 
     Returns:
-        0, or 1 on an error that is found before items are evaluated: it is printed as one line. Wrong usage exits
-        with 2.
+        0, or 1 on an error that is found before items are evaluated: it is printed as one line.
 
     Raises:
-        Exception: whatever goes wrong once items are evaluated.
+        Exception: whatever goes wrong once items are evaluated, and bugs.
     """
-    before = sys.argv
-    if arguments is not None:
-        sys.argv = ["dcformer-eval", *arguments]  # lm-eval reads it from there
     try:
-        _run()
-    except EvaluationError as error:
+        _run(parser, args)
+    except DCFormerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        sys.argv = before
     return 0

@@ -3,14 +3,16 @@
 lm-eval calls each with what ``--metadata`` and ``--model_args`` say, as keyword arguments; the others are ignored.
 """
 
-import os
-from typing import Any
-
-from datasets import Dataset
+from typing import TYPE_CHECKING, Any
 
 from dcformer.synthetic import generate_dataset, get_task, parse_context, questions, read_dataset
 from dcformer.synthetic.tasks import Task
 from dcformer.synthetic.vocabulary import NAMES
+
+from ..errors import DCFormerError, require_extra
+
+if TYPE_CHECKING:  # the module is there without the extra
+    from datasets import Dataset
 
 FILE_KEY = "dcformer_synthetic_file"
 NUM_SHOTS = range(2, 8)
@@ -18,11 +20,11 @@ NUM_SHOTS = range(2, 8)
 _PERSON_ANSWERS = ("same-object", "the-other-class")
 
 
-class EvaluationError(ValueError):
+class EvaluationError(DCFormerError):
     """An evaluation that cannot start; the message says why and what to do."""
 
 
-def read_paper_file(path: Any) -> Dataset:
+def read_paper_file(path: Any) -> "Dataset":
     """Read the file of the paper's synthetic set.
 
     Args:
@@ -41,8 +43,8 @@ def read_paper_file(path: Any) -> Dataset:
             "(from the authors' repository, or written by python -m dcformer.synthetic)"
         )
     try:
-        contexts = read_dataset(os.fspath(path))
-    except (OSError, TypeError, ValueError) as error:
+        contexts = read_dataset(str(path))
+    except (OSError, DCFormerError) as error:
         raise EvaluationError(
             f"--metadata {FILE_KEY}={path}: expected a file with one JSON object a line, task_id and texts with the "
             f"scored words in [ ] ({error})"
@@ -56,7 +58,14 @@ def read_paper_file(path: Any) -> Dataset:
     return contexts
 
 
-def paper_items(num_shots: int, dcformer_synthetic_file: Any = None, **_: Any) -> dict[str, Dataset]:
+def _table(rows: list[dict[str, Any]]) -> "Dataset":
+    require_extra("eval", "evaluation", "datasets")
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
+def paper_items(num_shots: int, dcformer_synthetic_file: Any = None, **_: Any) -> "dict[str, Dataset]":
     """The scored words of the paper's synthetic set that follow a number of examples.
 
     Args:
@@ -71,7 +80,7 @@ def paper_items(num_shots: int, dcformer_synthetic_file: Any = None, **_: Any) -
     """
     asked = [item for record in read_paper_file(dcformer_synthetic_file) for item in questions(record)]
     chosen = [item for item in asked if item["num_shots"] == num_shots]
-    return {"test": Dataset.from_list([{**item, "target": f" {item['answer']}"} for item in chosen])}
+    return {"test": _table([{**item, "target": f" {item['answer']}"} for item in chosen])}
 
 
 def _answers_of(task: Task) -> dict[str, str]:
@@ -89,12 +98,12 @@ def _choices(task: Task, prompt: str) -> list[str]:
     return list(dict.fromkeys(answers[word] for word in words if word in answers))
 
 
-def _heldout() -> Dataset:
+def _heldout() -> "Dataset":
     """The contexts of `make demo`: their lines are in no training data of this package's generator."""
     return generate_dataset("test", contexts_per_task=4, num_examples=3, seed=2026)
 
 
-def heldout_items(**_: Any) -> dict[str, Dataset]:
+def heldout_items(**_: Any) -> "dict[str, Dataset]":
     """The held-out questions of this package's generator, those of ``make demo``.
 
     Returns:
@@ -108,14 +117,14 @@ def heldout_items(**_: Any) -> dict[str, Dataset]:
         choices = _choices(get_task(item["task_id"]), item["prompt"])
         gold = choices.index(item["answer"])
         rows.append({**item, "target": f" {item['answer']}", "choices": choices, "gold": gold})
-    return {"test": Dataset.from_list(rows)}
+    return {"test": _table(rows)}
 
 
-def heldout_contexts(**_: Any) -> dict[str, Dataset]:
+def heldout_contexts(**_: Any) -> "dict[str, Dataset]":
     """The texts that the held-out questions are the ends of.
 
     Returns:
         The split ``test`` with ``task_id`` and ``text``, the whole context without brackets.
     """
     rows = [{"task_id": record["task_id"], "text": parse_context(record["texts"]).text} for record in _heldout()]
-    return {"test": Dataset.from_list(rows)}
+    return {"test": _table(rows)}

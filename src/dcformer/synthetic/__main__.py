@@ -1,12 +1,14 @@
 """Write a synthetic data set: ``python -m dcformer.synthetic --split test --output test.jsonl``."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from tqdm.auto import tqdm
 
-from .dataset import SPLITS, dataset_from, iterate_contexts, write_dataset
+from ..errors import DCFormerError
+from .dataset import SPLITS, iterate_contexts, write_dataset
 from .tasks import TASKS
 from .tokenization import build_tokenizer
 
@@ -40,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.contexts_per_task < 1:
         parser.error(f"--contexts-per-task is {options.contexts_per_task}: expected at least 1")
+    if options.tokenizer and os.path.isfile(options.tokenizer):
+        parser.error(f"--tokenizer {options.tokenizer} is a file: expected a folder")
     total = len(TASKS) * options.contexts_per_task
     try:
         rows = iterate_contexts(
@@ -49,17 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.seed,
             first_scored=options.first_scored,
         )
-        dataset = dataset_from(tqdm(rows, total=total, unit=" contexts"))
-        write_dataset(dataset, options.output)
+        contexts = list(tqdm(rows, total=total, unit=" contexts"))
+        write_dataset(contexts, options.output)
         saved = ""
         if options.tokenizer:
             tokenizer = build_tokenizer()
             tokenizer.save_pretrained(options.tokenizer)
             saved = f" and a tokenizer of {len(tokenizer)} tokens to {options.tokenizer}"
-    except (OSError, ValueError) as error:
+    except DCFormerError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"--output {options.output} or --tokenizer cannot be written: {error.strerror}")
     print(
-        f"Wrote {len(dataset)} {options.split} contexts of {len(TASKS)} tasks, {options.num_examples} examples each, "
+        f"Wrote {len(contexts)} {options.split} contexts of {len(TASKS)} tasks, {options.num_examples} examples each, "
         f"to {options.output}{saved}."
     )
     return 0

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import DCFormerError
+
 _SCORED = re.compile(r" \[ (?P<answer>[^\[\]\s](?:[^\[\]\n]*[^\[\]\s])?) \]")
 _LAST_WORD = re.compile(r"\S+(?=\s*$)")
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines would also split at rarer separators
@@ -58,7 +60,7 @@ def parse_context(texts: str) -> Context:
         separates the prompt from the answer.
 
     Raises:
-        ValueError: if a bracket is not part of `` [ answer ]`` (each bracket with a space on both sides).
+        DCFormerError: if a bracket is not part of `` [ answer ]`` (each bracket with a space on both sides).
     """
     text, num_shots = "", 0
     answers: list[Answer] = []
@@ -73,7 +75,7 @@ def parse_context(texts: str) -> Context:
             position, found = match.end(), True
         plain += line[position:]
         if "[" in plain or "]" in plain:
-            raise ValueError(
+            raise DCFormerError(
                 f"unexpected bracket in {line.strip()!r}: expected scored answers as ' [ answer ]', "
                 "with a space on each side of each bracket"
             )

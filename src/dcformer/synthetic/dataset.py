@@ -7,16 +7,18 @@ import os
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from datasets import Dataset, Features, Value
-
+from ..errors import DCFormerError, require_extra
 from .contexts import parse_context
 from .tasks import TASKS, Question, Task
 
+if TYPE_CHECKING:  # only the functions that return one need the extra
+    from datasets import Dataset
+
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-FEATURES = Features({"task_id": Value("string"), "texts": Value("string")})
+COLUMNS = ("task_id", "texts")
 
 _MAX_DRAWS = 10_000  # for one more question; the smallest split of the smallest task has some 70 among some 700
 
@@ -34,12 +36,12 @@ def split_of(question: Question) -> Split:
 
 def _check_split(split: str) -> None:
     if split not in SPLITS:
-        raise ValueError(f"split is {split!r}: expected one of {', '.join(map(repr, SPLITS))}")
+        raise DCFormerError(f"split is {split!r}: expected one of {', '.join(map(repr, SPLITS))}")
 
 
 def _check_sizes(num_examples: int, first_scored: int) -> None:
     if not 0 <= first_scored < num_examples:
-        raise ValueError(
+        raise DCFormerError(
             f"first_scored is {first_scored} with num_examples {num_examples}: expected 0 <= first_scored "
             "< num_examples, so that at least one answer is scored"
         )
@@ -61,7 +63,7 @@ def generate_context(
         The context in the authors' layout: a newline, then one question with its answer a line.
 
     Raises:
-        ValueError: if an argument is out of range, or the split has too few questions of the task.
+        DCFormerError: if an argument is out of range, or the split has too few questions of the task.
     """
     _check_split(split)
     _check_sizes(num_examples, first_scored)
@@ -73,7 +75,7 @@ def generate_context(
                 drawn[question.prompt] = question
                 break
         else:
-            raise ValueError(
+            raise DCFormerError(
                 f"found only {len(drawn)} different {split} questions of task {task.task_id!r}, expected "
                 f"{num_examples}: ask for fewer with num_examples"
             )
@@ -107,15 +109,17 @@ def iterate_contexts(
         Rows with ``task_id`` and ``texts``.
 
     Raises:
-        ValueError: if an argument is out of range (before the first row is drawn).
+        DCFormerError: if an argument is out of range (before the first row is drawn).
     """
     _check_split(split)
     _check_sizes(num_examples, first_scored)
     if contexts_per_task is not None and contexts_per_task < 1:
-        raise ValueError(f"contexts_per_task is {contexts_per_task}: expected at least 1, or None for no end")
+        raise DCFormerError(f"contexts_per_task is {contexts_per_task}: expected at least 1, or None for no end")
     chosen = TASKS if tasks is None else tuple(tasks)
     if not chosen:
-        raise ValueError("tasks is empty: expected at least one of dcformer.synthetic.TASKS, or None for all of them")
+        raise DCFormerError(
+            "tasks is empty: expected at least one of dcformer.synthetic.TASKS, or None for all of them"
+        )
 
     def rows() -> Iterator[dict[str, str]]:
         for index in itertools.count() if contexts_per_task is None else range(contexts_per_task):
@@ -134,7 +138,7 @@ def generate_dataset(
     seed: int = 0,
     tasks: Iterable[Task] | None = None,
     first_scored: int = 2,
-) -> Dataset:
+) -> "Dataset":
     """Generate a data set of few-shot contexts (paper section 4.3, appendix F).
 
     Args:
@@ -149,14 +153,17 @@ def generate_dataset(
         A data set with columns ``task_id`` and ``texts``, tasks in turn.
 
     Raises:
-        ValueError: if an argument is out of range.
+        DCFormerError: if an argument is out of range.
     """
     return dataset_from(iterate_contexts(split, contexts_per_task, num_examples, seed, tasks, first_scored))
 
 
-def dataset_from(rows: Iterable[dict[str, str]]) -> Dataset:
-    """Collect rows with ``task_id`` and ``texts`` into a :class:`datasets.Dataset` in memory."""
-    return Dataset.from_list(list(rows), features=FEATURES)
+def dataset_from(rows: Iterable[dict[str, str]]) -> "Dataset":
+    """Collect rows with ``task_id`` and ``texts`` into a :class:`datasets.Dataset` (extra ``[synthetic]``)."""
+    require_extra("synthetic", "a data set", "datasets")
+    from datasets import Dataset, Features, Value
+
+    return Dataset.from_list(list(rows), features=Features({name: Value("string") for name in COLUMNS}))
 
 
 def _parse_row(line: bytes) -> dict[str, str]:
@@ -164,18 +171,18 @@ def _parse_row(line: bytes) -> dict[str, str]:
     try:
         row = json.loads(line.decode())
     except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"expected a JSON object in UTF-8, got {line.strip()[:80]!r} ({error})") from None
+        raise DCFormerError(f"expected a JSON object in UTF-8, got {line.strip()[:80]!r} ({error})") from None
     if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-    for key in FEATURES:
+        raise DCFormerError(f"expected a JSON object, got {type(row).__name__}")
+    for key in COLUMNS:
         if not isinstance(row.get(key), str):
-            raise ValueError(f"expected a string under {key!r}, got {row.get(key)!r}")
+            raise DCFormerError(f"expected a string under {key!r}, got {row.get(key)!r}")
     if not parse_context(row["texts"]).answers:
-        raise ValueError("expected at least one scored answer, ' [ answer ]', under 'texts', got none")
-    return {key: row[key] for key in FEATURES}
+        raise DCFormerError("expected at least one scored answer, ' [ answer ]', under 'texts', got none")
+    return {key: row[key] for key in COLUMNS}
 
 
-def read_dataset(path: str | os.PathLike[str]) -> Dataset:
+def read_dataset(path: str | os.PathLike[str]) -> "Dataset":
     """Read a jsonl file in the layout of the authors' ``synthetic_dataset.jsonl``, theirs or one of ours.
 
     Args:
@@ -186,7 +193,7 @@ def read_dataset(path: str | os.PathLike[str]) -> Dataset:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: naming file, line and what was expected, if a line is malformed or the file has none.
+        DCFormerError: naming file, line and what was expected, if a line is malformed or the file has none.
     """
     rows = []
     with open(path, "rb") as file:
@@ -194,10 +201,10 @@ def read_dataset(path: str | os.PathLike[str]) -> Dataset:
             if line.strip():
                 try:
                     rows.append(_parse_row(line))
-                except ValueError as error:
-                    raise ValueError(f"{os.fspath(path)}, line {number}: {error}") from error
+                except DCFormerError as error:
+                    raise DCFormerError(f"{os.fspath(path)}, line {number}: {error}") from error
     if not rows:
-        raise ValueError(f"{os.fspath(path)}: expected at least one line with a JSON object, got an empty file")
+        raise DCFormerError(f"{os.fspath(path)}: expected at least one line with a JSON object, got an empty file")
     return dataset_from(rows)
 
 
@@ -216,7 +223,7 @@ def write_dataset(dataset: Iterable[dict[str, str]], path: str | os.PathLike[str
     try:
         with open(neighbour, "w", encoding="utf-8") as file:
             for row in dataset:
-                file.write(json.dumps({key: row[key] for key in FEATURES}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({key: row[key] for key in COLUMNS}, ensure_ascii=False) + "\n")
         os.replace(neighbour, target)
     finally:
         neighbour.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from ..errors import DCFormerError
 from . import vocabulary as v
 
 
@@ -261,13 +262,13 @@ def get_task(task_id: str) -> Task:
     """The task with this identity.
 
     Raises:
-        ValueError: if there is none.
+        DCFormerError: if there is none.
     """
     for task in (*TASKS, *LIST_TASKS):
         if task.task_id == task_id:
             return task
     known = ", ".join(task.task_id for task in TASKS[:3])
-    raise ValueError(
+    raise DCFormerError(
         f"unknown task_id {task_id!r}: expected one of the {len(TASKS)} in dcformer.synthetic.TASKS, such as {known}"
     )
 

@@ -17,13 +17,16 @@ IGNORE_INDEX = -100
 _TOKEN = r"\n|\w+|[^\w\s]"  # a newline, a word or a punctuation mark; other white space only separates
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(model_max_length: int = MODEL_MAX_LENGTH) -> PreTrainedTokenizerFast:
     """Build the word-level tokenizer of generated contexts.
 
     Each word, punctuation mark and newline is a token; newlines end answers. Nothing is added around a text: the
     newline that begins a context serves as its start. Every text :func:`generate_dataset` makes, brackets or not, is
     encoded without ``<unk>`` and decoded to itself. In other texts decoding normalises white space: one space between
     tokens, none before ``. , ? !`` and none around a newline.
+
+    Args:
+        model_max_length: tokens that the model takes, its ``max_position_embeddings``.
 
     Returns:
         A tokenizer that pads on the left, with the same ids on every machine: special tokens, newline, punctuation,
@@ -49,7 +52,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         padding_side="left",
         truncation_side="left",
-        model_max_length=MODEL_MAX_LENGTH,
+        model_max_length=model_max_length,
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
         **SPECIAL_TOKENS,

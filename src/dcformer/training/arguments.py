@@ -6,18 +6,14 @@ from typing import Any
 
 import torch
 import yaml
-from huggingface_hub.errors import StrictDataclassError
 from trl import ModelConfig, SFTConfig, TrlParser
 
 from ..configuration_dcformer import DCFormerConfig
+from ..conversion.errors import CONFIG_ERRORS
+from ..errors import DCFormerError, raise_bug, refused
+from ..peft_dcformer import LORA_TARGETS
 
-# The linear layers of a DCFormer: attention, MLP and the generators of composition weights. (`qkw`, the generators'
-# second layer, is a bare parameter and stays as it is; see docs/training.md.)
-ATTENTION_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-MLP_TARGETS = ["mlp.gate_proj", "up_proj", "down_proj", "multi_gate_proj"]
-COMPOSE_TARGETS = ["dw1_proj", "compose.gate_proj"]
-LORA_TARGETS = [*ATTENTION_TARGETS, *MLP_TARGETS, *COMPOSE_TARGETS]
-
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
 # Training arguments that are numbers above 0, or not given.
 _POSITIVE = (
     "learning_rate",
@@ -63,12 +59,12 @@ class DataArguments:
 
     def __post_init__(self) -> None:
         if self.eval_rows and (self.eval_data or self.eval_split):
-            raise ValueError(
+            raise DCFormerError(
                 f"--eval_rows {self.eval_rows} holds out training rows, and --eval_data or --eval_split names others: "
                 "give one of the two"
             )
         if self.eval_rows < 0 or self.shuffle_buffer < 0:
-            raise ValueError(f"eval_rows={self.eval_rows}, shuffle_buffer={self.shuffle_buffer}: expected 0 or more")
+            raise DCFormerError(f"eval_rows={self.eval_rows}, shuffle_buffer={self.shuffle_buffer}: expected 0 or more")
 
 
 @dataclass
@@ -83,6 +79,8 @@ class ModelArguments(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dtype not in _DTYPES:  # a YAML file's is looked at by nobody else
+            raise DCFormerError(f"dtype is {self.dtype!r}: expected one of {', '.join(_DTYPES)}")
         # TRL unpacks a single name, which PEFT takes for a regular expression over whole paths: `q_proj` matches none
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
             self.lora_target_modules = [self.lora_target_modules]
@@ -113,21 +111,24 @@ class NewModelArguments:
             the configuration of the new model.
 
         Raises:
-            ValueError: on an unknown preset or field, a value that no field can have, or overrides that are no mapping.
+            DCFormerError: on an unknown preset or field, a value that no field can have, or overrides that are no
+                mapping.
         """
-        config = DCFormerConfig.from_preset(self.preset)
+        with refused(ValueError):
+            config = DCFormerConfig.from_preset(self.preset)
         fields = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
         fields["vocab_size"] = len(tokenizer)
         try:
             given = self.config_overrides or {}
             overrides = yaml.safe_load(given) if isinstance(given, str) else given
             if not isinstance(overrides, dict):
-                raise ValueError("expected a mapping such as {num_hidden_layers: 4}")
+                raise DCFormerError("expected a mapping such as {num_hidden_layers: 4}")
             if unknown := [name for name in overrides if not hasattr(config, name)]:
-                raise ValueError(f"{unknown[0]!r} is no field of {type(config).__name__}")
+                raise DCFormerError(f"{unknown[0]!r} is no field of {type(config).__name__}")
             return DCFormerConfig.from_preset(self.preset, **(fields | overrides))
-        except (StrictDataclassError, TypeError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(f"--config_overrides {self.config_overrides!r}: {error}") from error
+        except (*CONFIG_ERRORS, yaml.YAMLError) as error:
+            raise_bug(error)
+            raise DCFormerError(f"--config_overrides {self.config_overrides!r}: {error}") from error
 
 
 @dataclass
@@ -180,15 +181,15 @@ class TrainingConfig(SFTConfig):
     def __post_init__(self) -> None:
         given: Any = self  # mypy does not follow TRL
         if not given.output_dir:  # the library would take "trainer_output"
-            raise ValueError("output_dir is not set: name a folder for checkpoints and the model with --output_dir")
+            raise DCFormerError("output_dir is not set: name a folder for checkpoints and the model with --output_dir")
         for name in _POSITIVE:
             value = getattr(given, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}: expected more than 0, give another --{name}")
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise DCFormerError(f"{name} is {value}: expected more than 0, give another --{name}")
         if given.max_steps == 0:
-            raise ValueError("max_steps is 0: expected more, or -1 to train for --num_train_epochs")
+            raise DCFormerError("max_steps is 0: expected more, or -1 to train for --num_train_epochs")
         if given.use_liger_kernel:
-            raise ValueError(
+            raise DCFormerError(
                 "use_liger_kernel: Liger has no kernels for DCFormer. Leave it out, TRL's fused cross entropy is used"
             )
         if given.early_stopping_patience is not None:
@@ -216,8 +217,12 @@ def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tu
         an object of each class, in their order.
 
     Raises:
-        ValueError: on values that no run can have, or fields of the YAML file that are no argument.
-        OSError, yaml.YAMLError: when the YAML file cannot be read.
+        DCFormerError: on values that no run can have, a YAML file that is none, or fields of it that are no argument.
+        OSError: when the YAML file cannot be read.
         SystemExit: on unknown options, as argparse does.
     """
-    return tuple(TrlParser(classes).parse_args_and_config(arguments))
+    parser = TrlParser(classes)
+    with refused(
+        ValueError, RuntimeError, ImportError, yaml.YAMLError
+    ):  # ImportError: a library of --report_to or --optim
+        return tuple(parser.parse_args_and_config(arguments))

@@ -26,7 +26,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTTrainer
 
 from ..configuration_dcformer import DCFormerConfig
-from .arguments import LORA_TARGETS, DataArguments, TrainingConfig
+from ..errors import DCFormerError, refused
+from ..peft_dcformer import LORA_TARGETS
+from .arguments import DataArguments, TrainingConfig
 
 Rows: TypeAlias = Dataset | IterableDataset
 
@@ -56,21 +58,23 @@ def load_rows(source: str, split: str = "train", config: str | None = None, stre
 
     Raises:
         FileNotFoundError: when `source` looks like a path and is not there.
-        ValueError: when there is no such split, the files' kind is unknown or not one, or one is empty.
+        DCFormerError: when there is no such split, the files' kind is unknown or not one, or one is empty.
     """
     path = Path(source)
     files = [source] if path.is_file() else sorted(filter(os.path.isfile, glob(source, recursive=True)))
     if files:
         if split != "train":
-            raise ValueError(
+            raise DCFormerError(
                 f"{source} has no split {split!r}: files are one split, 'train'. Give held-out rows a file of "
                 "their own with --eval_data, or hold some out with --eval_rows"
             )
         builders = {_builder(Path(file)) for file in files}
         if len(builders) > 1:
-            raise ValueError(f"{source} matches files of different kinds ({', '.join(sorted(builders))}): choose one")
+            raise DCFormerError(
+                f"{source} matches files of different kinds ({', '.join(sorted(builders))}): choose one"
+            )
         if empty := [file for file in files if os.path.getsize(file) == 0]:
-            raise ValueError(f"{empty[0]} is empty: expected at least one row to train on")
+            raise DCFormerError(f"{empty[0]} is empty: expected at least one row to train on")
         return load_dataset(builders.pop(), data_files=files, split="train", streaming=streaming)
     is_path = path.suffix in {*_BUILDERS, *_COMPRESSED} or source.startswith((".", "/", "~")) or "*" in source
     if is_path and not path.is_dir():
@@ -78,7 +82,8 @@ def load_rows(source: str, split: str = "train", config: str | None = None, stre
             f"no file {source}: give the path of a file or folder, a pattern of paths in quotes, or the name of a Hub "
             "data set"
         )
-    return load_dataset(source, config, split=split, streaming=streaming)
+    with refused(ValueError, what=source):  # a split or a configuration that is not there
+        return load_dataset(source, config, split=split, streaming=streaming)
 
 
 def _builder(path: Path) -> str:
@@ -86,7 +91,7 @@ def _builder(path: Path) -> str:
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
     builder = _BUILDERS.get(suffixes[-1].lower() if suffixes else "")
     if builder is None:
-        raise ValueError(f"{path}: unknown kind of file, expected one of {', '.join(_BUILDERS)} (or compressed)")
+        raise DCFormerError(f"{path}: unknown kind of file, expected one of {', '.join(_BUILDERS)} (or compressed)")
     return builder
 
 
@@ -103,19 +108,21 @@ def check_rows(rows: Rows, column: str | None, source: str) -> Rows:
         rows with "text", "messages", or "prompt" and "completion".
 
     Raises:
-        ValueError: when there is no row, no such column, or a row that holds something else; for a stream also later,
-            while rows are read.
+        DCFormerError: when there is no row, no such column, or a row that holds something else; for a stream also
+            later, while rows are read.
     """
     first = next(iter(rows), None)
     if first is None:
-        raise ValueError(f"{source} has no rows: expected at least one to train on")
+        raise DCFormerError(f"{source} has no rows: expected at least one to train on")
     if column is not None and column not in first:
-        raise ValueError(f"{source} has no column {column!r}, only {_listed(first)}: choose one of them with --column")
+        raise DCFormerError(
+            f"{source} has no column {column!r}, only {_listed(first)}: choose one of them with --column"
+        )
     if column is None:
         choices = (("messages",), ("prompt", "completion"), ("text",))
         kept = next((names for names in choices if all(name in first for name in names)), None)
         if kept is None:
-            raise ValueError(
+            raise DCFormerError(
                 f"{source} has columns {_listed(first)}, none of which is 'text' or 'messages' (or 'prompt' with "
                 "'completion'): name the one with texts or conversations with --column"
             )
@@ -141,7 +148,7 @@ def _listed(names: Iterable[str]) -> str:
 def _check_row(row: Mapping[str, Any], index: int, source: str) -> Mapping[str, Any]:
     for name, value in row.items():
         if not (_is_conversation(value) or (isinstance(value, str) and name != "messages")):
-            raise ValueError(
+            raise DCFormerError(
                 f"{source}, row {index}: column {name!r} holds {str(value)[:80]!r} ({type(value).__name__}): expected "
                 'a text, or a list of turns {"role": ..., "content": ...}'
             )
@@ -172,11 +179,13 @@ def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows
         the rows to train on, shuffled where they are a stream, and the held-out rows or None.
 
     Raises:
-        ValueError, OSError: as `load_rows` and `check_rows`; when files cannot be read; when a stream has no end to
+        DCFormerError, OSError: as `load_rows` and `check_rows`; when files cannot be read; when a stream has no end to
             train to; when held-out rows are the training rows, or leave nothing to train on.
     """
     if data.streaming and training.max_steps <= 0:
-        raise ValueError(f"--streaming needs --max_steps, got {training.max_steps}: a stream does not know its length")
+        raise DCFormerError(
+            f"--streaming needs --max_steps, got {training.max_steps}: a stream does not know its length"
+        )
     column = data.column
     if column is None and training.dataset_text_field != "text":
         column = training.dataset_text_field
@@ -186,7 +195,7 @@ def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows
     if data.eval_data or data.eval_split:
         source, split = data.eval_data or data.data, data.eval_split or "train"
         if (Path(source).resolve(), split) == (Path(data.data).resolve(), data.split):
-            raise ValueError(
+            raise DCFormerError(
                 f"held-out rows would be the training rows, split {split!r} of {source}: name others with --eval_data "
                 "or --eval_split, or hold some out with --eval_rows"
             )
@@ -199,7 +208,7 @@ def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows
             parts = rows.train_test_split(data.eval_rows, seed=seed)
             rows, held_out = parts["train"], parts["test"]
         if not is_enough:
-            raise ValueError(
+            raise DCFormerError(
                 f"--eval_rows {data.eval_rows} leaves nothing to train on: {data.data} has no more rows than that"
             )
     if isinstance(rows, IterableDataset) and data.shuffle_buffer:
@@ -214,7 +223,7 @@ def _read(source: str, split: str, column: str | None, config: str | None = None
         return check_rows(load_rows(source, split, config, streaming), column, name)
     except (ArrowException, DatasetsError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
-        raise ValueError(f"{source} cannot be read as rows of one kind: {reason[:300]}") from error
+        raise DCFormerError(f"{source} cannot be read as rows of one kind: {reason[:300]}") from error
 
 
 def check_output(training: TrainingConfig, model: str | None = None) -> str | None:
@@ -301,14 +310,14 @@ def check_adapters(model: PreTrainedModel, names: Sequence[str] | None, option: 
         option: what messages call them.
 
     Raises:
-        ValueError: naming the first that fits no module.
+        DCFormerError: naming the first that fits no module.
     """
     if names is None or names == "all-linear" or names == LORA_TARGETS:
         return
     modules = [f".{name}" for name, _ in model.named_modules()]
     for name in names:
         if not any(module.endswith(f".{name}") for module in modules):
-            raise ValueError(
+            raise DCFormerError(
                 f"{option} names {name!r}, which is no layer of the model: expected ends of their names, such as "
                 f"{', '.join(LORA_TARGETS)}"
             )
@@ -324,18 +333,18 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
         own: file `tokenizer.json` that came with the model, or None; another vocabulary than its is refused.
 
     Raises:
-        ValueError: naming what differs.
+        DCFormerError: naming what differs.
     """
     size: Any = model.get_input_embeddings().num_embeddings
     if tokenizer.vocab_size > size:  # without added tokens, as GPT-NeoX's runs of spaces: rows are checked for those
-        raise ValueError(
+        raise DCFormerError(
             f"the tokenizer {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens, the model's vocabulary has "
             f"{size}: use the model's own tokenizer (leave out --tokenizer), or a larger vocab_size for a new model"
         )
     if own is not None:
         vocabulary, other = Tokenizer.from_file(own).get_vocab(), tokenizer.get_vocab()
         if changed := sorted(token for token, index in vocabulary.items() if other.get(token) != index):
-            raise ValueError(
+            raise DCFormerError(
                 f"the tokenizer {tokenizer.name_or_path} is not the model's: {len(changed)} of its {len(vocabulary)} "
                 f"tokens, such as {changed[0]!r}, have another id or none. Leave out --tokenizer"
             )
@@ -344,7 +353,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
     ids = [token for row in rows.take(_SAMPLE_ROWS) for text in _texts(row) for token in tokenizer(text)["input_ids"]]
     unknown = ids.count(tokenizer.unk_token_id) / max(1, len(ids))
     if unknown > _MOST_UNKNOWN:
-        raise ValueError(
+        raise DCFormerError(
             f"the tokenizer {tokenizer.name_or_path} does not know {unknown:.0%} of the tokens of the first rows: it "
             "is not made for this data, and the model would learn nothing"
         )
@@ -367,12 +376,12 @@ def longest(training: TrainingConfig, limit: int, streaming: bool) -> int | None
         `max_length`; without it the limit where rows are packed or streamed, and None, not cut, where they are not.
 
     Raises:
-        ValueError: when `max_length` is beyond the limit, or not positive.
+        DCFormerError: when `max_length` is beyond the limit, or not positive.
     """
     if training.max_length is None:
         return limit if training.packing or streaming else None
     if not 0 < training.max_length <= limit:
-        raise ValueError(
+        raise DCFormerError(
             f"max_length is {training.max_length}: expected 1 to {limit}, the model's max_position_embeddings"
         )
     return training.max_length
@@ -385,9 +394,9 @@ def check_tokenised(trainer: SFTTrainer) -> None:
         trainer: with rows as it prepared them; those of a stream are read up to the first that can be learned from.
 
     Raises:
-        ValueError: naming the first row (not of a stream) that is longer than `max_position_embeddings` or has a token
-            beyond the vocabulary; or when no training or no held-out row has a token with a loss, but for the end of
-            the text.
+        DCFormerError: naming the first row (not of a stream) that is longer than `max_position_embeddings` or has a
+            token beyond the vocabulary; or when no training or no held-out row has a token with a loss, but for the
+            end of the text.
     """
     parts = {"training": trainer.train_dataset, "held-out": trainer.eval_dataset}
     end = trainer.processing_class.eos_token_id
@@ -398,7 +407,7 @@ def check_tokenised(trainer: SFTTrainer) -> None:
         if isinstance(rows, Dataset):
             _check_readable(rows, name, trainer.model.config, trainer.processing_class)
         if all(torch.isin(trainer.data_collator([row])["labels"][:, 1:], without).all() for row in rows):
-            raise ValueError(
+            raise DCFormerError(
                 f"no {name} row has a token to learn from: all texts or completions are empty, or prompts leave no "
                 "room for them within --max_length"
             )
@@ -411,13 +420,13 @@ def _check_readable(rows: Dataset, name: str, config: DCFormerConfig, tokenizer:
         ids = batch["input_ids"].combine_chunks()
         for index, length in enumerate(ids.value_lengths().to_pylist(), start):
             if length > limit:
-                raise ValueError(
+                raise DCFormerError(
                     f"{name} row {index} has {length} tokens, more than the model's max_position_embeddings {limit}: "
                     f"cut rows with --max_length {limit}, or lose nothing with --packing"
                 )
         if (pyarrow.compute.max(ids.flatten()).as_py() or 0) >= size:
             index, token = next((i, t) for i, row in enumerate(ids.to_pylist(), start) for t in row if t >= size)
-            raise ValueError(
+            raise DCFormerError(
                 f"{name} row {index} has the token {tokenizer.convert_ids_to_tokens(token)!r} with id {token}, the "
                 f"model's vocabulary has {size}: use the model's own tokenizer, or leave such rows out"
             )

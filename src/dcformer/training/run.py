@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from datasets import IterableDataset
+from jinja2 import TemplateError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
@@ -16,12 +18,17 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.optimization import get_scheduler
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.utils import cached_file
 from trl import SFTTrainer, get_peft_config, get_quantization_config
 
+from ..conversion.errors import CONFIG_ERRORS
+from ..errors import DCFormerError, raise_bug, refused
+from ..kernels import unsupported_reason
 from .arguments import DataArguments, ModelArguments, NewModelArguments, TrainingConfig, paper_learning_rate, parse
 from .data import Rows, check_adapters, check_output, check_tokenised, check_tokenizer, longest, make_data
+from .resume import SetupRecord, check_setup, setup_of
 
 
 @dataclass
@@ -44,18 +51,24 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
         the trainer, and the checkpoint to resume from or None: the arguments of `train`.
 
     Raises:
-        ValueError, OSError: naming the bad value, what was expected and what to do; other errors are the libraries'.
+        DCFormerError, OSError: naming the bad value, what was expected and what to do. Anything else is a bug.
     """
     data, chosen, training = parse((DataArguments, ModelArguments, TrainingConfig), arguments)
     name = chosen.model_name_or_path
     if name is None:
-        raise ValueError("model_name_or_path is not set: name the model to fine-tune with --model_name_or_path")
+        raise DCFormerError("model_name_or_path is not set: name the model to fine-tune with --model_name_or_path")
     checkpoint = check_output(training, name)
-    rows, held_out = make_data(data, training)
     source = {"revision": chosen.model_revision}
+    config = _load("--model_name_or_path", AutoConfig, name, **source)
+    setup = setup_of(config, training.world_size, data, chosen, training)
+    if checkpoint is not None:
+        check_setup(checkpoint, setup)
+    rows, held_out = make_data(data, training)
     option = "--tokenizer" if chosen.tokenizer else "--model_name_or_path"
     tokenizer = _load(option, AutoTokenizer, chosen.tokenizer or name, **source)
-    if (quantization := get_quantization_config(chosen)) is not None:
+    with refused(ValueError, ImportError):
+        quantization, adapters = get_quantization_config(chosen), get_peft_config(chosen)
+    if quantization is not None:
         source["quantization_config"] = quantization
     model = _load(
         "--model_name_or_path",
@@ -74,7 +87,7 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
     if chosen.use_peft:
         check_adapters(model, chosen.lora_target_modules, "--lora_target_modules")
         check_adapters(model, chosen.lora_modules_to_save, "--lora_modules_to_save")
-    trainer = _make_trainer(model, tokenizer, rows, held_out, training, checkpoint, get_peft_config(chosen))
+    trainer = _make_trainer(model, tokenizer, rows, held_out, training, checkpoint, setup, adapters)
     return trainer, checkpoint
 
 
@@ -88,28 +101,35 @@ def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrai
         the trainer, and the checkpoint to resume from or None: the arguments of `train`.
 
     Raises:
-        ValueError, OSError: as `prepare_finetuning`.
+        DCFormerError, OSError: as `prepare_finetuning`.
     """
     data, chosen, training = parse((DataArguments, NewModelArguments, PretrainingConfig), arguments)
     checkpoint = check_output(training)
-    rows, held_out = make_data(data, training)
     tokenizer = _load("--tokenizer", AutoTokenizer, chosen.tokenizer)
     config = chosen.make_config(tokenizer)
     if training.learning_rate is None:
         training.learning_rate = paper_learning_rate(config.num_parameters())
+    setup = setup_of(config, training.world_size, data, chosen, training)
+    if checkpoint is not None:
+        check_setup(checkpoint, setup)
+    rows, held_out = make_data(data, training)
     set_seed(training.seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=chosen.attn_implementation)
+    with refused(ValueError, ImportError, what=f"--attn_implementation {chosen.attn_implementation}"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=chosen.attn_implementation)
     check_tokenizer(tokenizer, model, rows, own=None)
-    return _make_trainer(model, tokenizer, rows, held_out, training, checkpoint), checkpoint
+    return _make_trainer(model, tokenizer, rows, held_out, training, checkpoint, setup), checkpoint
 
 
 def _load(option: str, auto_class: Any, name: str, **arguments: Any) -> Any:
     """`from_pretrained`, whose error for what is not there names the option and both places that were looked at."""
     try:
         return auto_class.from_pretrained(name, **arguments)
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ImportError, *CONFIG_ERRORS) as error:
+        raise_bug(error)
+        if isinstance(error, AttributeError | KeyError | TypeError):  # their words alone say little
+            error = ValueError(f"cannot be loaded ({type(error).__name__}: {error})")
         if Path(name).exists():
-            raise
+            raise DCFormerError(f"{option} {name}: {error}") from error
         raise FileNotFoundError(
             f"{option} {name}: no such file or folder, and not found on the Hub by that name either: {error}"
         ) from error
@@ -122,40 +142,54 @@ def _make_trainer(
     held_out: Rows | None,
     training: TrainingConfig,
     checkpoint: str | None,
+    setup: dict[str, Any],
     peft_config: Any = None,
 ) -> SFTTrainer:
     """The trainer, with tokenised and checked rows; completes `training` by what model, data and checkpoint decide."""
     limit, patience = model.config.max_position_embeddings, training.early_stopping_patience
     if held_out is None and patience is not None:
-        raise ValueError(
+        raise DCFormerError(
             f"--early_stopping_patience {patience} needs held-out rows: give --eval_data, --eval_split or --eval_rows"
         )
     if held_out is None and training.eval_strategy != "no":
-        raise ValueError(
+        raise DCFormerError(
             f"--eval_strategy {training.eval_strategy.value} needs held-out rows: give --eval_data, --eval_split or "
             "--eval_rows"
         )
-    if model.config._attn_implementation == "dcformer_triton" and not torch.cuda.is_available():
-        from ..kernels.tiles import INTERPRETED
-
-        if not INTERPRETED.value:
-            raise ValueError("attn_implementation dcformer_triton needs a CUDA device: use dcformer_chunked here")
+    if model.config._attn_implementation == "dcformer_triton":
+        reason = unsupported_reason(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if reason is not None:
+            raise DCFormerError(f"--attn_implementation dcformer_triton: {reason}")
     if training.chat_template_path is not None and not Path(training.chat_template_path).exists():
         _load("--chat_template_path", AutoTokenizer, training.chat_template_path)  # the trainer takes its template
     training.dataset_text_field = "text"  # the name that `check_rows` gives
     training.max_length = longest(training, limit, isinstance(rows, IterableDataset))
     training.eval_on_start = held_out is not None and checkpoint is None  # a resumed run has that line in its history
-    trainer = _Trainer(
-        model=model,
-        args=training,
-        train_dataset=rows,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-        callbacks=[_EarlyStopping(patience)] if patience is not None else None,
-    )
+    callbacks = [SetupRecord(setup), *([_EarlyStopping(patience)] if patience is not None else [])]
+    with refused(ValueError, RuntimeError, ImportError, TemplateError):
+        trainer = _Trainer(
+            model=model,
+            args=training,
+            train_dataset=rows,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            callbacks=callbacks,
+        )
+    _check_optimizer(trainer)
     check_tokenised(trainer)
     return trainer
+
+
+def _check_optimizer(trainer: SFTTrainer) -> None:
+    """Refuses an optimizer or a schedule that the trainer could not make; it makes them when training starts."""
+    args = trainer.args
+    with refused(ImportError, ValueError, what=f"--optim {getattr(args.optim, 'value', args.optim)}"):
+        trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+    stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
+    what = f"--lr_scheduler_type {args.lr_scheduler_type.value} --lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
+    with refused(TypeError, ValueError, what=what):
+        get_scheduler(args.lr_scheduler_type, stand_in, 1, 100, args.lr_scheduler_kwargs)
 
 
 class _EarlyStopping(EarlyStoppingCallback):
@@ -243,23 +277,21 @@ def train(trainer: SFTTrainer, checkpoint: str | None = None) -> dict[str, float
 def run_program(
     prepare: Callable[[Sequence[str] | None], tuple[SFTTrainer, str | None]], arguments: Sequence[str] | None = None
 ) -> dict[str, float]:
-    """A program: prepares and trains. Whatever is wrong before training ends it with one line, `error: ...`.
+    """A program: prepares and trains. Wrong input ends it before training with one line, `error: ...`.
 
     Args:
-        prepare: `prepare_finetuning` or `prepare_pretraining`; called by itself, it shows an error's traceback.
+        prepare: `prepare_finetuning` or `prepare_pretraining`.
         arguments: the command line, `sys.argv[1:]` when None.
 
     Returns:
         what `train` returns.
 
     Raises:
-        SystemExit: with the message, and exit status 1, on any error of `prepare`; errors of training are left alone.
+        SystemExit: with the message, and exit status 1, where `prepare` refuses what it was given; a bug, there or in
+            training, keeps its traceback.
     """
     try:
         trainer, checkpoint = prepare(arguments)
-    except Exception as error:
-        kind = (
-            "" if isinstance(error, ImportError | OSError | RuntimeError | ValueError) else f"{type(error).__name__}: "
-        )
-        sys.exit(f"error: {kind}{' '.join(str(error).split())}")
+    except (DCFormerError, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
     return train(trainer, checkpoint)

@@ -1,0 +1,74 @@
+"""The command line ``dcformer-serve``: that of ``transformers serve``, which is read without importing PyTorch."""
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+_PROGRAM = "dcformer-serve"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the server until it is stopped.
+
+    Args:
+        arguments: the arguments of ``transformers serve``; the process's when not given.
+
+    Returns:
+        0, or 1 with a line that says why there is no server. ``--help`` and wrong usage exit, with 0 and 2.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if find_spec("typer") is not None:
+        _read(arguments)
+
+    from dcformer.serve import main as serve
+
+    return serve(arguments)
+
+
+def _read(arguments: Sequence[str]) -> None:
+    """Exits on ``--help`` and wrong usage; does nothing else."""
+    import typer
+
+    serve = _declaration()
+    if serve is None:
+        return
+    app = typer.Typer(add_completion=False)
+    app.command(name=_PROGRAM)(serve)
+    command: Any = typer.main.get_command(app)
+    is_read = False
+
+    def note(**_: Any) -> None:
+        nonlocal is_read
+        is_read = True
+
+    command.callback = note
+    try:
+        command.main(args=list(arguments), prog_name=_PROGRAM)
+    except SystemExit:
+        if not is_read:
+            raise
+
+
+def _declaration() -> Any:
+    """The library's class of the server, good for its signature and words only; None where it cannot be had.
+
+    Its module imports the rest of Transformers and PyTorch: stand-ins take their places while it is read.
+    """
+    library = find_spec("transformers")
+    if library is None or library.origin is None:
+        return None
+    names = ("", ".utils", ".utils.import_utils", ".cli", ".cli.serving", ".cli.serving.utils")
+    file = Path(library.origin).parent / "cli" / "serve.py"
+    spec = spec_from_file_location("transformers.cli.serve", file)
+    if spec is None or spec.loader is None:
+        return None
+    module = module_from_spec(spec)
+    with patch.dict(sys.modules, {f"transformers{name}": MagicMock() for name in names}):
+        try:
+            spec.loader.exec_module(module)
+        except (ImportError, OSError):  # another layout of the library: the server itself reads the arguments, slower
+            return None
+    return getattr(module, "Serve", None)

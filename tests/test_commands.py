@@ -1,0 +1,112 @@
+"""The command lines: help and wrong usage are answered before PyTorch is imported, and choices are the package's."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers import REPOSITORY
+
+from dcformer.configuration_dcformer import PRESETS
+from dcformer.conversion.convert import DTYPES
+from dcformer.conversion.formats import FORMATS
+from dcformer.planning import GPUS, IMPLEMENTATIONS, OPTIMIZERS
+from dcformer_commands import convert, plan
+
+# Runs a command and reports what it has imported. `dcformer` itself is not there to be imported: nothing may need it.
+PROGRAM = """
+import importlib, json, sys
+sys.modules["dcformer"] = None
+module, arguments = sys.argv[1], sys.argv[2:]
+sys.argv = [module, *arguments]
+main = importlib.import_module(f"dcformer_commands.{module}").main
+try:
+    status = main()
+except SystemExit as stop:
+    status = stop.code
+heavy = [name for name in ("torch", "transformers", "jax") if name in sys.modules]
+print(json.dumps([status, heavy]), file=sys.stderr)
+"""
+SUBCOMMANDS = ("jax-to-safetensors", "safetensors-to-jax", "hub-to-safetensors", "verify")
+HELP = [
+    ("convert", "--help", "verify"),
+    *(("convert", f"{name} --help", "--no-progress") for name in SUBCOMMANDS),
+    ("plan", "--help", "--tensor-parallel"),
+    ("selfcheck", "--help", "--preset"),
+    ("eval", "--help", "validate"),
+    ("eval", "", "validate"),
+    ("eval", "run --help", "--model_args"),
+    ("eval", "ls --help", "tasks"),
+    ("eval", "validate --help", "--tasks"),
+    ("serve", "--help", "--port"),
+]
+WRONG = [
+    ("convert", "", "required: command"),
+    ("convert", "jax-to-safetensor", "invalid choice: 'jax-to-safetensor'"),
+    ("convert", "hub-to-safetensors --checkpoint a --output b --dtype bf17", "bf17.*keep.*float32.*bfloat16.*float16"),
+    ("convert", "verify a", "required: B"),
+    ("plan", "--preset dcformer-7b", "invalid choice: 'dcformer-7b'.*dcformer-6.9b"),
+    ("plan", "--dtype bf17", "bf17.*bfloat16.*float16.*float32"),
+    ("plan", "--gpus many", "invalid int value: 'many'"),
+    ("eval", "run --tasks a --no-such-option", "unrecognized arguments: --no-such-option"),
+    ("serve", "--no-such-option", "No such option: --no-such-option"),
+    ("serve", "--port x", "--port"),
+]
+needed = {"eval": "lm_eval", "serve": "typer"}
+
+
+def run(module, words):
+    if module in needed:
+        pytest.importorskip(needed[module])
+    command = [sys.executable, "-c", PROGRAM, module, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    *errors, last = done.stderr.strip().splitlines()
+    return *json.loads(last), done.stdout, " ".join(errors)
+
+
+@pytest.mark.parametrize(("module", "words", "expected"), HELP, ids=lambda value: value)
+def test_help_imports_nothing_heavy(module, words, expected):
+    status, heavy, out, _ = run(module, words)
+    assert (status or 0, heavy) == (0, []) and expected in out
+
+
+@pytest.mark.parametrize(("module", "words", "message"), WRONG, ids=lambda value: value)
+def test_wrong_usage_imports_nothing_heavy(module, words, message):
+    status, heavy, _, errors = run(module, words)
+    assert (status, heavy) == (2, []) and re.search(message, errors)
+
+
+def test_choices_are_those_of_the_package():
+    assert set(convert._DTYPES) == set(DTYPES) and set(convert._FORMATS) == set(FORMATS)
+    assert tuple(PRESETS) == plan._PRESETS and tuple(IMPLEMENTATIONS) == plan._IMPLEMENTATIONS
+    assert set(plan._OPTIMIZERS) == set(OPTIMIZERS) and set(plan._GPUS) == set(GPUS)
+
+
+def test_serve_reads_the_librarys_options():
+    """The stand-ins for the library while its options are read leave the same options, and the library as it is."""
+    typer = pytest.importorskip("typer")
+    import transformers
+    from transformers.cli.serve import Serve
+
+    from dcformer_commands.serve import _declaration
+
+    def options(declared):
+        app = typer.Typer()
+        app.command()(declared)
+        return [(p.name, p.opts, p.default, p.help) for p in typer.main.get_command(app).params]
+
+    assert options(_declaration()) == options(Serve)
+    assert sys.modules["transformers"] is transformers and sys.modules["transformers.cli.serve"].Serve is Serve
+
+
+def test_console_scripts():
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.findall(r'^(dcformer-\w+) = "(.*):(.*)"$', text, re.MULTILINE)
+    assert {name for name, *_ in found} == {
+        f"dcformer-{name}" for name in ("convert", "eval", "plan", "selfcheck", "serve")
+    }
+    for name, module, function in found:
+        assert module == f"dcformer_commands.{name.removeprefix('dcformer-')}"
+        assert callable(getattr(importlib.import_module(module), function))
