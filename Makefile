@@ -1,8 +1,9 @@
-# Needs make, Python 3.10 or later and a package index that pip can reach. `make help` lists the targets.
+# Needs make, Python 3.11 or later and a package index that pip can reach. `make help` lists the targets.
 
 PYTHON      ?= python3
 VENV        ?= .venv
 EXTRAS      ?= dev
+CONSTRAINTS ?= constraints.txt
 ARGS        ?=
 HF_CONTRACT ?= ../shared/tools/hf_contract/run
 
@@ -10,6 +11,8 @@ VENV_PYTHON := $(VENV)/bin/python
 STAMP       := $(VENV)/.installed
 UNFINISHED  := $(VENV)/.unfinished
 INSTALLED   := $(CURDIR) $(EXTRAS)
+PYTEST      := OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q
+TWO         := -n 2 --dist worksteal
 
 # A stamp counts only if the environment still runs and was installed from this folder with these extras.
 ifneq ($(shell $(VENV_PYTHON) -c pass 2>/dev/null && cat $(STAMP) 2>/dev/null),$(INSTALLED))
@@ -18,7 +21,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-distributed test-gpu lint format docs-check bench bench-gpu kernel-report kernel-roofline hf-contract clean
+.PHONY: help setup demo test test-fast test-kernels test-distributed test-min test-extras test-gpu lint format docs-check bench bench-gpu kernel-report kernel-roofline hf-contract clean mutation-check test-deepspeed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,12 +30,12 @@ help: ## list the targets
 setup: $(STAMP) ## create or refresh the virtual environment
 
 # .unfinished marks an install that was cut short: the next call starts from an empty environment.
-$(STAMP): setup.py pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo "error: PYTHON=$(PYTHON) is missing or older than 3.10 ($$($(PYTHON) --version 2>&1));" \
-	    "choose another: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+$(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: PYTHON=$(PYTHON) is missing or older than 3.11 ($$($(PYTHON) --version 2>&1));" \
+	    "choose another: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	@if [ -e $(UNFINISHED) ] \
-	    || ! $(VENV_PYTHON) -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	    || ! $(VENV_PYTHON) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	  if [ -n "$$(ls -A $(VENV) 2>/dev/null)" ] && [ '$(VENV)' != .venv ] \
 	      && [ ! -e $(UNFINISHED) ] && [ ! -e $(VENV)/pyvenv.cfg ]; then \
 	    echo "error: VENV=$(VENV) is a folder with other things in it, not a virtual environment;" \
@@ -41,27 +44,45 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	  rm -rf $(VENV) && echo "creating $(VENV) ..." && $(PYTHON) -m venv $(VENV); \
 	fi
 	@rm -f $@ && touch $(UNFINISHED)
-	$(VENV_PYTHON) -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[$(EXTRAS)]'
+	$(VENV_PYTHON) -m pip install --disable-pip-version-check --no-input -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@rm -f $(UNFINISHED) && echo '$(INSTALLED)' > $@
 
 # Nothing here may reach for the network; the tokenizers' threads would fight with the data loaders' processes.
-demo test test-fast test-distributed test-gpu docs-check bench bench-gpu: export HF_HUB_OFFLINE = 1
-demo test test-fast test-distributed test-gpu docs-check bench bench-gpu: export TOKENIZERS_PARALLELISM = false
+demo test test-fast test-kernels test-distributed test-gpu docs-check bench bench-gpu: export HF_HUB_OFFLINE = 1
+demo test test-fast test-kernels test-distributed test-gpu docs-check bench bench-gpu: export TOKENIZERS_PARALLELISM = false
 
 demo: $(STAMP) ## run the demonstration on the bundled checkpoint
 	$(VENV_PYTHON) examples/demo.py $(ARGS)
 
-test: $(STAMP) ## run all tests but those of several processes, two at a time, e.g. ARGS="-k cache -x"
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -n 2 --dist worksteal -m 'not distributed' $(ARGS)
+test: $(STAMP) ## run all tests but the kernels' and those of several processes, two at a time, e.g. ARGS="-k cache -x"
+	$(PYTEST) $(TWO) --ignore=tests/kernels -m 'not distributed' $(ARGS)
 
-test-fast: $(STAMP) ## run the tests that are not marked slow
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -n 2 --dist worksteal -m 'not slow and not distributed' $(ARGS)
+test-fast: $(STAMP) ## run those of them that are not marked slow
+	$(PYTEST) $(TWO) --ignore=tests/kernels -m 'not slow and not distributed' $(ARGS)
+
+test-kernels: $(STAMP) ## run the kernels' tests in Triton's interpreter, two at a time, e.g. ARGS="-k decode"
+	TRITON_INTERPRET=1 $(PYTEST) $(TWO) tests/kernels $(ARGS)
 
 test-distributed: $(STAMP) ## run the tests that start two processes (gloo, on CPUs): FSDP2, tensor parallelism, evaluation
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q -m distributed $(ARGS)
+	$(PYTEST) -m distributed $(ARGS)
+
+# An environment of its own, of 6 GB: of the lowest torch the package index has only the CUDA build, and that build does
+# not load without its CUDA libraries.
+test-min: build/constraints-min.txt ## run test-fast with the lowest versions that pyproject.toml allows (Linux, CPU or GPU)
+	$(MAKE) --no-print-directory test-fast VENV=.venv-min EXTRAS=dev CONSTRAINTS=$<
+
+build/constraints-min.txt: pyproject.toml .ci/lowest_versions.py
+	@mkdir -p build
+	$(PYTHON) .ci/lowest_versions.py > $@
+
+test-deepspeed: ## add DeepSpeed to the environment and run the tests that start it (two processes, on CPUs)
+	$(MAKE) test-distributed EXTRAS='$(EXTRAS),deepspeed' ARGS='-k deepspeed $(ARGS)'
 
 test-gpu: $(STAMP) ## run the tests that need a GPU, on a machine that has one, e.g. ARGS="-n 8"
 	$(VENV_PYTHON) -m pytest -q -m gpu tests/kernels $(ARGS)
+
+test-extras: $(STAMP) ## install the package with each extra alone and run its command, e.g. ARGS="base jax"; takes minutes
+	$(VENV_PYTHON) tests/check_extras.py $(ARGS)
 
 docs-check: $(STAMP) ## run the snippets of README and docs
 	$(VENV_PYTHON) -m pytest -q tests/test_docs.py $(ARGS)
@@ -93,6 +114,9 @@ hf-contract: $(STAMP) ## run Transformers' own model tests on DCFormer (HF_CONTR
 	  exit 1; }
 	PYTHON="$$(cd $(VENV) && pwd)/bin/python" '$(HF_CONTRACT)' $(ARGS)
 
+mutation-check: $(STAMP) ## make small wrong changes to copies of the source; tests must notice each, e.g. ARGS="--only cache"
+	$(VENV_PYTHON) tools/mutation_check.py $(ARGS)
+
 clean: ## delete build products and caches (not the virtual environment, not runs/)
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find src tests examples benchmarks conversion_scripts -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests tools examples benchmarks conversion_scripts -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
