@@ -1,0 +1,1335 @@
+"""Small wrong changes of the kind that a real mistake makes, and the tests that are to notice them.
+
+`mutation_check.py` makes them, one at a time, in a copy of the source. The old text of each is in its file exactly
+once; `tests/tools/test_mutation_check.py` sees to it that this list keeps up with the source.
+"""
+
+from dataclasses import dataclass
+
+COMPOSE, CACHE, CONFIG = "compose_dcformer.py", "cache_dcformer.py", "configuration_dcformer.py"
+HUB, LAYOUTS = "hub_dcformer.py", "layouts_dcformer.py"
+MODEL, ATTENTION = "modeling_dcformer.py", "attention_dcformer.py"
+MASKS, CHUNKED = "masks_dcformer.py", "chunked_dcformer.py"
+
+T_COMPOSE, T_CACHE = "tests/test_compose_dcformer.py::", "tests/test_cache_dcformer.py::"
+T_CONFIG, T_HUB = "tests/test_configuration_dcformer.py::", "tests/test_hub_dcformer.py::"
+T_MODEL, T_ATTENTION = "tests/test_modeling_dcformer.py::", "tests/test_attention_dcformer.py::"
+T_MASKS, T_CHUNKED = "tests/test_masks_dcformer.py::", "tests/test_chunked_dcformer.py::"
+T_SURGERY = "tests/test_surgery.py::"
+T_GENERATION, T_CONVERT = "tests/test_generation.py::", "tests/conversion/test_convert.py::"
+T_CHECKPOINT, T_INFERENCE = "tests/conversion/test_checkpoint.py::", "tests/conversion/test_inference.py::"
+T_OUTPUT, T_ROUND_TRIP = "tests/conversion/test_output.py::", "tests/conversion/test_round_trip.py::"
+T_VERIFY, T_CLI = "tests/conversion/test_verification.py::", "tests/conversion/test_cli.py::"
+T_GENERATOR, T_DECODE = "tests/kernels/test_generator.py::", "tests/kernels/test_decode.py::"
+T_KERNEL = "tests/kernels/test_attention.py::test_output_and_gradients"
+FORMULA, GENERATORS = T_COMPOSE + "test_compose_is_its_formula", T_COMPOSE + "test_generators_are_their_formulas"
+PACKING = T_COMPOSE + "test_pack_and_unpack_are_inverse"
+MAXTEXT, PAX = T_CONVERT + "test_maxtext_to_pytorch", T_CONVERT + "test_pax_to_pytorch"
+FOLDERS = T_HUB + "test_folders_load"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One small wrong change.
+
+    Attributes:
+        area: part of the package, for the table.
+        name: says what is wrong; unique.
+        file: below `src/dcformer`.
+        old: text that is there exactly once.
+        new: what takes its place.
+        tests: pytest's node ids, those that are to notice.
+    """
+
+    area: str
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def needs_interpreter(self) -> bool:
+        """Whether its tests are the kernels', which run in Triton's interpreter."""
+        return any(test.startswith("tests/kernels") for test in self.tests)
+
+
+def _in(area: str, file: str, *changes: tuple[str, ...]) -> list[Mutation]:
+    """Mutations of one file, from (name, old, new, test, test, ...)."""
+    return [
+        Mutation(area, name, file, old, new, tests) for name, old, new, *tests_ in changes for tests in [(*tests_,)]
+    ]
+
+
+_COMPOSE = _in(
+    "compose",
+    COMPOSE,
+    ("static map from column to row", '"bgjts,gjm->bgmts"', '"bgjts,gmj->bgmts"', FORMULA),
+    (
+        "query branch reads the composed maps",
+        'torch.einsum("bgjts,bgjtr->bgrts", a, grouped(query.down))',
+        'torch.einsum("bgjts,bgjtr->bgrts", out, grouped(query.down))',
+        FORMULA,
+    ),
+    (
+        "key gate scales the composed maps",
+        "out = out + a * grouped(key.gate)[..., None, :]",
+        "out = out + out * grouped(key.gate)[..., None, :]",
+        FORMULA,
+    ),
+    (
+        "key low rank goes out with what came in",
+        'torch.einsum("bgrts,bgmsr->bgmts", hidden, grouped(key.up))',
+        'torch.einsum("bgrts,bgmsr->bgmts", hidden, grouped(key.down))',
+        FORMULA,
+    ),
+    ("no skip connection", "    out = a\n", "    out = torch.zeros_like(a)\n", FORMULA),
+    (
+        "groups interleaved",
+        "return tensor.to(maps.dtype).unflatten(1, (weights.groups, -1))",
+        "return tensor.to(maps.dtype).unflatten(1, (-1, weights.groups)).transpose(1, 2)",
+        FORMULA,
+    ),
+    (
+        "float64 accumulated in float32",
+        "return torch.float64 if dtype == torch.float64 else torch.float32",
+        "return torch.float32",
+        T_COMPOSE + "test_accumulation_dtype",
+    ),
+    ("epsilon of the generators' norm", "COMPOSE_NORM_EPS = 1e-6", "COMPOSE_NORM_EPS = 1e-5", GENERATORS),
+    (
+        "norm over the ranks",
+        "down.pow(2).mean(dim=3, keepdim=True)",
+        "down.pow(2).mean(dim=-1, keepdim=True)",
+        GENERATORS,
+    ),
+    (
+        "norm in the model's dtype",
+        "down = pair[0].to(compute)",
+        "down = pair[0]",
+        T_COMPOSE + "test_the_norm_of_low_precision_generators_is_in_float32",
+    ),
+    ("up is down", "up = pair[1].flatten(2, 3)", "up = pair[0].flatten(2, 3)", GENERATORS),
+    (
+        "rows of down and up interleaved",
+        "pair = pair.view(-1, count, batch, length, 2, r, m)  # [G, C, B, N, 2, R, M]\n"
+        "            pair = pair.permute(4, 1, 2, 0, 6, 3, 5)",
+        "pair = pair.view(-1, count, batch, length, r, 2, m)\n            pair = pair.permute(5, 1, 2, 0, 6, 3, 4)",
+        GENERATORS,
+    ),
+    (
+        "gate without tanh",
+        "torch.tanh(self.gate_proj(hidden_states).to(compute))",
+        "self.gate_proj(hidden_states)",
+        GENERATORS,
+    ),
+    (
+        "generators lead the groups of gates",
+        "gate.view(batch, length, -1, count, m).permute(3, 0, 2, 4, 1)",
+        "gate.view(batch, length, count, -1, m).permute(2, 0, 3, 4, 1)",
+        GENERATORS,
+    ),
+    (
+        "generators in alphabetical order",
+        "for i, generator in enumerate(self.generators)",
+        "for i, generator in enumerate(sorted(self.generators))",
+        GENERATORS,
+    ),
+    (
+        "generators without an activation",
+        "self.act_fn(self.dw1_proj(hidden_states))",
+        "self.dw1_proj(hidden_states)",
+        GENERATORS,
+    ),
+    (
+        "channels behind another head's keys",
+        "packed.unflatten(1, (-1, self.key_value_repeats)).transpose(2, 3).flatten(3)",
+        "packed.unflatten(1, (self.key_value_repeats, -1)).permute(0, 2, 3, 1, 4).flatten(3)",
+        T_COMPOSE + "test_a_query_heads_channels_sit_behind_its_own_key_head",
+    ),
+    ("padding of ones", "packed.new_zeros(())", "packed.new_ones(())", PACKING),
+    ("gate read one channel early", "gate=weights[..., 2 * r]", "gate=weights[..., 2 * r - 1]", PACKING),
+    (
+        "heads of a group taken for groups",
+        "groups = tensor.shape[1] // self.heads_per_group",
+        "groups = self.heads_per_group",
+        T_COMPOSE + "test_stage_weights",
+        T_MODEL + "test_packed_documents_do_not_see_each_other",
+        T_ATTENTION + "test_models_agree_in_logits_and_every_gradient",
+        MAXTEXT + "[default]",
+    ),
+    (
+        "groups may be cut",
+        "        if width % per_group:\n",
+        "        if width < 0:\n",
+        T_MODEL + "test_tensor_parallelism_must_not_cut_groups",
+    ),
+    (
+        "wide rows in the dtype of the keys",
+        "dtype=torch.promote_types(states.dtype, dtype))",
+        "dtype=states.dtype)",
+        T_COMPOSE + "test_an_implementation_may_bring_its_own_generators",
+    ),
+    (
+        "in-place generators while training",
+        "fused = None if torch.is_grad_enabled() else self._fused_generators(",
+        "fused = self._fused_generators(",
+        T_COMPOSE + "test_an_implementation_may_bring_its_own_generators",
+    ),
+    (
+        "std of the second layer without heads and ranks",
+        '"qkw": 0.02 / (math.sqrt(2 * h * r) * (h + r)),',
+        '"qkw": 0.02 / math.sqrt(2 * h * r),',
+        T_COMPOSE + "test_initialisation_is_the_papers",
+    ),
+    (
+        "std of static projections from all heads",
+        '"pre_static": 0.1 * math.sqrt(1 / m),',
+        '"pre_static": 0.1 * math.sqrt(1 / h),',
+        T_COMPOSE + "test_initialisation_is_the_papers",
+    ),
+)
+
+SAME_LAYER = T_CACHE + "test_same_as_the_librarys_layer"
+_CACHE = _in(
+    "cache",
+    CACHE,
+    (
+        "full one token late",
+        "is_full = self.cumulative_length >= self.max_cache_len",
+        "is_full = self.cumulative_length > self.max_cache_len",
+        SAME_LAYER,
+    ),
+    ("rolled the other way", "held.roll(-1, dims=-2)", "held.roll(1, dims=-2)", SAME_LAYER),
+    (
+        "first key one position early",
+        "(self.cumulative_length - self.max_cache_len + 1).clamp(min=0)",
+        "(self.cumulative_length - self.max_cache_len).clamp(min=0)",
+        SAME_LAYER,
+    ),
+    (
+        "first key before the beginning",
+        "(self.cumulative_length - self.max_cache_len + 1).clamp(min=0)",
+        "(self.cumulative_length - self.max_cache_len + 1)",
+        SAME_LAYER,
+    ),
+    ("length not counted", "        self.cumulative_length.add_(1)\n", "", SAME_LAYER),
+    ("length in Python not renewed", "        self._int_is_stale = True\n", "", SAME_LAYER),
+    (
+        "length as a tensor not renewed",
+        "            self.cumulative_length.fill_(self.cumulative_length_int)\n",
+        "",
+        SAME_LAYER,
+    ),
+    ("not forgotten", "        super().reset()\n", "", SAME_LAYER),
+    (
+        "memory not kept in place",
+        "            held.copy_(torch.where(is_full, held.roll(-1, dims=-2), held))\n"
+        "            held.index_copy_(2, place, new)",
+        "            name = 'keys' if new is key_states else 'values'\n"
+        "            setattr(self, name, torch.where(is_full, held.roll(-1, dims=-2), held).index_copy(2, place, new))",
+        T_CACHE + "test_decoding_keeps_its_memory_in_place",
+    ),
+    (
+        "capacity beyond what was asked for",
+        "max_cache_len=layer.max_cache_len, sliding_window",
+        "max_cache_len=sliding_window, sliding_window",
+        T_CACHE + "test_only_sliding_layers_are_replaced",
+        "tests/test_export.py::test_cache_shorter_than_the_window",
+    ),
+    (
+        "memory allocated ahead is lost",
+        "        if layer.is_initialized:  # generate",
+        "        if False:  # generate",
+        T_CACHE + "test_only_sliding_layers_are_replaced",
+    ),
+)
+
+LEGACY = T_CONFIG + "test_legacy_"
+_CONFIGURATION = _in(
+    "configuration",
+    CONFIG,
+    (
+        "q/k norm has an epsilon of its own",
+        "self.qk_norm_eps = self.norm_eps",
+        "self.qk_norm_eps = 1e-6",
+        T_CONFIG + "test_defaults_are_dcformer_405m",
+    ),
+    (
+        "half of a head rotated in DCPythia",
+        'kwargs.setdefault("partial_rotary_factor", 0.25)',
+        'kwargs.setdefault("partial_rotary_factor", 0.5)',
+        T_CONFIG + "test_dcpythia_defaults_are_dcpythia_2_8b",
+    ),
+    (
+        "default window",
+        "sliding_window: int | None = 256",
+        "sliding_window: int | None = 255",
+        T_CONFIG + "test_defaults_are_dcformer_405m",
+    ),
+    (
+        "query_wise turns off the query side",
+        "            self.compose_key = False\n",
+        "            self.compose_query = False\n",
+        LEGACY + "query_wise_means_no_key_wise_composition",
+    ),
+    (
+        "authors' q/k epsilon from the norms",
+        "self.qk_norm_eps = 1e-6  # fixed",
+        "self.qk_norm_eps = self.norm_eps  # fixed",
+        LEGACY + "norms_gates_biases_and_rope",
+    ),
+    (
+        "a named pattern keeps the window",
+        "self.sliding_window = window if window_type is None else 256",
+        "self.sliding_window = window",
+        LEGACY + "windows",
+    ),
+    (
+        "authors' activation of the generators",
+        '        self.compose_act = "gelu"\n',
+        "",
+        LEGACY + "norms_gates_biases_and_rope",
+    ),
+    (
+        "authors' biases in attention only",
+        "self.attention_bias = self.mlp_bias = kwargs.pop(",
+        "self.attention_bias = kwargs.pop(",
+        LEGACY + "norms_gates_biases_and_rope",
+    ),
+    (
+        "authors' number of gates",
+        'kwargs.get("mgate_dim", 44)',
+        'kwargs.get("mgate_dim", 40)',
+        LEGACY + "norms_gates_biases_and_rope",
+    ),
+    (
+        "pattern not repeated",
+        "period[i % len(period)]",
+        "period[min(i, len(period) - 1)]",
+        T_CONFIG + "test_layer_patterns",
+    ),
+    (
+        "counts in patterns ignored",
+        "for _ in range(int(count or 1))]",
+        "for _ in range(1)]",
+        T_CONFIG + "test_layer_patterns",
+    ),
+    (
+        "window of one key accepted",
+        "self.sliding_window < 2)",
+        "self.sliding_window < 1)",
+        T_CONFIG + "test_a_configuration_that_describes_no_model_is_refused_by_name_and_value",
+    ),
+    (
+        "odd rotary dimension accepted",
+        "if rotary_dim < 2 or rotary_dim % 2:",
+        "if rotary_dim < 2:",
+        T_CONFIG + "test_a_configuration_that_describes_no_model_is_refused_by_name_and_value",
+    ),
+    (
+        "cache channels always padded",
+        "return -(-used // 8) * 8",
+        "return used // 8 * 8 + 8",
+        T_CONFIG + "test_cache_channels",
+    ),
+    (
+        "cache channels of one query head",
+        "used = per_head * (self.num_attention_heads // self.num_key_value_heads)",
+        "used = per_head",
+        T_CONFIG + "test_cache_channels",
+    ),
+    (
+        "q/k norms not counted",
+        " + 2 * d * self.qk_norm\n",
+        "\n",
+        T_CONFIG + "test_counts_of_other_architectures",
+    ),
+    (
+        "static projections counted per group",
+        "static = (self.compose_pre + self.compose_post) * h * m if",
+        "static = (self.compose_pre + self.compose_post) * m * m if",
+        T_CONFIG + "test_counts_of_every_switch_combination_are_those_of_the_built_model",
+    ),
+    (
+        "static projections cost twice",
+        "generate = 2 * parameters - 2 * self.num_hidden_layers * static * h * m",
+        "generate = 2 * parameters",
+        T_CONFIG + "test_flops_are_those_that_running_it_costs",
+    ),
+    (
+        "tensor parallelism may cut groups",
+        "if composed and self.compose_groups % size:",
+        "if composed and self.num_attention_heads % size:",
+        T_CONFIG + "test_tensor_parallel_sizes_that_cut_nothing",
+    ),
+    (
+        "tensor parallelism may cut key/value heads",
+        "if self.num_key_value_heads % size:",
+        "if self.num_attention_heads % size:",
+        T_CONFIG + "test_tensor_parallel_sizes_that_cut_nothing",
+    ),
+    (
+        "multi-gate MLPs split",
+        '"mlp.up_proj": not self.mlp_gates,',
+        '"mlp.up_proj": True,',
+        T_CONFIG + "test_tensor_parallel_plan_names_only_what_exists",
+    ),
+    (
+        "settled although stated",
+        "if name in self._open_fields:",
+        "if name:",
+        LEGACY + "static_projection",
+        T_CONFIG + "test_only_legacy_configurations_have_open_fields",
+    ),
+    (
+        "open after it was settled",
+        '        self.__dict__.pop("_open_fields", None)\n',
+        "",
+        LEGACY + "static_projection",
+    ),
+    ("open fields stored", '        fields.pop("_open_fields", None)\n', "", LEGACY + "static_projection"),
+    (
+        "sides lead the stages",
+        "return tuple((stage, side) for stage in stages for side in sides)",
+        "return tuple((stage, side) for side in sides for stage in stages)",
+        T_CONFIG + "test_generators_keep_the_order_of_stored_tensors",
+    ),
+    (
+        "sides without branches accepted",
+        "if sides and not (self.compose_projection or self.compose_gate):",
+        "if sides and not (self.compose_projection or self.compose_gate or self.compose_static):",
+        T_CONFIG + "test_switch_combinations_are_accepted_exactly_when_they_describe_a_model",
+    ),
+)
+
+_HUB = _in(
+    "hub",
+    LAYOUTS,
+    (
+        "second layer transposed",
+        '((compose + "qkw", "(g c x) (r m)"),)',
+        '((compose + "qkw", "(g c x) (m r)"),)',
+        FOLDERS + "[fused]",
+    ),
+    (
+        "generators lead the groups",
+        '((compose + "dw1_proj.weight", "(g c x) e"),)',
+        '((compose + "dw1_proj.weight", "(c g x) e"),)',
+        FOLDERS + "[groups]",
+    ),
+    ("gates by head first", 'f"{prefix}e g (c m)"', 'f"{prefix}e g (m c)"', FOLDERS + "[fused]"),
+    (
+        "published static projections transposed",
+        '"g m n", ((name, "(g m) n"),)',
+        '"g m n", ((name, "(g n) m"),)',
+        FOLDERS + "[static, use_sw]",
+    ),
+    (
+        "gate and up swapped",
+        '(("w1", "gate_proj"), ("w3", "up_proj"))',
+        '(("w3", "gate_proj"), ("w1", "up_proj"))',
+        FOLDERS + "[fused]",
+    ),
+    (
+        "fused keys and values swapped",
+        'for name, heads in (("q", "h"), ("k", "j"), ("v", "j"))\n        )\n        for name',
+        'for name, heads in (("q", "h"), ("v", "j"), ("k", "j"))\n        )\n        for name',
+        FOLDERS + "[fused]",
+    ),
+    (
+        "stored generators by side",
+        '(("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key"))',
+        '(("pre", "query"), ("post", "query"), ("pre", "key"), ("post", "key"))',
+        FOLDERS + "[query-wise]",
+    ),
+    (
+        "first generators instead of those in use",
+        '"c " + _rest(foreign_dims, "c"), sizes)[used]',
+        '"c " + _rest(foreign_dims, "c"), sizes)[: len(used)]',
+        FOLDERS + "[query-wise]",
+    ),
+    (
+        "generators stored in the first places",
+        "padded[used] = tensor",
+        "padded[: len(used)] = tensor",
+        T_HUB + "test_original_format",
+    ),
+) + _in(
+    "hub",
+    HUB,
+    (
+        "parts share the whole's memory",
+        "natives = [native.clone() for native in natives]",
+        "natives = list(natives)",
+        T_HUB + "test_loaded_tensors_are_independent",
+    ),
+    (
+        "parameters not contiguous",
+        "prefix + tail: native.contiguous()",
+        "prefix + tail: native",
+        T_HUB + "test_loaded_tensors_are_independent",
+    ),
+    (
+        "names match by their beginning",
+        'r"(\\d+)") + "(?!.)"',
+        'r"(\\d+)")',
+        T_HUB + "test_other_tensors_are_unexpected",
+    ),
+    (
+        "real static projections dropped in silence",
+        "if not config.compose_static and not stored.has_static:",
+        "if not config.compose_static:",
+        T_HUB + "test_real_static_projections_are_not_dropped_in_silence",
+    ),
+    (
+        "the last static projection decides",
+        "if not stored.has_static and _STATIC.fullmatch(name):",
+        "if _STATIC.fullmatch(name):",
+        T_HUB + "test_one_real_projection_in_any_shard_is_enough",
+    ),
+    ("rank is the number of rows", '"compose_rank": rows // 2', '"compose_rank": rows', FOLDERS + "[rank]"),
+    (
+        "the caller's configuration is changed",
+        "config = copy.deepcopy(config)",
+        "config = config",
+        T_HUB + "test_configuration_given",
+    ),
+    (
+        "several ends of text replaced by one",
+        "if said == own or (isinstance(said, list) and own in said):",
+        "if said == own:",
+        T_HUB + "test_agreeing_tokenizer_is_not_mentioned",
+    ),
+    (
+        "tokens beyond the vocabulary",
+        "for holder in holders if own < model.config.vocab_size else ():",
+        "for holder in holders:",
+        T_HUB + "test_nothing_to_learn_from_the_tokenizer",
+    ),
+    (
+        "the last row of the vocabulary is beyond it",
+        "if own < model.config.vocab_size else",
+        "if own + 1 < model.config.vocab_size else",
+        T_HUB + "test_tokens_are_taken_up_to_the_last_row_of_the_vocabulary",
+    ),
+    (
+        "the caller's generation settings replaced",
+        'if arguments.get("generation_config") is None and getattr',
+        "if getattr",
+        T_HUB + "test_generation_settings",
+    ),
+    (
+        "special tokens map takes precedence",
+        '("special_tokens_map.json", "tokenizer_config.json")',
+        '("tokenizer_config.json", "special_tokens_map.json")',
+        T_HUB + "test_tokenizer_wins",
+    ),
+    (
+        "code in a pickle is run",
+        "weights_only=True",
+        "weights_only=False",
+        T_HUB + "test_code_in_a_pickle_is_not_run",
+    ),
+    (
+        "looks at files that are not loaded",
+        "names += [] if safe else [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]",
+        "names = ([] if safe else [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]) + names",
+        T_HUB + "test_safetensors_are_preferred",
+    ),
+)
+
+FORMATS = "conversion/formats.py"
+_CONVERSION = (
+    _in(
+        "conversion",
+        FORMATS,
+        (
+            "MaxText's gate and up swapped",
+            'mlp_{s}.wi_0.kernel", "e l f", _LAYER + "mlp.gate_proj.weight", "f e"),\n'
+            '        _layout(layer + "mlp_{s}.wi_1.kernel", "e l f", _LAYER + "mlp.up_proj.weight", "f e"),',
+            'mlp_{s}.wi_0.kernel", "e l f", _LAYER + "mlp.up_proj.weight", "f e"),\n'
+            '        _layout(layer + "mlp_{s}.wi_1.kernel", "e l f", _LAYER + "mlp.gate_proj.weight", "f e"),',
+            MAXTEXT + "[default]",
+        ),
+        (
+            "MaxText's output projection by channel first",
+            '_layout(attention + "out.kernel", "h l d e", _ATTENTION + "o_proj.weight", "e (h d)")',
+            '_layout(attention + "out.kernel", "h l d e", _ATTENTION + "o_proj.weight", "e (d h)")',
+            MAXTEXT + "[default]",
+        ),
+        (
+            "MaxText's static projections transposed",
+            'AttentionOp_0.{stage}_proj.w"\n'
+            '        layouts.append(_layout(name, "g l m n", f"{_ATTENTION}compose.{stage}_static", "(g m) n"))',
+            'AttentionOp_0.{stage}_proj.w"\n'
+            '        layouts.append(_layout(name, "g l m n", f"{_ATTENTION}compose.{stage}_static", "(g n) m"))',
+            MAXTEXT + "[static]",
+        ),
+        (
+            "Pax's static projections transposed",
+            'name = f"{attention}{stage}_proj.w"\n'
+            '        layouts.append(_layout(name, "l g m n", f"{_ATTENTION}compose.{stage}_static", "(g m) n"))',
+            'name = f"{attention}{stage}_proj.w"\n'
+            '        layouts.append(_layout(name, "l g m n", f"{_ATTENTION}compose.{stage}_static", "(g n) m"))',
+            PAX + "[DCPythia, padded vocabulary, static]",
+        ),
+        (
+            "Pax's scales taken as they are",
+            'offset = 1.0 if norm_type == "layernorm" else 0.0',
+            "offset = 0.0",
+            PAX + "[DCPythia without static]",
+        ),
+        (
+            "Pax's scales written plus one",
+            "tensor.double() - self.layout.offset",
+            "tensor.double() + self.layout.offset",
+            T_CONVERT + "test_dcpythia_to_pax",
+        ),
+        (
+            "layers of a pattern's place taken in a row",
+            "tuple(range(s, count, period))",
+            "tuple(range(s * (count // period), (s + 1) * (count // period)))",
+            MAXTEXT + "[default]",
+            PAX + "[DCFormer++]",
+        ),
+        (
+            "block and place swapped",
+            "block, place = divmod(layer, period)",
+            "place, block = divmod(layer, period)",
+            T_CONVERT + "test_maxtext_without_scanned_layers",
+        ),
+        (
+            "one block of all layers",
+            "return next(p for p in range(1, count + 1) if count % p == 0 and kinds[:p] * (count // p) == kinds)",
+            "return count",
+            T_ROUND_TRIP + "test_options_that_do_not_apply",
+        ),
+    )
+    + _in(
+        "conversion",
+        "conversion/convert.py",
+        (
+            "infinity passes",
+            "all(bool(extreme.isfinite()) for extreme in flat.aminmax())",
+            "not any(bool(extreme.isnan()) for extreme in flat.aminmax())",
+            T_OUTPUT + "test_nonfinite_values",
+        ),
+        (
+            "trainer's static projections in float32",
+            'narrow = part.name.endswith((".qkw", "pre_proj.w", "post_proj.w"))',
+            'narrow = part.name.endswith(".qkw")',
+            T_CLI + "test_dtype_of_arrays",
+        ),
+        (
+            "padded rows of ones",
+            "joined.new_zeros(shape[0] - joined.shape[0], *shape[1:])",
+            "joined.new_ones(shape[0] - joined.shape[0], *shape[1:])",
+            T_CLI + "test_pax_options",
+            T_CONVERT + "test_dcpythia_to_pax",
+        ),
+        (
+            "second moments are the parameters",
+            '"nu": nested(zeros)',
+            '"nu": nested(lambda array: array)',
+            T_CLI + "test_maxtext_options",
+        ),
+        (
+            "dtype of the last tensor stands for all",
+            "common = torch.promote_types(common, dtype)",
+            "common = dtype",
+            T_ROUND_TRIP + "test_layers_of_several_dtypes_lose_nothing",
+        ),
+        (
+            "a token just beyond the vocabulary",
+            "if new is None or new >= config.vocab_size:",
+            "if new is None or new > config.vocab_size:",
+            T_CLI + "test_tokens_beyond_the_vocabulary_are_not_taken",
+        ),
+    )
+    + _in(
+        "conversion",
+        "conversion/checkpoint.py",
+        (
+            "scales less one added in their own dtype",
+            "tensor = (tensor.double() + part.layout.offset).to(self.dtype(name))",
+            "tensor = (tensor + part.layout.offset).to(self.dtype(name))",
+            T_INFERENCE + "test_bfloat16_scales_less_one_lose_nothing",
+        ),
+        (
+            "the vocabulary's last rows kept",
+            'tensor = tensor.narrow(part.dims.split().index("v"), 0, self.config.vocab_size)',
+            'axis = part.dims.split().index("v")\n'
+            "            size = self.config.vocab_size\n"
+            "            tensor = tensor.narrow(axis, tensor.shape[axis] - size, size)",
+            T_INFERENCE + "test_smaller_vocabulary",
+            PAX + "[DCPythia, padded vocabulary, static]",
+        ),
+        (
+            "tensors too many accepted",
+            "        if extra:\n",
+            "        if extra and missing:\n",
+            T_CHECKPOINT + "test_unknown_array",
+        ),
+        (
+            "a vocabulary too small taken for a padded one",
+            "padded = info.shape[axis] > expected[axis]",
+            "padded = info.shape[axis] != expected[axis]",
+            T_CHECKPOINT + "test_wrong_shape",
+            T_CHECKPOINT + "test_config_of_another_size",
+        ),
+    )
+    + _in(
+        "conversion",
+        "conversion/inference.py",
+        (
+            "unused generators sought on another axis",
+            "values.select(2 if found.stacked else 1, c).any()",
+            "values.select(1, c).any()",
+            T_INFERENCE + "test_unused_generators_are_left_out",
+        ),
+        (
+            "epsilon of Pax's LayerNorms",
+            '1e-5 if format == "maxtext" or layernorm else 1e-6',
+            '1e-5 if format == "maxtext" else 1e-6',
+            PAX + "[DCPythia without static]",
+            T_INFERENCE + "test_shapes_of_pax",
+        ),
+        (
+            "a window as long as a sequence stays local",
+            "isinstance(window, int) and window >= longest",
+            "isinstance(window, int) and window > longest",
+            T_INFERENCE + "test_partial_configs",
+            T_INFERENCE + "test_maxtext_yaml",
+        ),
+        (
+            "MaxText's epsilon not that of q/k norms",
+            'result["norm_eps"] = result["qk_norm_eps"] = float(',
+            'result["norm_eps"] = float(',
+            T_INFERENCE + "test_maxtext_yaml",
+            T_INFERENCE + "test_partial_configs",
+        ),
+        (
+            "MaxText's GELU is erf",
+            '"gelu": "gelu_pytorch_tanh"',
+            '"gelu": "gelu"',
+            T_INFERENCE + "test_partial_configs",
+        ),
+        (
+            "a missing head taken for tied embeddings",
+            'if facts["tie_word_embeddings"] and not given.get("tie_word_embeddings"):',
+            'if facts["tie_word_embeddings"] and given.get("tie_word_embeddings") is False:',
+            T_CHECKPOINT + "test_missing_head_is_not_taken_for_tied_embeddings",
+        ),
+    )
+    + _in(
+        "conversion",
+        "conversion/output.py",
+        (
+            "the old output does not come back",
+            "                aside.rename(output)\n",
+            "",
+            T_OUTPUT + "test_the_old_output_comes_back_when_renaming_fails",
+        ),
+        (
+            "header not aligned",
+            'text += b" " * (-len(text) % 8)',
+            'text += b""',
+            T_OUTPUT + "test_the_bytes_of_safetensors",
+        ),
+        (
+            "tensors by name, narrow ones before wide ones",
+            "key=lambda name: (order.index(tensors[name][1]), name)",
+            "key=lambda name: name",
+            T_OUTPUT + "test_the_bytes_of_safetensors",
+        ),
+    )
+    + _in(
+        "conversion",
+        "conversion/verification.py",
+        (
+            "NaN is no difference",
+            'nan_to_num(nan=float("inf"), posinf',
+            "nan_to_num(nan=0.0, posinf",
+            T_VERIFY + "test_special_values",
+        ),
+        (
+            "the last piece decides",
+            "largest = max(largest, float(apart.max()) if apart.numel() else 0.0)",
+            "largest = float(apart.max()) if apart.numel() else 0.0",
+            T_VERIFY + "test_large_tensors_are_compared_to_their_end",
+        ),
+        (
+            "groups are not decisive",
+            '    "compose_groups",\n)',
+            ")",
+            T_VERIFY + "test_compositions_with_the_same_tensors",
+        ),
+        (
+            "sides are not decisive",
+            '    "compose_query",\n    "compose_key",\n',
+            "",
+            T_VERIFY + "test_compositions_with_the_same_tensors",
+        ),
+    )
+)
+
+_KERNELS = (
+    _in(
+        "kernels",
+        "kernels/generator.py",
+        (
+            "tanh near zero by a shorter series",
+            "(2.0 / 15.0 - square * (17.0 / 315.0))",
+            "(2.0 / 15.0)",
+            T_GENERATOR + "test_tanh_is_accurate_relative_to_itself",
+        ),
+        (
+            "product not rounded",
+            "    pair = rounded(pair, p_qkw.dtype.element_ty).to(tl.float32)\n",
+            "",
+            T_GENERATOR + "test_it_rounds_where_torch_rounds",
+        ),
+        (
+            "norm without epsilon",
+            "tl.rsqrt(tl.sum(pair * pair, axis=2) / M + EPS)",
+            "tl.rsqrt(tl.sum(pair * pair, axis=2) / M)",
+            T_GENERATOR + "test_small_and_large_inputs",
+        ),
+        (
+            "padding left as it was",
+            "tl.where(o_h % REP == REP - 1, PAD, 0)",
+            "tl.where(o_h % REP == REP - 1, 0, 0)",
+            T_GENERATOR + "test_weights_and_rows",
+        ),
+        (
+            "gradient of the norm without its mean",
+            "grad_down = scale * (grad_down - raw * (grad_down * raw).mean(dim=-1, keepdim=True))",
+            "grad_down = scale * grad_down",
+            T_GENERATOR + "test_gradient_formulas_in_float64",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/decode.py",
+        (
+            "sums of splits with different maxima",
+            "total = total * tl.exp(top - safe) + tl.sum(sums * tl.exp(tops - safe[None, :]), 0)",
+            "total = total * tl.exp(top - safe) + tl.sum(sums, 0)",
+            T_DECODE + "test_number_of_splits[1]",
+        ),
+        (
+            "hidden maps go out with down",
+            "_channel(p_rows, m_rows, rows, R + r, WHOLE_ROWS, B_C)",
+            "_channel(p_rows, m_rows, rows, r, WHOLE_ROWS, B_C)",
+            T_DECODE + "test_number_of_splits[1]",
+        ),
+        (
+            "static map from column to row in decoding",
+            "tl.load(p_static + j * M + o_m,",
+            "tl.load(p_static + o_m * M + j,",
+            T_DECODE + "test_shapes[groups]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/attention.py",
+        (
+            "interval with its end",
+            "(o_s[None, :] < last[:, None])",
+            "(o_s[None, :] <= last[:, None])",
+            T_KERNEL + "[7 queries]",
+        ),
+        (
+            "gradient of scores without scale",
+            "rounded(grad * scale, p_composed.dtype.element_ty)",
+            "rounded(grad, p_composed.dtype.element_ty)",
+            T_KERNEL + "[7 queries]",
+        ),
+        (
+            "log-sum-exps of tiles added",
+            "total = total * tl.exp(top - base) + tl.sum(tl.exp(part - base[None, :]), 0)",
+            "total = total + tl.sum(tl.exp(part - base[None, :]), 0)",
+            "tests/kernels/test_attention.py::test_log_sum_exps_of_many_tiles_are_joined",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/launch.py",
+        (
+            "static map not transposed",
+            "mixer = static.transpose(1, 2) if source in (SCORES, WEIGHTS) else static",
+            "mixer = static",
+            T_KERNEL + "[static only]",
+        ),
+        (
+            "gradients behind those of a stage that is off",
+            "i = channels if stage and self.layout.pre & side else 0",
+            "i = channels if stage else 0",
+            T_KERNEL + "[post key]",
+        ),
+        (
+            "keys of a chunk end with its first query",
+            "t_0 + n + self.visibility.high), 16)",
+            "t_0 + self.visibility.high), 16)",
+            T_KERNEL + "[chunks]",
+        ),
+    )
+)
+
+_MODELING = _in(
+    "modeling",
+    MODEL,
+    (
+        "RMS norm without epsilon",
+        "wide.pow(2).mean(-1, keepdim=True) + self.eps)",
+        "wide.pow(2).mean(-1, keepdim=True))",
+        T_MODEL + "test_every_switch_trains_saves_and_counts[default]",
+        MAXTEXT + "[default]",
+        PAX + "[DCFormer++]",
+    ),
+    (
+        "RMS norm in the model's dtype",
+        "wide = x.to(accumulation_dtype(x.dtype))\n        wide = wide",
+        "wide = x\n        wide = wide",
+        T_MODEL + "test_norms_by_their_formula",
+    ),
+    (
+        "layer norm without bias",
+        "self.normalized_shape, weight, bias, self.eps)",
+        "self.normalized_shape, weight, None, self.eps)",
+        T_MODEL + "test_every_switch_trains_saves_and_counts[layernorm]",
+        PAX + "[DCPythia without static]",
+    ),
+    (
+        "epsilon of the norms fixed",
+        "return norm_class(config.hidden_size, eps=config.norm_eps)",
+        "return norm_class(config.hidden_size, eps=1e-6)",
+        MAXTEXT + "[default]",
+        PAX + "[DCPythia without static]",
+    ),
+    (
+        "q norm with the layers' epsilon",
+        "self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)",
+        "self.q_norm = DCFormerRMSNorm(self.head_dim, config.norm_eps)",
+        PAX + "[DCPythia without static]",
+    ),
+    (
+        "sines without attention_scaling",
+        "(angles.sin() * self.attention_scaling)",
+        "angles.sin()",
+        T_MODEL + "test_rotary_embeddings_are_the_librarys_and_scaled",
+    ),
+    (
+        "cosines without attention_scaling",
+        "(angles.cos() * self.attention_scaling)",
+        "angles.cos()",
+        T_MODEL + "test_rotary_embeddings_are_the_librarys_and_scaled",
+    ),
+    (
+        "rotary pairs interleaved",
+        "angles = torch.cat([angles, angles], dim=-1)",
+        "angles = angles.repeat_interleave(2, dim=-1)",
+        MAXTEXT + "[default]",
+    ),
+    (
+        "rotated backwards",
+        "torch.cat([-second, first], dim=-1)",
+        "torch.cat([second, -first], dim=-1)",
+        MAXTEXT + "[default]",
+    ),
+    (
+        "frequencies over the whole head",
+        "torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim",
+        "torch.arange(0, rotary_dim, 2, dtype=torch.float32) / config.head_dim",
+        PAX + "[DCPythia without static]",
+    ),
+    (
+        "positions begin anew behind a cache",
+        "device=hidden_states.device) + seen)[None]",
+        "device=hidden_states.device))[None]",
+        T_GENERATION + "test_crop[gqa]",
+    ),
+    (
+        "activation on the wrong half of the MLP",
+        "self.act_fn(self.gate_proj(x)) * self.up_proj(x)",
+        "self.gate_proj(x) * self.act_fn(self.up_proj(x))",
+        MAXTEXT + "[default]",
+    ),
+    (
+        "gates not normalised over the gates",
+        "self.multi_gate_proj(x).softmax(dim=-1, dtype",
+        "self.multi_gate_proj(x).softmax(dim=-2, dtype",
+        T_MODEL + "test_multi_gate_mlp_by_its_formula",
+    ),
+    (
+        "slices of the gates interleaved",
+        "hidden.unflatten(-1, (gates.shape[-1], -1)) * gates[..., None]",
+        "hidden.unflatten(-1, (-1, gates.shape[-1])) * gates[..., None, :]",
+        T_MODEL + "test_multi_gate_mlp_by_its_formula",
+    ),
+    (
+        "scores scaled by the hidden size",
+        "self.scaling = self.head_dim**-0.5",
+        "self.scaling = config.hidden_size**-0.5",
+        MAXTEXT + "[default]",
+    ),
+    (
+        "q norm after RoPE",
+        "query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)  # [B, H, T, D]",
+        "query = self.q_proj(hidden_states).view(head_shape).transpose(1, 2)\n"
+        "        query = self.q_norm(apply_rotary(query, *position_embeddings))\n"
+        "        query = apply_rotary(query, position_embeddings[0], -position_embeddings[1])",
+        MAXTEXT + "[default]",
+    ),
+    (
+        "value channels unpacked as a key's",
+        'self.compose.unpack(value, self.head_dim, "post", gather)',
+        'self.compose.unpack(value, self.head_dim, "pre", gather)',
+        T_GENERATION + "test_continue_from_past_key_values",
+    ),
+    (
+        "parallel MLP behind the attention",
+        "return hidden_states + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))",
+        "return hidden_states + attended + self.dropout(\n"
+        "                self.mlp(self.post_attention_layernorm(hidden_states + attended))\n            )",
+        PAX + "[DCPythia without static]",
+    ),
+    (
+        "no hidden_dropout behind the attention",
+        "        attended = self.dropout(attended)\n",
+        "",
+        T_MODEL + "test_hidden_dropout_is_on_all_that_a_layer_adds",
+    ),
+    (
+        "no hidden_dropout behind a parallel MLP",
+        "return hidden_states + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))",
+        "return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))",
+        T_MODEL + "test_hidden_dropout_is_on_all_that_a_layer_adds",
+    ),
+    (
+        "no hidden_dropout behind a sequential MLP",
+        "        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))\n",
+        "        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))\n",
+        T_MODEL + "test_hidden_dropout_is_on_all_that_a_layer_adds",
+    ),
+    (
+        "documents of a packed row not told apart",
+        '            "position_ids": position_ids,\n        }',
+        "        }",
+        T_MODEL + "test_packed_documents_do_not_see_each_other[eager]",
+    ),
+    (
+        "cache of another batch accepted",
+        "            if expected != found:\n",
+        "            if expected[1:] != found[1:]:\n",
+        T_MODEL + "test_cache_of_another_model",
+    ),
+    (
+        "cache of another rank accepted",
+        "            cache._dcformer_layout = layout  #",
+        "            pass  #",
+        T_GENERATION + "test_cache_of_another_model",
+    ),
+    (
+        "cache with a smaller window accepted",
+        "(window is None or (held or window) < window)",
+        "window is None",
+        T_GENERATION + "test_cache_of_another_model",
+    ),
+    (
+        "token id just beyond the vocabulary",
+        "if low < 0 or high >= size:",
+        "if low < 0 or high > size:",
+        T_MODEL + "test_token_id_out_of_range",
+    ),
+    (
+        "composition initialised like all else",
+        "if isinstance(module, DCFormerCompose):",
+        "if module is None:",
+        T_COMPOSE + "test_initialisation_is_the_papers",
+    ),
+    (
+        "missing head accepted",
+        'if key.startswith(prefix) or (key == "lm_head.weight" and expects_head)',
+        "if key.startswith(prefix)",
+        T_MODEL + "test_missing_tensor",
+    ),
+    (
+        "static cache of the library's sliding layers",
+        "        use_static_window_layers(cache, self.config.sliding_window)\n",
+        "",
+        T_GENERATION + "test_compiled_static_decoding",
+    ),
+    (
+        "one width for keys and values",
+        "if shape is None or pre != post:",
+        "if shape is None:",
+        T_GENERATION + "test_early_initialisation_of_a_static_cache",
+    ),
+    (
+        "attention under autocast",
+        "with torch.autocast(device, enabled=False) if mixed_precision is not None else nullcontext():",
+        "with nullcontext():",
+        T_MODEL + "test_scores_stay_float32_under_autocast",
+    ),
+    (
+        "saved under the authors' names unasked",
+        'kwargs.get("save_original_format", False)',
+        'kwargs.get("save_original_format", True)',
+        FOLDERS + "[fused]",
+    ),
+)
+
+CHUNKED_IS_EAGER = T_ATTENTION + "test_chunked_is_eager_output_and_every_gradient"
+_ATTENTION = _in(
+    "attention",
+    ATTENTION,
+    (
+        "rows that see nothing see everything",
+        "return scores.softmax(dim=-1).masked_fill(empty, 0.0)",
+        "return scores.softmax(dim=-1)",
+        T_ATTENTION + "test_fully_masked_rows_give_zeros_and_no_gradient",
+    ),
+    (
+        "additive masks only hide",
+        "        scores = scores + bias.to(scores.dtype)\n",
+        "        pass\n",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "scores not scaled",
+        "key.to(compute).transpose(-1, -2)) * scaling",
+        "key.to(compute).transpose(-1, -2))",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "key/value heads repeated in turn",
+        "states.repeat_interleave(repeats, dim=1)",
+        "states.repeat(1, repeats, 1, 1)",
+        CHUNKED_IS_EAGER,
+        MAXTEXT + "[LGLL, six heads]",
+    ),
+    (
+        "scores in the model's dtype",
+        "torch.matmul(query.to(compute), key.to(compute).transpose(-1, -2)) * scaling",
+        "torch.matmul(query, key.transpose(-1, -2)).to(compute) * scaling",
+        T_ATTENTION + "test_low_precision_is_no_worse_than_computing_in_it",
+        T_ATTENTION + "test_a_trace_holds_the_maps_of_the_definition",
+    ),
+    (
+        "dropout while not training",
+        "F.dropout(weights, p=dropout, training=module.training)",
+        "F.dropout(weights, p=dropout)",
+        T_ATTENTION + "test_dropout_drops_and_scales_independently",
+        T_ATTENTION + "test_dropout_in_a_model",
+    ),
+    ("weights not composed", "weights, mix(weights, post))", "weights, weights)", CHUNKED_IS_EAGER),
+    (
+        "batches that do not fit",
+        "heads_fit = query.shape[0] == key.shape[0] and query.shape[1]",
+        "heads_fit = query.shape[1]",
+        T_ATTENTION + "test_ill_fitting_shapes_are_refused",
+    ),
+)
+
+_MASKS = _in(
+    "attention",
+    MASKS,
+    (
+        "queries at the first keys",
+        " + (key_length - query_length + 1)",
+        " + 1",
+        T_MASKS + "test_causal_rows_end_at_the_last_key",
+    ),
+    (
+        "window of one key more",
+        "(last - window).clamp(min=0)",
+        "(last - window - 1).clamp(min=0)",
+        T_MASKS + "test_causal_rows_end_at_the_last_key",
+    ),
+    (
+        "only the very lowest number hides",
+        "mask > torch.finfo(mask.dtype).min / 2, mask",
+        "mask > torch.finfo(mask.dtype).min, mask",
+        T_ATTENTION + "test_fully_masked_rows_give_zeros_and_no_gradient",
+    ),
+    (
+        "last key of an interval",
+        "keys - ones.flip(-1).argmax(-1)",
+        "keys - ones.flip(-1).argmax(-1) - 1",
+        T_MASKS + "test_gaps_are_found",
+    ),
+    (
+        "gaps overlooked",
+        "(last - first == count).all()",
+        "(last - first == count).any()",
+        T_MASKS + "test_gaps_are_found",
+    ),
+    (
+        "a window forgotten by the mask",
+        "is_causal, local_size, is_plain,",
+        "is_causal, None, is_plain,",
+        T_MASKS + "test_what_the_model_asks_for_is_what_the_mask_knows",
+    ),
+    (
+        "padding taken for plain",
+        "allow_is_causal_skip and aligned and _nothing_padded(attention_mask)",
+        "allow_is_causal_skip and aligned",
+        T_MASKS + "test_a_mask_is_plain_only_where_causality_says_everything",
+    ),
+    (
+        "every mask causal",
+        'getattr(config, "is_causal", True) and not use_vmap',
+        "True",
+        T_MASKS + "test_what_the_model_asks_for_is_what_the_mask_knows",
+    ),
+    (
+        "rows of the first queries",
+        "q_offset=self.q_offset + start",
+        "q_offset=self.q_offset",
+        T_MASKS + "test_rows_are_rows_of_the_whole",
+    ),
+    (
+        "a static cache's length read late",
+        "q_offset = q_offset.clone()",
+        "pass",
+        T_GENERATION + "test_static_cache_is_reusable",
+    ),
+)
+
+_CHUNKED = _in(
+    "attention",
+    CHUNKED,
+    (
+        "query sides without the skip connection",
+        "diagonal += 1 if self.query_gate is None else 1 +",
+        "diagonal += 0 if self.query_gate is None else 0 +",
+        CHUNKED_IS_EAGER,
+    ),
+    ("static projection transposed", "matrix += self.static.T", "matrix += self.static", CHUNKED_IS_EAGER),
+    (
+        "gradients through the matrix untransposed",
+        "torch.bmm(matrix.flatten(0, 1).transpose(1, 2), grad.flatten(0, 1)",
+        "torch.bmm(matrix.flatten(0, 1), grad.flatten(0, 1)",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "hidden maps of the first head only",
+        "for m in range(1, maps.shape[2]):",
+        "for m in range(1, 1):",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "the scaling missing from the query's gradient",
+        "grads[0][:, self.heads] = self.grads[0] * self.scaling",
+        "grads[0][:, self.heads] = self.grads[0]",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "gradients of shared keys overwritten",
+        "grads[1].index_add_(1, self.kv_heads, self.grads[1])",
+        "grads[1].index_copy_(1, self.kv_heads, self.grads[1])",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "keys of the block's first query only",
+        "keys=slice(low, max(low, last))",
+        "keys=slice(low, max(low, first))",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "too much taken for visible",
+        "clear=(high - low, max(high, first) - low)",
+        "clear=(high - low, max(high, last) - low)",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "keys before the window",
+        "for start, stop in ((0, min(low, width)), (min(high, width), width)):",
+        "for start, stop in ((min(high, width), width),):",
+        CHUNKED_IS_EAGER,
+        T_ATTENTION + "test_the_window_is_w_keys_with_the_querys_own",
+    ),
+    (
+        "rows that see nothing see something",
+        "weights.masked_fill_(empty, 0.0)",
+        "pass",
+        T_ATTENTION + "test_fully_masked_rows_give_zeros_and_no_gradient",
+    ),
+    (
+        "dropout of the forward pass alone",
+        "grad, composed = (plan.drop(m, block, self.heads) for m in (grad, maps.composed))",
+        "grad, composed = grad, maps.composed",
+        T_ATTENTION + "test_dropout_is_the_same_in_forward_and_backward",
+    ),
+    (
+        "dropped weights not made up for",
+        "maps * (kept.to(maps.dtype) / (1 - self.dropout))",
+        "maps * kept.to(maps.dtype)",
+        T_ATTENTION + "test_dropout_drops_and_scales_independently",
+        T_ATTENTION + "test_dropout_preserves_the_mean",
+    ),
+    (
+        "weights of a few queries without the key side",
+        "out = torch.addcmul(out, hidden, grouped(up).unsqueeze(3))",
+        "pass",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "composed weights not rounded",
+        "composed = composed.to(self.dtype).to(self.compute)",
+        "pass",
+        T_ATTENTION + "test_low_precision_is_no_worse_than_computing_in_it",
+    ),
+    (
+        "a mask read block by block",
+        "found = torch.stack(bounds).tolist() if bounds else []  # the one look at the device\n"
+        "        return [\n            replace(",
+        "found = [bound.tolist() for bound in bounds]\n        return [\n            replace(",
+        T_CHUNKED + "test_host_reads_do_not_grow_with_the_length",
+    ),
+    (
+        "transforms not refused",
+        "    _refuse_transforms(query, key, value, *weights)\n",
+        "",
+        T_CHUNKED + "test_transforms_name_eager",
+    ),
+)
+
+_LAYERS = _in(
+    "modeling",
+    MODEL,
+    (
+        "a layer's own place in the cache",
+        "layer_idx = self.layer_idx if layer_idx is None else layer_idx",
+        "layer_idx = self.layer_idx",
+        T_SURGERY + "test_one_answer_after_surgery",
+    ),
+    (
+        "checkpointing without gradients",
+        "self._checkpoints and torch.is_grad_enabled()",
+        "self._checkpoints",
+        T_SURGERY + "test_generate_in_training_with_gradient_checkpointing_keeps_its_cache",
+    ),
+    (
+        "a cache recomputed",
+        "if self.gradient_checkpointing and self.training and torch.is_grad_enabled():",
+        "if False:",
+        T_SURGERY + "test_generate_in_training_with_gradient_checkpointing_keeps_its_cache",
+    ),
+)
+
+MUTATIONS = [
+    *_COMPOSE,
+    *_CACHE,
+    *_CONFIGURATION,
+    *_HUB,
+    *_CONVERSION,
+    *_KERNELS,
+    *_MODELING,
+    *_LAYERS,
+    *_ATTENTION,
+    *_MASKS,
+    *_CHUNKED,
+]
