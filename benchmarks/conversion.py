@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,7 @@ def run_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
     names = ("layers", "hidden_size", "intermediate_size", "vocab_size", "heads", "dtype")
     options = {name: getattr(arguments, name) for name in names}
     content: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": describe_versions(
             "safetensors", "tensorstore", "jax", "orbax-checkpoint", script="benchmarks/conversion.py"

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -48,8 +48,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
 
 from dcformer import ComposeWeights, DCFormerCompose, DCFormerConfig, SideWeights, kernels
-from dcformer.attention_dcformer import chunked_attention, eager_attention
+from dcformer.attention_dcformer import eager_attention
 from dcformer.cache_dcformer import use_static_window_layers
+from dcformer.chunked_dcformer import chunked_attention
 
 SECTIONS = {
     "check": "Against the definition in float64: attention, decoding, weight generators, models",
@@ -1282,7 +1283,7 @@ def main(arguments: list[str] | None = None) -> int:
         bench = Bench(smoke=True, batch=1, prompt=9, new_tokens=2, depth=(1, 2), full_depth=args.full_depth)
     path, start = args.out / "gpu_suite.json", time.perf_counter()
     options = {name: value for name, value in vars(args).items() if name not in ("out", "plot", "markdown", "variants")}
-    content: dict[str, Any] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "options": options}
+    content: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "options": options}
     content |= {"about": describe(bench), "goals": [], "cells": []}
     if args.resume and path.exists():
         content["cells"] = json.loads(path.read_text())["cells"]

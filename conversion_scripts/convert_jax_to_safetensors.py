@@ -5,7 +5,7 @@ Run with --help for the options; the same as `dcformer-convert jax-to-safetensor
 
 import sys
 
-from dcformer.conversion.cli import main
+from dcformer_commands.convert import main
 
 if __name__ == "__main__":
     sys.exit(main(command="jax-to-safetensors"))

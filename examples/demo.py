@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import dcformer  # registers the model type with the Auto classes
+from dcformer.errors import DCFormerError, MissingExtraError, refused
 from dcformer.synthetic import generate_dataset, questions
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "dcformer-synthetic"
@@ -45,15 +46,25 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--seed", type=int, default=2026)
     options = parser.parse_args(arguments)
 
-    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(options.checkpoint)
+    for name in ("questions_per_task", "batch_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 1")
+    try:
+        asked = held_out_questions(options.questions_per_task, options.seed)
+    except MissingExtraError as error:
+        parser.error(str(error))
+    try:
+        with refused(OSError, KeyError, RuntimeError, ValueError):
+            tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+            model = AutoModelForCausalLM.from_pretrained(options.checkpoint)
+    except DCFormerError as error:
+        parser.error(f"--checkpoint {options.checkpoint}: no model that can be loaded, with its tokenizer ({error})")
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     print(
         f"dcformer {dcformer.__version__}: {type(model).__name__} with {model.num_parameters():,} parameters, "
         f"attention {model.config._attn_implementation!r}, layers {model.config.layer_types}"
     )
 
-    asked = held_out_questions(options.questions_per_task, options.seed)
     answers = answer(generator, [question["prompt"] for question in asked], options.batch_size)
     by_task = defaultdict(list)
     for number, (question, given) in enumerate(zip(asked, answers, strict=True)):

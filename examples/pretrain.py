@@ -10,6 +10,7 @@ Arguments come from the command line, a YAML file, or both; --help lists them, d
 import sys
 
 import dcformer  # noqa: F401  # registers the model types
+from dcformer.errors import MissingExtraError
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     """
     try:
         from dcformer.training import prepare_pretraining, run_program
-    except ImportError as error:  # the extra is missing
+    except MissingExtraError as error:
         sys.exit(f"error: {error}")
     return run_program(prepare_pretraining, arguments)
 

@@ -126,7 +126,9 @@ def make_data(task: str, rows: int) -> tuple[list[dict], list[dict], int]:
     return train * -(-rows // len(train)), test, len(index)
 
 
-def settings_of(task: str, size: str, variant: str, seed: int, steps: int | None) -> dict:
+def settings_of(
+    task: str, size: str, variant: str, seed: int, steps: int | None = None, learning_rate: float = LEARNING_RATE
+) -> dict:
     """What a run is told; a result counts as done when all of it is the same."""
     what = TASKS[task]
     return {
@@ -136,7 +138,7 @@ def settings_of(task: str, size: str, variant: str, seed: int, steps: int | None
         "seed": seed,
         "steps": steps or what.steps[size],
         "batch_size": what.batch_size,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": learning_rate,
     }
 
 
@@ -381,6 +383,7 @@ def tables(results: dict) -> str:
         "| | paper | " + " | ".join(f"{task}, {size}" for task, size in cells) + " |",
         "|---|---" + "|---" * len(cells) + "|",
     ]
+    verdicts: list[str] = []
     for better, worse in CLAIMS:
         row = [f"{VARIANTS[better].label} before {VARIANTS[worse].label}"]
         row.append(f"{math.log(VARIANTS[worse].paper / VARIANTS[better].paper):+.4f}")
@@ -388,10 +391,14 @@ def tables(results: dict) -> str:
             if better in losses[cell] and worse in losses[cell]:
                 mean, error, verdict = compare(losses[cell][better], losses[cell][worse])
                 row.append(f"{mean:+.4f} ± {error:.4f} {verdict}")
+                verdicts.append(verdict)
             else:
                 row.append("")
         lines.append("| " + " | ".join(row) + " |")
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("agrees", "disagrees", "open"))
     lines += [
+        "",
+        f"Of {len(verdicts)} comparisons: {counts}.",
         "",
         "## Synthetic tasks, beside the paper's Table 5",
         "",
@@ -451,6 +458,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=None, help="of every run; else as in TASKS")
+    parser.add_argument(
+        "--learning-rate", type=float, default=LEARNING_RATE, help="of every run (default: %(default)s)"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of results.json, tables.md and study.png")
     parser.add_argument(
@@ -460,21 +470,29 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("steps", "workers"):
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"--{name} {value}: expected at least 1")
-    if options.steps and options.output.resolve() == OUTPUT:
-        parser.error(f"--steps {options.steps} would replace results of the study: choose another folder with --output")
+    if not options.learning_rate > 0:
+        parser.error(f"--learning-rate {options.learning_rate}: expected more than 0")
+    if (options.steps or options.learning_rate != LEARNING_RATE) and options.output.resolve() == OUTPUT:
+        parser.error("--steps and --learning-rate would replace results of the study: choose another --output")
 
     wanted = [
-        settings_of(task, size, variant, seed, options.steps)
+        settings_of(task, size, variant, seed, options.steps, options.learning_rate)
         for seed in options.seeds  # so that a study cut short has whole seeds
         for size in options.sizes
         for task in options.tasks
         for variant in options.variants
     ]
     path = options.output / "results.json"
+    try:
+        read_runs(path)
+        if not options.report:
+            options.output.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     if not options.report:
         train_missing(wanted, path, options.workers)
     elif not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: nothing to report. Train first, without --report.")
+        parser.error(f"{path} does not exist: nothing to report. Train first, without --report.")
     results = json.loads(path.read_text())
     write_text(options.output / "tables.md", tables(results))
     plot(results, options.output / "study.png")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 import dcformer  # noqa: F401  # registers the model types
+from dcformer.errors import DCFormerError, refused
 
 
 def generate(model: str, prompt: str, max_new_tokens: int) -> str:
@@ -30,13 +31,13 @@ def generate(model: str, prompt: str, max_new_tokens: int) -> str:
         What follows the prompt.
 
     Raises:
-        OSError: when there is no such model or tokenizer.
-        ValueError: when its heads cannot be split over the processes.
+        DCFormerError: when there is no such model or tokenizer, or its heads cannot be split over the processes.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        model, dtype="auto", distributed_config=DistributedConfig(tp_plan="auto")
-    )
+    with refused(OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype="auto", distributed_config=DistributedConfig(tp_plan="auto")
+        )
     batch = tokenizer(prompt, return_tensors="pt").to(loaded.device)
     with torch.no_grad():
         tokens = loaded.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False)
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         text = generate(options.model, options.prompt, options.max_new_tokens)
-    except (OSError, ValueError) as error:
+    except DCFormerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if dist.get_rank() == 0:

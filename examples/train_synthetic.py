@@ -23,6 +23,7 @@ from dcformer.synthetic import TASKS, build_tokenizer, encode, generate_dataset
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 PLAIN = {"compose_pre": False, "compose_post": False, "compose_query": False, "compose_key": False}
+MAX_TOKENS = 512  # of a context
 # (examples a context, contexts a step, share of the steps, learning rate at the end relative to the peak)
 CURRICULUM = ((1, 96, 0.8, 0.5), (3, 32, 0.2, 0.0))
 VARIANTS = {
@@ -41,7 +42,7 @@ def make_config(tokenizer, **switches) -> dcformer.DCFormerConfig:
         num_hidden_layers=4,
         num_attention_heads=4,
         sliding_window=32,
-        max_position_embeddings=512,
+        max_position_embeddings=tokenizer.model_max_length,
         initializer_range=0.06,  # about 1/sqrt(hidden_size): the usual 0.02 is for wide models
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
@@ -207,25 +208,35 @@ def publish(runs: Path, checkpoint: Path) -> None:
     print(f"wrote {checkpoint}")
 
 
-def main() -> None:
+def main(options: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "synthetic", help="folder of the runs")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="written when all variants are trained")
     parser.add_argument("--steps", type=int, default=1750, help="of all phases of the curriculum together")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--test-contexts", type=int, default=10, help="held-out contexts a task (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attention", default=None, help="attn_implementation; the best that runs here when not given")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     parser.add_argument("--cpu", action="store_true", help="do not use an accelerator that is there")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(options)
+    for name in ("steps", "learning_rate"):
+        if not getattr(arguments, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected more than 0")
+    if arguments.attention not in (None, "eager", "dcformer_chunked", "dcformer_triton"):
+        parser.error(f"--attention {arguments.attention}: expected eager, dcformer_chunked or dcformer_triton")
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output {arguments.output}: {error.strerror}")
 
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(model_max_length=MAX_TOKENS)
     phases = []
     for num_examples, batch_size, share, _ in CURRICULUM:
         contexts_per_task = -(-round(arguments.steps * share) * batch_size // len(TASKS))
         phases.append(make_data("train", contexts_per_task, num_examples, arguments.seed, tokenizer))
-    test_data = make_data("test", 10, CURRICULUM[-1][0], arguments.seed, tokenizer)
+    test_data = make_data("test", arguments.test_contexts, CURRICULUM[-1][0], arguments.seed, tokenizer)
     print("training contexts:", [len(data) for data in phases], "test contexts:", len(test_data), flush=True)
     for variant in arguments.variants:
         train(variant, arguments, tokenizer, phases, test_data)

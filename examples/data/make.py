@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent)
     folder = parser.parse_args(arguments).output
+    if not folder.is_dir():
+        parser.error(f"--output {folder}: no such folder")
     files = {
         "chat_train.jsonl.gz": conversations("train", 800),
         "chat_test.jsonl": conversations("test", 20),
