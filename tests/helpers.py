@@ -1,5 +1,6 @@
-"""Small models, paths and documented commands for tests."""
+"""Small models, configurations, paths and documented commands for tests."""
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,33 @@ import torch
 from dcformer import DCFormerConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SWITCHES = (
+    "compose_pre",
+    "compose_post",
+    "compose_query",
+    "compose_key",
+    "compose_projection",
+    "compose_gate",
+    "compose_static",
+)
+PLAIN = {name: False for name in ("compose_pre", "compose_post", "compose_query", "compose_key", "compose_static")}
+
+
+def describes_a_model(switches: dict[str, bool]) -> bool:
+    """Whether a combination of switches is accepted: something to compose, something to compose it with, or nothing."""
+    stage = switches["compose_pre"] or switches["compose_post"]
+    dynamic = switches["compose_query"] or switches["compose_key"]
+    if not stage:
+        return not dynamic and not switches["compose_static"]
+    if dynamic:
+        return switches["compose_projection"] or switches["compose_gate"]
+    return switches["compose_static"]
+
+
+ALL_SWITCHES = [
+    dict(zip(SWITCHES, values, strict=True)) for values in itertools.product((False, True), repeat=len(SWITCHES))
+]
+VALID_SWITCHES = [switches for switches in ALL_SWITCHES if describes_a_model(switches)]
 
 
 def documented_commands(*pages: Path) -> list[list[str]]:
@@ -17,6 +45,15 @@ def documented_commands(*pages: Path) -> list[list[str]]:
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def documented_rows(heading: str) -> list[list[str]]:
+    """Cells of the first table below a heading of docs/configuration.md."""
+    text = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
+    lines = text.split(f"\n## {heading}\n", 1)[1].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2 :])
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
 def tiny_config(**overrides) -> DCFormerConfig:
@@ -42,3 +79,8 @@ def randomise(model: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             parameter.add_(noise.to(parameter.dtype) * (scale / max(1, parameter.shape[-1]) ** 0.5))
     return model.eval()
+
+
+def fields_of(config: DCFormerConfig) -> dict:
+    """What a configuration says, without where it was loaded from."""
+    return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}

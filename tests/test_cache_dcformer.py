@@ -1,14 +1,15 @@
-"""The static window layer holds and shows exactly what the library's own does."""
+"""The static window layer holds and shows exactly what the library's own does; caches of other models are noticed."""
 
 import pytest
 import torch
 from helpers import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from dcformer.cache_dcformer import StaticWindowLayer, use_static_window_layers
+from dcformer import DCFormerForCausalLM
+from dcformer.cache_dcformer import StaticWindowLayer, check_cache_layers, use_static_window_layers
 
 
 def _states(start, count):
@@ -62,3 +63,50 @@ def test_only_sliding_layers_are_replaced(ahead, capacity):
     assert cache.layers[0].max_cache_len == length
     if ahead:
         assert cache.layers[0].keys.shape == (2, 2, length, 16)
+
+
+class _Counted(list):
+    """Layers that count how often all of them are looked at."""
+
+    looks = 0
+
+    def __iter__(self):
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_layers_are_looked_at_when_a_cache_comes_to_a_model_and_not_again():
+    config, other = tiny_config(), tiny_config()
+    cache = DynamicCache(config=config)
+    cache.layers = layers = _Counted(cache.layers)
+    for user, looks in ((config, 1), (config, 1), (other, 1), (tiny_config(compose_groups=2), 1)):
+        check_cache_layers(cache, user)
+        assert layers.looks == looks
+    config.sliding_window = 4
+    check_cache_layers(cache, config)
+    assert layers.looks == 2
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_an_emptied_cache_is_anyones(kind):
+    """Ranks 2 and 3 need the same number of channels; only what is held belongs to the model that filled it."""
+    models = [DCFormerForCausalLM(tiny_config(num_key_value_heads=4, compose_rank=rank)).eval() for rank in (2, 3)]
+    options = {"max_cache_len": 20} if kind is StaticCache else {}
+    cache = kind(config=models[0].config, **options)
+    ids = torch.arange(12)[None]
+    models[0](ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"compose_rank.*\(2, True, True\).*\(3, True, True\)"):
+        models[1](ids[:, :1], past_key_values=cache)
+    cache.reset()
+    logits = models[1](ids, past_key_values=cache).logits
+    torch.testing.assert_close(logits, models[1](ids, use_cache=False).logits)
+    with pytest.raises(ValueError, match=r"compose_rank.*\(3, True, True\).*\(2, True, True\)"):
+        models[0](ids[:, :1], past_key_values=cache)
+
+
+def test_nothing_is_left_on_the_cache():
+    model = DCFormerForCausalLM(tiny_config())
+    cache = DynamicCache(config=model.config)
+    before = set(vars(cache))
+    model(torch.arange(5)[None], past_key_values=cache)
+    assert set(vars(cache)) == before

@@ -9,10 +9,10 @@ import sys
 import pytest
 from helpers import REPOSITORY
 
-from dcformer.configuration_dcformer import PRESETS
 from dcformer.conversion.convert import DTYPES
 from dcformer.conversion.formats import FORMATS
 from dcformer.planning import GPUS, IMPLEMENTATIONS, OPTIMIZERS
+from dcformer.presets_dcformer import PRESETS
 from dcformer_commands import convert, plan
 
 # Runs a command and reports what it has imported. `dcformer` itself is not there to be imported: nothing may need it.

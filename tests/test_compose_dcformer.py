@@ -1,16 +1,25 @@
 """Composition: the definition against loops, the weight generators against their formulas, cache packing, init."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import randomise, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dcformer import ComposeWeights, DCFormerCompose, DCFormerForCausalLM, SideWeights, compose
+from dcformer import (
+    ComposeSettings,
+    ComposeWeights,
+    DCFormerCompose,
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    SideWeights,
+    compose,
+)
 from dcformer.compose_dcformer import (
     COMPOSE_NORM_EPS,
     FUSED_GENERATORS,
@@ -531,3 +540,54 @@ def test_accumulation_dtype():
     assert accumulation_dtype(torch.float64) == torch.float64
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert accumulation_dtype(dtype) == torch.float32
+
+
+SETTINGS = [
+    {},
+    {"compose_rank": 3, "compose_groups": 2, "compose_static": True},
+    {"compose_key": False, "compose_act": "gelu"},
+    {"compose_projection": False, "num_key_value_heads": 1},
+    {"compose_query": False, "compose_key": False, "compose_static": True},
+]
+
+
+@pytest.mark.parametrize("fields", SETTINGS, ids=str)
+def test_settings_do_what_a_configuration_does(fields):
+    config = tiny_config(**fields)
+    settings = ComposeSettings(
+        **{field.name: getattr(config, field.name) for field in dataclasses.fields(ComposeSettings)}
+    )
+    own, of_config = DCFormerCompose(settings), DCFormerCompose(config)
+    own.load_state_dict(randomise(of_config).state_dict())
+    assert settings.compose_generators == config.compose_generators and own.channels == of_config.channels
+    assert compose_init_std(settings) == compose_init_std(config)
+    states = torch.randn(2, 5, config.hidden_size)
+    (dynamic, statics), (expected, expected_statics) = own(states), of_config(states)
+    assert dynamic.keys() == expected.keys() and statics.keys() == expected_statics.keys()
+    for generator, side in dynamic.items():
+        assert all(map(torch.equal, side.tensors(), expected[generator].tensors()))
+    assert all(torch.equal(static, expected_statics[stage]) for stage, static in statics.items())
+
+
+def test_settings_have_the_configurations_defaults():
+    defaults = {field.name: field.default for field in dataclasses.fields(DCFormerConfig)}
+    own = {field.name: field.default for field in dataclasses.fields(ComposeSettings)}
+    assert own.keys() <= defaults.keys()
+    given = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    assert all(own[name] == defaults[name] for name in own if name not in given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size=0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+        ({"compose_groups": 3}, "compose_groups=3"),
+        ({"compose_act": "relu"}, "compose_act='relu'"),
+        ({"compose_pre": False, "compose_post": False}, "both off"),
+    ],
+    ids=str,
+)
+def test_settings_that_describe_no_composition(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ComposeSettings(**({"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2} | fields))

@@ -1,80 +1,21 @@
-"""Configuration: names, validation, layer patterns, published sizes and costs, legacy keys, round trips."""
+"""Configuration: names, validation, layer patterns, round trips."""
 
 import dataclasses
-import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import ALL_SWITCHES, PLAIN, SWITCHES, VALID_SWITCHES, describes_a_model, fields_of, tiny_config
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
-from dcformer.compose_dcformer import DCFormerCompose, compose
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
+from dcformer.analysis import num_compose_parameters
 
 L, G = "sliding_attention", "full_attention"
-SWITCHES = (
-    "compose_pre",
-    "compose_post",
-    "compose_query",
-    "compose_key",
-    "compose_projection",
-    "compose_gate",
-    "compose_static",
-)
-PLAIN = {name: False for name in ("compose_pre", "compose_post", "compose_query", "compose_key", "compose_static")}
-PRESETS = (  # name, layers, E, H, D, F: dcmha.md "Sizes" and, for the 8B, its published configuration
-    ("dcformer-405m", 24, 1024, 16, 64, 2816),
-    ("dcformer-834m", 24, 1536, 24, 64, 4096),
-    ("dcformer-1.4b", 24, 2048, 32, 64, 5632),
-    ("dcformer-2.8b", 32, 2560, 32, 80, 6912),
-    ("dcformer-6.9b", 32, 4096, 32, 128, 11008),
-    ("dcformer-13b", 40, 5120, 40, 128, 13824),
-    ("dcformer-33b", 60, 6656, 52, 128, 17920),
-    ("dcformer-8b-mgate", 48, 4096, 32, 128, 5632),
-    ("dcpythia-2.8b", 32, 2560, 32, 80, 10240),
-    ("dcpythia-6.9b", 32, 4096, 32, 128, 16384),
-)
-
-
-def describes_a_model(switches: dict[str, bool]) -> bool:
-    """Whether a combination of switches is accepted: something to compose, something to compose it with, or nothing."""
-    stage = switches["compose_pre"] or switches["compose_post"]
-    dynamic = switches["compose_query"] or switches["compose_key"]
-    if not stage:
-        return not dynamic and not switches["compose_static"]
-    if dynamic:
-        return switches["compose_projection"] or switches["compose_gate"]
-    return switches["compose_static"]
-
-
-ALL_SWITCHES = [
-    dict(zip(SWITCHES, values, strict=True)) for values in itertools.product((False, True), repeat=len(SWITCHES))
-]
-VALID_SWITCHES = [switches for switches in ALL_SWITCHES if describes_a_model(switches)]
-
-
-def fields_of(config: DCFormerConfig) -> dict:
-    """What a configuration says, without where it was loaded from."""
-    return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-
-
-def count_parameters(config: DCFormerConfig) -> tuple[int, int, int]:
-    """Parameters of the built model on the meta device: all, those of composition, those of the embeddings."""
-    model_class = DCPythiaForCausalLM if isinstance(config, DCPythiaConfig) else DCFormerForCausalLM
-    with torch.device("meta"):
-        model = model_class(config)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    compose_size = sum(size for name, size in sizes.items() if ".compose." in name)
-    embeddings = sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name)
-    return sum(sizes.values()), compose_size, embeddings
-
 
 # --- names and defaults -----------------------------------------------------------------------------------------------
 
@@ -305,150 +246,6 @@ def test_without_a_window_every_layer_is_global():
     assert DCFormerConfig(num_hidden_layers=2, sliding_window=None, layer_pattern="G").layer_types == [G, G]
 
 
-# --- published sizes and counts ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset[0])
-def test_presets_are_the_published_sizes_and_count_themselves(preset):
-    name, layers, hidden, heads, head_dim, intermediate = preset
-    config = DCFormerConfig.from_preset(name)
-    assert type(config) is (DCPythiaConfig if name.startswith("dcpythia") else DCFormerConfig)
-    sizes = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.head_dim)
-    assert (*sizes, config.intermediate_size) == (layers, hidden, heads, head_dim, intermediate)
-    assert config.num_key_value_heads == heads
-    total, composition, embeddings = count_parameters(config)
-    assert config.num_parameters() == total
-    assert config.num_parameters(exclude_embeddings=True) == total - embeddings
-    assert config.num_compose_parameters() == composition
-
-
-def test_presets_of_published_pytorch_checkpoints():
-    mgate = DCFormerConfig.from_preset("dcformer-8b-mgate")
-    assert (mgate.vocab_size, mgate.max_position_embeddings, mgate.mlp_gates) == (152064, 4096, 44)
-    assert mgate.rope_parameters["rope_theta"] == 500000.0
-    assert mgate.layer_types[:4] == [L, G, L, L]
-    for name in ("dcformer-2.8b", "dcformer-8b-mgate", "dcpythia-6.9b"):
-        config = DCFormerConfig.from_preset(name)
-        assert (config.compose_act, config.qk_norm_eps) == ("gelu", 1e-6)
-    assert DCFormerConfig.from_preset("dcformer-2.8b").norm_eps == 1e-6
-    assert DCFormerConfig.from_preset("dcpythia-6.9b").norm_eps == 1e-5
-
-
-def test_preset_overrides_and_unknown_names():
-    config = DCFormerConfig.from_preset("dcformer-8b-mgate", num_hidden_layers=3, compose_rank=1, norm_eps=1e-3)
-    assert (config.layer_types, config.compose_rank, config.norm_eps) == ([L, G, L], 1, 1e-3)
-    with pytest.raises(ValueError, match=r"'dcformer-7b'.*dcformer-6\.9b.*dcpythia-2\.8b"):
-        DCFormerConfig.from_preset("dcformer-7b")
-
-
-@pytest.mark.parametrize("switches", VALID_SWITCHES, ids=lambda s: "".join("01"[value] for value in s.values()))
-@pytest.mark.parametrize("groups", [1, 2])
-def test_counts_of_every_switch_combination_are_those_of_the_built_model(switches, groups):
-    config = tiny_config(**switches, compose_groups=groups, compose_rank=3)
-    total, composition, embeddings = count_parameters(config)
-    assert config.num_parameters() == total
-    assert config.num_parameters(exclude_embeddings=True) == total - embeddings
-    assert config.num_compose_parameters() == composition
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"attention_bias": True, "mlp_bias": True},
-        {"mlp_type": "plain", "mlp_bias": True, "norm_type": "layernorm"},
-        {"mlp_type": "plain"},
-        {"mlp_gates": 4},
-        {"qk_norm": False, "num_key_value_heads": 1},
-        {"tie_word_embeddings": True},
-        {"num_hidden_layers": 0},
-        {"head_dim": 10, "compose_static": True, "compose_groups": 4},
-    ],
-    ids=str,
-)
-def test_counts_of_other_architectures(fields):
-    config = tiny_config(**fields)
-    total, composition, embeddings = count_parameters(config)
-    assert config.num_parameters() == total
-    assert config.num_parameters(exclude_embeddings=True) == total - embeddings
-    assert config.num_compose_parameters() == composition
-
-
-@pytest.mark.parametrize(("name", "printed"), [("dcformer-1.4b", "2.6"), ("dcformer-6.9b", "1.3")])
-def test_extra_parameters_of_paper_table_2(name, printed):
-    overhead = DCFormerConfig.from_preset(name).compose_overhead()
-    assert f"{100 * overhead.paper_parameter_ratio:.1f}" == printed
-
-
-@pytest.mark.parametrize(
-    ("name", "length", "printed"),
-    [
-        ("dcformer-1.4b", 2048, "4.8"),
-        ("dcformer-6.9b", 2048, "1.9"),
-        ("dcformer-6.9b", 4096, "2.4"),
-        ("dcformer-6.9b", 8192, "3.3"),
-    ],
-)
-def test_extra_flops_of_paper_table_2(name, length, printed):
-    config = DCFormerConfig.from_preset(name)
-    overhead = config.compose_overhead(length)
-    assert f"{100 * overhead.paper_flops_ratio:.1f}" == printed
-    # The estimate leaves out the second generator layer (2R·M by 2R·M per group) and nothing else.
-    r, h, e = config.compose_rank, config.num_attention_heads, config.hidden_size
-    second_layer = config.num_hidden_layers * 4 * 2 * (2 * r * h) ** 2
-    plain = config.num_hidden_layers * (24 * e**2 + 2 * length * e)  # 12·E² parameters, half of the keys
-    assert overhead.flops_per_token - second_layer == pytest.approx(overhead.paper_flops_ratio * plain, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", ["dcformer-405m", "dcformer-1.4b", "dcformer-6.9b", "dcpythia-6.9b"])
-def test_exact_ratios_are_what_their_names_say(name):
-    config = DCFormerConfig.from_preset(name)
-    overhead = config.compose_overhead(1024)
-    total, composition, embeddings = count_parameters(config)
-    assert overhead.parameters == composition
-    plain = total - composition - embeddings
-    assert overhead.parameter_ratio == composition / plain
-    attention = config.num_hidden_layers * 2 * config.num_attention_heads * config.head_dim * 1024
-    assert overhead.flops_ratio == pytest.approx(overhead.flops_per_token / (2 * plain + attention), rel=1e-12)
-    assert config.compose_overhead() == config.compose_overhead(config.max_position_embeddings)
-
-
-def count_flops(config: DCFormerConfig, length: int) -> int:
-    """Forward operations that composition really does for `length` queries and keys, counted while it runs.
-
-    Matrix products by PyTorch's own counter. Gates are the only elementwise products with a map: a multiplication and
-    the addition to the sum, 2 per element of the map.
-    """
-
-    def gate_flops(a_shape, b_shape, *args, out_shape=None, **kwargs):
-        return 2 * torch.Size(out_shape).numel()
-
-    module = DCFormerCompose(config)
-    states = torch.zeros(1, length, config.hidden_size)
-    maps = torch.zeros(1, config.num_attention_heads, length, length)
-    with FlopCounterMode(display=False) as generating:
-        sides, statics = module(states)
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mul: gate_flops}) as mixing:
-        for stage in ("pre", "post"):
-            weights = module.stage_weights(sides.get((stage, "query")), sides.get((stage, "key")), statics.get(stage))
-            compose(maps, weights)
-    return config.num_hidden_layers * (generating.get_total_flops() + mixing.get_total_flops())
-
-
-@pytest.mark.parametrize("switches", VALID_SWITCHES[::3], ids=lambda s: "".join("01"[value] for value in s.values()))
-@pytest.mark.parametrize("groups", [1, 2])
-def test_flops_are_those_that_running_it_costs(switches, groups):
-    # sizes above 1 everywhere: PyTorch turns products over an axis of 1 into elementwise ones
-    config = tiny_config(**switches, num_attention_heads=6, head_dim=4, compose_groups=groups)
-    length = 5
-    assert length * config.compose_overhead(length).flops_per_token == count_flops(config, length)
-
-
-def test_a_model_without_composition_has_no_overhead():
-    overhead = tiny_config(**PLAIN).compose_overhead()
-    assert dataclasses.astuple(overhead) == (0, 0.0, 0, 0.0, 0.0, 0.0)
-    assert tiny_config(num_hidden_layers=0, **PLAIN).compose_overhead().flops_ratio == 0.0
-
-
 # --- special cases of the architecture --------------------------------------------------------------------------------
 
 
@@ -456,7 +253,7 @@ def test_plain_transformer_when_everything_is_off():
     config = tiny_config(**PLAIN)
     assert config.compose_generators == ()
     assert config.compose_cache_channels("pre") == config.compose_cache_channels("post") == 0
-    assert config.num_compose_parameters() == 0
+    assert num_compose_parameters(config) == 0
     model = DCFormerForCausalLM(config)
     assert not [name for name, _ in model.named_parameters() if "compose" in name]
 
@@ -497,229 +294,6 @@ def test_cache_channels(fields, channels):
 def test_cache_channels_of_a_stage_that_is_off():
     config = tiny_config(compose_pre=False)
     assert (config.compose_cache_channels("pre"), config.compose_cache_channels("post")) == (0, 16)
-
-
-# --- the authors' configurations --------------------------------------------------------------------------------------
-
-LEGACY_2_8B = {
-    "model_type": "dcformer",
-    "architectures": ["DCFormer"],
-    "auto_map": {
-        "AutoConfig": "configuration_dcformer.DCFormerConfig",
-        "AutoModelForCausalLM": "modeling_dcformer.DCFormer",
-    },
-    "block_size": 2048,
-    "dim": 2560,
-    "head_dim": 80,
-    "intermediate_size": 6912,
-    "n_head": 32,
-    "n_layer": 32,
-    "n_local_heads": 32,
-    "norm_eps": 1e-6,
-    "rope_base": 10000,
-    "use_qk_norm": True,
-    "use_dcmha": True,
-    "query_wise": False,
-    "q_chunk_size": 128,
-    "window_size": 256,
-    "window_type": None,
-    "vocab_size": 50257,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "is_training": False,
-    "use_gradient_checkpointing": False,
-}
-LEGACY_PYTHIA_6_9B = LEGACY_2_8B | {
-    "model_type": "dcpythia",
-    "architectures": ["DCPythia"],
-    "dim": 4096,
-    "head_dim": 128,
-    "intermediate_size": 16384,
-    "norm_eps": 1e-5,
-    "rotary_pct": 0.25,
-    "use_linear_bias": True,
-    "use_parallel_residual": True,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-LEGACY_8B = LEGACY_2_8B | {
-    "dim": 4096,
-    "head_dim": 128,
-    "intermediate_size": 5632,
-    "mgate": True,
-    "mgate_dim": 44,
-    "block_size": 4096,
-    "rope_base": 500000,
-    "window_type": "LGLL",
-    "vocab_size": 152064,
-    "n_layer": 48,
-    "prefill_pad": True,
-}
-LEGACY_KEYS = (  # everything of theirs that is not also a name of ours or of Transformers
-    "block_size",
-    "dim",
-    "n_head",
-    "n_layer",
-    "n_local_heads",
-    "rope_base",
-    "use_qk_norm",
-    "use_dcmha",
-    "query_wise",
-    "q_chunk_size",
-    "window_size",
-    "window_type",
-    "torch_dtype",
-    "is_training",
-    "use_gradient_checkpointing",
-    "rotary_pct",
-    "use_linear_bias",
-    "mgate",
-    "mgate_dim",
-    "prefill_pad",
-    "auto_map",
-)
-
-
-@pytest.mark.parametrize(
-    ("legacy", "preset", "architecture"),
-    [
-        (LEGACY_2_8B, "dcformer-2.8b", "DCFormerForCausalLM"),
-        (LEGACY_PYTHIA_6_9B, "dcpythia-6.9b", "DCPythiaForCausalLM"),
-        (LEGACY_8B, "dcformer-8b-mgate", "DCFormerForCausalLM"),
-    ],
-    ids=["DCFormer-2.8B", "DCPythia-6.9B", "8B"],
-)
-def test_published_configurations_are_read_and_never_written(legacy, preset, architecture, tmp_path):
-    """A published config.json means the preset of that checkpoint, and saving it leaves no trace of the old names."""
-    published = tmp_path / "published"
-    published.mkdir()
-    (published / "config.json").write_text(json.dumps(legacy))
-    config = AutoConfig.from_pretrained(published)
-    of_the_checkpoint = {
-        "dtype": torch.float16,
-        "bos_token_id": legacy["bos_token_id"],
-        "eos_token_id": legacy["eos_token_id"],
-        "architectures": [architecture],
-    }
-    expected = DCFormerConfig.from_preset(preset, **of_the_checkpoint)
-    assert type(config) is type(expected)
-    assert fields_of(config) == fields_of(expected)
-    assert not [key for key in LEGACY_KEYS if key != "torch_dtype" and hasattr(config, key)]
-
-    config.save_pretrained(tmp_path / "saved")
-    stored = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert not set(stored) & set(LEGACY_KEYS)
-    again = AutoConfig.from_pretrained(tmp_path / "saved")
-    assert type(again) is type(config)
-    assert fields_of(again) == fields_of(config)
-
-
-def legacy(**fields) -> DCFormerConfig:
-    """A small configuration in the authors' names."""
-    small = {"dim": 64, "n_head": 4, "n_layer": 4, "intermediate_size": 160, "vocab_size": 128, "block_size": 64}
-    return DCFormerConfig.from_dict(small | fields)
-
-
-def test_legacy_head_dim():
-    assert legacy().head_dim == 16
-    assert legacy(head_dim=24).head_dim == 24
-
-
-@pytest.mark.parametrize(
-    ("fields", "window", "layer_types"),
-    [
-        ({}, 256, [L, G, L, G]),
-        ({"window_type": None, "window_size": 8}, 8, [L, G, L, G]),
-        ({"window_type": "LG", "window_size": 8}, 256, [L, G, L, G]),  # a named pattern means 256 in their code
-        ({"window_type": "LGLL", "window_size": 8}, 256, [L, G, L, L]),
-        ({"window_type": "LGL6", "n_layer": 9}, 256, [L, G, L, L, L, L, L, L, L]),
-        ({"window_type": None, "window_size": None}, None, [G, G, G, G]),
-    ],
-    ids=str,
-)
-def test_legacy_windows(fields, window, layer_types):
-    config = legacy(**fields)
-    assert (config.sliding_window, config.layer_types) == (window, layer_types)
-
-
-def test_legacy_query_wise_means_no_key_wise_composition():
-    config = legacy(query_wise=True)
-    assert config.compose_generators == (("pre", "query"), ("post", "query"))
-
-
-def test_legacy_without_dcmha_is_a_plain_transformer():
-    config = legacy(use_dcmha=False)
-    assert config.compose_generators == ()
-    assert config.num_compose_parameters() == 0
-
-
-@pytest.mark.parametrize(("n_local_heads", "expected"), [(-1, 4), (None, 4), (4, 4), (2, 2), (1, 1)])
-def test_legacy_local_heads(n_local_heads, expected):
-    assert legacy(n_local_heads=n_local_heads).num_key_value_heads == expected
-
-
-def test_legacy_norms_gates_biases_and_rope():
-    config = legacy(norm_eps=1e-5, rope_base=500000)
-    assert (config.norm_eps, config.qk_norm_eps, config.qk_norm) == (1e-5, 1e-6, False)  # off unless it says so
-    assert config.compose_act == "gelu"
-    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 500000.0}
-    assert legacy(use_qk_norm=True).qk_norm
-    assert legacy(mgate=False, mgate_dim=44).mlp_gates == 0
-    assert legacy(mgate=True, mgate_dim=8).mlp_gates == 8
-    assert legacy(mgate=True, intermediate_size=440).mlp_gates == 44
-    biased = legacy(use_linear_bias=True, rotary_pct=0.25)
-    assert biased.attention_bias and biased.mlp_bias
-    assert biased.rope_parameters["partial_rotary_factor"] == 0.25
-    unbiased = DCPythiaConfig.from_dict(LEGACY_PYTHIA_6_9B | {"use_linear_bias": False})
-    assert not unbiased.attention_bias and not unbiased.mlp_bias
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected", "is_open"),
-    [
-        ({}, False, True),
-        ({"use_sw": None}, False, True),
-        ({"use_sw": True}, True, False),
-        ({"use_sw": False}, False, False),
-        ({"static_proj": True}, True, False),
-        ({"use_sw": True, "static_proj": True}, True, False),
-        ({"compose_static": True}, True, False),
-        ({"compose_static": False}, False, False),
-    ],
-    ids=str,
-)
-def test_legacy_static_projection(fields, expected, is_open):
-    """What the authors' keys do not say is left to the stored tensors."""
-    config = legacy(**fields)
-    assert config.compose_static is expected
-    assert ("compose_static" in config._open_fields) is is_open
-    assert not {"_open_fields", "use_sw", "static_proj"} & set(config.to_dict())
-    config.settle(compose_static=True, compose_groups=2, compose_rank=1)
-    assert config.compose_static is (True if is_open else expected)
-    assert (config.compose_groups, config.compose_rank, config._open_fields) == (2, 1, ())
-    assert ("layers.*.self_attn.compose.pre_static" in config.base_model_tp_plan) is config.compose_static
-
-
-def test_legacy_static_projection_contradicted():
-    with pytest.raises(ValueError, match=r"use_sw.*static_proj.*contradict"):
-        legacy(use_sw=True, static_proj=False)
-    with pytest.raises(ValueError, match="compose_groups=3"):
-        legacy().settle(compose_groups=3)
-
-
-def test_only_legacy_configurations_have_open_fields():
-    assert legacy()._open_fields == ("compose_groups", "compose_rank", "compose_static")
-    assert DCFormerConfig()._open_fields == DCPythiaConfig()._open_fields == ()
-    config = tiny_config()
-    config.settle(compose_rank=5)
-    assert config.compose_rank == tiny_config().compose_rank
-
-
-def test_legacy_torch_dtype():
-    assert legacy(torch_dtype="bfloat16").dtype == torch.bfloat16
-    assert legacy().dtype is None
 
 
 # --- round trips ------------------------------------------------------------------------------------------------------
@@ -862,81 +436,13 @@ def test_auto_classes(config_class, model_type):
     assert type(model).__name__ == config_class.__name__.replace("Config", "ForCausalLM")
 
 
-# --- tensor parallelism -----------------------------------------------------------------------------------------------
+# --- documentation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("switches", [*VALID_SWITCHES[::5], PLAIN], ids=str)
-@pytest.mark.parametrize("fields", [{}, {"mlp_gates": 4}, {"mlp_type": "plain", "qk_norm": False}], ids=str)
-def test_tensor_parallel_plan_names_only_what_exists(switches, fields):
-    config = tiny_config(**switches, **fields)
-    with torch.device("meta"):
-        model = DCFormerForCausalLM(config).model
-    names = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
-    for pattern in config.base_model_tp_plan:
-        name = pattern.replace("*", "0")
-        assert name in names, f"{pattern} is in the plan but not in the model"
-    # a multi-gate MLP stays whole
-    split = [pattern for pattern in config.base_model_tp_plan if ".mlp." in pattern or ".post_attention" in pattern]
-    assert len(split) == (0 if config.mlp_gates else 4 if config.mlp_type == "gated" else 3)
-    assert "base_model_tp_plan" not in config.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("fields", "sizes"),
-    [
-        ({"compose_groups": 4}, {1, 2, 4}),
-        ({"compose_groups": 2}, {1, 2}),  # 8 key/value heads would do
-        ({"compose_groups": 1}, {1}),
-        ({"compose_groups": 2, "compose_query": False, "compose_key": False, "compose_static": True}, {1, 2}),
-        ({"compose_groups": 8, "num_key_value_heads": 2}, {1, 2}),
-        (dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False), {1, 2, 4, 8}),
-    ],
-    ids=str,
-)
-def test_tensor_parallel_sizes_that_cut_nothing(fields, sizes):
-    config = tiny_config(**({"num_attention_heads": 8, "num_key_value_heads": 8} | fields))
-    for size in range(1, 9):
-        if size in sizes:
-            config.check_tensor_parallel(size)
-        else:
-            with pytest.raises(ValueError, match=f"is no multiple of the tensor-parallel size {size}"):
-                config.check_tensor_parallel(size)
-
-
-# --- docs/configuration.md --------------------------------------------------------------------------------------------
-
-
-def rows_of(heading: str) -> list[list[str]]:
-    """Cells of the first table below a heading of docs/configuration.md."""
-    text = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
-    lines = text.split(f"\n## {heading}\n", 1)[1].splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
-    table = itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2 :])
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-
-
-def test_the_reference_lists_every_field_with_its_default():
+def test_the_docstring_lists_every_field():
+    """The one place that says what each means."""
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    for column, config_class in enumerate((DCFormerConfig, DCPythiaConfig)):
-        defaults = {field.name: repr(field.default).replace("'", '"') for field in dataclasses.fields(config_class)}
-        documented = {}
-        for name, default, _ in rows_of("Fields"):
-            values = re.findall(r"`([^`]+)`", default)
-            documented[name.strip("`")] = values[min(column, len(values) - 1)]
-        assert documented == {name: defaults[name] for name in documented}
-        assert set(defaults) - inherited <= set(documented)
-
-
-def test_the_reference_lists_the_presets_and_their_counts():
-    documented = {}
-    for name, *cells in rows_of("Presets"):
-        documented[name.strip("`")] = tuple(int(cell.replace(",", "")) for cell in cells)
-    for name, *sizes in PRESETS:
-        config = DCFormerConfig.from_preset(name)
-        assert documented.pop(name) == (*sizes, config.num_parameters(), config.num_compose_parameters())
-    assert not documented
-
-
-def test_the_reference_lists_the_legacy_keys():
-    documented = " ".join(row[0] for row in rows_of("Keys of the published checkpoints"))
-    assert set(re.findall(r"`([^`]+)`", documented)) == {*LEGACY_KEYS, "architectures"}
+    entries = re.findall(r"^        ([a-z_, ]+) \(`", DCFormerConfig.__doc__, re.MULTILINE)
+    documented = {name.strip() for entry in entries for name in entry.split(",")}
+    fields = {field.name for field in dataclasses.fields(DCFormerConfig)}
+    assert fields - inherited <= documented <= fields | {"layer_pattern"}

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel, hub_folder
+from dcformer.analysis import compose_overhead
 from dcformer.cache_report import cache_bytes_per_token
 from dcformer.model_card import model_card, read_results
 
@@ -104,7 +105,7 @@ def test_numbers_are_those_of_the_model(overrides):
     table = rows(model_card(config, "user/tiny").text)
     assert table["Parameters"] == [f"{sum(p.numel() for p in model.parameters()):,}"]
     composed = sum(p.numel() for name, p in model.named_parameters() if ".compose." in name)
-    overhead = config.compose_overhead()
+    overhead = compose_overhead(config)
     ratio = f"{overhead.parameter_ratio:.2%}"
     assert table["Parameters (outside the embeddings)"] == [f"{composed:,}", ratio]
     flops = table["FLOPs of the forward pass, per token at 128 tokens"]

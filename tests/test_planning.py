@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, chunked_dcformer, planning
+from dcformer.analysis import num_parameters
 from dcformer.planning import OPTIMIZERS, Setup, activation_bytes, collectives, memory, saved_logits_bytes
 from dcformer_commands.plan import main
 
@@ -237,7 +238,7 @@ def test_communication():
     config = DCFormerConfig.from_preset("dcformer-6.9b")
     assert collectives(Setup(config, 1)) == []
     gather, scatter = collectives(Setup(config, 64, accumulation=2))
-    size = 2 * config.num_parameters()
+    size = 2 * num_parameters(config)
     assert (gather.count, scatter.count) == (2 * 67, 2 * 34)
     assert scatter.sent == pytest.approx(2 * size * 63 / 64)
     assert 1.9 * scatter.sent < gather.sent < 2 * scatter.sent

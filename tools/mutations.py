@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 COMPOSE, CACHE, CONFIG = "compose_dcformer.py", "cache_dcformer.py", "configuration_dcformer.py"
 HUB, LAYOUTS = "hub_dcformer.py", "layouts_dcformer.py"
+LEGACY, PARALLEL, OVERHEAD = "legacy_dcformer.py", "parallel_dcformer.py", "analysis/overhead.py"
 MODEL, ATTENTION = "modeling_dcformer.py", "attention_dcformer.py"
 MASKS, CHUNKED = "masks_dcformer.py", "chunked_dcformer.py"
 
 T_COMPOSE, T_CACHE = "tests/test_compose_dcformer.py::", "tests/test_cache_dcformer.py::"
 T_CONFIG, T_HUB = "tests/test_configuration_dcformer.py::", "tests/test_hub_dcformer.py::"
+T_LEGACY, T_PARALLEL = "tests/test_legacy_dcformer.py::test_legacy_", "tests/test_parallel_dcformer.py::"
+T_OVERHEAD = "tests/analysis/test_analysis_overhead.py::"
 T_MODEL, T_ATTENTION = "tests/test_modeling_dcformer.py::", "tests/test_attention_dcformer.py::"
 T_MASKS, T_CHUNKED = "tests/test_masks_dcformer.py::", "tests/test_chunked_dcformer.py::"
 T_SURGERY = "tests/test_surgery.py::"
@@ -243,164 +246,210 @@ _CACHE = _in(
         "        if False:  # generate",
         T_CACHE + "test_only_sliding_layers_are_replaced",
     ),
+    (
+        "cache of another batch accepted",
+        "        if expected != found:\n",
+        "        if expected[1:] != found[1:]:\n",
+        T_MODEL + "test_cache_of_another_model",
+    ),
+    (
+        "cache of another rank accepted",
+        "    _last_user[cache] = user\n",
+        "    pass\n",
+        T_GENERATION + "test_cache_of_another_model",
+    ),
+    (
+        "cache with a smaller window accepted",
+        "(window is None or (held or window) < window)",
+        "window is None",
+        T_GENERATION + "test_cache_of_another_model",
+    ),
+    (
+        "an emptied cache belongs to who filled it",
+        "if found != expected and int(cache.get_seq_length()):",
+        "if found != expected:",
+        T_CACHE + "test_an_emptied_cache_is_anyones",
+    ),
+    (
+        "layers looked at in every forward pass",
+        "    if last_user == user:\n",
+        "    if last_user is user:\n",
+        T_CACHE + "test_layers_are_looked_at_when_a_cache_comes_to_a_model_and_not_again",
+    ),
 )
 
-LEGACY = T_CONFIG + "test_legacy_"
-_CONFIGURATION = _in(
-    "configuration",
-    CONFIG,
-    (
-        "q/k norm has an epsilon of its own",
-        "self.qk_norm_eps = self.norm_eps",
-        "self.qk_norm_eps = 1e-6",
-        T_CONFIG + "test_defaults_are_dcformer_405m",
-    ),
-    (
-        "half of a head rotated in DCPythia",
-        'kwargs.setdefault("partial_rotary_factor", 0.25)',
-        'kwargs.setdefault("partial_rotary_factor", 0.5)',
-        T_CONFIG + "test_dcpythia_defaults_are_dcpythia_2_8b",
-    ),
-    (
-        "default window",
-        "sliding_window: int | None = 256",
-        "sliding_window: int | None = 255",
-        T_CONFIG + "test_defaults_are_dcformer_405m",
-    ),
-    (
-        "query_wise turns off the query side",
-        "            self.compose_key = False\n",
-        "            self.compose_query = False\n",
-        LEGACY + "query_wise_means_no_key_wise_composition",
-    ),
-    (
-        "authors' q/k epsilon from the norms",
-        "self.qk_norm_eps = 1e-6  # fixed",
-        "self.qk_norm_eps = self.norm_eps  # fixed",
-        LEGACY + "norms_gates_biases_and_rope",
-    ),
-    (
-        "a named pattern keeps the window",
-        "self.sliding_window = window if window_type is None else 256",
-        "self.sliding_window = window",
-        LEGACY + "windows",
-    ),
-    (
-        "authors' activation of the generators",
-        '        self.compose_act = "gelu"\n',
-        "",
-        LEGACY + "norms_gates_biases_and_rope",
-    ),
-    (
-        "authors' biases in attention only",
-        "self.attention_bias = self.mlp_bias = kwargs.pop(",
-        "self.attention_bias = kwargs.pop(",
-        LEGACY + "norms_gates_biases_and_rope",
-    ),
-    (
-        "authors' number of gates",
-        'kwargs.get("mgate_dim", 44)',
-        'kwargs.get("mgate_dim", 40)',
-        LEGACY + "norms_gates_biases_and_rope",
-    ),
-    (
-        "pattern not repeated",
-        "period[i % len(period)]",
-        "period[min(i, len(period) - 1)]",
-        T_CONFIG + "test_layer_patterns",
-    ),
-    (
-        "counts in patterns ignored",
-        "for _ in range(int(count or 1))]",
-        "for _ in range(1)]",
-        T_CONFIG + "test_layer_patterns",
-    ),
-    (
-        "window of one key accepted",
-        "self.sliding_window < 2)",
-        "self.sliding_window < 1)",
-        T_CONFIG + "test_a_configuration_that_describes_no_model_is_refused_by_name_and_value",
-    ),
-    (
-        "odd rotary dimension accepted",
-        "if rotary_dim < 2 or rotary_dim % 2:",
-        "if rotary_dim < 2:",
-        T_CONFIG + "test_a_configuration_that_describes_no_model_is_refused_by_name_and_value",
-    ),
-    (
-        "cache channels always padded",
-        "return -(-used // 8) * 8",
-        "return used // 8 * 8 + 8",
-        T_CONFIG + "test_cache_channels",
-    ),
-    (
-        "cache channels of one query head",
-        "used = per_head * (self.num_attention_heads // self.num_key_value_heads)",
-        "used = per_head",
-        T_CONFIG + "test_cache_channels",
-    ),
-    (
-        "q/k norms not counted",
-        " + 2 * d * self.qk_norm\n",
-        "\n",
-        T_CONFIG + "test_counts_of_other_architectures",
-    ),
-    (
-        "static projections counted per group",
-        "static = (self.compose_pre + self.compose_post) * h * m if",
-        "static = (self.compose_pre + self.compose_post) * m * m if",
-        T_CONFIG + "test_counts_of_every_switch_combination_are_those_of_the_built_model",
-    ),
-    (
-        "static projections cost twice",
-        "generate = 2 * parameters - 2 * self.num_hidden_layers * static * h * m",
-        "generate = 2 * parameters",
-        T_CONFIG + "test_flops_are_those_that_running_it_costs",
-    ),
-    (
-        "tensor parallelism may cut groups",
-        "if composed and self.compose_groups % size:",
-        "if composed and self.num_attention_heads % size:",
-        T_CONFIG + "test_tensor_parallel_sizes_that_cut_nothing",
-    ),
-    (
-        "tensor parallelism may cut key/value heads",
-        "if self.num_key_value_heads % size:",
-        "if self.num_attention_heads % size:",
-        T_CONFIG + "test_tensor_parallel_sizes_that_cut_nothing",
-    ),
-    (
-        "multi-gate MLPs split",
-        '"mlp.up_proj": not self.mlp_gates,',
-        '"mlp.up_proj": True,',
-        T_CONFIG + "test_tensor_parallel_plan_names_only_what_exists",
-    ),
-    (
-        "settled although stated",
-        "if name in self._open_fields:",
-        "if name:",
-        LEGACY + "static_projection",
-        T_CONFIG + "test_only_legacy_configurations_have_open_fields",
-    ),
-    (
-        "open after it was settled",
-        '        self.__dict__.pop("_open_fields", None)\n',
-        "",
-        LEGACY + "static_projection",
-    ),
-    ("open fields stored", '        fields.pop("_open_fields", None)\n', "", LEGACY + "static_projection"),
-    (
-        "sides lead the stages",
-        "return tuple((stage, side) for stage in stages for side in sides)",
-        "return tuple((stage, side) for side in sides for stage in stages)",
-        T_CONFIG + "test_generators_keep_the_order_of_stored_tensors",
-    ),
-    (
-        "sides without branches accepted",
-        "if sides and not (self.compose_projection or self.compose_gate):",
-        "if sides and not (self.compose_projection or self.compose_gate or self.compose_static):",
-        T_CONFIG + "test_switch_combinations_are_accepted_exactly_when_they_describe_a_model",
-    ),
+_CONFIGURATION = (
+    _in(
+        "configuration",
+        CONFIG,
+        (
+            "q/k norm has an epsilon of its own",
+            "self.qk_norm_eps = self.norm_eps",
+            "self.qk_norm_eps = 1e-6",
+            T_CONFIG + "test_defaults_are_dcformer_405m",
+        ),
+        (
+            "half of a head rotated in DCPythia",
+            'kwargs.setdefault("partial_rotary_factor", 0.25)',
+            'kwargs.setdefault("partial_rotary_factor", 0.5)',
+            T_CONFIG + "test_dcpythia_defaults_are_dcpythia_2_8b",
+        ),
+        (
+            "default window",
+            "sliding_window: int | None = 256",
+            "sliding_window: int | None = 255",
+            T_CONFIG + "test_defaults_are_dcformer_405m",
+        ),
+        (
+            "pattern not repeated",
+            "period[i % len(period)]",
+            "period[min(i, len(period) - 1)]",
+            T_CONFIG + "test_layer_patterns",
+        ),
+        (
+            "counts in patterns ignored",
+            "for _ in range(int(count or 1))]",
+            "for _ in range(1)]",
+            T_CONFIG + "test_layer_patterns",
+        ),
+        (
+            "window of one key accepted",
+            "self.sliding_window < 2)",
+            "self.sliding_window < 1)",
+            T_CONFIG + "test_a_configuration_that_describes_no_model_is_refused_by_name_and_value",
+        ),
+        (
+            "odd rotary dimension accepted",
+            "if rotary_dim < 2 or rotary_dim % 2:",
+            "if rotary_dim < 2:",
+            T_CONFIG + "test_a_configuration_that_describes_no_model_is_refused_by_name_and_value",
+        ),
+        (
+            "undecided fields stored",
+            '        fields.pop("undecided_fields", None)\n',
+            "",
+            T_LEGACY + "static_projection",
+        ),
+    )
+    + _in(
+        "configuration",
+        LEGACY,
+        (
+            "query_wise turns off the query side",
+            '        fields["compose_key"] = False\n',
+            '        fields["compose_query"] = False\n',
+            T_LEGACY + "query_wise_means_no_key_wise_composition",
+        ),
+        (
+            "authors' q/k epsilon from the norms",
+            '"qk_norm_eps": 1e-6, ',
+            "",
+            T_LEGACY + "norms_gates_biases_and_rope",
+        ),
+        (
+            "a named pattern keeps the window",
+            'fields["sliding_window"] = window if pattern is None else _WINDOW',
+            'fields["sliding_window"] = window',
+            T_LEGACY + "windows",
+        ),
+        (
+            "authors' activation of the generators",
+            ', "compose_act": "gelu"',
+            "",
+            T_LEGACY + "norms_gates_biases_and_rope",
+        ),
+        (
+            "authors' biases in attention only",
+            'fields["attention_bias"] = fields["mlp_bias"] = take(',
+            'fields["attention_bias"] = take(',
+            T_LEGACY + "norms_gates_biases_and_rope",
+        ),
+        (
+            "authors' number of gates",
+            'take("mgate_dim", 44)',
+            'take("mgate_dim", 40)',
+            T_LEGACY + "norms_gates_biases_and_rope",
+        ),
+        (
+            "undecided although stated",
+            "is_stated = any(",
+            "is_stated = all(",
+            T_LEGACY + "static_projection",
+            "tests/test_legacy_dcformer.py::test_only_legacy_configurations_leave_fields_undecided",
+        ),
+    )
+    + _in(
+        "configuration",
+        PARALLEL,
+        (
+            "tensor parallelism may cut groups",
+            "if composed and config.compose_groups % size:",
+            "if composed and config.num_attention_heads % size:",
+            T_PARALLEL + "test_tensor_parallel_sizes_that_cut_nothing",
+        ),
+        (
+            "tensor parallelism may cut key/value heads",
+            "if config.num_key_value_heads % size:",
+            "if config.num_attention_heads % size:",
+            T_PARALLEL + "test_tensor_parallel_sizes_that_cut_nothing",
+        ),
+        (
+            "multi-gate MLPs split",
+            '"mlp.up_proj": not config.mlp_gates,',
+            '"mlp.up_proj": True,',
+            T_PARALLEL + "test_tensor_parallel_plan_names_only_what_exists",
+        ),
+    )
+    + _in(
+        "configuration",
+        OVERHEAD,
+        (
+            "q/k norms not counted",
+            " + 2 * d * config.qk_norm\n",
+            "\n",
+            T_OVERHEAD + "test_counts_of_other_architectures",
+        ),
+        (
+            "static projections counted per group",
+            "static = (config.compose_pre + config.compose_post) * h * m if",
+            "static = (config.compose_pre + config.compose_post) * m * m if",
+            T_OVERHEAD + "test_counts_of_every_switch_combination_are_those_of_the_built_model",
+        ),
+        (
+            "static projections cost twice",
+            "generate = 2 * parameters - 2 * layers * static * h * m",
+            "generate = 2 * parameters",
+            T_OVERHEAD + "test_flops_are_those_that_running_it_costs",
+        ),
+    )
+    + _in(
+        "configuration",
+        COMPOSE,
+        (
+            "cache channels always padded",
+            "return -(-used // 8) * 8",
+            "return used // 8 * 8 + 8",
+            T_CONFIG + "test_cache_channels",
+        ),
+        (
+            "cache channels of one query head",
+            "used = per_head * (self.num_attention_heads // self.num_key_value_heads)",
+            "used = per_head",
+            T_CONFIG + "test_cache_channels",
+        ),
+        (
+            "sides lead the stages",
+            "return tuple((stage, side) for stage in stages for side in sides)",
+            "return tuple((stage, side) for side in sides for stage in stages)",
+            T_CONFIG + "test_generators_keep_the_order_of_stored_tensors",
+        ),
+        (
+            "sides without branches accepted",
+            "if sides and not (self.compose_projection or self.compose_gate):",
+            "if sides and not (self.compose_projection or self.compose_gate or self.compose_static):",
+            T_CONFIG + "test_switch_combinations_are_accepted_exactly_when_they_describe_a_model",
+        ),
+    )
 )
 
 _HUB = _in(
@@ -496,9 +545,34 @@ _HUB = _in(
         T_HUB + "test_configuration_given",
     ),
     (
+        "undecided after the tensors have told",
+        "    config.undecided_fields = ()\n",
+        "",
+        T_LEGACY + "static_projection",
+    ),
+    (
+        "decided by the tensors although stated",
+        "for name in config.undecided_fields:",
+        "for name in fields:",
+        T_LEGACY + "static_projection",
+        "tests/test_legacy_dcformer.py::test_only_legacy_configurations_leave_fields_undecided",
+    ),
+    (
+        "authors' checkpoint without a tensor accepted",
+        '    if missing:\n        raise ValueError(\n            f"{path} lacks',
+        '    if False:\n        raise ValueError(\n            f"{path} lacks',
+        T_HUB + "test_missing_tensor",
+    ),
+    (
+        "authors' checkpoint without a head accepted",
+        'if key.startswith(prefix) or key == "lm_head.weight")',
+        "if key.startswith(prefix))",
+        T_HUB + "test_missing_tensor",
+    ),
+    (
         "several ends of text replaced by one",
-        "if said == own or (isinstance(said, list) and own in said):",
-        "if said == own:",
+        "if current == own or (isinstance(current, list) and own in current):",
+        "if current == own:",
         T_HUB + "test_agreeing_tokenizer_is_not_mentioned",
     ),
     (
@@ -1020,40 +1094,22 @@ _MODELING = _in(
         T_MODEL + "test_packed_documents_do_not_see_each_other[eager]",
     ),
     (
-        "cache of another batch accepted",
-        "            if expected != found:\n",
-        "            if expected[1:] != found[1:]:\n",
-        T_MODEL + "test_cache_of_another_model",
-    ),
-    (
-        "cache of another rank accepted",
-        "            cache._dcformer_layout = layout  #",
-        "            pass  #",
-        T_GENERATION + "test_cache_of_another_model",
-    ),
-    (
-        "cache with a smaller window accepted",
-        "(window is None or (held or window) < window)",
-        "window is None",
-        T_GENERATION + "test_cache_of_another_model",
-    ),
-    (
-        "token id just beyond the vocabulary",
-        "if low < 0 or high >= size:",
-        "if low < 0 or high > size:",
+        "token id outside the vocabulary not named",
+        "if not 0 <= number < size]",
+        "if not 0 <= number]",
         T_MODEL + "test_token_id_out_of_range",
+    ),
+    (
+        "every variant has the same attention",
+        "self.attention_class(config, layer_idx)",
+        "DCFormerAttention(config, layer_idx)",
+        T_MODEL + "test_a_variant_changes_its_attention_only",
     ),
     (
         "composition initialised like all else",
         "if isinstance(module, DCFormerCompose):",
         "if module is None:",
         T_COMPOSE + "test_initialisation_is_the_papers",
-    ),
-    (
-        "missing head accepted",
-        'if key.startswith(prefix) or (key == "lm_head.weight" and expects_head)',
-        "if key.startswith(prefix)",
-        T_MODEL + "test_missing_tensor",
     ),
     (
         "static cache of the library's sliding layers",

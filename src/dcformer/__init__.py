@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from .attention_dcformer import ComposeTrace, LayerTrace
-from .compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, compose
-from .configuration_dcformer import ComposeOverhead, DCFormerConfig, DCPythiaConfig
+from .compose_dcformer import ComposeSettings, ComposeWeights, DCFormerCompose, SideWeights, compose
+from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .kernels import register as register_kernels
 from .modeling_dcformer import (
     DCFormerForCausalLM,
@@ -50,7 +50,7 @@ for _auto_class, _model_classes in _AUTO_CLASSES.items():
 register_kernels()
 
 __all__ = [
-    "ComposeOverhead",
+    "ComposeSettings",
     "ComposeTrace",
     "ComposeWeights",
     "DCFormerCompose",

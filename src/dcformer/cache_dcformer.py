@@ -1,14 +1,104 @@
-"""A static cache layer for local attention whose state is tensors only, so that decoding compiles to a single graph.
+"""What this package adds to the library's caches: one static layer, and a look at caches that another model filled.
 
-All caches are Transformers' own; this is the one place where it is found wanting. Its static sliding layer keeps its
-length as a Python int, which makes a compiled decoding step a new graph when the window fills up, and a second one
-before that. `generate(cache_implementation="static")` uses this layer instead.
+All caches are Transformers' own. Its static sliding layer keeps its length as a Python int, which makes a compiled
+decoding step a new graph when the window fills up, and a second one before that:
+`generate(cache_implementation="static")` uses `StaticWindowLayer` instead, whose state is tensors only.
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers.cache_utils import StaticCache, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, StaticCache, StaticSlidingWindowLayer
+
+from .configuration_dcformer import DCFormerConfig
+
+_REFUSED = "past_key_values does not belong to this model"
+_ADVICE = "Pass a cache that this model filled, or none."
+
+# For every cache in use: what decides the form of the rows in it, in the model that used it last.
+_last_user: WeakKeyDictionary[Cache, dict[str, Any]] = WeakKeyDictionary()
+_ROW_FIELDS = ("compose_rank", "compose_projection", "compose_gate")
+_LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
+
+
+def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
+    """Refuses a cache whose layers another model made. Looks at all of them only when a cache comes to a model.
+
+    Args:
+        cache: `past_key_values` of a forward pass.
+        config: the model's.
+
+    Raises:
+        ValueError: saying what does not fit.
+    """
+    if torch.compiler.is_compiling():
+        return
+    layers, count = getattr(cache, "layers", None), config.num_hidden_layers
+    if layers is None:
+        raise ValueError(f"{_REFUSED}: a {type(cache).__name__} is no Transformers cache of layers. {_ADVICE}")
+    user = {name: getattr(config, name) for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
+    last_user = _last_user.get(cache)
+    if last_user == user:
+        return
+    grows = cache.layer_class_to_replicate is not None  # a DynamicCache made without a configuration
+    if len(layers) > count or (len(layers) < count and not grows):
+        raise ValueError(f"{_REFUSED}: it has {len(layers)} layers, the model has {count}. {_ADVICE}")
+    for index, (layer, kind) in enumerate(zip(layers, config.layer_types, strict=False)):
+        window = config.sliding_window if kind == "sliding_attention" else None
+        held = getattr(layer, "sliding_window", None)  # a static layer does not say
+        if getattr(layer, "is_sliding", False) and (window is None or (held or window) < window):
+            raise ValueError(
+                f"{_REFUSED}: layer {index} of the cache keeps a window of {held or layer.max_cache_len} keys, but "
+                f"the model's layer is {kind!r} with sliding_window={window}. {_ADVICE}"
+            )
+    # Ranks 1 to 3 are padded to the same width, so that shapes do not tell them apart.
+    found, expected = (tuple(fields[name] for name in _ROW_FIELDS) for fields in (last_user or user, user))
+    if found != expected and int(cache.get_seq_length()):
+        raise ValueError(
+            f"{_REFUSED}: (compose_rank, compose_projection, compose_gate) of the model that filled it are {found}, "
+            f"of this model {expected}. {_ADVICE}"
+        )
+    _last_user[cache] = user
+
+
+def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, head_dim: int) -> None:
+    """Refuses a cache whose first layer holds keys or values unlike those that are about to be added to it.
+
+    Args:
+        cache: `past_key_values` of a forward pass.
+        key, value: of the first layer, [B, Hkv, T, D + channels].
+        head_dim: D.
+
+    Raises:
+        ValueError: on another batch, head count, width, dtype or device.
+    """
+    for name, new in (("keys", key), ("values", value)):
+        old = getattr(cache.layers[0], name, None) if cache.layers else None
+        if old is None or old.dim() != 4 or not old.shape[2]:
+            continue
+        expected = (new.shape[0], new.shape[1], new.shape[3])
+        found = (old.shape[0], old.shape[1], old.shape[3])
+        if expected != found:
+            hint = ""
+            if found == (*expected[:2], head_dim):  # a plain model's, or PEFT's prefix tuning
+                hint = (
+                    f" These {name} come without composition weights, which are made from the hidden state of each "
+                    "token: a model without composition made them, or PEFT's prefix tuning, whose prefix has no "
+                    "hidden states. In its place prompt tuning and LoRA work."
+                )
+            raise ValueError(
+                f"past_key_values does not belong to this model and batch: layer 0 of the cache holds {name} of "
+                f"(batch, heads, channels) {found}, the model makes {expected} (head_dim {head_dim} plus composition "
+                f"channels). Pass a cache that this model filled for the same batch, or none.{hint}"
+            )
+        moves = getattr(cache, "offloading", False)  # between devices, by itself
+        if old.dtype != new.dtype or (old.device != new.device and not moves):
+            raise ValueError(
+                f"past_key_values does not fit this model: layer 0 of the cache holds {name} in {old.dtype} on "
+                f"{old.device}, the model makes {new.dtype} on {new.device}. Fill it with the model as it is now "
+                "(dtype, device, autocast), or convert the keys and values of its layers."
+            )
 
 
 class StaticWindowLayer(StaticSlidingWindowLayer):
@@ -74,4 +164,4 @@ def use_static_window_layers(cache: StaticCache, sliding_window: int) -> None:
         cache.layers[index] = own
 
 
-__all__ = ["StaticWindowLayer", "use_static_window_layers"]
+__all__ = ["StaticWindowLayer", "check_cache_layers", "check_cache_rows", "use_static_window_layers"]

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache
 
-from .configuration_dcformer import PRESETS, DCFormerConfig
+from .configuration_dcformer import DCFormerConfig
 from .modeling_dcformer import DCFormerAttention
+from .presets_dcformer import PRESETS
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -61,7 +62,7 @@ def measured_bytes_per_layer(config: DCFormerConfig, dtype: torch.dtype = torch.
     return keys.nbytes + values.nbytes
 
 
-def report(presets: Sequence[str] = PRESETS, dtype: torch.dtype = torch.bfloat16) -> str:
+def report(presets: Sequence[str] = tuple(PRESETS), dtype: torch.dtype = torch.bfloat16) -> str:
     """The table of `python -m dcformer.cache_report`.
 
     Args:
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = [name for name in options.presets if name not in PRESETS]
     if unknown:
         parser.error(f"unknown preset {unknown[0]!r}: expected any of {', '.join(PRESETS)}")
-    print(report(options.presets or PRESETS, getattr(torch, options.dtype)))
+    print(report(options.presets or tuple(PRESETS), getattr(torch, options.dtype)))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from .configuration_dcformer import DCFormerConfig
-
+COMPOSE_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
 COMPOSE_NORM_EPS = 1e-6
 
 # What `DCFormerCompose` makes: (stage, side) -> weights of a generator, and stage -> static projection [G, M, M].
@@ -31,6 +30,116 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype of matrix products under autocast on a type of device; None where it is off, or not to be had."""
     is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)  # "meta" has none, and asking is an error
     return torch.get_autocast_dtype(device_type) if is_on else None
+
+
+class ComposeFields:
+    """What follows from the fields of composition, for an object that has them: `ComposeSettings`, `DCFormerConfig`."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    compose_rank: int
+    compose_groups: int
+    compose_pre: bool
+    compose_post: bool
+    compose_query: bool
+    compose_key: bool
+    compose_projection: bool
+    compose_gate: bool
+    compose_static: bool
+    compose_act: str
+
+    @property
+    def compose_generators(self) -> tuple[tuple[str, str], ...]:
+        """The dynamic weight generators that exist, as (stage, side), in the order of stored tensors.
+
+        Of ("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key"); their number is C <= 4.
+        """
+        stages = [stage for stage in ("pre", "post") if getattr(self, f"compose_{stage}")]
+        sides = [side for side in ("query", "key") if getattr(self, f"compose_{side}")]
+        return tuple((stage, side) for stage in stages for side in sides)
+
+    def compose_cache_channels(self, stage: str) -> int:
+        """Channels that composition adds behind each cached key (stage "pre") or value (stage "post").
+
+        The key-wise outputs of all query heads of a key/value head, 2R + 1 numbers each (low-rank pair and gate),
+        padded to a multiple of 8 channels so that rows stay 16-byte aligned in 16-bit dtypes.
+        """
+        if (stage, "key") not in self.compose_generators:
+            return 0
+        per_head = 2 * self.compose_rank * self.compose_projection + self.compose_gate
+        used = per_head * (self.num_attention_heads // self.num_key_value_heads)
+        return -(-used // 8) * 8
+
+    def check_composition(self) -> None:
+        """Raises a `ValueError` that names the fields when they describe no composition."""
+        if self.compose_rank < 1:
+            raise ValueError(
+                f"compose_rank={self.compose_rank} must be at least 1; to have no low-rank projections set "
+                "compose_projection=False."
+            )
+        if self.compose_groups < 1 or self.num_attention_heads % self.compose_groups:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of compose_groups="
+                f"{self.compose_groups}."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of num_key_value_heads="
+                f"{self.num_key_value_heads}."
+            )
+        if self.compose_act not in COMPOSE_ACTIVATIONS:
+            raise ValueError(f"compose_act={self.compose_act!r} is unknown: expected one of {COMPOSE_ACTIVATIONS}.")
+        stages = [name for name in ("compose_pre", "compose_post") if getattr(self, name)]
+        sides = [name for name in ("compose_query", "compose_key") if getattr(self, name)]
+        branches = sides + ["compose_static"] * self.compose_static
+        if branches and not stages:
+            raise ValueError(
+                f"{' and '.join(branches)} on, but compose_pre and compose_post are both off: turn one of them on, or "
+                "all of these off for a plain Transformer."
+            )
+        if stages and not branches:
+            raise ValueError(
+                f"{' and '.join(stages)} on, but compose_query, compose_key and compose_static are all off, so there "
+                "is nothing to compose with: turn one of them on, or all of these off for a plain Transformer."
+            )
+        if sides and not (self.compose_projection or self.compose_gate):
+            raise ValueError(
+                f"{' and '.join(sides)} on, but compose_projection and compose_gate are both off: turn one of them on."
+            )
+
+
+@dataclass(frozen=True)
+class ComposeSettings(ComposeFields):
+    """What `DCFormerCompose` is made from, for models with a configuration of their own.
+
+    Attributes:
+        hidden_size, num_attention_heads, num_key_value_heads: E, H and Hkv of the attention that is composed.
+        compose_rank, ...: as in `DCFormerConfig`, which has the same fields.
+
+    Raises:
+        ValueError: on settings that describe no composition; the message names the fields.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    compose_rank: int = 2
+    compose_groups: int = 1
+    compose_pre: bool = True
+    compose_post: bool = True
+    compose_query: bool = True
+    compose_key: bool = True
+    compose_projection: bool = True
+    compose_gate: bool = True
+    compose_static: bool = False
+    compose_act: str = "gelu_pytorch_tanh"
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        self.check_composition()
 
 
 @dataclass
@@ -101,13 +210,13 @@ class FusedAttention:
     """Attention kernels, as a model that does not know them sees them.
 
     Attributes:
-        unsupported_reason: (config) -> why no model of it can use them, naming what to use instead; or None.
+        unsupported_reason: (`DCFormerConfig`) -> why no model of it can use them, naming what to use instead; or None.
         is_default: (attention module, hidden states [B, T, E], query [B, H, T, D], key [B, Hkv, T, D], attention mask)
             -> whether they are used for these where no implementation is named. Asked by every layer in every forward
             pass, in graphs that are traced too.
     """
 
-    unsupported_reason: Callable[[DCFormerConfig], str | None]
+    unsupported_reason: Callable[[Any], str | None]
     is_default: Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
 
 
@@ -181,29 +290,32 @@ class DCFormerCompose(nn.Module):
             give `down`, the others `up`.
         gate_proj.weight: [G·C·M, E], gates of all generators.
         pre_static, post_static: [G·M, M], static projections.
-    Generators are in the order of `config.compose_generators`.
+    Generators are in the order of `settings.compose_generators`.
+
+    Args:
+        settings: a `ComposeSettings`, or a `DCFormerConfig`.
     """
 
     pre_static: nn.Parameter | None
     post_static: nn.Parameter | None
 
-    def __init__(self, config: DCFormerConfig):
+    def __init__(self, settings: ComposeFields):
         super().__init__()
-        heads, self.rank = config.num_attention_heads, config.compose_rank
-        self.generators = config.compose_generators
-        self.heads_per_group = heads // config.compose_groups
-        self.key_value_repeats = heads // config.num_key_value_heads
-        self.channels = {stage: config.compose_cache_channels(stage) for stage in ("pre", "post")}
-        rows = config.compose_groups * len(self.generators)  # G·C
+        heads, self.rank = settings.num_attention_heads, settings.compose_rank
+        self.generators = settings.compose_generators
+        self.heads_per_group = heads // settings.compose_groups
+        self.key_value_repeats = heads // settings.num_key_value_heads
+        self.channels = {stage: settings.compose_cache_channels(stage) for stage in ("pre", "post")}
+        rows = settings.compose_groups * len(self.generators)  # G·C
         hidden = 2 * self.rank * self.heads_per_group  # K
-        has_low_rank = bool(rows) and config.compose_projection
-        has_gate = bool(rows) and config.compose_gate
-        self.dw1_proj = nn.Linear(config.hidden_size, rows * hidden, bias=False) if has_low_rank else None
+        has_low_rank = bool(rows) and settings.compose_projection
+        has_gate = bool(rows) and settings.compose_gate
+        self.dw1_proj = nn.Linear(settings.hidden_size, rows * hidden, bias=False) if has_low_rank else None
         self.qkw = nn.Parameter(torch.empty(rows * hidden, hidden)) if has_low_rank else None
-        self.gate_proj = nn.Linear(config.hidden_size, rows * self.heads_per_group, bias=False) if has_gate else None
-        self.act_fn = ACT2FN[config.compose_act]
+        self.gate_proj = nn.Linear(settings.hidden_size, rows * self.heads_per_group, bias=False) if has_gate else None
+        self.act_fn = ACT2FN[settings.compose_act]
         for stage in ("pre", "post"):
-            has_static = config.compose_static and getattr(config, f"compose_{stage}")
+            has_static = settings.compose_static and getattr(settings, f"compose_{stage}")
             static = nn.Parameter(torch.empty(heads, self.heads_per_group)) if has_static else None
             self.register_parameter(f"{stage}_static", static)
 
@@ -317,7 +429,7 @@ class DCFormerCompose(nn.Module):
 
         Returns:
             [B, Hkv, N, D + channels]: the weights of all query heads of a key/value head, then zeros up to the multiple
-            of 8 given by `config.compose_cache_channels`. `states` itself when there is nothing to pack.
+            of 8 given by `compose_cache_channels`. `states` itself when there is nothing to pack.
         """
         if side is None:
             return states
@@ -382,16 +494,19 @@ class DCFormerCompose(nn.Module):
         return ComposeWeights(query, key, static, groups)
 
 
-def compose_init_std(config: DCFormerConfig) -> dict[str, float]:
+def compose_init_std(settings: ComposeFields) -> dict[str, float]:
     """Standard deviations of composition's parameters at initialisation (paper section 4.1 and the training code).
 
     Small dynamic weights at the start are what the paper found critical.
 
+    Args:
+        settings: as for `DCFormerCompose`.
+
     Returns:
         parameter name within `DCFormerCompose` -> standard deviation of its normal distribution.
     """
-    e, h, r = config.hidden_size, config.num_attention_heads, config.compose_rank
-    m = h // config.compose_groups
+    e, h, r = settings.hidden_size, settings.num_attention_heads, settings.compose_rank
+    m = h // settings.compose_groups
     return {
         "dw1_proj.weight": math.sqrt(2 / (e + 2 * r * m)),  # Xavier: fan in E, fan out K
         "qkw": 0.02 / (math.sqrt(2 * h * r) * (h + r)),
@@ -403,10 +518,13 @@ def compose_init_std(config: DCFormerConfig) -> dict[str, float]:
 
 __all__ = [
     "CHUNKED",
+    "COMPOSE_ACTIVATIONS",
     "COMPOSE_NORM_EPS",
     "DEFAULT_ATTENTION",
     "FUSED_ATTENTION",
     "FUSED_GENERATORS",
+    "ComposeFields",
+    "ComposeSettings",
     "ComposeWeights",
     "DCFormerCompose",
     "FusedAttention",

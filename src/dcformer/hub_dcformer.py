@@ -1,8 +1,9 @@
 """Direct loading of the authors' PyTorch repositories on the Hub (DCFormer-2.8B, DCPythia-6.9B).
 
 Transformers converts the tensors while it loads, by the table of names in `layouts_dcformer`. What it cannot know is
-found out here before: what the tensors say where the authors' configuration is silent, whether they fit it, whether
-the files are whole; and after: what the tokenizer beside them takes for beginning and end of text.
+found out here before: what the tensors say where the authors' configuration is silent, and whether they fit it; and
+after: what the tokenizer beside them takes for beginning and end of text. Folders in this package's format are none of
+this file's business.
 """
 
 import copy
@@ -32,7 +33,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, is_authors_config
+from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .layouts_dcformer import (
     HUB_IGNORED,
     STORED_GENERATORS,
@@ -42,6 +43,7 @@ from .layouts_dcformer import (
     hub_layouts,
     to_native,
 )
+from .legacy_dcformer import is_authors_config
 
 logger = logging.get_logger(__name__)
 
@@ -325,93 +327,23 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
             yield name, tuple(tensor.shape), partial(torch.Tensor.detach, tensor)
 
 
-def check_weight_files(path: str | os.PathLike | None, arguments: Mapping[str, Any]) -> None:
-    """Looks for a damaged file among those that Transformers would load weights from.
-
-    Args:
-        path: a folder, the name of a repository on the Hub, or None.
-        arguments: those of `from_pretrained`.
-
-    Raises:
-        OSError: naming the first one.
-    """
-    for file in [] if path is None else weight_files(path, arguments):
-        StoredWeights.read(stored_tensors(file))
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
-# --- before loading ---------------------------------------------------------------------------------------------------
-
-
-def prepare_hub_loading(
-    model_class: type[PreTrainedModel],
-    path: str | os.PathLike | None,
-    arguments: dict[str, Any],
-    check_shapes: bool = True,
-) -> tuple[dict[str, Any], bool]:
-    """What `from_pretrained` does with an authors' repository before Transformers loads it.
+def with_authors_config(
+    model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of `from_pretrained`, with the configuration among them when it is written in the authors' keys.
 
     Args:
         model_class: of the model that is to be loaded.
-        path: a folder, the name of a repository on the Hub, or None when `arguments` hold a state dict.
-        arguments: those of `from_pretrained`.
-        check_shapes: whether shapes that do not fit are an error.
-
-    Returns:
-        the arguments to go on with, and whether the configuration is an authors' one. In that case its open fields are
-        taken from the tensors, and buffers that stand in the place of static projections are marked to be ignored.
-
-    Raises:
-        OSError: when a weight file is damaged or holds code, naming it.
-        RuntimeError: when shapes differ from the configuration's.
-        ValueError: when tensors under the authors' names are to be split over devices.
+        path: a folder, the name of a repository on the Hub, or None.
+        arguments: those of `from_pretrained`; a configuration among them stays as it is.
     """
-    if arguments.get("gguf_file") is not None:
-        return arguments, False
-    arguments = _with_authors_config(model_class, path, arguments)
-    config: Any = arguments.get("config")
-    is_authors = bool(getattr(config, "_open_fields", ()))
-    split = [
-        name for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config") if arguments.get(name) is not None
-    ]
-    if not is_authors and not split:
-        return arguments, False
-
-    state_dict = arguments.get("state_dict")
-    if state_dict is not None:
-        stored = StoredWeights.read(
-            (name, tuple(t.shape), partial(torch.Tensor.detach, t)) for name, t in state_dict.items()
-        )
-    else:
-        files = [] if path is None else weight_files(path, arguments)
-        stored = StoredWeights.read(tensor for file in files for tensor in stored_tensors(file))
-    if split and stored.hub_named:
-        raise ValueError(
-            f"{path} holds tensors under the authors' names, which cannot be split over devices while they are loaded "
-            f"({', '.join(split)} given). Convert it first, `dcformer-convert hub-to-safetensors --checkpoint {path} "
-            "--output DIR`, and load DIR."
-        )
-    if not is_authors:
-        return arguments, False
-    config = copy.deepcopy(config)
-    config.settle(**(told_by(stored, config) if stored.hub_named else {}))
-    arguments = arguments | {"config": config}
-    if not stored.hub_named:
-        return arguments, True
-    if not config.compose_static and not stored.has_static:
-        arguments["key_mapping"] = (arguments.get("key_mapping") or {}) | _IDENTITY_BUFFERS
-    if check_shapes:
-        _check_shapes(stored, config, path)
-    return arguments, True
-
-
-def _with_authors_config(
-    model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """Puts the configuration into the arguments when it is an authors' one and has not been loaded yet."""
     config_class: Any = model_class.config_class
     config = arguments.get("config")
     source = path if config is None else config
-    if source is None or isinstance(config, PreTrainedConfig):
+    if source is None or isinstance(config, PreTrainedConfig) or arguments.get("gguf_file") is not None:
         return arguments
     try:
         config_dict, _ = config_class.get_config_dict(source, **_hub_arguments(arguments))
@@ -426,25 +358,89 @@ def _with_authors_config(
     return {name: value for name, value in arguments.items() if name in kept} | unused | {"config": loaded}
 
 
-def told_by(stored: StoredWeights, config: DCFormerConfig) -> dict[str, Any]:
-    """The fields that the authors' configuration leaves open, as far as the tensors tell them.
+def load_authors_folder(
+    load: Callable[..., Any], path: str | os.PathLike | None, *args: Any, config: Any, **arguments: Any
+) -> Any:
+    """Loads a model whose configuration is an authors' one.
 
     Args:
-        stored: tensors under the authors' names.
-        config: read from the authors' keys.
+        load: the library's `from_pretrained` of the model's class.
+        path: a folder, the name of a repository on the Hub, or None when `arguments` hold a state dict.
+        config: read from the authors' keys; a copy of it is completed from the tensors.
+        args, arguments: the others of `from_pretrained`.
 
     Returns:
-        arguments for `config.settle`.
+        what `load` returns.
+
+    Raises:
+        OSError: when a weight file is damaged or holds code, naming it.
+        RuntimeError: when shapes differ from the configuration's.
+        ValueError: when weights of the decoder, or a causal model's `lm_head`, are not in the checkpoint (with
+            `output_loading_info=True` they are in the returned `missing_keys` instead); when tensors under the
+            authors' names are to be split over devices.
     """
+    state_dict = arguments.get("state_dict")
+    if state_dict is not None:
+        stored = StoredWeights.read(
+            (name, tuple(t.shape), partial(torch.Tensor.detach, t)) for name, t in state_dict.items()
+        )
+    else:
+        files = [] if path is None else weight_files(path, arguments)
+        stored = StoredWeights.read(tensor for file in files for tensor in stored_tensors(file))
+    config = complete_config(config, stored)
+    if stored.hub_named:
+        _refuse_tensor_parallelism(path, arguments)
+        if not config.compose_static and not stored.has_static:
+            arguments["key_mapping"] = (arguments.get("key_mapping") or {}) | _IDENTITY_BUFFERS
+        if not arguments.get("ignore_mismatched_sizes"):
+            _check_shapes(stored, config, path)
+    wants_info = arguments.pop("output_loading_info", False)
+    model, info = load(path, *args, config=config, output_loading_info=True, **arguments)
+    follow_tokenizer(model, path, arguments)
+    if wants_info:
+        return model, info
+    if path is not None:
+        _check_complete(model, info["missing_keys"], path)
+    return model
+
+
+def complete_config(config: DCFormerConfig, stored: StoredWeights) -> DCFormerConfig:
+    """A copy of a configuration, with what the authors' keys leave undecided taken from the tensors.
+
+    Args:
+        config: read from the authors' keys.
+        stored: what the tensors tell. Under other names than the authors' they tell nothing, and defaults hold.
+
+    Raises:
+        ValueError: when the configuration then describes no model.
+    """
+    config = copy.deepcopy(config)
     fields: dict[str, Any] = {}
     qkw = next((shape for name, shape in stored.shapes.items() if name.endswith(".dyn_w_proj.qkw")), ())
     if len(qkw) == 5:
         groups, _, _, rows, _ = qkw  # [G, 4, K, 2R, M]
         if rows >= 2 and groups and config.num_attention_heads % groups == 0:
             fields = {"compose_groups": groups, "compose_rank": rows // 2}
-    if config.compose_pre or config.compose_post:
+    if stored.hub_named and (config.compose_pre or config.compose_post):
         fields["compose_static"] = stored.has_static
-    return fields
+    for name in config.undecided_fields:
+        if name in fields:
+            setattr(config, name, fields[name])
+    config.undecided_fields = ()
+    config.validate_architecture()
+    return config
+
+
+def _refuse_tensor_parallelism(path: Any, arguments: Mapping[str, Any]) -> None:
+    split = [
+        name for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config") if arguments.get(name) is not None
+    ]
+    if split:
+        raise ValueError(
+            f"{path} holds tensors under the authors' names, which cannot be split over devices while they are loaded "
+            f"({', '.join(split)} given). Convert it first, `dcformer-convert hub-to-safetensors --checkpoint {path} "
+            "--output DIR`, and load DIR."
+        )
 
 
 def _check_shapes(stored: StoredWeights, config: DCFormerConfig, path: Any) -> None:
@@ -468,7 +464,19 @@ def _check_shapes(stored: StoredWeights, config: DCFormerConfig, path: Any) -> N
         )
 
 
-# --- after loading ----------------------------------------------------------------------------------------------------
+def _check_complete(model: PreTrainedModel, missing_keys: Iterable[str], path: Any) -> None:
+    """Raises an error when tensors of the decoder, or a causal model's head, would be left at random values."""
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    missing = sorted(key for key in missing_keys if key.startswith(prefix) or key == "lm_head.weight")
+    if missing:
+        raise ValueError(
+            f"{path} lacks {len(missing)} of the tensors of {type(model).__name__}: {', '.join(missing[:8])}"
+            f"{', ...' if len(missing) > 8 else ''}. The checkpoint is incomplete or not of this configuration: "
+            "these tensors would be left at random values."
+        )
+
+
+# --- the tokenizer's end of text --------------------------------------------------------------------------------------
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -492,12 +500,12 @@ def follow_tokenizer(model: PreTrainedModel, path: str | os.PathLike | None, arg
     wrong: dict[str, None] = {}  # in order, each once: both holders may say the same
     for name, (token, own) in tokenizer_special_ids(path, arguments).items():
         for holder in holders if own < model.config.vocab_size else ():
-            said = getattr(holder, name)
-            if said == own or (isinstance(said, list) and own in said):
+            current = getattr(holder, name)
+            if current == own or (isinstance(current, list) and own in current):
                 continue
             setattr(holder, name, own)
-            if said is not None:
-                wrong[f"{name}={said}, the tokenizer's is {own} ({token!r})"] = None
+            if current is not None:
+                wrong[f"{name}={current}, the tokenizer's is {own} ({token!r})"] = None
     if wrong:
         logger.warning(
             f"The configuration of {path} contradicts its tokenizer: it has {'; '.join(wrong)}. The tokenizer's are "
@@ -550,14 +558,14 @@ __all__ = [
     "HubToNative",
     "NativeToHub",
     "StoredWeights",
-    "check_weight_files",
+    "complete_config",
     "follow_tokenizer",
     "hub_conversions",
-    "prepare_hub_loading",
+    "load_authors_folder",
     "register_hub_conversions",
     "stored_generators",
     "stored_tensors",
     "tokenizer_special_ids",
-    "told_by",
     "weight_files",
+    "with_authors_config",
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .configuration_dcformer import DCFormerConfig
@@ -81,7 +82,7 @@ def write_hub_folder(
         )
     try:
         both: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", output_loading_info=True)
-    except (OSError, RuntimeError, *CONFIG_ERRORS) as error:
+    except (OSError, RuntimeError, SafetensorError, *CONFIG_ERRORS) as error:
         raise_bug(error)
         raise HubFolderError(f"{source} cannot be loaded: {first_line(error)}") from error
     loaded, info = both

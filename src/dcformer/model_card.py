@@ -14,6 +14,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from .analysis import compose_overhead, num_parameters
 from .configuration_dcformer import DCFormerConfig
 from .errors import DCFormerError
 
@@ -154,7 +155,7 @@ def model_card(
     parts = [
         f"# {shown}",
         f"A causal language model with dynamically composable multi-head attention "
-        f"([arXiv 2405.08553](https://arxiv.org/abs/2405.08553)) of {config.num_parameters():,} parameters, in the "
+        f"([arXiv 2405.08553](https://arxiv.org/abs/2405.08553)) of {num_parameters(config):,} parameters, in the "
         "format of the package `dcformer` for Transformers.",
         _usage(name, remote_code),
         "## Sizes\n\n" + _table(("", ""), _sizes(config)),
@@ -199,8 +200,8 @@ def _sizes(config: DCFormerConfig) -> list[tuple[str, ...]]:
             f" ({local} local with a window of {config.sliding_window}, {config.num_hidden_layers - local} global)"
         )
     return [
-        ("Parameters", f"{config.num_parameters():,}"),
-        ("... outside the embeddings", f"{config.num_parameters(exclude_embeddings=True):,}"),
+        ("Parameters", f"{num_parameters(config):,}"),
+        ("... outside the embeddings", f"{num_parameters(config, exclude_embeddings=True):,}"),
         ("Layers", layers),
         ("Hidden size", f"{config.hidden_size}"),
         ("MLP width", f"{config.intermediate_size}"),
@@ -230,7 +231,7 @@ def _composition(config: DCFormerConfig) -> list[tuple[str, ...]]:
 
 
 def _overhead(config: DCFormerConfig) -> list[tuple[str, ...]]:
-    overhead = config.compose_overhead()
+    overhead = compose_overhead(config)
     channels = sum(config.compose_cache_channels(stage) for stage in ("pre", "post"))
     sizes: Any = config  # Optional only until __post_init__
     head_dim = sizes.head_dim

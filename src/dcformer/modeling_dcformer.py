@@ -7,19 +7,16 @@ Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, F
 """
 
 import os
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
@@ -37,7 +34,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_dcformer import ComposeTrace, eager_attention
-from .cache_dcformer import use_static_window_layers
+from .cache_dcformer import check_cache_layers, check_cache_rows, use_static_window_layers
 from .chunked_dcformer import CHUNKED
 from .compose_dcformer import (
     DEFAULT_ATTENTION,
@@ -49,14 +46,8 @@ from .compose_dcformer import (
     default_implementation,
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .hub_dcformer import (
-    IGNORED_ON_LOAD,
-    check_weight_files,
-    follow_tokenizer,
-    prepare_hub_loading,
-    register_hub_conversions,
-)
-from .masks_dcformer import has_values
+from .hub_dcformer import IGNORED_ON_LOAD, load_authors_folder, register_hub_conversions, with_authors_config
+from .parallel_dcformer import check_tensor_parallel
 
 logger = logging.get_logger(__name__)
 
@@ -221,7 +212,8 @@ class DCFormerAttention(nn.Module):
         else:  # weights of the keys ride behind keys and values: [B, Hkv, T or S, D + channels]
             key, value, (generated, statics) = self.compose.packed(hidden_states, key, value, implementation)
             layer_idx = self.layer_idx if layer_idx is None else layer_idx
-            self._check_cache(past_key_values, layer_idx, key, value)
+            if layer_idx == 0:
+                check_cache_rows(past_key_values, key, value, self.head_dim)
             key, value = past_key_values.update(key, value, layer_idx)
             gather = implementation not in FUSED_ATTENTION  # whose kernels read them where they are
             key, pre_key = self.compose.unpack(key, self.head_dim, "pre", gather)  # [B, Hkv, S, D], weights of S keys
@@ -247,68 +239,16 @@ class DCFormerAttention(nn.Module):
             )
         return self.o_proj(output.reshape(*input_shape, -1)), weights
 
-    def _check_cache(self, cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Refuses a cache whose keys or values another model made."""
-        if layer_idx >= len(cache.layers):
-            return
-        for name, new in (("keys", key), ("values", value)):
-            old = getattr(cache.layers[layer_idx], name, None)
-            if old is None or old.dim() != 4 or not old.shape[2]:
-                continue
-            expected = (new.shape[0], new.shape[1], new.shape[3])
-            found = (old.shape[0], old.shape[1], old.shape[3])
-            if expected != found:
-                hint = ""
-                if found == (*expected[:2], self.head_dim):  # a plain model's, or PEFT's prefix tuning
-                    hint = (
-                        f" These {name} come without composition weights, which are made from the hidden state of each "
-                        "token: a model without composition made them, or PEFT's prefix tuning, whose prefix has no "
-                        "hidden states. In its place prompt tuning and LoRA work."
-                    )
-                raise ValueError(
-                    f"past_key_values does not belong to this model and batch: layer {layer_idx} of the cache "
-                    f"holds {name} of (batch, heads, channels) {found}, the model makes {expected} "
-                    f"(head_dim {self.head_dim} plus composition channels). Pass a cache that this model "
-                    f"filled for the same batch, or none.{hint}"
-                )
-            moves = getattr(cache, "offloading", False)  # between devices, by itself
-            if old.dtype != new.dtype or (old.device != new.device and not moves):
-                raise ValueError(
-                    f"past_key_values does not fit this model: layer {layer_idx} of the cache holds {name} in "
-                    f"{old.dtype} on {old.device}, the model makes {new.dtype} on {new.device}. Fill it with the model "
-                    "as it is now (dtype, device, autocast), or convert the keys and values of its layers."
-                )
-
-
-class ReplicatedForColumns(TensorParallelLayer):
-    """Tensor parallelism: the style of a module whose output goes to column-wise layers and to nothing else.
-
-    Each of those makes a part of the output's gradient on every device. Given a plain tensor, each sums its part over
-    the devices; given this one, the parts are added up on each device first, and summed over the devices once.
-    """
-
-    def transform_output_post_forward(self, module: nn.Module, output: torch.Tensor, mesh: Any) -> torch.Tensor:
-        """[B, T, E] -> the same, replicated; untouched where no gradient is wanted."""
-        if not torch.is_grad_enabled():
-            return output
-        from torch.distributed.tensor import DTensor, Replicate  # not in every build of PyTorch
-
-        return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
-
-
-ALL_PARALLEL_STYLES.register(
-    "dcformer_replicated_for_columns",
-    ReplicatedForColumns(),  # type: ignore[arg-type]  # the registry is annotated as one of functions
-)
-
 
 class DCFormerDecoderLayer(GradientCheckpointingLayer):
     """One layer: attention and MLP, each behind a norm, in sequence or in parallel."""
 
+    attention_class: type[nn.Module] = DCFormerAttention  # a variant's subclass of the layer names its own
+
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__()
         self.parallel_residual = config.use_parallel_residual
-        self.self_attn = DCFormerAttention(config, layer_idx)
+        self.self_attn = self.attention_class(config, layer_idx)
         self.mlp = DCFormerMLP(config)
         self.input_layernorm = _make_norm(config)
         self.post_attention_layernorm = _make_norm(config)
@@ -405,62 +345,15 @@ class DCFormerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a model as Transformers does, but refuses an incomplete or damaged checkpoint.
+        """Loads a model. Arguments and return value are those of `PreTrainedModel.from_pretrained`, which does it.
 
-        The authors' PyTorch repositories on the Hub load like any other (`hub_dcformer`). Arguments and return value
-        are those of `PreTrainedModel.from_pretrained`. Heads for other tasks may be missing and are then initialised,
-        as everywhere in Transformers.
-
-        Raises:
-            ValueError: when weights of the decoder, or a causal model's `lm_head`, are not in the checkpoint (with
-                `output_loading_info=True` they are in the returned `missing_keys` instead); when tensors under the
-                authors' names are to be split over devices.
-            RuntimeError: when shapes differ from the configuration's.
-            OSError: when a weight file is damaged or holds code, naming it.
+        The authors' PyTorch repositories on the Hub load like any other; see `hub_dcformer.load_authors_folder`.
         """
         path = pretrained_model_name_or_path
-        wants_info = kwargs.pop("output_loading_info", False)
-        takes_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
-        kwargs, is_authors = prepare_hub_loading(cls, path, kwargs, check_shapes=not takes_mismatch)
-        try:
-            loaded: Any = super().from_pretrained(
-                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
-        except (SafetensorError, pickle.UnpicklingError, EOFError, OSError, RuntimeError) as error:
-            if not isinstance(error, OSError) or error.errno is not None:  # not one that Transformers worded
-                check_weight_files(path, kwargs)
-            if isinstance(error, SafetensorError):
-                raise OSError(f"{path}: {error}") from error
-            raise
-        model, info = loaded
-        if info["mismatched_keys"] and not takes_mismatch:
-            key, found, expected = sorted(info["mismatched_keys"], key=str)[0]
-            raise RuntimeError(
-                f"{pretrained_model_name_or_path} holds {key} with shape {tuple(found)}, the configuration asks for "
-                f"{tuple(expected)} ({len(info['mismatched_keys'])} such tensors): config.json and weights do not fit "
-                "together. Pass ignore_mismatched_sizes=True to initialise these tensors instead."
-            )
-        if is_authors:
-            follow_tokenizer(model, path, kwargs)
-        if wants_info:
-            return model, info
-        if pretrained_model_name_or_path is not None:
-            prefix = "" if model.base_model is model else f"{cls.base_model_prefix}."
-            saved_as = model.config.architectures or []
-            # a bare decoder or another task's model lacks the head by right
-            expects_head = not saved_as or any("CausalLM" in name for name in saved_as)
-            missing = sorted(
-                key
-                for key in info["missing_keys"]
-                if key.startswith(prefix) or (key == "lm_head.weight" and expects_head)
-            )
-            if missing:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} lacks {len(missing)} of the tensors of {cls.__name__}: "
-                    f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. The checkpoint is incomplete, or "
-                    "belongs to another configuration; loading it would leave these at random values."
-                )
-        return model
+        kwargs = with_authors_config(cls, path, kwargs)
+        if not getattr(kwargs.get("config"), "undecided_fields", ()):
+            return super().from_pretrained(path, *args, **kwargs)
+        return load_authors_folder(super().from_pretrained, path, *args, **kwargs)
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
@@ -470,7 +363,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             ValueError: when the tensor-parallel size does not divide the groups of heads.
         """
         if mesh_manager is not None and distributed_config.tp_size > 1 and distributed_config.tp_plan != {}:
-            model.config.check_tensor_parallel(distributed_config.tp_size)
+            check_tensor_parallel(model.config, distributed_config.tp_size)
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
@@ -489,13 +382,15 @@ class DCFormerPreTrainedModel(PreTrainedModel):
 
 @auto_docstring
 class DCFormerModel(DCFormerPreTrainedModel):
+    layer_class: type[nn.Module] = DCFormerDecoderLayer
+
     def __init__(self, config: DCFormerConfig):
         config.validate_architecture()  # fields may have been set since it was made
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList([DCFormerDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
         self.norm = _make_norm(config)
         self.rotary_emb = DCFormerRotaryEmbedding(config)
         self.gradient_checkpointing = False
@@ -520,8 +415,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             logger.warning_once(f"{missing} The tuple of attentions is empty.")  # as with Transformers' sdpa
         hidden_states = inputs_embeds
         if hidden_states is None:
-            self._check_token_ids(input_ids)
-            hidden_states = self.embed_tokens(input_ids)  # [B, T, E]
+            hidden_states = self._embed(input_ids)
         # A layer's kind and its place in the cache are those of its position, whichever layer stands there. Fewer
         # layers run while generate drafts with `assistant_early_exit`.
         layers = self.layers[: self.config.num_hidden_layers]
@@ -544,7 +438,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            self._check_cache(past_key_values)
+            check_cache_layers(past_key_values, self.config)
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 raise ValueError(
                     "past_key_values cannot be used in training with gradient checkpointing: layers that are computed "
@@ -580,50 +474,24 @@ class DCFormerModel(DCFormerPreTrainedModel):
             past_key_values=past_key_values,
         )
 
-    def _check_cache(self, cache: Cache) -> None:
-        """Refuses a cache of another model, as far as its layers tell; the attention looks at what they hold."""
-        config, advice = self.config, "Pass a cache that this model filled, or none."
-        refused = "past_key_values does not belong to this model"
-        layers, count = getattr(cache, "layers", None), config.num_hidden_layers
-        if layers is None:
-            raise ValueError(f"{refused}: a {type(cache).__name__} is no Transformers cache of layers. {advice}")
-        grows = cache.layer_class_to_replicate is not None  # a DynamicCache made without a configuration
-        if len(layers) > count or (len(layers) < count and not grows):
-            raise ValueError(f"{refused}: it has {len(layers)} layers, the model has {count}. {advice}")
-        for index, (layer, kind) in enumerate(zip(layers, config.layer_types, strict=False)):
-            window = config.sliding_window if kind == "sliding_attention" else None
-            held = getattr(layer, "sliding_window", None)  # a static layer does not say
-            if getattr(layer, "is_sliding", False) and (window is None or (held or window) < window):
-                raise ValueError(
-                    f"{refused}: layer {index} of the cache keeps a window of {held or layer.max_cache_len} keys, but "
-                    f"the model's layer is {kind!r} with sliding_window={window}. {advice}"
-                )
-        # Ranks 1 to 3 are padded to the same width, so that shapes do not tell them apart.
-        layout = (config.compose_rank, config.compose_projection, config.compose_gate)
-        found = getattr(cache, "_dcformer_layout", layout)
-        if found != layout:
+    def _embed(self, input_ids: torch.LongTensor) -> Any:
+        """[B, T] -> [B, T, E]; names a token id outside the vocabulary, where looking it up has failed (on the CPU)."""
+        try:
+            return self.embed_tokens(input_ids)
+        except IndexError as error:
+            size = self.embed_tokens.num_embeddings
+            wrong = [number for number in input_ids.flatten().tolist() if not 0 <= number < size]
+            if not wrong:
+                raise
             raise ValueError(
-                f"{refused}: (compose_rank, compose_projection, compose_gate) of the model that filled it are {found}, "
-                f"of this model {layout}. {advice}"
-            )
-        if not torch.compiler.is_compiling():
-            cache._dcformer_layout = layout  # type: ignore[attr-defined]
-
-    def _check_token_ids(self, input_ids: torch.Tensor) -> None:
-        """Names a token id outside the vocabulary. On the CPU only: elsewhere looking would stall the device."""
-        if input_ids.device.type != "cpu" or not has_values(input_ids) or not input_ids.numel():
-            return
-        low, high = (int(bound) for bound in input_ids.aminmax())
-        size = self.embed_tokens.num_embeddings
-        if low < 0 or high >= size:
-            raise ValueError(
-                f"input_ids holds token id {low if low < 0 else high}, outside the model's vocabulary of "
-                f"{size} ids (0 to {size - 1}): is the tokenizer the model's own?"
-            )
+                f"input_ids holds token id {wrong[0]}, outside the model's vocabulary of {size} ids (0 to {size - 1}): "
+                "is the tokenizer the model's own?"
+            ) from error
 
 
 @auto_docstring
 class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
+    decoder_class: type[DCFormerModel] = DCFormerModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # annotated too narrowly upstream
@@ -631,7 +499,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: DCFormerConfig):
         super().__init__(config)
-        self.model = DCFormerModel(config)
+        self.model = self.decoder_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()

@@ -24,11 +24,14 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import RopeParameters
 
+from .analysis import num_parameters
 from .chunked_dcformer import BLOCK_SCORES
-from .configuration_dcformer import PRESETS, DCFormerConfig
+from .configuration_dcformer import DCFormerConfig
 from .conversion.errors import CONFIG_ERRORS
 from .errors import DCFormerError, MissingExtraError, raise_bug, refused, require_extra
 from .modeling_dcformer import DCFormerForCausalLM
+from .parallel_dcformer import check_tensor_parallel
+from .presets_dcformer import PRESETS
 
 FP32, INT32, INT64 = 4, 4, 8  # bytes
 IMPLEMENTATIONS = ("dcformer_triton", "dcformer_chunked", "eager")
@@ -102,7 +105,7 @@ class Setup:
             )
         if self.tensor_parallel > 1:
             with refused(ValueError):
-                self.config.check_tensor_parallel(self.tensor_parallel)
+                check_tensor_parallel(self.config, self.tensor_parallel)
 
     @property
     def shards(self) -> int:
@@ -589,7 +592,7 @@ def report(setup: Setup, title: str) -> str:
     where = f"{setup.gpus} GPUs" + (f", {t} share a layer and {n} parameters" if t > 1 else " that share parameters")
     batch = setup.batch * setup.accumulation * n
     lines = [
-        f"{title}: {setup.config.num_parameters():,} parameters, {where}; {batch} sequences of {setup.length} tokens "
+        f"{title}: {num_parameters(setup.config):,} parameters, {where}; {batch} sequences of {setup.length} tokens "
         f"per step ({batch * setup.length / 1e6:.2f}M tokens); {setup.attention}"
         + (", gradient checkpointing" if setup.checkpointing else ""),
         "",

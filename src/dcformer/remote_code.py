@@ -5,34 +5,11 @@ import os
 import shutil
 from pathlib import Path
 
-from . import (
-    attention_dcformer,
-    cache_dcformer,
-    chunked_dcformer,
-    compose_dcformer,
-    configuration_dcformer,
-    hub_dcformer,
-    layouts_dcformer,
-    masks_dcformer,
-    modeling_dcformer,
-    peft_dcformer,
-)
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from . import modeling_dcformer
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 
-# The flat modules import each other as `from .x_dcformer import y` and nothing else of the package.
-_MODULES = (
-    peft_dcformer,
-    configuration_dcformer,
-    compose_dcformer,
-    masks_dcformer,
-    attention_dcformer,
-    chunked_dcformer,
-    cache_dcformer,
-    layouts_dcformer,
-    hub_dcformer,
-    peft_dcformer,
-    modeling_dcformer,
-)
 _PREFIXES = {config.model_type: config.__name__.removesuffix("Config") for config in (DCFormerConfig, DCPythiaConfig)}
 _TASKS = {
     "AutoModel": "Model",
@@ -69,8 +46,8 @@ def export_remote_code(path: str | os.PathLike) -> None:
             f"{config_file} has model_type={config.get('model_type')!r} and is not a configuration of this package: "
             f"expected one of {sorted(_PREFIXES)} with native keys, as save_pretrained writes them."
         )
-    for module in _MODULES:
-        source = Path(str(module.__file__))
+    modeling = str(modeling_dcformer.__file__)
+    for source in map(Path, [modeling, *get_relative_import_files(modeling)]):
         _replace(folder / source.name, source.read_bytes())
     config["auto_map"] = {"AutoConfig": f"configuration_dcformer.{prefix}Config"} | {
         auto_class: f"modeling_dcformer.{prefix}{task}" for auto_class, task in _TASKS.items()

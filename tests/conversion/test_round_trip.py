@@ -162,7 +162,7 @@ def architecture(config):
     """Every field, without those that say nothing about this model because of the others."""
     fields = {name: getattr(config, name) for name in (*DCFormerConfig.__annotations__, "model_type")}
     fields["rope_parameters"] = {"partial_rotary_factor": 1.0} | config.rope_parameters
-    unused = {"_open_fields"}
+    unused = set()
     composed = [name for name in SWITCHES[:4] if fields[name]]
     unused |= {"compose_projection", "compose_gate", "compose_act"} if not config.compose_generators else set()
     unused |= {"compose_rank"} if not (config.compose_generators and config.compose_projection) else set()

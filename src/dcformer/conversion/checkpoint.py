@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import raise_bug
-from ..hub_dcformer import StoredWeights, told_by
+from ..hub_dcformer import StoredWeights, complete_config
 from ..layouts_dcformer import HUB_IGNORED
 from .errors import CONFIG_ERRORS, ConversionError
 from .formats import FORMATS, Part, format_parts, native_shapes
@@ -287,11 +287,10 @@ def _read_hub_config(folder: Path, source: TensorSource) -> DCFormerConfig:
     """An authors' configuration, and what the tensors say where it is silent."""
     config = _read_config(folder)
     try:
-        config.settle(**told_by(_stored_weights(source), config))
+        return complete_config(config, _stored_weights(source))
     except CONFIG_ERRORS as error:
         raise_bug(error)
         raise ConversionError(f"{folder} describes no model ({error}).") from error
-    return config
 
 
 def _read_config(folder: Path) -> DCFormerConfig:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from datasets import IterableDataset
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 from transformers.utils import cached_file
 from trl import SFTTrainer, get_peft_config, get_quantization_config
 
+from ..analysis import num_parameters
 from ..conversion.errors import CONFIG_ERRORS
 from ..errors import DCFormerError, raise_bug, refused
 from ..kernels import unsupported_reason
@@ -108,7 +110,7 @@ def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrai
     tokenizer = _load("--tokenizer", AutoTokenizer, chosen.tokenizer)
     config = chosen.make_config(tokenizer)
     if training.learning_rate is None:
-        training.learning_rate = paper_learning_rate(config.num_parameters())
+        training.learning_rate = paper_learning_rate(num_parameters(config))
     setup = setup_of(config, training.world_size, data, chosen, training)
     if checkpoint is not None:
         check_setup(checkpoint, setup)
@@ -124,7 +126,7 @@ def _load(option: str, auto_class: Any, name: str, **arguments: Any) -> Any:
     """`from_pretrained`, whose error for what is not there names the option and both places that were looked at."""
     try:
         return auto_class.from_pretrained(name, **arguments)
-    except (OSError, RuntimeError, ImportError, *CONFIG_ERRORS) as error:
+    except (OSError, RuntimeError, ImportError, SafetensorError, *CONFIG_ERRORS) as error:
         raise_bug(error)
         if isinstance(error, AttributeError | KeyError | TypeError):  # their words alone say little
             error = ValueError(f"cannot be loaded ({type(error).__name__}: {error})")

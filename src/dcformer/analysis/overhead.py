@@ -1,0 +1,94 @@
+"""Parameters of a model and the cost of composition, from the configuration alone (arXiv 2405.08553, section 3.3)."""
+
+from dataclasses import dataclass
+
+from ..configuration_dcformer import DCFormerConfig
+
+
+@dataclass(frozen=True)
+class ComposeOverhead:
+    """What composition adds to a model (paper section 3.3 and Table 2).
+
+    Attributes:
+        parameters: parameters added, exact: equal to what counting the built model's composition tensors gives.
+        parameter_ratio: `parameters` over all other parameters outside the embeddings.
+        flops_per_token: floating point operations added to the forward pass of one token at the given sequence
+            length, exact for the formula of composition: 2 per multiply-add, every one of the sequence's keys.
+        flops_ratio: `flops_per_token` over the forward operations of the plain model's layers, whose attention counts
+            half of the keys, as in the paper.
+        paper_parameter_ratio: the paper's leading-order estimate, (2R+1)/(3D) for full composition: generator
+            projections from the hidden state only, over the 12·E² parameters of a Transformer layer.
+        paper_flops_ratio: the paper's leading-order estimate, 4(2R+1)(1+r)/((12+r)D) with r = S/E.
+    """
+
+    parameters: int
+    parameter_ratio: float
+    flops_per_token: int
+    flops_ratio: float
+    paper_parameter_ratio: float
+    paper_flops_ratio: float
+
+
+def num_parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -> int:
+    """Number of parameters of the causal language model.
+
+    Args:
+        config: the model's.
+        exclude_embeddings: leave out the input embedding and the output projection.
+    """
+    e, d, f = config.hidden_size, config.head_dim, config.intermediate_size
+    q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
+    attention = e * (q + 2 * kv) + q * e + (q + 2 * kv + e) * config.attention_bias + 2 * d * config.qk_norm
+    matrices = 3 if config.mlp_type == "gated" else 2
+    mlp = matrices * e * f + ((matrices - 1) * f + e) * config.mlp_bias + config.mlp_gates * e
+    norm = e * (2 if config.norm_type == "layernorm" else 1)
+    total = config.num_hidden_layers * (attention + mlp + 2 * norm) + norm + num_compose_parameters(config)
+    if not exclude_embeddings:
+        total += config.vocab_size * e * (1 if config.tie_word_embeddings else 2)
+    return total
+
+
+def num_compose_parameters(config: DCFormerConfig) -> int:
+    """Number of parameters that composition adds to the model, all layers together."""
+    e, h, r = config.hidden_size, config.num_attention_heads, config.compose_rank
+    m, generators = h // config.compose_groups, len(config.compose_generators)
+    low_rank = e * 2 * r * h + (2 * r * h) * (2 * r * m) if config.compose_projection else 0
+    gate = e * h if config.compose_gate else 0
+    static = (config.compose_pre + config.compose_post) * h * m if config.compose_static else 0
+    return config.num_hidden_layers * (generators * (low_rank + gate) + static)
+
+
+def compose_overhead(config: DCFormerConfig, sequence_length: int | None = None) -> ComposeOverhead:
+    """What composition adds in parameters and in forward operations per token (paper section 3.3, Table 2).
+
+    Args:
+        config: the model's.
+        sequence_length: S, in tokens; `max_position_embeddings` when not given. Every layer is counted as global, as
+            the paper does.
+
+    Returns:
+        `ComposeOverhead`, exact counts and the paper's leading-order ratios.
+    """
+    s = config.max_position_embeddings if sequence_length is None else sequence_length
+    e, h, d, r = config.hidden_size, config.num_attention_heads, config.head_dim, config.compose_rank
+    layers, m, generators = config.num_hidden_layers, h // config.compose_groups, len(config.compose_generators)
+    parameters = num_compose_parameters(config)
+    plain = num_parameters(config, exclude_embeddings=True) - parameters
+
+    per_head = 2 * r * config.compose_projection + config.compose_gate  # multiply-adds per (query, key, head)
+    static = (config.compose_pre + config.compose_post) * config.compose_static
+    generate = 2 * parameters - 2 * layers * static * h * m
+    mix = layers * 2 * s * h * (generators * per_head + static * m)
+    matmuls = layers * (2 * (h * d) * s)  # QK and PV over the causal half of S keys
+    rho = s / e
+    return ComposeOverhead(
+        parameters=parameters,
+        parameter_ratio=parameters / plain if plain else 0.0,
+        flops_per_token=generate + mix,
+        flops_ratio=(generate + mix) / (2 * plain + matmuls) if plain else 0.0,
+        paper_parameter_ratio=generators * per_head / (12 * d),
+        paper_flops_ratio=generators * per_head * (1 + rho) / ((12 + rho) * d),
+    )
+
+
+__all__ = ["ComposeOverhead", "compose_overhead", "num_compose_parameters", "num_parameters"]
