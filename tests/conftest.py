@@ -16,11 +16,12 @@ def _seed():
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder of reference checkpoints and data; tests that need it skip where it is absent."""
-    if not SHARED.is_dir():
-        pytest.skip("no reference fixtures here: set DCFORMER_SHARED to the folder that holds fixtures/ and data/")
-    return SHARED
+def authors_file() -> Path:
+    """The data set of the paper's synthetic tasks, which is not part of this repository."""
+    path = SHARED / "data" / "synthetic_dataset.jsonl"
+    if not path.is_file():
+        pytest.skip(f"the authors' data set is not at {path}: set DCFORMER_SHARED to the folder that holds data/")
+    return path
 
 
 # CPython keeps frames in chunks of 16 KiB, and gives a chunk back to the system as soon as its first frame returns. A

@@ -2,13 +2,17 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from dcformer import DCFormerConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+FIXTURES = REPOSITORY / "tests" / "fixtures"
+AUTHORS_WEIGHTS = ("pytorch_model.bin", "model.safetensors")
 
 
 def documented_commands(*pages: Path) -> list[list[str]]:
@@ -17,6 +21,21 @@ def documented_commands(*pages: Path) -> list[list[str]]:
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def authors_folder(folder: Path, weights: str = "pytorch_model.bin") -> Path:
+    """Makes `folder` a repository in the authors' format: fixture B1, its weights in one of `AUTHORS_WEIGHTS`."""
+    source = FIXTURES / "B1"
+    folder.mkdir(parents=True)
+    shutil.copy(source / "config.json", folder)
+    if weights == "pytorch_model.bin":
+        shutil.copy(source / weights, folder)
+    else:  # without merged copies, and without the identity in place of static projections
+        state = torch.load(source / "pytorch_model.bin", weights_only=True)
+        merged = (".dw_m", ".qkw_m", ".pre_proj.w", ".post_proj.w")
+        kept = {name: tensor for name, tensor in state.items() if not name.endswith(merged)}
+        save_file(kept, folder / weights, {"format": "pt"})
+    return folder
 
 
 def tiny_config(**overrides) -> DCFormerConfig:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import FIXTURES
 
 from jax_reference import Settings, maxtext_forward, pax_forward, random_maxtext_params, random_pax_params
 
@@ -19,9 +20,9 @@ TOKENS = np.random.default_rng(1).integers(0, V, (2, 8))  # one shape for all: J
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_fixture_of_the_original_maxtext_code(shared, dtype):
+def test_fixture_of_the_original_maxtext_code(dtype):
     tensorstore = pytest.importorskip("tensorstore", reason="reading a MaxText checkpoint needs tensorstore")
-    folder = shared / "fixtures" / "A1"
+    folder = FIXTURES / "A1"
     hyper = json.loads((folder / "meta.json").read_text())["hyperparameters"]
 
     def read(path):
