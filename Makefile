@@ -5,7 +5,6 @@ VENV        ?= .venv
 EXTRAS      ?= dev
 CONSTRAINTS ?= constraints.txt
 ARGS        ?=
-HF_CONTRACT ?= ../shared/tools/hf_contract/run
 
 VENV_PYTHON := $(VENV)/bin/python
 STAMP       := $(VENV)/.installed
@@ -48,8 +47,8 @@ $(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
 	@rm -f $(UNFINISHED) && echo '$(INSTALLED)' > $@
 
 # Nothing here may reach for the network; the tokenizers' threads would fight with the data loaders' processes.
-demo test test-fast test-kernels test-distributed test-gpu docs-check bench bench-gpu: export HF_HUB_OFFLINE = 1
-demo test test-fast test-kernels test-distributed test-gpu docs-check bench bench-gpu: export TOKENIZERS_PARALLELISM = false
+demo test test-fast test-kernels test-distributed test-gpu docs-check bench bench-gpu hf-contract: export HF_HUB_OFFLINE = 1
+demo test test-fast test-kernels test-distributed test-gpu docs-check bench bench-gpu hf-contract: export TOKENIZERS_PARALLELISM = false
 
 demo: $(STAMP) ## run the demonstration on the bundled checkpoint
 	$(VENV_PYTHON) examples/demo.py $(ARGS)
@@ -108,11 +107,8 @@ kernel-report: $(STAMP) ## compile every kernel for sm_80, sm_89 and sm_90: regi
 kernel-roofline: $(STAMP) ## estimate how fast the kernels could be, from arithmetic
 	$(VENV_PYTHON) -m dcformer.kernels.roofline $(ARGS)
 
-hf-contract: $(STAMP) ## run Transformers' own model tests on DCFormer (HF_CONTRACT=runner script)
-	@test -x '$(HF_CONTRACT)' || { \
-	  echo "error: no runner script at HF_CONTRACT=$(HF_CONTRACT); give its path: make hf-contract HF_CONTRACT=..." >&2; \
-	  exit 1; }
-	PYTHON="$$(cd $(VENV) && pwd)/bin/python" '$(HF_CONTRACT)' $(ARGS)
+hf-contract: $(STAMP) ## run Transformers' own model tests on our models; fetches them once (10 MB), e.g. ARGS="-k fsdp"
+	OMP_NUM_THREADS=1 $(VENV_PYTHON) tools/hf_contract/run.py $(ARGS)
 
 mutation-check: $(STAMP) ## make small wrong changes to copies of the source; tests must notice each, e.g. ARGS="--only cache"
 	$(VENV_PYTHON) tools/mutation_check.py $(ARGS)

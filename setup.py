@@ -7,10 +7,11 @@ from setuptools import setup
 
 
 def index_readme(text: str) -> str:
-    """Links to files of the repository become their names: they lead nowhere on a package index.
+    """Links to files of the repository become their names, and its pictures go: they lead nowhere on a package index.
 
     The repository has no public address yet. The files are in the source distribution.
     """
+    text = re.sub(r"!\[[^\]]*\]\((?!https?://)[^)]*\)\n*", "", text)
     return re.sub(r"\[([^\]]+)\]\((?!https?://)([^)#]+)[^)]*\)", r"\1 (`\2`)", text)
 
 

@@ -15,27 +15,30 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def poison(monkeypatch):
+    """New memory holds NaN until something is written to it, so that a result that should not depend on it does not."""
+
+    def poisoned(make):
+        def call(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return call
+
+    # PyTorch keeps the list of functions that `with torch.device(...)` redirects, as they are when it is first entered.
+    with torch.device("meta"):
+        torch.empty(0)
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)), raising=False)
+
+
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder of reference checkpoints and data; tests that need it skip where it is absent."""
-    if not SHARED.is_dir():
-        pytest.skip("no reference fixtures here: set DCFORMER_SHARED to the folder that holds fixtures/ and data/")
-    return SHARED
-
-
-# CPython keeps frames in chunks of 16 KiB, and gives a chunk back to the system as soon as its first frame returns. A
-# loop that happens to run where a chunk ends maps and unmaps memory in every call: most of a test's time went there,
-# by chance. A frame with very many variables gets a chunk that has room for all that a test calls.
-_VARIABLES = " = ".join(f"v{i}" for i in range(40_000))
-_scope: dict = {}
-exec(f"def with_room(function, arguments):\n    {_VARIABLES} = 0\n    return function(**arguments)", _scope)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem):
-    function = pyfuncitem.obj
-    pyfuncitem.obj = lambda **arguments: _scope["with_room"](function, arguments)
-    try:
-        return (yield)
-    finally:
-        pyfuncitem.obj = function
+def authors_file() -> Path:
+    """The data set of the paper's synthetic tasks, which is not part of this repository."""
+    path = SHARED / "data" / "synthetic_dataset.jsonl"
+    if not path.is_file():
+        pytest.skip(f"the authors' data set is not at {path}: set DCFORMER_SHARED to the folder that holds data/")
+    return path

@@ -3,13 +3,17 @@
 import itertools
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from dcformer import DCFormerConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+FIXTURES = REPOSITORY / "tests" / "fixtures"
+AUTHORS_WEIGHTS = ("pytorch_model.bin", "model.safetensors")
 SWITCHES = (
     "compose_pre",
     "compose_post",
@@ -54,6 +58,21 @@ def documented_rows(heading: str) -> list[list[str]]:
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))
     table = itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2 :])
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def authors_folder(folder: Path, weights: str = "pytorch_model.bin") -> Path:
+    """Makes `folder` a repository in the authors' format: fixture B1, its weights in one of `AUTHORS_WEIGHTS`."""
+    source = FIXTURES / "B1"
+    folder.mkdir(parents=True)
+    shutil.copy(source / "config.json", folder)
+    if weights == "pytorch_model.bin":
+        shutil.copy(source / weights, folder)
+    else:  # without merged copies, and without the identity in place of static projections
+        state = torch.load(source / "pytorch_model.bin", weights_only=True)
+        merged = (".dw_m", ".qkw_m", ".pre_proj.w", ".post_proj.w")
+        kept = {name: tensor for name, tensor in state.items() if not name.endswith(merged)}
+        save_file(kept, folder / weights, {"format": "pt"})
+    return folder
 
 
 def tiny_config(**overrides) -> DCFormerConfig:

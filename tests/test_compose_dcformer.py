@@ -28,6 +28,7 @@ from dcformer.compose_dcformer import (
     compose_init_std,
 )
 
+pytestmark = pytest.mark.usefixtures("poison")
 GENERATORS = [("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key")]
 
 

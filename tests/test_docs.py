@@ -35,12 +35,23 @@ def test_links_lead_somewhere(page):
 def test_readme_names_the_make_targets():
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    for command in ("demo", "test", "lint", "hf-contract"):
+    for command in ("demo", "test", "hf-contract"):
         assert f"make {command}" in readme
         assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
+    contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
     for command in re.findall(r"^make ([\w-]+)", ci, re.MULTILINE):
-        assert f"make {command}" in readme, f".ci/run calls make {command}, which the README does not have"
+        assert f"| `make {command}` |" in contributing, f".ci/run calls make {command}: CONTRIBUTING.md does not say so"
+
+
+def test_readme_begins_with_what_a_reader_decides_by():
+    """A sentence, a picture, how to install it, code and a table of five rows, on one page."""
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) < 60
+    python = readme.index("```python")
+    assert readme.index("![") < readme.index("pip install") < python < readme.index("\n|")
+    assert len(BLOCK.search(readme)[1].splitlines()) <= 7
+    assert len(re.findall(r"^\| [A-Z]", readme, re.MULTILINE)) == 5
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

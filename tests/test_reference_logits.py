@@ -1,11 +1,12 @@
 """Logits of the original JAX and PyTorch code, reproduced from their own weights (those from JAX placed by hand)."""
 
+import copy
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
+from helpers import AUTHORS_WEIGHTS, FIXTURES, authors_folder
 from transformers import AutoModelForCausalLM
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
@@ -23,16 +24,22 @@ def _compose_tensors(dw1, qkw, dd):
     }
 
 
+def _arrays(fixture, hidden):
+    """The arrays of a fixture by file name, and under "hidden" the output of each layer."""
+    arrays = {path.stem: torch.from_numpy(np.load(path)) for path in (FIXTURES / fixture).glob("*.npy")}
+    return arrays | {"hidden": [arrays[f"{hidden}_{i}"] for i in range(4)]}
+
+
 def _load(model, tensors):
     model.load_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, strict=True)
     return model.eval()
 
 
 @pytest.fixture(scope="module")
-def jax_model(shared):
+def jax_model():
     """The MaxText checkpoint A1 and what the JAX code computed with it."""
     tensorstore = pytest.importorskip("tensorstore", reason="reading a MaxText checkpoint needs tensorstore")
-    folder = shared / "fixtures" / "A1"
+    folder = FIXTURES / "A1"
     hyper = json.loads((folder / "meta.json").read_text())["hyperparameters"]
 
     def read(name):
@@ -84,24 +91,16 @@ def jax_model(shared):
             ),
         }
         tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in named.items()}
-    arrays = {name: torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("tokens", "logits")}
-    arrays["hidden"] = [torch.from_numpy(np.load(folder / f"hidden_{i}.npy")) for i in range(config.num_hidden_layers)]
-    return _load(DCFormerForCausalLM(config), tensors), arrays
+    return _load(DCFormerForCausalLM(config), tensors), _arrays("A1", "hidden")
 
 
-@pytest.fixture(scope="module", params=["pytorch_model.bin", "model.safetensors"])
-def torch_model(shared, request, tmp_path_factory):
+@pytest.fixture(scope="module", params=AUTHORS_WEIGHTS)
+def torch_model(request, tmp_path_factory):
     """The published PyTorch layout B1 as a Hub folder, and what the authors' code computed with it."""
-    source, folder = shared / "fixtures" / "B1", tmp_path_factory.mktemp("B1")
-    for name in ("config.json", request.param):
-        shutil.copy(source / name, folder)
+    folder = authors_folder(tmp_path_factory.mktemp("authors") / "B1", request.param)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
-    arrays = {
-        name: torch.from_numpy(np.load(source / f"{name}.npy"))
-        for name in ("tokens", "prefill_logits", "decode_logits")
-    }
-    return model, arrays
+    return model, _arrays("B1", "prefill_hidden")
 
 
 def _decode(model, tokens, prompt_length):
@@ -124,9 +123,10 @@ def test_jax_forward(jax_model, implementation, training):
     out = model(expected["tokens"], output_hidden_states=True)
     model.eval()
     torch.testing.assert_close(out.logits, expected["logits"], atol=TOLERANCE, rtol=0)
-    # hidden_states[-1] is normalised, so the last layer's own output is not among them
-    for ours, theirs in zip(out.hidden_states[1:-1], expected["hidden"], strict=False):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    # Transformers returns the normalised states as the last, and not the last layer's own output
+    theirs = [expected["hidden_embed"], *expected["hidden"][:-1], expected["hidden_final_norm"]]
+    for ours, states in zip(out.hidden_states, theirs, strict=True):
+        torch.testing.assert_close(ours, states, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -144,9 +144,22 @@ def test_torch_prefill(torch_model, implementation, training):
     model, expected = torch_model
     model.set_attn_implementation(implementation)
     model.train(training)
-    logits = model(expected["tokens"]).logits
+    out = model(expected["tokens"], output_hidden_states=True)
     model.eval()
-    torch.testing.assert_close(logits, expected["prefill_logits"], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(out.logits, expected["prefill_logits"], atol=TOLERANCE, rtol=0)
+    for ours, theirs in zip(out.hidden_states[1:-1], expected["hidden"][:-1], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_torch_training(torch_model, implementation):
+    """The authors' training forward sees one key more than the window, and is ours with such a window."""
+    trained, expected = torch_model
+    config = copy.deepcopy(trained.config)
+    config.sliding_window += 1
+    model = DCFormerForCausalLM._from_config(config, attn_implementation=implementation)
+    logits = _load(model, trained.state_dict()).train()(expected["tokens"]).logits
+    torch.testing.assert_close(logits, expected["train_logits_fp32_probs"], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

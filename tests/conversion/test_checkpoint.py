@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import authors_folder, tiny_config
 from jax_reference import random_maxtext_params, random_pax_params
 from jax_stores import write_arrays, write_maxtext, write_pax
 
@@ -291,18 +291,9 @@ class _Payload:
         return open, (self.path, "w")
 
 
-def hub_folder(shared, folder):
-    folder.mkdir()
-    shutil.copy(shared / "fixtures" / "B1" / "config.json", folder)
-    shutil.copy(shared / "fixtures" / "B1" / "pytorch_model.bin", folder)
-    for file in folder.iterdir():
-        file.chmod(0o644)
-    return folder
-
-
 @pytest.mark.parametrize("how", ["torch.save", "pickle"])
-def test_pickle_with_code(shared, how, tmp_path):
-    folder = hub_folder(shared, tmp_path / "hub")
+def test_pickle_with_code(how, tmp_path):
+    folder = authors_folder(tmp_path / "hub")
     content = {"tok_embeddings.weight": torch.zeros(3), "x": _Payload(str(tmp_path / "pwned"))}
     if how == "torch.save":
         torch.save(content, folder / "pytorch_model.bin")
@@ -313,8 +304,8 @@ def test_pickle_with_code(shared, how, tmp_path):
     assert not (tmp_path / "pwned").exists() and not (tmp_path / "out").exists()
 
 
-def test_truncated_bin(shared, tmp_path):
-    folder = hub_folder(shared, tmp_path / "hub")
+def test_truncated_bin(tmp_path):
+    folder = authors_folder(tmp_path / "hub")
     file = folder / "pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ConversionError, match=r"pytorch_model\.bin"):
@@ -322,23 +313,23 @@ def test_truncated_bin(shared, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_empty_bin(shared, tmp_path):
-    folder = hub_folder(shared, tmp_path / "hub")
+def test_empty_bin(tmp_path):
+    folder = authors_folder(tmp_path / "hub")
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConversionError, match=r"pytorch_model\.bin is damaged"):
         convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
 
 
-def test_bin_of_something_else(shared, tmp_path):
-    folder = hub_folder(shared, tmp_path / "hub")
+def test_bin_of_something_else(tmp_path):
+    folder = authors_folder(tmp_path / "hub")
     torch.save({"encoder.weight": torch.zeros(3)}, folder / "pytorch_model.bin")
     with pytest.raises(ConversionError, match=r"no known tensors.*encoder\.weight"):
         convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
 
 
-def test_real_static_projections_are_not_dropped(shared, tmp_path):
+def test_real_static_projections_are_not_dropped(tmp_path):
     """The configuration says that there are none, the tensors are not the identity."""
-    folder = hub_folder(shared, tmp_path / "hub")
+    folder = authors_folder(tmp_path / "hub")
     state = torch.load(folder / "pytorch_model.bin", weights_only=True)
     state["layers.1.attention.dyn_w_proj.pre_proj.w"] += 0.5
     torch.save(state, folder / "pytorch_model.bin")
@@ -351,16 +342,16 @@ def test_real_static_projections_are_not_dropped(shared, tmp_path):
     assert open_checkpoint(tmp_path / "out").config.compose_static
 
 
-def test_generation_config_of_the_folder_is_kept(shared, tmp_path):
-    folder = hub_folder(shared, tmp_path / "hub")
+def test_generation_config_of_the_folder_is_kept(tmp_path):
+    folder = authors_folder(tmp_path / "hub")
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "do_sample": True}))
     convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
     kept = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert (kept["temperature"], kept["do_sample"], kept["eos_token_id"]) == (0.7, True, 2)
 
 
-def test_bin_lacks_a_tensor(shared, tmp_path):
-    folder = hub_folder(shared, tmp_path / "hub")
+def test_bin_lacks_a_tensor(tmp_path):
+    folder = authors_folder(tmp_path / "hub")
     state = torch.load(folder / "pytorch_model.bin", weights_only=True)
     del state["layers.2.feed_forward.w2.weight"]
     torch.save(state, folder / "pytorch_model.bin")
@@ -368,9 +359,9 @@ def test_bin_lacks_a_tensor(shared, tmp_path):
         convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
 
 
-def test_old_format_bin(shared, tmp_path):
+def test_old_format_bin(tmp_path):
     """What PyTorch before 1.6 wrote cannot be mapped into memory; it is read all the same."""
-    folder = hub_folder(shared, tmp_path / "hub")
+    folder = authors_folder(tmp_path / "hub")
     state = torch.load(folder / "pytorch_model.bin", weights_only=True)
     torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import AUTHORS_WEIGHTS, FIXTURES, authors_folder, randomise, tiny_config
 from jax_reference import Settings, maxtext_forward, pax_forward, random_maxtext_params, random_pax_params
 from jax_stores import read_arrays, write_maxtext, write_pax
 from transformers import AutoModelForCausalLM
@@ -46,33 +46,31 @@ def assert_same_arrays(found, expected):
 # --- the reference checkpoint written by the original training code ---------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def a1(shared):
-    return shared / "fixtures" / "A1"
+A1 = FIXTURES / "A1"
 
 
 @pytest.fixture(scope="module")
-def a1_native(a1, tmp_path_factory):
+def a1_native(tmp_path_factory):
     output = tmp_path_factory.mktemp("a1") / "native"
-    convert_jax_to_safetensors(a1, output, config={"sliding_window": 8}, **QUIET)
+    convert_jax_to_safetensors(A1, output, config={"sliding_window": 8}, **QUIET)
     return output
 
 
 @pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
-def test_reference_to_safetensors(a1, a1_native, implementation):
+def test_reference_to_safetensors(a1_native, implementation):
     model = AutoModelForCausalLM.from_pretrained(a1_native, attn_implementation=implementation).eval()
     assert model.dtype == torch.float32
-    ids = torch.from_numpy(np.load(a1 / "tokens.npy"))
+    ids = torch.from_numpy(np.load(A1 / "tokens.npy"))
     with torch.no_grad():
         out = model(ids, output_hidden_states=True)
-    torch.testing.assert_close(out.logits, torch.from_numpy(np.load(a1 / "logits.npy")), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(out.logits, torch.from_numpy(np.load(A1 / "logits.npy")), atol=TOLERANCE, rtol=0)
     for i, hidden in enumerate(out.hidden_states[1:-1]):  # the last one is normalised
-        torch.testing.assert_close(hidden, torch.from_numpy(np.load(a1 / f"hidden_{i}.npy")), atol=1e-4, rtol=0)
+        torch.testing.assert_close(hidden, torch.from_numpy(np.load(A1 / f"hidden_{i}.npy")), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("ocdbt", [False, True])
 @pytest.mark.parametrize("with_train_state", [False, True])
-def test_reference_back_to_orbax(a1, a1_native, tmp_path, ocdbt, with_train_state):
+def test_reference_back_to_orbax(a1_native, tmp_path, ocdbt, with_train_state):
     ocp = pytest.importorskip("orbax.checkpoint", reason="writing Orbax checkpoints needs pip install 'dcformer[jax]'")
     convert_safetensors_to_jax(
         a1_native,
@@ -83,7 +81,7 @@ def test_reference_back_to_orbax(a1, a1_native, tmp_path, ocdbt, with_train_stat
         step=1000,
         **QUIET,
     )
-    source = read_arrays(a1 / "checkpoints" / "1000" / "state", "params.")
+    source = read_arrays(A1 / "checkpoints" / "1000" / "state", "params.")
     state = tmp_path / "jax" / "1000" / "state"
     assert_same_arrays(read_arrays(state, "params.", ocdbt=ocdbt), source)
 
@@ -112,23 +110,19 @@ def _flatten(tree, prefix=""):
     return flat
 
 
-def test_reference_reads_the_same_from_every_folder(a1, a1_native):
-    root = a1 / "checkpoints"
-    for path in (a1, root, root / "1000", root / "1000" / "state", f"file://{root.resolve()}"):
+def test_reference_reads_the_same_from_every_folder(a1_native):
+    root = A1 / "checkpoints"
+    for path in (A1, root, root / "1000", root / "1000" / "state", f"file://{root.resolve()}"):
         opened = open_checkpoint(path, config={"sliding_window": 8})
         assert opened.step == 1000
         name = "model.layers.3.self_attn.compose.qkw"
         assert torch.equal(opened.read(name), open_checkpoint(a1_native).read(name))
 
 
-def test_published_folder_to_safetensors(shared, tmp_path):
-    b1 = shared / "fixtures" / "B1"
-    ids, expected = np.load(b1 / "tokens.npy"), np.load(b1 / "prefill_logits.npy")
-    for kind in ("pytorch_model.bin", "model.safetensors"):
-        folder = tmp_path / kind.split(".")[0]
-        folder.mkdir()
-        for name in ("config.json", kind):
-            (folder / name).write_bytes((b1 / name).read_bytes())
+def test_published_folder_to_safetensors(tmp_path):
+    ids, expected = np.load(FIXTURES / "B1" / "tokens.npy"), np.load(FIXTURES / "B1" / "prefill_logits.npy")
+    for kind in AUTHORS_WEIGHTS:
+        folder = authors_folder(tmp_path / kind.split(".")[0], kind)
         convert_hub_to_safetensors(folder, tmp_path / f"{folder.name}-native", **QUIET)
         np.testing.assert_allclose(logits_of(tmp_path / f"{folder.name}-native", ids), expected, atol=TOLERANCE, rtol=0)
     names = [tmp_path / f"{stem}-native" / "model.safetensors" for stem in ("pytorch_model", "model")]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import FIXTURES
 
 from dcformer.conversion.orbax_writer import LazyArray, write_orbax
 
@@ -145,9 +146,9 @@ class TestFiles:
         assert written == expected
         assert "params.decoder.zeros/0.0" in written  # zeros are stored like any other values
 
-    def test_as_the_original_trainer_wrote_them(self, ocp, tmp_path, shared):
+    def test_as_the_original_trainer_wrote_them(self, ocp, tmp_path):
         """`.zarray` and the file of the tree, against a checkpoint of Orbax 0.5.1."""
-        original = shared / "fixtures" / "A1" / "checkpoints" / "1000" / "state"
+        original = FIXTURES / "A1" / "checkpoints" / "1000" / "state"
         tree: dict = {}
         for zarray in original.glob("*/.zarray"):
             *parents, key = zarray.parent.name.split(".")

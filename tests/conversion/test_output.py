@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from helpers import randomise, tiny_config
 from huggingface_hub import save_torch_state_dict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dcformer import DCFormerForCausalLM
@@ -74,88 +74,50 @@ def filled(folder, text="old"):
 
 
 def test_appears_at_the_end(tmp_path):
-    output = tmp_path / "new" / "parents" / "out"
-    with complete_folder(output, 100) as folder:
-        (folder / "file").write_text("new")
-        assert not output.exists() and folder.parent == output.parent
-    assert (output / "file").read_text() == "new"
-    assert names_in(output.parent) == ["out"]
+    """In a folder that may be there already, if it is empty."""
+    for output in (tmp_path / "new" / "parents" / "out", tmp_path / "empty" / "out"):
+        with complete_folder(output, 100) as folder:
+            (folder / "file").write_text("new")
+            assert not output.exists() and folder.parent == output.parent
+        assert contents(output.parent) == {Path("out/file"): b"new"}
+        (tmp_path / "empty" / "out").mkdir(parents=True, exist_ok=True)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), ValueError("no"), ConversionError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [RuntimeError("no"), ConversionError("no"), KeyboardInterrupt()])
 @pytest.mark.parametrize("existing", [False, True])
 def test_an_exception_leaves_nothing(error, existing, tmp_path):
-    output = tmp_path / "out"
     if existing:
-        filled(output)
-    with pytest.raises(type(error)) as raised, complete_folder(output, 100, overwrite=True) as folder:
+        filled(tmp_path / "out")
+    with pytest.raises(type(error)) as raised, complete_folder(tmp_path / "out", 100, overwrite=True) as folder:
         filled(folder / "deep")
         raise error
     assert raised.value is error
-    assert names_in(tmp_path) == (["out"] if existing else [])
-    assert not existing or contents(output) == {Path("file"): b"old"}
+    assert contents(tmp_path) == ({Path("out/file"): b"old"} if existing else {})
 
 
-def test_existing_output(tmp_path):
-    (tmp_path / "file").write_text("old")
-    filled(tmp_path / "folder")
-    for name in ("file", "folder"):
-        before = contents(tmp_path)
-        match = f"{name} exists and is not empty.*--overwrite"
-        with pytest.raises(ConversionError, match=match), complete_folder(tmp_path / name, 100):
-            pytest.fail("nothing should be written")
-        assert contents(tmp_path) == before
-        with complete_folder(tmp_path / name, 100, overwrite=True) as folder:
-            (folder / "other").write_text("new")
-            assert contents(tmp_path / "folder") or name == "folder"  # the old one stays until the end
-        assert contents(tmp_path / name) == {Path("other"): b"new"}
-    assert names_in(tmp_path) == ["file", "folder"]
-
-
-def test_an_empty_folder_is_no_output(tmp_path):
-    (tmp_path / "out").mkdir()
-    with complete_folder(tmp_path / "out", 100) as folder:
-        (folder / "file").write_text("new")
-    assert contents(tmp_path / "out") == {Path("file"): b"new"}
-
-
-@pytest.mark.parametrize("kind", ["folder", "file"])
-@pytest.mark.parametrize("state", ["incomplete", "replaced"])
-def test_leftovers_of_a_killed_run(kind, state, tmp_path):
-    """They are cleared away, and nothing of them gets into the output."""
-    leftover = tmp_path / f".out.{state}"
-    if kind == "folder":
-        filled(leftover / "deep")
-    else:
-        leftover.write_text("old")
-    filled(tmp_path / "out")
+@pytest.mark.parametrize("make", [filled, lambda path: path.write_text("old")], ids=["folder", "file"])
+@pytest.mark.parametrize("leftover", [".out.incomplete", ".out.replaced"])
+def test_existing_output_and_leftovers(leftover, make, tmp_path):
+    """Refused with nothing touched, as leftovers may be a running conversion's; replaced and cleared on demand."""
+    make(tmp_path / "out")
+    make(tmp_path / leftover)
+    before = contents(tmp_path)
+    match = "out exists and is not empty.*--overwrite"
+    with pytest.raises(ConversionError, match=match), complete_folder(tmp_path / "out", 100):
+        pytest.fail("nothing should be written")
+    assert contents(tmp_path) == before
     with complete_folder(tmp_path / "out", 100, overwrite=True) as folder:
         assert not names_in(folder)
         (folder / "new").write_text("new")
-    assert names_in(tmp_path) == ["out"]
-    assert contents(tmp_path / "out") == {Path("new"): b"new"}
+        assert (tmp_path / "out").is_file() or contents(tmp_path / "out") == {Path("file"): b"old"}  # until the end
+    assert contents(tmp_path) == {Path("out/new"): b"new"}
 
 
-def test_a_refused_output_touches_no_leftovers(tmp_path):
-    """They may be those of a conversion that is running."""
-    filled(tmp_path / "out")
-    filled(tmp_path / ".out.incomplete")
-    before = contents(tmp_path)
-    with pytest.raises(ConversionError, match="exists"), complete_folder(tmp_path / "out", 100):
-        pass
-    assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("target", ["filled", "empty", "absent"])
-def test_output_is_a_link(target, tmp_path):
+def test_output_is_a_link(tmp_path):
     """What it points to is written, there and not beside the link."""
-    (tmp_path / "elsewhere").mkdir()
-    if target != "absent":
-        (tmp_path / "elsewhere" / "out").mkdir()
-    if target == "filled":
-        (tmp_path / "elsewhere" / "out" / "old").write_text("old")
+    filled(tmp_path / "elsewhere" / "out")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "out")
-    with complete_folder(tmp_path / "link", 100, overwrite=target == "filled") as folder:
+    with complete_folder(tmp_path / "link", 100, overwrite=True) as folder:
         assert folder.parent == (tmp_path / "elsewhere").resolve()
         (folder / "new").write_text("new")
     assert (tmp_path / "link").is_symlink() and names_in(tmp_path / "link") == ["new"]
@@ -168,22 +130,20 @@ def test_the_old_output_comes_back_when_renaming_fails(tmp_path, monkeypatch):
 
     def failing(self, target):
         if self.name.endswith(".incomplete"):
-            raise OSError(errno.EIO, "Input/output error")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    match = "out cannot be written: Input/output error"
+    match = f"out cannot be written: {os.strerror(errno.EIO)}"
     with pytest.raises(ConversionError, match=match), complete_folder(tmp_path / "out", 100, overwrite=True) as folder:
         (folder / "new").write_text("new")
-    assert names_in(tmp_path) == ["out"]
-    assert contents(tmp_path / "out") == {Path("file"): b"old"}
+    assert contents(tmp_path) == {Path("out/file"): b"old"}
 
 
 @pytest.mark.parametrize("name", ["file/out", "n" * 300])
 def test_impossible_outputs(name, tmp_path):
     (tmp_path / "file").write_text("old")
-    match = r"cannot be written: (File exists|Not a directory|File name too long)"
-    with pytest.raises(ConversionError, match=match), complete_folder(tmp_path / name, 100):
+    with pytest.raises(ConversionError, match="cannot be written: "), complete_folder(tmp_path / name, 100):
         pytest.fail("nothing should be written")
     assert names_in(tmp_path) == ["file"]
 
@@ -195,14 +155,12 @@ def test_the_source_is_not_replaced(native, pax, kind, tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(source)
     monkeypatch.chdir(source)
     before = contents(tmp_path)
+    sources = [source, tmp_path / "link", "."] + [f"file://{source}"] * (kind == "native")
     for output in (source, tmp_path / "run", tmp_path / "link", ".", source / ".." / "source"):
-        for spelling in (source, tmp_path / "link", "."):
+        for spelling in sources:
             with pytest.raises(ConversionError, match="holds the checkpoint that is converted"):
                 convert(kind, spelling, output, overwrite=True)
     assert contents(tmp_path) == before
-    if kind == "native":
-        with pytest.raises(ConversionError, match="holds the checkpoint that is converted"):
-            convert(kind, f"file://{source}", tmp_path / "run", overwrite=True)
     convert(kind, source, tmp_path / "run" / "source2")  # only its name begins alike
     convert(kind, source, source / "inside")
     assert before.items() < contents(tmp_path).items()
@@ -211,150 +169,92 @@ def test_the_source_is_not_replaced(native, pax, kind, tmp_path, monkeypatch):
 # --- killed, and no room ----------------------------------------------------------------------------------------------
 
 
-# Runs conversions each in a process of its own, forked from one that has imported everything: argv is a folder, and
-# per conversion what happens to it, what it writes and from what. Prints how each ended.
-DRIVER = """
-import contextlib, os, resource, signal, sys
-import orbax.checkpoint
-import dcformer.conversion.convert
-from dcformer.conversion.cli import main
+# Converts, and is killed at the third tensor. argv: kind, source, output.
+KILLED = """
+import os, signal, sys
+import dcformer.conversion.convert as convert
 
-class KilledAtTheThird:
-    def __init__(self, **options):
-        self.count = 0
-    def __enter__(self):
-        return self
-    def __exit__(self, *error):
-        pass
+class Bar:
+    count = 0
+    def __init__(self, **options): pass
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
     def update(self, nbytes):
-        self.count += 1
-        if self.count == 3:
+        Bar.count += 1
+        if Bar.count == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-for word in sys.argv[2:]:
-    what, kind, source = word.split(",")
-    child = os.fork()
-    if not child:
-        folder = f"{sys.argv[1]}/{what}-{kind}"
-        os.mkdir(folder)
-        if what == "kill":
-            dcformer.conversion.convert.tqdm = KilledAtTheThird
-        else:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))
-        command = ["jax-to-safetensors", "--checkpoint", source]
-        if kind != "native":
-            command = ["safetensors-to-jax", "--model", source, "--format", kind.removesuffix("+ocdbt")]
-            command += ["--ocdbt"] if kind.endswith("+ocdbt") else []
-        with open(f"{folder}.err", "w") as err, contextlib.redirect_stderr(err):
-            status = main([*command, "--output", f"{folder}/out"])
-        os._exit(status)
-    print(word, os.waitpid(child, 0)[1], flush=True)
+convert.tqdm = Bar
+kind, source, output = sys.argv[1:]
+if kind == "native":
+    convert.convert_jax_to_safetensors(source, output)
+else:
+    convert.convert_safetensors_to_jax(source, output, format=kind)
 """
 
 
-@pytest.fixture(scope="module")
-def ended(native, pax, tmp_path_factory):
-    """(folder, {"kill-native": how it ended, ...}) of conversions that were killed or ran out of room."""
-    pytest.importorskip("orbax.checkpoint", reason="writing Orbax checkpoints needs pip install 'dcformer[jax]'")
-    if not hasattr(os, "fork"):
-        pytest.skip("needs fork")
-    folder = tmp_path_factory.mktemp("ended")
-    kinds = {"native": pax, "pax": native, "maxtext": native, "maxtext+ocdbt": native}
-    words = [f"{what},{kind},{source}" for what in ("kill", "limit") for kind, source in kinds.items()]
-    command = [sys.executable, "-c", DRIVER, str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    statuses = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines() if line.split(",")[0] in ("kill", "limit"))
-    return folder, {"-".join(word.split(",")[:2]): int(status) for word, status in statuses.items()}
-
-
-@pytest.mark.parametrize("kind", ["native", "pax", "maxtext"])
-def test_killed_in_the_middle(native, pax, ended, kind):
+@pytest.mark.parametrize("kind", ["native", "maxtext"])
+def test_killed_in_the_middle(native, pax, kind, tmp_path):
     """No output, and the next run starts anew and finishes."""
-    folder, statuses = ended
-    assert os.WTERMSIG(statuses[f"kill-{kind}"]) == signal.SIGKILL
-    folder /= f"kill-{kind}"
-    assert names_in(folder) == [".out.incomplete"]
-    assert contents(folder / ".out.incomplete")  # it had begun
-    convert(kind, pax if kind == "native" else native, folder / "out")
-    assert names_in(folder) == ["out"]
-    comparisons = compare_tensors(open_checkpoint(native), open_checkpoint(folder / "out"), **QUIET)
+    source, output = pax if kind == "native" else native, tmp_path / "out"
+    done = subprocess.run([sys.executable, "-c", KILLED, kind, source, output], capture_output=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert names_in(tmp_path) == [".out.incomplete"]
+    assert contents(tmp_path / ".out.incomplete")  # it had begun
+    convert(kind, source, output)
+    assert names_in(tmp_path) == ["out"]
+    comparisons = compare_tensors(open_checkpoint(native), open_checkpoint(output), **QUIET)
     assert len(comparisons) == 31 and all(comparison.is_equal for comparison in comparisons)
 
 
 @pytest.mark.parametrize("kind", ["native", "pax", "maxtext", "maxtext+ocdbt"])
-def test_files_may_grow_no_larger(ended, kind):
-    """A real error of the system while writing, whoever writes: an error message, and nothing is left."""
-    folder, statuses = ended
-    error = (folder / f"limit-{kind}.err").read_text()
-    assert os.waitstatus_to_exitcode(statuses[f"limit-{kind}"]) == 1, error
-    assert "out failed: File too large. Make room" in error and "Traceback" not in error
-    assert not names_in(folder / f"limit-{kind}")
+def test_files_may_grow_no_larger(native, pax, kind, tmp_path):
+    """A real error of the system while writing, whoever writes, and nothing is left."""
+    resource = pytest.importorskip("resource")
+    options = {"ocdbt": True} if kind == "maxtext+ocdbt" else {}
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
+    try:
+        with pytest.raises(ConversionError, match=f"out failed: {os.strerror(errno.EFBIG)}. Make room"):
+            convert(kind.partition("+")[0], pax if kind == "native" else native, tmp_path / "out", **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not names_in(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["native", "pax", "maxtext"])
+@pytest.mark.parametrize("kind", ["native", "pax"])
 def test_too_little_room_is_seen_early(native, pax, kind, tmp_path, monkeypatch):
     """Before anything is written, to the byte."""
     source = pax if kind == "native" else native
     size = sum(tensor.nbytes for tensor in load_file(native / "model.safetensors").values())
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
-    with pytest.raises(ConversionError, match=r"GB free, .* GB will be written: make room"):
-        convert(kind, source, tmp_path / "out")
-    assert not names_in(tmp_path)
-    if kind != "maxtext":
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size))
-        convert(kind, source, tmp_path / "out")
-        assert names_in(tmp_path) == ["out"]
+    refused = pytest.raises(ConversionError, match="will be written: make room")
+    for free, ending in ((size - 1, refused), (size, nullcontext())):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        with ending:
+            convert(kind, source, tmp_path / "out")
+        assert names_in(tmp_path) == ["out"] * (free == size)
 
 
-@pytest.mark.parametrize(
-    ("number", "match"),
-    [
-        (errno.ENOSPC, "out failed: No space left on device. Make room"),
-        (errno.EDQUOT, "out failed: Disk quota exceeded. Make room"),
-        (errno.EROFS, "out cannot be written: Read-only file system"),
-        (errno.EIO, "out cannot be written: Input/output error"),
-    ],
-)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("raised_by", ["python", "tensorstore"])
-def test_errors_of_the_system(pax, native, number, match, raised_by, tmp_path, monkeypatch):
-    """In the middle of writing; what was there before stays."""
-    if raised_by == "python":
-        error = OSError(number, os.strerror(number))
-        write, kind = SafetensorsWriter.write, "native"
-
-        def failing(self, name, tensor):
-            if name == Q_PROJ:
-                raise error
-            write(self, name, tensor)
-
-        monkeypatch.setattr(SafetensorsWriter, "write", failing)
-    else:
+def test_errors_of_the_system(number, raised_by, tmp_path):
+    """In the middle of writing, as Python raises them or as TensorStore words them; what was there before stays."""
+    error = OSError(number, os.strerror(number))
+    if raised_by == "tensorstore":
         error = ValueError(f"Error writing local file \"/x\": {os.strerror(number)} [os_error_code='{number}']")
-        kind = "pax"
-
-        def failing(folder, arrays, progress):
-            filled(folder)
-            raise error
-
-        monkeypatch.setattr("dcformer.conversion.convert.write_pax", failing)
+    full = number in (errno.ENOSPC, errno.EDQUOT)
+    match = f"out {'failed' if full else 'cannot be written'}: {os.strerror(number)}{'. Make room' if full else ''}"
     filled(tmp_path / "out")
-    with pytest.raises(ConversionError, match=match) as raised:
-        convert(kind, pax if kind == "native" else native, tmp_path / "out", overwrite=True)
+    with (
+        pytest.raises(ConversionError, match=match) as raised,
+        complete_folder(tmp_path / "out", 1, overwrite=True) as folder,
+    ):
+        filled(folder / "deep")
+        raise error
     assert raised.value.__cause__ is error
-    assert names_in(tmp_path) == ["out"]
-    assert contents(tmp_path / "out") == {Path("file"): b"old"}
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_full_device(tmp_path):
-    match = "No space left on device"
-    with pytest.raises(ConversionError, match=match), complete_folder(tmp_path / "out", 100) as folder:
-        (folder / "file").symlink_to("/dev/full")
-        (folder / "file").write_text("x")
-    assert not names_in(tmp_path)
+    assert contents(tmp_path) == {Path("out/file"): b"old"}
 
 
 # --- safetensors files ------------------------------------------------------------------------------------------------
@@ -399,12 +299,6 @@ def test_the_bytes_of_safetensors(tmp_path_factory, state, data):
     folder = tmp_path_factory.mktemp("one")
     order = data.draw(st.permutations(list(state)))
     assert write_state(folder, state, order=order) == ["model.safetensors"]
-    found = load_file(folder / "model.safetensors")
-    assert set(found) == set(state)
-    for name, tensor in plain(state).items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
-    with safe_open(folder / "model.safetensors", "pt") as opened:
-        assert opened.metadata() == {"format": "pt"}
     save_file(plain(state), folder / "expected", {"format": "pt"})
     assert (folder / "model.safetensors").read_bytes() == (folder / "expected").read_bytes()
     shutil.rmtree(folder)
@@ -447,27 +341,23 @@ def test_writer_wants_what_was_announced(tmp_path):
         writer.close()
 
 
-@pytest.mark.parametrize("size", ["much", "5XB", ""])
-def test_bad_shard_sizes(size, tmp_path):
-    with pytest.raises(ConversionError, match="is not understood"):
-        SafetensorsWriter(tmp_path, {"a": (torch.Size([2]), torch.float32)}, size)
+def test_shard_sizes_that_are_text(tmp_path):
+    for size in ("much", "5XB", ""):
+        with pytest.raises(ConversionError, match="is not understood"):
+            SafetensorsWriter(tmp_path, {"a": (torch.Size([2]), torch.float32)}, size)
     assert not names_in(tmp_path)
-
-
-def test_a_size_in_bytes_may_be_text(tmp_path):
-    state = {name: torch.ones(10) for name in "abc"}
-    assert len(write_state(tmp_path, state, "40")) == 3
+    assert len(write_state(tmp_path, {name: torch.ones(10) for name in "abc"}, "40")) == 3
 
 
 # --- NaN and infinity -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def damaged(native, tmp_path_factory):
+def damaged(native, tmp_path):
     """A copy of the model whose tensor `name` holds `value` at its end."""
 
     def make(name, value):
-        folder = shutil.copytree(native, tmp_path_factory.mktemp("damaged") / "native")
+        folder = shutil.copytree(native, tmp_path / "damaged")
         tensors = load_file(folder / "model.safetensors")
         tensors[name].view(-1)[-1] = value
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -476,25 +366,23 @@ def damaged(native, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", [Q_PROJ, "model.norm.weight", "model.layers.0.self_attn.compose.qkw"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(Q_PROJ, np.nan), ("model.norm.weight", np.inf), ("model.layers.0.self_attn.compose.qkw", -np.inf)],
+)
 def test_nonfinite_values(damaged, name, value, tmp_path):
     """Refused with the name of the tensor, and kept on demand, on the way to JAX and on the way back."""
     match = rf"{name} holds 1 values that are NaN or infinite as float32, of \d+: .*--allow-nonfinite"
     source = damaged(name, value)
-    with pytest.raises(ConversionError, match=match):
-        convert("pax", source, tmp_path / "refused")
-    report = convert("pax", source, tmp_path / "pax", allow_nonfinite=True)
-    assert f"{name} holds 1 values that are NaN or infinite" in str(report)
-    with pytest.raises(ConversionError, match=match):
-        convert("native", tmp_path / "pax", tmp_path / "refused")
-    report = convert("native", tmp_path / "pax", tmp_path / "back", allow_nonfinite=True)
-    assert f"{name} holds 1 values that are NaN or infinite" in str(report)
-    assert names_in(tmp_path) == ["back", "pax"]
-    found = load_file(tmp_path / "back" / "model.safetensors")
-    for tensor, expected in load_file(source / "model.safetensors").items():
-        torch.testing.assert_close(found[tensor], expected, rtol=0, atol=0, equal_nan=True)
-    np.testing.assert_equal(float(found[name].view(-1)[-1]), value)
+    for kind, start, output in (("pax", source, "pax"), ("native", tmp_path / "pax", "back")):
+        with pytest.raises(ConversionError, match=match):
+            convert(kind, start, tmp_path / "refused")
+        report = convert(kind, start, tmp_path / output, allow_nonfinite=True)
+        assert f"{name} holds 1 values that are NaN or infinite" in str(report)
+    assert names_in(tmp_path) == ["back", "damaged", "pax"]
+    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source))
+    for tensor in expected:
+        torch.testing.assert_close(found[tensor], expected[tensor], rtol=0, atol=0, equal_nan=True)
 
 
 def test_nonfinite_values_in_a_layer_norm(tmp_path):
@@ -504,8 +392,7 @@ def test_nonfinite_values_in_a_layer_norm(tmp_path):
         model.model.norm.weight[:3] = torch.tensor([np.nan, np.inf, -np.inf])
     model.save_pretrained(tmp_path / "native")
     report = str(convert("pax", tmp_path / "native", tmp_path / "pax", allow_nonfinite=True))
-    assert "model.norm.weight holds 3 values that are NaN or infinite" in report
-    assert "scale - 1" not in report
+    assert "model.norm.weight holds 3 values that are NaN or infinite" in report and "scale - 1" not in report
     convert("native", tmp_path / "pax", tmp_path / "back", allow_nonfinite=True)
     found = load_file(tmp_path / "back" / "model.safetensors")["model.norm.weight"]
     torch.testing.assert_close(found, model.model.norm.weight.detach(), rtol=0, atol=0, equal_nan=True)
@@ -514,9 +401,8 @@ def test_nonfinite_values_in_a_layer_norm(tmp_path):
 @pytest.mark.parametrize(("value", "dtype"), [(1e6, "float16"), (3.4e38, "bfloat16"), (-7e4, "float16")])
 def test_values_that_a_narrower_dtype_cannot_hold(damaged, value, dtype, tmp_path):
     source = damaged(Q_PROJ, value)
-    with pytest.raises(ConversionError, match=rf"query\.w holds 1 values that are NaN or infinite as {dtype}"):
-        convert("pax", source, tmp_path / "out", dtype=dtype)
     convert("pax", source, tmp_path / "pax")
-    with pytest.raises(ConversionError, match=rf"{Q_PROJ} holds 1 values that are NaN or infinite as {dtype}"):
-        convert("native", tmp_path / "pax", tmp_path / "out", dtype=dtype)
-    assert names_in(tmp_path) == ["pax"]
+    for kind, start, name in (("pax", source, r"query\.w"), ("native", tmp_path / "pax", Q_PROJ)):
+        with pytest.raises(ConversionError, match=rf"{name} holds 1 values that are NaN or infinite as {dtype}"):
+            convert(kind, start, tmp_path / "out", dtype=dtype)
+    assert names_in(tmp_path) == ["damaged", "pax"]

@@ -48,11 +48,3 @@ def paper_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "synthetic_dataset.jsonl"
     write_dataset(generate_dataset("test", contexts_per_task=1, num_examples=8, seed=3).select(range(0, 74, 6)), path)
     return path
-
-
-@pytest.fixture(scope="session")
-def authors_file(shared):
-    path = shared / "data" / "synthetic_dataset.jsonl"
-    if not path.is_file():
-        pytest.skip(f"the authors' data set is not at {path}")
-    return path

@@ -183,7 +183,7 @@ def test_validate_finds_the_shipped_tasks(lm_eval, capsys):
 
 
 COMMANDS = documented_commands(REPOSITORY / "docs" / "evaluation.md")
-COMMANDS += [words for words in documented_commands(REPOSITORY / "README.md") if words[0] == "dcformer-eval"]
+COMMANDS += [words for words in documented_commands(REPOSITORY / "docs" / "index.md") if words[0] == "dcformer-eval"]
 
 
 def evaluations():
@@ -227,8 +227,8 @@ def test_documented_command(work, lm_eval, monkeypatch, capsys, words):
 
 
 def test_command_prints_the_demonstrations_accuracy(work, lm_eval, capsys):
-    """The README's command, whole: the figure of `make demo`, which the documentation shows too."""
-    (words,) = (words for words in documented_commands(REPOSITORY / "README.md") if words[0] == "dcformer-eval")
+    """The command of docs/index.md, whole: the figure of `make demo`, which the documentation shows too."""
+    (words,) = (words for words in documented_commands(REPOSITORY / "docs" / "index.md") if words[0] == "dcformer-eval")
     assert main(words[1:]) == 0
     line = re.search(r"\|dcformer_synthetic_heldout *\|.*", capsys.readouterr().out)[0]
     accuracy = demo.main(["--show", "0"])

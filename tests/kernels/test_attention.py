@@ -19,17 +19,7 @@ from dcformer.kernels.attention import GRAD_SCORES, GRAD_WEIGHTS, SCORES, WEIGHT
 from dcformer.kernels.launch import GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
 from dcformer.kernels.tuning import KERNELS, choose
 
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch):
-    """Memory that nobody has written holds NaN."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poisoned(tensor):
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() and tensor.device.type == DEVICE else tensor
-
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: poisoned(empty(*args, **kwargs)))
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poisoned(empty_like(*args, **kwargs)))
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,24 +12,13 @@ from dcformer.compose_dcformer import ComposeWeights, DCFormerCompose, SideWeigh
 from dcformer.kernels import decode
 from dcformer.kernels.decode import composed_decode
 
+pytestmark = pytest.mark.usefixtures("poison")
 FULL = ("query_maps", "query_gates", "key_maps", "key_gates")
 
 
 class _Module:
     is_causal = False
     training = False
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch):
-    """Fills fresh memory with NaN: whatever is read before it is written shows up in the output."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
 
 from dcformer.kernels import roofline
-from dcformer.kernels.launch import Chunk
 from dcformer.kernels.roofline import Shape, Training, Work
 from dcformer.kernels.tuning import KERNELS, Tile
 
@@ -20,17 +19,6 @@ def test_the_slowest_resource_is_the_bound():
     assert work.bound(GPU) == ("tensor", 1.0)
     assert Work("y", hbm=32e9).bound(GPU) == ("HBM", 2.0)
     assert roofline.seconds([work, Work("y", hbm=32e9)], GPU) == 3.0
-
-
-def test_a_device_from_its_figures():
-    gpu = roofline.device(multiprocessors=2, clock=10.0)
-    assert gpu.issue == 80 and gpu.exp == 320
-
-
-def test_parameters_of_a_layer():
-    assert SMALL.linear == 4 * 32 * 32 + 3 * 32 * 64
-    # four times: 32 wide to 8 hidden and 2 gates, and 8 hidden to 4 rows of 2 heads
-    assert SMALL.generator == 4 * (32 * 8 + 32 * 2 + 8 * 8)
 
 
 @pytest.mark.parametrize("length, window", [(1, None), (5, None), (5, 2), (5, 9), (40, 7)])
@@ -51,40 +39,6 @@ def test_visited_tiles_are_those_with_a_visible_pair(window, tile):
                 rows = range(t_0, min(t_0 + tile.b_t, chunk.t_0 + chunk.n_t))
                 count += any(t - reach < s <= t for t in rows for s in range(s_0, s_0 + tile.b_s))
     assert roofline.visited(chunks, tile, window) == count
-
-
-def test_a_kernel_that_reads_q_and_k():
-    """Two queries by two keys of tiles 16 x 16, causal: three of four tiles are visited."""
-    chunks = [Chunk(0, 32, 0, 32)]
-    work, parts = roofline.kernel_work("composed", SMALL, chunks, None, Tile(16, 16, 4, 2), issued=1.5)
-    area = 3 * 256  # pairs in visited tiles
-    assert parts == 0
-    assert work.flops == 2 * 16 * area * 2 and work.exps == area * 2
-    assert work.instructions == 1.5 * area * 2
-    tiles, maps = 32 * 32 * 2 * 2, 8 * area * 2  # zeros are written, too; 4 maps of each stage, in two bytes
-    rows = 2 * (16 + 6) * 2  # of two heads: a state and six weights
-    assert work.hbm == tiles + maps + (32 + 32) * rows
-    assert work.l2 == tiles + maps + 3 * (16 + 16) * rows
-
-
-def test_a_kernel_that_streams_tiles():
-    chunks = [Chunk(0, 32, 0, 32)]
-    work, parts = roofline.kernel_work("back_1", SMALL, chunks, None, Tile(16, 16, 4, 2), issued=2.0)
-    area = 3 * 256
-    # of two heads, in float32: 5 weights for each of 2 tiles and 32 tokens, both sides; two sums for queries
-    assert parts == 4 * 2 * (5 * (2 * 32 + 2 * 32) + 2 * 2 * 32)
-    tiles = 2 * 2 * (3 * area + 32 * 32)  # two read, one written; one written whole
-    rows = 2 * 5 * 2
-    assert work.flops == 0 and work.exps == 0
-    assert work.hbm == tiles + 8 * area * 2 + parts + 64 * rows
-    assert work.l2 == tiles + 8 * area * 2 + parts + 2 * 2 * area + 3 * 32 * rows  # one is read again
-
-
-def test_plain_attention_and_decoding():
-    assert roofline.flash_seconds(SMALL, 4, None, GPU, 0.5) == pytest.approx(7 * 2 * 16 * 10 * 2 / 0.5e9)
-    scores, output = roofline.decode_work(SMALL, keys=10, batch=3)
-    assert scores.flops == 2 * 3 * 2 * 10 * 16 and scores.exps == 60
-    assert scores.hbm == output.hbm == 3 * 2 * 10 * (24 * 2 + 4)
 
 
 def test_what_a_goal_needs():

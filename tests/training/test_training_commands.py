@@ -18,7 +18,7 @@ SMALL += ["--use_cpu", "--disable_tqdm", "true"]
 
 
 def commands() -> list[str]:
-    found = documented_commands(REPOSITORY / "docs" / "training.md", REPOSITORY / "README.md")
+    found = documented_commands(REPOSITORY / "docs" / "training.md", REPOSITORY / "docs" / "index.md")
     found += [
         shlex.split(line) for program in PROGRAMS.values() for line in program.__doc__.splitlines() if ".yaml" in line
     ]

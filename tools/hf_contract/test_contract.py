@@ -1,0 +1,101 @@
+"""Transformers' common tests of models, applied to DCFormer and DCPythia. `run.py` beside this file runs them."""
+
+import unittest
+
+from tests import test_fsdp_mixin, test_tensor_parallel_mixin
+from tests.generation.test_utils import GenerationTesterMixin
+from tests.test_configuration_common import ConfigTester
+from tests.test_fsdp_mixin import FSDPTesterMixin
+from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
+from tests.test_tensor_parallel_mixin import TensorParallelTesterMixin
+from tests.test_training_mixin import TrainingTesterMixin
+from transformers.models.auto import modeling_auto
+
+import dcformer
+
+# They choose labels and losses by looking a class's name up in these tables, which have the library's own models only.
+HEADS = {
+    "Model": "MODEL_MAPPING_NAMES",
+    "ForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "ForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "ForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "ForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+}
+for family in ("DCFormer", "DCPythia"):
+    for head, table in HEADS.items():
+        getattr(modeling_auto, table)[family.lower()] = family + head
+
+# Their tests of several processes run for a list of model types unless it is None.
+test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
+test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
+
+
+class Tester:
+    """What their tests ask about a model: its classes, a small configuration, and inputs for it.
+
+    Args:
+        family: "DCFormer" or "DCPythia".
+    """
+
+    batch_size, seq_length, num_labels, is_training = 13, 7, 3, True
+    hidden_size, num_hidden_layers, num_attention_heads, vocab_size = 64, 2, 4, 99
+
+    def __init__(self, family: str):
+        self.config_class = getattr(dcformer, f"{family}Config")
+        self.base_model_class = getattr(dcformer, f"{family}Model")
+        self.causal_lm_class = getattr(dcformer, f"{family}ForCausalLM")
+
+    def get_config(self):
+        return self.config_class(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=64,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            compose_groups=2,
+            max_position_embeddings=128,
+            sliding_window=16,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+
+    def prepare_config_and_inputs_for_common(self):
+        shape = [self.batch_size, self.seq_length]
+        return self.get_config(), {
+            "input_ids": ids_tensor(shape, self.vocab_size),
+            "attention_mask": random_attention_mask(shape),
+        }
+
+
+class Contract(ModelTesterMixin, GenerationTesterMixin):
+    """What both families are tested for."""
+
+    family = ""
+    pipeline_model_mapping = {}  # noqa: RUF012 - theirs is a plain class attribute, too
+    test_can_init_all_missing_weights_before_2023 = True  # the copyright line that it reads a year from is theirs
+
+    def setUp(self):
+        self.model_tester = Tester(self.family)
+        sizes = {"hidden_size": 64, "num_attention_heads": 4}
+        self.config_tester = ConfigTester(self, config_class=self.model_tester.config_class, **sizes)
+
+    @property
+    def all_model_classes(self):
+        return tuple(getattr(dcformer, self.family + head) for head in HEADS)
+
+    def test_config(self):
+        self.config_tester.run_common_tests()
+
+    def test_generation_tester_mixin_inheritance(self):
+        self.skipTest("the source distribution has no tests of generation")
+
+
+class DCFormerTest(Contract, TrainingTesterMixin, TensorParallelTesterMixin, FSDPTesterMixin, unittest.TestCase):
+    family = "DCFormer"
+
+
+class DCPythiaTest(Contract, unittest.TestCase):
+    """LayerNorm, biases, a plain MLP, a parallel residual: in one process, as the rest is the same code."""
+
+    family = "DCPythia"
