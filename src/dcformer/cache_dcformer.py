@@ -38,6 +38,7 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
     if layers is None:
         raise ValueError(f"{_REFUSED}: a {type(cache).__name__} is no Transformers cache of layers. {_ADVICE}")
     user = {name: getattr(config, name) for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
+    user["layer_types"] = tuple(config.layer_types)  # a list may change in place
     last_user = _last_user.get(cache)
     if last_user == user:
         return
