@@ -1,6 +1,6 @@
 """The command line ``dcformer-serve``: ``transformers serve`` with DCFormer registered. All options are the library's.
 
-``python -m dcformer.serve`` is the same. Bad requests are refused with their reason (`serve_requests`).
+``python -m dcformer.serving`` is the same. Bad requests are refused with their reason (`requests`).
 """
 
 import sys
@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import dcformer  # registers the model types: the server loads them without remote code
 
-from .conversion.errors import first_line
-from .serve_requests import SOMETIMES_READ_OVER, RequestChecks
+from ..conversion.errors import first_line
+from .requests import SOMETIMES_IGNORED, RequestChecks
 
 _PROGRAM = "dcformer-serve"
 
@@ -49,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    _name_models()
     app = typer.Typer(add_completion=False)
     app.command(name=_PROGRAM)(Serve)
     try:
@@ -65,49 +64,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _name_models() -> None:
-    """Lets the server (5.23) find our causal models: it looks classes up by name in `transformers`."""
-    for model in (dcformer.DCFormerForCausalLM, dcformer.DCPythiaForCausalLM):
-        if not hasattr(transformers, model.__name__):
-            setattr(transformers, model.__name__, model)
-
-
 @contextmanager
 def _own_application() -> Iterator[None]:
-    """In here the server (5.23) that is built checks its requests, and lists the models that it answers for."""
+    """In here the server that is built loads our models, lists the models that it answers for, and checks requests.
+
+    `Serve` imports its parts by name when it is called; two of them are replaced meanwhile.
+    """
     from huggingface_hub.errors import CacheNotFound
-    from transformers.cli.serving import server
+    from transformers.cli.serving import model_manager, server
     from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
 
-    library_build = server.build_server
+    library_manager, library_build = model_manager.ModelManager, server.build_server
 
-    def build_server(model_manager: Any, *args: Any, **kwargs: Any) -> Any:
-        started, models_in_cache = int(time.time()), model_manager.get_gen_models
+    class ModelManager(library_manager):  # type: ignore[misc, valid-type]
+        """Loads our causal models by their type; the library's looks classes up by name in `transformers`."""
 
-        def models() -> list[dict[str, Any]]:
-            if model_manager.force_model is not None:  # requests for another one are refused
-                return [{"id": model_manager.force_model, "object": "model", "created": started, "owned_by": ""}]
+        def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
+            model, revision = model_id_and_revision.split("@", 1)
+            where = {"revision": revision, "trust_remote_code": self.trust_remote_code}
+            is_gguf = kwargs.get("gguf_file") is not None
+            if is_gguf or not isinstance(AutoConfig.from_pretrained(model, **where), dcformer.DCFormerConfig):
+                return super()._load_model(model_id_and_revision, *args, **kwargs)
+            return AutoModelForCausalLM.from_pretrained(
+                model,
+                **where,
+                attn_implementation=self.attn_implementation,
+                dtype=self.dtype,
+                device_map=self.device,
+                quantization_config=self.get_quantization_config(),
+                tqdm_class=kwargs.get("tqdm_class"),
+            )
+
+        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+            if self.force_model is not None:  # requests for another one are refused
+                return [{"id": self.force_model, "object": "model", "created": started, "owned_by": ""}]
             try:
-                return models_in_cache()
+                return library_manager.get_gen_models(cache_dir)
             except CacheNotFound:  # nothing has been downloaded yet
                 return []
 
-        model_manager.get_gen_models = models
-        application = library_build(model_manager, *args, **kwargs)
-        read_over = SOMETIMES_READ_OVER & UNUSED_CHAT_COMPLETION_FIELDS
-        application.add_middleware(RequestChecks, read_over=read_over)
+    def build_server(*args: Any, **kwargs: Any) -> Any:
+        application = library_build(*args, **kwargs)
+        application.add_middleware(RequestChecks, ignored=SOMETIMES_IGNORED & UNUSED_CHAT_COMPLETION_FIELDS)
         return application
 
-    server.build_server = build_server
+    started = int(time.time())
+    model_manager.ModelManager, server.build_server = ModelManager, build_server  # type: ignore[misc]
     try:
         yield
     finally:
-        server.build_server = library_build
+        model_manager.ModelManager, server.build_server = library_manager, library_build  # type: ignore[misc]
 
 
 def _missing(what: str) -> str:
     return f"error: {_PROGRAM} needs the server's libraries ({what}): pip install 'dcformer[serve]'"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
