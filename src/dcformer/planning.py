@@ -157,7 +157,7 @@ def measure_step(setup: Setup, layers: int) -> tuple[int, int]:
         return tracker.get_tracker_snapshot(when)[ids.device]["Total"]
 
     own = total("current")
-    with warnings.catch_warnings(action="ignore"), tracker:  # the tracker's, of arguments that are no tensors
+    with warnings.catch_warnings(action="ignore"), tracker:  # the tracker warns about arguments that are not tensors
         if setup.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         loss = model(ids, labels=ids, use_cache=False).loss
@@ -171,7 +171,7 @@ def workspace_bytes(setup: Setup) -> int:
 
     Kernels: one chunk of n_t queries, B · n_t · T · 2 · (8·R·G + 4·H) bytes, n_t doubled from 64 to at most 512 while
     that is at most 256 MiB or 1/64 of the device's memory; accumulators of dQ, dK, dV in float32. Chunked: a few blocks
-    of scores in float32, and float32 copies of q, k, v and their gradients. Eager has no operator of its own.
+    of scores in float32, and float32 copies of q, k, v and their gradients. Eager is not an operator.
     """
     config, parts = setup.config, setup.tensor_parallel
     heads = config.num_attention_heads // parts
@@ -192,7 +192,7 @@ def gathered_units(setup: Setup) -> tuple[int, int, int]:
     """Parameters, on one of the `tensor_parallel` GPUs, of what accelerate's FSDP2 gathers at once.
 
     Returns:
-        those of a layer; of the input embedding; of the last norm and the output layer (and the embedding, where tied).
+        of a layer; of the input embedding; of the last norm and the output layer (with the embedding, if tied).
     """
     sizes = {name: parameter.numel() for name, parameter in _build(setup).named_parameters()}
     layer = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
@@ -205,7 +205,7 @@ def memory(setup: Setup) -> Memory:
 
     Of each parameter a GPU keeps ceil(rows / shards) rows, as FSDP2's first rank does. Gathered are, in the compute
     dtype, two layers' parameters (the running one and the next) and one layer's gradients before they are summed, or
-    those of the embedding; and the output layer, which stays, with its gradients.
+    the embedding's; and the output layer, which stays, with its gradients.
     """
 
     def of_all(two: int, three: int) -> int:
@@ -241,7 +241,7 @@ def collectives(setup: Setup) -> list[Collective]:
     """What a step of `accumulation` forward and backward passes communicates.
 
     FSDP2, over n: parameters of each layer, and of the input embedding, gathered for the forward and again for the
-    backward pass, those of the output layer once; gradients summed and scattered once. Tensor parallelism, over t, of
+    backward pass, the output layer's once; gradients summed and scattered once. Tensor parallelism, over t, of
     hidden states [B, T, E]: forward 2 all-reduces per layer and 1 for the embedding; backward as many (for the inputs
     of attention, of the MLP and of the output layer). Logits are gathered once. With checkpointing, layers run forward
     twice. Scales of QK-norm (D numbers) are summed, too.

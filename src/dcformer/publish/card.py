@@ -118,7 +118,7 @@ def model_card(
     Args:
         config: its configuration.
         name: what the card calls it, and the argument of `from_pretrained` in its snippet: usually `user/name`.
-        scores: those of `read_results`; without, the card says that there is no evaluation. Limited ones are in its
+        scores: those of `read_results`; without, the card says that it has not been evaluated. Limited ones are in its
             table, where it says so, and not in its metadata.
         license: identifier of the Hub, such as "mit"; without, the card says that none is stated.
         remote_code: whether the folder also loads with `trust_remote_code=True`.

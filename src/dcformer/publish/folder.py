@@ -71,7 +71,7 @@ def write_hub_folder(
     except (OSError, *CONFIG_ERRORS) as error:
         raise_bug(error)
         raise HubFolderError(
-            f"{source} has no configuration that can be read ({first_line(error)}): expected a folder written by "
+            f"{source} has no readable configuration ({first_line(error)}): expected a folder written by "
             "save_pretrained, or the name of a model on the Hub."
         ) from error
     if not isinstance(config, DCFormerConfig):

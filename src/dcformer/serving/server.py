@@ -26,9 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments of ``transformers serve``; the process's when not given.
 
     Returns:
-        0, or 1 with a line that says why there is no server: what it needs is not installed, the model cannot be loaded
-        (it is before the server starts), or continuous batching is asked for, which our models refuse: the server would
-        start, and answer every request with an internal error. Wrong usage exits with 2.
+        0, or 1 with a line that says why the server does not start: its libraries are not installed, the model cannot
+        be loaded, or continuous batching is asked for, which our models refuse: every request would be answered with an
+        internal error. Wrong usage exits with 2.
     """
     try:
         import typer
