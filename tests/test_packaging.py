@@ -27,6 +27,7 @@ NEEDS = {
     "dcformer.kernels.attention": "kernels",
     "dcformer.kernels.decode": "kernels",
     "dcformer.kernels.generator": "kernels",
+    "dcformer.evaluation.sharing": "eval",
     "dcformer.kernels.launch": "kernels",
     "dcformer.kernels.ops": "kernels",
     "dcformer.kernels.report": "kernels",
