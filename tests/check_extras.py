@@ -42,8 +42,7 @@ PIP_HINT = 'pip install "dcformer[{}]"'
 COMMANDS: dict[str, list[tuple[str, str]]] = {
     "base": [
         (f"python -c '{GENERATE}'", "generated"),
-        ("dcformer-plan --preset dcformer-405m --attention eager", "| **total**"),
-        ("dcformer-plan --preset dcformer-405m", PIP_HINT.format("kernels")),
+        ("dcformer-plan --preset dcformer-405m", "| **total**"),
         (f"dcformer-convert verify {CHECKPOINT} {CHECKPOINT}", "0 different"),
         (f"!dcformer-convert safetensors-to-jax --model {CHECKPOINT} --output j --format pax", PIP_HINT.format("jax")),
         ("!dcformer-eval --tasks dcformer_synthetic_heldout", PIP_HINT.format("eval")),
@@ -52,10 +51,9 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("!python examples/demo.py", PIP_HINT.format("synthetic")),
         ("python -m dcformer.synthetic --output rows.jsonl --contexts-per-task 1", "Wrote 74 train contexts"),
         ("python -m dcformer.cache_report dcformer-405m", "dcformer-405m"),
-        (f"python -m dcformer.hub_folder {CHECKPOINT} hub --remote_code", "README.md"),
+        (f"python -m dcformer.publish {CHECKPOINT} hub --remote_code", "README.md"),
     ],
     "kernels": [
-        ("dcformer-plan --preset dcformer-405m", "ESTIMATE"),
         ("python -m dcformer.kernels.roofline", "bound"),
     ],
     "jax": [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import REPOSITORY, tiny_config
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, hub_folder
+from dcformer import DCFormerConfig, DCFormerForCausalLM, publish
 from dcformer.errors import DCFormerError, MissingExtraError, raise_bug, refused, require_extra
 from dcformer.synthetic.__main__ import main as synthetic
 from dcformer_commands import convert, plan
@@ -43,9 +43,9 @@ PLACES = [
     (convert.main, "verify {model} {model}", "conversion.cli.compare_tensors"),
     (convert.main, "verify {model} {model}", "conversion.verification._largest_difference"),
     (plan.main, "--preset dcformer-405m", "planning.collectives"),
-    (plan.main, "--set compose_rank=1", "planning.layer_activation_bytes"),
-    (hub_folder.main, "{model} {out}", "hub_folder.model_card"),
-    (hub_folder.main, "{model} {out} --remote_code", "hub_folder.export_remote_code"),
+    (plan.main, "--set compose_rank=1", "planning.measure_step"),
+    (publish.main, "{model} {out}", "publish.folder.model_card"),
+    (publish.main, "{model} {out} --remote_code", "publish.folder.export_remote_code"),
     (synthetic, "--output {out}", "synthetic.dataset.split_of"),
     (finetune, TUNE, "training.data.check_rows"),
     (finetune, TUNE, "training.run.check_tokenizer"),
@@ -79,8 +79,8 @@ def test_a_bug_keeps_its_traceback(command, arguments, place, kind, model, tmp_p
 @pytest.mark.parametrize("kind", [AttributeError, KeyError, TypeError])
 @pytest.mark.parametrize(
     ("command", "arguments"),
-    [(plan.main, ["--set", "compose_rank=1"]), (hub_folder.main, [CHECKPOINT, "{out}"]), (finetune, TUNE)],
-    ids=["plan", "hub_folder", "finetune"],
+    [(plan.main, ["--set", "compose_rank=1"]), (publish.main, [CHECKPOINT, "{out}"]), (finetune, TUNE)],
+    ids=["plan", "publish", "finetune"],
 )
 def test_a_bug_in_the_configuration_keeps_its_traceback(command, arguments, kind, tmp_path, monkeypatch):
     """There bad values are refused, so a ValueError is one; no other error of ours is."""

@@ -27,6 +27,7 @@ NEEDS = {
     "dcformer.kernels.attention": "kernels",
     "dcformer.kernels.decode": "kernels",
     "dcformer.kernels.generator": "kernels",
+    "dcformer.evaluation.sharing": "eval",
     "dcformer.kernels.launch": "kernels",
     "dcformer.kernels.ops": "kernels",
     "dcformer.kernels.report": "kernels",
@@ -40,7 +41,7 @@ USES = {
     "dcformer.conversion": "jax",
     "dcformer.evaluation": "eval",
     "dcformer.kernels": "kernels",
-    "dcformer.serve": "serve",
+    "dcformer.serving": "serve",
     "dcformer.synthetic": "synthetic",
     "dcformer_commands.eval": "eval",
     "dcformer_commands.serve": "serve",
@@ -189,7 +190,7 @@ def test_wheel_is_the_package(distributions):
     _, names, metadata, scripts = distributions
     expected = {path.relative_to(SOURCE).as_posix() for path in FILES}
     expected |= {path.relative_to(SOURCE).as_posix() for path in (SOURCE / "dcformer").rglob("*.yaml")}
-    expected |= {"dcformer/py.typed"}
+    expected |= {"dcformer/py.typed", "dcformer/publish/card.md"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert scripts.count("dcformer_commands.") == 5

@@ -1,11 +1,13 @@
-"""`dcformer-plan`: its formulas against what small models take, and the commands of docs/scale_out.md."""
+"""`dcformer-plan` against what small models take, and the commands of docs/scale_out.md."""
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, chunked_dcformer, planning
 from dcformer.analysis import num_parameters
-from dcformer.planning import OPTIMIZERS, Setup, activation_bytes, collectives, memory, saved_logits_bytes
+from dcformer.planning import OPTIMIZERS, Setup, collectives, memory
 from dcformer_commands.plan import main
 
 SIZES = {
     "vocab_size": 101,
     "hidden_size": 64,
     "intermediate_size": 72,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 5,
     "num_attention_heads": 4,
     "head_dim": 16,
     "max_position_embeddings": 128,
@@ -50,12 +52,12 @@ from dcformer import DCFormerConfig
 cases = [("full", 16), ("full", 90), ("groups", 16), ("no gate", 16), ("query-wise, rank 1", 16)]
 print(json.dumps([
     [name, str(dtype), length, kept_bytes(
-        DCFormerConfig(**(SIZES | {"num_hidden_layers": 1} | VARIANTS[name])), "dcformer_triton", dtype, length)]
+        DCFormerConfig(**(SIZES | {"num_hidden_layers": 2} | VARIANTS[name])), "dcformer_triton", dtype, length)]
     for name, length in cases for dtype in (torch.float32, torch.bfloat16)]))
 """
 
 
-def kept_bytes(config, attention, dtype, length=32, checkpointing=False):
+def kept_bytes(config, attention, dtype, length=32, checkpointing=False, batch=2):
     """Bytes of all storages, parameters and buffers aside, that autograd keeps at the end of the forward pass."""
     model = DCFormerForCausalLM(config).to(dtype).train()
     model.set_attn_implementation(attention)
@@ -70,7 +72,7 @@ def kept_bytes(config, attention, dtype, length=32, checkpointing=False):
             kept[storage.data_ptr()] = storage  # held, so that no other gets its address
         return tensor
 
-    ids = torch.randint(0, config.vocab_size, (2, length))
+    ids = torch.randint(0, config.vocab_size, (batch, length))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(ids, labels=ids, use_cache=False)
     return sum(storage.nbytes() for storage in kept.values())
@@ -79,20 +81,23 @@ def kept_bytes(config, attention, dtype, length=32, checkpointing=False):
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["eager", "dcformer_chunked"])
+@pytest.mark.parametrize(("attention", "batch"), [("eager", 1), ("eager", 2), ("dcformer_chunked", 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_activations(variant, dtype, attention):
-    """Within 0.1 %: scalars and masks' rows are not counted."""
+def test_activations(variant, dtype, attention, batch):
     config = DCFormerConfig(**(SIZES | VARIANTS[variant]))
-    setup = Setup(config, gpus=1, batch=2, length=32, dtype=dtype, attention=attention)
-    planned = activation_bytes(setup) + saved_logits_bytes(setup)
-    assert planned == pytest.approx(kept_bytes(config, attention, dtype), rel=1e-3)
+    setup = Setup(config, gpus=1, batch=batch, length=32, dtype=dtype, attention=attention)
+    found = kept_bytes(config, attention, dtype, batch=batch)
+    # what autograd keeps of the tokens is not of the step, which is given them; scalars make up the rest
+    assert found - 8 * batch * 32 <= memory(setup).activations <= found
 
 
 @pytest.mark.slow
 def test_activations_of_the_kernels():
-    """In Triton's interpreter, which a process chooses when it starts."""
+    """Planned as the chunked implementation's, which are more, the less the larger the model and the longer its rows.
+
+    In Triton's interpreter, which a process chooses when it starts.
+    """
     pytest.importorskip("triton", reason="needs the extra [kernels]")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     path = os.pathsep.join([str(REPOSITORY / "tests"), environment.get("PYTHONPATH", "")])
@@ -104,10 +109,10 @@ def test_activations_of_the_kernels():
     measured = json.loads(done.stdout.splitlines()[-1])
     assert len(measured) == 10
     for variant, dtype, length, found in measured:
-        config = DCFormerConfig(**(SIZES | {"num_hidden_layers": 1} | VARIANTS[variant]))
+        config = DCFormerConfig(**(SIZES | {"num_hidden_layers": 2} | VARIANTS[variant]))
         setup = Setup(config, 1, batch=2, length=length, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        planned = activation_bytes(setup) + saved_logits_bytes(setup)
-        assert planned == pytest.approx(found, rel=1e-3), (variant, dtype, length)
+        planned = memory(setup).activations
+        assert found <= planned <= (1.1 if length == 90 else 1.8) * found, (variant, dtype, length)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -115,10 +120,9 @@ def test_checkpointing(dtype):
     """What is kept at the end of the forward pass; a layer's own comes when it runs again."""
     config = DCFormerConfig(**SIZES)
     setup = Setup(config, 1, batch=2, length=32, dtype=dtype, attention="dcformer_chunked", checkpointing=True)
-    planned = activation_bytes(setup) - planning.layer_activation_bytes(setup) + saved_logits_bytes(setup)
-    planned -= 2 * 32 * 16 * dtype.itemsize  # cosines and sines: held all the while, though not by autograd
     found = kept_bytes(config, "dcformer_chunked", dtype, checkpointing=True)
-    assert planned == pytest.approx(found, rel=1e-3)
+    rotary = 2 * 32 * 16 * dtype.itemsize  # cosines and sines: held all the while, though not by autograd
+    assert found + rotary - 8 * 2 * 32 <= memory(setup).activations <= found + rotary
 
 
 @pytest.mark.parametrize("variant", ["full", "groups", "static", "multi-gate", "pythia"])
@@ -168,7 +172,9 @@ class Peak(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("attention", ["eager", "dcformer_chunked"])
+@pytest.mark.parametrize(
+    ("attention", "checkpointing"), [("eager", False), ("dcformer_chunked", False), ("eager", True)]
+)
 @pytest.mark.parametrize(
     ("fields", "length"),
     [
@@ -179,7 +185,7 @@ class Peak(TorchDispatchMode):
     ],
     ids=["parameters", "logits", "layers", "attention"],
 )
-def test_peak_of_a_training_step(monkeypatch, fields, length, attention):
+def test_peak_of_a_training_step(monkeypatch, fields, length, attention, checkpointing):
     """Between what is there at the end of the forward pass and the sum of all parts, each the largest in some case.
 
     Blocks of scores are small here, or those of the chunked attention would be larger than all else in such a model.
@@ -189,6 +195,8 @@ def test_peak_of_a_training_step(monkeypatch, fields, length, attention):
     config = DCFormerConfig(**(SIZES | fields))
     model = DCFormerForCausalLM(config).train()
     model.set_attn_implementation(attention)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(0, config.vocab_size, (2, length))
 
@@ -202,8 +210,8 @@ def test_peak_of_a_training_step(monkeypatch, fields, length, attention):
     with Peak([*model.parameters(), *model.buffers(), *states]) as peak:
         step()
     setup = Setup(config, 1, batch=2, length=length, dtype=torch.float32, attention=attention)
-    parts = memory(setup)
-    kept = parts.parameters + parts.optimizer + parts.activations + saved_logits_bytes(setup)
+    parts = memory(replace(setup, checkpointing=checkpointing))
+    kept = parts.parameters + parts.optimizer + parts.activations
     assert kept <= peak.top <= parts.total
 
 
@@ -215,23 +223,42 @@ def test_shares():
         parts = memory(Setup(config, gpus, parallel, length=32))
         assert parts.parameters == pytest.approx(whole.parameters / gpus, rel=0.02)
         assert parts.optimizer == 2 * parts.parameters
-    one, two = (Setup(config, 2, t, length=32, batch=2, attention="eager") for t in (1, 2))
-    assert activation_bytes(one) / 2 < activation_bytes(two) < activation_bytes(one)
+    one, two = (memory(Setup(config, 2, t, length=32, batch=2, attention="eager")) for t in (1, 2))
+    assert one.activations / 2 < two.activations < one.activations
+
+
+@pytest.mark.parametrize("variant", ["groups", "multi-gate", "pythia", "grouped queries"])
+def test_shares_of_a_layer(variant):
+    """The parameters that the model's tensor-parallel plan leaves on the first of two processes."""
+    config = DCFormerConfig(**(SIZES | {"vocab_size": 101, "compose_groups": 2} | VARIANTS[variant]))
+    with torch.device("meta"):
+        model = DCFormerForCausalLM(config)
+    numbers = 0
+    for name, parameter in model.named_parameters():
+        generic = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        style = model.tp_plan.get(generic) or model.tp_plan.get(generic.rpartition(".")[0], "")
+        shape = list(parameter.shape)
+        if style.startswith("colwise") or style == "embedding_rowwise":
+            shape[0] = math.ceil(shape[0] / 2)
+        elif style == "rowwise" and not name.endswith(".bias"):
+            shape[1] = math.ceil(shape[1] / 2)
+        numbers += math.prod(shape)
+    assert memory(Setup(config, 2, 2, length=32)).parameters == 4 * numbers
 
 
 def test_memory_without_the_kernels():
-    """Eager attention keeps maps: quadratic in the length; the others do not."""
+    """Eager attention keeps maps: quadratic in the length; the chunked implementation does not."""
     config = DCFormerConfig.from_preset("dcformer-6.9b", max_position_embeddings=8192)
     kept = {
-        how: [activation_bytes(Setup(config, 64, length=length, attention=how)) for length in (4096, 8192)]
-        for how in planning.IMPLEMENTATIONS
+        how: [memory(Setup(config, 64, length=length, attention=how)).activations for length in (4096, 8192)]
+        for how in ("dcformer_chunked", "eager")
     }
     assert kept["eager"][1] / kept["eager"][0] > 3.5
     assert kept["dcformer_chunked"][1] / kept["dcformer_chunked"][0] == pytest.approx(2, abs=0.01)
-    assert kept["dcformer_triton"][1] < kept["dcformer_chunked"][1] < kept["eager"][1] / 10
+    assert kept["dcformer_chunked"][1] < kept["eager"][1] / 10
 
 
-# --- communication and speed ------------------------------------------------------------------------------------------
+# --- communication ----------------------------------------------------------------------------------------------------
 
 
 def test_communication():
@@ -244,124 +271,22 @@ def test_communication():
     assert 1.9 * scatter.sent < gather.sent < 2 * scatter.sent
 
 
-def test_speed():
-    pytest.importorskip("triton", reason="needs the extra [kernels]")
-    config = DCFormerConfig.from_preset("dcformer-6.9b")
-    fast, slow = (planning.estimate(Setup(config, 64, batch=8), "h100", share, 50e9, 4e11) for share in (1.0, 0.5))
-    assert slow.tokens < fast.tokens and "ESTIMATE" in fast.source
-    again = planning.estimate(Setup(config, 64, batch=8, checkpointing=True), "h100", 1.0, 50e9, 4e11)
-    assert again.tokens == pytest.approx(fast.tokens * 3 / 4, rel=0.01)
-    bound = planning.estimate(Setup(config, 64, batch=1), "h100", 1.0, 50e9, 4e11)
-    assert "bound by the network" in bound.source
-
-
-def cell(batch=2, **fields):
-    """A cell of 6.9B as `benchmarks/gpu_suite.py` writes it: 10 ms a layer, 80 ms for the rest, of two sequences."""
-    cell = {"section": "train", "status": "ok", "size": "6.9b", "pattern": "LG", "composition": "full", "depth": "few"}
-    return cell | {"tokens": 2048, "batch": batch, "layers": 32, "layer_s": 0.01, "rest_s": 0.08} | fields
-
-
-@pytest.fixture
-def suite_file(tmp_path):
-    """`--measured` and a file of the benchmark, with a slower cell that is not asked for."""
-    path = tmp_path / "gpu_suite.json"
-    whole = {key: value for key, value in cell(depth="full").items() if key not in ("layer_s", "rest_s")}
-    query = cell(composition="query", pattern="LGLL", layer_s=0.005)
-    cells = [cell(section="decode"), cell(status="invalid"), whole, query, cell()]
-    path.write_text(json.dumps({"cells": cells}))
-    return ["--measured", str(path)]
-
-
-@pytest.mark.parametrize(
-    ("words", "seconds"),
-    [
-        ([], 32 * 0.01 + 0.08),
-        (["--set", "num_hidden_layers=64", "norm_eps=1e-6"], 64 * 0.01 + 0.08),
-        (["--checkpointing"], 32 * 0.01 * 4 / 3 + 0.08),
-        (["--set", "layer_pattern=LGLL", "compose_key=false"], 32 * 0.005 + 0.08),
-    ],
-    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
-)
-def test_measured_speed(suite_file, capsys, words, seconds):
-    """64 GPUs with 8 sequences each, four times the measured batch; a network that does not bound."""
-    assert main([*suite_file, *words, "--batch", "8", "--network", "1000"]) == 0
-    rate = 64 * 8 * 2048 / (4 * seconds)
-    printed = capsys.readouterr().out
-    assert f": {rate:,.0f} tokens/s" in printed and "one GPU measured: gpu_suite.json" in printed
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--set", "compose_rank=8"], "6.9b LG full, differs in compose_rank=8 (measured: 2)"),
-        (["--set", "hidden_size=8192"], "differs in hidden_size=8192 (measured: 4096)"),
-        (["--set", "vocab_size=60000"], "differs in vocab_size=60000 (measured: 50257)"),
-        (["--preset", "dcformer-13b"], "hidden_size=5120 (measured: 4096)"),
-        (["--length", "1024"], "differs in length=1024 (measured: 2048)"),
-        (["--dtype", "float32"], "dtype=torch.float32 (measured: torch.bfloat16)"),
-        (["--attention", "eager"], "attention='eager' (measured: 'dcformer_triton')"),
-    ],
-    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
-)
-def test_other_conditions_than_measured(suite_file, capsys, words, message):
-    assert main([*suite_file, *words]) == 1
-    printed = capsys.readouterr()
-    assert message in printed.err and "Only the number of layers may be another" in printed.err and not printed.out
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read"),
-        ("{", "no JSON"),
-        ("[]", 'no list "cells"'),
-        ('{"cells": [1]}', 'no list "cells"'),
-        ('{"cells": [{"section": "train", "status": "ok"}]}', "no cell of section train"),
-    ],
-)
-def test_bad_measurements(tmp_path, capsys, content, message):
-    path = tmp_path / "gpu_suite.json"
-    if content is not None:
-        path.write_text(content)
-    assert main(["--measured", str(path)]) == 1
-    printed = capsys.readouterr()
-    assert f"error: --measured {path}: {message}" in printed.err and not printed.out
-
-
-def test_measured_models_are_those_of_the_benchmark(monkeypatch):
-    """What `benchmarks/gpu_suite.py` trains, and how it takes a step apart."""
-    pytest.importorskip("triton", reason="needs the extra [kernels]")
-    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-    import gpu_suite
-
-    assert {"layer_s", "rest_s"} < gpu_suite.extrapolate((0.12, 0.16), (4, 8), 32).keys()
-    for size in gpu_suite.PRESETS:
-        for pattern, composition in gpu_suite.VARIANTS[1:]:
-            theirs = gpu_suite.Bench().config(size, pattern, composition)
-            ours = planning.measured_config(cell(size=size, pattern=pattern, composition=composition), 64)
-            assert ours.to_dict() | {"num_hidden_layers": 0, "layer_types": []} == theirs.to_dict() | {
-                "num_hidden_layers": 0, "layer_types": []
-            }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tensor-parallel", "2"], "compose_groups=1 is no multiple of the tensor-parallel size 2"),
-        (["--gpus", "3", "--tensor-parallel", "2"], "gpus=3 is no multiple of tensor_parallel=2"),
+        (["--tensor-parallel", "2"], "compose_groups=1"),
+        (["--gpus", "3", "--tensor-parallel", "2"], "gpus=3 is not a multiple of tensor_parallel=2"),
         (["--gpus", "0"], "gpus=0: expected at least 1"),
         (["--length", "4096"], "length=4096 is above max_position_embeddings=2048"),
         (["--set", "compose_rank=0"], "compose_rank=0 must be at least 1"),
-        (["--set", "nonsense=3"], "--set nonsense=3: no field of the configuration"),
+        (["--set", "nonsense=3"], "--set nonsense=3: the configuration has no such field"),
         (["--set", "compose_ranks=3"], "did you mean compose_rank?"),
         (["--set", "hidden_size"], "--set hidden_size: expected FIELD=VALUE"),
         (["--set", "hidden_size=abc"], "Field 'hidden_size' expected int, got str"),
-        (["--set", 'rope_parameters={"a":1}'], "rope_parameters has no a"),
-        (["--memory", "-3"], "--memory -3: expected a number above 0"),
-        (["--memory", "0"], "--memory 0: expected a number above 0"),
-        (["--network", "-3"], "--network -3: expected a number above 0"),
-        (["--network", "0"], "--network 0: expected a number above 0"),
-        (["--links", "nan"], "--links nan: expected a number above 0"),
+        (["--set", 'rope_parameters={"a":1}'], "rope_parameters has unknown keys, a"),
+        (["--memory", "-3"], "memory=-3e+09: expected the bytes of a GPU, above 0"),
+        (["--memory", "0"], "memory=0: expected"),
+        (["--memory", "nan"], "memory=nan: expected"),
     ],
 )
 def test_wrong_input(capsys, words, message):
@@ -371,17 +296,9 @@ def test_wrong_input(capsys, words, message):
     assert not printed.out
 
 
-def test_no_estimate(capsys):
-    for words in (["--attention", "eager"], ["--set", "num_hidden_layers=0"]):
-        assert main(["--gpus", "64", *words]) == 0
-        printed = capsys.readouterr().out
-        assert "Throughput: no estimate" in printed and "| parameters |" in printed
-
-
-def test_no_estimate_without_triton(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert main([]) == 0
-    assert 'needs triton, which is not installed: pip install "dcformer[kernels]"' in capsys.readouterr().out
+def test_a_model_without_layers(capsys):
+    assert main(["--preset", "dcformer-405m", "--set", "num_hidden_layers=0"]) == 0
+    assert "| activations | 0." in capsys.readouterr().out
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -393,7 +310,6 @@ COMMANDS = documented_commands(REPOSITORY / "docs" / "scale_out.md")
 @pytest.mark.parametrize("words", [c for c in COMMANDS if c[0] == "dcformer-plan"], ids=" ".join)
 def test_printed_plans(words, capsys):
     """Each plan of the page is what its command prints."""
-    pytest.importorskip("triton", reason="needs the extra [kernels]")
     assert main(words[1:]) == 0
     assert capsys.readouterr().out.strip() in PAGE
 

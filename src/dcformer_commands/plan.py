@@ -2,9 +2,8 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-_ABOUT = "Memory, communication and speed of training a DCFormer on many GPUs, by arithmetic (docs/scale_out.md)."
+_ABOUT = "Memory and communication of training a DCFormer on many GPUs (docs/scale_out.md)."
 # As `dcformer` and `dcformer.planning` have them; a test compares them.
 _PRESETS = (
     "dcformer-405m",
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; the process's when not given.
 
     Returns:
-        0, or 1 on input that cannot be planned: nothing but a line that says why is printed. Wrong usage exits with 2.
+        0, or 1 on input that cannot be planned: only a line that says why is printed. Wrong usage exits with 2.
     """
     parser = argparse.ArgumentParser(prog="dcformer-plan", description=_ABOUT)
     parser.add_argument("--preset", choices=_PRESETS, default="dcformer-6.9b", help="sizes (default: %(default)s)")
@@ -46,11 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
     parser.add_argument("--attention", choices=_IMPLEMENTATIONS, default=_IMPLEMENTATIONS[0])
-    parser.add_argument("--gpu", choices=_GPUS, default="h100", help="whose memory and speed")
+    parser.add_argument("--gpu", choices=_GPUS, default="h100", help="whose memory (default: %(default)s)")
     parser.add_argument("--memory", type=float, help="GB of a GPU, if not that of --gpu")
-    parser.add_argument("--network", type=float, default=50.0, help="GB/s of a GPU to those that share parameters")
-    parser.add_argument("--links", type=float, default=400.0, help="GB/s of a GPU to those that share a layer")
-    parser.add_argument("--measured", type=Path, metavar="JSON", help="what benchmarks/gpu_suite.py measured")
     options = parser.parse_args(arguments)
 
     from dcformer.planning import run

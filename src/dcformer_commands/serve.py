@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if find_spec("typer") is not None:
         _read(arguments)
 
-    from dcformer.serve import main as serve
+    from dcformer.serving import main as serve
 
     return serve(arguments)
 

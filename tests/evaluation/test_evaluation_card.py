@@ -4,7 +4,7 @@ import pytest
 from helpers import REPOSITORY, tiny_config
 
 from dcformer import evaluation
-from dcformer.model_card import model_card, read_results
+from dcformer.publish import model_card, read_results
 
 CHOICES = "dcformer_synthetic_heldout_choices"
 PAPER = ["dcformer_synthetic", *(f"dcformer_synthetic_{num_shots}shot" for num_shots in range(2, 8))]

@@ -123,10 +123,12 @@ def test_found_while_the_model_is_loaded(lm_eval, monkeypatch, capsys, model_arg
 
 
 def test_errors_of_the_evaluation_keep_their_trace(lm_eval, monkeypatch):
+    from lm_eval.models.huggingface import HFLM
+
     def fail(*_, **__):
         raise ValueError("in the tenth batch")
 
-    monkeypatch.setattr(lm_eval.evaluator, "evaluate", fail)
+    monkeypatch.setattr(HFLM, "loglikelihood", fail)
     with pytest.raises(ValueError, match="in the tenth batch"):
         main([*MODEL, *ANSWERS])
 
@@ -285,12 +287,13 @@ def test_two_processes_score_as_one(work, lm_eval):
 
 
 def test_shares_follow_the_processes(lm_eval, monkeypatch):
-    """What the console script changes in lm-eval: rank and number of processes where accelerate has several."""
+    """Rank and number of processes where accelerate has several; `hf` itself stays lm-eval's."""
     from types import SimpleNamespace
 
+    from lm_eval.api.registry import get_model
     from lm_eval.models.huggingface import HFLM
 
-    from dcformer.evaluation.cli import _share_items_between_processes
+    from dcformer.evaluation.sharing import NAME, SharingHFLM
 
     def initialise(self, processes):
         self._rank, self._world_size = 0, 1
@@ -298,10 +301,20 @@ def test_shares_follow_the_processes(lm_eval, monkeypatch):
             self.accelerator = SimpleNamespace(process_index=1, num_processes=processes)
 
     monkeypatch.setattr(HFLM, "__init__", initialise)
+    assert get_model(NAME) is SharingHFLM and get_model("hf") is HFLM
+    for processes, shares in ((1, (0, 1)), (2, (1, 2))):
+        model = SharingHFLM(processes)
+        assert (model.rank, model.world_size) == shares
+
+
+@pytest.mark.parametrize(("processes", "model"), [("1", "hf"), ("2", "dcformer-hf")])
+def test_the_model_of_several_processes(lm_eval, monkeypatch, processes, model):
+    calls = []
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **options: calls.append(options["model"]))
+    monkeypatch.setenv("WORLD_SIZE", processes)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    _share_items_between_processes()
-    _share_items_between_processes()
-    assert [(HFLM(n).rank, HFLM(n).world_size) for n in (1, 2)] == [(0, 1), (1, 2)]
+    assert main([*MODEL, *ANSWERS]) == 0
+    assert calls == [model]
 
 
 def test_items_have_several_answers():

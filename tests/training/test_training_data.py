@@ -74,7 +74,7 @@ def test_wrong_column(fails, tmp_path):
     assert "expected a text, or a list of turns" in fails(data=file)
 
 
-def test_every_row_is_checked(fails, tmp_path):
+def test_rows_are_checked(fails, tmp_path):
     turns = [{"role": "user", "content": "hi"}]
     file = write(tmp_path / "rows.jsonl", [{"text": "the fox"}, {"text": "the bee"}, {"text": None}])
     assert f"{file}, row 2: column 'text' holds 'None' (NoneType): expected a text" in fails(data=file)
@@ -89,6 +89,16 @@ def test_every_row_is_checked(fails, tmp_path):
     assert "folder (split 'train'), row 1: column 'messages' holds '[]'" in message
     file = write(tmp_path / "chats.jsonl", [{"messages": turns}, {"messages": [{"role": "user", "content": None}]}])
     assert "chats.jsonl, row 1" in fails(data=file)
+
+
+def test_nulls_are_found_in_all_rows(tmp_path):
+    texts = ["the fox"] * 12_345
+    texts[12_021] = None
+    with pytest.raises(ValueError, match="here, row 12021: column 'text' holds 'None'"):
+        check_rows(Dataset.from_dict({"text": texts}), None, "here")
+    turns = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ValueError, match="here, row 1500: column 'messages' holds 'None'"):
+        check_rows(Dataset.from_dict({"messages": [turns] * 1500 + [None]}), None, "here")
 
 
 def test_nothing_to_learn_from(fails, tmp_path):
@@ -161,7 +171,7 @@ def test_what_cannot_run_here(fails, monkeypatch):
 
 def test_adapters_that_fit_no_layer(fails):
     message = fails("--use_peft", "--lora_target_modules", "q_proj", "nonsense")
-    assert "--lora_target_modules names 'nonsense', which is no layer" in message
+    assert "--lora_target_modules names 'nonsense', which is not a layer" in message
     assert "names 'nonsense'" in fails("--use_peft", "--lora_target_modules", "nonsense")
     assert "--lora_modules_to_save names 'compost'" in fails("--use_peft", "--lora_modules_to_save", "compost")
 
@@ -252,7 +262,7 @@ def test_newest_whole_checkpoint(tmp_path, capsys):
         (tmp_path / "checkpoint-12" / name).rename(tmp_path / "away")
         assert check_output(training) == str(tmp_path / "checkpoint-4")
         printed = capsys.readouterr().out
-        assert f"checkpoint-12 is passed over: it has no {part} to read\n" in printed and "goes on from" in printed
+        assert f"checkpoint-12 is skipped: it has no {part} to read\n" in printed and "goes on from" in printed
         (tmp_path / "away").rename(tmp_path / "checkpoint-12" / name)
     (tmp_path / "checkpoint-12" / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model-2.safetensors"}}'
@@ -296,7 +306,7 @@ def test_options_that_contradict(fails):
     assert "leaves nothing to train on" in fails("--streaming", eval_rows="74")
     assert "not conversational" in fails("--assistant_only_loss")
     assert "Unknown preset 'dcformer-7b'" in fails(preset="dcformer-7b", script=pretrain)
-    assert "'num_layers' is no field of DCFormerConfig" in fails(config_overrides="{num_layers: 4}", script=pretrain)
+    assert "DCFormerConfig has no field 'num_layers'" in fails(config_overrides="{num_layers: 4}", script=pretrain)
 
 
 def test_missing_extra():

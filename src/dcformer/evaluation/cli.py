@@ -1,16 +1,19 @@
 """What ``dcformer-eval`` adds to lm-eval: DCFormer is registered, this package's tasks are found, errors come early."""
 
 import argparse
-import functools
+import copy
+import io
 import logging
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
@@ -30,17 +33,12 @@ _HF_MODELS = ("hf", "hf-auto", "huggingface")  # lm-eval's names of one class
 # --- what lm-eval would find late, or never ---------------------------------------------------------------------------
 
 
-def _add_tasks(args: argparse.Namespace) -> None:
-    """Puts this package's tasks before the user's folder (later folders override earlier ones)."""
-    from lm_eval.config.evaluate_config import EvaluatorConfig
-
-    own = args.include_path
-    if own is None and getattr(args, "config", None):
-        own = EvaluatorConfig.load_yaml_config(args.config).get("include_path")
+def _add_tasks(args: argparse.Namespace, own: str | list[str] | None) -> None:
+    """Puts this package's tasks before the user's folders (later folders override earlier ones)."""
     folders = [own] if isinstance(own, str) else own or []
     for folder in folders:
         if not Path(folder).is_dir():
-            raise EvaluationError(f"--include_path {folder}: expected a folder of tasks (YAML files), got none there")
+            raise EvaluationError(f"--include_path {folder}: expected a folder of tasks (YAML files), found none there")
     args.include_path = [TASKS_FOLDER, *folders]
 
 
@@ -100,82 +98,58 @@ def _check_output(path: str | os.PathLike) -> None:
         ) from error
 
 
-def _check(options: Mapping[str, Any]) -> None:
-    """Looks at the arguments of ``simple_evaluate`` before it loads the model."""
-    tasks, metadata, tracker = options["tasks"], options["metadata"] or {}, options["evaluation_tracker"]
-    if not tasks:
+def _check(options: Any) -> None:
+    """Looks at lm-eval's configuration of a run (`EvaluatorConfig`) before lm-eval loads the model."""
+    tasks = [options.tasks] if isinstance(options.tasks, str) else options.tasks
+    names = [name for task in tasks or () for name in str(task).split(",")]
+    if not names:
         raise EvaluationError("no tasks: add --tasks NAME,NAME")
-    if any(isinstance(task, str) and task in _PAPER_TASKS for task in tasks):
-        read_paper_file(metadata.get(FILE_KEY))
-    _check_batch_size(options["batch_size"])
-    if options["model"] in _HF_MODELS:
-        _check_model(options["model_args"], options["apply_chat_template"])
-    if tracker.output_path:
-        _check_output(tracker.output_path)
+    if any(fnmatch(task, name) for task in _PAPER_TASKS for name in names):
+        read_paper_file((options.metadata or {}).get(FILE_KEY))
+    _check_batch_size(options.batch_size)
+    if options.model in _HF_MODELS:
+        _check_model(options.model_args, options.apply_chat_template)
+    if options.output_path:
+        _check_output(options.output_path)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def _share_items_between_processes() -> None:
-    """Makes each process of ``accelerate launch`` evaluate its share of the items on any device.
+def _prepare(args: argparse.Namespace) -> None:
+    """Adds this package's tasks to the arguments, and checks those of a run."""
+    from lm_eval.config.evaluate_config import EvaluatorConfig
 
-    lm-eval 0.4.13 does so only where it sees several GPUs; on CPUs every process would evaluate everything.
-    """
-    from lm_eval.models.huggingface import HFLM
-
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # otherwise accelerate takes each process for the only one
-    initialise = HFLM.__init__
-    if getattr(initialise, "shares_items", False):
+    if args.command != "run":
+        if hasattr(args, "include_path"):  # lm-eval's `ls` and `validate`
+            _add_tasks(args, args.include_path)
         return
+    args.tasks = [name for name in args.tasks or () if name]
+    with redirect_stdout(io.StringIO()):  # with --config it prints all values, as it will again when it runs
+        options = EvaluatorConfig.from_cli(copy.deepcopy(args))
+    _add_tasks(args, options.include_path)
+    _check(options)
+    if options.model in _HF_MODELS and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from .sharing import NAME
 
-    @functools.wraps(initialise)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        initialise(self, *args, **kwargs)
-        if self.world_size == 1 and hasattr(self, "accelerator"):  # lm-eval keeps it if there are several processes
-            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        args.model = NAME
 
-    wrapped.shares_items = True  # type: ignore[attr-defined]
-    HFLM.__init__ = wrapped
+
+def _is_of_the_evaluation(error: Exception) -> bool:
+    """Whether an error was raised while lm-eval evaluated items."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    places = ((frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames)
+    return ("lm_eval.evaluator", "evaluate") in places
 
 
 def _run(parser: Any, args: argparse.Namespace) -> None:
-    import lm_eval.evaluator
-
-    begun = False
-
-    def checked(simple_evaluate: Callable) -> Callable:
-        def call(**options: Any) -> Any:
-            _check(options)
-            return simple_evaluate(**options)
-
-        return call
-
-    def noted(evaluate: Callable) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal begun
-            begun = True
-            return evaluate(*args, **kwargs)
-
-        return call
-
     try:
-        if hasattr(args, "include_path"):  # lm-eval's `run`, `ls` and `validate`
-            _add_tasks(args)
-        if args.command == "run":
-            args.tasks = [name for name in args.tasks or () if name]
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                _share_items_between_processes()
-        with (
-            patch.object(lm_eval, "simple_evaluate", checked(lm_eval.simple_evaluate)),
-            patch.object(lm_eval.evaluator, "evaluate", noted(lm_eval.evaluator.evaluate)),
-        ):
-            parser.execute(args)
+        _prepare(args)
+        parser.execute(args)
     except DCFormerError:
         raise
     except Exception as error:  # of lm-eval or the libraries below it: options, tasks, model, data
-        if begun:
+        if _is_of_the_evaluation(error):
             raise
         raise_bug(error, (Exception,))
         logging.getLogger("lm_eval").debug("before the evaluation", exc_info=True)

@@ -79,7 +79,7 @@ class ModelArguments(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in _DTYPES:  # a YAML file's is looked at by nobody else
+        if self.dtype not in _DTYPES:  # the parser checks the command line only
             raise DCFormerError(f"dtype is {self.dtype!r}: expected one of {', '.join(_DTYPES)}")
         # TRL unpacks a single name, which PEFT takes for a regular expression over whole paths: `q_proj` matches none
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
@@ -111,8 +111,8 @@ class NewModelArguments:
             the configuration of the new model.
 
         Raises:
-            DCFormerError: on an unknown preset or field, a value that no field can have, or overrides that are no
-                mapping.
+            DCFormerError: on an unknown preset or field, a value that no field can have, or overrides that are not
+                a mapping.
         """
         with refused(ValueError):
             config = DCFormerConfig.from_preset(self.preset)
@@ -124,7 +124,7 @@ class NewModelArguments:
             if not isinstance(overrides, dict):
                 raise DCFormerError("expected a mapping such as {num_hidden_layers: 4}")
             if unknown := [name for name in overrides if not hasattr(config, name)]:
-                raise DCFormerError(f"{unknown[0]!r} is no field of {type(config).__name__}")
+                raise DCFormerError(f"{type(config).__name__} has no field {unknown[0]!r}")
             return DCFormerConfig.from_preset(self.preset, **(fields | overrides))
         except (*CONFIG_ERRORS, yaml.YAMLError) as error:
             raise_bug(error)
@@ -217,7 +217,7 @@ def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tu
         an object of each class, in their order.
 
     Raises:
-        DCFormerError: on values that no run can have, a YAML file that is none, or fields of it that are no argument.
+        DCFormerError: on values that no run can have, an invalid YAML file, or unknown arguments in it.
         OSError: when the YAML file cannot be read.
         SystemExit: on unknown options, as argparse does.
     """

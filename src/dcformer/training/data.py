@@ -18,7 +18,6 @@ from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 from pyarrow import ArrowException
 from tokenizers import Tokenizer
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
@@ -34,6 +33,7 @@ Rows: TypeAlias = Dataset | IterableDataset
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
+_CHECKED_ROWS = 1000  # examined one by one; for the others, schema and missing values are checked
 _SAMPLE_ROWS = 8
 _MOST_UNKNOWN = 0.5  # share of unknown tokens above which tokenizer and data do not belong together
 _WEIGHTS = ("*model*.safetensors", "pytorch_model*")
@@ -58,7 +58,7 @@ def load_rows(source: str, split: str = "train", config: str | None = None, stre
 
     Raises:
         FileNotFoundError: when `source` looks like a path and is not there.
-        DCFormerError: when there is no such split, the files' kind is unknown or not one, or one is empty.
+        DCFormerError: when the split does not exist, a file is empty, or files are of an unknown or of several kinds.
     """
     path = Path(source)
     files = [source] if path.is_file() else sorted(filter(os.path.isfile, glob(source, recursive=True)))
@@ -96,10 +96,11 @@ def _builder(path: Path) -> str:
 
 
 def check_rows(rows: Rows, column: str | None, source: str) -> Rows:
-    """Keeps the columns to train on, under the names TRL gives them, and looks at every row.
+    """Keeps the columns to train on, under the names TRL gives them, and checks the rows.
 
     Args:
-        rows: as loaded. Those of a `Dataset` are looked at here, those of a stream when they are read.
+        rows: as loaded. Of a `Dataset` the schema, nulls and the first thousand rows are checked here, the rows of a
+            stream when they are read.
         column: the column with texts or conversations, or None to look for "messages", "prompt" with "completion", or
             "text".
         source: what messages call the rows.
@@ -108,8 +109,8 @@ def check_rows(rows: Rows, column: str | None, source: str) -> Rows:
         rows with "text", "messages", or "prompt" and "completion".
 
     Raises:
-        DCFormerError: when there is no row, no such column, or a row that holds something else; for a stream also
-            later, while rows are read.
+        DCFormerError: when rows or the column are missing, or a row holds something else; for a stream also later,
+            while rows are read.
     """
     first = next(iter(rows), None)
     if first is None:
@@ -130,8 +131,9 @@ def check_rows(rows: Rows, column: str | None, source: str) -> Rows:
         kept = (column,)
     rows = rows.select_columns(list(kept))
     if isinstance(rows, Dataset):
-        for index, row in enumerate(tqdm(rows, desc="Checking rows", delay=2)):
+        for index, row in enumerate(rows.take(_CHECKED_ROWS)):
             _check_row(row, index, source)
+        _check_nulls(rows, source)
     else:
         _check_row({name: first[name] for name in kept}, 0, source)
         rows = rows.map(_check_row, with_indices=True, fn_kwargs={"source": source}, features=rows.features)
@@ -153,6 +155,16 @@ def _check_row(row: Mapping[str, Any], index: int, source: str) -> Mapping[str, 
                 'a text, or a list of turns {"role": ..., "content": ...}'
             )
     return row
+
+
+def _check_nulls(rows: Dataset, source: str) -> None:
+    """All rows have the type of the first, as the schema says, or are null: these are looked for."""
+    size = 10_000
+    for start, batch in enumerate(rows.with_format("arrow").iter(size)):
+        for column in batch.columns:
+            if column.null_count:
+                index = pyarrow.compute.index(column.is_null(), True).as_py() + start * size
+                _check_row(rows[index], index, source)
 
 
 def _is_conversation(value: Any) -> bool:
@@ -217,7 +229,7 @@ def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows
 
 
 def _read(source: str, split: str, column: str | None, config: str | None = None, streaming: bool = False) -> Rows:
-    """Loads and checks rows; what the readers of the formats raise is said with the name of the file."""
+    """Loads and checks rows; errors of the formats' readers get the name of the file."""
     name = f"{source} (split {split!r})" if Path(source).is_dir() else source
     try:
         return check_rows(load_rows(source, split, config, streaming), column, name)
@@ -230,7 +242,7 @@ def check_output(training: TrainingConfig, model: str | None = None) -> str | No
     """Makes sure that the output folder can be written, and finds the checkpoint to resume from.
 
     `--resume_from_checkpoint last` means the newest whole checkpoint of the output folder; one that was cut short while
-    it was written is passed over. Without any, training starts from the beginning; what was chosen is printed.
+    it was written is skipped. Without any, training starts from the beginning; what was chosen is printed.
 
     Args:
         training: for `output_dir` and `resume_from_checkpoint`.
@@ -272,7 +284,7 @@ def check_output(training: TrainingConfig, model: str | None = None) -> str | No
         if not (missing := _missing(checkpoint)):
             lines.append(f"goes on from {checkpoint}")
             break
-        lines.append(f"{checkpoint} is passed over: it has no {' and no '.join(missing)} to read")
+        lines.append(f"{checkpoint} is skipped: it has no {' and no '.join(missing)} to read")
     else:
         checkpoint = None
         if any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
@@ -318,7 +330,7 @@ def check_adapters(model: PreTrainedModel, names: Sequence[str] | None, option: 
     for name in names:
         if not any(module.endswith(f".{name}") for module in modules):
             raise DCFormerError(
-                f"{option} names {name!r}, which is no layer of the model: expected ends of their names, such as "
+                f"{option} names {name!r}, which is not a layer of the model: expected ends of their names, such as "
                 f"{', '.join(LORA_TARGETS)}"
             )
 
@@ -418,12 +430,13 @@ def _check_readable(rows: Dataset, name: str, config: DCFormerConfig, tokenizer:
     start = 0
     for batch in rows.select_columns("input_ids").with_format("arrow").iter(1000):
         ids = batch["input_ids"].combine_chunks()
-        for index, length in enumerate(ids.value_lengths().to_pylist(), start):
-            if length > limit:
-                raise DCFormerError(
-                    f"{name} row {index} has {length} tokens, more than the model's max_position_embeddings {limit}: "
-                    f"cut rows with --max_length {limit}, or lose nothing with --packing"
-                )
+        lengths = ids.value_lengths()
+        if (pyarrow.compute.max(lengths).as_py() or 0) > limit:
+            index = pyarrow.compute.index(pyarrow.compute.greater(lengths, limit), True).as_py()
+            raise DCFormerError(
+                f"{name} row {start + index} has {lengths[index]} tokens, more than the model's "
+                f"max_position_embeddings {limit}: cut rows with --max_length {limit}, or lose nothing with --packing"
+            )
         if (pyarrow.compute.max(ids.flatten()).as_py() or 0) >= size:
             index, token = next((i, t) for i, row in enumerate(ids.to_pylist(), start) for t in row if t >= size)
             raise DCFormerError(

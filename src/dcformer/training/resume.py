@@ -12,8 +12,8 @@ from transformers.trainer_callback import ExportableState
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import DCFormerError
 
-# Arguments that do not decide which weights come out, up to rounding: where results go, when it is looked at them, how
-# fast and in how much memory they are computed. How long a run is may change, too: that is how it is extended.
+# Arguments that do not change the resulting weights, up to rounding: where results go, when the run evaluates and
+# saves, how fast and in how much memory it computes. Its length may change, too: that is how a run is extended.
 _FREE_PREFIXES = ("ddp_", "hub_", "log_", "logging_", "save_", "torch_", "trackio_")
 _FREE = {
     *("output_dir", "resume_from_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint"),

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,8 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
     )
     own = None
     if chosen.tokenizer:
-        own = cached_file(
-            name, "tokenizer.json", revision=chosen.model_revision, _raise_exceptions_for_missing_entries=False
-        )
+        with suppress(OSError):  # the model may come without a tokenizer
+            own = cached_file(name, "tokenizer.json", revision=chosen.model_revision)
     check_tokenizer(tokenizer, model, rows, own)
     if chosen.use_peft:
         check_adapters(model, chosen.lora_target_modules, "--lora_target_modules")
@@ -123,7 +123,7 @@ def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrai
 
 
 def _load(option: str, auto_class: Any, name: str, **arguments: Any) -> Any:
-    """`from_pretrained`, whose error for what is not there names the option and both places that were looked at."""
+    """`from_pretrained`; its error for a missing name gives the option and both places that were searched."""
     try:
         return auto_class.from_pretrained(name, **arguments)
     except (OSError, RuntimeError, ImportError, SafetensorError, *CONFIG_ERRORS) as error:
@@ -204,26 +204,30 @@ class _EarlyStopping(EarlyStoppingCallback):
 
 
 class _Trainer(SFTTrainer):
-    """TRL's trainer, with held-out accuracy as a share of tokens. Takes no step where a resumed run had ended."""
+    """TRL's trainer, with `token_accuracy`, the share of held-out tokens. Takes no step where a resumed run had ended.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._scored_tokens: list[int] = []  # of each held-out batch
+    (TRL's own `mean_token_accuracy` is a mean over batches.)
+    """
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super().compute_loss(model, inputs, *args, **kwargs)
-        if not self.model.training:
-            count = (inputs["labels"][:, 1:] != -100).sum()
-            self._scored_tokens.append(self.accelerator.gather_for_metrics(count).sum().item())
-        return result
+        if self.model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if self._scored_tokens:  # TRL has the accuracy of each batch, and would take the mean of those
-            accuracies, counts = self._metrics["eval"]["mean_token_accuracy"], self._scored_tokens
-            right = sum(round(accuracy * count) for accuracy, count in zip(accuracies, counts, strict=True))
-            self._metrics["eval"]["mean_token_accuracy"] = [right / max(1, sum(counts))]
-            self._scored_tokens = []
-        super().log(logs, *args, **kwargs)
+        def count(**arguments: Any) -> Any:
+            outputs = model(**arguments)
+            if arguments.get("fused_lm_head"):
+                for part in (outputs.is_top1, outputs.label_mask):
+                    self._counts.append(self.accelerator.gather_for_metrics(part.sum()).sum().item())
+            return outputs
+
+        return super().compute_loss(count, inputs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        self._counts: list[int] = []  # tokens predicted right, tokens with a loss; of each batch
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        right, scored = sum(self._counts[::2]), sum(self._counts[1::2])
+        output.metrics[f"{metric_key_prefix}_token_accuracy"] = right / max(1, scored)
+        return output
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         stops = [callback for callback in self.callback_handler.callbacks if isinstance(callback, _EarlyStopping)]
@@ -231,7 +235,7 @@ class _Trainer(SFTTrainer):
         if stopped or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             if self.is_world_process_zero():
-                print(f"the run had ended at step {self.state.global_step}: no step is left to train")
+                print(f"the run had ended at step {self.state.global_step}: no steps are left to train")
         else:
             super()._run_epoch(*args, **kwargs)
 
@@ -263,8 +267,8 @@ def train(trainer: SFTTrainer, checkpoint: str | None = None) -> dict[str, float
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
-        first = next(entry for entry in trainer.state.log_history if "eval_mean_token_accuracy" in entry)
-        before, after = first["eval_mean_token_accuracy"], metrics["eval_mean_token_accuracy"]
+        first = next(entry for entry in trainer.state.log_history if "eval_token_accuracy" in entry)
+        before, after = first["eval_token_accuracy"], metrics["eval_token_accuracy"]
         summary |= {"before": before, "after": after, "margin": after - before, "eval_loss": metrics["eval_loss"]}
         if trainer.is_world_process_zero():
             print(

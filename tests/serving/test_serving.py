@@ -17,8 +17,8 @@ from helpers import REPOSITORY, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
-from dcformer import DCFormerForCausalLM, serve_requests
-from dcformer import serve as serve_module
+from dcformer import DCFormerForCausalLM
+from dcformer.serving import main, requests
 
 PAGE = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -54,7 +54,7 @@ def server(tmp_path_factory):
     log = work / "server.log"
     with open(log, "wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dcformer.serve", *words[1:]], cwd=work, env=environment, stdout=sink, stderr=sink
+            [sys.executable, "-m", "dcformer.serving", *words[1:]], cwd=work, env=environment, stdout=sink, stderr=sink
         )
     address = f"http://127.0.0.1:{port}"
     try:
@@ -127,7 +127,7 @@ def test_bad_requests_are_refused_and_the_server_stays(server):
     _, address = server
     good = request_of_the_page() | {"stream": False}
     text = {"model": good["model"], "prompt": "Peter owns the desk", "max_tokens": 2}
-    chat_path, text_path, responses_path = serve_requests.CHAT, serve_requests.TEXT, serve_requests.RESPONSES
+    chat_path, text_path, responses_path = requests.CHAT, requests.TEXT, requests.RESPONSES
     cases = [
         (chat_path, good | {"messages": []}, "messages", "messages=[] must be"),
         (chat_path, good | {"max_tokens": -1}, "max_tokens", "max_tokens=-1 must be a whole number of at least 1"),
@@ -177,7 +177,7 @@ def test_the_client_of_openai(server):
 
 MESSAGES = [{"role": "user", "content": "a"}]
 FAULTS = [
-    (serve_requests.CHAT, {"messages": MESSAGES} | fields, field)
+    (requests.CHAT, {"messages": MESSAGES} | fields, field)
     for fields, field in [
         ({}, None),
         ({"max_tokens": 1, "temperature": 0, "top_p": 1, "seed": -1, "stop": "."}, None),
@@ -205,21 +205,21 @@ FAULTS = [
     ]
 ]
 FAULTS += [
-    (serve_requests.TEXT, {"prompt": "a"}, None),
-    (serve_requests.TEXT, {}, "prompt"),
-    (serve_requests.TEXT, {"prompt": ["a"]}, "prompt"),
-    (serve_requests.TEXT, {"prompt": "a", "echo": True}, "echo"),
-    (serve_requests.TEXT, {"prompt": "a", "logprobs": 0}, "logprobs"),
-    (serve_requests.RESPONSES, {"input": "a", "top_logprobs": 1}, "top_logprobs"),
-    (serve_requests.RESPONSES, {"input": []}, "input"),
+    (requests.TEXT, {"prompt": "a"}, None),
+    (requests.TEXT, {}, "prompt"),
+    (requests.TEXT, {"prompt": ["a"]}, "prompt"),
+    (requests.TEXT, {"prompt": "a", "echo": True}, "echo"),
+    (requests.TEXT, {"prompt": "a", "logprobs": 0}, "logprobs"),
+    (requests.RESPONSES, {"input": "a", "top_logprobs": 1}, "top_logprobs"),
+    (requests.RESPONSES, {"input": []}, "input"),
     ("/v1/audio/transcriptions", {"n": 3}, None),
-    (serve_requests.CHAT, [1], None),  # the server says that it is no object
+    (requests.CHAT, [1], None),  # the server says that it is no object
 ]
 
 
 @pytest.mark.parametrize(("path", "body", "field"), FAULTS, ids=str)
 def test_faults_of_requests(path, body, field):
-    fault = serve_requests.find_fault(path, body)
+    fault = requests.find_fault(path, body)
     if field is None:
         assert fault is None
     else:
@@ -227,8 +227,8 @@ def test_faults_of_requests(path, body, field):
 
 
 @needs_server
-def test_all_that_the_server_reads_over_is_judged():
-    """A field that a later version of the server reads over as well has to be put into one of the lists."""
+def test_all_that_the_server_ignores_is_judged():
+    """A field that a later version of the server ignores as well has to be put into one of the lists."""
     from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
     from transformers.cli.serving.completion import UNUSED_LEGACY_COMPLETION_FIELDS
     from transformers.cli.serving.response import UNUSED_RESPONSE_FIELDS
@@ -243,17 +243,17 @@ def test_all_that_the_server_reads_over_is_judged():
         "user",
     }
     for path, fields in (
-        (serve_requests.CHAT, UNUSED_CHAT_COMPLETION_FIELDS),
-        (serve_requests.TEXT, UNUSED_LEGACY_COMPLETION_FIELDS),
-        (serve_requests.RESPONSES, UNUSED_RESPONSE_FIELDS),
+        (requests.CHAT, UNUSED_CHAT_COMPLETION_FIELDS),
+        (requests.TEXT, UNUSED_LEGACY_COMPLETION_FIELDS),
+        (requests.RESPONSES, UNUSED_RESPONSE_FIELDS),
     ):
-        assert set(serve_requests._READ_OVER[path]) == fields - no_matter - serve_requests.SOMETIMES_READ_OVER
+        assert set(requests._IGNORED[path]) == fields - no_matter - requests.SOMETIMES_IGNORED
 
 
-def test_what_only_this_server_reads_over_is_refused():
+def test_what_only_this_server_ignores_is_refused():
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 3}
-    assert serve_requests.find_fault(serve_requests.CHAT, body) is None
-    field, message = serve_requests.find_fault(serve_requests.CHAT, body, {"max_completion_tokens"})
+    assert requests.find_fault(requests.CHAT, body) is None
+    field, message = requests.find_fault(requests.CHAT, body, {"max_completion_tokens"})
     assert field == "max_completion_tokens" and "leave it out" in message
 
 
@@ -268,7 +268,7 @@ def test_continuous_batching_is_refused_with_the_reason(attn_implementation):
 
 @needs_server
 def test_server_refuses_continuous_batching_before_it_loads(capsys):
-    assert serve_module.main(["no-such-model", "--continuous-batching"]) == 1
+    assert main(["no-such-model", "--continuous-batching"]) == 1
     assert "has no --continuous-batching" in capsys.readouterr().err
 
 
@@ -290,7 +290,7 @@ def test_models_that_cannot_be_served(tmp_path, monkeypatch, capsys, arguments, 
     os.symlink(REPOSITORY / "checkpoints" / "dcformer-synthetic", tmp_path / "bundled")
     DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path / "without_tokenizer")
     monkeypatch.setattr("uvicorn.Server.run", lambda _: pytest.fail("the server starts"))
-    assert serve_module.main(arguments) == 1
+    assert main(arguments) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
     assert message in line
 
@@ -298,7 +298,7 @@ def test_models_that_cannot_be_served(tmp_path, monkeypatch, capsys, arguments, 
 def test_missing_extra(monkeypatch, capsys):
     pytest.importorskip("typer")
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    assert serve_module.main([]) == 1
+    assert main([]) == 1
     assert "pip install 'dcformer[serve]'" in capsys.readouterr().err
 
 
@@ -306,5 +306,5 @@ def test_unknown_option_is_wrong_usage():
     if not is_serve_available():
         pytest.skip("the extra [serve] is not installed")
     with pytest.raises(SystemExit) as exit_:
-        serve_module.main(["--no-such-option"])
+        main(["--no-such-option"])
     assert exit_.value.code == 2

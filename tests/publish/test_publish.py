@@ -11,10 +11,10 @@ from helpers import REPOSITORY, randomise, tiny_config
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel, hub_folder
+from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel
 from dcformer.analysis import compose_overhead
 from dcformer.cache_report import cache_bytes_per_token
-from dcformer.model_card import model_card, read_results
+from dcformer.publish import main, model_card, read_results
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 # As lm-eval 0.4.13 writes it, less what the card does not read; tests/evaluation/test_evaluation_card.py has it write.
@@ -45,7 +45,7 @@ def results(tmp_path):
 
 def command_of_the_page() -> list[str]:
     page = (REPOSITORY / "docs" / "export.md").read_text(encoding="utf-8")
-    command = re.search(r"^python -m dcformer\.hub_folder(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    command = re.search(r"^python -m dcformer\.publish(.*?)^```", page, re.DOTALL | re.MULTILINE)
     return shlex.split(command[1].replace("\\\n", " "))
 
 
@@ -54,7 +54,7 @@ def test_command_of_the_page(tmp_path, results, capsys):
     source, target = arguments[:2]
     output = tmp_path / "hub"
     replaced = {source: str(REPOSITORY / source), target: str(output), "runs/results.json": str(results)}
-    assert hub_folder.main([replaced.get(argument, argument) for argument in arguments]) == 0
+    assert main([replaced.get(argument, argument) for argument in arguments]) == 0
     assert "model.safetensors.index.json" in capsys.readouterr().out
 
     index = json.loads((output / "model.safetensors.index.json").read_text())
@@ -84,7 +84,7 @@ def test_command_of_the_page(tmp_path, results, capsys):
 def test_remote_code_and_no_tokenizer(tmp_path, capsys):
     model = randomise(DCFormerForCausalLM(tiny_config(dtype="bfloat16")).bfloat16())
     model.save_pretrained(tmp_path / "model")
-    assert hub_folder.main([str(tmp_path / "model"), str(tmp_path / "hub"), "--remote_code"]) == 0
+    assert main([str(tmp_path / "model"), str(tmp_path / "hub"), "--remote_code"]) == 0
     assert "no tokenizer is saved" in capsys.readouterr().err
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", trust_remote_code=True)
     assert loaded.dtype == torch.bfloat16
@@ -132,7 +132,7 @@ def test_card_without_results_and_licence_says_so():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", 'no object "results"'),
         ('{"results": {"task": 1}}', 'no object "results"'),
         ('{"results": {"task": {"alias": "task"}}}', "holds no scores"),
@@ -143,7 +143,7 @@ def test_bad_results(tmp_path, capsys, content, message):
     path = tmp_path / "results.json"
     if content is not None:
         path.write_text(content)
-    assert hub_folder.main([str(CHECKPOINT), str(tmp_path / "hub"), "--results", str(path)]) == 1
+    assert main([str(CHECKPOINT), str(tmp_path / "hub"), "--results", str(path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and str(path) in error
     assert not (tmp_path / "hub").exists()
@@ -153,7 +153,7 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def error(model, *arguments) -> str:
-        assert hub_folder.main([str(model), *map(str, arguments)]) == 1
+        assert main([str(model), *map(str, arguments)]) == 1
         return capsys.readouterr().err
 
     LlamaConfig().save_pretrained(tmp_path / "llama")
@@ -164,13 +164,13 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
     (tmp_path / "full" / "kept").touch()
     (tmp_path / "file").touch()
     output = tmp_path / "hub"
-    assert "no configuration that can be read" in error(tmp_path / "absent", output)
-    assert "no configuration that can be read" in error(tmp_path / "empty", output)
+    assert "no readable configuration" in error(tmp_path / "absent", output)
+    assert "no readable configuration" in error(tmp_path / "empty", output)
     assert "type 'llama': expected 'dcformer'" in error(tmp_path / "llama", output)
     assert "cannot be loaded" in error(tmp_path / "config-only", output)
     for kind in (DCFormerForSequenceClassification, DCFormerModel):
         kind(tiny_config()).save_pretrained(tmp_path / kind.__name__)
-        assert f"is a {kind.__name__} and has no lm_head.weight" in error(tmp_path / kind.__name__, output)
+        assert f"is a {kind.__name__} and lacks lm_head.weight" in error(tmp_path / kind.__name__, output)
     assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "full")
     assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "file")
     assert "cannot be written" in error(CHECKPOINT, tmp_path / "file" / "hub")

@@ -1,4 +1,4 @@
-"""A folder that is ready for the Hub: ``python -m dcformer.hub_folder MODEL OUT``.
+"""A folder that is ready for the Hub: ``python -m dcformer.publish MODEL OUT``.
 
 Sharded safetensors with their index, configuration, generation settings, tokenizer with chat template, and a model
 card. ``hf upload user/name OUT`` uploads it as it is.
@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from .configuration_dcformer import DCFormerConfig
-from .conversion.errors import CONFIG_ERRORS, ConversionError, first_line
-from .conversion.output import complete_folder
-from .errors import DCFormerError, raise_bug
-from .model_card import model_card, read_results
-from .remote_code import export_remote_code
+from ..configuration_dcformer import DCFormerConfig
+from ..conversion.errors import CONFIG_ERRORS, ConversionError, first_line
+from ..conversion.output import complete_folder
+from ..errors import DCFormerError, raise_bug
+from ..remote_code import export_remote_code
+from .card import model_card, read_results
 
 
 class HubFolderError(DCFormerError):
@@ -72,7 +72,7 @@ def write_hub_folder(
     except (OSError, *CONFIG_ERRORS) as error:
         raise_bug(error)
         raise HubFolderError(
-            f"{source} has no configuration that can be read ({first_line(error)}): expected a folder written by "
+            f"{source} has no readable configuration ({first_line(error)}): expected a folder written by "
             "save_pretrained, or the name of a model on the Hub."
         ) from error
     if not isinstance(config, DCFormerConfig):
@@ -88,7 +88,7 @@ def write_hub_folder(
     loaded, info = both
     if missing := sorted(info["missing_keys"]):
         raise HubFolderError(
-            f"{source} is a {', '.join(config.architectures or ['model'])} and has no {', '.join(missing[:3])}"
+            f"{source} is a {', '.join(config.architectures or ['model'])} and lacks {', '.join(missing[:3])}"
             f"{', ...' if missing[3:] else ''}: expected the weights of a causal language model."
         )
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in loaded.state_dict().values())
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 on an error that the user can put right. Wrong usage exits with 2.
     """
-    parser = argparse.ArgumentParser(prog="python -m dcformer.hub_folder", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m dcformer.publish", description=__doc__)
     parser.add_argument("model", help="folder of the model, or its name on the Hub")
     parser.add_argument("output", help="folder to write; must not exist, or be empty")
     parser.add_argument("--results", help="results_*.json of dcformer-eval --output_path, for the card's table")
@@ -151,6 +151,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 __all__ = ["HubFolderError", "main", "write_hub_folder"]
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """What ``dcformer-serve`` refuses before the library's server (Transformers 5.23) sees it, in OpenAI's form of errors.
 
-The server answers bad values with an internal error, and leaves out of an answer what it does not know, without a word.
+The server answers bad values with an internal error, and silently ignores fields that it does not know.
 """
 
 import json
@@ -13,8 +13,8 @@ logger = logging.get_logger(__name__)
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
-# Fields that the server reads over, and the values for which that makes no difference; None is one of them everywhere.
-_READ_OVER: dict[str, dict[str, tuple[Any, ...]]] = {
+# Fields that the server ignores, and the values for which that makes no difference; None is one of them everywhere.
+_IGNORED: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {
         "audio": (),
         "function_call": ("none", "auto"),
@@ -42,9 +42,9 @@ _READ_OVER: dict[str, dict[str, tuple[Any, ...]]] = {
         "truncation": ("disabled",),
     },
 }
-# What some versions of the server read over, too: Transformers 5.21 does, 5.23 does not.
-SOMETIMES_READ_OVER = frozenset({"max_completion_tokens"})
-# Numbers: (type, lowest, highest, what was expected). JSON's true and false are none.
+# What some versions of the server ignore, too: Transformers 5.21 does, 5.23 does not.
+SOMETIMES_IGNORED = frozenset({"max_completion_tokens"})
+# Numbers: (type, lowest, highest, what was expected). JSON's true and false do not count.
 _LENGTH = (int, 1, float("inf"), "a whole number of at least 1")
 _NUMBERS: dict[str, tuple[Any, float, float, str]] = {
     "max_tokens": _LENGTH,
@@ -57,18 +57,18 @@ _NUMBERS: dict[str, tuple[Any, float, float, str]] = {
 }
 
 
-def find_fault(path: str, body: Any, read_over: Collection[str] = ()) -> tuple[str, str] | None:
+def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str, str] | None:
     """What is wrong with a request, as far as its fields tell.
 
     Args:
         path: of the URL.
         body: decoded JSON.
-        read_over: fields that this version of the server reads over, besides those that every version does.
+        ignored: fields that this version of the server ignores, besides those that every version ignores.
 
     Returns:
         the field and a sentence, or None.
     """
-    if path not in _READ_OVER or not isinstance(body, dict):
+    if path not in _IGNORED or not isinstance(body, dict):
         return None
     if path == CHAT and (fault := _messages_fault(body.get("messages"))):
         return "messages", fault
@@ -82,7 +82,7 @@ def find_fault(path: str, body: Any, read_over: Collection[str] = ()) -> tuple[s
             continue
         if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
             return name, f"{name}={value!r} must be {expected}."
-    for name, harmless in (_READ_OVER[path] | dict.fromkeys(read_over, ())).items():
+    for name, harmless in (_IGNORED[path] | dict.fromkeys(ignored, ())).items():
         value = body.get(name)
         if value is not None and value not in harmless:
             return name, f"{name}={value!r} is not supported by this server: leave it out."
@@ -110,12 +110,12 @@ def _messages_fault(messages: Any) -> str | None:
 class RequestChecks:
     """ASGI middleware: status 400 for requests with a fault, and for values that the server finds bad later."""
 
-    def __init__(self, app: Callable, read_over: Collection[str] = ()):
-        self.app, self.read_over = app, read_over
+    def __init__(self, app: Callable, ignored: Collection[str] = ()):
+        self.app, self.ignored = app, ignored
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         """One request, as ASGI has it."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _READ_OVER:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _IGNORED:
             await self.app(scope, receive, send)
             return
         content, more = b"", True
@@ -126,7 +126,7 @@ class RequestChecks:
             content += message.get("body", b"")
             more = message.get("more_body", False)
         try:
-            fault = find_fault(scope["path"], json.loads(content), self.read_over)
+            fault = find_fault(scope["path"], json.loads(content), self.ignored)
         except ValueError:
             fault = None  # no JSON: the server says so
         if fault is not None:

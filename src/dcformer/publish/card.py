@@ -1,0 +1,215 @@
+"""Model cards: sizes, composition settings, what composition costs, and the scores that lm-eval wrote.
+
+The numbers come from the configuration and from the JSON of ``dcformer-eval --output_path``; nothing else is claimed.
+Training data, limits and the licence are the author's to write: the card, `card.md`, has places for them.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from ..analysis import compose_overhead, num_parameters
+from ..configuration_dcformer import DCFormerConfig
+from ..errors import DCFormerError
+
+_TEMPLATE = Path(__file__).with_name("card.md")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of lm-eval's results.
+
+    Attributes:
+        task, metric, filter: as lm-eval names them.
+        value: the score.
+        stderr: its standard error, None where lm-eval has none.
+        higher_is_better: None where lm-eval does not say.
+        shots: examples before each item, None where lm-eval does not say (groups).
+        items: number of items that were scored, None where lm-eval does not say.
+        limited: whether `--limit` left items out.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    stderr: float | None
+    higher_is_better: bool | None
+    shots: int | None
+    items: int | None
+    limited: bool
+
+
+def read_results(path: str | os.PathLike) -> list[Score]:
+    """Reads the results file of lm-eval (``--output_path``: ``results_<date>.json``).
+
+    Args:
+        path: the file.
+
+    Returns:
+        The scores, in the order of the file.
+
+    Raises:
+        DCFormerError: when the file cannot be read, is not JSON, or does not hold lm-eval's results.
+    """
+    expected = "expected the results_*.json of lm-eval"
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DCFormerError(f"{path} cannot be read ({error.strerror}): {expected}.") from error
+    except ValueError as error:
+        raise DCFormerError(f"{path} is not JSON ({error}): {expected}.") from error
+    results = record.get("results") if isinstance(record, dict) else None
+    if not isinstance(results, dict) or not all(isinstance(metrics, dict) for metrics in results.values()):
+        raise DCFormerError(
+            f'{path} has no object "results" of tasks: {expected} (`dcformer-eval --output_path`), not its '
+            "samples_*.jsonl or another file."
+        )
+    scores = [score for task, metrics in results.items() for score in _task_scores(record, task, metrics)]
+    if not scores:
+        raise DCFormerError(f"{path} holds no scores: was the evaluation run to its end?")
+    return scores
+
+
+def _counts(record: dict[str, Any], task: str) -> dict[str, int]:
+    """Items of a task, "original" and "effective"; of a group, which lm-eval does not count, those of its tasks."""
+    counts = record.get("n-samples", {}).get(task)
+    if counts is not None:
+        return counts
+    of_tasks = [_counts(record, name) for name in record.get("group_subtasks", {}).get(task, [])]
+    if not of_tasks or not all(of_tasks):
+        return {}
+    return {name: sum(counts[name] for counts in of_tasks) for name in ("original", "effective")}
+
+
+def _task_scores(record: dict[str, Any], task: str, metrics: dict[str, Any]) -> list[Score]:
+    counts, better = _counts(record, task), record.get("higher_is_better", {}).get(task, {})
+    items, shots = counts.get("effective"), record.get("n-shot", {}).get(task)
+    scores = []
+    for key, value in metrics.items():  # "acc,none": 0.5, "acc_stderr,none": 0.01 or "N/A"
+        metric, comma, filter_name = key.partition(",")
+        if comma and not metric.endswith("_stderr") and _is_number(value):
+            stderr: Any = metrics.get(f"{metric}_stderr,{filter_name}")
+            stderr = float(stderr) if _is_number(stderr) else None
+            limited = items is not None and items != counts.get("original")
+            scores.append(
+                Score(task, metric, filter_name, float(value), stderr, better.get(metric), shots, items, limited)
+            )
+    return scores
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def model_card(
+    config: DCFormerConfig,
+    name: str,
+    scores: list[Score] | None = None,
+    license: str | None = None,
+    remote_code: bool = False,
+) -> ModelCard:
+    """The card of a causal language model.
+
+    Args:
+        config: its configuration.
+        name: what the card calls it, and the argument of `from_pretrained` in its snippet: usually `user/name`.
+        scores: those of `read_results`; without, the card says that it has not been evaluated. Limited ones are in its
+            table, where it says so, and not in its metadata.
+        license: identifier of the Hub, such as "mit"; without, the card says that none is stated.
+        remote_code: whether the folder also loads with `trust_remote_code=True`.
+
+    Returns:
+        The card: `.save(path)` writes it, `.data` is its metadata.
+    """
+    title = name.rsplit("/", 1)[-1]
+    data = ModelCardData(
+        model_name=title,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=license,
+        tags=[config.model_type, "dcmha", "arxiv:2405.08553"],
+        eval_results=[_eval_result(score) for score in scores or [] if not score.limited] or None,
+    )
+    return ModelCard.from_template(
+        data,
+        template_path=str(_TEMPLATE),
+        title=title,
+        name=name,
+        parameters=f"{num_parameters(config):,}",
+        sizes=_sizes(config),
+        composition=[(f"`{field}`", getattr(config, field)) for field in _COMPOSITION],
+        overhead=_overhead(config),
+        scores=[_row(score) for score in scores or []],
+        license=license,
+        remote_code=remote_code,
+    )
+
+
+_COMPOSITION = (
+    *("compose_pre", "compose_post", "compose_query", "compose_key", "compose_projection", "compose_rank"),
+    *("compose_gate", "compose_static", "compose_groups", "compose_act"),
+)
+
+
+def _sizes(config: DCFormerConfig) -> list[tuple[Any, ...]]:
+    layers = f"{config.num_hidden_layers}"
+    if local := sum(kind == "sliding_attention" for kind in config.layer_types or ()):
+        others = config.num_hidden_layers - local
+        layers += f" ({local} local with a window of {config.sliding_window}, {others} global)"
+    return [
+        ("Parameters", f"{num_parameters(config):,}"),
+        ("... outside the embeddings", f"{num_parameters(config, exclude_embeddings=True):,}"),
+        ("Layers", layers),
+        ("Hidden size", config.hidden_size),
+        ("MLP width", config.intermediate_size),
+        ("Query heads", config.num_attention_heads),
+        ("Key/value heads", config.num_key_value_heads),
+        ("Head dim", config.head_dim),
+        ("Context", config.max_position_embeddings),
+        ("Vocabulary", config.vocab_size),
+        ("Weights' dtype", str(config.dtype).removeprefix("torch.")),
+    ]
+
+
+def _overhead(config: DCFormerConfig) -> list[tuple[str, ...]]:
+    overhead, sizes = compose_overhead(config), config.to_dict()
+    channels = sum(config.compose_cache_channels(stage) for stage in ("pre", "post"))
+    numbers = channels * sizes["num_key_value_heads"] * sizes["num_hidden_layers"]
+    flops = f"FLOPs of the forward pass, per token at {config.max_position_embeddings} tokens"
+    return [
+        ("Parameters (outside the embeddings)", f"{overhead.parameters:,}", f"{overhead.parameter_ratio:.2%}"),
+        (flops, f"{overhead.flops_per_token:,}", f"{overhead.flops_ratio:.2%}"),
+        ("Cache, numbers per token", f"{numbers:,}", f"{channels / (2 * sizes['head_dim']):.2%}"),
+    ]
+
+
+def _row(score: Score) -> tuple[Any, ...]:
+    return (
+        score.task,
+        "" if score.shots is None else score.shots,
+        score.metric + {None: "", True: " ↑", False: " ↓"}[score.higher_is_better],
+        score.filter,
+        f"{score.value:.4f}",
+        "" if score.stderr is None else f"{score.stderr:.4f}",
+        "" if score.items is None else f"{score.items}{' (not all)' if score.limited else ''}",
+    )
+
+
+def _eval_result(score: Score) -> EvalResult:
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=score.task,
+        dataset_name=score.task,
+        metric_type=score.metric,
+        metric_name=f"{score.metric} ({score.filter})",
+        metric_value=score.value,
+    )
+
+
+__all__ = ["Score", "model_card", "read_results"]

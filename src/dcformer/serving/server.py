@@ -1,0 +1,120 @@
+"""The command line ``dcformer-serve``: ``transformers serve`` with DCFormer registered. All options are the library's.
+
+``python -m dcformer.serving`` is the same. Bad requests are refused with their reason (`requests`).
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import dcformer  # registers the model types: the server loads them without remote code
+
+from ..conversion.errors import first_line
+from .requests import SOMETIMES_IGNORED, RequestChecks
+
+_PROGRAM = "dcformer-serve"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the server until it is stopped.
+
+    Args:
+        arguments: the arguments of ``transformers serve``; the process's when not given.
+
+    Returns:
+        0, or 1 with a line that says why the server does not start: its libraries are not installed, the model cannot
+        be loaded, or continuous batching is asked for, which our models refuse: every request would be answered with an
+        internal error. Wrong usage exits with 2.
+    """
+    try:
+        import typer
+        from transformers.cli.serve import Serve
+        from transformers.utils.import_utils import is_serve_available
+    except ModuleNotFoundError as error:
+        print(_missing(f"no module {error.name!r}"), file=sys.stderr)
+        return 1
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if not is_serve_available() and "--help" not in arguments:
+        print(_missing("one of fastapi, openai, pydantic and uvicorn is absent"), file=sys.stderr)
+        return 1
+    if "--continuous-batching" in arguments:
+        print(
+            f"error: {_PROGRAM} has no --continuous-batching: DCFormer's keys and values carry composition weights, "
+            "which the library's paged cache has no room for. Leave the option out: requests are answered one by one. "
+            "For other models, use `transformers serve`.",
+            file=sys.stderr,
+        )
+        return 1
+    app = typer.Typer(add_completion=False)
+    app.command(name=_PROGRAM)(Serve)
+    try:
+        with _own_application():
+            app(args=arguments, prog_name=_PROGRAM, standalone_mode=True)
+    except (ImportError, OSError, ValueError) as error:
+        print(
+            f"error: {_PROGRAM} {' '.join(arguments)}: {first_line(error)} - expected a folder (or a name on the Hub) "
+            "with model and tokenizer, and options that fit them.",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+@contextmanager
+def _own_application() -> Iterator[None]:
+    """In here the server that is built loads our models, lists the models that it answers for, and checks requests.
+
+    `Serve` imports its parts by name when it is called; two of them are replaced meanwhile.
+    """
+    from huggingface_hub.errors import CacheNotFound
+    from transformers.cli.serving import model_manager, server
+    from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
+
+    library_manager, library_build = model_manager.ModelManager, server.build_server
+
+    class ModelManager(library_manager):  # type: ignore[misc, valid-type]
+        """Loads our causal models by their type; the library's looks classes up by name in `transformers`."""
+
+        def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
+            model, revision = model_id_and_revision.split("@", 1)
+            where = {"revision": revision, "trust_remote_code": self.trust_remote_code}
+            is_gguf = kwargs.get("gguf_file") is not None
+            if is_gguf or not isinstance(AutoConfig.from_pretrained(model, **where), dcformer.DCFormerConfig):
+                return super()._load_model(model_id_and_revision, *args, **kwargs)
+            return AutoModelForCausalLM.from_pretrained(
+                model,
+                **where,
+                attn_implementation=self.attn_implementation,
+                dtype=self.dtype,
+                device_map=self.device,
+                quantization_config=self.get_quantization_config(),
+                tqdm_class=kwargs.get("tqdm_class"),
+            )
+
+        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+            if self.force_model is not None:  # requests for another one are refused
+                return [{"id": self.force_model, "object": "model", "created": started, "owned_by": ""}]
+            try:
+                return library_manager.get_gen_models(cache_dir)
+            except CacheNotFound:  # nothing has been downloaded yet
+                return []
+
+    def build_server(*args: Any, **kwargs: Any) -> Any:
+        application = library_build(*args, **kwargs)
+        application.add_middleware(RequestChecks, ignored=SOMETIMES_IGNORED & UNUSED_CHAT_COMPLETION_FIELDS)
+        return application
+
+    started = int(time.time())
+    model_manager.ModelManager, server.build_server = ModelManager, build_server  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        model_manager.ModelManager, server.build_server = library_manager, library_build  # type: ignore[misc]
+
+
+def _missing(what: str) -> str:
+    return f"error: {_PROGRAM} needs the server's libraries ({what}): pip install 'dcformer[serve]'"
