@@ -503,11 +503,18 @@ def test_stated_static_projection(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_missing_tensor(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("layers.1.attention.wqkv.weight", r"lacks 3 .*layers\.1\.self_attn\.k_proj"),
+        ("output.weight", r"lacks 1 .*lm_head\.weight"),
+    ],
+)
+def test_missing_tensor(tmp_path, name, message):
     tensors = write_folder(tmp_path, native_model())
-    del tensors["layers.1.attention.wqkv.weight"]
+    del tensors[name]
     write_weights(tmp_path, tensors)
-    with pytest.raises(ValueError, match=r"lacks 3 .*layers\.1\.self_attn\.k_proj"):
+    with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
