@@ -347,7 +347,7 @@ def test_measured_models_are_those_of_the_benchmark(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tensor-parallel", "2"], "compose_groups=1 is no multiple of the tensor-parallel size 2"),
+        (["--tensor-parallel", "2"], "compose_groups=1 is not a multiple of the tensor-parallel size 2"),
         (["--gpus", "3", "--tensor-parallel", "2"], "gpus=3 is no multiple of tensor_parallel=2"),
         (["--gpus", "0"], "gpus=0: expected at least 1"),
         (["--length", "4096"], "length=4096 is above max_position_embeddings=2048"),

@@ -241,7 +241,7 @@ def weight_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> list[
         arguments: those of `from_pretrained`.
 
     Returns:
-        paths; empty when there are none or they cannot be had, which is for Transformers to report.
+        paths; empty when none can be had, which Transformers reports.
 
     Raises:
         OSError: when the index of a sharded checkpoint is damaged, or a file is missing that it names.
@@ -299,7 +299,7 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
             raise OSError(f"{file} is damaged or truncated ({error}): copy or download it again.") from error
         return
     try:
-        # files of PyTorch before 1.6 are no zip archives and cannot be mapped into memory
+        # files of PyTorch before 1.6 are not zip archives and cannot be mapped into memory
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         code = re.search(r"GLOBAL (\S+)|function (\S+)", str(error))
