@@ -44,7 +44,7 @@ EQUAL = {
     "tp_plan": dcformer(),
 }
 REFUSED = {
-    "one_group": (dcformer(compose_groups=1), r"compose_groups=1 is not a multiple of the tensor-parallel size 2: heads"),
+    "one_group": (dcformer(compose_groups=1), r"compose_groups=1 is not a multiple of the tensor-parallel size 2"),
     "one_group_static": (
         dcformer(compose_groups=1, compose_query=False, compose_key=False, compose_static=True),
         r"compose_groups=1 is not a multiple",
