@@ -88,7 +88,7 @@ def test_a_bug_in_the_configuration_keeps_its_traceback(command, arguments, kind
     def fail(*_, **__):
         raise kind(Injected("a bug"))
 
-    monkeypatch.setattr(DCFormerConfig, "_validate_composition", fail)
+    monkeypatch.setattr(DCFormerConfig, "check_composition", fail)
     with pytest.raises(kind) as caught:
         command([word.format(out=tmp_path / "out") for word in arguments])
     assert isinstance(caught.value.args[0], Injected)

@@ -769,7 +769,7 @@ def test_cache_of_another_batch_or_kind():
     library = llama(tokens(20), use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"layer 0 of the cache holds keys .*\(1, 2, 8\).*\(1, 4, 16\)"):
         model(tokens(1), past_key_values=library)
-    with pytest.raises(ValueError, match="a tuple is no Transformers cache"):
+    with pytest.raises(ValueError, match="a tuple is not a Transformers cache"):
         model(tokens(1), past_key_values=((torch.zeros(1, 4, 3, 16),) * 2,) * 2)
 
 

@@ -42,5 +42,5 @@ def test_tensor_parallel_sizes_that_cut_nothing(fields, sizes):
         if size in sizes:
             check_tensor_parallel(config, size)
         else:
-            with pytest.raises(ValueError, match=f"is no multiple of the tensor-parallel size {size}"):
+            with pytest.raises(ValueError, match=f"is not a multiple of the tensor-parallel size {size}"):
                 check_tensor_parallel(config, size)

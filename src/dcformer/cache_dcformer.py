@@ -1,4 +1,4 @@
-"""What this package adds to the library's caches: one static layer, and a look at caches that another model filled.
+"""Additions to the library's caches: one static layer, and checks for caches that another model filled.
 
 All caches are Transformers' own. Its static sliding layer keeps its length as a Python int, which makes a compiled
 decoding step a new graph when the window fills up, and a second one before that:
@@ -36,7 +36,7 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
         return
     layers, count = getattr(cache, "layers", None), config.num_hidden_layers
     if layers is None:
-        raise ValueError(f"{_REFUSED}: a {type(cache).__name__} is no Transformers cache of layers. {_ADVICE}")
+        raise ValueError(f"{_REFUSED}: a {type(cache).__name__} is not a Transformers cache of layers. {_ADVICE}")
     user = {name: getattr(config, name) for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
     user["layer_types"] = tuple(config.layer_types)  # a list may change in place
     last_user = _last_user.get(cache)
@@ -64,7 +64,7 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
 
 
 def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, head_dim: int) -> None:
-    """Refuses a cache whose first layer holds keys or values unlike those that are about to be added to it.
+    """Refuses a cache whose first layer holds keys or values of another form than the new ones.
 
     Args:
         cache: `past_key_values` of a forward pass.
@@ -114,7 +114,7 @@ class StaticWindowLayer(StaticSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values [B, Hkv, T, channels]; returns those that the T queries may see."""
+        """Adds keys and values [B, Hkv, T, channels]; returns the ones that the T queries may see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[-2] > 1:

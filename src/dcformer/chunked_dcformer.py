@@ -57,7 +57,7 @@ def chunked_attention(
     Arguments as for `eager_attention`; the mask may also be a `QueryBlockMask`, which knows of its window itself.
 
     Returns:
-        output [B, T, H, D], and None: there are no weights to return.
+        output [B, T, H, D], and None in the place of weights.
 
     Raises:
         ValueError: on shapes that do not fit, when a trace of the maps is asked for, or for a mask to be trained.
@@ -192,7 +192,7 @@ def _forward(
 
     Args:
         query, key, value: [B, H, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
-        weights: those of `flatten_weights` of both stages that there are.
+        weights: what `flatten_weights` gives, for the stages that compose.
         layout: G, and of these weights their places among all 14.
         mask: nothing, [first, last] or [mask], as `QueryBlockMask.tensors` gives them; a mask may be additive.
         causal: without a mask, the last query is at the last key, and none sees a later one.

@@ -381,7 +381,7 @@ class DCFormerCompose(nn.Module):
     def _check_whole_groups(width: int, per_group: int) -> None:
         if width % per_group:
             raise ValueError(
-                f"a rank holds {width} composition channels, which is no multiple of a group's {per_group}: tensor "
+                f"a rank holds {width} composition channels, which is not a multiple of a group's {per_group}: tensor "
                 "parallelism must not cut through a group of heads. Use a tensor-parallel size that divides "
                 "compose_groups (a model with compose_groups=1 cannot be split this way)."
             )

@@ -52,7 +52,7 @@ def export_decoding_step(
     Args:
         model: a causal model in eval mode, with a torch attention implementation ("dcformer_chunked", which is the
             default's too, or "eager").
-        batch_size: B, fixed in the program. Sequences of a batch have the same length: there is no padding mask.
+        batch_size: B, fixed in the program. Sequences of a batch have the same length, as there is no padding mask.
         max_cache_len: S, tokens that a sequence can have; `max_position_embeddings` when not given.
 
     Returns:
@@ -61,7 +61,7 @@ def export_decoding_step(
         0 begins anew. Positions must follow each other and stay below S: the program does not check.
 
     Raises:
-        TypeError: when `model` is no causal model of this package.
+        TypeError: when `model` is not a causal model of this package.
         ValueError: on sizes below 1 or beyond the model's context, in training mode, or for an attention
             implementation that cannot be exported.
     """

@@ -1,9 +1,8 @@
 """Direct loading of the authors' PyTorch repositories on the Hub (DCFormer-2.8B, DCPythia-6.9B).
 
 Transformers converts the tensors while it loads, by the table of names in `layouts_dcformer`. What it cannot know is
-found out here before: what the tensors say where the authors' configuration is silent, and whether they fit it; and
-after: what the tokenizer beside them takes for beginning and end of text. Folders in this package's format are none of
-this file's business.
+found out here before: what the tensors say where the authors' configuration is silent; and after: what the tokenizer
+beside them takes for beginning and end of text. Folders in this package's format are none of this file's business.
 """
 
 import copy
@@ -85,7 +84,10 @@ class HubToNative(ConversionOps):
         if generators is None:
             layer = re.search(r"layers\.(\d+)\.", full_layer_name)
             name = self.layout.foreign.replace("{i}", layer.group(1) if layer else "?")
-            raise ValueError(_misfit(name, tensor.shape, foreign_shape(self.layout, config)))
+            raise ValueError(
+                f"{name} with shape {tuple(tensor.shape)}, the configuration asks for "
+                f"{foreign_shape(self.layout, config)}"
+            )
         own_tails = [name.partition("{i}.")[2] for name, _ in self.layout.natives]
         prefix = full_layer_name.removesuffix(own_tails[0])
         natives = to_native(self.layout, tensor, config, generators)
@@ -190,10 +192,6 @@ def stored_generators(layout: TensorLayout, shape: Iterable[int], config: DCForm
     return None
 
 
-def _misfit(name: str, found: Iterable[int], expected: Iterable[int]) -> str:
-    return f"{name} with shape {tuple(found)}, the configuration asks for {tuple(expected)}"
-
-
 # --- what the files hold, before they are loaded ----------------------------------------------------------------------
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -243,7 +241,7 @@ def weight_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> list[
         arguments: those of `from_pretrained`.
 
     Returns:
-        paths; empty when there are none or they cannot be had, which is for Transformers to report.
+        paths; empty when none can be had, which Transformers reports.
 
     Raises:
         OSError: when the index of a sharded checkpoint is damaged, or a file is missing that it names.
@@ -301,7 +299,7 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
             raise OSError(f"{file} is damaged or truncated ({error}): copy or download it again.") from error
         return
     try:
-        # files of PyTorch before 1.6 are no zip archives and cannot be mapped into memory
+        # files of PyTorch before 1.6 are not zip archives and cannot be mapped into memory
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         code = re.search(r"GLOBAL (\S+)|function (\S+)", str(error))
@@ -374,7 +372,7 @@ def load_authors_folder(
 
     Raises:
         OSError: when a weight file is damaged or holds code, naming it.
-        RuntimeError: when shapes differ from the configuration's.
+        RuntimeError: when shapes differ from the configuration's; the library's report names them.
         ValueError: when weights of the decoder, or a causal model's `lm_head`, are not in the checkpoint (with
             `output_loading_info=True` they are in the returned `missing_keys` instead); when tensors under the
             authors' names are to be split over devices.
@@ -392,8 +390,6 @@ def load_authors_folder(
         _refuse_tensor_parallelism(path, arguments)
         if not config.compose_static and not stored.has_static:
             arguments["key_mapping"] = (arguments.get("key_mapping") or {}) | _IDENTITY_BUFFERS
-        if not arguments.get("ignore_mismatched_sizes"):
-            _check_shapes(stored, config, path)
     wants_info = arguments.pop("output_loading_info", False)
     model, info = load(path, *args, config=config, output_loading_info=True, **arguments)
     follow_tokenizer(model, path, arguments)
@@ -440,27 +436,6 @@ def _refuse_tensor_parallelism(path: Any, arguments: Mapping[str, Any]) -> None:
             f"{path} holds tensors under the authors' names, which cannot be split over devices while they are loaded "
             f"({', '.join(split)} given). Convert it first, `dcformer-convert hub-to-safetensors --checkpoint {path} "
             "--output DIR`, and load DIR."
-        )
-
-
-def _check_shapes(stored: StoredWeights, config: DCFormerConfig, path: Any) -> None:
-    """Raises an error when stored tensors of the model have other shapes than the configuration says."""
-    layouts = {layout.foreign: layout for layout in hub_layouts(config.mlp_type)}
-    misfits = []
-    for name, found in stored.shapes.items():
-        layer = re.match(r"layers\.(\d+)\.", name)
-        layout = layouts.get(re.sub(r"^layers\.\d+\.", "layers.{i}.", name))
-        if layout is None or (layer and int(layer.group(1)) >= config.num_hidden_layers):
-            continue  # Transformers reports tensors that the model does not have
-        if _STATIC.fullmatch(name) and not config.compose_static:
-            continue
-        expected = foreign_shape(layout, config)
-        if 0 not in expected and stored_generators(layout, found, config) is None:
-            misfits.append(_misfit(name, found, expected))
-    if misfits:
-        raise RuntimeError(
-            f"{path} holds {'; '.join(misfits[:3])} ({len(misfits)} such tensors): config.json and weights do not fit "
-            "together. Correct config.json, or take it from where the weights came from."
         )
 
 

@@ -31,7 +31,7 @@ _PLAN = {
 
 
 def tensor_parallel_plan(config: Any) -> dict[str, str]:
-    """Module or parameter of the decoder -> style of tensor parallelism, for those that a model has.
+    """Module or parameter of the decoder -> style of tensor parallelism; only what the model has.
 
     Args:
         config: the model's `DCFormerConfig`.
@@ -69,14 +69,14 @@ def check_tensor_parallel(config: Any, size: int) -> None:
     composed = bool(config.compose_generators) or config.compose_static
     if composed and config.compose_groups % size:
         raise ValueError(
-            f"compose_groups={config.compose_groups} is no multiple of the tensor-parallel size {size}: heads of a "
+            f"compose_groups={config.compose_groups} is not a multiple of the tensor-parallel size {size}: heads of a "
             "group are mixed with each other, so a group must stay on one device. Use a size that divides "
             "compose_groups, or FSDP, which splits parameters and not heads. (A model trained with "
             "compose_groups=1 mixes all heads and cannot be split this way.)"
         )
     if config.num_key_value_heads % size:
         raise ValueError(
-            f"num_key_value_heads={config.num_key_value_heads} is no multiple of the tensor-parallel size {size}: "
+            f"num_key_value_heads={config.num_key_value_heads} is not a multiple of the tensor-parallel size {size}: "
             "a head must stay on one device. Use a size that divides it, or FSDP."
         )
 

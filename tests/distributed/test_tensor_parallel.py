@@ -44,12 +44,12 @@ EQUAL = {
     "tp_plan": dcformer(),
 }
 REFUSED = {
-    "one_group": (dcformer(compose_groups=1), r"compose_groups=1 is no multiple of the tensor-parallel size 2: heads"),
+    "one_group": (dcformer(compose_groups=1), r"compose_groups=1 is not a multiple of the tensor-parallel size 2"),
     "one_group_static": (
         dcformer(compose_groups=1, compose_query=False, compose_key=False, compose_static=True),
-        r"compose_groups=1 is no multiple",
+        r"compose_groups=1 is not a multiple",
     ),
-    "one_kv_head": (dcformer(num_key_value_heads=1), r"num_key_value_heads=1 is no multiple of the tensor-parallel"),
+    "one_kv_head": (dcformer(num_key_value_heads=1), r"num_key_value_heads=1 is not a multiple of the tensor-parallel"),
 }
 COUNTED = {
     "llama": lambda layers: LlamaConfig(**SIZES, num_hidden_layers=layers),
