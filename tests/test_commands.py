@@ -51,7 +51,7 @@ WRONG = [
     ("plan", "--dtype bf17", "bf17.*bfloat16.*float16.*float32"),
     ("plan", "--gpus many", "invalid int value: 'many'"),
     ("eval", "run --tasks a --no-such-option", "unrecognized arguments: --no-such-option"),
-    ("serve", "--no-such-option", "No such option: --no-such-option"),
+    ("serve", "--no-such-option", "No such option.*--no-such-option"),
     ("serve", "--port x", "--port"),
 ]
 needed = {"eval": "lm_eval", "serve": "typer"}

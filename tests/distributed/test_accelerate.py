@@ -248,7 +248,7 @@ def test_device_map_of_two_gpus():
     with init_empty_weights():
         model = DCFormerForCausalLM(DCFormerConfig.from_preset("dcformer-6.9b")).to(torch.bfloat16)
     places = infer_auto_device_map(
-        model, max_memory={0: "10GB", 1: "10GB", "cpu": "10GB"}, no_split_module_classes=model._no_split_modules
+        model, max_memory={0: "10GB", 1: "10GB", "cpu": "10GB"}, no_split_module_classes=list(model._no_split_modules)
     )
     layers = [places[f"model.layers.{i}"] for i in range(32)]
     assert layers == sorted(layers) and set(layers) == {0, 1} and set(places.values()) == {0, 1}
