@@ -55,8 +55,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"python -m dcformer.hub_folder {CHECKPOINT} hub --remote_code", "README.md"),
     ],
     "kernels": [
-        ("dcformer-plan --preset dcformer-405m", "ESTIMATE"),
-        ("python -m dcformer.kernels.roofline", "bound"),
+        ("dcformer-plan --preset dcformer-405m", "no estimate"),
     ],
     "jax": [
         (f"dcformer-convert safetensors-to-jax --model {CHECKPOINT} --output jax --format maxtext", "(maxtext)"),

@@ -17,6 +17,13 @@ from dcformer import DCFormerConfig, DCFormerForCausalLM, chunked_dcformer, plan
 from dcformer.planning import OPTIMIZERS, Setup, activation_bytes, collectives, memory, saved_logits_bytes
 from dcformer_commands.plan import main
 
+
+@pytest.fixture(autouse=True)
+def _tools(monkeypatch):
+    """The roofline is a tool of the source tree."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
+
+
 SIZES = {
     "vocab_size": 101,
     "hidden_size": 64,
@@ -381,6 +388,13 @@ def test_no_estimate_without_triton(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
     assert main([]) == 0
     assert 'needs triton, which is not installed: pip install "dcformer[kernels]"' in capsys.readouterr().out
+
+
+def test_no_estimate_without_the_source_tree(monkeypatch, capsys):
+    pytest.importorskip("triton", reason="needs the extra [kernels]")
+    monkeypatch.setitem(sys.modules, "kernel_roofline", None)
+    assert main([]) == 0
+    assert "put its tools/ into PYTHONPATH" in capsys.readouterr().out
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import reprlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -447,7 +448,7 @@ def _tokens(setup: Setup) -> int:
 
 
 def estimate(setup: Setup, gpu: str, share: float, network: float, links: float) -> Speed:
-    """From `dcformer.kernels.roofline`: an ESTIMATE, kernels at a share of their bounds, linear layers at 70% of peak.
+    """From `tools/kernel_roofline.py`: an ESTIMATE, kernels at a share of their bounds, linear layers at 70% of peak.
 
     With several groups of heads as if there were one.
 
@@ -476,7 +477,13 @@ def estimate(setup: Setup, gpu: str, share: float, network: float, links: float)
         require_extra("kernels", "an estimate of the speed", "triton")
     except MissingExtraError as error:
         raise NoEstimateError(str(error)) from error
-    from .kernels import roofline
+    try:
+        roofline = import_module("kernel_roofline")
+    except ModuleNotFoundError as error:
+        raise NoEstimateError(
+            "no estimate: the roofline is a tool of the source tree and no part of the package; put its tools/ into "
+            "PYTHONPATH"
+        ) from error
 
     size, tensor, hbm = GPUS[gpu]
     layers, shape = c.num_hidden_layers, roofline.Shape.of("model", c)
