@@ -102,10 +102,10 @@ bench-gpu: $(STAMP) ## check and measure on a GPU, in 8 minutes, e.g. ARGS="--se
 	$(VENV_PYTHON) benchmarks/gpu_suite.py $(ARGS)
 
 kernel-report: $(STAMP) ## compile every kernel for sm_80, sm_89 and sm_90: registers, spills, shared memory
-	$(VENV_PYTHON) -m dcformer.kernels.report --arch 80 89 90 $(ARGS)
+	$(VENV_PYTHON) tools/kernel_report.py $(ARGS)
 
 kernel-roofline: $(STAMP) ## estimate how fast the kernels could be, from arithmetic
-	$(VENV_PYTHON) -m dcformer.kernels.roofline $(ARGS)
+	$(VENV_PYTHON) tools/kernel_roofline.py $(ARGS)
 
 hf-contract: $(STAMP) ## run Transformers' own model tests on our models; fetches them once (10 MB), e.g. ARGS="-k fsdp"
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) tools/hf_contract/run.py $(ARGS)

@@ -54,7 +54,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"python -m dcformer.publish {CHECKPOINT} hub --remote_code", "README.md"),
     ],
     "kernels": [
-        ("python -m dcformer.kernels.roofline", "bound"),
+        ("python -c 'import dcformer.kernels.ops'", ""),
     ],
     "jax": [
         (f"dcformer-convert safetensors-to-jax --model {CHECKPOINT} --output jax --format maxtext", "(maxtext)"),

@@ -24,16 +24,13 @@ DISTRIBUTIONS = {"lm_eval": "lm-eval", "orbax": "orbax-checkpoint", "yaml": "pyy
 # Modules that need an extra as a whole. Elsewhere only functions may import what is not in the base.
 NEEDS = {
     "dcformer.training": "train",
-    "dcformer.kernels.attention": "kernels",
     "dcformer.kernels.decode": "kernels",
     "dcformer.kernels.generator": "kernels",
     "dcformer.evaluation.sharing": "eval",
     "dcformer.kernels.launch": "kernels",
     "dcformer.kernels.ops": "kernels",
-    "dcformer.kernels.report": "kernels",
-    "dcformer.kernels.roofline": "kernels",
     "dcformer.kernels.search": "kernels",
-    "dcformer.kernels.tiles": "kernels",
+    "dcformer.kernels.triton": "kernels",
     "dcformer.kernels.tuning": "kernels",
 }
 # Extras that functions elsewhere ask for.

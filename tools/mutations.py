@@ -907,45 +907,103 @@ _KERNELS = (
     )
     + _in(
         "kernels",
-        "kernels/attention.py",
+        "kernels/triton/compose.py",
         (
             "interval with its end",
-            "(o_s[None, :] < last[:, None])",
-            "(o_s[None, :] <= last[:, None])",
+            "visible = ((s + k >= first) & (s + k < last))[:, None]",
+            "visible = ((s + k >= first) & (s + k <= last))[:, None]",
             T_KERNEL + "[7 queries]",
         ),
         (
-            "gradient of scores without scale",
-            "rounded(grad * scale, p_composed.dtype.element_ty)",
-            "rounded(grad, p_composed.dtype.element_ty)",
+            "turn of two keys leaves its part",
+            "start = s_0 + (start - s_0) // B_S * B_S",
+            "start = start",
+            T_KERNEL + "[documents]",
+        ),
+        (
+            "sums of earlier keys keep their scale",
+            "new = total[i] * tl.exp2(top[i] - above[i])",
+            "new = total[i]",
             T_KERNEL + "[7 queries]",
         ),
         (
-            "log-sum-exps of tiles added",
-            "total = total * tl.exp(top - base) + tl.sum(tl.exp(part - base[None, :]), 0)",
-            "total = total + tl.sum(tl.exp(part - base[None, :]), 0)",
-            "tests/kernels/test_attention.py::test_log_sum_exps_of_many_tiles_are_joined",
+            "log-sum-exps of parts added",
+            "total = total * tl.exp2(top - base) + tl.sum(tl.exp2(part - base[None, :]), 0)",
+            "total = total + tl.sum(tl.exp2(part - base[None, :]), 0)",
+            "tests/kernels/test_attention.py::test_log_sum_exps_of_many_parts_are_joined",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/heads.py",
+        (
+            "second block of heads without the first",
+            "if H1 > 0:\n                total += tl.sum(x[1]",
+            "if H1 < 0:\n                total += tl.sum(x[1]",
+            T_KERNEL + "[40 heads]",
+        ),
+        (
+            "transposed matrix in the order of the other",
+            "block = tl.trans(m[j * NB + i])",
+            "block = tl.trans(m[i * NB + j])",
+            T_KERNEL + "[40 heads, static, rank 1]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/backward.py",
+        (
+            "softmax's gradient without its sum",
+            "da = da + (p[i] * (dp[i] - delta[i]),)",
+            "da = da + (p[i] * dp[i],)",
+            T_KERNEL + "[7 queries]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/key_side.py",
+        (
+            "gradients of matrices not turned",
+            "h_stride: tl.constexpr = 1 if TURNED else HP",
+            "h_stride: tl.constexpr = HP",
+            T_KERNEL + "[post key]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/products.py",
+        (
+            "what is not seen is multiplied",
+            "return some_0, some_1, all_0, tl.where(count == all_1 - all_0, all_1, 0)",
+            "return some_0, some_1, all_0, all_1",
+            T_KERNEL + "[documents]",
+        ),
+        (
+            "query heads of a key counted once",
+            "for i_r in range(0, rep):",
+            "for i_r in range(0, 1):",
+            T_KERNEL + "[grouped-query]",
         ),
     )
     + _in(
         "kernels",
         "kernels/launch.py",
         (
-            "static map not transposed",
-            "mixer = static.transpose(1, 2) if source in (SCORES, WEIGHTS) else static",
-            "mixer = static",
-            T_KERNEL + "[static only]",
+            "gradient of scores without scale",
+            "self._fill_values(chunk, maps, self.k, grads.query, self.scale)",
+            "self._fill_values(chunk, maps, self.k, grads.query)",
+            T_KERNEL + "[7 queries]",
         ),
         (
             "gradients behind those of a stage that is off",
-            "i = channels if stage and self.layout.pre & side else 0",
-            "i = channels if stage else 0",
+            "start = self.layout.channels if stage and self.layout.pre & side else 0",
+            "start = self.layout.channels if stage else 0",
             T_KERNEL + "[post key]",
         ),
         (
             "keys of a chunk end with its first query",
-            "t_0 + n + self.visibility.high), 16)",
-            "t_0 + self.visibility.high), 16)",
+            "t_0 + n_t + self.visibility.high)), 16)",
+            "t_0 + self.visibility.high)), 16)",
             T_KERNEL + "[chunks]",
         ),
     )

@@ -171,8 +171,9 @@ def measure_step(setup: Setup, layers: int) -> tuple[int, int]:
 def workspace_bytes(setup: Setup) -> int:
     """What the backward pass of attention allocates inside of its operator: an estimate.
 
-    Kernels: one chunk of n_t queries, B · n_t · T · 2 · (8·R·G + 4·H) bytes, n_t doubled from 64 to at most 512 while
-    that is at most 256 MiB or 1/64 of the device's memory; accumulators of dQ, dK, dV in float32. Chunked: a few blocks
+    Kernels: maps of a chunk of queries, 3 of B · H · T · n_t numbers, and matrices of each key, H · H / G numbers for
+    each stage and for each 64 queries, together at most 256 MiB or 1/64 of the device's memory, whichever is more;
+    accumulators of dQ, dK, dV in float32. Chunked: a few blocks
     of scores in float32, and float32 copies of q, k, v and their gradients. Eager is not an operator.
     """
     config, parts = setup.config, setup.tensor_parallel
@@ -182,12 +183,9 @@ def workspace_bytes(setup: Setup) -> int:
         return 0
     if setup.attention == "dcformer_chunked":
         return 8 * FP32 * BLOCK_SCORES + 6 * states
-    limit = max(256 << 20, int(setup.memory) // 64)
-    of_query = 2 * setup.batch * setup.length * (8 * config.compose_rank * config.compose_groups // parts + 4 * heads)
-    queries = 64
-    while queries < min(512, setup.length) and 2 * queries * of_query <= limit:
-        queries *= 2
-    return queries * of_query + 3 * states
+    of_key = 3 * heads * setup.length + (2 + setup.length / 64) * heads * heads / config.compose_groups * parts
+    maps = 2 * setup.batch * setup.length * int(of_key)
+    return min(maps, max(256 << 20, int(setup.memory) // 64)) + 3 * states
 
 
 def gathered_units(setup: Setup) -> tuple[int, int, int]:

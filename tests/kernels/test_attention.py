@@ -6,6 +6,7 @@ that of the dtype, and of the log-sum-exp, from which the kernels make weights a
 
 import dataclasses
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,9 @@ from kernel_device import DEVICE
 from dcformer import ComposeWeights, SideWeights, compose
 from dcformer.attention_dcformer import eager_attention
 from dcformer.kernels import composed_attention, launch
-from dcformer.kernels.attention import GRAD_SCORES, GRAD_WEIGHTS, SCORES, WEIGHTS, join_kernel
 from dcformer.kernels.launch import GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
-from dcformer.kernels.tuning import KERNELS, choose
+from dcformer.kernels.triton.compose import join_kernel
+from dcformer.kernels.tuning import KERNELS, candidates, choose
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -192,9 +193,13 @@ SHAPES = {
     "12 heads": Case(heads=12, kv_heads=4, length=5),
     "16 heads": Case(heads=16, length=5, dim=128),
     "24 heads": Case(heads=24, length=5, groups=2),
+    "24 heads of a group": Case(heads=24, length=3, keys=5, static=True),
     "32 heads": Case(heads=32, length=3, keys=5, dim=192),
     "40 heads": Case(heads=40, kv_heads=8, length=3, keys=5),
     "52 heads": Case(heads=52, length=3, keys=5),
+    "40 heads, static, rank 1": Case(heads=40, length=3, keys=5, rank=1, static=True),
+    "64 heads, pre": Case(heads=64, length=2, keys=3, stages=("pre",), rank=1),
+    "64 heads, post query": Case(heads=64, length=2, keys=3, stages=("post",), sides=("query",), gate=False),
     "dim 80": Case(dim=80, heads=2, length=17),
     "dim 96": Case(dim=96, heads=2, length=17),
     "dim 256": Case(dim=256, heads=2, length=9),
@@ -277,13 +282,13 @@ def test_log_sum_exp():
     assert lse[1].eq(torch.inf).all() and out[1].eq(0).all()
 
 
-def test_log_sum_exps_of_many_tiles_are_joined():
+def test_log_sum_exps_of_many_parts_are_joined():
     """40 of them, in loads of 16; some queries see nothing of a tile, one nothing at all."""
     parts = (5 * torch.randn(40, 6, 20)).masked_fill(torch.rand(40, 6, 20) < 0.3, -torch.inf)
     parts[:, 4, 3] = -torch.inf
     lse = torch.full((6, 33), torch.nan, device=DEVICE)
     join_kernel[6, 1](parts.to(DEVICE), lse, 33, 10, 20, 40, 6, B_P=16, B_T=64)
-    expected = parts.logsumexp(0)
+    expected = (parts * math.log(2)).logsumexp(0) / math.log(2)  # base 2
     expected[4, 3] = torch.inf
     torch.testing.assert_close(lse[:, 10:30].cpu(), expected)
     assert lse[:, :10].isnan().all() and lse[:, 30:].isnan().all()
@@ -340,7 +345,8 @@ def test_operators_are_well_made():
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(ops._forward, args, test_utils=tests)
     args = tuple(t.detach() if torch.is_tensor(t) else t for t in args)
-    torch.library.opcheck(ops._backward, (grad, lse, *args), test_utils=("test_schema", "test_faketensor"))
+    args = (grad, lse / math.log(2), list(args[:6]), *args[6:])
+    torch.library.opcheck(ops._backward, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_compiles_to_one_graph():
@@ -363,33 +369,49 @@ def problem(length, layout, heads=4, chunk_bytes=1 << 20, low=-(2**30)):
 
 @pytest.mark.parametrize("length", [1, 63, 1000, 4096])
 @pytest.mark.parametrize("low", [-(2**30), -99])
-def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low):
+@pytest.mark.parametrize("maps", [1, 3])
+def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low, maps):
     layout = Layout(QUERY | KEY | GATE, QUERY | KEY | GATE, 1, 2)
     this = problem(length, layout, low=low)
-    chunks = list(this.chunks(8))
+    chunks = this.chunks(maps)
     assert [i for chunk in chunks for i in range(chunk.t_0, chunk.t_0 + chunk.n_t)] == list(range(length))
     for chunk in chunks:
-        stop = -(-min(length, chunk.t_0 + chunk.n_t) // 16) * 16  # multiples of 16 keep the rows of maps aligned
+        stop = -(-min(length, chunk.t_0 + chunk.n_t) // 16) * 16  # s_0 and n_s are multiples of 16
         assert chunk.s_0 == max(0, chunk.t_0 + low) // 16 * 16 and chunk.s_0 + chunk.n_s == stop
-        assert chunk.n_t <= 64 or 2 * 8 * 2 * chunk.n_t * chunk.n_s <= 1 << 20  # B · maps · bytes
+        assert chunk.n_p == -(-chunk.n_t // this.step) * this.step
+        matrices = 2 * 16 * 16  # of both stages, heads padded
+        matrices += 16 * 16 * -(-chunk.n_t // this._tile("back_1").b_t) if maps == 3 else 0  # gradients for each tile
+        size = 2 * chunk.n_s * (maps * 4 * chunk.n_p + matrices)
+        assert size == this.chunk_size(chunk, maps) and (chunk.n_t <= 128 or size <= 1 << 20)
+    if len(chunks) > 1:  # the whole does not fit
+        assert length > 128 and this.chunk_size(this._chunk(0, length), maps) > 1 << 20
 
 
-def test_maps_of_each_source_have_their_place():
-    layout = Layout(QUERY | STATIC, QUERY | KEY, 1, 3)
-    this = problem(5, layout)
-    assert this.count == {SCORES: 3 + 4, WEIGHTS: 6, GRAD_SCORES: 7, GRAD_WEIGHTS: 6}
-    assert this.first_map == {SCORES: 0, WEIGHTS: 7, GRAD_SCORES: 13, GRAD_WEIGHTS: 20}
+@pytest.mark.parametrize("batch_bytes, expected", [(1 << 30, [slice(None)]), (1, [slice(0, 1), slice(1, 2)])])
+def test_sequences_are_taken_together_where_they_fit(batch_bytes, expected):
+    this = problem(63, Layout(QUERY, 0, 1, 2), chunk_bytes=batch_bytes)
+    assert [rows for rows, _ in this._rows(this.chunks(3), 3)] == expected
+
+
+def test_channels_of_each_stage_have_their_place():
+    this = problem(5, Layout(QUERY | STATIC, QUERY | KEY, 1, 3))
+    assert [this._channels(stage, QUERY) for stage in (0, 1)] == [slice(0, 6), slice(6, 12)]
+    assert this._channels(1, KEY) == slice(0, 6)  # the stage before has no key side
 
 
 def test_every_kernel_has_a_tile(monkeypatch):
     from dcformer.kernels import tuning
 
-    monkeypatch.setattr(tuning, "_interpreter_tile", lambda: None)
+    monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
     assert set(KERNELS) == set(launch.LAUNCHES)
-    for kernel, dim, arch in itertools.product(KERNELS, (16, 64, 80, 128, 192, 256), (75, 80, 86, 89, 90, 100, 120)):
+    for kernel, heads, dim, arch in itertools.product(
+        KERNELS, (1, 32, 40), (16, 64, 80, 128, 256), (75, 80, 89, 90, 120)
+    ):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            tile = choose(kernel, dim, dtype, arch)
-            assert tile.b_t >= 16 and tile.b_s >= 16
+            tile = choose(kernel, heads, dim, dtype, arch)
+            assert 16 <= tile.b_t <= 128 and tile.b_s >= (16 if "B_D" in launch.LAUNCHES[kernel][0].arg_names else 1)
+    for kernel in KERNELS:
+        assert choose(kernel, 32, 128, torch.bfloat16, 90) in candidates(kernel)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -406,6 +428,7 @@ ERRORS = {
     "at most 256": ((_tensors(1, 2, 5, 300),) * 3, {}),
     "sliding_window=0": ((_tensors(1, 2, 5, 16),) * 3, {"sliding_window": 0}),
     "needs causal=True": ((_tensors(1, 2, 5, 16),) * 3, {"sliding_window": 3, "causal": False}),
+    "65 heads per group are beyond the fused kernels, which have 1 to at most 64": ((_tensors(1, 65, 5, 16),) * 3, {}),
     "key_start is": ((_tensors(2, 2, 5, 16),) * 3, {"key_start": torch.tensor([0, 1, 2])}),
     "visible has": ((_tensors(2, 2, 5, 16),) * 3, {"visible": (torch.zeros(3, 5), torch.zeros(3, 5))}),
     "cu_seqlens is": ((_tensors(1, 2, 5, 16),) * 3, {"cu_seqlens": torch.tensor([0])}),

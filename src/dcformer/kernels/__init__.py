@@ -58,7 +58,8 @@ def _is_default(*args: Any) -> bool:
 def _unsupported_model(config: DCFormerConfig) -> str | None:
     """What no device, dtype or mode of a model changes."""
     rank = config.compose_rank if config.compose_generators and config.compose_projection else 0
-    return unsupported_reason(head_dim=config.head_dim, rank=rank, activation=config.compose_act)
+    heads = config.num_attention_heads // config.compose_groups
+    return unsupported_reason(head_dim=config.head_dim, heads=heads, rank=rank, activation=config.compose_act)
 
 
 def register() -> None:

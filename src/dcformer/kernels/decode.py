@@ -34,7 +34,7 @@ import triton.language as tl
 from ..chunked_dcformer import flatten_weights
 from ..compose_dcformer import ComposeWeights, SideWeights
 from .limits import MAX_QUERIES, require_supported
-from .tiles import product, rounded
+from .triton.precision import product, rounded
 
 # What a stage composes with, as flags of the kernels.
 QUERY_MAPS, QUERY_GATES, KEY_MAPS, KEY_GATES, STATIC = (tl.constexpr(1 << i) for i in range(5))

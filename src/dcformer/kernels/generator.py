@@ -35,7 +35,7 @@ from transformers.activations import ACT2FN
 
 from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, Generated, SideWeights, accumulation_dtype
 from .limits import ACTIVATIONS, require_supported, unsupported_reason
-from .tiles import product, rounded
+from .triton.precision import product, rounded
 
 APPROXIMATE = {type(ACT2FN[name]): flavour for name, flavour in ACTIVATIONS.items()}
 

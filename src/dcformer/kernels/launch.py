@@ -1,41 +1,58 @@
-"""Runs the kernels of composed attention over chunks of queries, so that the maps which cross heads stay small."""
+"""Runs the kernels of composed attention, over chunks of queries where the maps of all would be too large.
+
+One pass over a map of all heads, [B, H, S, T], is what costs most; the passes of a chunk:
+
+    forward      scores  q, k -> S        lse  S        compose  S -> W        values  W, v -> out
+    backward     scores  q, k -> S        scores  v, dO -> dW        back_1  S, dW -> W, dP        keys  W, dO -> dV
+                 back_0  S, dP -> dS      values  dS, k -> dQ        keys  dS, q -> dK
+
+W takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side before, `project` takes
+their gradients back. Above 32 heads per group back_1 takes weights that `weights` has made of S: P; W
+takes its place.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 import triton
 
-from . import attention as kernels
-from .attention import GRAD_SCORES, GRAD_WEIGHTS, SCORES, WEIGHTS
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
+from .triton.backward import back_0_kernel, back_1_kernel
+from .triton.compose import compose_kernel, join_kernel, lse_kernel
+from .triton.key_side import expand_kernel, project_kernel
+from .triton.precision import INTERPRETED
+from .triton.products import keys_kernel, scores_kernel, values_kernel
 from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
 
 _Result = TypeVar("_Result")
 
-FIRST_CHUNK = 64  # queries of the smallest chunk
-_CAUSAL_CHUNK = 512  # of the largest, where queries see keys up to their own
+FIRST_CHUNK = 128  # queries of the smallest chunk
 _LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks cost launches
 QUERY, KEY, STATIC, GATE = 1, 2, 4, 8  # flags of a stage, as the kernels have them
 FAR = 2**30  # beyond every key, as a bound that there is not
-_MOST_PROGRAMS = 65535  # along a grid's third axis
+_MOST_PROGRAMS = 65535  # along a grid's second and third axis
 _JOINED = 64  # queries whose log-sum-exps one program joins
 _MOST_INT32 = 2**31 - 1
+_LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
+_LARGEST = 60000.0  # of a score in float16, times log2(e)
+_PARTS = (512, 256, 128, 64)  # keys of a program, the first with which there are enough programs
 
-
-# name in `tuning` -> kernel and constants of its own; `tiles_*` and those after it are the backward pass. All take one
-# tile of queries and keys of a group of heads.
+# name in `tuning` -> kernel and constants of its own
 LAUNCHES: dict[str, tuple[triton.JITFunction, dict[str, Any]]] = {
-    **{f"maps_{i}": (kernels.maps_kernel, {"SOURCE": i, "KEEP": False}) for i in (SCORES, WEIGHTS)},
-    "lse": (kernels.lse_kernel, {}),
-    "composed": (kernels.composed_kernel, {}),
-    **{f"tiles_{i}": (kernels.maps_kernel, {"SOURCE": i, "KEEP": True}) for i in (SCORES, WEIGHTS)},
-    **{f"grads_{i}": (kernels.grads_kernel, {"STAGE": i}) for i in (1, 0)},
-    **{f"back_{i}": (kernels.back_kernel, {"STAGE": i}) for i in (1, 0)},
+    "scores": (scores_kernel, {}),
+    "lse": (lse_kernel, {}),
+    "compose": (compose_kernel, {"POST": True}),
+    "values": (values_kernel, {}),
+    "weights": (compose_kernel, {"POST": False}),
+    "back_1": (back_1_kernel, {}),
+    "back_0": (back_0_kernel, {}),
+    "keys": (keys_kernel, {}),
 }
+_COMPOSITION = ("lse", "compose", "weights", "back_1", "back_0")
 
 
 @dataclass(frozen=True)
@@ -43,9 +60,9 @@ class Visibility:
     """Which keys each query sees: an interval of them.
 
     Attributes:
-        first, last: int32 [B or 1, T]: query t sees keys first <= s < last; nothing where first >= last.
+        first, last: int32 [B or 1, T]: query t sees keys first <= s < last <= S; nothing where first >= last.
         low, high: key s is seen by no query before s - high and none after s - low: bounds that hold for all, so that
-            whole tiles are skipped without looking.
+            chunks hold no more keys than they need.
     """
 
     first: torch.Tensor
@@ -58,11 +75,12 @@ class Visibility:
 class Chunk:
     """Queries t_0 to t_0 + n_t, and the keys s_0 to s_0 + n_s that any of them may see; the last may not exist.
 
-    s_0 and n_s are multiples of 16: that keeps rows of maps aligned, without which the kernels spill registers.
+    Maps have n_p queries, a multiple of every tile. s_0 and n_s are multiples of 16.
     """
 
     t_0: int
     n_t: int
+    n_p: int
     s_0: int
     n_s: int
 
@@ -87,15 +105,10 @@ class Layout:
         """C: packed channels of a stage and side."""
         return 2 * self.rank + bool((self.pre | self.post) & GATE)
 
-    def maps(self, flags: int, heads: int) -> int:
-        """How many maps a stage has: R per side, and one per head of a group for a static projection."""
-        sides = bool(flags & QUERY) + bool(flags & KEY)
-        return self.rank * sides + (heads // self.groups if flags & STATIC else 0)
-
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of a problem's tensors; float32 but for the query's."""
+    """Gradients of a problem's tensors: float32 those that are sums of many, also over chunks if there are several."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -116,14 +129,15 @@ class Problem:
 
     Args:
         query [B, H, T, D], key [B, Hkv, S, D], value [B, Hkv, S, DV]: any strides but that of the last dimension.
-        query_weights, key_weights: packed composition weights [B, H, channels, T] and [B, H, channels, S], contiguous;
-            None where no stage has that side.
+        query_weights, key_weights: packed composition weights [B, H, channels, T] and [B, H, channels, S], contiguous:
+            the stage before the softmax and then the one after it, each with R channels `down`, R `up` and a gate
+            (those that there are); None where no stage has that side.
         pre_static, post_static: [G, M, M] or None.
         visibility: who sees what.
         layout: what composition there is.
         scale: factor of the scores.
-        chunk_bytes: bound of the memory that the maps and tiles of a chunk take, above what the smallest chunk needs:
-            64 queries of one sequence. None for 256 MiB, or 1/64 of the device's memory where that is more.
+        chunk_bytes: bound of the memory that the maps of a chunk take, above what the smallest chunk needs:
+            128 queries of one sequence. None for 256 MiB, or 1/64 of the device's memory where that is more.
     """
 
     def __init__(
@@ -141,12 +155,13 @@ class Problem:
         chunk_bytes: int | None = None,
     ):
         self.q, self.k, self.v, self.wq, self.wk = query, key, value, query_weights, key_weights
-        self.statics = {"pre": pre_static, "post": post_static}
+        self.statics = (pre_static, post_static)
         self.visibility, self.layout, self.scale = visibility, layout, scale
         self.B, self.H, self.T, self.D = query.shape
         self.S, self.DV, self.kv_heads = key.shape[2], value.shape[3], key.shape[1]
         self.G, self.M = layout.groups, self.H // layout.groups
-        self.map_dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+        self.heads = head_blocks(self.M)
+        self.score_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
         is_cuda = query.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(query.device) if is_cuda else (9, 0)
         self.arch = 10 * major + minor
@@ -155,15 +170,11 @@ class Problem:
             total = torch.cuda.get_device_properties(query.device).total_memory
             self.chunk_bytes = max(_LEAST_BYTES, total // 64)
         self.trial: Trial | None = None  # what a search is trying
-        # where the maps of each source are among those of a chunk
-        pre, post = (layout.maps(flags, self.H) for flags in (layout.pre, layout.post))
-        self.first_map = {SCORES: 0, WEIGHTS: pre, GRAD_SCORES: pre + post, GRAD_WEIGHTS: 2 * pre + post}
-        self.count = {SCORES: pre, WEIGHTS: post, GRAD_SCORES: pre, GRAD_WEIGHTS: post}
         self._check_int32()
 
     def _check_int32(self) -> None:
-        """Kernels count in 64 bits from head to head and from map to map, in 32 bits within a map, and within the
-        composition weights and sums of one group's heads.
+        """Kernels count in 64 bits from head to head, in 32 bits within a map, and within the composition weights of
+        one group's heads.
 
         Raises:
             ValueError: when the least of these do not fit.
@@ -186,30 +197,49 @@ class Problem:
         """Name of the device, by which found tiles are kept."""
         return torch.cuda.get_device_name(self.q.device) if self.q.is_cuda else self.q.device.type
 
-    # --- launches -----------------------------------------------------------------------------------------------------
+    @cached_property
+    def _multiprocessors(self) -> int:
+        return torch.cuda.get_device_properties(self.q.device).multi_processor_count if self.q.is_cuda else 132
 
-    def chunks(self, maps: int) -> Iterator[Chunk]:
-        """Chunks of queries for which `maps` maps per group are held; a tile of every head is M of them."""
-        row = max(1, self.B * self.G * maps * self.map_dtype.itemsize)  # bytes per query and key
-        reach = min(self.S, self.visibility.high - self.visibility.low)
-        # what no query sees is stored, too: the corner of a causal chunk, those of a band
-        longest = self.T if self.visibility.high == FAR else min(self.T, _CAUSAL_CHUNK)
-        n_t = FIRST_CHUNK
-        while n_t < longest and row * 2 * n_t * min(self.S, reach + 2 * n_t) <= self.chunk_bytes:
-            if 2 * n_t * (min(self.S, reach + 2 * n_t) + 31) > _MOST_INT32:  # 31: of aligned ends
-                break
-            n_t *= 2
-        for t_0 in range(0, self.T, n_t):
-            n = min(n_t, self.T - t_0)
-            s_0 = min(self.S, max(0, t_0 + self.visibility.low)) // 16 * 16
-            s_1 = max(s_0, _round_up(min(self.S, t_0 + n + self.visibility.high), 16))
-            yield Chunk(t_0, n, s_0, s_1 - s_0)
+    # --- chunks -------------------------------------------------------------------------------------------------------
 
-    def _rows(self, maps: int) -> Iterator[tuple[slice, "Problem"]]:
-        """The problem in parts of the batch, whose smallest chunks keep within the bytes if one sequence's does."""
-        reach = min(self.S, self.visibility.high - self.visibility.low + FIRST_CHUNK)
-        sequence = self.G * maps * self.map_dtype.itemsize * min(FIRST_CHUNK, self.T) * reach
-        n_b = max(1, min(self.B, self.chunk_bytes // max(1, sequence), _MOST_PROGRAMS // self.G))
+    @property
+    def step(self) -> int:
+        """Queries that those of a map are a multiple of: the largest tile of the kernels of composition."""
+        return max(self._tile(name).b_t for name in _COMPOSITION)
+
+    def _chunk(self, t_0: int, n_t: int) -> Chunk:
+        s_0 = min(self.S, max(0, t_0 + self.visibility.low)) // 16 * 16
+        s_1 = max(s_0, _round_up(max(0, min(self.S, t_0 + n_t + self.visibility.high)), 16))
+        return Chunk(t_0, n_t, _round_up(n_t, self.step), s_0, s_1 - s_0)
+
+    def chunk_size(self, chunk: Chunk, maps: int) -> int:
+        """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients."""
+        matrix = self.G * sum(self.heads) ** 2
+        stages = sum(bool(flags & (KEY | STATIC)) for flags in (self.layout.pre, self.layout.post))
+        # one stage's gradients at a time
+        matrices = stages + bool(stages and maps > 1) * -(-chunk.n_t // self._tile("back_1").b_t)
+        return chunk.n_s * (maps * self.H * chunk.n_p + matrices * matrix) * self.q.dtype.itemsize
+
+    def chunks(self, maps: int) -> list[Chunk]:
+        """Chunks of queries, of which one sequence keeps within the bytes; `maps` are held at once."""
+
+        def fits(n_t: int) -> bool:
+            worst = max((self._chunk(t_0, n_t) for t_0 in (0, self.T - n_t)), key=lambda chunk: chunk.n_s)
+            is_small = worst.n_p * worst.n_s <= _MOST_INT32
+            return is_small and self.chunk_size(worst, maps) <= self.chunk_bytes
+
+        n_t = self.T
+        if not fits(n_t):
+            n_t = min(FIRST_CHUNK, self.T)
+            while fits(2 * n_t):
+                n_t *= 2
+        return [self._chunk(t_0, min(n_t, self.T - t_0)) for t_0 in range(0, self.T, n_t)]
+
+    def _rows(self, chunks: list[Chunk], maps: int) -> Iterator[tuple[slice, "Problem"]]:
+        """The problem in parts of the batch, as many sequences as keep within the bytes."""
+        sequence = max(self.chunk_size(chunk, maps) for chunk in chunks)
+        n_b = max(1, min(self.B, self.chunk_bytes // max(1, sequence), _MOST_PROGRAMS // self.H))
         if n_b == self.B:
             yield slice(None), self
             return
@@ -218,7 +248,7 @@ class Problem:
             first, last = (t if t.shape[0] == 1 else t[rows] for t in (self.visibility.first, self.visibility.last))
             wq, wk = (t if t is None else t[rows] for t in (self.wq, self.wk))
             part = Problem(
-                self.q[rows], self.k[rows], self.v[rows], wq, wk, self.statics["pre"], self.statics["post"],
+                self.q[rows], self.k[rows], self.v[rows], wq, wk, *self.statics,
                 replace(self.visibility, first=first, last=last), self.layout, self.scale, self.chunk_bytes,
             )  # fmt: skip
             part.trial = self.trial
@@ -230,11 +260,13 @@ class Problem:
         with torch.cuda.device_of(self.q), torch.autocast(self.q.device.type, enabled=False):
             yield
 
+    # --- tiles --------------------------------------------------------------------------------------------------------
+
     def _tile(self, name: str) -> Tile:
         if self.trial is not None and self.trial.kernel == name:
             return self.trial.tile
         found = found_tile(self.gpu, self._key(name)) if autotune_is_on() else None
-        return found or choose(name, max(self.D, self.DV), self.q.dtype, self.arch, self.layout.rank)
+        return found or choose(name, self.M, max(self.D, self.DV), self.q.dtype, self.arch, self.layout.rank)
 
     def _key(self, name: str) -> Key:
         layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")
@@ -268,118 +300,206 @@ class Problem:
         for name, tile in find_tiles(attempt, is_new, self._tile):
             keep_tiles(self.gpu, {self._key(name): tile})
 
-    def _new_maps(self, chunk: Chunk, count: int) -> torch.Tensor:
-        shape = (self.B * self.G, count, chunk.n_t, chunk.n_s)
-        return torch.empty(shape, dtype=self.map_dtype, device=self.q.device)
+    # --- launches -----------------------------------------------------------------------------------------------------
 
-    def _new_tiles(self, chunk: Chunk, dtype: torch.dtype | None = None) -> torch.Tensor:
-        shape = (self.B, self.H, chunk.n_t, chunk.n_s)
-        return torch.empty(shape, dtype=dtype or self.map_dtype, device=self.q.device)
-
-    def _launch(self, name: str, chunk: Chunk, maps: torch.Tensor, **arguments: Any) -> None:
-        """Runs a kernel over a chunk; arguments that all kernels share are filled in by name.
+    def _launch(
+        self,
+        kernel: triton.JITFunction,
+        grid: tuple[int, ...],
+        chunk: Chunk,
+        name: str = "",
+        tile: Tile | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Runs a kernel; arguments that kernels share are filled in by name.
 
         Args:
-            name: of `LAUNCHES`.
+            kernel: to run.
+            grid: number of programs along each axis.
             chunk: what to run over.
-            maps: of the chunk, [B·G, count, n_t, n_s].
+            name: of `LAUNCHES`, where it is one of them.
+            tile: its tile.
             arguments: those particular to the kernel; tensors that are None are never followed.
         """
-        (kernel, _), tile = LAUNCHES[name], self._tile(name)
-        tiles_t, tiles_s = _tiles(chunk, tile)
-        grid = (tiles_s, tiles_t, self.B * self.G)
         if not all(grid):
             return
         first, last = self.visibility.first, self.visibility.last
         known: dict[str, Any] = {
-            "p_q": self.q, "p_k": self.k, "p_v": self.v, "p_wq": self.wq, "p_wk": self.wk, "p_maps": maps,
             "p_first": first, "p_last": last, "stride_ib": first.stride(0) if first.shape[0] > 1 else 0,
-            "n_maps": maps.shape[1], "stride_map": chunk.n_t * chunk.n_s,
-            "n_wq": 0 if self.wq is None else self.wq.shape[2], "n_wk": 0 if self.wk is None else self.wk.shape[2],
-            "H": self.H, "G": self.G, "rep": self.H // self.kv_heads, "T": self.T, "S": self.S,
-            "t_0": chunk.t_0, "n_t": chunk.n_t, "s_0": chunk.s_0, "n_s": chunk.n_s, "scale": self.scale,
+            "p_wq": self.wq, "stride_map": chunk.n_s * chunk.n_p, "H": self.H, "G": self.G, "T": self.T, "S": self.S,
+            "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
+            "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
         }  # fmt: skip
-        known |= constants(name, self.layout, self.D, self.DV, tile)
-        states_out = arguments.get("p_do")
-        for letter, tensor in (("q", self.q), ("k", self.k), ("v", self.v), ("o", states_out)):
-            axes = "bhs" if letter in "kv" else "bht"
-            strides = (self.q if tensor is None else tensor).stride()
-            known |= {f"stride_{letter}{axis}": stride for axis, stride in zip(axes, strides, strict=False)}
-        known |= arguments
+        known |= composition_constants(self.layout, self.M) | arguments
         values = {key: self.q if known.get(key) is None else known[key] for key in kernel.arg_names}
-        launch = partial(kernel[grid], **values, num_warps=tile.num_warps, num_stages=tile.num_stages)
-        if self.trial is None:
+        self._start(kernel, grid, name, tile, values)
+
+    def _start(
+        self, kernel: triton.JITFunction, grid: tuple[int, ...], name: str, tile: Tile | None, values: dict[str, Any]
+    ) -> None:
+        """Starts a kernel; by itself, so that others can look at what is launched."""
+        options = {} if tile is None else {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        launch = partial(kernel[grid], **values, **options)
+        if self.trial is None or not name:
             launch()
         else:
             self.trial.launch(name, launch)
 
-    def _fill_maps(
-        self, source: int, chunk: Chunk, maps: torch.Tensor, tiles: torch.Tensor | None = None, **tensors: Any
+    def _compose(self, name: str, chunk: Chunk, **arguments: Any) -> None:
+        """Runs a kernel of composition over a chunk; see `_parts`."""
+        (kernel, own), tile = LAUNCHES[name], self._tile(name)
+        parts, n_keys = self._parts(name, chunk)
+        side = self.wq.shape[2] * self.T if self.wq is not None else 0
+        grid = (_tiles(chunk.n_t, tile.b_t), parts, self.B * self.G)
+        blocks = {"B_T": tile.b_t, "B_S": tile.b_s}
+        self._launch(kernel, grid, chunk, name, tile, stride_w=side, n_keys=n_keys, **own | blocks | arguments)
+
+    def _parts(self, name: str, chunk: Chunk) -> tuple[int, int]:
+        """Into how many parts a kernel of composition splits a chunk's keys, and the keys of each: as few as give three
+        programs to a multiprocessor; where queries see earlier keys only, half of them have nothing to do."""
+        b_t = self._tile(name).b_t
+        tiles = _tiles(chunk.n_t, b_t) * self.B * self.G
+        span = min(chunk.n_s, self.visibility.high - self.visibility.low + b_t + 15)  # of a tile, from a multiple of 16
+        sizes = (32,) if INTERPRETED.value else _PARTS
+        enough = (n for n in sizes if tiles * _tiles(span, n) >= 3 * self._multiprocessors)
+        n_keys = next(enough, sizes[-1])
+        return max(1, _tiles(span, n_keys)), n_keys
+
+    def _fill_scores(
+        self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, largest: float
     ) -> None:
-        """Writes the maps of scores or weights, low rank and static, into those of a chunk; with `tiles`
-        [B, H, n_t, n_s] also the tiles themselves."""
-        stage = "post" if source == WEIGHTS else "pre"
-        if tiles is None and self.statics[stage] is not None:
-            tiles = self._new_tiles(chunk)
-        if tiles is not None or (self.layout.rank and getattr(self.layout, stage) & (QUERY | KEY)):
-            name = f"maps_{source}" if tiles is None else f"tiles_{source}"
-            self._launch(name, chunk, maps, p_tiles=tiles, **tensors)
-        if tiles is not None:
-            self._mix_static(source, maps, tiles)
+        """out [B, H, n_s, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d]."""
+        tile = self._tile("scores")
+        grid = (_tiles(chunk.n_s, tile.b_s), _tiles(chunk.n_p, tile.b_t), self.B * self.H)
+        self._launch(
+            scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, scale=scale, largest=largest,
+            **_strides("a", a, "bhs"), **_strides("b", b, "bht"), **product_constants("scores", a.shape[3], tile),
+            STEP=max(self.step, tile.b_t),
+        )  # fmt: skip
 
-    def _mix_static(self, source: int, maps: torch.Tensor, tiles: torch.Tensor) -> None:
-        """A source's maps of its static projection, from its tiles."""
-        static = self.statics["pre" if source in (SCORES, GRAD_SCORES) else "post"]
+    def _fill_values(
+        self, chunk: Chunk, tiles: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float = 1.0
+    ) -> None:
+        """out [B, H, T, d] = scale · tiles [B, H, n_s, n_p] times v [B, Hkv, S, d], for a chunk's queries."""
+        tile = self._tile("values")
+        grid = (_tiles(chunk.n_t, tile.b_t), 1, self.B * self.H)
+        self._launch(
+            values_kernel, grid, chunk, "values", tile, p_map=tiles, p_v=v, p_out=out, scale=scale,
+            **_strides("v", v, "bhs"), **_strides("o", out, "bht"), **product_constants("values", v.shape[3], tile),
+        )  # fmt: skip
+
+    def _add_keys(
+        self, chunk: Chunk, tiles: torch.Tensor, q: torch.Tensor, out: torch.Tensor, scale: float = 1.0
+    ) -> None:
+        """out [B, Hkv, S, d] = scale · tiles [B, H, n_s, n_p] times q [B, H, T, d], summed over the heads of a key; of
+        several chunks the sum."""
+        tile = self._tile("keys")
+        grid = (_tiles(chunk.n_s, tile.b_s), 1, self.B * self.kv_heads)
+        self._launch(
+            keys_kernel, grid, chunk, "keys", tile, p_map=tiles, p_q=q, p_out=out, scale=scale, ADD=chunk.n_t < self.T,
+            **_strides("q", q, "bht"), **_strides("o", out, "bhs"), **product_constants("keys", q.shape[3], tile),
+        )  # fmt: skip
+
+    def _channels(self, stage: int, side: int) -> slice:
+        """A stage's channels of packed weights."""
+        start = self.layout.channels if stage and self.layout.pre & side else 0
+        return slice(start, start + self.layout.channels)
+
+    def _matrices(self, chunk: Chunk) -> list[torch.Tensor | None]:
+        """The key side of both stages as matrices [B·G, n_s, heads, heads]; None where there is none."""
+        out: list[torch.Tensor | None] = []
+        for stage, dtype in enumerate((self.score_dtype, self.q.dtype)):
+            flags = self.layout.post if stage else self.layout.pre
+            if not flags & (KEY | STATIC):
+                out.append(None)
+                continue
+            shape = (self.B * self.G, chunk.n_s, sum(self.heads), sum(self.heads))
+            matrices = torch.empty(shape, dtype=dtype, device=self.q.device)
+            constants = matrix_constants(self.layout, self.M, stage)
+            grid = (_tiles(chunk.n_s, constants["B_S"]), self.B * self.G)
+            self._launch(
+                expand_kernel, grid, chunk, p_m=matrices, p_static=self.statics[stage], **self._key_weights(stage),
+                **constants,
+            )  # fmt: skip
+            out.append(matrices)
+        return out
+
+    def _key_weights(self, stage: int) -> dict[str, Any]:
+        """Arguments of kernels of the key side."""
+        flags = self.layout.post if stage else self.layout.pre
+        if self.wk is None or not flags & KEY:
+            return {"p_wk": None, "stride_w": 0}
+        return {"p_wk": self.wk[:, :, self._channels(stage, KEY)], "stride_w": self.wk.shape[2] * self.S}
+
+    def _project(self, stage: int, chunk: Chunk, parts: torch.Tensor, grads: Gradients) -> None:
+        """Adds a chunk's gradients of a stage's key side and static projection, from those of the matrices."""
+        static = grads.post_static if stage else grads.pre_static
+        constants = matrix_constants(self.layout, self.M, stage)
+        grid = (_tiles(chunk.n_s, constants["B_S"]), self.B * self.G)
+        static_parts, key_grads = None, None
         if static is not None:
-            # scores and weights are mixed from row to column, gradients go back
-            mixer = static.transpose(1, 2) if source in (SCORES, WEIGHTS) else static
-            end = self.first_map[source] + self.count[source]
-            mixed = torch.matmul(mixer.to(tiles.dtype), self._by_group(tiles))  # [B, G, M, n_t·n_s]
-            maps[:, end - self.M : end] = mixed.view(-1, self.M, *maps.shape[2:])
+            static_parts = self._new(grid[0], self.B, self.G, self.M, self.M)
+        key_weights = self._key_weights(stage)
+        if grads.key_weights is not None and key_weights["p_wk"] is not None:
+            key_grads = grads.key_weights[:, :, self._channels(stage, KEY)]
+        tile = self._tile(f"back_{stage}")
+        self._launch(
+            project_kernel, grid, chunk, p_gm=parts, p_gwk=key_grads, p_gstatic=static_parts, **key_weights,
+            factor=1.0 if stage else _LN_2, B_T=tile.b_t, TURNED=bool(stage), ADD=chunk.n_t < self.T,
+            **constants,
+        )  # fmt: skip
+        if static is not None and static_parts is not None:
+            static += static_parts.sum((0, 1))
 
-    def _by_group(self, tiles: torch.Tensor) -> torch.Tensor:
-        """[B, H, n_t, n_s] as [B, G, M, n_t·n_s]."""
-        return tiles.view(self.B, self.G, self.M, -1)
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.q.device)
+
+    def _new_map(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+        return self._new(self.B, self.H, chunk.n_s, chunk.n_p, dtype=dtype)
+
+    def _make_scores(self, chunk: Chunk) -> torch.Tensor:
+        """The map of scores times log2(e), [B, H, n_s, n_p]."""
+        scores = self._new_map(chunk, self.score_dtype)
+        largest = _LARGEST if self.score_dtype == torch.float16 else torch.inf
+        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, largest)
+        return scores
+
+    # --- passes -------------------------------------------------------------------------------------------------------
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [B, H, T, DV] (a view of [B, T, H, DV]) and log-sum-exp [B, H, T] in float32."""
+        """Output [B, H, T, DV] (a view of [B, T, H, DV]) and log-sum-exp [B, H, T] in float32, base 2."""
         return self._searched("forward", self._forward)
 
     def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (self.B, self.T, self.H, self.DV)
-        out = torch.empty(shape, dtype=self.q.dtype, device=self.q.device).transpose(1, 2)
-        lse = torch.empty((self.B, self.H, self.T), dtype=torch.float32, device=self.q.device)
-        has_static = any(static is not None for static in self.statics.values())
-        maps = self.count[SCORES] + self.count[WEIGHTS] + self.M * (1 + has_static)
-        with self._surroundings():
-            for rows, part in self._rows(maps):
-                for chunk in part.chunks(maps):
-                    part._forward_chunk(chunk, out[rows], lse[rows])
+        out = self._new(self.B, self.T, self.H, self.DV, dtype=self.q.dtype).transpose(1, 2)
+        lse = self._new(self.B, self.H, self.T)
+        if lse.numel():
+            with self._surroundings():
+                chunks = self.chunks(maps=1)
+                for rows, part in self._rows(chunks, maps=1):
+                    for chunk in chunks:
+                        part._forward_chunk(chunk, out[rows], lse[rows])
         return out, lse
 
     def _forward_chunk(self, chunk: Chunk, out: torch.Tensor, lse: torch.Tensor) -> None:
-        queries, keys = slice(chunk.t_0, chunk.t_0 + chunk.n_t), slice(chunk.s_0, chunk.s_0 + chunk.n_s)
-        if not chunk.n_s:
-            out[:, :, queries], lse[:, :, queries] = 0, torch.inf
-            return
-        maps = self._new_maps(chunk, self.count[SCORES] + self.count[WEIGHTS])
-        self._fill_maps(SCORES, chunk, maps)
-        self._fill_lse(chunk, maps, lse)
-        self._fill_maps(WEIGHTS, chunk, maps, p_lse=lse)
-        composed = self._new_tiles(chunk, self.q.dtype)
-        self._launch("composed", chunk, maps, p_composed=composed, p_lse=lse)
-        # the query heads of a key/value head, one after the other, are one product
-        tiles = composed.view(self.B * self.kv_heads, -1, chunk.n_s)[..., : self.S - chunk.s_0]
-        result = torch.bmm(tiles, self.v[:, :, keys].flatten(0, 1))
-        out[:, :, queries] = result.view(self.B, self.H, chunk.n_t, self.DV)
+        pre, post = self._matrices(chunk)
+        scores = self._make_scores(chunk)
+        self._fill_lse(chunk, scores, pre, lse)
+        weights = scores.view(self.q.dtype)
+        self._compose("compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights)
+        self._fill_values(chunk, weights, self.v, out)
 
-    def _fill_lse(self, chunk: Chunk, maps: torch.Tensor, lse: torch.Tensor) -> None:
-        """Writes a chunk's log-sum-exps, from those of its tiles."""
-        n_parts, n_bh = _tiles(chunk, self._tile("lse"))[1], self.B * self.H
-        parts = torch.empty((n_parts, n_bh, chunk.n_t), dtype=torch.float32, device=self.q.device)
-        self._launch("lse", chunk, maps, p_lse_parts=parts)
-        grid = (n_bh, triton.cdiv(chunk.n_t, _JOINED))
-        kernels.join_kernel[grid](parts, lse, self.T, chunk.t_0, chunk.n_t, n_parts, n_bh, B_P=16, B_T=_JOINED)
+    def _fill_lse(self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, lse: torch.Tensor) -> None:
+        """Writes a chunk's log-sum-exps, from those of parts of its keys."""
+        n_parts, n_bh = self._parts("lse", chunk)[0], self.B * self.H
+        if n_parts == 1:
+            here = lse[:, :, chunk.t_0 :]
+            self._compose("lse", chunk, p_scores=scores, p_m0=pre, p_lse=here, stride_l=self.T, unseen=torch.inf)
+            return
+        parts = self._new(n_parts, n_bh, chunk.n_t)
+        self._compose("lse", chunk, p_scores=scores, p_m0=pre, p_lse=parts, stride_l=chunk.n_t, unseen=-torch.inf)
+        grid = (n_bh, _tiles(chunk.n_t, _JOINED))
+        self._launch(join_kernel, grid, chunk, p_parts=parts, p_lse=lse, n_parts=n_parts, B_P=16, B_T=_JOINED)
 
     def backward(self, grad_out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         """Gradients from that of the output [B, H, T, DV] and the saved log-sum-exp.
@@ -392,118 +512,110 @@ class Problem:
         def zeros(like: torch.Tensor | None) -> torch.Tensor | None:
             return None if like is None else torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
+        chunks = self.chunks(maps=3) if lse.numel() else []
+        is_covered = len(chunks) == 1 and chunks[0].s_0 == 0 and chunks[0].n_s >= self.S
+
+        def of_keys(like: torch.Tensor) -> torch.Tensor:
+            """One chunk that sees all keys writes them, several are added up."""
+            if is_covered:
+                return self._new(*like.shape, dtype=like.dtype)
+            return torch.zeros(like.shape, dtype=torch.float32 if len(chunks) > 1 else like.dtype, device=like.device)
+
         grads = Gradients(
-            torch.empty((self.B, self.H, self.T, self.D), dtype=self.q.dtype, device=self.q.device),
-            *(torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (self.k, self.v)),
-            *(zeros(t) for t in (self.wq, self.wk, *self.statics.values())),
-        )
-        # four tiles of a head, and parts of sums
-        maps = 2 * (self.count[SCORES] + self.count[WEIGHTS]) + 5 * self.M
+            self._new(*self.q.shape, dtype=self.q.dtype), of_keys(self.k), of_keys(self.v),
+            zeros(self.wq), None if self.wk is None else of_keys(self.wk), *(zeros(t) for t in self.statics),
+        )  # fmt: skip
         with self._surroundings():
-            for rows, part in self._rows(maps):
-                for chunk in part.chunks(maps):
+            for rows, part in self._rows(chunks, maps=3) if chunks else ():
+                for chunk in chunks:
                     part._backward_chunk(chunk, grad_out[rows], lse[rows], grads.at(rows))
         return grads
 
     def _backward_chunk(self, chunk: Chunk, grad_out: torch.Tensor, lse: torch.Tensor, grads: Gradients) -> None:
         """Adds a chunk to the gradients; writes those of its queries."""
-        queries, keys = slice(chunk.t_0, chunk.t_0 + chunk.n_t), slice(chunk.s_0, chunk.s_0 + chunk.n_s)
-        if not chunk.n_s:
-            grads.query[:, :, queries] = 0
-            return
-        scores, weights, weight_grads = (self._new_tiles(chunk) for _ in range(3))
-        composed = self._new_tiles(chunk, self.q.dtype)
-        maps = self._new_maps(chunk, 2 * (self.count[SCORES] + self.count[WEIGHTS]))
-        self._fill_maps(SCORES, chunk, maps, scores)
-        self._fill_maps(WEIGHTS, chunk, maps, weights, p_lse=lse)
+        pre, post = self._matrices(chunk)
+        scores = self._make_scores(chunk)
+        maps = self._new_map(chunk, self.q.dtype)  # of dW, then dP, then dS
+        self._fill_scores(chunk, maps, self.v, grad_out, 1.0, torch.inf)
+        weights = self._new_map(chunk, self.q.dtype)
+        source, is_given = scores, self.heads[1] > 0
+        if is_given:
+            self._compose("weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights)
+            source = weights
+        tensors = {"p_grads": maps, "p_lse": lse, "p_m0": pre, "p_m1": post}
+        n_parts = self._parts("back_1", chunk)[0]
+        # Weights made from a rounded log-sum-exp do not quite sum to one, given ones are rounded themselves. Divided by
+        # their sum, gradients of composed scores sum to zero, as they must; in 16 bits the first does not show.
+        has_mass = is_given or self.q.dtype == torch.float32
+        sums = self._new(n_parts, 1 + has_mass, self.B, self.H, chunk.n_t)
+        self._back(1, chunk, grads, n_parts, p_in=source, p_out=weights, p_delta=sums, GIVEN=is_given, **tensors)
+        self._add_keys(chunk, weights, grad_out, grads.value)
+        delta, *mass = sums.sum(0)  # [B, H, n_t]
+        if mass:
+            delta = torch.where(mass[0] > 0, delta / mass[0], 0.0)
+        n_parts = self._parts("back_0", chunk)[0]
+        self._back(0, chunk, grads, n_parts, p_scores=scores, p_delta=delta, factor=_LN_2, **tensors)
+        self._fill_values(chunk, maps, self.k, grads.query, self.scale)
+        self._add_keys(chunk, maps, self.q, grads.key, self.scale)
 
-        self._launch("grads_1", chunk, maps, p_grads=weight_grads, p_do=grad_out)
-        self._mix_static(GRAD_WEIGHTS, maps, weight_grads)
-        parts = self._back(1, chunk, maps, grads, weights, weight_grads, composed)
-        self._add_product(grads.value, keys, composed, grad_out[:, :, queries])
-
-        # Weights made from a rounded log-sum-exp do not quite sum to one. Divided by their sum, gradients of composed
-        # scores sum to zero, as they must.
-        delta, total = parts.sum(0)  # [B, H, n_t]
-        delta = torch.where(total > 0, delta / total, 0.0)
-        self._launch("grads_0", chunk, maps, p_grads=weights, p_weight_grads=weight_grads, p_delta=delta)
-        self._mix_static(GRAD_SCORES, maps, weights)
-        self._back(0, chunk, maps, grads, scores, weights, composed)
-
-        # the query heads of a key/value head, one after the other, are one long sum
-        tiles = composed.view(self.B * self.kv_heads, -1, chunk.n_s)[..., : self.S - chunk.s_0]
-        grad = _wide_product(tiles, self.k[:, :, keys].flatten(0, 1))
-        grads.query[:, :, queries] = grad.view(self.B, self.H, chunk.n_t, self.D)
-        self._add_product(grads.key, keys, composed, self.q[:, :, queries])
-
-    def _back(
-        self,
-        stage: int,
-        chunk: Chunk,
-        maps: torch.Tensor,
-        grads: Gradients,
-        tiles: torch.Tensor,
-        tile_grads: torch.Tensor,
-        composed: torch.Tensor,
-    ) -> torch.Tensor:
-        """Takes a chunk's gradients back through a stage, and adds to those of its weights; see `back_kernel`.
-
-        Returns:
-            after the softmax, parts of two sums, [tiles of keys, 2, B, H, n_t].
-        """
+    def _back(self, stage: int, chunk: Chunk, grads: Gradients, n_parts: int, **tensors: Any) -> None:
+        """Takes a chunk's gradients back through a stage, and adds to those of its weights."""
         name, flags = f"back_{stage}", self.layout.post if stage else self.layout.pre
-        static_grad = grads.post_static if stage else grads.pre_static
-        if static_grad is not None:
-            left, right = self._by_group(tiles).flatten(0, 1), self._by_group(tile_grads).flatten(0, 1)
-            static_grad += _wide_product(left, right.transpose(1, 2)).unflatten(0, (self.B, self.G)).sum(0)
-
-        (tiles_t, tiles_s), channels = _tiles(chunk, self._tile(name)), self.layout.channels
-
-        def new(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=self.q.device)
-
-        query_parts = new(tiles_s, self.B, self.H, channels, chunk.n_t)
-        key_parts = new(tiles_t, self.B, self.H, channels, chunk.n_s)
-        delta_parts = new(tiles_s, 2, self.B, self.H, chunk.n_t)
-        tensors = {"p_tiles": tiles, "p_grads": tile_grads, "p_composed": composed, "p_delta": delta_parts}
-        self._launch(name, chunk, maps, **tensors, p_gwq=query_parts, p_gwk=key_parts)
-        for side, grad, parts, first, length in (
-            (QUERY, grads.query_weights, query_parts, chunk.t_0, chunk.n_t),
-            (KEY, grads.key_weights, key_parts, chunk.s_0, chunk.n_s),
-        ):
-            if flags & side and grad is not None:
-                i = channels if stage and self.layout.pre & side else 0  # the stage before the softmax comes first
-                grad = grad[:, :, i : i + channels, first : first + length]
-                grad += parts.sum(0)[..., : grad.shape[3]]
-        return delta_parts
-
-    def _add_product(self, grad: torch.Tensor, keys: slice, tiles: torch.Tensor, states: torch.Tensor) -> None:
-        """Adds tilesᵀ [B, H, n_t, n_s] times states [B, H, n_t, d] to grad [B, Hkv, S, d] at `keys`."""
-        existing = grad[:, :, keys].shape[2]
-        tiles = tiles.view(self.B * self.kv_heads, -1, tiles.shape[3])[..., :existing].transpose(1, 2)
-        rows = states.reshape(self.B * self.kv_heads, -1, states.shape[3])
-        grad[:, :, keys] += _wide_product(tiles, rows).unflatten(0, (self.B, self.kv_heads))
+        side_parts, matrix_parts = None, None
+        if flags & QUERY:
+            side_parts = self._new(n_parts, self.B, self.H, self.layout.channels, chunk.n_t)
+        if flags & (KEY | STATIC):
+            heads, tiles = sum(self.heads), _tiles(chunk.n_t, self._tile(name).b_t)
+            matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.q.dtype)
+        self._compose(name, chunk, p_gwq=side_parts, p_gm=matrix_parts, **tensors)
+        if side_parts is not None and grads.query_weights is not None:
+            channels = grads.query_weights[:, :, self._channels(stage, QUERY)]
+            torch.sum(side_parts, 0, out=channels[..., chunk.t_0 : chunk.t_0 + chunk.n_t])
+        if matrix_parts is not None:
+            self._project(stage, chunk, matrix_parts, grads)
 
 
-def constants(name: str, layout: Layout, dim: int, value_dim: int, tile: Tile) -> dict[str, Any]:
-    """All constant arguments of a launch, by name; kernels take those that they have."""
-    own = {
-        "F_PRE": layout.pre, "F_POST": layout.post, "R": layout.rank, "C": layout.channels, "D": dim, "DV": value_dim,
-        "B_D": padded(dim), "B_DV": padded(value_dim), "B_T": tile.b_t, "B_S": tile.b_s,
+# --- constants of kernels ---------------------------------------------------------------------------------------------
+
+
+def head_blocks(heads: int) -> tuple[int, int]:
+    """The blocks in which the kernels have the heads of a group, up to 64: one of 16 or 32, or 32 and 16 or 32 more."""
+    if heads <= 32:
+        return (16 if heads <= 16 else 32), 0
+    return 32, (16 if heads <= 48 else 32)
+
+
+def composition_constants(layout: Layout, heads: int) -> dict[str, Any]:
+    """Constant arguments of the kernels of composition, by name; kernels take those that they have."""
+    blocks = head_blocks(heads)
+    return {
+        "F_PRE": layout.pre, "F_POST": layout.post, "R": layout.rank, "C": layout.channels, "M": heads,
+        "H0": blocks[0], "H1": blocks[1],
     }  # fmt: skip
-    return own | LAUNCHES[name][1]
 
 
-def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[n, x, y] times [n, y, z] in float32."""
-    if a.dtype == torch.float32 or a.device.type != "cuda":
-        return torch.bmm(a.float(), b.float())
-    return torch.bmm(a, b, out_dtype=torch.float32)
+def matrix_constants(layout: Layout, heads: int, stage: int) -> dict[str, Any]:
+    """Constant arguments of the kernels of the key side."""
+    padded_heads = sum(head_blocks(heads))
+    block = triton.next_power_of_2(padded_heads)
+    return {
+        "F": layout.post if stage else layout.pre, "R": layout.rank, "M": heads, "HP": padded_heads, "B_H": block,
+        "B_S": 8192 // block**2,
+    }  # fmt: skip
 
 
-def _tiles(chunk: Chunk, tile: Tile) -> tuple[int, int]:
-    """How many tiles a chunk has: of queries, of keys."""
-    return triton.cdiv(chunk.n_t, tile.b_t), triton.cdiv(chunk.n_s, tile.b_s)
+def product_constants(name: str, dim: int, tile: Tile) -> dict[str, Any]:
+    """Constant arguments of a product: `scores` goes through a head dim in steps, the others hold all of it."""
+    block = min(64, padded(dim)) if name == "scores" else padded(dim)
+    return {"D": dim, "B_D": block, "B_T": tile.b_t, "B_S": tile.b_s}
+
+
+def _strides(letter: str, tensor: torch.Tensor, axes: str) -> dict[str, int]:
+    return {f"stride_{letter}{axis}": stride for axis, stride in zip(axes, tensor.stride(), strict=False)}
+
+
+def _tiles(length: int, size: int) -> int:
+    return -(-length // size)
 
 
 def _round_up(length: int, step: int) -> int:
@@ -515,4 +627,4 @@ def padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-__all__ = ["FAR", "LAUNCHES", "Gradients", "Layout", "Problem", "Visibility", "constants"]
+__all__ = ["FAR", "LAUNCHES", "Gradients", "Layout", "Problem", "Visibility", "head_blocks"]

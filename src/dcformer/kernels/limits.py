@@ -13,6 +13,7 @@ import torch
 
 MAX_HEAD_DIM = 256
 MAX_RANK = 4
+MAX_HEADS = 64  # of a group
 MAX_QUERIES = 16  # of the kernels for decoding
 MIN_CAPABILITY = (8, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,6 +69,7 @@ LIMITS = (
         "head dim, of keys and of values", f"1 to {MAX_HEAD_DIM}", "`dcformer_chunked`, `eager`",
         {"head_dim": MAX_HEAD_DIM + 1},
     ),
+    Limit("heads of a group", f"1 to {MAX_HEADS}", "`dcformer_chunked`, `eager`", {"heads": MAX_HEADS + 1}),
     Limit(
         "rank of the low-rank part", f"1 to {MAX_RANK}, or none", "`dcformer_chunked`, `eager`",
         {"rank": MAX_RANK + 1},
@@ -106,6 +108,7 @@ def unsupported_reason(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     head_dim: int | None = None,
+    heads: int | None = None,
     rank: int = 0,
     activation: str | None = None,
     dropout: float = 0.0,
@@ -118,6 +121,7 @@ def unsupported_reason(
         device: of the tensors.
         dtype: of queries, keys and values.
         head_dim: the larger of those of keys and values.
+        heads: of a group.
         rank: R; 0 without a low-rank part.
         activation: of the weight generators, as `config.compose_act` names it.
         dropout: probability with which composed weights are dropped.
@@ -134,6 +138,8 @@ def unsupported_reason(
         return f"{dtype} is beyond the fused kernels, expected one of {DTYPES}: {_OTHERS}"
     if head_dim is not None and not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"head dim {head_dim} is beyond the fused kernels, which have 1 to at most {MAX_HEAD_DIM}: {_OTHERS}"
+    if heads is not None and not 1 <= heads <= MAX_HEADS:
+        return f"{heads} heads per group are beyond the fused kernels, which have 1 to at most {MAX_HEADS}: {_OTHERS}"
     if not 0 <= rank <= MAX_RANK:
         return f"rank {rank} is beyond the fused kernels, which have ranks of 1 to {MAX_RANK}: {_OTHERS}"
     if activation is not None and activation not in ACTIVATIONS:
@@ -173,9 +179,9 @@ def _device_reason(kind: str, index: int | None) -> str | None:
 
 def is_interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter, as TRITON_INTERPRET has it when they are imported."""
-    tiles = sys.modules.get(f"{__package__}.tiles")
-    if tiles is not None:
-        return bool(tiles.INTERPRETED.value)
+    precision = sys.modules.get(f"{__package__}.triton.precision")
+    if precision is not None:
+        return bool(precision.INTERPRETED.value)
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 

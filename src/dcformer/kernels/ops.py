@@ -5,7 +5,7 @@ backward, with fake kernels and registered autograd, so that `torch.compile`, CU
 checkpointing see one opaque operation. Packing of the composition weights is ordinary torch, outside of them.
 """
 
-from dataclasses import fields
+import math
 from typing import Any
 
 import torch
@@ -24,6 +24,20 @@ from .limits import MAX_QUERIES, require_supported, unsupported_reason
 logger = logging.get_logger(__name__)
 
 
+def _problem(tensors: list[torch.Tensor | None], bounds: torch.Tensor, plan: list[int], scale: float) -> Problem:
+    """What the operators' arguments stand for; those of `_forward`, its first six as a list."""
+    query, key, value, query_weights, key_weights, statics = tensors
+    pre, post, groups, rank, low, high, chunk_bytes = plan
+    flags, given = (pre, post), iter(() if statics is None else statics.unbind())
+    first, last = bounds.unbind()
+    pre_static, post_static = (next(given) if flag & STATIC else None for flag in flags)
+    assert query is not None and key is not None and value is not None
+    return Problem(
+        query, key, value, query_weights, key_weights, pre_static, post_static, Visibility(first, last, low, high),
+        Layout(pre, post, groups, rank), scale, None if chunk_bytes < 0 else chunk_bytes,
+    )  # fmt: skip
+
+
 @torch.library.custom_op("dcformer::composed_attention", mutates_args=())
 def _forward(
     query: torch.Tensor,
@@ -31,20 +45,21 @@ def _forward(
     value: torch.Tensor,
     query_weights: torch.Tensor | None,
     key_weights: torch.Tensor | None,
-    pre_static: torch.Tensor | None,
-    post_static: torch.Tensor | None,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    low: int,
-    high: int,
-    layout: list[int],
+    statics: torch.Tensor | None,
+    bounds: torch.Tensor,
+    plan: list[int],
     scale: float,
-    chunk_bytes: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return Problem(
-        query, key, value, query_weights, key_weights, pre_static, post_static, Visibility(first, last, low, high),
-        Layout(*layout), scale, chunk_bytes,
-    ).forward()  # fmt: skip
+    """Output, and log-sum-exp in base 2.
+
+    Args:
+        query, key, value, query_weights, key_weights, scale: as for `Problem`.
+        statics: static projections of the stages that have one, [1 or 2, G, M, M].
+        bounds: the first key that each query sees, and the one after the last, int32 [2, B or 1, T].
+        plan: flags of both stages, G, R, low and high of `Visibility`, and chunk_bytes, -1 for None.
+    """
+    tensors = [query, key, value, query_weights, key_weights, statics]
+    return _problem(tensors, bounds, plan, scale).forward()
 
 
 @_forward.register_fake
@@ -58,46 +73,36 @@ def _(query, key, value, *args):
 def _backward(
     grad_out: torch.Tensor,
     lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_weights: torch.Tensor | None,
-    key_weights: torch.Tensor | None,
-    pre_static: torch.Tensor | None,
-    post_static: torch.Tensor | None,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    low: int,
-    high: int,
-    layout: list[int],
+    tensors: list[torch.Tensor | None],
+    bounds: torch.Tensor,
+    plan: list[int],
     scale: float,
-    chunk_bytes: int | None,
 ) -> list[torch.Tensor]:
-    """Gradients of query, key and value and of those weights that there are, in their dtypes."""
-    tensors = (query, key, value, query_weights, key_weights, pre_static, post_static)
-    problem = Problem(*tensors, Visibility(first, last, low, high), Layout(*layout), scale, chunk_bytes)
-    grads = problem.backward(grad_out, lse)
-    found = (getattr(grads, field.name) for field in fields(grads))
-    return [grad.to(like.dtype) for grad, like in zip(found, tensors, strict=True) if like is not None]
+    """Gradients of those of the six tensors that there are, in their dtypes."""
+    grads = _problem(tensors, bounds, plan, scale).backward(grad_out, lse)
+    statics = [grad for grad in (grads.pre_static, grads.post_static) if grad is not None]
+    found = [grads.query, grads.key, grads.value, grads.query_weights, grads.key_weights]
+    found.append(torch.stack(statics) if statics else None)
+    return [grad.to(like.dtype) for grad, like in zip(found, tensors, strict=True) if grad is not None is not like]
 
 
 @_backward.register_fake
-def _(grad_out, lse, *args):
-    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in args[:7] if t is not None]
+def _(grad_out, lse, tensors, *args):
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors if t is not None]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.rest = inputs[9:]
+    ctx.plan = inputs[7:]
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], *inputs[:9])
+    ctx.save_for_backward(output[1], *inputs[:7])
 
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple:
-    lse, *tensors = ctx.saved_tensors
+    lse, *tensors, bounds = ctx.saved_tensors
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    grads = iter(_backward(grad_out, lse, *tensors, *ctx.rest))
-    return (*(None if t is None else next(grads) for t in tensors[:7]), *(None,) * 7)
+    grads = iter(_backward(grad_out, lse, tensors, bounds, *ctx.plan))
+    return (*(None if t is None else next(grads) for t in tensors), None, None, None)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -194,18 +199,20 @@ def composed_attention(
     if visible is not None:
         first = torch.maximum(first, visible[0].to(device=query.device, dtype=torch.int32))
         last = torch.minimum(last, visible[1].to(device=query.device, dtype=torch.int32))
-    first, last = (t.contiguous() for t in torch.broadcast_tensors(first, last))
+    bounds = torch.stack(torch.broadcast_tensors(first, last))
 
     pre, post = pre or ComposeWeights(), post or ComposeWeights()
     rank = next((s.down.shape[-1] for w in (pre, post) for s in (w.query, w.key) if s and s.down is not None), 0)
     groups = max(pre.groups, post.groups)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    statics = [None if w.static is None else w.static.contiguous() for w in (pre, post)]
+    statics = [w.static for w in (pre, post) if w.static is not None]
     out, lse = _forward(
-        query, key, value, _packed(pre.query, post.query), _packed(pre.key, post.key), *statics, first, last, low, high,
-        [_flags(pre), _flags(post), groups, rank], dim**-0.5 if scale is None else scale, chunk_bytes,
+        query, key, value, _packed(pre.query, post.query), _packed(pre.key, post.key),
+        torch.stack(statics) if statics else None, bounds,
+        [_flags(pre), _flags(post), groups, rank, low, high, -1 if chunk_bytes is None else chunk_bytes],
+        dim**-0.5 if scale is None else scale,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return (out, lse * math.log(2)) if return_lse else out
 
 
 def _check(
@@ -264,7 +271,8 @@ def _check(
         raise ValueError(f"{', '.join(parts)} must have the same parts: down and up, a gate, or all three.")
     if len(ranks) > 1:
         raise ValueError(f"ranks {sorted(ranks)}: expected one.")
-    require_supported(rank=max(ranks, default=0))
+    groups = max(stage.groups if stage else 1 for stage in (pre, post))
+    require_supported(rank=max(ranks, default=0), heads=heads // groups)
 
 
 def _check_bounds(

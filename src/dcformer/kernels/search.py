@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from .tuning import CANDIDATES, KERNELS, Tile
+from .tuning import KERNELS, Tile, candidates
 
 logger = logging.get_logger(__name__)
 
@@ -80,28 +80,28 @@ def find_tiles(
     Raises:
         RuntimeError: when a kernel runs with no tile.
     """
-    record = Trial("", CANDIDATES[0])
+    record = Trial("", current(KERNELS[0]))
     attempt(record)
     names = [name for name in KERNELS if name in record.launched and is_new(name)]
     if not names:
         return
     logger.warning(f"DCFORMER_AUTOTUNE=1: looking for tiles of {', '.join(names)}; this takes minutes, once.")
-    with tqdm(total=len(names) * len(CANDIDATES), desc="autotune", leave=False) as progress:
+    with tqdm(total=sum(len(candidates(name)) for name in names), desc="autotune", leave=False) as progress:
         for name in names:
             times: dict[Tile, float] = {}
             error: Exception | None = None
-            for tile in dict.fromkeys((current(name), *CANDIDATES)):
+            for tile in dict.fromkeys((current(name), *candidates(name))):
                 progress.set_postfix_str(f"{name} {tile.b_t}x{tile.b_s} w{tile.num_warps} s{tile.num_stages}")
                 try:
                     times[tile] = _milliseconds(attempt, name, tile)
                 except Exception as caught:  # too much shared memory, or the compiler gives up
                     error = caught
                     logger.debug(f"{name} with {tile}: {caught}")
-                progress.update(tile in CANDIDATES)
+                progress.update(tile in candidates(name))
             if not times:
                 raise RuntimeError(
-                    f"DCFORMER_AUTOTUNE=1: {name} runs with none of {len(CANDIDATES)} tiles, the last one failed with "
-                    f"{error!r}. Unset the variable to use the table's."
+                    f"DCFORMER_AUTOTUNE=1: {name} runs with none of {len(candidates(name))} tiles, the last one failed "
+                    f"with {error!r}. Unset the variable to use the table's."
                 ) from error
             best = min(times, key=times.__getitem__)
             logger.info(f"{name}: {best}, {times[best]:.3f} ms against {times.get(current(name), float('nan')):.3f}")

@@ -81,7 +81,7 @@ class Kind:
         """Why the kernels cannot have layers of this kind on a device; None if they can."""
         return unsupported_reason(
             device=device, dtype=getattr(torch, self.dtype), head_dim=self.head_dim, rank=self.rank,
-            activation=self.activation,
+            heads=self.heads // self.groups, activation=self.activation,
         )  # fmt: skip
 
 

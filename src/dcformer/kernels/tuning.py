@@ -1,4 +1,4 @@
-"""Tile sizes and launch options of the kernels of `attention`: a table, and what a search on this GPU has found.
+"""Tile sizes and launch options of the kernels of attention: a choice, and what a search on this GPU has found.
 
 With DCFORMER_AUTOTUNE=1 the launcher looks for the fastest tile of each kernel when it first meets a `Key`. What it
 finds is kept in `tiles.json` in the folder DCFORMER_CACHE, or `dcformer` in the user's cache folder, and used from then
@@ -16,13 +16,16 @@ from pathlib import Path
 import torch
 import triton
 
-from .tiles import INTERPRETED
+from .triton.precision import INTERPRETED
 from .verdicts import cache_folder
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is launched: tile of b_t queries by b_s keys, warps, pipeline stages."""
+    """How a kernel is launched: tile of b_t queries by b_s keys, warps, pipeline stages.
+
+    Kernels of composition loop over keys: b_s of them a turn, 1 but for `lse`.
+    """
 
     b_t: int
     b_s: int
@@ -30,121 +33,63 @@ class Tile:
     num_stages: int
 
 
+# `launch.LAUNCHES` says what they are
+KERNELS = ("scores", "lse", "compose", "values", "weights", "back_1", "back_0", "keys")
+_PRODUCTS = ("scores", "values", "keys")
+_STAGES = (3, 2, 4)
 # tiles that are worth a try
-CANDIDATES = tuple(
-    Tile(b_t, b_s, warps, stages)
-    for b_t, b_s, warps in (
-        (128, 64, 8), (64, 128, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 64, 4), (64, 32, 8), (32, 32, 4),
-        (32, 32, 8), (16, 32, 4), (16, 32, 8), (16, 16, 4),
-    )
-    for stages in (3, 2, 1)
-)  # fmt: skip
-
-
-# kernel -> head dim up to -> tile. Chosen by compiling, for full composition of rank 2: those that spill nothing, fit,
-# and issue the fewest instructions (`report.best_tile`); but on sm_90 larger ones for `lse`, which then reads less from
-# L2, and smaller ones where Triton 3.6 spills. Up to 127: head dims padded to 128. No GPU has timed them yet.
-_SM_90 = {  # bfloat16
-    "maps_0": {64: Tile(64, 128, 8, 3), 128: Tile(64, 64, 8, 3)},
-    "lse": {128: Tile(64, 64, 8, 3)},
-    "maps_1": {128: Tile(64, 64, 8, 3)},
-    "composed": {64: Tile(64, 64, 8, 3), 128: Tile(64, 64, 8, 2)},
-    "tiles_0": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 3)},
-    "tiles_1": {64: Tile(64, 64, 8, 2), 128: Tile(64, 64, 8, 3)},
-    "grads_1": {64: Tile(64, 128, 8, 3), 128: Tile(64, 64, 8, 3)},
-    "back_1": {128: Tile(64, 64, 8, 3)},
-    "grads_0": {128: Tile(128, 64, 8, 3)},
-    "back_0": {128: Tile(64, 64, 8, 3)},
-}
-_SM_80 = _SM_90 | {
-    "maps_0": {64: Tile(64, 128, 8, 3), 128: Tile(64, 64, 8, 2)},
-    "lse": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 3)},
-    "maps_1": {128: Tile(32, 64, 4, 2)},
-    "composed": {64: Tile(32, 64, 4, 2), 127: Tile(32, 64, 8, 2), 128: Tile(32, 64, 4, 2)},
-    "tiles_0": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2)},
-    "tiles_1": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 8, 2)},
-    "grads_1": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2)},
-}
-_SM_89 = _SM_80 | {
-    "maps_0": {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 8, 2)},
-    "lse": {128: Tile(32, 64, 4, 2)},
-    "maps_1": {64: Tile(32, 64, 4, 1), 127: Tile(64, 32, 4, 3), 128: Tile(32, 64, 4, 3)},
-    "composed": {64: Tile(32, 64, 4, 1), 127: Tile(32, 64, 8, 2), 128: Tile(32, 64, 4, 2)},
-}
-_TABLE = {90: _SM_90, 89: _SM_89, 86: _SM_89, 80: _SM_80, 75: _SM_89}
-# what is rarer, for all architectures: the first of some tiles that spills nothing and fits on each
-_BFLOAT16_WIDE = {
-    "maps_0": {256: Tile(64, 32, 8, 2)},
-    "lse": {256: Tile(64, 32, 8, 2)},
-    "maps_1": {256: Tile(32, 32, 8, 2)},
-    "composed": {256: Tile(16, 32, 8, 1)},
-    "tiles_0": {256: Tile(32, 64, 4, 2)},
-    "tiles_1": {256: Tile(64, 32, 8, 1)},
-    "grads_1": {256: Tile(32, 64, 4, 2)},
-    "grads_0": {256: Tile(64, 32, 8, 2)},
-}
-_FLOAT16 = {
-    "maps_0": {128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
-    "lse": {128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
-    "maps_1": {128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
-    "composed": {128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
-    "tiles_0": {128: Tile(64, 64, 8, 2), 256: Tile(32, 64, 4, 2)},
-    "tiles_1": {128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
-    "grads_1": {128: Tile(64, 64, 8, 2), 256: Tile(32, 64, 4, 2)},
-    "back_1": {128: Tile(64, 32, 8, 2)},
-    "grads_0": {128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
-    "back_0": {128: Tile(64, 64, 8, 2)},
-}
-_FLOAT32 = {
-    "maps_0": {128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
-    "lse": {128: Tile(16, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
-    "maps_1": {127: Tile(16, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(32, 32, 8, 1)},
-    "composed": {128: Tile(16, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
-    "tiles_0": {128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 4, 2)},
-    "tiles_1": {128: Tile(16, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
-    "grads_1": {128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 4, 2)},
-    "back_1": {128: Tile(64, 32, 8, 2)},
-    "grads_0": {128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 4, 2)},
-    "back_0": {128: Tile(64, 64, 8, 2)},
+_CANDIDATES = {
+    "product": tuple(
+        Tile(b_t, b_s, warps, stages)
+        for b_t, b_s, warps in ((128, 128, 8), (128, 64, 8), (64, 128, 8), (128, 64, 4), (64, 64, 4))
+        for stages in _STAGES
+    ),
+    "composition": tuple(Tile(b_t, 1, b_t // 16, stages) for b_t in (64, 128) for stages in _STAGES),
+    "lse": tuple(Tile(b_t, b_s, b_t // 16, stages) for b_t in (64, 128) for b_s in (2, 1) for stages in _STAGES),
 }
 
-# `launch.LAUNCHES` says what they are; `tiles_*` and those after it are the backward pass
-KERNELS = tuple(_SM_90)
+
+def candidates(kernel: str) -> tuple[Tile, ...]:
+    """Tiles of a kernel that a search tries."""
+    return _CANDIDATES.get(kernel) or _CANDIDATES["product" if kernel in _PRODUCTS else "composition"]
 
 
-def choose(kernel: str, dim: int, dtype: torch.dtype, arch: int, rank: int = 2) -> Tile:
-    """The tile of a kernel.
+def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2) -> Tile:
+    """The tile of a kernel: by what compiled code takes, as no GPU has timed them yet.
 
     Args:
         kernel: one of `KERNELS`.
+        heads: M, heads per group.
         dim: the larger of the head dims of keys and values.
         dtype: of queries, keys and values.
         arch: compute capability, such as 90.
-        rank: R; above 2 there are more maps to hold, and tiles are half as large.
+        rank: R.
 
     Returns:
-        for bfloat16 the tile from the table of the nearest architecture below; a small one in Triton's interpreter.
+        the tile; a small one in Triton's interpreter.
     """
-    small = _interpreter_tile()
+    small = _interpreter_tile(kernel)
     if small is not None:
         return small
-    if dtype != torch.bfloat16:
-        tiles = (_FLOAT32 if dtype == torch.float32 else _FLOAT16)[kernel]
-    else:
-        table = _TABLE[max((known for known in _TABLE if known <= arch), default=75)]
-        if arch >= 120:  # the shared memory of 8.9
-            table = _SM_89
-        tiles = table[kernel] if dim <= 128 else _BFLOAT16_WIDE.get(kernel, table[kernel])
-    tile = tiles[min((bound for bound in tiles if dim <= bound), default=max(tiles))]  # some kernels know no head dim
-    if rank <= 2:
-        return tile
-    b_t, b_s = (tile.b_t // 2, tile.b_s) if tile.b_t > tile.b_s else (tile.b_t, tile.b_s // 2)
-    return Tile(max(16, b_t), max(16, b_s), tile.num_warps, min(2, tile.num_stages))
+    if kernel in _PRODUCTS:
+        if dtype == torch.float32:  # on CUDA cores
+            return Tile(64, 64, 8, 2) if dim <= 128 else Tile(32, 32, 4, 2)
+        if kernel == "scores":
+            return Tile(128, 128, 8, 3)
+        return Tile(128, 64, 8, 3 if arch != 89 and arch < 120 else 2) if dim <= 128 else Tile(64, 32, 8, 2)
+    if dtype == torch.float32:
+        return Tile(32, 1, 4, 2)
+    if kernel in ("lse", "compose") and heads <= 32 and arch >= 90:
+        # two keys share one rescaling where registers suffice
+        return Tile(128, 2 if kernel == "lse" and rank <= 2 else 1, 8, 3)
+    return Tile(64, 2 if kernel == "lse" and heads <= 32 and rank <= 2 else 1, 4, 3)
 
 
-def _interpreter_tile() -> Tile | None:
+def _interpreter_tile(kernel: str) -> Tile | None:
     """In the interpreter, small tiles, so that short sequences have several."""
-    return Tile(16, 16, 1, 1) if INTERPRETED.value else None
+    if not INTERPRETED.value:
+        return None
+    return Tile(16, 16 if kernel in _PRODUCTS else 2 if kernel == "lse" else 1, 1, 1)
 
 
 # --- what a search has found ------------------------------------------------------------------------------------------
@@ -245,4 +190,4 @@ def _read(path: Path) -> dict[str, dict[str, list[int]]]:
     return content
 
 
-__all__ = ["CANDIDATES", "KERNELS", "Key", "Tile", "autotune_is_on", "choose", "found_tile", "keep_tiles"]
+__all__ = ["KERNELS", "Key", "Tile", "autotune_is_on", "candidates", "choose", "found_tile", "keep_tiles"]

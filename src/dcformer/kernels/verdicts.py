@@ -65,7 +65,7 @@ def _sources() -> str:
     """A digest of the kernels and of what defines them: a version number alone says little about a checkout."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([*here.glob("*.py"), *here.parent.glob("*_dcformer.py")]):
+    for path in sorted([*here.rglob("*.py"), *here.parent.glob("*_dcformer.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

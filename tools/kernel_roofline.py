@@ -1,16 +1,18 @@
 """How fast the kernels could be: an ESTIMATE from arithmetic and compiled code, not a measurement.
 
-`python -m dcformer.kernels.roofline` (or `make kernel-roofline`). For every kernel of attention, fully composed with
-R = 2 in bfloat16: what it asks of tensor cores, of the schedulers that issue instructions, of the units for exp, of L2
-and of memory, and which of them takes longest. The sum over kernels is the least time that this design can take on a
-device of such figures. Then models: linear parts at an assumed efficiency, plain attention as a fused kernel does it,
-and what share of their bounds the kernels must reach to meet a goal.
+`make kernel-roofline`, or with `ARGS=--json`. For every kernel of attention, fully composed with R = 2 in bfloat16:
+what it asks of tensor cores, of the schedulers that issue instructions, of the units for exp, of L2 and of memory, and
+which of them takes longest. The sum over kernels is the least time that this design can take on a device of such
+figures. Then models: linear parts at an assumed efficiency, plain attention as a fused kernel does it, and what share
+of their bounds the kernels must reach to meet a goal.
 
 What it leaves out: launches of the training pass, tails of grids, dependencies between instructions, norms, rotary
-embeddings, the optimizer. Memory is counted as if nothing stayed in L2 between kernels.
+embeddings, the optimizer. Memory is counted as if nothing stayed in L2 between kernels. Products count the maps and
+states that they stream; with `operands` also what their tiles read from L2 again: the truth lies between.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -18,32 +20,27 @@ from functools import cache
 
 import torch
 
-from ..configuration_dcformer import DCFormerConfig
-from .launch import GATE, KEY, QUERY, Chunk, Layout, Problem, Visibility, padded
-from .tuning import KERNELS, Tile, choose
+from dcformer import DCFormerConfig
+from dcformer.kernels.launch import GATE, KEY, QUERY, Layout, head_blocks, padded
+from dcformer.kernels.tuning import Tile, choose
 
 RANK = 2
 CHANNELS = 2 * RANK + 1  # of packed weights, per stage and side
-MAPS = 2 * RANK  # per stage
 FULL = Layout(QUERY | KEY | GATE, QUERY | KEY | GATE, rank=RANK)
 WINDOW = 256
 VOCABULARY = 50257
 BF16, FP32 = 2, 4  # bytes
 ROWS_PADDED = 8  # channels that a cache has behind keys, and behind values
+PART = 256  # keys of a program of composition: of two sequences of 2048 tokens or more
 
-# Instructions issued (one for a warp) per query, key and head, sm_90: `report.issued` of the tiles in `tuning`;
-# `python -m dcformer.kernels.roofline --compile` finds them anew. Kernel -> head dim up to -> number.
+# Instructions issued (one for a warp) per query, key and head that exists, sm_90: `kernel_report.issued` of the tiles
+# in `tuning`; `--compile` finds them anew. Kernel -> heads up to -> number.
 ISSUED: dict[str, dict[int, float]] = {
-    "maps_0": {64: 0.427, 128: 0.633},
-    "lse": {64: 1.27, 128: 1.33},
-    "maps_1": {64: 1.223, 128: 1.305},
-    "composed": {64: 1.559, 128: 1.625},
-    "tiles_0": {64: 0.599, 128: 0.822},
-    "tiles_1": {64: 1.412, 128: 1.488},
-    "grads_1": {64: 0.556, 128: 0.803},
-    "back_1": {128: 2.633},
-    "grads_0": {128: 0.493},
-    "back_0": {128: 1.936},
+    "lse": {16: 0.615, 32: 0.518, 40: 0.802},
+    "compose": {16: 0.918, 32: 0.730, 40: 1.152},
+    "weights": {40: 0.706},
+    "back_1": {16: 1.566, 32: 1.736, 40: 2.253},
+    "back_0": {16: 1.477, 32: 1.398, 40: 2.623},
 }
 
 
@@ -152,45 +149,37 @@ def seconds(work: Iterable[Work], gpu: Device) -> float:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a kernel does per tile of a head, in tiles of bfloat16.
+    """What a kernel of composition does for a key and its queries.
 
     Attributes:
-        products: q·k or dO·v.
+        dots: products with a matrix of heads by heads.
         exps: exponentials per element.
-        channels: of packed weights that are read, per side.
-        maps_in, maps_out: maps read and written, in units of a stage's.
-        tiles_in, tiles_out: tiles read and written, of those that are visited.
-        tiles_whole: of `tiles_out`, those that are written as zeros where nobody sees anything.
-        again: tiles read a second time, from L2.
-        parts: it writes parts of the sums that are gradients of weights.
+        maps_in, maps_out: maps read and written.
+        matrices: M(s) read.
+        channels: of the query side, read by each program.
+        parts: sums for each query that a program writes.
+        grads: it writes parts of the gradient of M(s).
     """
 
-    products: int = 0
-    exps: int = 0
-    channels: int = RANK
-    maps_in: int = 0
-    maps_out: int = 0
-    tiles_in: int = 0
-    tiles_out: int = 0
-    tiles_whole: int = 0
-    again: int = 0
-    parts: bool = False
+    dots: int
+    exps: float = 0.0
+    maps_in: int = 1
+    maps_out: int = 1
+    matrices: int = 1
+    channels: int = CHANNELS
+    parts: int = 0
+    grads: bool = False
 
 
 _KINDS = {
-    "maps_0": _Kind(products=1, maps_out=1),
-    "lse": _Kind(channels=RANK + 1, products=1, exps=1, maps_in=1),
-    "maps_1": _Kind(channels=2 * RANK + 1, products=1, exps=1, maps_in=1, maps_out=1),
-    "composed": _Kind(channels=2 * RANK + 2, products=1, exps=1, maps_in=2, tiles_out=1, tiles_whole=1),
-    "tiles_0": _Kind(products=1, maps_out=1, tiles_out=1, tiles_whole=1),
-    "tiles_1": _Kind(channels=2 * RANK + 1, products=1, exps=1, maps_in=1, maps_out=1, tiles_out=1, tiles_whole=1),
-    "grads_1": _Kind(products=1, maps_out=1, tiles_out=1, tiles_whole=1),
-    "back_1": _Kind(channels=2 * RANK + 1, maps_in=2, tiles_in=2, tiles_out=2, tiles_whole=1, again=1, parts=True),
-    "grads_0": _Kind(maps_out=1, tiles_in=2, tiles_out=1),
-    "back_0": _Kind(channels=RANK + 1, maps_in=2, tiles_in=2, tiles_out=1, tiles_whole=1, parts=True),
-}
-FORWARD = ("maps_0", "lse", "maps_1", "composed")
-BACKWARD = ("tiles_0", "tiles_1", "grads_1", "back_1", "grads_0", "back_0")
+    "lse": _Kind(dots=2, exps=1.5, maps_out=0, parts=1),
+    "compose": _Kind(dots=3, exps=1, matrices=2, channels=2 * CHANNELS),
+    "weights": _Kind(dots=2, exps=1),
+    "back_1": _Kind(dots=6, exps=1, maps_in=2, maps_out=2, matrices=2, channels=2 * CHANNELS, parts=CHANNELS + 2,
+                    grads=True),
+    "back_0": _Kind(dots=5, exps=1, maps_in=2, parts=CHANNELS, grads=True),
+}  # fmt: skip
+_GIVEN = _Kind(dots=4, maps_in=2, maps_out=2, channels=CHANNELS, parts=CHANNELS + 2, grads=True)  # back_1 of weights
 
 
 def pairs(length: int, window: int | None) -> int:
@@ -199,96 +188,109 @@ def pairs(length: int, window: int | None) -> int:
     return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
-def visited(chunks: Iterable[Chunk], tile: Tile, window: int | None) -> int:
-    """Tiles that a kernel does not skip, causal."""
+def visited(length: int, b_t: int, window: int | None, b_s: int = 1) -> int:
+    """Keys that tiles of b_t queries visit, causal: summed over the tiles, in steps of b_s."""
     count = 0
-    for chunk in chunks:
-        for t in range(chunk.t_0, chunk.t_0 + chunk.n_t, tile.b_t):
-            last = min(t + tile.b_t, chunk.t_0 + chunk.n_t)  # keys below it are seen
-            first = max(0, t - window + 1) if window else 0
-            low = max(0, (first - chunk.s_0) // tile.b_s)
-            high = min(-(-(last - chunk.s_0) // tile.b_s), -(-chunk.n_s // tile.b_s))
-            count += max(0, high - low)
+    for t in range(0, length, b_t):
+        last = min(t + b_t, length)  # keys below it are seen
+        first = max(0, t - window + 1) if window else 0
+        count += min(-(-last // b_s) * b_s, -(-length // b_s) * b_s) - first // b_s * b_s
     return count
 
 
-def plan_chunks(shape: Shape, length: int, window: int | None, maps: int, gpu: Device) -> list[Chunk]:
-    """The chunks of one sequence, as the launcher makes them; `maps` as in `launch.Problem.chunks`."""
-    q = torch.empty(1, shape.heads, length, shape.dim, dtype=torch.bfloat16, device="meta")
-    bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
-    seen = Visibility(bounds, bounds, low=1 - window if window else -(2**30), high=0)
-    chunk_bytes = max(256 * 2**20, int(gpu.memory) // 64)
-    return list(Problem(q, q, q, None, None, None, None, seen, FULL, 1.0, chunk_bytes).chunks(maps))
+def part_count(length: int, window: int | None, tile: Tile) -> int:
+    """Into how many parts programs split the keys of a tile of queries."""
+    return -(-min(length, (window or length) + tile.b_t + 15) // PART)
 
 
-def kernel_work(
-    name: str, shape: Shape, chunks: list[Chunk], window: int | None, tile: Tile, issued: float
-) -> tuple[Work, float]:
-    """What a kernel of attention asks for, for one sequence.
+def composition_work(name: str, shape: Shape, length: int, window: int | None, tile: Tile, issued: float) -> Work:
+    """What a kernel of composition asks for, for one sequence.
 
     Args:
-        name: in `tuning.KERNELS`.
+        name: of `launch.LAUNCHES`.
+        tile: how it is launched.
         issued: instructions of warps per query, key and head.
-
-    Returns:
-        the work, and bytes of the parts of sums that are read afterwards.
     """
-    kind, heads = _KINDS[name], shape.heads
-    tiles = visited(chunks, tile, window)
-    area = tiles * tile.b_t * tile.b_s  # pairs in visited tiles
-    whole = sum(chunk.n_t * chunk.n_s for chunk in chunks)
-    states = kind.products * shape.dim * BF16 * heads
-    rows = heads * kind.channels * BF16  # of weights, per token and side
-    parts = 0.0
-    if kind.parts:
-        for chunk in chunks:
-            tiles_t, tiles_s = -(-chunk.n_t // tile.b_t), -(-chunk.n_s // tile.b_s)
-            parts += FP32 * heads * CHANNELS * (tiles_s * chunk.n_t + tiles_t * chunk.n_s)
-            parts += FP32 * heads * 2 * tiles_s * chunk.n_t if name == "back_1" else 0
-    tile_bytes = BF16 * heads * (area * (kind.tiles_in + kind.tiles_out - kind.tiles_whole) + whole * kind.tiles_whole)
-    map_bytes = BF16 * MAPS * area * (kind.maps_in + kind.maps_out)
-    tokens = sum(chunk.n_t + chunk.n_s for chunk in chunks)
-    work = Work(
+    heads = sum(head_blocks(shape.heads))  # with those that do not exist
+    kind = _GIVEN if name == "back_1" and shape.heads > 32 else _KINDS[name]
+    keys = visited(length, tile.b_t, window)
+    area = keys * tile.b_t  # pairs in visited tiles
+    programs = -(-length // tile.b_t) * part_count(length, window, tile)
+    matrix = heads**2 * BF16
+    maps = BF16 * shape.heads * area * (kind.maps_in + kind.maps_out)
+    side = BF16 * shape.heads * kind.channels
+    parts = FP32 * shape.heads * kind.parts * length * (part_count(length, window, tile) if kind.parts > 1 else 1)
+    grads = keys * matrix * kind.grads
+    return Work(
         name,
-        flops=2.0 * kind.products * padded(shape.dim) * area * heads,
-        instructions=issued * area * heads,
+        flops=2.0 * kind.dots * heads**2 * area,
+        instructions=issued * area * shape.heads,
         exps=kind.exps * area * heads,
-        l2=tile_bytes + map_bytes + parts + BF16 * heads * area * kind.again
-        + tiles * (tile.b_t + tile.b_s) * (states + rows),
-        hbm=tile_bytes + map_bytes + parts + tokens * (states + rows),
+        l2=maps + parts + grads + keys * matrix * kind.matrices + programs * tile.b_t * side,
+        hbm=maps + parts + grads + length * (matrix * kind.matrices + side),
+    )
+
+
+def product_work(
+    name: str, shape: Shape, length: int, window: int | None, tile: Tile, operands: bool, issued: float = 0.0
+) -> Work:  # fmt: skip
+    """What a product of a map and states asks for, for one sequence: two of the three are read, one is written.
+
+    Args:
+        operands: whether to count what each tile reads of states in L2.
+    """
+    keys = visited(length, tile.b_t, window, tile.b_s)
+    area = keys * tile.b_t
+    maps = BF16 * shape.heads * area
+    states = 2 * BF16 * shape.heads * length * shape.dim  # those read, and those read or written
+    tiles = area / (tile.b_t * tile.b_s)
+    per_tile = (tile.b_t + tile.b_s) if name in ("scores", "grad_weights") else tile.b_s
+    again = tiles * per_tile * BF16 * shape.heads * shape.dim if operands else 0
+    return Work(
+        name, flops=2.0 * padded(shape.dim) * area * shape.heads, instructions=issued * area * shape.heads,
+        l2=maps + max(states, again), hbm=maps + states,
     )  # fmt: skip
-    return work, parts
 
 
 def attention_work(
-    shape: Shape, length: int, window: int | None, gpu: Device, issued: Callable[[str, int], float], arch: int = 90
-) -> tuple[list[Work], list[Work]]:
+    shape: Shape, length: int, window: int | None, issued: Callable[[str, int], float], arch: int = 90,
+    operands: bool = False,
+) -> tuple[list[Work], list[Work]]:  # fmt: skip
     """Forward and backward pass of a layer's attention for one sequence, kernel by kernel, with what torch does.
 
     Args:
-        issued: (kernel, head dim) -> instructions of warps per query, key and head.
+        issued: (kernel, heads) -> instructions of warps per query, key and head.
+        operands: see `product_work`.
     """
-    passes = []
-    states = shape.heads * length * shape.dim
-    for names, maps, products in ((FORWARD, 2 * MAPS + shape.heads, 1), (BACKWARD, 4 * MAPS + 5 * shape.heads, 3)):
-        chunks = plan_chunks(shape, length, window, maps, gpu)
-        work, parts = [], 0.0
-        for name in names:
-            tile = choose(name, shape.dim, torch.bfloat16, arch)
-            one, its_parts = kernel_work(name, shape, chunks, window, tile, issued(name, shape.dim))
-            work.append(one)
-            parts += its_parts
-        whole = sum(chunk.n_t * chunk.n_s for chunk in chunks) * shape.heads
-        flops, streamed = 2.0 * products * shape.dim * whole, BF16 * products * whole
-        if names is FORWARD:
-            work.append(Work("values (torch)", flops=flops, l2=streamed, hbm=streamed + 2 * BF16 * states))
-        else:
-            work.append(Work("dV, dQ, dK (torch)", flops=flops, l2=streamed, hbm=streamed + 3 * BF16 * states))
-            # dQ: product in float32, rounded. dK, dV: zeros, product, added, rounded.
-            sums = (2 * FP32 + BF16) * states + 2 * (6 * FP32 + BF16) * states
-            work.append(Work("sums (torch)", l2=parts + sums, hbm=parts + sums))
-        passes.append(work)
-    return passes[0], passes[1]
+
+    def tile(name: str) -> Tile:
+        return choose(name, shape.heads, shape.dim, torch.bfloat16, arch, RANK)
+
+    def composed(name: str) -> Work:
+        return composition_work(name, shape, length, window, tile(name), issued(name, shape.heads))
+
+    def product(name: str, kind: str) -> Work:
+        return product_work(name, shape, length, window, tile(kind), operands)
+
+    heads = sum(head_blocks(shape.heads))
+    matrices = 2 * length * heads**2 * BF16
+    side = BF16 * shape.heads * length * CHANNELS
+    expand = Work("expand", instructions=0.0, l2=matrices + 2 * side, hbm=matrices + 2 * side)
+    # gradients of matrices, read, those of the key side written
+    grads = sum(visited(length, tile(name).b_t, window) for name in ("back_1", "back_0")) * heads**2 * BF16
+    key_grads = 2 * side * 2
+    project = Work("project", l2=grads + key_grads, hbm=grads + key_grads)
+    # parts of query-side gradients are read, the sums written, and rounded
+    parts = FP32 * shape.heads * length * part_count(length, window, tile("back_1")) * (2 * CHANNELS + 2)
+    sums = parts + 2 * side * (2 + 2 + 1)
+    forward = [expand, product("scores", "scores"), composed("lse"), composed("compose"), product("values", "values")]
+    backward = [expand, product("scores", "scores"), product("grad_weights", "scores")]
+    backward += [composed("weights")] if shape.heads > 32 else []
+    backward += [
+        composed("back_1"), product("grad_values", "keys"), composed("back_0"), product("grad_query", "values"),
+        product("grad_key", "keys"), project, Work("sums (torch)", l2=sums, hbm=sums),
+    ]  # fmt: skip
+    return forward, backward
 
 
 def flash_seconds(shape: Shape, length: int, window: int | None, gpu: Device, efficiency: float = 1.0) -> float:
@@ -367,7 +369,7 @@ class Training:
 
 def training(
     shape: Shape, length: int, local: float, gpu: Device, issued: Callable[[str, int], float],
-    assumed: Assumptions = Assumptions(), arch: int = 90,
+    assumed: Assumptions = Assumptions(), arch: int = 90, operands: bool = False,
 ) -> Training:  # fmt: skip
     """A layer of a model with a share `local` of windowed layers."""
     output = shape.width * VOCABULARY / shape.layers
@@ -377,7 +379,8 @@ def training(
     generator = 3 * first.flops / (gpu.tensor * assumed.linear) + 3 * kernel.bound(gpu)[1]
     attention = 0.0
     for share, window in ((local, WINDOW), (1 - local, None)):
-        attention += share * sum(seconds(w, gpu) for w in attention_work(shape, length, window, gpu, issued, arch))
+        works = attention_work(shape, length, window, issued, arch, operands)
+        attention += share * sum(seconds(work, gpu) for work in works)
     return Training(linear, flash_seconds(shape, length, None, gpu, assumed.flash), generator, attention)
 
 
@@ -402,20 +405,22 @@ def decoding_throughput(
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def stored(name: str, dim: int) -> float:
+def stored(name: str, heads: int) -> float:
     """Instructions per query, key and head from `ISSUED`."""
     bounds = ISSUED[name]
-    return bounds[min((bound for bound in bounds if dim <= bound), default=max(bounds))]
+    return bounds[min((bound for bound in bounds if heads <= bound), default=max(bounds))]
 
 
-def compiled(arch: int) -> Callable[[str, int], float]:
+def compiled(arch: int, shapes: Iterable[Shape]) -> Callable[[str, int], float]:
     """The same from code compiled now."""
-    from . import report
+    import kernel_report
+
+    dims = {shape.heads: shape.dim for shape in shapes}
 
     @cache
-    def issued(name: str, dim: int) -> float:
-        tile = choose(name, dim, torch.bfloat16, arch)
-        return report.issued(report.compile_usage(report.attention_spec(name, dim, arch), arch), tile)
+    def issued(name: str, heads: int) -> float:
+        spec = kernel_report.attention_specs(heads, dims[heads], arch)[name]
+        return kernel_report.issued(spec, kernel_report.compile_usage(spec, arch)) or 0.0
 
     return issued
 
@@ -441,7 +446,7 @@ def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assum
         "|---|" + "---|" * 5,
     ]
     for shape in SHAPES.values():
-        both = (attention_work(shape, length, window, gpu, issued, arch) for window in (None, WINDOW))
+        both = (attention_work(shape, length, window, issued, arch) for window in (None, WINDOW))
         sums = [seconds(work, gpu) for passes in both for work in passes]
         sums.append(flash_seconds(shape, length, None, gpu, assumed.flash))
         lines.append(f"| {shape.name} | " + " | ".join(f"{1e3 * s:.3f}" for s in sums) + " |")
@@ -469,6 +474,27 @@ def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assum
     return "\n".join(lines)
 
 
+def training_rows(
+    names: Iterable[str], issued: Callable[[str, int], float], assumed: Assumptions, arch: int
+) -> list[dict[str, object]]:
+    """Shares of a plain Transformer's throughput in training, with kernels at their bounds and at 75% of them.
+
+    Those that end in `_operands` count what tiles of products read again.
+    """
+    rows: list[dict[str, object]] = []
+    for gpu in (device("H200"), device("H100", hbm=3.35e12, memory=80e9)):
+        for name in names:
+            for tokens in (2048, 4096):
+                for pattern, local in (("LG", 0.5), ("LGLL", 0.75)):
+                    row: dict[str, object] = {"shape": name, "pattern": pattern, "tokens": tokens, "gpu": gpu.name}
+                    for suffix, operands in (("", False), ("_operands", True)):
+                        found = training(SHAPES[name], tokens, local, gpu, issued, assumed, arch, operands)
+                        row["at_bounds" + suffix] = round(found.throughput(), 4)
+                        row["at_75" + suffix] = round(found.throughput(0.75), 4)
+                    rows.append(row)
+    return rows
+
+
 def verdict(share: float) -> str:
     """What a goal needs, in words."""
     return f"{share:.0%} of bounds" + (": out of reach of this design" if share > 1 else "")
@@ -479,7 +505,7 @@ def operators(gpu: Device, issued: Callable[[str, int], float], assumed: Assumpt
     shape = SHAPES["6.9B"]
 
     def both(length: int, window: int | None) -> float:
-        return sum(seconds(w, gpu) for w in attention_work(shape, length, window, gpu, issued, arch))
+        return sum(seconds(w, gpu) for w in attention_work(shape, length, window, issued, arch))
 
     ours, plain = both(4096, None), flash_seconds(shape, 4096, None, gpu, assumed.flash)
     near, far = both(8192, WINDOW), both(8192, None)
@@ -498,6 +524,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="compile the kernels instead of using stored counts")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the sequence")
     parser.add_argument("--sizes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--json", action="store_true", help="print what models reach on GPUs, as JSON")
     figures = parser.add_argument_group("the device; an H200 unless said otherwise")
     figures.add_argument("--tensor", type=float, default=989e12, help="FLOP/s, dense bfloat16")
     figures.add_argument("--multiprocessors", type=int, default=132)
@@ -514,15 +541,22 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--arch {args.arch}: stored counts are those of sm_90; add --compile")
     gpu = device("GPU", args.multiprocessors, args.clock, args.tensor, args.l2, args.hbm, args.memory)
     assumed = Assumptions(args.linear, args.flash, args.stream)
-    issued = compiled(args.arch) if args.compile else stored
+    issued = compiled(args.arch, [SHAPES[name] for name in args.sizes]) if args.compile else stored
+    if args.json:
+        print(json.dumps({"training": training_rows(args.sizes, issued, assumed, args.arch)}, indent=1))
+        return 0
 
     print("ESTIMATE, not a measurement. Milliseconds; one sequence, forward and backward, bfloat16, R = 2.")
     if args.compile:
-        found = {name: {dim: round(issued(name, dim), 3) for dim in (64, 128)} for name in KERNELS}
+        counts = {heads for name in args.sizes for heads in [SHAPES[name].heads]}
+        found = {
+            name: {n: round(issued(name, n), 3) for n in sorted(counts) if name != "weights" or n > 32}
+            for name in ISSUED
+        }
         print(f"\nISSUED = {found}")
     for name in args.sizes:
         for window in (None, WINDOW):
-            passes = attention_work(SHAPES[name], args.length, window, gpu, issued, args.arch)
+            passes = attention_work(SHAPES[name], args.length, window, issued, args.arch)
             for which, work in zip(("forward", "backward"), passes, strict=True):
                 print(f"\n{table(f'{name}, {which}, ' + (f'window {window}' if window else 'global'), work, gpu)}")
         print(f"\n{table(f'{name}, generators, {args.length} tokens', generator_work(SHAPES[name], args.length), gpu)}")

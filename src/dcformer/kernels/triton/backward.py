@@ -1,0 +1,162 @@
+"""Gradients through both compositions and the softmax between them: `back_1_kernel`, then `back_0_kernel`.
+
+Programs are those of `compose`: B_T queries, all heads of a group, a loop over keys. Weights are made anew from the
+scores. Gradients of the query side's weights, and the softmax's sums, are added up in registers over a
+program's keys, and stored as parts; those of M(s) are one product per key, stored for each tile of queries. Who adds
+these parts up does so in one order: torch, and `key_side.project_kernel`.
+"""
+# ruff: noqa: RUF005 - Triton's tuples have no unpacking
+# mypy: disable-error-code="no-untyped-def, assignment"
+# (arguments of kernels have no types in Python, the annotations there are Triton's; tuples grow)
+
+import triton
+import triton.language as tl
+
+from .compose import program_keys, weights_of
+from .heads import (
+    add_side_grads,
+    cast,
+    composed,
+    filled,
+    hidden,
+    intervals,
+    load_heads,
+    load_matrix,
+    load_row,
+    load_side,
+    side_channels,
+    store_heads,
+    store_matrix_grad,
+    store_row,
+    store_side_grads,
+    turned,
+    turned_matrix,
+    widened,
+)
+
+
+@triton.jit
+def back_1_kernel(
+    p_in, p_grads, p_m0, p_m1, p_wq, p_first, p_last, p_lse, p_out, p_gwq, p_delta, p_gm,
+    stride_ib, stride_w, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
+    F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """Back through the composition of weights: from dW to dP.
+
+    Args:
+        p_in: the map of scores, or with GIVEN of weights; then p_out may be the same.
+        p_grads: the map of dW; dP takes its place.
+        p_out: the map of composed weights, to be written.
+        p_gwq: parts of gradients of the query side's weights, [parts of keys, B·H, C, n_t].
+        p_delta: parts of two sums, Σ_s P dP and, in float32 or with GIVEN, Σ_s P, [parts of keys, 1 or 2, B·H, n_t].
+        p_gm: parts of gradients of M(s), transposed: [tiles of queries, B·G, n_s, h', h].
+    """
+    i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
+    m_t = o_t < n_t
+    p_bounds = i_bg // G * stride_ib + t_0
+    first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
+    start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
+    p_wq += i_bg * M * stride_w + t_0
+    w0 = load_side(p_wq, stride_w, T, o_t, m_t, F_PRE, R, M, H0, H1)
+    w1 = load_side(p_wq + (F_PRE & 1) * C * T, stride_w, T, o_t, m_t, F_POST, R, M, H0, H1)
+    lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
+    p_in += i_bg * M * stride_map
+    p_grads += i_bg * M * stride_map
+    p_out += i_bg * M * stride_map
+    HH: tl.constexpr = (H0 + H1) * (H0 + H1)
+    stride_m = tl.full([], HH, tl.int64)
+    p_m0 += i_bg * n_s * HH
+    p_m1 += i_bg * n_s * HH
+    p_gm += (i_t * (n_bh // M) + i_bg) * n_s * HH
+    dtype: tl.constexpr = p_grads.dtype.element_ty
+    MASS: tl.constexpr = GIVEN or dtype == tl.float32  # otherwise gradients are rounded more than log-sum-exps are
+    delta, mass = filled(0.0, 1, B_T, H0, H1), filled(0.0, MASS, B_T, H0, H1)
+    grads = filled(0.0, side_channels(F_POST, R), B_T, H0, H1)
+    for s in tl.range(start - s_0, stop - s_0):
+        x = turned(load_row(p_in + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        row = load_row(p_grads + s * n_p, stride_map, o_t, M, H0, H1)  # [h', t]
+        m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
+        if GIVEN:
+            p, narrow = widened(x, H0, H1), x
+        else:
+            m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
+            visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
+            p, _, _ = weights_of(x, w0, m0, lse, visible, F_PRE, R, H0, H1)
+            narrow = cast(p, dtype, H1)
+        hid = hidden(p, w1, 0, F_POST, R, H1)
+        store_row(p_out + s * n_p, composed(narrow, p, w1, hid, m1, R, F_POST, R, H1), stride_map, o_t, M, H0, H1)
+        y = turned(row, H1)
+        dw = widened(y, H0, H1)
+        grad_hid = hidden(dw, w1, R, F_POST, R, H1)
+        grads = add_side_grads(grads, p, dw, hid, grad_hid, F_POST, R, H1)
+        dp = composed(y, dw, w1, grad_hid, turned_matrix(m1, dtype, F_POST, H1), 0, F_POST, R, H1)
+        deltas, masses = (), ()
+        for i in tl.static_range(1 + (H1 > 0)):
+            deltas = deltas + (delta[i] + p[i] * dp[i],)
+            if MASS:
+                masses = masses + (mass[i] + p[i],)
+        delta, mass = deltas, masses
+        store_row(p_grads + s * n_p, dp, stride_map, o_t, M, H0, H1)
+        if F_POST & 6:
+            store_matrix_grad(p_gm + s * stride_m, row, narrow, H0, H1)
+    i_part = i_s * n_bh + i_bg * M
+    store_side_grads(p_gwq + i_part * C * n_t, grads, 1.0, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
+    p_delta += (i_s * n_bh * MASS + i_part) * n_t
+    store_heads(p_delta, delta, n_t, o_t, m_t, M, H0, H1)
+    if MASS:
+        store_heads(p_delta + n_bh.to(tl.int64) * n_t, mass, n_t, o_t, m_t, M, H0, H1)
+
+
+@triton.jit
+def back_0_kernel(
+    p_scores, p_grads, p_m0, p_wq, p_first, p_last, p_lse, p_delta, p_gwq, p_gm,
+    stride_ib, stride_w, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, factor,
+    F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr,
+):  # fmt: skip
+    """Back through the softmax and the composition of scores: from dP to the gradients of scores.
+
+    Args:
+        p_grads: the map of dP; the gradients of scores take its place.
+        p_delta: Σ_s P dP, [B·H, n_t].
+        p_gwq: as for `back_1_kernel`, times `factor`, as scores are not what they seem.
+        p_gm: parts of gradients of M(s): [tiles of queries, B·G, n_s, h, h'], without the factor.
+    """
+    i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
+    m_t = o_t < n_t
+    p_bounds = i_bg // G * stride_ib + t_0
+    first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
+    start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
+    w0 = load_side(p_wq + i_bg * M * stride_w + t_0, stride_w, T, o_t, m_t, F_PRE, R, M, H0, H1)
+    lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
+    delta = load_heads(p_delta + i_bg * M * n_t, n_t, o_t, m_t, 0.0, M, H0, H1)
+    p_scores += i_bg * M * stride_map
+    p_grads += i_bg * M * stride_map
+    HH: tl.constexpr = (H0 + H1) * (H0 + H1)
+    stride_m = tl.full([], HH, tl.int64)
+    p_m0 += i_bg * n_s * HH
+    p_gm += (i_t * (n_bh // M) + i_bg) * n_s * HH
+    dtype: tl.constexpr = p_grads.dtype.element_ty
+    grads = filled(0.0, side_channels(F_PRE, R), B_T, H0, H1)
+    for s in tl.range(start - s_0, stop - s_0):
+        row = load_row(p_scores + s * n_p, stride_map, o_t, M, H0, H1)  # [h, t]
+        y = turned(load_row(p_grads + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
+        visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
+        p, x, hid = weights_of(turned(row, H1), w0, m0, lse, visible, F_PRE, R, H0, H1)
+        dp = widened(y, H0, H1)
+        da = ()
+        for i in tl.static_range(1 + (H1 > 0)):
+            da = da + (p[i] * (dp[i] - delta[i]),)
+        grad_hid = hidden(da, w0, R, F_PRE, R, H1)
+        grads = add_side_grads(grads, x, da, hid, grad_hid, F_PRE, R, H1)
+        narrow = cast(da, dtype, H1)
+        ds = composed(narrow, da, w0, grad_hid, turned_matrix(m0, dtype, F_PRE, H1), 0, F_PRE, R, H1)
+        store_row(p_grads + s * n_p, ds, stride_map, o_t, M, H0, H1)
+        if F_PRE & 6:
+            store_matrix_grad(p_gm + s * stride_m, cast(row, dtype, H1), narrow, H0, H1)
+    i_part = (i_s * n_bh + i_bg * M) * C
+    store_side_grads(p_gwq + i_part * n_t, grads, factor, C * n_t, n_t, o_t, m_t, F_PRE, R, M, H0, H1)

@@ -1,0 +1,162 @@
+"""From scores to composed weights: `lse_kernel`, `join_kernel`, `compose_kernel`.
+
+Scores arrive times log2(e), so that exp2 and log2 do; log-sum-exps are base 2. Softmax sits between two compositions,
+so its sums need a pass of their own over the scores; each kernel composes them anew, which costs less than to store
+them.
+
+A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees.
+"""
+# ruff: noqa: RUF005 - Triton's tuples have no unpacking
+# mypy: disable-error-code="no-untyped-def, assignment"
+# (arguments of kernels have no types in Python, the annotations there are Triton's; tuples grow)
+
+import triton
+import triton.language as tl
+
+from .heads import (
+    cast,
+    composed,
+    filled,
+    hidden,
+    intervals,
+    load_heads,
+    load_matrix,
+    load_row,
+    load_side,
+    span,
+    store_heads,
+    store_row,
+    turned,
+    widened,
+)
+
+LOWEST = tl.constexpr(-1e30)  # below every score; finite, as -inf - -inf is not a number
+
+
+@triton.jit
+def program_keys(first, last, i_s, n_keys, s_0, n_s):
+    """The keys of a program: of those that any of its queries sees, part i_s, n_keys of them."""
+    low, high = span(first, last)
+    low = tl.minimum(low, high)
+    start = s_0 + (low - s_0) // 16 * 16 + i_s * n_keys  # n_keys is a multiple of 16
+    return tl.maximum(start, low), tl.minimum(tl.minimum(start + n_keys, s_0 + n_s), high)
+
+
+@triton.jit
+def lse_kernel(
+    p_scores, p_m0, p_wq, p_first, p_last, p_lse,
+    stride_ib, stride_w, stride_l, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, unseen,
+    F_PRE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+    B_T: tl.constexpr, B_S: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exps of composed scores over the keys of a part: p_lse [parts, B·H, stride_l], from its first query.
+
+    B_S keys a turn share one rescaling of the sums. `unseen` stands where a query sees none of the keys.
+    """
+    i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
+    m_t = o_t < n_t
+    p_bounds = i_bg // G * stride_ib + t_0
+    first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
+    start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
+    w0 = load_side(p_wq + i_bg * M * stride_w + t_0, stride_w, T, o_t, m_t, F_PRE, R, M, H0, H1)
+    p_scores += i_bg * M * stride_map
+    HH: tl.constexpr = (H0 + H1) * (H0 + H1)
+    stride_m = tl.full([], HH, tl.int64)
+    p_m0 += i_bg * n_s * HH
+    NB: tl.constexpr = 1 + (H1 > 0)
+    top, total = filled(LOWEST, 1, B_T, H0, H1), filled(0.0, 1, B_T, H0, H1)
+    start = s_0 + (start - s_0) // B_S * B_S  # a turn never leaves a part, and what nobody sees is masked
+    for s in tl.range(start, stop, B_S):
+        turn, above = (), top
+        for k in tl.static_range(B_S):
+            x = turned(load_row(p_scores + (s + k - s_0) * n_p, stride_map, o_t, M, H0, H1), H1)
+            m0 = load_matrix(p_m0 + (s + k - s_0) * stride_m, F_PRE, H0, H1)
+            wide = widened(x, H0, H1)
+            a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
+            visible = ((s + k >= first) & (s + k < last))[:, None]
+            highest = ()
+            for i in tl.static_range(NB):
+                turn = turn + (tl.where(visible, a[i], LOWEST),)
+                highest = highest + (tl.maximum(above[i], turn[k * NB + i]),)
+            above = highest
+        sums = ()
+        for i in tl.static_range(NB):
+            new = total[i] * tl.exp2(top[i] - above[i])
+            for k in tl.static_range(B_S):
+                new += tl.exp2(turn[k * NB + i] - above[i])
+            sums = sums + (new,)
+        top, total = above, sums
+    out = ()
+    for i in tl.static_range(NB):
+        is_seen = top[i] > LOWEST / 2
+        out = out + (tl.where(is_seen, top[i] + tl.log2(tl.where(is_seen, total[i], 1.0)), unseen),)
+    store_heads(p_lse + (i_s * n_bh + i_bg * M) * stride_l, out, stride_l, o_t, m_t, M, H0, H1)
+
+
+@triton.jit
+def join_kernel(p_parts, p_lse, T, t_0, n_t, n_parts, n_bh, B_P: tl.constexpr, B_T: tl.constexpr):
+    """Log-sum-exps of a chunk from those of its parts [parts, B·H, n_t]: p_lse [B·H, T]; +inf where nothing is seen."""
+    i_bh, i_t = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_t = i_t * B_T + tl.arange(0, B_T)
+    m_t = o_t < n_t
+    top, total = tl.full([B_T], float("-inf"), tl.float32), tl.zeros([B_T], tl.float32)
+    for i_p in range(0, n_parts, B_P):
+        o_p = i_p + tl.arange(0, B_P)
+        p_part = p_parts + (o_p[:, None].to(tl.int64) * n_bh + i_bh) * n_t + o_t[None, :]
+        part = tl.load(p_part, mask=(o_p < n_parts)[:, None] & m_t[None, :], other=float("-inf"))  # [p, t]
+        above = tl.maximum(top, tl.max(part, 0))
+        base = tl.where(above == float("-inf"), 0.0, above)
+        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(part - base[None, :]), 0)
+        top = above
+    is_seen = total > 0
+    lse = tl.where(is_seen, top + tl.log2(tl.where(is_seen, total, 1.0)), float("inf"))
+    tl.store(p_lse + i_bh * T + t_0 + o_t, lse, mask=m_t)
+
+
+@triton.jit
+def weights_of(x, w0, m0, lse, visible, F_PRE: tl.constexpr, R: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """A key's weights, blocks [t, h] in float32; zeros where it is not seen. Also its scores, and their hidden maps."""
+    wide = widened(x, H0, H1)
+    hid = hidden(wide, w0, 0, F_PRE, R, H1)
+    a = composed(x, wide, w0, hid, m0, R, F_PRE, R, H1)
+    out = ()
+    for i in tl.static_range(1 + (H1 > 0)):
+        out = out + (tl.where(visible, tl.exp2(a[i] - lse[i]), 0.0),)
+    return out, wide, hid
+
+
+@triton.jit
+def compose_kernel(
+    p_scores, p_m0, p_m1, p_wq, p_first, p_last, p_lse, p_out,
+    stride_ib, stride_w, stride_map: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
+    F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, POST: tl.constexpr,
+):  # fmt: skip
+    """Composed weights; without POST the weights as they are. p_out may be p_scores: a row is read before written."""
+    i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
+    m_t = o_t < n_t
+    p_bounds = i_bg // G * stride_ib + t_0
+    first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
+    start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
+    p_wq += i_bg * M * stride_w + t_0
+    w0 = load_side(p_wq, stride_w, T, o_t, m_t, F_PRE, R, M, H0, H1)
+    w1 = load_side(p_wq + (F_PRE & 1) * C * T, stride_w, T, o_t, m_t, F_POST, R, M, H0, H1)
+    lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
+    p_scores += i_bg * M * stride_map
+    p_out += i_bg * M * stride_map
+    HH: tl.constexpr = (H0 + H1) * (H0 + H1)
+    stride_m = tl.full([], HH, tl.int64)
+    p_m0 += i_bg * n_s * HH
+    p_m1 += i_bg * n_s * HH
+    for s in tl.range(start - s_0, stop - s_0):
+        x = turned(load_row(p_scores + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
+        visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
+        p, _, _ = weights_of(x, w0, m0, lse, visible, F_PRE, R, H0, H1)
+        if POST:
+            m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
+            narrow = cast(p, p_out.dtype.element_ty, H1)
+            p = composed(narrow, p, w1, hidden(p, w1, 0, F_POST, R, H1), m1, R, F_POST, R, H1)
+        store_row(p_out + s * n_p, p, stride_map, o_t, M, H0, H1)

@@ -1,0 +1,295 @@
+"""Composition with heads as the dimension of a matrix: what is done with all heads of a group for one key.
+
+A program has B_T queries and all M heads of a group, and loops over keys. For one key s, with x [t, h] (scores or
+weights) as rows of queries,
+
+    x'[t, h'] = x (1 + gate_q) + Σ_r up_q[r] · (Σ_h x down_q[r])  +  x @ M(s)
+
+The query side is elementwise: its weights, [t, h], stay in registers for the whole loop. The key side with its gate and
+the static projection is one product: M(s) [h, h'] comes from `key_side.expand_kernel`. Gradients go back by the same
+with up and down exchanged and M transposed.
+
+Heads come in one block of H0 (16 or 32), or in two above 32: H0 = 32 and H1 = 16 or 32 (H1 = 0: one block). Tiles of
+all heads are tuples of one tile per block, and matrices tuples of blocks, row by row. Heads from M on do not exist:
+they are loaded as zeros and not stored. A stage's constant flags F are 1 query side, 2 key side, 4 static, 8 gates.
+"""
+# ruff: noqa: RUF005 - Triton's tuples have no unpacking
+# mypy: disable-error-code="no-untyped-def, assignment"
+# (arguments of kernels have no types in Python, the annotations there are Triton's; tuples grow)
+
+import triton
+import triton.language as tl
+
+from .precision import add_product, product, rounded
+
+FAR = tl.constexpr(2147483647)  # no key is as far as this
+
+
+@triton.jit
+def head_ids(i: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """Numbers of the heads of block i: [h]."""
+    if i == 0:
+        return tl.arange(0, H0)
+    else:
+        return H0 + tl.arange(0, H1)
+
+
+# --- which keys -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def intervals(p_first, p_last, o_t, m_t):
+    """The keys [first, last) that queries see: two [t]. Queries that are not there see none."""
+    first = tl.load(p_first + o_t, mask=m_t, other=FAR)
+    last = tl.load(p_last + o_t, mask=m_t, other=0)
+    return first, last
+
+
+@triton.jit
+def span(first, last):
+    """Bounds of the keys that any of some queries sees; an empty interval if none sees anything."""
+    is_seeing = first < last
+    return tl.min(tl.where(is_seeing, first, FAR)), tl.max(tl.where(is_seeing, last, 0))
+
+
+# --- maps -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_row(p_map, stride_h, o_t, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """A key's row of a map, as it lies in memory: blocks [h, t]."""
+    out = ()
+    for i in tl.static_range(1 + (H1 > 0)):
+        o_h = head_ids(i, H0, H1)
+        p_row = p_map + o_h[:, None] * stride_h + o_t[None, :]
+        if M == H0 + H1:
+            out = out + (tl.load(p_row),)
+        else:
+            out = out + (tl.load(p_row, mask=(o_h < M)[:, None], other=0.0),)
+    return out
+
+
+@triton.jit
+def store_row(p_map, x, stride_h, o_t, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """Stores blocks [t, h] as a key's row of a map."""
+    dtype: tl.constexpr = p_map.dtype.element_ty
+    for i in tl.static_range(1 + (H1 > 0)):
+        o_h = head_ids(i, H0, H1)
+        p_row = p_map + o_h[:, None] * stride_h + o_t[None, :]
+        if M == H0 + H1:
+            tl.store(p_row, tl.trans(rounded(x[i], dtype)))
+        else:
+            tl.store(p_row, tl.trans(rounded(x[i], dtype)), mask=(o_h < M)[:, None])
+
+
+@triton.jit
+def turned(x, H1: tl.constexpr):
+    """Each block transposed: [h, t] to [t, h]."""
+    out = ()
+    for i in tl.static_range(1 + (H1 > 0)):
+        out = out + (tl.trans(x[i]),)
+    return out
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr, H1: tl.constexpr):
+    """Each block in another dtype."""
+    out = ()
+    for i in tl.static_range(1 + (H1 > 0)):
+        if x[i].dtype == dtype:
+            out = out + (x[i],)
+        else:
+            out = out + (rounded(x[i].to(tl.float32), dtype),)
+    return out
+
+
+@triton.jit
+def widened(x, H0: tl.constexpr, H1: tl.constexpr):
+    """Blocks [t, h] in float32, where products of matrices leave their results: a product with ones on the diagonal.
+
+    Exact. A mere conversion would leave them where loads do, and what follows would go through shared memory. float32
+    is left as it is: tensor cores have no exact product for it.
+    """
+    out = ()
+    for i in tl.static_range(1 + (H1 > 0)):
+        if x[i].dtype == tl.float32:
+            out = out + (x[i],)
+        else:
+            o_h = head_ids(i, H0, H1)
+            one = (o_h[:, None] == o_h[None, :]).to(tl.float32).to(x[i].dtype)
+            out = out + (product(x[i], one),)
+    return out
+
+
+@triton.jit
+def load_heads(
+    p_x, stride_h, o_t, m_t, other: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr
+):  # fmt: skip
+    """One number per query and head: blocks [t, h], `other` where there is none."""
+    out = ()
+    for i in tl.static_range(1 + (H1 > 0)):
+        o_h = head_ids(i, H0, H1)
+        p_tile = p_x + o_h[None, :] * stride_h + o_t[:, None]
+        out = out + (tl.load(p_tile, mask=m_t[:, None] & (o_h < M)[None, :], other=other),)
+    return out
+
+
+@triton.jit
+def store_heads(p_x, x, stride_h, o_t, m_t, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """Stores blocks [t, h]."""
+    for i in tl.static_range(1 + (H1 > 0)):
+        o_h = head_ids(i, H0, H1)
+        tl.store(p_x + o_h[None, :] * stride_h + o_t[:, None], x[i], mask=m_t[:, None] & (o_h < M)[None, :])
+
+
+@triton.jit
+def filled(value: tl.constexpr, count: tl.constexpr, B_T: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """`count` times blocks [t, h] of one value in float32, in a flat tuple."""
+    out = ()
+    for _ in tl.static_range(count):
+        out = out + (tl.full([B_T, H0], value, tl.float32),)
+        if H1 > 0:
+            out = out + (tl.full([B_T, H1], value, tl.float32),)
+    return out
+
+
+# --- composition ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_side(
+    p_w, stride_h, stride_c, o_t, m_t,
+    F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+):  # fmt: skip
+    """Weights of the query side in float32: R down, R up and with gates 1 + gate, each blocks [t, h]; a flat tuple."""
+    out = ()
+    if F & 1:
+        for c in tl.static_range(2 * R):
+            channel = load_heads(p_w + c * stride_c, stride_h, o_t, m_t, 0.0, M, H0, H1)
+            for i in tl.static_range(1 + (H1 > 0)):
+                out = out + (channel[i].to(tl.float32),)
+        if F & 8:
+            gate = load_heads(p_w + 2 * R * stride_c, stride_h, o_t, m_t, 0.0, M, H0, H1)
+            for i in tl.static_range(1 + (H1 > 0)):
+                out = out + (1.0 + gate[i].to(tl.float32),)
+    return out
+
+
+@triton.jit
+def load_matrix(p_m, F: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """M(s): its blocks [h, h'], row by row; empty without a key side and a static projection."""
+    out = ()
+    if F & 6:
+        for i in tl.static_range(1 + (H1 > 0)):
+            for j in tl.static_range(1 + (H1 > 0)):
+                o_m = head_ids(i, H0, H1)[:, None] * (H0 + H1) + head_ids(j, H0, H1)[None, :]
+                out = out + (tl.load(p_m + o_m),)
+    return out
+
+
+@triton.jit
+def turned_matrix(m, dtype: tl.constexpr, F: tl.constexpr, H1: tl.constexpr):
+    """The transpose of M(s) in another dtype."""
+    NB: tl.constexpr = 1 + (H1 > 0)
+    out = ()
+    if F & 6:
+        for i in tl.static_range(NB):
+            for j in tl.static_range(NB):
+                block = tl.trans(m[j * NB + i])
+                if block.dtype == dtype:
+                    out = out + (block,)
+                else:
+                    out = out + (rounded(block.to(tl.float32), dtype),)
+    return out
+
+
+@triton.jit
+def hidden(x, w, first: tl.constexpr, F: tl.constexpr, R: tl.constexpr, H1: tl.constexpr):
+    """The query side's hidden map: Σ_h x · w[first + r], R of [t, 1]. `first` is 0 for down, R for up."""
+    NB: tl.constexpr = 1 + (H1 > 0)
+    out = ()
+    if F & 1:
+        for r in tl.static_range(R):
+            total = tl.sum(x[0] * w[(first + r) * NB], 1)
+            if H1 > 0:
+                total += tl.sum(x[1] * w[(first + r) * NB + 1], 1)
+            out = out + (total[:, None],)
+    return out
+
+
+@triton.jit
+def composed(x, wide, w, hid, m, first: tl.constexpr, F: tl.constexpr, R: tl.constexpr, H1: tl.constexpr):
+    """x' of blocks [t, h], in float32.
+
+    Args:
+        x: for products of matrices, in the dtype of m.
+        wide: the same in float32.
+        w, hid, m: of `load_side`, `hidden`, `load_matrix`; for gradients `hid` with up, and m transposed.
+        first: which weights hidden maps are multiplied with: R for up; 0 for down, in gradients.
+    """
+    NB: tl.constexpr = 1 + (H1 > 0)
+    out = ()
+    for j in tl.static_range(NB):
+        y = wide[j]
+        if F & 1:
+            if F & 8:
+                y = y * w[2 * R * NB + j]
+            for r in tl.static_range(R):
+                y += w[(first + r) * NB + j] * hid[r]
+        if F & 6:
+            for i in tl.static_range(NB):
+                y = add_product(y, x[i], m[i * NB + j])
+        out = out + (y,)
+    return out
+
+
+@triton.jit
+def side_channels(F: tl.constexpr, R: tl.constexpr):
+    """How many channels a stage's query side has."""
+    return (F & 1) * (2 * R + (F & 8) // 8)
+
+
+@triton.jit
+def add_side_grads(grads, x, grad, hid, grad_hid, F: tl.constexpr, R: tl.constexpr, H1: tl.constexpr):
+    """Adds a key's part to the gradients of the query side's weights; in the order of `load_side`.
+
+    Args:
+        x, grad: what the stage takes, and the gradient of what it makes, in float32.
+        hid, grad_hid: their hidden maps, with down and with up.
+    """
+    NB: tl.constexpr = 1 + (H1 > 0)
+    out = ()
+    if F & 1:
+        for r in tl.static_range(R):
+            for j in tl.static_range(NB):
+                out = out + (grads[r * NB + j] + x[j] * grad_hid[r],)
+        for r in tl.static_range(R):
+            for j in tl.static_range(NB):
+                out = out + (grads[(R + r) * NB + j] + grad[j] * hid[r],)
+        if F & 8:
+            for j in tl.static_range(NB):
+                out = out + (grads[2 * R * NB + j] + x[j] * grad[j],)
+    return out
+
+
+@triton.jit
+def store_side_grads(
+    p_grad, grads, factor, stride_h, stride_c, o_t, m_t,
+    F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+):  # fmt: skip
+    """Stores them, times a factor."""
+    NB: tl.constexpr = 1 + (H1 > 0)
+    for c in tl.static_range(side_channels(F, R)):
+        for i in tl.static_range(NB):
+            o_h = head_ids(i, H0, H1)
+            p_tile = p_grad + c * stride_c + o_h[None, :] * stride_h + o_t[:, None]
+            tl.store(p_tile, grads[c * NB + i] * factor, mask=m_t[:, None] & (o_h < M)[None, :])
+
+
+@triton.jit
+def store_matrix_grad(p_m, left, right, H0: tl.constexpr, H1: tl.constexpr):
+    """Stores left [h, t] times right [t, h']: a key's part of the gradient of M(s), from the queries of a tile."""
+    for i in tl.static_range(1 + (H1 > 0)):
+        for j in tl.static_range(1 + (H1 > 0)):
+            o_m = head_ids(i, H0, H1)[:, None] * (H0 + H1) + head_ids(j, H0, H1)[None, :]
+            tl.store(p_m + o_m, rounded(product(left[i], right[j]), p_m.dtype.element_ty))

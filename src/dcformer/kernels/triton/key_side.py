@@ -1,0 +1,115 @@
+"""The key side: `expand_kernel` makes each key's matrix M(s) of its weights, `project_kernel` takes gradients back.
+
+    M(s)[h, h'] = Σ_r down_k[r, h] · up_k[r, h'] + (h = h') gate_k[h] + static[h, h']
+
+Programs have B_S keys of one group of heads; B_H is a power of two that holds all heads.
+"""
+# mypy: disable-error-code="no-untyped-def, assignment"
+# (arguments of kernels have no types in Python; the annotations there are Triton's)
+
+import triton
+import triton.language as tl
+
+from .heads import intervals, span
+from .precision import rounded
+
+
+@triton.jit
+def _load_channel(p_w, stride_w, o_s, m_s, o_h, M: tl.constexpr):
+    """A channel of the key side's weights: [s, h] in float32."""
+    mask = m_s[:, None] & (o_h < M)[None, :]
+    return tl.load(p_w + o_h[None, :] * stride_w + o_s[:, None], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_channel(p_w, grad, stride_w, o_s, m_s, o_h, M: tl.constexpr, ADD: tl.constexpr):
+    """Stores [s, h] as a channel of the gradients, or adds it to what is there."""
+    p_tile, mask = p_w + o_h[None, :] * stride_w + o_s[:, None], m_s[:, None] & (o_h < M)[None, :]
+    if ADD:
+        grad += tl.load(p_tile, mask=mask, other=0.0).to(tl.float32)
+    tl.store(p_tile, rounded(grad, p_w.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expand_kernel(
+    p_wk, p_static, p_m, stride_w, G, S, s_0, n_s,
+    F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr,
+):  # fmt: skip
+    """M(s) of a stage for the keys of a chunk: p_m [B·G, n_s, HP, HP], zeros beyond the M heads.
+
+    Args:
+        p_wk: the stage's channels of the key side's weights, [B·H, ..., S].
+        p_static: [G, M, M], from row to column.
+    """
+    i_s, i_bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_s, o_h = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_H)
+    m_s = o_s + s_0 < S
+    p_wk += i_bg * M * stride_w + s_0
+    out = tl.zeros([B_S, B_H, B_H], tl.float32)  # [s, h, h']
+    if F & 4:
+        mask = (o_h < M)[:, None] & (o_h < M)[None, :]
+        static = tl.load(p_static + i_bg % G * M * M + o_h[:, None] * M + o_h[None, :], mask=mask, other=0.0)
+        out += static.to(tl.float32)[None, :, :]
+    if F & 2:
+        for r in tl.static_range(R):
+            down = _load_channel(p_wk + r * S, stride_w, o_s, m_s, o_h, M)
+            up = _load_channel(p_wk + (R + r) * S, stride_w, o_s, m_s, o_h, M)
+            out += down[:, :, None] * up[:, None, :]
+        if F & 8:
+            gate = _load_channel(p_wk + 2 * R * S, stride_w, o_s, m_s, o_h, M)
+            out += tl.where((o_h[:, None] == o_h[None, :])[None, :, :], gate[:, :, None], 0.0)
+    p_out = p_m + (i_bg * n_s + o_s)[:, None, None] * (HP * HP) + o_h[None, :, None] * HP + o_h[None, None, :]
+    mask = (o_s < n_s)[:, None, None] & (o_h < HP)[None, :, None] & (o_h < HP)[None, None, :]
+    tl.store(p_out, rounded(out, p_m.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def project_kernel(
+    p_gm, p_wk, p_gwk, p_gstatic, p_first, p_last, stride_ib, stride_w, n_bg, G, S, t_0, n_t, s_0, n_s, factor,
+    F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr,
+    B_T: tl.constexpr, TURNED: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients of M(s) over the tiles of queries, in their order, and takes them back to what makes M(s).
+
+    Args:
+        p_gm: their parts, [tiles of B_T queries, B·G, n_s, HP, HP]; with TURNED as columns by rows. A tile has written
+            those of the keys that any of its queries sees.
+        p_gwk: gradients of the stage's channels, like p_wk; with ADD they are added to what is there.
+        p_gstatic: parts of the gradient of the static projection, [programs of keys, B·G, M, M].
+        factor: of all gradients.
+    """
+    i_s, i_bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_s, o_h = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_H)
+    m_s = (o_s < n_s) & (o_s + s_0 < S)
+    p_bounds = i_bg // G * stride_ib + t_0
+    h_stride: tl.constexpr = 1 if TURNED else HP
+    o_m = (
+        o_s[:, None, None].to(tl.int64) * (HP * HP)
+        + o_h[None, :, None] * h_stride
+        + o_h[None, None, :] * (HP + 1 - h_stride)
+    )
+    m_h = (o_h < M)[None, :, None] & (o_h < M)[None, None, :]
+    grad = tl.zeros([B_S, B_H, B_H], tl.float32)  # [s, h, h']
+    for i_t in range(0, tl.cdiv(n_t, B_T)):
+        o_t = i_t * B_T + tl.arange(0, B_T)
+        first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, o_t < n_t)
+        low, high = span(first, last)
+        is_seen = m_s & (o_s + s_0 >= low) & (o_s + s_0 < high)
+        p_part = p_gm + (i_t * n_bg + i_bg) * n_s * (HP * HP)
+        grad += tl.load(p_part + o_m, mask=is_seen[:, None, None] & m_h, other=0.0).to(tl.float32)
+    grad *= factor
+    if F & 4:
+        o_static = o_h[:, None] * M + o_h[None, :]
+        mask = (o_h < M)[:, None] & (o_h < M)[None, :]
+        tl.store(p_gstatic + (i_s * n_bg + i_bg) * M * M + o_static, tl.sum(grad, 0), mask=mask)
+    if F & 2:
+        p_wk += i_bg * M * stride_w + s_0
+        p_gwk += i_bg * M * stride_w + s_0
+        for r in tl.static_range(R):
+            down = _load_channel(p_wk + r * S, stride_w, o_s, m_s, o_h, M)
+            up = _load_channel(p_wk + (R + r) * S, stride_w, o_s, m_s, o_h, M)
+            _store_channel(p_gwk + r * S, tl.sum(grad * up[:, None, :], 2), stride_w, o_s, m_s, o_h, M, ADD)
+            _store_channel(p_gwk + (R + r) * S, tl.sum(grad * down[:, :, None], 1), stride_w, o_s, m_s, o_h, M, ADD)
+        if F & 8:
+            diagonal = tl.where((o_h[:, None] == o_h[None, :])[None, :, :], grad, 0.0)
+            _store_channel(p_gwk + 2 * R * S, tl.sum(diagonal, 2), stride_w, o_s, m_s, o_h, M, ADD)

@@ -1,0 +1,36 @@
+"""Products and rounding that are the same compiled and in Triton's interpreter."""
+# mypy: disable-error-code="no-untyped-def"
+# (arguments of kernels have no types in Python; the annotations there are Triton's)
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter multiplies the bit patterns of bfloat16; there operands are widened, which changes no product.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 to another dtype, to nearest even; the interpreter would truncate to bfloat16."""
+    if INTERPRETED:
+        if dtype == tl.bfloat16:
+            bits = x.to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+            x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def product(a, b):
+    """[x, d] times [d, y] in float32, exact for float32 inputs."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def add_product(total, a, b):
+    """total [x, y] + a [x, d] times b [d, y] in float32."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")

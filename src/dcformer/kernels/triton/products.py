@@ -1,0 +1,191 @@
+"""Products of maps with queries, keys and values, one head each: `scores_kernel`, `values_kernel`, `keys_kernel`.
+
+Only what some query sees is multiplied. Maps come from memory that nobody has written: what `scores_kernel` makes
+covers all that the kernels of composition read, and what those have written covers all pairs of a query and a key that
+it sees. So the products that read maps take zeros for pairs that are not seen, and do without that check inside, where
+all are.
+"""
+# mypy: disable-error-code="no-untyped-def, assignment"
+# (arguments of kernels have no types in Python; the annotations there are Triton's)
+
+import triton
+import triton.language as tl
+
+from .heads import FAR, intervals, span
+from .precision import add_product, rounded
+
+
+@triton.jit
+def _load_states(p_x, stride_n, o_n, m_n, o_d, D: tl.constexpr):
+    """Queries, keys or values of a head: [n, d], zeros beyond the tokens and the D channels."""
+    p_tile = p_x + o_n[:, None].to(tl.int64) * stride_n + o_d[None, :]
+    return tl.load(p_tile, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_map(p_map, o_s, o_t, n_s, n_p):
+    """A tile of a map: [s, t]."""
+    p_tile = p_map + o_s[:, None] * n_p + o_t[None, :]
+    return tl.load(p_tile, mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :], other=0.0)
+
+
+@triton.jit
+def scores_kernel(
+    p_a, p_b, p_map, p_first, p_last,
+    stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_map: tl.int64,
+    H, rep, S, t_0, n_t, n_p, s_0, n_s, scale, largest,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """map[s, t] = scale · (a[s] · b[t]), within ±largest: scores of keys and queries, dW of values and dO.
+
+    Keys that none of STEP queries sees are left alone; STEP is a multiple of B_T, and of that of the kernels of
+    composition.
+    """
+    i_s, i_t, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    o_t, o_s = i_t * B_T + tl.arange(0, B_T), i_s * B_S + tl.arange(0, B_S)  # in the chunk
+    m_t, m_s = o_t < n_t, o_s + s_0 < S
+    o_step = i_t * B_T // STEP * STEP + tl.arange(0, STEP)
+    low, high = span(*intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_step, o_step < n_t))
+    if (high <= s_0 + i_s * B_S) | (low >= s_0 + (i_s + 1) * B_S):
+        return
+    p_a += i_b * stride_ab + i_h // rep * stride_ah
+    p_b += i_b * stride_bb + i_h * stride_bh
+    total = tl.zeros([B_S, B_T], tl.float32)
+    for d in tl.range(0, D, B_D):
+        o_d = d + tl.arange(0, B_D)
+        a = _load_states(p_a, stride_as, s_0 + o_s, m_s, o_d, D)  # [s, d]
+        b = _load_states(p_b, stride_bt, t_0 + o_t, m_t, o_d, D)  # [t, d]
+        total = add_product(total, a, tl.trans(b))
+    total *= scale
+    total = tl.where(total > largest, largest, tl.where(total < -largest, -largest, total))  # NaN stays
+    p_tile = p_map + i_bh * stride_map + o_s[:, None] * n_p + o_t[None, :]
+    tl.store(p_tile, rounded(total, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])
+
+
+@triton.jit
+def _add_values(
+    total, start, stop, at, D: tl.constexpr, B_D: tl.constexpr, B_S: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Adds mapᵀ v over the keys start to stop of the map."""
+    p_map, p_v, stride_vs, first, last, o_t, n_p, s_0, n_s, S = at
+    o_d = tl.arange(0, B_D)
+    for s in tl.range(start, stop, B_S):
+        o_s = s + tl.arange(0, B_S)
+        x = _load_map(p_map, o_s, o_t, n_s, n_p)
+        if MASKED:
+            is_seen = ((s_0 + o_s)[:, None] >= first[None, :]) & ((s_0 + o_s)[:, None] < last[None, :])
+            x = tl.where(is_seen, x, 0.0).to(x.dtype)
+        v = _load_states(p_v, stride_vs, s_0 + o_s, s_0 + o_s < S, o_d, D)  # [s, d]
+        total = add_product(total, tl.trans(x), v)
+    return total
+
+
+@triton.jit
+def values_kernel(
+    p_map, p_v, p_out, p_first, p_last,
+    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_map: tl.int64,
+    H, rep, S, t_0, n_t, n_p, s_0, n_s, scale,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr,
+):  # fmt: skip
+    """out[t] = scale · Σ_s map[s, t] v[s]: the output of W and values, dQ of dS and keys."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    o_t, o_d = i_t * B_T + tl.arange(0, B_T), tl.arange(0, B_D)  # in the chunk
+    m_t = o_t < n_t
+    first, last = intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_t, m_t)
+    low, high = span(first, last)
+    low = tl.minimum(low, high)
+    start, stop = (low - s_0) // B_S * B_S, high - s_0
+    # all queries of the tile see the keys between: no checks there
+    latest, earliest = tl.max(tl.where(m_t, first, 0)), tl.min(tl.where(m_t, last, FAR))
+    inner = tl.maximum(tl.minimum(tl.cdiv(latest - s_0, B_S) * B_S, stop), start)
+    outer = tl.maximum((earliest - s_0) // B_S * B_S, inner)
+    p_map += i_bh * stride_map
+    p_v += i_b * stride_vb + i_h // rep * stride_vh
+    total = tl.zeros([B_T, B_D], tl.float32)
+    at = (p_map, p_v, stride_vs, first, last, o_t, n_p, s_0, n_s, S)
+    total = _add_values(total, start, inner, at, D, B_D, B_S, True)
+    total = _add_values(total, inner, outer, at, D, B_D, B_S, False)
+    total = _add_values(total, outer, stop, at, D, B_D, B_S, True)
+    p_tile = p_out + i_b * stride_ob + i_h * stride_oh + (t_0 + o_t)[:, None].to(tl.int64) * stride_ot + o_d[None, :]
+    tl.store(p_tile, rounded(total * scale, p_out.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def _queries_of(p_first, p_last, t_0, n_t, low, high, B: tl.constexpr):
+    """Bounds of the queries that see any of the keys [low, high), and of those that see all of them; in the chunk.
+
+    The last is 0 where not all queries between the latter bounds see all."""
+    some_0, some_1 = n_t, 0
+    all_0, all_1, count = n_t, 0, 0
+    for t in tl.range(0, n_t, B):
+        o_t = t + tl.arange(0, B)
+        first, last = intervals(p_first, p_last, o_t, o_t < n_t)
+        sees = (first < last) & (first < high) & (last > low)
+        some_0 = tl.minimum(some_0, tl.min(tl.where(sees, o_t, n_t)))
+        some_1 = tl.maximum(some_1, tl.max(tl.where(sees, o_t + 1, 0)))
+        sees_all = (first <= low) & (last >= high)
+        all_0 = tl.minimum(all_0, tl.min(tl.where(sees_all, o_t, n_t)))
+        all_1 = tl.maximum(all_1, tl.max(tl.where(sees_all, o_t + 1, 0)))
+        count += tl.sum(sees_all.to(tl.int32))
+    return some_0, some_1, all_0, tl.where(count == all_1 - all_0, all_1, 0)
+
+
+@triton.jit
+def _add_keys(
+    total, start, stop, at, D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Adds map q over the queries start to stop of the chunk."""
+    p_map, p_q, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s = at
+    o_d = tl.arange(0, B_D)
+    for t in tl.range(start, stop, B_T):
+        o_t = t + tl.arange(0, B_T)
+        m_t = o_t < n_t
+        x = _load_map(p_map, o_s, o_t, n_s, n_p)
+        if MASKED:
+            first, last = intervals(p_first, p_last, o_t, m_t)
+            is_seen = ((s_0 + o_s)[:, None] >= first[None, :]) & ((s_0 + o_s)[:, None] < last[None, :])
+            x = tl.where(is_seen, x, 0.0).to(x.dtype)
+        q = _load_states(p_q, stride_qt, t_0 + o_t, m_t, o_d, D)  # [t, d]
+        total = add_product(total, x, q)
+    return total
+
+
+@triton.jit
+def keys_kernel(
+    p_map, p_q, p_out, p_first, p_last,
+    stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_map: tl.int64,
+    H, rep, S, t_0, n_t, n_p, s_0, n_s, scale,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """out[s] = scale · Σ_t map[s, t] q[t], over all heads that share a key: dV of W and dO, dK of dS and queries.
+
+    With ADD it is added to what is there.
+    """
+    i_s, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)  # of heads of keys
+    n_h = H // rep
+    i_b, i_h = i_bh // n_h, i_bh % n_h
+    o_s, o_d = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_D)  # in the chunk
+    m_s = (o_s < n_s) & (s_0 + o_s < S)
+    p_first += i_b * stride_ib + t_0
+    p_last += i_b * stride_ib + t_0
+    low = s_0 + i_s * B_S
+    some_0, some_1, all_0, all_1 = _queries_of(p_first, p_last, t_0, n_t, low, tl.minimum(low + B_S, S), 1024)
+    start = some_0 // B_T * B_T
+    inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T) * B_T, some_1), start)
+    outer = tl.maximum(all_1 // B_T * B_T, inner)
+    total = tl.zeros([B_S, B_D], tl.float32)
+    for i_r in range(0, rep):
+        p_head = p_map + (i_b * H + i_h * rep + i_r) * stride_map
+        p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
+        at = (p_head, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
+        total = _add_keys(total, start, inner, at, D, B_D, B_T, True)
+        total = _add_keys(total, inner, outer, at, D, B_D, B_T, False)
+        total = _add_keys(total, outer, some_1, at, D, B_D, B_T, True)
+    total *= scale
+    p_tile = p_out + i_b * stride_ob + i_h * stride_oh + (s_0 + o_s)[:, None].to(tl.int64) * stride_os + o_d[None, :]
+    mask = m_s[:, None] & (o_d < D)[None, :]
+    if ADD:
+        total += tl.load(p_tile, mask=mask, other=0.0).to(tl.float32)
+    tl.store(p_tile, rounded(total, p_out.dtype.element_ty), mask=mask)

@@ -1,0 +1,103 @@
+"""The report on compiled kernels: it reads machine code rightly; the kernels are within their counts."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import REPOSITORY
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
+
+from dcformer.kernels.launch import LAUNCHES
+from dcformer.kernels.tuning import Tile
+
+
+@pytest.fixture(scope="module")
+def report():
+    """tools/kernel_report.py as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPOSITORY / "tools"))
+        yield importlib.import_module("kernel_report")
+
+
+# An outer loop that loads, holding an inner loop that loads; then a loop that loads nothing, and a jump forward.
+CODE = """
+        /*0000*/                   S2R R0, SR_TID.X ;
+.L_x_0:
+        /*0010*/                   LDG.E R1, desc[UR4][R2.64] ;
+        /*0020*/                   IADD3 R3, R3, 0x1, RZ ;
+.L_x_1:
+        /*0030*/                   LDGSTS.E [R4], desc[UR4][R6.64] ;
+        /*0040*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;
+        /*0050*/              @P0  BRA `(.L_x_1) ;
+        /*0060*/              @P1  BRA `(.L_x_0) ;
+        /*0070*/              @P2  BRA `(.L_x_3) ;
+.L_x_2:
+        /*0080*/                   FADD R1, R1, R2 ;
+        /*0090*/              @P3  BRA `(.L_x_2) ;
+.L_x_3:
+        /*00a0*/                   EXIT ;
+.L_x_4:
+        /*00b0*/                   BRA `(.L_x_4);
+"""
+
+
+def test_instructions_of_innermost_loops_that_read_memory(report):
+    assert report._loops(CODE) == (3,)  # LDGSTS, HMMA, BRA
+    assert report._loops(CODE.replace("LDGSTS", "LDS")) == (6,)  # of those that read memory, the outer one
+    assert report._loops(CODE.replace("FADD R1, R1, R2", "LDG.E R1, [R2.64]")) == (3, 2)
+    assert report._loops("") == ()
+
+
+def test_instructions_are_those_of_all_warps_per_query_key_and_head(report):
+    def issued(name, tile, loops, heads=32, **constants):
+        spec = {"name": name, "tile": tile, "heads": heads, "constexprs": constants}
+        return report.issued(spec, report.Usage(255, 0, 100.0, loops))
+
+    assert issued("lse", Tile(64, 2, 4, 3), (1024,), M=32) == 1.0
+    assert issued("back_1", Tile(64, 1, 4, 3), (1000,), heads=20, M=20) == 1000 * 4 / (64 * 20)  # those that exist
+    assert issued("scores", Tile(128, 64, 8, 3), (512,), D=80, B_D=64) == 1.0  # two steps
+    assert issued("values", Tile(64, 64, 8, 3), (900, 512, 900), D=80, B_D=128) == 1.0  # where all is visible
+    assert issued("project", None, (10,)) is None
+
+
+def test_kernels_are_those_that_are_launched(report):
+    specs = report.attention_specs(32, 128, 90)
+    others = {"expand", "join", "project"}
+    assert specs.keys() == set(LAUNCHES) - {"weights"} | others
+    assert report.attention_specs(40, 128, 90).keys() == set(LAUNCHES) | others  # two blocks of heads
+    back = specs["back_1"]
+    assert back["signature"]["p_in"] == "*fp16" and back["signature"]["p_grads"] == "*bf16"
+    assert back["signature"]["stride_map"] == "i64" and back["constexprs"]["M"] == 32
+    number = back["kernel"].arg_names.index("T")
+    odd = report.attention_specs(32, 128, 90, is_odd=True)["back_1"]
+    assert (number,) in back["attrs"] and (number,) not in odd["attrs"]
+    full = report.attention_specs(32, 128, 90, torch.float32)["back_1"]
+    assert full["signature"]["p_in"] == full["signature"]["p_grads"] == "*fp32"
+
+
+def test_every_kernel_of_the_package_is_in_the_report(report):
+    names = {spec["name"].split()[0] for spec in report.all_specs(90, ("13b",))}
+    assert names == {*LAUNCHES, "expand", "join", "project", "decode", "generator"}
+
+
+@pytest.mark.slow
+def test_kernels_are_within_their_instructions():
+    """In a process of its own, as Triton decides on import whether it interprets."""
+    command = [sys.executable, "tools/kernel_report.py", "--json", "--arch", "90", "--shapes", "6.9b"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")])
+    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    rows = json.loads(run.stdout)
+    found = {(row["kernel"], row["odd"]): row for row in rows}
+    for is_odd in (False, True):
+        for name, most in {"lse": 0.55, "compose": 0.80, "back_1": 1.80, "back_0": 1.55}.items():
+            assert 0 < found[name, is_odd]["instructions"] <= most, name
+    for row in rows:
+        assert row["arch"] == 90 and 0 < row["registers"] <= 255 and row["shared"] <= 227, row
+        assert row["kernel"].startswith("back_") or row["stack"] == 0, row

@@ -1,0 +1,158 @@
+"""The roofline's arithmetic, against cases that a hand can compute."""
+
+import importlib
+import json
+
+import pytest
+from helpers import REPOSITORY
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
+
+from dcformer.kernels.tuning import Tile
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(REPOSITORY / "tools"))
+    roofline = importlib.import_module("kernel_roofline")
+
+from kernel_roofline import Shape, Training, Work
+
+# a second for 1 GFLOP, 2 G instructions, 4 G exponentials, 8 GB from L2, 16 GB of memory
+GPU = roofline.Device("toy", tensor=1e9, issue=2e9, exp=4e9, l2=8e9, hbm=16e9, memory=32e9)
+SMALL = Shape("small", heads=2, dim=16, width=32, inner=64, layers=3)
+
+
+def test_the_slowest_resource_is_the_bound():
+    work = Work("x", flops=1e9, instructions=1e9, exps=1e9, l2=1e9, hbm=1e9)
+    assert work.times(GPU) == {"tensor": 1.0, "issue": 0.5, "exp": 0.25, "L2": 0.125, "HBM": 0.0625}
+    assert work.bound(GPU) == ("tensor", 1.0)
+    assert Work("y", hbm=32e9).bound(GPU) == ("HBM", 2.0)
+    assert roofline.seconds([work, Work("y", hbm=32e9)], GPU) == 3.0
+
+
+def test_a_device_from_its_figures():
+    gpu = roofline.device(multiprocessors=2, clock=10.0)
+    assert gpu.issue == 80 and gpu.exp == 320
+
+
+def test_parameters_of_a_layer():
+    assert SMALL.linear == 4 * 32 * 32 + 3 * 32 * 64
+    # four times: 32 wide to 8 hidden and 2 gates, and 8 hidden to 4 rows of 2 heads
+    assert SMALL.generator == 4 * (32 * 8 + 32 * 2 + 8 * 8)
+
+
+@pytest.mark.parametrize("length, window", [(1, None), (5, None), (5, 2), (5, 9), (40, 7)])
+def test_pairs_are_those_of_the_mask(length, window):
+    reach = window or length
+    assert roofline.pairs(length, window) == sum(t - reach < s <= t for t in range(length) for s in range(length))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 30])
+@pytest.mark.parametrize("b_t, b_s", [(16, 1), (32, 1), (16, 32), (32, 16)])
+def test_visited_keys_are_those_of_steps_with_a_visible_pair(window, b_t, b_s):
+    length, count = 70, 0
+    reach = window or length
+    for t_0 in range(0, length, b_t):
+        rows = range(t_0, min(t_0 + b_t, length))
+        for s_0 in range(0, length, b_s):
+            count += b_s * any(t - reach < s <= t for t in rows for s in range(s_0, s_0 + b_s))
+    assert roofline.visited(length, b_t, window, b_s) == count
+
+
+def test_a_kernel_of_composition():
+    """32 queries, causal, in tiles of 16: the second visits all keys, the first half of them. 2 heads, padded to 16."""
+    work = roofline.composition_work("compose", SMALL, 32, None, Tile(16, 1, 4, 3), issued=1.5)
+    keys = 16 + 32
+    area = keys * 16
+    assert work.instructions == 1.5 * area * 2 and work.exps == area * 16
+    assert work.flops == 2 * 3 * 16 * 16 * area  # three products
+    maps, matrices, side = 2 * 2 * area * 2, 2 * 16 * 16 * 2, 2 * 10 * 2  # two maps, two matrices a key, ten channels
+    assert work.hbm == maps + 32 * (matrices + side)
+    assert work.l2 == maps + keys * matrices + 32 * side
+
+
+def test_a_kernel_that_writes_gradients():
+    work = roofline.composition_work("back_0", SMALL, 32, None, Tile(16, 1, 4, 3), issued=2.0)
+    area, matrix = 48 * 16, 16 * 16 * 2
+    maps, parts, side = 3 * 2 * area * 2, 4 * 2 * 5 * 32, 2 * 5 * 2  # two read, one written; sums of one part
+    assert work.hbm == maps + parts + 48 * matrix + 32 * (matrix + side)
+    assert work.l2 == maps + parts + 2 * 48 * matrix + 32 * side
+
+
+def test_parts_of_keys():
+    tile = Tile(64, 1, 4, 3)
+    assert roofline.part_count(2048, None, tile) == 8 and roofline.part_count(2048, 256, tile) == 2
+    assert roofline.part_count(100, None, tile) == 1
+
+
+def test_a_product():
+    tile = Tile(16, 16, 4, 2)
+    once, again = (roofline.product_work("values", SMALL, 32, None, tile, operands) for operands in (False, True))
+    area, states = 3 * 256, 2 * 2 * 2 * 32 * 16
+    assert once.flops == 2 * 16 * area * 2
+    assert once.l2 == once.hbm == again.hbm == 2 * 2 * area + states
+    assert again.l2 == 2 * 2 * area + max(states, 3 * 16 * 2 * 2 * 16)  # each of three tiles reads 16 values
+    assert roofline.product_work("scores", SMALL, 32, None, tile, True).l2 == 2 * 2 * area + 3 * 32 * 2 * 2 * 16
+
+
+def test_plain_attention_and_decoding():
+    assert roofline.flash_seconds(SMALL, 4, None, GPU, 0.5) == pytest.approx(7 * 2 * 16 * 10 * 2 / 0.5e9)
+    scores, output = roofline.decode_work(SMALL, keys=10, batch=3)
+    assert scores.flops == 2 * 3 * 2 * 10 * 16 and scores.exps == 60
+    assert scores.hbm == output.hbm == 3 * 2 * 10 * (24 * 2 + 4)
+
+
+def test_what_a_goal_needs():
+    layer = Training(linear=8.0, flash=1.0, generator=0.5, attention=1.0)
+    assert layer.throughput() == pytest.approx(9 / 9.5)
+    assert layer.needed(0.9) == pytest.approx(1 / 1.5)
+    assert layer.throughput(layer.needed(0.9)) == pytest.approx(0.9)
+    assert layer.needed(9 / 8.5) == float("inf")
+    assert roofline.verdict(0.5) == "50% of bounds"
+    assert roofline.verdict(2.0) == "200% of bounds: out of reach of this design"
+
+
+def test_every_pass_is_counted():
+    """Five over maps forward and twelve backward, fourteen with two blocks of heads."""
+    forward, backward = roofline.attention_work(SMALL, 64, None, roofline.stored)
+    assert [w.name for w in forward] == ["expand", "scores", "lse", "compose", "values"]
+    assert {"scores", "grad_weights", "back_1", "grad_values", "back_0", "grad_query", "grad_key", "project"} < {
+        w.name for w in backward
+    }
+    counts = {name: kind.maps_in + kind.maps_out for name, kind in roofline._KINDS.items()}
+    assert counts["lse"] + counts["compose"] + 2 == 5 and counts["back_1"] + counts["back_0"] + 5 == 12
+    assert roofline._GIVEN.maps_in + roofline._GIVEN.maps_out + counts["weights"] + counts["back_0"] + 5 == 14
+    assert "weights" in {w.name for w in roofline.attention_work(roofline.SHAPES["13B"], 64, None, roofline.stored)[1]}
+    assert roofline.ISSUED.keys() == roofline._KINDS.keys()
+
+
+def test_windows_and_fewer_keys_are_faster():
+    gpu = roofline.device()
+    shape = roofline.SHAPES["6.9B"]
+    times = [sum(roofline.seconds(w, gpu) for w in roofline.attention_work(shape, 2048, window, roofline.stored))
+             for window in (128, 256, None)]  # fmt: skip
+    assert times == sorted(times)
+    assert roofline.decoding_throughput(shape, 1152, 0.75, gpu) > roofline.decoding_throughput(shape, 1152, 0.5, gpu)
+
+
+def test_json_has_every_model_pattern_length_and_gpu(capsys):
+    assert roofline.main(["--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["training"]
+    assert (
+        len({(row["shape"], row["pattern"], row["tokens"], row["gpu"]) for row in rows}) == len(rows) == 4 * 2 * 2 * 2
+    )
+    for row in rows:
+        assert 0 < row["at_75"] < row["at_bounds"] < 1
+        assert row["at_bounds_operands"] <= row["at_bounds"] and row["at_75_operands"] <= row["at_75"]
+    found = {row["shape"]: row["at_bounds"] for row in rows[:] if (row["pattern"], row["tokens"], row["gpu"]) ==
+             ("LG", 2048, "H200")}  # fmt: skip
+    assert found["6.9B"] >= 0.935 and found["13B"] >= 0.915 and found["2.8B"] >= 0.84
+
+
+def test_it_prints_that_it_is_an_estimate(capsys):
+    assert roofline.main(["--sizes", "405M", "--length", "256"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("ESTIMATE, not a measurement")
+    assert "| back_1 |" in printed and "Attention alone" in printed
+    with pytest.raises(SystemExit):
+        roofline.main(["--arch", "80"])
+    assert "--compile" in capsys.readouterr().err

@@ -1,0 +1,310 @@
+"""Compiles every kernel for GPUs that need not be there, and prints what it takes: registers, stack, shared memory.
+
+`make kernel-report ARGS="--arch 90 --shapes 6.9b"`, or with `--json`. A kernel whose stack is not 0 spills registers to
+memory; one that wants more shared memory than a block may have does not run. For attention it also counts the
+instructions of one warp per query, key and head in the innermost loop.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dcformer import DCFormerConfig
+from dcformer.kernels import decode, generator
+from dcformer.kernels.launch import GATE, KEY, LAUNCHES, QUERY, Gradients, Layout, Problem, Visibility
+from dcformer.kernels.tuning import Tile
+
+SHARED_LIMIT = {80: 163, 89: 99, 90: 227}  # KiB per block
+SHAPES = ("405m", "2.8b", "6.9b", "13b")
+FULL = Layout(pre=QUERY | KEY | GATE, post=QUERY | KEY | GATE, rank=2)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LENGTH = 2048
+_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a compiled kernel takes.
+
+    Attributes:
+        registers: per thread.
+        stack: bytes per thread; not 0 when registers spill.
+        shared: KiB per block.
+        loops: instructions of one thread in one turn of each innermost loop that reads memory.
+    """
+
+    registers: int
+    stack: int
+    shared: float
+    loops: tuple[int, ...]
+
+
+def compile_usage(spec: dict[str, Any], arch: int) -> Usage:
+    """Compiles a kernel for an architecture (80, 89 or 90) and reads the usage from its machine code.
+
+    Args:
+        spec: `kernel`, `signature` (argument -> type), `constexprs`, `attrs` as `ASTSource` takes them, and
+            `num_warps`, `num_stages` and perhaps `maxnreg`.
+        arch: compute capability.
+    """
+    source = ASTSource(
+        fn=spec["kernel"], signature=spec["signature"], constexprs=spec["constexprs"], attrs=spec["attrs"]
+    )
+    options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg") if spec.get(key)}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        code = _tool("nvdisasm", "-c", file.name)
+    registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))  # type: ignore[index]
+    return Usage(registers, stack, compiled.metadata.shared / 1024, _loops(code))
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """Output of one of the CUDA tools that come with Triton."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _loops(code: str) -> tuple[int, ...]:
+    """Instructions of all innermost loops that read memory, in machine code as `nvdisasm` prints it.
+
+    A branch back to a label ends a loop; one that holds another loop is not innermost.
+    """
+    labels: dict[str, int] = {}
+    count, loops, loads = 0, [], []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif re.match(r"\s*/\*[0-9a-f]+\*/\s+\S", line):
+            count += 1
+            if re.search(r"\b(LDG|LDGSTS|UTMALDG)\b", line):
+                loads.append(count)
+            target = re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)
+            if target and target[1] in labels:
+                loops.append((labels[target[1]], count))
+    loops = [(start, stop) for start, stop in loops if any(start < load <= stop for load in loads)]
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return tuple(stop - start for start, stop in inner)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+class Launches(Problem):
+    """Keeps the launches of a pass, as specs of `compile_usage`, instead of running them.
+
+    Attributes:
+        specs: name of the kernel -> its first launch.
+        tiles: instead of those of `tuning`, by name of the kernel.
+    """
+
+    def __init__(self, *args: Any, tiles: dict[str, Tile] | None = None, arch: int = 90):
+        self.specs: dict[str, dict[str, Any]] = {}
+        self.tiles = tiles or {}
+        super().__init__(*args)
+        self.arch = arch
+
+    def _tile(self, name: str) -> Tile:
+        return self.tiles.get(name) or super()._tile(name)
+
+    def _start(self, kernel, grid, name, tile, values) -> None:  # type: ignore[no-untyped-def]
+        name = name or kernel.__name__.removesuffix("_kernel")
+        if name in self.specs:
+            return
+        signature, constants, aligned = {}, {}, []
+        for i, parameter in enumerate(kernel.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr or (type(value) is int and value == 1):  # as the launcher has it
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = _TYPES[value.dtype]
+                aligned.append(i)
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
+            else:
+                is_wide = abs(value) >= 2**31 or parameter.annotation_type == "i64"
+                signature[parameter.name] = "i64" if is_wide else "i32"
+                aligned += [i] if value % 16 == 0 else []
+        self.specs[name] = {
+            "kernel": kernel, "signature": signature, "constexprs": constants,
+            "num_warps": tile.num_warps if tile else 4, "num_stages": tile.num_stages if tile else 3,
+            "attrs": {(i,): [["tt.divisibility", 16]] for i in aligned}, "name": name, "tile": tile,
+            "heads": self.M, "dim": self.D,
+        }  # fmt: skip
+
+
+def attention_specs(
+    heads: int, dim: int, arch: int, dtype: torch.dtype = torch.bfloat16, layout: Layout = FULL, is_odd: bool = False,
+    tiles: dict[str, Tile] | None = None,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """The kernels of attention as they are launched for one sequence, by name; see `compile_usage`.
+
+    Args:
+        heads, dim: H and D.
+        arch: compute capability.
+        dtype: of queries, keys and values.
+        layout: what composition there is.
+        is_odd: numbers of queries and keys that are no multiples of 16.
+        tiles: instead of those of `tuning`, by name of the kernel.
+    """
+    length = _LENGTH - is_odd
+    new = {"device": "meta", "dtype": dtype}
+    q = torch.empty(1, length, heads, dim, **new).transpose(1, 2)
+    sides = [sum(bool(flags & side) for flags in (layout.pre, layout.post)) for side in (QUERY, KEY)]
+    weights = [torch.empty(1, heads, n * layout.channels, length, **new) if n else None for n in sides]
+    group = heads // layout.groups
+    statics = [torch.empty(layout.groups, group, group, **new) if f & 4 else None for f in (layout.pre, layout.post)]
+    bounds = torch.empty(1, length, device="meta", dtype=torch.int32)
+    problem = Launches(
+        q,
+        q,
+        q,
+        *weights,
+        *statics,
+        Visibility(bounds, bounds, high=0),
+        layout,
+        dim**-0.5,
+        2**34,
+        tiles=tiles,
+        arch=arch,
+    )
+    (chunk,) = problem.chunks(maps=3)
+    lse = torch.empty(1, heads, length, device="meta")
+    grads = [None if t is None else torch.empty_like(t, dtype=torch.float32) for t in (*weights, *statics)]
+    problem._forward_chunk(chunk, q, lse)
+    problem._backward_chunk(chunk, q, lse, Gradients(q, q, q, *grads))
+    return problem.specs
+
+
+def issued(spec: dict[str, Any], usage: Usage) -> float | None:
+    """Instructions of one warp per query, key and head (that exists) in the inner loop of a kernel of attention; None
+    for those that do not loop over pairs of queries and keys."""
+    name, tile, constants = spec["name"], spec["tile"], spec["constexprs"]
+    if name not in LAUNCHES or not usage.loops:
+        return None
+    if name == "scores":
+        steps = -(-constants["D"] // constants["B_D"])
+        return max(usage.loops) * steps * tile.num_warps / (tile.b_t * tile.b_s)
+    if "M" not in constants:  # products: where all is visible
+        return min(usage.loops) * tile.num_warps / (tile.b_t * tile.b_s)
+    keys = tile.b_s if name == "lse" else 1
+    return max(usage.loops) * tile.num_warps / (tile.b_t * keys * spec["heads"])
+
+
+@cache
+def _sizes(shape: str) -> tuple[int, int]:
+    config = DCFormerConfig.from_preset(f"dcformer-{shape}")
+    return config.num_attention_heads, config.head_dim
+
+
+def all_specs(arch: int, shapes: tuple[str, ...] = SHAPES, dtype: str = "bf16", rank: int = 2) -> list[dict[str, Any]]:
+    """Every kernel of the package for an architecture: attention, with lengths that are multiples of 16 and odd ones;
+    `decode` and `generator`."""
+    specs = []
+    layout = Layout(FULL.pre, FULL.post, rank=rank)
+    for shape in shapes:
+        for is_odd in (False, True):
+            found = attention_specs(*_sizes(shape), arch, DTYPES[dtype], layout, is_odd)
+            specs += [spec | {"shape": shape, "odd": is_odd} for spec in found.values()]
+    for spec in decode.kernel_specs() + generator.kernel_specs():
+        specs.append(spec | {"name": spec["label"], "tile": None, "shape": "", "odd": False})
+    return specs
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is compiled: it goes to other processes, which cannot be sent kernels."""
+
+    archs: tuple[int, ...]
+    shapes: tuple[str, ...]
+    dtype: str
+    rank: int
+    only: str
+
+    def work(self) -> list[tuple[dict[str, Any], int]]:
+        return [
+            (spec, arch) for arch in self.archs for spec in all_specs(arch, self.shapes, self.dtype, self.rank)
+            if re.search(self.only, spec["name"])
+        ]  # fmt: skip
+
+
+_work = cache(_Task.work)
+
+
+def _compile_nth(task: _Task, i: int) -> Usage:
+    return compile_usage(*_work(task)[i])
+
+
+def row(spec: dict[str, Any], arch: int, usage: Usage) -> dict[str, Any]:
+    """A line of the report."""
+    instructions = issued(spec, usage)
+    return {
+        "kernel": spec["name"], "arch": arch, "shape": spec["shape"], "odd": spec["odd"], "registers": usage.registers,
+        "stack": usage.stack, "shared": round(usage.shared, 1),
+        "instructions": None if instructions is None else round(instructions, 3),
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the report.
+
+    Returns:
+        1 when a kernel wants too much shared memory, or one other than `back_*` spills with up to 32 heads; otherwise
+        0.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90], choices=SHARED_LIMIT)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, help="models, whose attention")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--rank", type=int, default=2, choices=range(1, 5))
+    parser.add_argument("--only", default="", help="kernels whose name matches this expression")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="print a list instead of a table")
+    args = parser.parse_args(argv)
+    task = _Task(tuple(args.arch), tuple(args.shapes), args.dtype, args.rank, args.only)
+    work = _work(task)
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        found = pool.map(partial(_compile_nth, task), range(len(work)))
+        usages = list(tqdm(found, total=len(work), desc="compiling", file=sys.stderr))
+    rows = [row(spec, arch, usage) for (spec, arch), usage in zip(work, usages, strict=True)]
+    too_large = [line for line in rows if line["shared"] > SHARED_LIMIT[line["arch"]]]
+    spills = [  # of back_* some cost less than what avoids them; above 32 heads, two blocks hardly fit
+        line for (spec, _), line in zip(work, rows, strict=True)
+        if line["stack"] and not line["kernel"].startswith("back_") and spec.get("heads", 0) <= 32
+    ]  # fmt: skip
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return int(bool(too_large or spills))
+    print("| kernel | sm | shape | tile | warps | stages | registers | stack | shared KiB | instructions |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for (spec, arch), line in zip(work, rows, strict=True):
+        tile = spec["tile"]
+        print(
+            f"| {line['kernel']}{' odd' if line['odd'] else ''} | {arch} | {line['shape']} "
+            f"| {f'{tile.b_t}x{tile.b_s}' if tile else ''} | {spec['num_warps']} | {spec['num_stages']} "
+            f"| {line['registers']} | {line['stack']} | {line['shared']:.0f} "
+            f"| {'' if line['instructions'] is None else line['instructions']} |"
+        )
+    print(f"\n{len(work)} compiled, {len(spills)} with spills, {len(too_large)} with too much shared memory")
+    return int(bool(too_large or spills))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
