@@ -11,8 +11,6 @@ from dcformer.attention_dcformer import eager_attention
 from dcformer.chunked_dcformer import chunked_attention
 from dcformer.masks_dcformer import chunked_mask
 
-pytestmark = pytest.mark.usefixtures("poison")
-
 
 def operator_arguments(problem, mask=(), dropout=0.0, window=None):
     """Arguments of the operator for a problem."""
