@@ -209,24 +209,28 @@ class _Trainer(SFTTrainer):
     (TRL's own `mean_token_accuracy` is a mean over batches.)
     """
 
+    _counts: list[int] | None = None  # in evaluation: tokens predicted right, tokens with a loss; of each batch
+
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.model.training:
+        counts = self._counts
+        if counts is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
 
         def count(**arguments: Any) -> Any:
             outputs = model(**arguments)
             if arguments.get("fused_lm_head"):
                 for part in (outputs.is_top1, outputs.label_mask):
-                    self._counts.append(self.accelerator.gather_for_metrics(part.sum()).sum().item())
+                    counts.append(self.accelerator.gather_for_metrics(part.sum()).sum().item())
             return outputs
 
         return super().compute_loss(count, inputs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        self._counts: list[int] = []  # tokens predicted right, tokens with a loss; of each batch
+        counts: list[int] = []
+        self._counts = counts
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        right, scored = sum(self._counts[::2]), sum(self._counts[1::2])
-        output.metrics[f"{metric_key_prefix}_token_accuracy"] = right / max(1, scored)
+        self._counts = None
+        output.metrics[f"{metric_key_prefix}_token_accuracy"] = sum(counts[::2]) / max(1, sum(counts[1::2]))
         return output
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
