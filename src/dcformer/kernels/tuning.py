@@ -82,6 +82,8 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
     if kernel in ("lse", "compose") and heads <= 32 and arch >= 90:
         # two keys share one rescaling where registers suffice
         return Tile(128, 2 if kernel == "lse" and rank <= 2 else 1, 8, 3)
+    if kernel == "compose" and heads <= 32:
+        return Tile(64, 1, 4, 2)  # 3 stages spill 32 bytes, these 8
     return Tile(64, 2 if kernel == "lse" and heads <= 32 and rank <= 2 else 1, 4, 3)
 
 
