@@ -63,8 +63,9 @@ def generate(options: dict[str, Any], folder: str) -> dict[str, Any]:
     import torch
 
     from dcformer import DCFormerConfig
-    from dcformer.conversion.formats import format_parts, native_shapes
     from dcformer.conversion.output import SafetensorsWriter
+    from dcformer.formats import FORMATS
+    from dcformer.formats.base import native_shapes
 
     dtype = getattr(torch, options["dtype"])
     config = DCFormerConfig(
@@ -90,7 +91,7 @@ def generate(options: dict[str, Any], folder: str) -> dict[str, Any]:
         writer.write(name, tensor)
     writer.close()
     fused = [f"layers.{i}.attention.wqkv.weight" for i in range(config.num_hidden_layers)]  # as published
-    parts = format_parts("hub", config, present=fused)
+    parts = FORMATS["hub"].parts(config, present=fused)
     stored = {part.name: part.join([tensors[name] for name in part.natives()], config, dtype) for part in parts}
     torch.save(stored, hub / "pytorch_model.bin")
     return {

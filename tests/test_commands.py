@@ -10,7 +10,7 @@ import pytest
 from helpers import REPOSITORY
 
 from dcformer.conversion.convert import DTYPES
-from dcformer.conversion.formats import FORMATS
+from dcformer.formats import FORMATS, array_formats
 from dcformer.planning import GPUS, IMPLEMENTATIONS, OPTIMIZERS
 from dcformer.presets_dcformer import PRESETS
 from dcformer_commands import convert, plan
@@ -79,7 +79,8 @@ def test_wrong_usage_imports_nothing_heavy(module, words, message):
 
 
 def test_choices_are_those_of_the_package():
-    assert set(convert._DTYPES) == set(DTYPES) and set(convert._FORMATS) == set(FORMATS)
+    assert set(convert._DTYPES) == set(DTYPES) and tuple(FORMATS) == convert._FORMATS
+    assert tuple(format.name for format in array_formats()) == convert._ARRAY_FORMATS
     assert tuple(PRESETS) == plan._PRESETS and tuple(IMPLEMENTATIONS) == plan._IMPLEMENTATIONS
     assert set(plan._OPTIMIZERS) == set(OPTIMIZERS) and set(plan._GPUS) == set(GPUS)
 

@@ -36,6 +36,7 @@ NEEDS = {
 # Extras that functions elsewhere ask for.
 USES = {
     "dcformer.conversion": "jax",
+    "dcformer.formats": "jax",
     "dcformer.evaluation": "eval",
     "dcformer.kernels": "kernels",
     "dcformer.serving": "serve",

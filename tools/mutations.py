@@ -457,21 +457,21 @@ _HUB = _in(
     LAYOUTS,
     (
         "second layer transposed",
-        '((compose + "qkw", "(g c x) (r m)"),)',
-        '((compose + "qkw", "(g c x) (m r)"),)',
+        'compose + "qkw", "(g c x) (r m)"',
+        'compose + "qkw", "(g c x) (m r)"',
         FOLDERS + "[fused]",
     ),
     (
         "generators lead the groups",
-        '((compose + "dw1_proj.weight", "(g c x) e"),)',
-        '((compose + "dw1_proj.weight", "(c g x) e"),)',
+        'compose + "dw1_proj.weight", "(g c x) e"',
+        'compose + "dw1_proj.weight", "(c g x) e"',
         FOLDERS + "[groups]",
     ),
     ("gates by head first", 'f"{prefix}e g (c m)"', 'f"{prefix}e g (m c)"', FOLDERS + "[fused]"),
     (
         "published static projections transposed",
-        '"g m n", ((name, "(g m) n"),)',
-        '"g m n", ((name, "(g n) m"),)',
+        '"g m n", name, "(g m) n"',
+        '"g m n", name, "(g n) m"',
         FOLDERS + "[static, use_sw]",
     ),
     (
@@ -494,8 +494,8 @@ _HUB = _in(
     ),
     (
         "first generators instead of those in use",
-        '"c " + _rest(foreign_dims, "c"), sizes)[used]',
-        '"c " + _rest(foreign_dims, "c"), sizes)[: len(used)]',
+        "dimension_sizes(config, generators))[used]",
+        "dimension_sizes(config, generators))[: len(used)]",
         FOLDERS + "[query-wise]",
     ),
     (
@@ -613,39 +613,64 @@ _HUB = _in(
     ),
 )
 
-FORMATS = "conversion/formats.py"
 _CONVERSION = (
     _in(
         "conversion",
-        FORMATS,
+        "formats/maxtext.py",
         (
             "MaxText's gate and up swapped",
-            'mlp_{s}.wi_0.kernel", "e l f", _LAYER + "mlp.gate_proj.weight", "f e"),\n'
-            '        _layout(layer + "mlp_{s}.wi_1.kernel", "e l f", _LAYER + "mlp.up_proj.weight", "f e"),',
-            'mlp_{s}.wi_0.kernel", "e l f", _LAYER + "mlp.up_proj.weight", "f e"),\n'
-            '        _layout(layer + "mlp_{s}.wi_1.kernel", "e l f", _LAYER + "mlp.gate_proj.weight", "f e"),',
+            'mlp_{s}.wi_0.kernel", "e l f", native + "mlp.gate_proj.weight", "f e"),\n'
+            '                row(layers + "mlp_{s}.wi_1.kernel", "e l f", native + "mlp.up_proj.weight", "f e"),',
+            'mlp_{s}.wi_0.kernel", "e l f", native + "mlp.up_proj.weight", "f e"),\n'
+            '                row(layers + "mlp_{s}.wi_1.kernel", "e l f", native + "mlp.gate_proj.weight", "f e"),',
             MAXTEXT + "[default]",
         ),
         (
             "MaxText's output projection by channel first",
-            '_layout(attention + "out.kernel", "h l d e", _ATTENTION + "o_proj.weight", "e (h d)")',
-            '_layout(attention + "out.kernel", "h l d e", _ATTENTION + "o_proj.weight", "e (d h)")',
+            'row(theirs + "out.kernel", "h l d e", attention + "o_proj.weight", "e (h d)")',
+            'row(theirs + "out.kernel", "h l d e", attention + "o_proj.weight", "e (d h)")',
             MAXTEXT + "[default]",
         ),
         (
             "MaxText's static projections transposed",
-            'AttentionOp_0.{stage}_proj.w"\n'
-            '        layouts.append(_layout(name, "g l m n", f"{_ATTENTION}compose.{stage}_static", "(g m) n"))',
-            'AttentionOp_0.{stage}_proj.w"\n'
-            '        layouts.append(_layout(name, "g l m n", f"{_ATTENTION}compose.{stage}_static", "(g n) m"))',
+            '"g l m n", f"{attention}compose.{stage}_static", "(g m) n"',
+            '"g l m n", f"{attention}compose.{stage}_static", "(g n) m"',
             MAXTEXT + "[static]",
         ),
         (
+            "a window as long as a sequence stays local",
+            "isinstance(window, int) and window >= longest",
+            "isinstance(window, int) and window > longest",
+            T_INFERENCE + "test_partial_configs",
+            T_INFERENCE + "test_maxtext_yaml",
+        ),
+        (
+            "MaxText's epsilon not that of q/k norms",
+            'result["norm_eps"] = result["qk_norm_eps"] = float(',
+            'result["norm_eps"] = float(',
+            T_INFERENCE + "test_maxtext_yaml",
+            T_INFERENCE + "test_partial_configs",
+        ),
+        (
+            "MaxText's GELU is erf",
+            '"gelu": "gelu_pytorch_tanh"',
+            '"gelu": "gelu"',
+            T_INFERENCE + "test_partial_configs",
+        ),
+        (
+            "second moments are the parameters",
+            '"nu": _nested(zeros)',
+            '"nu": _nested(arrays)',
+            T_CLI + "test_maxtext_options",
+        ),
+    )
+    + _in(
+        "conversion",
+        "formats/pax.py",
+        (
             "Pax's static projections transposed",
-            'name = f"{attention}{stage}_proj.w"\n'
-            '        layouts.append(_layout(name, "l g m n", f"{_ATTENTION}compose.{stage}_static", "(g m) n"))',
-            'name = f"{attention}{stage}_proj.w"\n'
-            '        layouts.append(_layout(name, "l g m n", f"{_ATTENTION}compose.{stage}_static", "(g n) m"))',
+            '"l g m n", static, "(g m) n"',
+            '"l g m n", static, "(g n) m"',
             PAX + "[DCPythia, padded vocabulary, static]",
         ),
         (
@@ -654,6 +679,17 @@ _CONVERSION = (
             "offset = 0.0",
             PAX + "[DCPythia without static]",
         ),
+        (
+            "epsilon of Pax's LayerNorms",
+            '1e-5 if found.fields["norm_type"] == "layernorm" else 1e-6',
+            "1e-6",
+            PAX + "[DCPythia without static]",
+            T_INFERENCE + "test_shapes_of_pax",
+        ),
+    )
+    + _in(
+        "conversion",
+        "formats/base.py",
         (
             "Pax's scales written plus one",
             "tensor.double() - self.layout.offset",
@@ -669,8 +705,8 @@ _CONVERSION = (
         ),
         (
             "block and place swapped",
-            "block, place = divmod(layer, period)",
-            "place, block = divmod(layer, period)",
+            "b=i // period, s=i % period",
+            "s=i // period, b=i % period",
             T_CONVERT + "test_maxtext_without_scanned_layers",
         ),
         (
@@ -691,8 +727,8 @@ _CONVERSION = (
         ),
         (
             "trainer's static projections in float32",
-            'narrow = part.name.endswith((".qkw", "pre_proj.w", "post_proj.w"))',
-            'narrow = part.name.endswith(".qkw")',
+            '("compose.qkw", "compose.pre_static", "compose.post_static")',
+            '("compose.qkw",)',
             T_CLI + "test_dtype_of_arrays",
         ),
         (
@@ -701,12 +737,6 @@ _CONVERSION = (
             "joined.new_ones(shape[0] - joined.shape[0], *shape[1:])",
             T_CLI + "test_pax_options",
             T_CONVERT + "test_dcpythia_to_pax",
-        ),
-        (
-            "second moments are the parameters",
-            '"nu": nested(zeros)',
-            '"nu": nested(lambda array: array)',
-            T_CLI + "test_maxtext_options",
         ),
         (
             "dtype of the last tensor stands for all",
@@ -758,36 +788,9 @@ _CONVERSION = (
         "conversion/inference.py",
         (
             "unused generators sought on another axis",
-            "values.select(2 if found.stacked else 1, c).any()",
-            "values.select(1, c).any()",
+            'if "c" in letters)',
+            'if "c" in letters) - 1',
             T_INFERENCE + "test_unused_generators_are_left_out",
-        ),
-        (
-            "epsilon of Pax's LayerNorms",
-            '1e-5 if format == "maxtext" or layernorm else 1e-6',
-            '1e-5 if format == "maxtext" else 1e-6',
-            PAX + "[DCPythia without static]",
-            T_INFERENCE + "test_shapes_of_pax",
-        ),
-        (
-            "a window as long as a sequence stays local",
-            "isinstance(window, int) and window >= longest",
-            "isinstance(window, int) and window > longest",
-            T_INFERENCE + "test_partial_configs",
-            T_INFERENCE + "test_maxtext_yaml",
-        ),
-        (
-            "MaxText's epsilon not that of q/k norms",
-            'result["norm_eps"] = result["qk_norm_eps"] = float(',
-            'result["norm_eps"] = float(',
-            T_INFERENCE + "test_maxtext_yaml",
-            T_INFERENCE + "test_partial_configs",
-        ),
-        (
-            "MaxText's GELU is erf",
-            '"gelu": "gelu_pytorch_tanh"',
-            '"gelu": "gelu"',
-            T_INFERENCE + "test_partial_configs",
         ),
         (
             "a missing head taken for tied embeddings",

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from huggingface_hub.errors import StrictDataclassError
+
+# What a configuration class raises on values that describe no model; see `raise_bug`.
+CONFIG_ERRORS = (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
 # Libraries say with these, too, that they do not take a value. In our own code they are mistakes.
 _AMBIGUOUS = (AttributeError, KeyError, RuntimeError, TypeError)
 _OURS = {"dcformer", "dcformer_commands"}
@@ -15,6 +19,10 @@ _LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "lm_eval", "peft", "t
 
 class DCFormerError(ValueError):
     """Input that is refused; the message names the bad value, what was expected and what to do."""
+
+
+class ConversionError(DCFormerError):
+    """A checkpoint, a configuration or a target that cannot be converted; the message says why and what to do."""
 
 
 class MissingExtraError(DCFormerError, ImportError):
@@ -39,6 +47,12 @@ def require_extra(extra: str, what: str, *modules: str) -> None:
 def missing_extra(extra: str, what: str, missing: str) -> MissingExtraError:
     """The error for an extra that is not there; `missing` names what it would bring."""
     return MissingExtraError(f'{what} needs {missing}, which is not installed: pip install "dcformer[{extra}]"')
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the traces that libraries append; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def raise_bug(error: Exception, kinds: tuple[type[Exception], ...] = _AMBIGUOUS) -> None:
@@ -83,4 +97,14 @@ def refused(*kinds: type[Exception], what: str = "") -> Iterator[None]:
         raise DCFormerError(f"{what}{': ' * bool(what)}{' '.join(str(error).split())}") from error
 
 
-__all__ = ["DCFormerError", "MissingExtraError", "missing_extra", "raise_bug", "refused", "require_extra"]
+__all__ = [
+    "CONFIG_ERRORS",
+    "ConversionError",
+    "DCFormerError",
+    "MissingExtraError",
+    "first_line",
+    "missing_extra",
+    "raise_bug",
+    "refused",
+    "require_extra",
+]

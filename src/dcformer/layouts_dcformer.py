@@ -1,4 +1,4 @@
-"""How tensors of other checkpoint formats correspond to those of this package, and the published PyTorch format.
+"""How tensors of other checkpoint formats correspond to those of this package, and the authors' PyTorch format.
 
 A format is a table of `TensorLayout`s: a foreign name with its dimensions, a native name with its dimensions. The
 dimensions are written as in einops, one letter per axis, parentheses where several axes are stored as one:
@@ -42,6 +42,11 @@ class TensorLayout:
     offset: float = 0.0
 
 
+def row(foreign: str, foreign_dims: str, native: str, native_dims: str, offset: float = 0.0) -> TensorLayout:
+    """The `TensorLayout` of a foreign tensor that stands for a single native one."""
+    return TensorLayout(foreign, foreign_dims, ((native, native_dims),), offset)
+
+
 def _axes(dims: str) -> list[tuple[str, ...]]:
     """ "e (h d)" -> [("e",), ("h", "d")]."""
     return [tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", dims)]
@@ -82,19 +87,24 @@ def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[letter] for letter in axis) for axis in _axes(dims))
 
 
-def foreign_shape(layout: TensorLayout, config: DCFormerConfig, generators: int = 4) -> tuple[int, ...]:
-    """The shape of one layer's foreign tensor.
+def foreign_shape(
+    layout: TensorLayout, config: DCFormerConfig, generators: int = 4, layers: int | None = None
+) -> tuple[int, ...]:
+    """The shape of a foreign tensor.
 
     Args:
         layout: of the tensor.
         config: the model's.
         generators: how many weight generators the tensor holds.
+        layers: how many layers are stacked in it; None for one layer by itself.
     """
     sizes = dimension_sizes(config, generators)
-    if len(layout.natives) == 1:
-        return shape_of(layout.foreign_dims.replace("l ", ""), sizes)
-    parts = [shape_of(dims, sizes) for _, dims in layout.natives]
-    return (sum(part[0] for part in parts), *parts[0][1:])
+    if len(layout.natives) > 1:
+        parts = [shape_of(dims, sizes) for _, dims in layout.natives]
+        return (sum(part[0] for part in parts), *parts[0][1:])
+    if layers is None:
+        return shape_of(layer_dims(layout.foreign_dims), sizes)
+    return shape_of(layout.foreign_dims, sizes | {"l": layers})
 
 
 def rearrange(tensor: torch.Tensor, source: str, target: str, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -138,12 +148,12 @@ def to_native(
         rows = [shape_of(dims, dimension_sizes(config))[0] for _, dims in layout.natives]
         return list(tensor.split(rows))
     ((_, native_dims),) = layout.natives
-    sizes, used = dimension_sizes(config, generators), generator_indices(config)
+    used = generator_indices(config)
     if "c" in foreign_dims and generators != len(used):
-        tensor = rearrange(tensor, foreign_dims, "c " + _rest(foreign_dims, "c"), sizes)[used]
-        sizes = dimension_sizes(config)
-        foreign_dims = "c " + _rest(foreign_dims, "c")
-    return [rearrange(tensor, foreign_dims, native_dims, sizes)]
+        by_generator = _generators_first(foreign_dims)
+        tensor = rearrange(tensor, foreign_dims, by_generator, dimension_sizes(config, generators))[used]
+        foreign_dims = by_generator
+    return [rearrange(tensor, foreign_dims, native_dims, dimension_sizes(config))]
 
 
 def from_native(
@@ -157,10 +167,9 @@ def from_native(
     if len(layout.natives) > 1:
         return torch.cat(list(tensors))
     ((_, native_dims),), (tensor,) = layout.natives, tensors
-    used = generator_indices(config)
-    sizes = dimension_sizes(config)
+    used, sizes = generator_indices(config), dimension_sizes(config)
     if "c" in foreign_dims and generators != len(used):
-        by_generator = "c " + _rest(foreign_dims, "c")
+        by_generator = _generators_first(foreign_dims)
         tensor = rearrange(tensor, native_dims, by_generator, sizes)
         sizes = dimension_sizes(config, generators)
         padded = tensor.new_zeros(shape_of(by_generator, sizes))
@@ -169,9 +178,9 @@ def from_native(
     return rearrange(tensor, native_dims, foreign_dims, sizes)
 
 
-def _rest(dims: str, letter: str) -> str:
-    """`dims` unfolded, without one letter: ("e g (c m)", "c") -> "e g m"."""
-    return " ".join(other for axis in _axes(dims) for other in axis if other != letter)
+def _generators_first(dims: str) -> str:
+    """`dims` unfolded, weight generators leading: "e g (c m)" -> "c e g m"."""
+    return " ".join(["c", *(letter for axis in _axes(dims) for letter in axis if letter != "c")])
 
 
 def compose_layouts(prefix: str, dw1: str, qkw: str, dd: str) -> list[TensorLayout]:
@@ -183,9 +192,9 @@ def compose_layouts(prefix: str, dw1: str, qkw: str, dd: str) -> list[TensorLayo
     """
     compose = "model.layers.{i}.self_attn.compose."
     return [
-        TensorLayout(dw1, f"{prefix}e g c x", ((compose + "dw1_proj.weight", "(g c x) e"),)),
-        TensorLayout(qkw, f"{prefix}g c x r m", ((compose + "qkw", "(g c x) (r m)"),)),
-        TensorLayout(dd, f"{prefix}e g (c m)", ((compose + "gate_proj.weight", "(g c m) e"),)),
+        row(dw1, f"{prefix}e g c x", compose + "dw1_proj.weight", "(g c x) e"),
+        row(qkw, f"{prefix}g c x r m", compose + "qkw", "(g c x) (r m)"),
+        row(dd, f"{prefix}e g (c m)", compose + "gate_proj.weight", "(g c m) e"),
     ]
 
 
@@ -198,8 +207,8 @@ def hub_layouts(mlp_type: str) -> list[TensorLayout]:
     layer, native = "layers.{i}.", "model.layers.{i}."
     attention, dynamic = layer + "attention.", layer + "attention.dyn_w_proj."
     layouts = [
-        TensorLayout("tok_embeddings.weight", "v e", (("model.embed_tokens.weight", "v e"),)),
-        TensorLayout("output.weight", "v e", (("lm_head.weight", "v e"),)),
+        row("tok_embeddings.weight", "v e", "model.embed_tokens.weight", "v e"),
+        row("output.weight", "v e", "lm_head.weight", "v e"),
     ]
     for kind in ("weight", "bias"):
         for old, new in (
@@ -207,7 +216,7 @@ def hub_layouts(mlp_type: str) -> list[TensorLayout]:
             (layer + "attention_norm", native + "input_layernorm"),
             (layer + "ffn_norm", native + "post_attention_layernorm"),
         ):
-            layouts.append(TensorLayout(f"{old}.{kind}", "e", ((f"{new}.{kind}", "e"),)))
+            layouts.append(row(f"{old}.{kind}", "e", f"{new}.{kind}", "e"))
         tail = " e" if kind == "weight" else ""
         projections = tuple(
             (f"{native}self_attn.{name}_proj.{kind}", f"({heads} d){tail}")
@@ -218,24 +227,20 @@ def hub_layouts(mlp_type: str) -> list[TensorLayout]:
         # "(h d)" stands for all rows here; the shape of a fused tensor is the sum of its parts'
         layouts.append(TensorLayout(f"{attention}wqkv.{kind}", projections[0][1], projections))
         out = "e (h d)" if kind == "weight" else "e"
-        layouts.append(TensorLayout(f"{attention}wo.{kind}", out, ((f"{native}self_attn.o_proj.{kind}", out),)))
+        layouts.append(row(f"{attention}wo.{kind}", out, f"{native}self_attn.o_proj.{kind}", out))
         into, outof = ("f e", "e f") if kind == "weight" else ("f", "e")
         mlp = layer + "feed_forward.", native + "mlp."
         first = {"gated": (("w1", "gate_proj"), ("w3", "up_proj")), "plain": (("w1", "up_proj"),)}[mlp_type]
         for old, new in first:
-            layouts.append(TensorLayout(f"{mlp[0]}{old}.{kind}", into, ((f"{mlp[1]}{new}.{kind}", into),)))
-        layouts.append(TensorLayout(f"{mlp[0]}w2.{kind}", outof, ((f"{mlp[1]}down_proj.{kind}", outof),)))
-    layouts.append(
-        TensorLayout(layer + "feed_forward.mg.weight", "t e", ((native + "mlp.multi_gate_proj.weight", "t e"),))
-    )
+            layouts.append(row(f"{mlp[0]}{old}.{kind}", into, f"{mlp[1]}{new}.{kind}", into))
+        layouts.append(row(f"{mlp[0]}w2.{kind}", outof, f"{mlp[1]}down_proj.{kind}", outof))
+    layouts.append(row(layer + "feed_forward.mg.weight", "t e", native + "mlp.multi_gate_proj.weight", "t e"))
     for side in ("q", "k"):
-        layouts.append(
-            TensorLayout(f"{attention}{side}_norm.scale", "d", ((f"{native}self_attn.{side}_norm.weight", "d"),))
-        )
+        layouts.append(row(f"{attention}{side}_norm.scale", "d", f"{native}self_attn.{side}_norm.weight", "d"))
     layouts += compose_layouts("", dynamic + "dw1", dynamic + "qkw", dynamic + "dd")
     for stage in ("pre", "post"):
         name = f"{native}self_attn.compose.{stage}_static"
-        layouts.append(TensorLayout(f"{dynamic}{stage}_proj.w", "g m n", ((name, "(g m) n"),)))
+        layouts.append(row(f"{dynamic}{stage}_proj.w", "g m n", name, "(g m) n"))
     return layouts
 
 
@@ -254,6 +259,7 @@ __all__ = [
     "hub_layouts",
     "layer_dims",
     "rearrange",
+    "row",
     "shape_of",
     "to_native",
 ]

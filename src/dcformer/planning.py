@@ -21,8 +21,7 @@ from transformers.modeling_rope_utils import RopeParameters
 from .analysis import num_parameters
 from .chunked_dcformer import BLOCK_SCORES
 from .configuration_dcformer import DCFormerConfig
-from .conversion.errors import CONFIG_ERRORS
-from .errors import DCFormerError, raise_bug, refused
+from .errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from .modeling_dcformer import DCFormerForCausalLM
 from .parallel_dcformer import check_tensor_parallel
 

@@ -3,9 +3,10 @@
 import argparse
 from collections.abc import Sequence
 
-# As `dcformer.conversion` has them; a test compares them.
+# As `dcformer.conversion` and `dcformer.formats` have them; a test compares them.
 _DTYPES = ("float32", "bfloat16", "float16")
-_FORMATS = ("native", "hub", "maxtext", "pax")
+_ARRAY_FORMATS = ("maxtext", "pax")
+_FORMATS = ("native", "hub", *_ARRAY_FORMATS)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -28,14 +29,14 @@ def _jax_to_safetensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help="root with steps, a step, or its state")
     parser.add_argument("--config", metavar="FILE", help="what shapes cannot tell: JSON or YAML, may be partial")
     parser.add_argument("--step", type=int, metavar="N", help="which step (default: the last)")
-    parser.add_argument("--format", default="auto", choices=["auto", "maxtext", "pax"])
+    parser.add_argument("--format", default="auto", choices=["auto", *_ARRAY_FORMATS])
     _add_safetensors_output(parser)
 
 
 def _safetensors_to_jax(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="model folder")
     parser.add_argument("--output", required=True, metavar="DIR", help="checkpoint root to make")
-    parser.add_argument("--format", required=True, choices=["maxtext", "pax"])
+    parser.add_argument("--format", required=True, choices=_ARRAY_FORMATS)
     parser.add_argument(
         "--ocdbt", action=argparse.BooleanOptionalAction, default=False, help="one OCDBT store, or a folder per array"
     )

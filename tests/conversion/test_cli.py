@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from dcformer import DCFormerForCausalLM
 from dcformer.conversion import convert_safetensors_to_jax
-from dcformer.conversion.cli import main
+from dcformer_commands.convert import main
 
 SCRIPTS = REPOSITORY / "conversion_scripts"
 COMMANDS = ["jax-to-safetensors", "safetensors-to-jax", "hub-to-safetensors", "verify"]
@@ -336,7 +336,7 @@ def test_a_failing_overwrite_leaves_the_old_output(pax, tmp_path, capsys):
         ("jax-to-safetensors --checkpoint {pax} --output out --tokenizer nowhere", "'nowhere' cannot be loaded"),
         ("jax-to-safetensors --checkpoint {native} --output out", "is a model folder, not a JAX checkpoint"),
         ("safetensors-to-jax --model nowhere --output out --format pax", "not exist: expected the folder of a check"),
-        ("safetensors-to-jax --model {native} --output out --format pax --ocdbt", "are for MaxText"),
+        ("safetensors-to-jax --model {native} --output out --format pax --ocdbt", "--ocdbt is for MaxText"),
         ("safetensors-to-jax --model {native} --output out --format pax --layers-per-block 3", "must divide"),
         ("safetensors-to-jax --model {native} --output out --format pax --step -1", "must not be negative"),
         ("hub-to-safetensors --checkpoint {native} --output out", "is a native checkpoint by the names of its tensors"),

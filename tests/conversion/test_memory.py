@@ -17,7 +17,8 @@ import torch
 
 from dcformer import DCFormerConfig
 from dcformer.conversion import open_checkpoint
-from dcformer.conversion.formats import format_parts, native_shapes
+from dcformer.formats import FORMATS
+from dcformer.formats.base import native_shapes
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,7 +73,7 @@ def write_hub(folder):
     """A single `pytorch_model.bin`, with q, k and v fused, as published; filled in place, to need little memory."""
     folder.mkdir()
     fused = [f"layers.{i}.attention.wqkv.weight" for i in range(CONFIG.num_hidden_layers)]
-    parts, shapes = format_parts("hub", CONFIG, present=fused), native_shapes(CONFIG)
+    parts, shapes = FORMATS["hub"].parts(CONFIG, present=fused), native_shapes(CONFIG)
     with torch.serialization.skip_data():
         torch.save(
             {part.name: torch.empty(part.shape(CONFIG), dtype=DTYPE) for part in parts}, folder / "pytorch_model.bin"

@@ -17,8 +17,8 @@ from dcformer.conversion import (
     convert_safetensors_to_jax,
     open_checkpoint,
 )
-from dcformer.conversion.cli import main
 from dcformer.conversion.verification import Comparison, compare_configs, format_table
+from dcformer_commands.convert import main
 
 pytest.importorskip("tensorstore", reason="JAX checkpoints need tensorstore: pip install 'dcformer[jax]'")
 

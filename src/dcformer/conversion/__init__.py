@@ -1,8 +1,9 @@
-"""Conversions between checkpoint formats: this package's folders, the authors' PyTorch repositories, MaxText, Pax.
+"""Conversions between the checkpoint formats of `dcformer.formats`, streaming and atomic.
 
-Needs the extra `[jax]` to write JAX checkpoints, of which reading them needs `tensorstore` only.
+JAX checkpoints need the extra `[jax]`; reading them takes `tensorstore` alone.
 """
 
+from ..errors import ConversionError
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import (
     ConversionReport,
@@ -11,7 +12,6 @@ from .convert import (
     convert_safetensors_to_jax,
     write_safetensors,
 )
-from .errors import ConversionError
 from .verification import Comparison, compare_logits, compare_tensors
 
 __all__ = [

@@ -1,24 +1,19 @@
 """Checkpoints of every format, seen as what they stand for here: a configuration and native tensors."""
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from ..configuration_dcformer import DCFormerConfig
-from ..errors import raise_bug
-from ..hub_dcformer import StoredWeights, complete_config
-from ..layouts_dcformer import HUB_IGNORED
-from .errors import CONFIG_ERRORS, ConversionError
-from .formats import FORMATS, Part, format_parts, native_shapes
-from .inference import build_config, infer, read_config_file
-from .sources import ArraySource, SafetensorsSource, TensorInfo, TensorSource, TorchSource, has_weights
+from ..errors import ConversionError
+from ..formats import FORMATS, FolderFormat, folder_formats
+from ..formats.base import Part, TensorInfo, TensorSource, native_shapes
+from .inference import build_config, infer, read_config_file, summary
+from .sources import ArraySource, SafetensorsSource, TorchSource, has_weights
 
 
 @dataclass
@@ -27,8 +22,8 @@ class Checkpoint:
 
     Attributes:
         path: where it is.
-        format: "native", "hub", "maxtext" or "pax".
-        config: the model's; of a JAX checkpoint inferred, with what was given.
+        format: the name of its format.
+        config: the model's; for a checkpoint of arrays inferred, with what was given.
         source: its tensors as stored.
         parts: the stored tensors that make up the model, in the order in which they are best read.
         notes: what was assumed or noticed, for the user.
@@ -53,9 +48,8 @@ class Checkpoint:
     def _check(self) -> None:
         """Every native tensor is stored once, in the right shape and dtype, and nothing else is there."""
         where, infos = self.source.location, self.source.infos
-        homeless = sorted(set(self.shapes) - set(self._place))
-        if homeless:
-            raise ConversionError(f"{self.format} has no place for {_some(homeless)}.")
+        if unplaced := sorted(set(self.shapes) - set(self._place)):
+            raise ConversionError(f"{self.format} has no place for {_some(unplaced)}.")
         missing = [part.name for part in self.parts if part.name not in infos]
         if missing:
             raise ConversionError(
@@ -88,6 +82,11 @@ class Checkpoint:
         padded = info.shape[axis] > expected[axis]
         expected[axis] = info.shape[axis]
         return padded and list(info.shape) == expected
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a model folder, which `from_pretrained` loads."""
+        return isinstance(FORMATS[self.format], FolderFormat)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a native tensor, as stored."""
@@ -175,7 +174,7 @@ def open_checkpoint(
     Args:
         path: a model folder (native, or published by the authors), or a JAX checkpoint: its root with steps, a step, or
             the folder of arrays; local, or a URL that TensorStore understands.
-        format: "native", "hub", "maxtext", "pax", or "auto" to look.
+        format: the name of a format, or "auto" to look.
         config: for JAX checkpoints: a file for `read_config_file`, or fields as it returns them. When not given, a
             `config.json` that this package wrote beside the checkpoint is used.
         step: of a JAX checkpoint with several; the last one when not given.
@@ -190,14 +189,14 @@ def open_checkpoint(
         raise ConversionError(f"format={format!r} is unknown: expected auto, {', '.join(FORMATS)}.")
     location = os.fspath(path)
     is_folder = "://" not in location and _is_model_folder(Path(location))
-    if format in ("native", "hub") or (format == "auto" and is_folder):
+    if isinstance(FORMATS.get(format), FolderFormat) or (format == "auto" and is_folder):
         if not is_folder:
             what = "is not a model folder" if os.path.exists(location) else "does not exist"
             raise ConversionError(f"{location} {what}: expected a folder with config.json beside weights.")
         if config is not None or step is not None:
             raise ConversionError("--config and --step are for JAX checkpoints: a model folder has its configuration.")
         return _open_folder(Path(location), format)
-    return _open_jax(location, format, config, step)
+    return _open_arrays(location, format, config, step)
 
 
 def _is_model_folder(folder: Path) -> bool:
@@ -205,7 +204,29 @@ def _is_model_folder(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(has_weights(folder, name) for name in weights)
 
 
-def _open_jax(
+def _open_folder(folder: Path, name: str) -> Checkpoint:
+    safetensors = has_weights(folder, "model.safetensors")
+    source: TensorSource = SafetensorsSource(folder) if safetensors else TorchSource(folder)
+    format = next((known for known in folder_formats() if known.marker in source.infos), None)
+    if format is None:
+        raise ConversionError(
+            f"{folder} holds no known tensors: expected {' or '.join(known.marker for known in folder_formats())}, "
+            f"found {_some(sorted(source.infos)) or 'none at all'}."
+        )
+    if name not in ("auto", format.name):
+        raise ConversionError(f"{folder} is a {format.name} checkpoint by the names of its tensors, not a {name} one.")
+    config = format.read_config(folder, source)
+    parts = format.parts(config, generators=format.stored_generators(source), present=list(source.infos))
+    used = {part.name for part in parts}
+    ignored = [tensor for tensor in format.unused(config, source) if tensor not in used]
+    notes = list(source.notes)
+    if ignored:
+        notes.append(f"{len(ignored)} stored tensors that nothing uses were left out, such as {ignored[0]}")
+    source.infos = {tensor: info for tensor, info in source.infos.items() if tensor not in ignored}
+    return Checkpoint(str(folder), format.name, config, source, parts, notes)
+
+
+def _open_arrays(
     path: str, format: str, config: str | os.PathLike | dict[str, Any] | None, step: int | None
 ) -> Checkpoint:
     source = ArraySource(path, step, format)
@@ -221,18 +242,19 @@ def _open_jax(
     except ConversionError as error:
         where = "" if config is None or isinstance(config, dict) else f" (The configuration is {config}.)"
         raise ConversionError(f"{error}{where}") from error
-    notes.append(f"found: {found.summary()}")
+    notes.append(f"found: {summary(found)}")
     notes += [f"assumed {line}" for line in assumed]
-    parts = format_parts(
-        source.format,
-        model,
-        period=found.period,
-        stacked=found.stacked,
-        generators=found.generators,
-        present=list(source.infos),
+    parts = source.format.parts(
+        model, period=found.period, stacked=found.stacked, generators=found.generators, present=list(source.infos)
     )
     if not model.compose_generators:  # the trainer stores them, whatever it uses
-        unused = [name for name in source.infos if ".dyn_w_proj." in name]
+        used = {part.name for part in parts}
+        generators = ("compose.dw1_proj.weight", "compose.qkw", "compose.gate_proj.weight")
+        unused = [
+            name
+            for name, (layout, _) in found.matches.items()
+            if layout.natives[0][0].endswith(generators) and name not in used
+        ]
         notes += [f"{len(unused)} stored arrays of weight generators that are off were left out"] if unused else []
         source.infos = {name: info for name, info in source.infos.items() if name not in unused}
     kept, stored = model.vocab_size, found.fields["vocab_size"]
@@ -241,7 +263,7 @@ def _open_jax(
             stored = max(stored, source.infos[part.name].shape[part.dims.split().index("v")])
     if kept < stored:
         notes.append(f"vocabulary: the first {kept} of {stored} stored rows were kept")
-    return Checkpoint(path, source.format, model, source, parts, notes, source.step)
+    return Checkpoint(path, source.format.name, model, source, parts, notes, source.step)
 
 
 def _config_beside(folder: str) -> str | None:
@@ -254,67 +276,6 @@ def _config_beside(folder: str) -> str | None:
         if file.is_file() and '"compose_rank"' in file.read_text(errors="replace"):
             return str(file)
     return None
-
-
-def _open_folder(folder: Path, format: str) -> Checkpoint:
-    safetensors = has_weights(folder, "model.safetensors")
-    source: TensorSource = SafetensorsSource(folder) if safetensors else TorchSource(folder)
-    known = {"tok_embeddings.weight": "hub", "model.embed_tokens.weight": "native"}
-    kinds = [kind for name, kind in known.items() if name in source.infos]
-    if not kinds:
-        raise ConversionError(
-            f"{folder} holds no known tensors: expected {' or '.join(known)}, found "
-            f"{_some(sorted(source.infos)) or 'none at all'}."
-        )
-    found = kinds[0]
-    if format not in ("auto", found):
-        raise ConversionError(f"{folder} is a {found} checkpoint by the names of its tensors, not a {format} one.")
-    config = _read_hub_config(folder, source) if found == "hub" else _read_config(folder)
-    stored = [info.shape[1] for name, info in source.infos.items() if name.endswith(".qkw") and len(info.shape) == 5]
-    parts = format_parts(found, config, generators=stored[0] if stored else 4, present=list(source.infos))
-    used = {part.name for part in parts}
-    ignored = [name for name in source.infos if name not in used and _is_unused(name, found, config)]
-    if found == "hub" and not config.compose_static and not _stored_weights(source).has_static:  # identity buffers
-        ignored += [name for name in source.infos if re.fullmatch(r".*\.dyn_w_proj\.(pre|post)_proj\.w", name)]
-    notes = list(source.notes)
-    if ignored:
-        notes.append(f"{len(ignored)} stored tensors that nothing uses were left out, such as {ignored[0]}")
-    source.infos = {name: info for name, info in source.infos.items() if name not in ignored}
-    return Checkpoint(str(folder), found, config, source, parts, notes)
-
-
-def _read_hub_config(folder: Path, source: TensorSource) -> DCFormerConfig:
-    """An authors' configuration, and what the tensors say where it is silent."""
-    config = _read_config(folder)
-    try:
-        return complete_config(config, _stored_weights(source))
-    except CONFIG_ERRORS as error:
-        raise_bug(error)
-        raise ConversionError(f"{folder} describes no model ({error}).") from error
-
-
-def _read_config(folder: Path) -> DCFormerConfig:
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
-        raise ConversionError(f"{folder / 'config.json'} describes no model ({error}).") from error
-    if not isinstance(config, DCFormerConfig):
-        raise ConversionError(
-            f"{folder / 'config.json'} is of model_type {config.model_type!r}, expected dcformer or dcpythia."
-        )
-    return config
-
-
-def _stored_weights(source: TensorSource) -> StoredWeights:
-    return StoredWeights.read((name, info.shape, partial(source.read, name)) for name, info in source.infos.items())
-
-
-def _is_unused(name: str, format: str, config: DCFormerConfig) -> bool:
-    """Whether a stored tensor says nothing about the model."""
-    if config.tie_word_embeddings and name == {"native": "lm_head.weight", "hub": "output.weight"}[format]:
-        return True
-    return bool(format == "hub" and HUB_IGNORED.fullmatch(name))
 
 
 __all__ = ["Checkpoint", "open_checkpoint"]

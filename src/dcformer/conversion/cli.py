@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dcformer_commands.convert import main
-
-from ..errors import DCFormerError
+from ..errors import ConversionError, DCFormerError
 from .checkpoint import open_checkpoint
 from .convert import convert_hub_to_safetensors, convert_jax_to_safetensors, convert_safetensors_to_jax
-from .errors import ConversionError
 from .verification import compare_configs, compare_logits, compare_tensors, format_table
 
 _CONVERSIONS: dict[str, Callable[..., Any]] = {
@@ -59,7 +56,7 @@ def _verify(args: argparse.Namespace) -> int:
     )
     for checkpoint in (first, second):
         print(f"{checkpoint.path} ({checkpoint.format})", *(f"  {note}" for note in checkpoint.notes), sep="\n")
-    folders = all(checkpoint.format in ("native", "hub") for checkpoint in (first, second))
+    folders = first.is_folder and second.is_folder
     tokens = _tokens(args.tokens)
     if tokens is not None and not folders:
         raise ConversionError("--tokens compares logits, which needs two model folders: convert the checkpoint first.")
@@ -97,4 +94,4 @@ def _tokens(words: Sequence[str] | None) -> np.ndarray | None:
         raise ConversionError(f"--tokens {' '.join(words)}: expected numbers, or a .npy file ({error}).") from error
 
 
-__all__ = ["main", "run"]
+__all__ = ["run"]

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
-from .errors import ConversionError
+from ..errors import ConversionError
 
 # In the order in which safetensors lays out a file: wide ones first, so that every tensor is aligned to its own.
 _SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -7,68 +7,23 @@ in memory than what it has handed out.
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import missing_extra
+from ..errors import ConversionError, first_line, missing_extra
+from ..formats import ArrayFormat, array_formats
+from ..formats.arrays import return_freed_memory
+from ..formats.base import TensorInfo
 from ..hub_dcformer import stored_tensors, weight_files
-from .errors import ConversionError, first_line
-from .memory import return_freed_memory
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Memory-mapped files count as memory once touched: their mapping is renewed after that many bytes.
 _REMAP_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What is known of a stored tensor before it is read.
-
-    Attributes:
-        shape: as stored.
-        dtype: as stored; None for one that PyTorch has no floating point type for.
-        stored_dtype: its name in the format.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    stored_dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count * (self.dtype.itemsize if self.dtype is not None else 1)
-
-
-class TensorSource(Protocol):
-    """A checkpoint's tensors.
-
-    Attributes:
-        location: where it is, for messages.
-        infos: stored name -> what is known of it.
-        notes: what was noticed while looking, for the user.
-    """
-
-    location: str
-    infos: dict[str, TensorInfo]
-    notes: list[str]
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, as stored.
-
-        Raises:
-            ConversionError: when it cannot be read, naming it.
-        """
-        ...
 
 
 class SafetensorsSource:
@@ -154,19 +109,7 @@ def has_weights(folder: Path, name: str) -> bool:
     return (folder / name).is_file() or (folder / f"{name}.index.json").is_file()
 
 
-# Where the parameters are in what a trainer saved; everything else (optimiser states, the step) is left alone.
-_PARAMETERS = {
-    "maxtext": re.compile(r"(?:(?:state\.)?(?:params\.)+)?((?:decoder|token_embedder)\..*)"),
-    "pax": re.compile(
-        r"(?:state\.)?(?:mdl_vars\.)?(?:params\.)?(?:lm\.)?((?:transformer|embedding_lookup|softmax|final_ln)\..*)"
-    ),
-}
-_NUMPY_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 _ITEMS = ("state", "default", "items", "params", "model_params")
 _STEP = re.compile(r"(?:checkpoint_|step_|)0*(\d+)")
 
@@ -178,10 +121,10 @@ class ArraySource:
         path: the root with its steps, a step, or the folder with the arrays; a local path or a URL that TensorStore
             understands (gs://, s3://, file://).
         step: which step, when `path` is a root; the last one when not given.
-        format: "maxtext", "pax", or "auto".
+        format: the name of an array format, or "auto".
 
     Attributes:
-        format: "maxtext" or "pax".
+        format: the format found.
         folder: the folder with the arrays.
         step: the step's number, None where the path does not tell.
     """
@@ -204,7 +147,7 @@ class ArraySource:
         self.infos: dict[str, TensorInfo] = {}
         self._keys: dict[str, tuple[str, str]] = {}  # name -> (driver, place in the store)
         self._ocdbt = "manifest.ocdbt" in self._children(self.folder)
-        self._read_tree(format)
+        self.format = self._read_tree([kind for kind in array_formats() if format in (kind.name, "auto")])
 
     @staticmethod
     def _store(path: str) -> Any:
@@ -261,7 +204,7 @@ class ArraySource:
             names = self._children(folder) if folder == path or os.path.basename(folder) in self._children(path) else []
             if "manifest.ocdbt" in names:
                 return folder
-            if any(self._parameter_name(name, "auto") for name in names):
+            if any(kind.parameter(name) for name in names for kind in array_formats()):
                 return folder
             if "params" in names and self._is_nested(f"{folder}/params"):
                 return folder
@@ -269,19 +212,11 @@ class ArraySource:
 
     def _is_nested(self, folder: str) -> bool:
         """Whether a folder `params` is the first part of arrays' names, not an item with arrays in it."""
-        return bool({"params", "decoder", "token_embedder"} & set(self._children(folder)))
+        roots = {root for kind in array_formats() for root in kind.roots}
+        return bool(({"params"} | roots) & set(self._children(folder)))
 
-    @staticmethod
-    def _parameter_name(key: str, format: str) -> tuple[str, str] | None:
-        """(format, name) of a parameter, from its key in the store; None for anything else."""
-        for kind, pattern in _PARAMETERS.items():
-            match = pattern.fullmatch(key)
-            if match and format in (kind, "auto"):
-                return kind, match[1]
-        return None
-
-    def _read_tree(self, format: str) -> None:
-        """Fills in what is there, without reading values."""
+    def _read_tree(self, candidates: Sequence[ArrayFormat]) -> ArrayFormat:
+        """Fills in what is stored, without reading values, and returns the format whose names it has."""
         store = self._store(self.folder)
         base: Any = {"driver": "ocdbt", "base": store} if self._ocdbt else store
         self._base = base
@@ -290,34 +225,36 @@ class ArraySource:
         except (ValueError, OSError) as error:
             raise ConversionError(f"{self.folder} cannot be listed ({first_line(error)}).") from error
         chunks = Counter(self._array_of(key) for key in keys)
-        formats, others = set(), 0
+        formats: dict[str, ArrayFormat] = {}
+        others = 0
         drivers = {"/.zarray": "zarr", "/zarr.json": "zarr3"}
         for key in keys:
             ending = next((ending for ending in drivers if key.endswith(ending)), None)
             if ending is None:
                 continue
             place = key[: -len(ending)]
-            found = self._parameter_name(place.replace("/", "."), format)
-            if found is None:
+            names = {kind: name for kind in candidates if (name := kind.parameter(place.replace("/", ".")))}
+            if not names:
                 others += 1
                 continue
-            formats.add(found[0])
-            if found[1] in self._keys:
-                raise ConversionError(f"{self.folder} holds {found[1]} twice: {place} and {self._keys[found[1]][1]}.")
-            self._keys[found[1]] = (drivers[ending], place)
+            kind, name = next(iter(names.items()))
+            formats[kind.name] = kind
+            if name in self._keys:
+                raise ConversionError(f"{self.folder} holds {name} twice: {place} and {self._keys[name][1]}.")
+            self._keys[name] = (drivers[ending], place)
         if not self._keys:
-            expected = "MaxText or Pax" if format == "auto" else format
             raise ConversionError(
-                f"{self.folder} holds no parameters of a {expected} checkpoint ({others} other arrays): is it another "
-                "model's, or another --format?"
+                f"{self.folder} holds no parameters of a {' or '.join(kind.name for kind in candidates)} checkpoint "
+                f"({others} other arrays): is it another model's, or another --format?"
             )
         if len(formats) > 1:
             raise ConversionError(f"{self.folder} holds parameters of several formats: choose one with --format.")
-        (self.format,) = formats
+        (found,) = formats.values()
         if others:
             self.notes.append(f"{others} arrays that are no parameters (step, optimiser states) were left alone")
         for name in sorted(self._keys):
             self._describe(name, chunks)
+        return found
 
     @staticmethod
     def _array_of(key: str) -> str:
@@ -336,7 +273,7 @@ class ArraySource:
         except (ValueError, OSError) as error:
             raise ConversionError(f"{self._place(name)} is damaged ({first_line(error)}).") from error
         dtype = array.dtype.name
-        self.infos[name] = TensorInfo(tuple(array.shape), _NUMPY_DTYPES.get(dtype), dtype)
+        self.infos[name] = TensorInfo(tuple(array.shape), _DTYPES.get(dtype), dtype)
         grid: Any = array.chunk_layout.write_chunk.shape
         expected = 1
         for length, chunk in zip(array.shape, grid, strict=True):
@@ -368,4 +305,4 @@ class ArraySource:
         return torch.from_numpy(array)
 
 
-__all__ = ["FLOATS", "ArraySource", "SafetensorsSource", "TensorInfo", "TensorSource", "TorchSource", "has_weights"]
+__all__ = ["FLOATS", "ArraySource", "SafetensorsSource", "TorchSource", "has_weights"]

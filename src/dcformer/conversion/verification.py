@@ -10,9 +10,8 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from ..errors import raise_bug
+from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
 from .checkpoint import Checkpoint
-from .errors import CONFIG_ERRORS, ConversionError
 
 # What decides a model's outputs besides its tensors.
 _DECISIVE = (

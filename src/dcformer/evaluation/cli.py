@@ -20,8 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import dcformer  # registers the model types: `--model hf` loads them without remote code
 
-from ..conversion.errors import CONFIG_ERRORS, first_line
-from ..errors import DCFormerError, raise_bug
+from ..errors import CONFIG_ERRORS, DCFormerError, first_line, raise_bug
 from .items import FILE_KEY, NUM_SHOTS, EvaluationError, read_paper_file
 
 TASKS_FOLDER = Path(__file__).resolve().parent / "tasks"

@@ -17,9 +17,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..configuration_dcformer import DCFormerConfig
-from ..conversion.errors import CONFIG_ERRORS, ConversionError, first_line
 from ..conversion.output import complete_folder
-from ..errors import DCFormerError, raise_bug
+from ..errors import CONFIG_ERRORS, ConversionError, DCFormerError, first_line, raise_bug
 from ..remote_code import export_remote_code
 from .card import model_card, read_results
 

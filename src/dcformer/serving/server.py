@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import dcformer  # registers the model types: the server loads them without remote code
 
-from ..conversion.errors import first_line
+from ..errors import first_line
 from .requests import SOMETIMES_IGNORED, RequestChecks
 
 _PROGRAM = "dcformer-serve"

@@ -9,8 +9,7 @@ import yaml
 from trl import ModelConfig, SFTConfig, TrlParser
 
 from ..configuration_dcformer import DCFormerConfig
-from ..conversion.errors import CONFIG_ERRORS
-from ..errors import DCFormerError, raise_bug, refused
+from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..peft_dcformer import LORA_TARGETS
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")

@@ -26,8 +26,7 @@ from transformers.utils import cached_file
 from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from ..analysis import num_parameters
-from ..conversion.errors import CONFIG_ERRORS
-from ..errors import DCFormerError, raise_bug, refused
+from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..kernels import unsupported_reason
 from .arguments import DataArguments, ModelArguments, NewModelArguments, TrainingConfig, paper_learning_rate, parse
 from .data import Rows, check_adapters, check_output, check_tokenised, check_tokenizer, longest, make_data

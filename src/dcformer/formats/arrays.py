@@ -1,4 +1,4 @@
-"""Writes Orbax checkpoints one array at a time, in the form that the original trainer (MaxText) restores.
+"""Arrays on disk, as JAX trainers store them, written one at a time: zarr folders, and Orbax checkpoints.
 
 Orbax saves a pytree whose arrays are all in memory; the parameters and both Adam moments of a large model need not
 fit there. How a leaf is written is a public extension point of Orbax, the type handler. The leaves given to Orbax
@@ -7,9 +7,11 @@ that Orbax gives, and frees it before it loads the next. Names, compression and 
 nothing of this module is needed to restore the result. The handler is registered for the one call only.
 """
 
+import ctypes
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import missing_extra
-from .memory import return_freed_memory
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,58 @@ class LazyArray:
     def nbytes(self) -> int:
         """The number of bytes in memory, which is what `write_orbax` reports as progress."""
         return self.size * self.dtype.itemsize
+
+
+def return_freed_memory() -> None:
+    """Lets glibc give freed memory back to the system, but for blocks of up to 64 MB.
+
+    It keeps what a thread freed for that thread, and TensorStore compresses and expands on several: without this, the
+    chunks of several arrays count at once.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def write_zarr(
+    folder: str | os.PathLike, arrays: Mapping[str, LazyArray], *, progress: Callable[[int], None] | None = None
+) -> None:
+    """Writes arrays one at a time, each in a folder of its own as a single zstd-compressed chunk.
+
+    Args:
+        folder: where to; created where absent.
+        arrays: name of the array's folder -> array.
+        progress: called with the number of bytes of each array once it is on disk, before compression.
+
+    Raises:
+        MissingExtraError: when tensorstore is not installed.
+        OSError, ValueError: when an array cannot be written.
+    """
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise missing_extra("jax", "writing zarr arrays", error.name or str(error)) from error
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, lazy in arrays.items():
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "file", "path": f"{os.path.abspath(folder)}/{name}/"},
+            "dtype": lazy.dtype.name,
+            "metadata": {
+                "shape": list(lazy.shape),
+                "chunks": [max(1, length) for length in lazy.shape],
+                "compressor": {"id": "zstd", "level": 1},
+            },
+            "store_data_equal_to_fill_value": True,
+        }
+        store = tensorstore.open(spec, create=True, delete_existing=False).result()
+        return_freed_memory()  # the last array's, which TensorStore frees just after it has reported it written
+        array = lazy.load()
+        return_freed_memory()
+        store.write(array, can_reference_source_data_indefinitely=True).result()
+        del array, store
+        if progress is not None:
+            progress(lazy.nbytes)
 
 
 def write_orbax(
@@ -151,3 +204,6 @@ def _placeholders(node: Any, name: str = "") -> Any:
     if isinstance(node, Mapping):
         return {key: _placeholders(value, f"{name}.{key}" if name else key) for key, value in sorted(node.items())}
     return f"PLACEHOLDER://{name}"
+
+
+__all__ = ["LazyArray", "mark_step", "return_freed_memory", "write_orbax", "write_zarr"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import FIXTURES
 
-from dcformer.conversion.orbax_writer import LazyArray, write_orbax
+from dcformer.formats.arrays import LazyArray, write_orbax
 
 RESTORE = """
 import sys
@@ -27,7 +27,7 @@ np.savez(sys.argv[2], kernel=kernel, step=restored["step"], zeros=restored["para
 MEMORY = """
 import os, pathlib, re, sys
 import numpy as np
-from dcformer.conversion.orbax_writer import LazyArray, write_orbax
+from dcformer.formats.arrays import LazyArray, write_orbax
 
 def peak():
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024

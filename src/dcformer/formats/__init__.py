@@ -1,0 +1,23 @@
+"""Checkpoint formats, one module each, and the list of them. CONTRIBUTING.md says how to add one."""
+
+from .base import ArrayFormat, FolderFormat, Format
+from .hub import HubFormat
+from .maxtext import MaxTextFormat
+from .native import NativeFormat
+from .pax import PaxFormat
+
+NATIVE = NativeFormat()
+FORMATS: dict[str, Format] = {format.name: format for format in (NATIVE, HubFormat(), MaxTextFormat(), PaxFormat())}
+
+
+def folder_formats() -> list[FolderFormat]:
+    """The formats of model folders."""
+    return [format for format in FORMATS.values() if isinstance(format, FolderFormat)]
+
+
+def array_formats() -> list[ArrayFormat]:
+    """The formats of arrays in zarr."""
+    return [format for format in FORMATS.values() if isinstance(format, ArrayFormat)]
+
+
+__all__ = ["FORMATS", "NATIVE", "ArrayFormat", "FolderFormat", "Format", "array_formats", "folder_formats"]
