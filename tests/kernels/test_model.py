@@ -387,15 +387,18 @@ def test_operators_as_the_model_calls_them():
     with Operators() as operators:
         model(ids, labels=ids, use_cache=False).loss.backward()
         in_pieces(model, ids, [2, 1])
+
+    def leaf(argument, requires_grad):
+        if isinstance(argument, torch.Tensor):
+            return argument.detach().requires_grad_(requires_grad and argument.is_floating_point())
+        return [leaf(a, requires_grad) for a in argument] if isinstance(argument, list) else argument
+
     names = ["composed_attention", "composed_attention_backward", "generate_weights", "generate_packed"]
     assert sorted(operators.calls) == sorted([*names, "composed_decode"])
     for name, calls in operators.calls.items():
         differentiable = name in ("composed_attention", "generate_weights")
-        arguments = [
-            a.detach().requires_grad_(differentiable and a.is_floating_point()) if isinstance(a, torch.Tensor) else a
-            for a in calls[0]
-        ]
-        torch.library.opcheck(getattr(torch.ops.dcformer, name).default, tuple(arguments))
+        arguments = tuple(leaf(a, differentiable) for a in calls[0])
+        torch.library.opcheck(getattr(torch.ops.dcformer, name).default, arguments)
 
 
 def test_sharded_training_step():
