@@ -14,7 +14,10 @@ from ..errors import DCFormerError
 
 # Arguments that do not change the resulting weights, up to rounding: where results go, when the run evaluates and
 # saves, how fast and in how much memory it computes. Its length may change, too: that is how a run is extended.
-_FREE_PREFIXES = ("ddp_", "hub_", "log_", "logging_", "save_", "torch_", "trackio_")
+_FREE_PREFIXES = (
+    *("activation_checkpointing", "gradient_checkpointing"),  # the first is the second's name since Transformers 5.23
+    *("ddp_", "hub_", "log_", "logging_", "save_", "torch_", "trackio_"),
+)
 _FREE = {
     *("output_dir", "resume_from_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
     *("max_steps", "num_train_epochs", "early_stopping_patience", "load_best_model_at_end"),
@@ -24,8 +27,7 @@ _FREE = {
     *("bf16_full_eval", "fp16_full_eval", "do_train", "do_eval", "do_predict"),
     *("push_to_hub", "report_to", "run_name", "project", "disable_tqdm", "debug", "skip_memory_metrics"),
     *("include_num_input_tokens_seen", "full_determinism", "dataset_num_proc", "trust_remote_code"),
-    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing"),
-    *("activation_checkpointing_kwargs", "activation_offloading", "use_cache", "use_cpu", "attn_implementation"),
+    *("activation_offloading", "use_cache", "use_cpu", "attn_implementation"),
     *("local_rank", "fsdp", "fsdp_config", "deepspeed", "parallelism_config"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
     *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
