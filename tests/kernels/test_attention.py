@@ -1,7 +1,8 @@
 """`composed_attention` against the definition in float64: every switch, awkward shapes, who sees what, three dtypes.
 
 Tolerances are computed: an error may be at most twice that of the definition in the same dtype, plus a rounding band:
-that of the dtype, and of the log-sum-exp, from which the kernels make weights as exp(score - lse).
+that of the dtype, and of the log-sum-exp, from which the kernels make weights as exp(score - lse). In float32 it may be
+2e-6 of the largest number at most, whatever the definition does.
 """
 
 import dataclasses
@@ -165,6 +166,8 @@ def check(case, monkeypatch):
         band = (2 * torch.finfo(case.dtype).eps + span) * expected.abs().max()
         assert found[name].dtype == case.dtype
         assert error <= 2 * yardstick + band, f"{name}: {error:.3g} against {yardstick:.3g} (band {band:.3g})"
+        if case.dtype == torch.float32:
+            assert error <= 2e-6 * expected.abs().max(), f"{name}: {error / expected.abs().max():.3g} of the largest"
 
 
 SWITCHES = {
