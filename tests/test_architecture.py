@@ -18,7 +18,7 @@ LAYERS = (
     {"kernels"},
     {"analysis", "remote_code"},
     {"dcformer"},  # the package's __init__: public names and registration
-    {"cache_report", "export", "formats", "selfcheck", "synthetic"},
+    {"cache_report", "export", "formats", "recipes", "scaling", "selfcheck", "synthetic"},
     {"conversion"},
     {"evaluation", "planning", "publish", "serving", "training"},
 )

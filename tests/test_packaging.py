@@ -39,6 +39,7 @@ USES = {
     "dcformer.formats": "jax",
     "dcformer.evaluation": "eval",
     "dcformer.kernels": "kernels",
+    "dcformer.scaling": "analysis",
     "dcformer.serving": "serve",
     "dcformer.synthetic": "synthetic",
     "dcformer_commands.eval": "eval",

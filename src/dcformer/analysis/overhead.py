@@ -91,4 +91,22 @@ def compose_overhead(config: DCFormerConfig, sequence_length: int | None = None)
     )
 
 
-__all__ = ["ComposeOverhead", "compose_overhead", "num_compose_parameters", "num_parameters"]
+def training_flops(config: DCFormerConfig, sequence_length: int | None = None) -> float:
+    """Operations that training takes per token: three times those of the forward pass, composition included.
+
+    Args:
+        config: the model's.
+        sequence_length: S, as for `compose_overhead`. Every layer is counted as global: what windows save is left out.
+
+    Returns:
+        2 per multiply-add of every matrix and the output projection, of q kᵀ and p v over the causal half of the keys,
+        and of composition; times 3.
+    """
+    s = config.max_position_embeddings if sequence_length is None else sequence_length
+    plain = num_parameters(config, exclude_embeddings=True) - num_compose_parameters(config)
+    matmuls = config.num_hidden_layers * 2 * config.num_attention_heads * config.head_dim * s
+    output = 2 * config.vocab_size * config.hidden_size
+    return 3.0 * (2 * plain + matmuls + output + compose_overhead(config, s).flops_per_token)
+
+
+__all__ = ["ComposeOverhead", "compose_overhead", "num_compose_parameters", "num_parameters", "training_flops"]
