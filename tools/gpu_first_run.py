@@ -110,7 +110,14 @@ class Run:
 
     def clean(self, text: str) -> str:
         """A text without the names of this machine's folders."""
-        return text.replace(f"{self.folder}/", "").replace(f"{REPOSITORY}/", "").replace(str(Path.home()), "~")
+        for folder, name in (
+            (f"{self.folder}/", ""),
+            (f"{REPOSITORY}/", ""),
+            (sys.prefix, "PREFIX"),
+            (Path.home(), "~"),
+        ):
+            text = text.replace(str(folder), name)
+        return text
 
 
 def suite() -> Any:
@@ -263,7 +270,7 @@ def collect_tests(run: Run, jobs: list[Job]) -> dict[str, Any]:
     scores = {name: sum(found[name] for found in counted) for name in ("counted", "clamped")}
     scores |= {"largest": max((found["largest"] for found in counted), default=0.0), "limit": gpu_test_log.LIMIT}
     failures = [{"test": line["test"], "detail": run.clean(line["detail"])} for line in outcomes["failed"]]
-    skipped = sorted({run.clean(line["detail"]) for line in outcomes["skipped"]})
+    skipped = sorted({run.clean(line["detail"]).removeprefix("Skipped: ") for line in outcomes["skipped"]})
     detail = ", ".join(f"{len(found)} {name}" for name, found in outcomes.items())
     is_odd = any(job.code not in (None, 0, 1, 5) for job in jobs)  # 5: nothing was left to be run
     if is_odd or not lines:
@@ -338,15 +345,25 @@ def collect_suite(run: Run, jobs: list[Job], *, name: str) -> dict[str, Any]:
     if jobs[0].code is None:
         put_back(run, name)
     cells = [cell for cell in suite_cells(run).values() if cell["section"] == name]
-    bad = [c["name"] for c in cells if c["status"] in ("failed", "error", "invalid", "unfinished")]
+    odd = [c for c in cells if c["status"] in ("failed", "error", "invalid", "unfinished")]
+    bad = [c["name"] for c in odd if is_ours(c)]
+    others = [f"{c['name']} ({c['status']})" for c in odd if not is_ours(c)]
     late = [c["name"] for c in cells if c.get("out_of_time")]
     done = [c for c in cells if c["status"] in ("ok", "out of memory")]
     detail = f"{len(done)} of {len(cells)} measured"
     detail += f"; not as they should be: {', '.join(bad)}" if bad else ""
+    detail += f"; of what stands beside ours: {', '.join(others)}" if others else ""
     detail += f"; no time for {len(late)}: --resume goes on" if late else ""
     if not cells:
         detail = last_line(run, jobs[0])
     return {"status": "failed" if bad or not cells else "ok", "detail": detail, "cells": cells, "late": bool(late)}
+
+
+def is_ours(cell: dict[str, Any]) -> bool:
+    """Whether it is about our kernels, or a model with them; not about what stands beside them."""
+    if cell["section"] == "check":
+        return not cell["name"].endswith(" flex")
+    return cell.get("implementation", "ours").split()[0] in ("ours", "dcformer_triton")
 
 
 def put_back(run: Run, section: str) -> None:
@@ -497,6 +514,11 @@ def _timing_row(name: str, timing: dict[str, Any], *more: str) -> list[str]:
     return [name, ms["median_s"], f"{ms['q25_s']} - {ms['q75_s']}", ms["min_s"], str(timing["n"]), *more]
 
 
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a Markdown table, whatever is in its cells."""
+    return suite().table(header, [[" ".join(text.split()).replace("|", "\\|") for text in row] for row in rows])
+
+
 _SPREAD = ["median, ms", "25 - 75%", "least", "n"]
 
 
@@ -551,7 +573,7 @@ def _bound_rows(content: dict[str, Any]) -> list[list[str]]:
 
 def page(content: dict[str, Any]) -> str:
     """The page of a run, in Markdown."""
-    table, about = suite().table, content["about"]
+    about = content["about"]
     lines = ["# On a GPU", ""]
     if content["options"]["smoke"]:
         lines += ["**A rehearsal with tiny shapes on a CPU: none of these figures says anything about a GPU.**", ""]
@@ -627,8 +649,8 @@ def page(content: dict[str, Any]) -> str:
     if tests.get("failures"):
         rows = [[f["test"], f["detail"].splitlines()[0][:200] if f["detail"] else ""] for f in tests["failures"]]
         lines += ["## Tests that failed", "", *table(["", ""], rows), ""]
-    for reason in tests.get("skipped", ()):
-        lines += [f"Skipped: {reason}", ""]
+    if skipped := tests.get("skipped"):
+        lines += ["## Why tests were skipped", "", *(f"- {reason}" for reason in skipped), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

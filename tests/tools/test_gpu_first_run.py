@@ -245,7 +245,7 @@ def test_tests_are_logged_one_by_one_and_not_run_again(tmp_path, options):
         "limit": 6e4,
     }
     assert found["failures"][0]["test"].endswith("test_wrong") and "no such luck" in found["failures"][0]["detail"]
-    assert found["skipped"] == ["Skipped: no GPU"]
+    assert found["skipped"] == ["no GPU"]
     kept = [line for line in log.read_text().splitlines() if "test_wrong" not in line]
     log.write_text("\n".join(kept) + '\n{"cut off')
     job.command += ["-v"]
@@ -409,6 +409,23 @@ def test_a_cell_that_was_running_is_tried_once_more(tmp_path):
         assert found["late"] == (status == "ok")
 
 
+def test_what_stands_beside_ours_does_not_fail_a_section(tmp_path):
+    def found(name, **coordinates):
+        run = first_run.Run(tmp_path, content={"sections": {"op": {}}})
+        cells = [{"section": "op", "name": "op x ours", "status": "ok", "implementation": "ours"}]
+        cells.append({"section": "op", "name": name, "status": "error"} | coordinates)
+        first_run.write_json(tmp_path / "suite" / "gpu_suite.json", {"cells": cells})
+        return first_run.collect_suite(run, [first_run.Job("suite-op", [], code=1)], name="op")
+
+    other = found("op x flex gates", implementation="flex gates")
+    assert other["status"] == "ok" and "beside ours: op x flex gates (error)" in other["detail"]
+    for implementation in ("ours", "ours gates", "dcformer_triton"):
+        assert found("op y", implementation=implementation)["status"] == "failed"
+    assert found("train 2.8b")["status"] == "failed"
+    checks = [{"section": "check", "name": name} for name in ("check attention gates flex", "check attention gates")]
+    assert [first_run.is_ours(check) for check in checks] == [False, True]
+
+
 # --- what there is to run on ------------------------------------------------------------------------------------------
 
 
@@ -505,7 +522,8 @@ def test_without_a_sanitizer_or_pytest_sections_say_so(monkeypatch, called):
 def test_the_page_has_device_versions_spread_verdicts_and_ways_out(tmp_path, capsys):
     content, _ = FAILING["spills"]
     content = copy.deepcopy(content)
-    content["sections"]["op"] |= {"status": "failed", "detail": "no such luck"}
+    content["sections"]["op"] |= {"status": "failed", "detail": "no | such\nluck"}
+    content["sections"]["tests"]["skipped"] = ["needs two GPUs"]
     content["to_settle"] = settle.settle(content)
     path = tmp_path / "first_run.json"
     path.write_text(json.dumps(content))
@@ -519,6 +537,7 @@ def test_the_page_has_device_versions_spread_verdicts_and_ways_out(tmp_path, cap
     assert "| **failed**" in page and "Chosen where a row failed:" in page
     assert "- spills of `back_1` cost more than counted: tiles that a search" in page
     assert next(line for line in page.splitlines() if line.startswith("| op ")).split("|")[3].strip() == "failed"
+    assert "no \\| such luck" in page and "- needs two GPUs" in page
     assert "| back_1_kernel " in page and "12345" in page and "heads=32" in page
     assert "on a CPU" not in page
     assert "**A rehearsal" in first_run.page(content | {"options": {"smoke": True}})
