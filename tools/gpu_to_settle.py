@@ -5,6 +5,7 @@ that fails: the one that was measured to help most, otherwise the first that was
 torch; kernels' bounds come from `kernel_roofline.py`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,9 +107,11 @@ def device_figures(content: Content) -> tuple[Any, str]:
     import kernel_roofline
 
     name = content["about"]["device"]
+    is_90 = content["about"].get("capability", "9.0") == "9.0"
+    issued = "" if is_90 else ", with the instructions that were counted for sm_90"
     for known, gpu in kernel_roofline.DEVICES.items():
         if known in name:
-            return gpu, f"bounds at the assumed rates of an {known}"
+            return gpu, f"bounds at the assumed rates of an {known}{issued}"
     rates = cell(content, "kernels", "kernels rates")
     if missing := [key for key in ("memory_bytes_per_s", "cache_bytes_per_s", "flops_per_s") if key not in rates]:
         raise NotMeasured(f"no figures of {name!r} are known, and {', '.join(missing)} could not be measured")
@@ -116,15 +119,15 @@ def device_figures(content: Content) -> tuple[Any, str]:
         name, content["about"].get("multiprocessors", 132), tensor=rates["flops_per_s"],
         l2=rates["cache_bytes_per_s"], hbm=rates["memory_bytes_per_s"],
     )  # fmt: skip
-    return gpu, "bounds at the rates measured here, at 1.7 GHz"
+    return gpu, f"bounds at the rates measured here, at 1.7 GHz{issued}"
 
 
 def kernel_times(content: Content, name: str = _GLOBAL) -> dict[str, float]:
     """Microseconds of each of our kernels in a forward and a backward pass of attention, all launches together."""
     found: dict[str, float] = {}
     for kernel in cell(content, "kernels", name)["kernels"]:
-        function = kernel["kernel"].split("(")[0]
-        found[function] = found.get(function, 0.0) + kernel["us"]
+        if function := re.match(r"\w*?_kernel", kernel["kernel"]):  # Triton may add to the name
+            found[function[0]] = found.get(function[0], 0.0) + kernel["us"]
     return found
 
 

@@ -143,6 +143,8 @@ def test_stack_where_there_must_be_none_fails_whatever_the_instructions():
 def test_bounds_of_a_device_that_nobody_knows_are_those_measured():
     content = results()
     content["about"]["device"] = "Some GPU"
+    content["about"]["capability"] = "8.0"
+    assert settle.device_figures(content)[1].endswith("counted for sm_90")
     needed = settle.bounds(content)["scores_kernel"]
     assert needed["HBM"] == pytest.approx(settle.bounds(results())["scores_kernel"]["HBM"] * 4.8 / 4.3)
     content["sections"]["kernels"]["cells"][2].pop("cache_bytes_per_s")
@@ -153,7 +155,7 @@ def test_bounds_of_a_device_that_nobody_knows_are_those_measured():
 def test_launches_of_a_kernel_are_added_up():
     content = results()
     before = settle.kernel_times(content)["lse_kernel"]
-    content["sections"]["kernels"]["cells"][0]["kernels"].append({"kernel": "lse_kernel", "count": 1, "us": 5.0})
+    content["sections"]["kernels"]["cells"][0]["kernels"].append({"kernel": "lse_kernel_0d1d", "count": 1, "us": 5.0})
     assert settle.kernel_times(content)["lse_kernel"] == pytest.approx(before + 5.0)
 
 
@@ -490,12 +492,15 @@ def test_wheels_that_are_none_are_refused(tmp_path, capsys):
 SANITIZER = """#!{python}
 import sys
 assert sys.argv[1:6:2] == ["--tool", "--error-exitcode", "{python}"], sys.argv
+if "{bad}" == "all":
+    print("========= Device not supported")
+    sys.exit(1)
 print("========= {summary}: 2 errors" if sys.argv[2] == "{bad}" else "========= ERROR SUMMARY: 0 errors")
 sys.exit(9 if sys.argv[2] == "{bad}" else 0)
 """
 
 
-@pytest.mark.parametrize("bad", ["racecheck", "none"])
+@pytest.mark.parametrize("bad", ["racecheck", "none", "all"])
 def test_what_the_sanitizer_says(tmp_path, monkeypatch, called, bad):
     binary = tmp_path / "compute-sanitizer"
     binary.write_text(SANITIZER.format(python=sys.executable, summary="RACECHECK SUMMARY", bad=bad))
@@ -503,6 +508,10 @@ def test_what_the_sanitizer_says(tmp_path, monkeypatch, called, bad):
     (sanitizer,) = (one for one in first_run.SECTIONS if one.name == "sanitizer")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     status, parts = called([sanitizer])
+    if bad == "all":
+        assert (status, parts["sanitizer"]["status"]) == (0, "not run")
+        assert "Device not supported" in parts["sanitizer"]["detail"]
+        return
     found = "RACECHECK SUMMARY: 2 errors" if bad == "racecheck" else "ERROR SUMMARY: 0 errors"
     assert parts["sanitizer"]["detail"] == f"memcheck: ERROR SUMMARY: 0 errors; racecheck: {found}"
     assert (status, parts["sanitizer"]["status"]) == ((1, "failed") if bad == "racecheck" else (0, "ok"))
