@@ -20,7 +20,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-kernels test-distributed test-min test-extras test-gpu lint format docs-check bench bench-gpu kernel-report kernel-roofline hf-contract clean mutation-check test-deepspeed
+.PHONY: help setup demo test test-fast test-kernels test-distributed test-min test-extras test-gpu lint format docs-check bench bench-gpu gpu-first-run kernel-report kernel-roofline hf-contract clean mutation-check test-deepspeed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -100,6 +100,10 @@ bench: $(STAMP) ## measure on this machine's CPU
 
 bench-gpu: $(STAMP) ## check and measure on a GPU, in 8 minutes, e.g. ARGS="--sections op train"
 	$(VENV_PYTHON) benchmarks/gpu_suite.py $(ARGS)
+
+# Makes no environment, which would hide the torch with CUDA of a machine that has one: PYTHON has to bring it.
+gpu-first-run: ## check, measure and settle everything on a GPU, in 8 minutes, with what PYTHON has, e.g. ARGS="--resume"
+	@$(PYTHON) tools/gpu_first_run.py $(ARGS)
 
 kernel-report: $(STAMP) ## compile every kernel for sm_80, sm_89 and sm_90: registers, spills, shared memory
 	$(VENV_PYTHON) tools/kernel_report.py $(ARGS)

@@ -44,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from cpu_suite import REPOSITORY, write_json
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
 
@@ -58,7 +59,7 @@ SECTIONS = {
     "memory": "Peak memory of attention, forward and backward; and of a training pass over 32k tokens",
     "train": "Training tokens/s: forward, backward and fused AdamW, bfloat16, layers compiled",
     "decode": "Greedy decoding of one sequence behind a prompt: static cache, compiled, replayed as one CUDA graph",
-    "kernels": "Device time kernel by kernel",
+    "kernels": "Device time kernel by kernel; what the device does at its best; smaller chunks",
     "tune": "Forward and backward of attention with the tiles that DCFORMER_AUTOTUNE=1 finds, over those of the table",
 }
 # Of the time budget, in the order in which sections run; what one leaves over goes to those after it.
@@ -66,11 +67,18 @@ SHARES = {"check": 0.15, "op": 0.25, "memory": 0.06, "train": 0.26, "decode": 0.
 PRESETS = {"2.8b": "dcformer-2.8b", "6.9b": "dcformer-6.9b", "13b": "dcformer-13b"}
 LENGTHS = (4096, 2048, 8192, 1024, 16384, 32768)  # those that goals are about come first
 WINDOW = 256
-IMPLEMENTATIONS = ("ours", "flash", "compiled", "eager", "chunked")
+# Those that end in "gates" have gates before the softmax alone, the part of composition that FlexAttention can express:
+# all else mixes heads, and a `score_mod` sees the score of one.
+IMPLEMENTATIONS = ("ours", "flash", "ours gates", "flex gates", "compiled", "eager", "chunked")
 # What training and decoding compare: layer pattern and composition; the first is the plain Transformer, all global.
 PLAIN = ("G", "plain")
 VARIANTS = (PLAIN, ("LG", "full"), ("LGLL", "query"), ("LGLL", "full"), ("LG", "query"))
-COMPOSITIONS: dict[str, dict[str, bool]] = {"full": {}, "query": {"compose_key": False}}
+COMPOSITIONS: dict[str, dict[str, bool]] = {
+    "full": {},
+    "query": {"compose_key": False},
+    "gates": {"compose_post": False, "compose_projection": False},
+}
+MODELS = ("full", "query")  # compositions of whole models
 SEED = 0
 GIB = 1 << 30
 L2_BYTES = 256 << 20  # written between repeats; more than the second-level cache of any GPU so far
@@ -298,7 +306,7 @@ class Inputs:
         sides = {}
         for side in ("query", "key"):
             parts = [self.tensors.get(f"{stage}.{side}.{part}") for part in ("down", "up", "gate")]
-            sides[side] = None if parts[0] is None else SideWeights(*parts)
+            sides[side] = SideWeights(*parts) if any(part is not None for part in parts) else None
         return ComposeWeights(**sides)
 
     def to(self, dtype: torch.dtype) -> "Inputs":
@@ -320,16 +328,17 @@ def make_inputs(
     lengths = {"query": queries, "key": tokens}
     for stage, side in config.compose_generators:
         shape = (1, heads, lengths[side])
-        tensors[f"{stage}.{side}.down"] = torch.randn(*shape, rank, **where).to(bench.dtype)
-        tensors[f"{stage}.{side}.up"] = (0.1 * torch.randn(*shape, rank, **where)).to(bench.dtype)
+        if config.compose_projection:
+            tensors[f"{stage}.{side}.down"] = torch.randn(*shape, rank, **where).to(bench.dtype)
+            tensors[f"{stage}.{side}.up"] = (0.1 * torch.randn(*shape, rank, **where)).to(bench.dtype)
         tensors[f"{stage}.{side}.gate"] = torch.tanh(0.3 * torch.randn(*shape, **where)).to(bench.dtype)
     return Inputs({name: t.detach().requires_grad_() for name, t in tensors.items()}, window)
 
 
-def ours(inputs: Inputs) -> torch.Tensor:
+def ours(inputs: Inputs, chunk_bytes: int | None = None) -> torch.Tensor:
     """The fused kernels: [B, H, T, D]."""
-    pre, post = inputs.stage("pre"), inputs.stage("post")
-    return kernels.composed_attention(*inputs.states, pre, post, sliding_window=inputs.window)
+    pre, post, window = inputs.stage("pre"), inputs.stage("post"), inputs.window
+    return kernels.composed_attention(*inputs.states, pre, post, sliding_window=window, chunk_bytes=chunk_bytes)
 
 
 def eager(inputs: Inputs) -> torch.Tensor:
@@ -350,6 +359,29 @@ def flash(inputs: Inputs) -> torch.Tensor:
     """Plain attention, no composition and no window."""
     with nullcontext() if inputs.tensors["query"].device.type == "cpu" else sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(*inputs.states, is_causal=True)
+
+
+def flex(bench: Bench, tokens: int, window: int | None) -> Callable[[Inputs], torch.Tensor]:
+    """FlexAttention, compiled, with gates before the softmax and a block mask of who sees what: [B, H, T, D].
+
+    The scores of a head times 1 + gate_q[t] + gate_k[s]: all of composition that does not mix heads. On a CPU, where it
+    has no backward pass, it is not compiled.
+    """
+    reach = window or tokens
+    mask = create_block_mask(
+        lambda b, h, t, s: (t >= s) & (t - s < reach), None, None, tokens, tokens, device=bench.device
+    )
+    attend = flex_attention if bench.smoke else torch.compile(flex_attention, dynamic=False)
+
+    def call(inputs: Inputs) -> torch.Tensor:
+        query_gate, key_gate = (inputs.tensors[f"pre.{side}.gate"] for side in ("query", "key"))
+        states = inputs.states
+        if bench.smoke:
+            query_gate, key_gate, *states = (t.detach() for t in (query_gate, key_gate, *states))
+        gates = lambda score, b, h, t, s: score * (1 + query_gate[b, h, t] + key_gate[b, h, s])  # noqa: E731
+        return attend(*states, score_mod=gates, block_mask=mask)
+
+    return call
 
 
 def both_passes(attend: Callable[[Inputs], torch.Tensor], inputs: Inputs) -> Callable[[], Any]:
@@ -410,10 +442,13 @@ def checked_rows(bench: Bench, length: int) -> list[int]:
     return [*range(third), *range(middle, middle + third), *range(length - (CHECK_ROWS - 2 * third), length)]
 
 
-def check_attention(bench: Bench, size: str, window: int | None, tokens: int, composition: str) -> dict[str, Any]:
+def check_attention(
+    bench: Bench, size: str, window: int | None, tokens: int, composition: str, implementation: str = "ours"
+) -> dict[str, Any]:
     """Output and all gradients of attention over a sequence, where the output's gradient is zero but for some queries.
 
     So the definition in float64 needs the maps of those queries only, and no length is too long to be checked.
+    `implementation` may be "flex", on a CPU for its output alone.
     """
     config = bench.config(size, composition=composition)
     inputs = make_inputs(bench, config, tokens, window)
@@ -438,12 +473,14 @@ def check_attention(bench: Bench, size: str, window: int | None, tokens: int, co
         grads = torch.autograd.grad(out, list(leaves.values()), grad.to(dtype))
         return {"output": out.detach()} | {f"gradient of {n}": g for n, g in zip(leaves, grads, strict=True)}
 
-    out = ours(inputs)
+    out = (ours if implementation == "ours" else flex(bench, tokens, window))(inputs)
+    found, low, truth = {"output": out.detach()[:, :, rows]}, definition(bench.dtype), definition(torch.float64)
+    if not out.requires_grad:  # FlexAttention on a CPU
+        return compare(found, {"output": low["output"]}, {"output": truth["output"]}, bench.dtype)
     everywhere = torch.zeros_like(out).index_copy(2, rows, grad)
     grads = torch.autograd.grad(out, list(inputs.tensors.values()), everywhere)
-    found = {"output": out.detach()[:, :, rows]}
     found |= {f"gradient of {n}": g for n, g in zip(inputs.tensors, grads, strict=True)}
-    return compare(found, definition(bench.dtype), definition(torch.float64), bench.dtype)
+    return compare(found, low, truth, bench.dtype)
 
 
 def check_decode(bench: Bench, size: str, tokens: int, composition: str) -> dict[str, Any]:
@@ -711,20 +748,27 @@ class Cell:
 
 def op_cell(bench: Bench, size: str, window: int | None, tokens: int, implementation: str) -> dict[str, Any]:
     """Times, rates and peak memory of attention alone over one sequence."""
-    config = bench.config(size)
+    how, _, part = implementation.partition(" ")
+    config = bench.config(size, composition=part or "full")
     inputs = make_inputs(bench, config, tokens, window)
-    attend: Callable = {"ours": ours, "eager": eager, "compiled": eager, "chunked": chunked, "flash": flash}[
-        implementation
-    ]
-    if implementation == "compiled":
+    attend: Callable
+    if how == "flex":
+        attend = flex(bench, tokens, window)
+    elif how == "compiled":
         attend = torch.compile(eager, backend=bench.backend, dynamic=False)
+    else:
+        attend = {"ours": ours, "eager": eager, "chunked": chunked, "flash": flash}[how]
     heads, dim, rank = config.num_attention_heads, config.head_dim, config.compose_rank
-    plain = implementation == "flash"
+    rank, stages = (0, 1) if part else (rank, 2)
+    plain = how == "flash"
     pairs = visible_pairs(tokens, tokens, None if plain else window)
-    channels = 0 if plain else 2 * (2 * rank + 1)
+    channels = 0 if plain else stages * (2 * rank + 1)
     result: dict[str, Any] = {"compiling": implementation == "compiled"}
     flops = moved = 0
     for name, passes, backward in (("forward", forward_only, False), ("forward_backward", both_passes, True)):
+        if how == "flex" and backward and bench.smoke:
+            result[name] = {"status": "FlexAttention has no backward pass on a CPU"}
+            continue
         estimate = expected_seconds(bench, size, window, tokens, implementation, name)
         if estimate is not None and estimate > bench.slowest:
             result[name] = {"status": f"skipped: would take about {estimate:.0f} s"}
@@ -733,11 +777,11 @@ def op_cell(bench: Bench, size: str, window: int | None, tokens: int, implementa
         before = bench.allocated()
         timing = bench.time(call)
         flops += attention_flops(pairs, heads, dim, backward)
-        flops += 0 if plain else compose_flops(pairs, heads, rank, backward=backward)
+        flops += 0 if plain else compose_flops(pairs, heads, rank, stages, backward=backward)
         moved += attention_bytes(1, heads, tokens, tokens, dim, channels, inputs.states[0].element_size(), backward)
         timing |= {"tflops": flops / timing["median_s"] / 1e12, "gb_per_s": moved / timing["median_s"] / 1e9}
         timing |= {"inputs_bytes": before, "peak_bytes": bench.peak(call)}
-        if implementation in ("ours", "flash"):
+        if how in ("ours", "flash"):
             timing["graph"] = bench.time_graph(call)
         result[name] = timing
     return result
@@ -800,12 +844,53 @@ def kernels_cell(bench: Bench, call: Callable[[], Callable[[], Any]]) -> dict[st
     return {"total_us": total, "kernels": top}
 
 
+def rates_cell(bench: Bench) -> dict[str, Any]:
+    """What the device does in a second at its best, for bounds: memory, second-level cache, products.
+
+    Bytes count what is read and what is written; products are of bfloat16, 8192 by 8192 by 8192.
+    """
+    large, small, side = (64, 64, 64) if bench.smoke else (1 << 31, 1 << 23, 8192)
+    source = torch.zeros(large, dtype=torch.bfloat16, device=bench.device)
+    target = torch.empty_like(source)
+    near = torch.zeros(small, dtype=torch.bfloat16, device=bench.device)  # 16 MiB
+    a, b = (torch.randn(side, side, device=bench.device).to(torch.bfloat16) for _ in range(2))
+    turns = 1 if bench.smoke else 50
+
+    def cached() -> None:
+        for _ in range(turns):
+            near.add_(1)
+
+    calls: dict[str, tuple[float, Callable[[], Any]]] = {
+        "memory_bytes": (2.0 * source.nbytes, lambda: target.copy_(source)),
+        "cache_bytes": (2.0 * near.nbytes * turns, cached),
+        "flops": (2.0 * side**3, lambda: a @ b),
+    }
+    timings = {name: bench.time_graph(call) for name, (_, call) in calls.items()}
+    if bench.smoke:
+        timings = {name: bench.time(call) for name, (_, call) in calls.items()}
+    rates = {
+        f"{name}_per_s": amount / timings[name]["median_s"]
+        for name, (amount, _) in calls.items()
+        if "median_s" in timings[name]
+    }
+    return {"timings": timings} | rates
+
+
+def chunks_cell(bench: Bench, size: str, tokens: int) -> dict[str, Any]:
+    """Forward and backward of attention in chunks of queries as usual, and in chunks that fit second-level cache."""
+    inputs = make_inputs(bench, bench.config(size), tokens, None)
+    small = 1 << 12 if bench.smoke else torch.cuda.get_device_properties(0).L2_cache_size
+    before, after = (bench.time(both_passes(partial(ours, chunk_bytes=n), inputs)) for n in (None, small))
+    faster = before["median_s"] / after["median_s"]
+    return {"chunk_bytes": small, "timings": {"usual": before, "small": after}, "faster": faster}
+
+
 def kernels_calls(bench: Bench, size: str) -> dict[str, Callable[[], Callable[[], Any]]]:
     """What section "kernels" looks into, by name."""
     tokens, config = 12 if bench.smoke else 2048, bench.config(size)
 
-    def attention(window: int | None, passes: Callable) -> Callable[[], Any]:
-        return passes(ours, make_inputs(bench, config, tokens, window))
+    def attention(window: int | None, tokens: int = tokens) -> Callable[[], Any]:
+        return both_passes(ours, make_inputs(bench, config, tokens, window))
 
     def training(plain: bool) -> Callable[[], Any]:
         model = build_model(bench, bench.config(size, num_hidden_layers=2), plain).train()
@@ -818,9 +903,10 @@ def kernels_calls(bench: Bench, size: str) -> dict[str, Callable[[], Callable[[]
         return decoding_step(bench, build_model(bench, short_config, plain).eval(), short_config)[0]
 
     window = config.sliding_window
-    calls: dict[str, Callable[[], Callable[[], Any]]] = {"attention, global": partial(attention, None, both_passes)}
+    calls: dict[str, Callable[[], Callable[[], Any]]] = {"attention, global": partial(attention, None)}
     if not bench.smoke:
-        calls |= {f"attention, window {window}": partial(attention, window, both_passes)}
+        calls |= {f"attention, window {window}": partial(attention, window)}
+        calls |= {"attention, global, T = 1024": partial(attention, None, 1024)}
         for what, work in (("training", training), ("decoding", decoding)):
             calls |= {f"{what}, 2 layers": partial(work, False), f"{what}, 2 layers, plain": partial(work, True)}
     return calls
@@ -853,7 +939,7 @@ def plan(bench: Bench, args: argparse.Namespace) -> Iterator[Cell]:
     windows: dict[int | None, str] = {None: "global", window: f"window {window}"}
     op_sizes = [size for size in args.sizes if size != "13b" or args.sizes == ["13b"]]
     op_sizes.sort(key=lambda size: size != "6.9b")
-    compositions = list(COMPOSITIONS)[: 1 if bench.smoke else None]
+    compositions = MODELS[: 1 if bench.smoke else None]
     short_length = 17 if bench.smoke else 1000  # no multiple of a tile
 
     def cell(section: str, run: Callable, *arguments: Any, check: tuple | None = None, **coordinates: Any) -> Cell:
@@ -877,7 +963,11 @@ def plan(bench: Bench, args: argparse.Namespace) -> Iterator[Cell]:
                         if how == "flash" and w is not None:
                             continue
                         named = {"size": size, "window": w, "tokens": tokens, "implementation": how}
-                        check = ("attention", size, w, tokens, "full") if how == "ours" else None
+                        check: tuple | None = ("attention", size, w, tokens, how.partition(" ")[2] or "full")
+                        if how == "flex gates":
+                            check = (*check, "flex")
+                        elif not how.startswith("ours"):
+                            check = None
                         yield cell("op", op_cell, size, w, tokens, how, check=check, **named)
     if "memory" in args.sections:
         size, longest = op_sizes[-1], max(args.lengths)
@@ -904,9 +994,14 @@ def plan(bench: Bench, args: argparse.Namespace) -> Iterator[Cell]:
             check = None if (pattern, composition) == PLAIN else ("model", size, composition)
             yield cell(section, run, size, pattern, composition, full, check=check, **named)
     if "kernels" in args.sections:
-        for size in op_sizes[:1]:
-            for what, call in kernels_calls(bench, size).items():
-                yield cell("kernels", kernels_cell, call, size=size, what=what)
+        size, calls = op_sizes[0], kernels_calls(bench, op_sizes[0])
+        alone = {what: call for what, call in calls.items() if what.startswith("attention")}
+        for what, call in alone.items():
+            yield cell("kernels", kernels_cell, call, size=size, what=what)
+        yield cell("kernels", rates_cell, what="rates")
+        yield cell("kernels", chunks_cell, size, 17 if bench.smoke else 2048, size=size, what="chunks")
+        for what in [what for what in calls if what not in alone]:
+            yield cell("kernels", kernels_cell, calls[what], size=size, what=what)
     if "tune" in args.sections:
         for size in op_sizes:
             for w in windows:
@@ -1077,6 +1172,7 @@ def run_suite(bench: Bench, args: argparse.Namespace, content: dict[str, Any], p
         spent = time.perf_counter() - start
         if spent > limits[cell.section] or spent + last.get(cell.section, 0.0) > args.budget_s:
             record = {"status": "skipped", "detail": f"no time left after {spent:.0f} s: --resume goes on from here"}
+            record["out_of_time"] = True
             bench.cells[cell.name] = {"section": cell.section, "name": cell.name} | cell.coordinates | record
             save()
             continue
@@ -1124,8 +1220,9 @@ def describe(bench: Bench) -> dict[str, Any]:
         out |= {
             "device": properties.name, "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count, "memory_gib": properties.total_memory / GIB,
-            query: first_line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"),
         }  # fmt: skip
+        line = first_line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") or ""
+        out |= dict(zip(query.split(","), line.split(", "), strict=False))
     return out
 
 
@@ -1163,7 +1260,11 @@ def summary(cell: dict[str, Any]) -> str:
     if "kernels" in cell:
         parts.append(f"{cell['total_us']:.0f} us")
     if "faster" in cell:
-        parts.append(f"{cell['faster']:.2f} times as fast as with the table's tiles")
+        over = "usual chunks" if cell.get("what") == "chunks" else "the table's tiles"
+        parts.append(f"{cell['faster']:.2f} times as fast as with {over}")
+    for name, unit in (("memory_bytes", "TB/s memory"), ("cache_bytes", "TB/s cache"), ("flops", "TFLOP/s")):
+        if (rate := cell.get(f"{name}_per_s")) is not None:
+            parts.append(f"{rate / 1e12:.3g} {unit}")
     return "; ".join([*parts, *([cell["detail"]] if "detail" in cell else [])])
 
 

@@ -12,6 +12,7 @@ states that they stream; with `operands` also what their tiles read from L2 agai
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -76,6 +77,10 @@ def device(
 ) -> Device:
     """A device with 4 schedulers and 16 units for exp per multiprocessor."""
     return Device(name, tensor, multiprocessors * 4 * clock, multiprocessors * 16 * clock, l2, hbm, memory)
+
+
+# By what is in the names that drivers give them.
+DEVICES = {"H200": device("H200"), "H100": device("H100", hbm=3.35e12, memory=80e9)}
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,12 @@ def product_work(
     )  # fmt: skip
 
 
+def stored(name: str, heads: int) -> float:
+    """Instructions per query, key and head from `ISSUED`."""
+    bounds = ISSUED[name]
+    return bounds[min((bound for bound in bounds if heads <= bound), default=max(bounds))]
+
+
 def attention_work(
     shape: Shape, length: int, window: int | None, issued: Callable[[str, int], float], arch: int = 90,
     operands: bool = False,
@@ -291,6 +302,29 @@ def attention_work(
         product("grad_key", "keys"), project, Work("sums (torch)", l2=sums, hbm=sums),
     ]  # fmt: skip
     return forward, backward
+
+
+# Work of `attention_work` -> the function that profiles name.
+FUNCTIONS = {
+    "expand": "expand_kernel", "scores": "scores_kernel", "grad_weights": "scores_kernel", "lse": "lse_kernel",
+    "compose": "compose_kernel", "weights": "compose_kernel", "values": "values_kernel", "grad_query": "values_kernel",
+    "grad_values": "keys_kernel", "grad_key": "keys_kernel", "back_1": "back_1_kernel", "back_0": "back_0_kernel",
+    "project": "project_kernel",
+}  # fmt: skip
+
+
+def function_times(
+    shape: Shape, length: int, window: int | None, gpu: Device, issued: Callable[[str, int], float] = stored
+) -> dict[str, dict[str, float]]:
+    """What the launches of each function need in a forward and a backward pass, by function: seconds by resource, and
+    "bound", the sum of their bounds. What torch does is left out."""
+    out: dict[str, dict[str, float]] = {}
+    for work in itertools.chain(*attention_work(shape, length, window, issued)):
+        if work.name in FUNCTIONS:
+            times = out.setdefault(FUNCTIONS[work.name], {"bound": 0.0})
+            for resource, needed in (work.times(gpu) | {"bound": work.bound(gpu)[1]}).items():
+                times[resource] = times.get(resource, 0.0) + needed
+    return out
 
 
 def flash_seconds(shape: Shape, length: int, window: int | None, gpu: Device, efficiency: float = 1.0) -> float:
@@ -405,12 +439,6 @@ def decoding_throughput(
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def stored(name: str, heads: int) -> float:
-    """Instructions per query, key and head from `ISSUED`."""
-    bounds = ISSUED[name]
-    return bounds[min((bound for bound in bounds if heads <= bound), default=max(bounds))]
-
-
 def compiled(arch: int, shapes: Iterable[Shape]) -> Callable[[str, int], float]:
     """The same from code compiled now."""
     import kernel_report
@@ -482,7 +510,7 @@ def training_rows(
     Those that end in `_operands` count what tiles of products read again.
     """
     rows: list[dict[str, object]] = []
-    for gpu in (device("H200"), device("H100", hbm=3.35e12, memory=80e9)):
+    for gpu in DEVICES.values():
         for name in names:
             for tokens in (2048, 4096):
                 for pattern, local in (("LG", 0.5), ("LGLL", 0.75)):

@@ -94,6 +94,17 @@ def test_a_check_knows_noise_from_a_fault():
     assert suite.compare({}, low, truth, torch.bfloat16)["status"] == "failed"
 
 
+def test_flex_attention_has_gates_before_the_softmax(monkeypatch):
+    """Against the definition in float64; and what is wrong is noticed."""
+    bench = suite.Bench(smoke=True)
+    for window in (None, 5):
+        assert suite.check_attention(bench, "smoke", window, 17, "gates", "flex")["status"] == "ok"
+    right = suite.flex
+    monkeypatch.setattr(suite, "flex", lambda bench, tokens, window: right(bench, tokens, 4))
+    result = suite.check_attention(bench, "smoke", None, 17, "gates", "flex")
+    assert (result["status"], result["worst"]) == ("failed", "output")
+
+
 # --- the whole script -------------------------------------------------------------------------------------------------
 
 
@@ -118,6 +129,9 @@ def test_smoke_run(tmp_path, capsys, monkeypatch):
     assert len(checks) >= 5 and all(cell["share_of_allowed"] <= 1 for cell in checks)
     timing = cells["op smoke global 17 ours"]
     assert timing["forward_backward"]["median_s"] > 0 and timing["forward_backward"]["tflops"] > 0
+    assert "backward pass" in cells["op smoke window 8 17 flex gates"]["forward_backward"]["status"]
+    assert all(cells["kernels rates"][f"{name}_per_s"] > 0 for name in ("memory_bytes", "cache_bytes", "flops"))
+    assert cells["kernels smoke chunks"]["faster"] > 0
     for section in ("train", "decode"):
         speeds = [c for c in content["cells"] if c["section"] == section]
         assert len(speeds) == 2 and all(c["tokens_per_s"] and not c["graph_breaks"] for c in speeds)

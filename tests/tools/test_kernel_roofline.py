@@ -29,6 +29,27 @@ def test_the_slowest_resource_is_the_bound():
     assert roofline.seconds([work, Work("y", hbm=32e9)], GPU) == 3.0
 
 
+@pytest.mark.parametrize("heads", [32, 40])
+def test_launches_of_a_function_are_added_up(heads):
+    shape, gpu = Shape("x", heads, 128, 4096, 11008, 32), roofline.DEVICES["H200"]
+    passes = roofline.attention_work(shape, 300, None, roofline.stored)
+    found = roofline.function_times(shape, 300, None, gpu)
+    work = [w for one in passes for w in one]
+    assert {w.name for w in work} - roofline.FUNCTIONS.keys() == {"sums (torch)"}
+    least = roofline.seconds([w for w in work if w.name in roofline.FUNCTIONS], gpu)
+    assert sum(times["bound"] for times in found.values()) == pytest.approx(least)
+    scores = [w for w in work if roofline.FUNCTIONS.get(w.name) == "scores_kernel"]
+    assert len(scores) == 3 and found["scores_kernel"]["HBM"] == pytest.approx(sum(w.hbm for w in scores) / gpu.hbm)
+
+
+def test_functions_are_those_of_the_kernels():
+    from dcformer.kernels import launch
+
+    named = {kernel.__name__ for kernel, _ in launch.LAUNCHES.values()}
+    assert named <= set(roofline.FUNCTIONS.values())
+    assert all(callable(getattr(launch, name)) for name in roofline.FUNCTIONS.values())
+
+
 def test_a_device_from_its_figures():
     gpu = roofline.device(multiprocessors=2, clock=10.0)
     assert gpu.issue == 80 and gpu.exp == 320
