@@ -298,7 +298,7 @@ class Inputs:
         sides = {}
         for side in ("query", "key"):
             parts = [self.tensors.get(f"{stage}.{side}.{part}") for part in ("down", "up", "gate")]
-            sides[side] = None if parts[0] is None else SideWeights(*parts)
+            sides[side] = None if parts[0] is None else SideWeights.of(*parts)
         return ComposeWeights(**sides)
 
     def to(self, dtype: torch.dtype) -> "Inputs":
