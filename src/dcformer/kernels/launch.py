@@ -547,7 +547,7 @@ def composition_constants(layout: Layout, heads: int) -> dict[str, Any]:
     """Constant arguments of the kernels of composition, by name; kernels take those that they have."""
     blocks = head_blocks(heads)
     return {
-        "F_PRE": layout.pre, "F_POST": layout.post, "R": layout.rank, "C": layout.channels, "M": heads,
+        "F_PRE": int(layout.pre), "F_POST": int(layout.post), "R": layout.rank, "C": layout.channels, "M": heads,
         "H0": blocks[0], "H1": blocks[1],
     }  # fmt: skip
 
@@ -557,7 +557,7 @@ def matrix_constants(layout: Layout, heads: int, stage: int) -> dict[str, Any]:
     padded_heads = sum(head_blocks(heads))
     block = power_of_2(padded_heads)
     return {
-        "F": layout.post if stage else layout.pre, "R": layout.rank, "C": layout.channels, "M": heads,
+        "F": int(layout.post if stage else layout.pre), "R": layout.rank, "C": layout.channels, "M": heads,
         "HP": padded_heads, "B_H": block, "B_S": 8192 // block**2,
     }  # fmt: skip
 

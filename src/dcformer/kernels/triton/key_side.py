@@ -21,8 +21,8 @@ from .precision import rounded
 def _side_tile(p_w, i_bg, o_s, o_h, G, rep, stride_wb, stride_wh, stride_wr, stride_ws, M: tl.constexpr):
     """Where the first channel of a group's heads and some keys lies: pointers [s, h]."""
     o_h = i_bg % G * M + o_h  # of all query heads, in 64 bits
-    o_w = (o_h // rep * stride_wh + o_h % rep * stride_wr)[None, :] + o_s[:, None].to(tl.int64) * stride_ws
-    return p_w + i_bg // G * stride_wb + o_w
+    p_head = p_w + i_bg // G * stride_wb + (o_h // rep * stride_wh + o_h % rep * stride_wr)[None, :]
+    return p_head + o_s[:, None].to(tl.int64) * stride_ws
 
 
 @triton.jit
