@@ -306,7 +306,7 @@ class Inputs:
         sides = {}
         for side in ("query", "key"):
             parts = [self.tensors.get(f"{stage}.{side}.{part}") for part in ("down", "up", "gate")]
-            sides[side] = SideWeights(*parts) if any(part is not None for part in parts) else None
+            sides[side] = SideWeights.of(*parts) if any(part is not None for part in parts) else None
         return ComposeWeights(**sides)
 
     def to(self, dtype: torch.dtype) -> "Inputs":

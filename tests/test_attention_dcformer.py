@@ -113,7 +113,7 @@ class Problem:
         sides = {}
         for side in ("query", "key"):
             parts = {name: tensors.get(f"{stage}.{side}.{name}") for name in ("down", "up", "gate")}
-            sides[side] = SideWeights(**parts) if any(part is not None for part in parts.values()) else None
+            sides[side] = SideWeights.of(**parts) if any(part is not None for part in parts.values()) else None
         static = tensors.get(f"{stage}.static")
         if static is None and not any(sides.values()):
             return None
@@ -287,7 +287,7 @@ def test_only_some_inputs_require_gradients(many_blocks):
 def test_small_limits_really_cut_the_problem_up(query_block, scores, expected, monkeypatch):
     """Or the comparison above would compare one block with itself."""
     small_blocks(monkeypatch, query_block, scores)
-    plan = chunked_dcformer._Plan(torch.zeros(3, 4, 11, 8), torch.zeros(3, 4, 11, 8), [], True, None, 0.0, None, 4)
+    plan = chunked_dcformer._Call(torch.zeros(3, 4, 11, 8), torch.zeros(3, 4, 11, 8), [], True, None, 0.0, None, 4)
     starts = sorted((b.batch.start, min(b.batch.stop, 3), b.queries.start) for b in plan.blocks)
     assert starts == [(part.start, min(part.stop, 3), start) for part, start in expected]
     sizes = [block.size() for block in plan.blocks]
@@ -296,7 +296,7 @@ def test_small_limits_really_cut_the_problem_up(query_block, scores, expected, m
 
 def test_a_window_touches_only_its_keys(monkeypatch):
     small_blocks(monkeypatch, query_block=4, scores=10**6)
-    plan = chunked_dcformer._Plan(torch.zeros(1, 1, 20, 8), torch.zeros(1, 1, 26, 8), [], True, 5, 0.0, None, 1)
+    plan = chunked_dcformer._Call(torch.zeros(1, 1, 20, 8), torch.zeros(1, 1, 26, 8), [], True, 5, 0.0, None, 1)
     assert len(plan.blocks) == 5
     for block in plan.blocks:
         first_position, last_position = block.queries.start + 6, block.queries.stop - 1 + 6

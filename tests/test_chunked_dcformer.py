@@ -15,15 +15,12 @@ from dcformer.masks_dcformer import chunked_mask
 def operator_arguments(problem, mask=(), dropout=0.0, window=None):
     """Arguments of the operator for a problem."""
     tensors = problem.tensors
-    weights = [
-        *chunked_dcformer.flatten_weights(problem.weights("pre")),
-        *chunked_dcformer.flatten_weights(problem.weights("post")),
-    ]
-    layout = [problem.groups, *(i for i, w in enumerate(weights) if w is not None)]
+    weights = chunked_dcformer.flatten_weights(problem.weights("pre"), problem.weights("post"))
+    plan = chunked_dcformer._plan(problem.groups, not len(mask), window, weights)
     seed = torch.tensor(7) if dropout else None
-    weights = [w for w in weights if w is not None]
     states = (tensors["query"], tensors["key"], tensors["value"])
-    return (*states, weights, layout, list(mask), not len(mask), window, 0.3, dropout, seed)
+    leaves = [w.detach().requires_grad_() for w in weights if w is not None]
+    return (*states, leaves, plan, list(mask), 0.3, dropout, seed)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def random_side(rng, batch, heads, tokens, rank, has_low_rank, has_gate):
 def as_side(arrays):
     if arrays is None:
         return None
-    return SideWeights(**{name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()})
+    return SideWeights.of(**{k: None if array is None else torch.from_numpy(array) for k, array in arrays.items()})
 
 
 @settings(deadline=None, max_examples=50)
@@ -112,17 +112,17 @@ def test_compose_with_nothing_is_the_identity():
 def test_compose_keeps_the_dtype_of_the_maps_and_leaves_them_alone():
     maps = torch.randn(1, 4, 3, 5)
     before = maps.clone()
-    side = SideWeights(*(torch.randn(1, 4, 3, 2).bfloat16() for _ in range(2)), torch.randn(1, 4, 3).bfloat16())
+    side = SideWeights(torch.randn(1, 4, 5, 3).bfloat16())
     result = compose(maps, ComposeWeights(query=side, static=torch.randn(1, 4, 4).bfloat16()))
     assert result.dtype == torch.float32
     assert torch.equal(maps, before)
     # low-precision weights are widened, not the maps narrowed
-    wide = SideWeights(*(w.double() for w in side.tensors()))
+    wide = SideWeights(side.packed.double())
     assert torch.equal(
         compose(maps, ComposeWeights(query=side)).double().float(), compose(maps, ComposeWeights(query=side))
     )
     exact = compose(maps.double(), ComposeWeights(query=wide))
-    magnitude = compose(maps.double().abs(), ComposeWeights(query=SideWeights(*(w.abs() for w in wide.tensors()))))
+    magnitude = compose(maps.double().abs(), ComposeWeights(query=SideWeights(wide.packed.abs())))
     # at most 4 + 4 + 2 roundings on the way of any product: M adds, the second factor, R + skip + gate adds
     error = (compose(maps, ComposeWeights(query=side)).double() - exact).abs()
     assert (error <= 16 * torch.finfo(torch.float32).eps * magnitude).all()
@@ -139,7 +139,7 @@ def test_groups_are_independent_and_branches_read_the_same_input(seed):
     together = compose(maps, ComposeWeights(query, key, static, groups=2))
 
     def heads(side, part):
-        return SideWeights(*(w[:, part] for w in side.tensors()))
+        return SideWeights(side.packed[:, part])
 
     for group, part in enumerate((slice(0, 3), slice(3, 6))):
         alone = ComposeWeights(heads(query, part), heads(key, part), static[group : group + 1], groups=1)
@@ -153,10 +153,57 @@ def test_groups_are_independent_and_branches_read_the_same_input(seed):
     torch.testing.assert_close(added, together, rtol=1e-12, atol=1e-12)
 
 
-def test_side_weights_list():
-    side = SideWeights(torch.randn(1, 2, 5, 3), torch.randn(1, 2, 5, 3), torch.randn(1, 2, 5))
-    assert [t is w for t, w in zip(side.tensors(), (side.down, side.up, side.gate), strict=True)] == [True] * 3
-    assert len(SideWeights(gate=side.gate).tensors()) == 1
+@settings(deadline=None, max_examples=30)
+@given(
+    heads=st.sampled_from([(1, 1), (4, 1), (2, 3)]),
+    tokens=st.integers(0, 4),
+    rank=st.integers(0, 4),
+    has_gate=st.booleans(),
+    is_cached=st.booleans(),
+)
+def test_parts_of_side_weights(heads, tokens, rank, has_gate, is_cached):
+    """What is packed comes out again, of either form, as views where the heads of a key/value head are not shared."""
+    if not rank and not has_gate:
+        return
+    kv_heads, repeats = heads
+    down, up = (torch.randn(2, kv_heads * repeats, tokens, rank) if rank else None for _ in range(2))
+    gate = torch.randn(2, kv_heads * repeats, tokens) if has_gate else None
+    side = SideWeights.of(down, up, gate)
+    assert side.packed.shape == (2, kv_heads * repeats, 2 * rank + has_gate, tokens) and side.packed.is_contiguous()
+    if is_cached:  # rows of a cache, tokens far apart
+        rows = side.packed.unflatten(1, heads).permute(0, 1, 4, 2, 3).contiguous()
+        side = SideWeights(rows.permute(0, 1, 3, 4, 2))
+    assert side.rank == rank
+    for found, expected in zip((side.down, side.up, side.gate), (down, up, gate), strict=True):
+        assert (found is None) == (expected is None)
+        if expected is not None:
+            assert torch.equal(found, expected)
+            is_view = found.untyped_storage().data_ptr() == side.packed.untyped_storage().data_ptr()
+            assert is_view or not tokens or (is_cached and repeats > 1)
+    assert len(side.tensors()) == 2 * (rank > 0) + has_gate
+    assert torch.equal(side.by_head, SideWeights.of(down, up, gate).packed)
+
+
+def test_gradients_pass_through_packing():
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((1, 2, 5, 3), (1, 2, 5, 3), (1, 2, 5))]
+    side = SideWeights.of(*leaves)
+    (side.down.sum() + 2 * side.up.sum() + 3 * side.gate.sum()).backward()
+    assert [leaf.grad.unique().tolist() for leaf in leaves] == [[1.0], [2.0], [3.0]]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {},
+        {"down": (1, 2, 5, 3)},
+        {"up": (1, 2, 5, 3), "gate": (1, 2, 5)},
+        {"down": (1, 2, 5, 3), "up": (1, 2, 5, 2)},
+        {"down": (1, 2, 5, 3), "up": (1, 2, 5, 3), "gate": (1, 2, 4)},
+    ],
+)
+def test_parts_that_make_no_side_are_refused(shapes):
+    with pytest.raises(ValueError, match=r"expected down and up of one shape \[B, H, N, R\], a gate"):
+        SideWeights.of(**{name: torch.zeros(shape) for name, shape in shapes.items()})
 
 
 # --- the weight generators --------------------------------------------------------------------------------------------
@@ -360,7 +407,7 @@ def test_a_query_heads_channels_sit_behind_its_own_key_head():
     config = tiny_config(num_attention_heads=4, num_key_value_heads=2)
     module = DCFormerCompose(config)
     gate = torch.arange(4.0)[None, :, None].expand(1, 4, 3)
-    side = SideWeights(*(gate[..., None].expand(1, 4, 3, 2) for _ in range(2)), gate)
+    side = SideWeights.of(*(gate[..., None].expand(1, 4, 3, 2) for _ in range(2)), gate)
     packed = module.pack(torch.full((1, 2, 3, 8), -1.0), side, "pre")
     assert set(packed[0, 0, :, 8:].unique().tolist()) == {0.0, 1.0}
     assert set(packed[0, 1, :, 8:].unique().tolist()) == {0.0, 2.0, 3.0}

@@ -271,7 +271,7 @@ def test_scores_stay_float32_under_autocast(implementation):
     # what meets the composed scores next
     owner, name = (dcformer.attention_dcformer, "_masked_softmax")
     if implementation == "dcformer_chunked":
-        owner, name = dcformer.chunked_dcformer._Plan, "hide"
+        owner, name = dcformer.chunked_dcformer._Call, "hide"
     real = getattr(owner, name)
 
     def spy(*args):

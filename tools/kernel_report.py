@@ -26,12 +26,13 @@ from triton.compiler import ASTSource
 
 from dcformer import DCFormerConfig
 from dcformer.kernels import decode, generator
-from dcformer.kernels.launch import GATE, KEY, LAUNCHES, QUERY, Gradients, Layout, Problem, Visibility
+from dcformer.kernels.launch import LAUNCHES, Gradients, Problem, Visibility
+from dcformer.kernels.layout import Layout, Part
 from dcformer.kernels.tuning import Tile
 
 SHARED_LIMIT = {80: 163, 89: 99, 90: 227}  # KiB per block
 SHAPES = ("405m", "2.8b", "6.9b", "13b")
-FULL = Layout(pre=QUERY | KEY | GATE, post=QUERY | KEY | GATE, rank=2)
+FULL = Layout(pre=Part.QUERY | Part.KEY | Part.GATE, post=Part.QUERY | Part.KEY | Part.GATE, rank=2)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LENGTH = 2048
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
@@ -167,29 +168,20 @@ def attention_specs(
     length = _LENGTH - is_odd
     new = {"device": "meta", "dtype": dtype}
     q = torch.empty(1, length, heads, dim, **new).transpose(1, 2)
-    sides = [sum(bool(flags & side) for flags in (layout.pre, layout.post)) for side in (QUERY, KEY)]
-    weights = [torch.empty(1, heads, n * layout.channels, length, **new) if n else None for n in sides]
     group = heads // layout.groups
-    statics = [torch.empty(layout.groups, group, group, **new) if f & 4 else None for f in (layout.pre, layout.post)]
+    weights: list[torch.Tensor | None] = []
+    for flags in (layout.pre, layout.post):
+        weights.append(torch.empty(1, heads, layout.channels, length, **new) if flags & Part.QUERY else None)
+        weights.append(torch.empty(1, heads, 1, layout.channels, length, **new) if flags & Part.KEY else None)
+        weights.append(torch.empty(layout.groups, group, group, **new) if flags & Part.STATIC else None)
     bounds = torch.empty(1, length, device="meta", dtype=torch.int32)
-    problem = Launches(
-        q,
-        q,
-        q,
-        *weights,
-        *statics,
-        Visibility(bounds, bounds, high=0),
-        layout,
-        dim**-0.5,
-        2**34,
-        tiles=tiles,
-        arch=arch,
-    )
+    seen = Visibility(bounds, bounds, high=0)
+    problem = Launches(q, q, q, weights, seen, layout, dim**-0.5, 2**34, tiles=tiles, arch=arch)
     (chunk,) = problem.chunks(maps=3)
     lse = torch.empty(1, heads, length, device="meta")
-    grads = [None if t is None else torch.empty_like(t, dtype=torch.float32) for t in (*weights, *statics)]
+    grads = [None if t is None else torch.empty_like(t, dtype=torch.float32) for t in weights]
     problem._forward_chunk(chunk, q, lse)
-    problem._backward_chunk(chunk, q, lse, Gradients(q, q, q, *grads))
+    problem._backward_chunk(chunk, q, lse, Gradients(q, q, q, grads))
     return problem.specs
 
 

@@ -22,12 +22,13 @@ from functools import cache
 import torch
 
 from dcformer import DCFormerConfig
-from dcformer.kernels.launch import GATE, KEY, QUERY, Layout, head_blocks, padded
+from dcformer.kernels.launch import head_blocks, padded
+from dcformer.kernels.layout import Layout, Part
 from dcformer.kernels.tuning import Tile, choose
 
 RANK = 2
 CHANNELS = 2 * RANK + 1  # of packed weights, per stage and side
-FULL = Layout(QUERY | KEY | GATE, QUERY | KEY | GATE, rank=RANK)
+FULL = Layout(Part.QUERY | Part.KEY | Part.GATE, Part.QUERY | Part.KEY | Part.GATE, rank=RANK)
 WINDOW = 256
 VOCABULARY = 50257
 BF16, FP32 = 2, 4  # bytes

@@ -134,8 +134,8 @@ _COMPOSE = _in(
     ),
     (
         "generators in alphabetical order",
-        "for i, generator in enumerate(self.generators)",
-        "for i, generator in enumerate(sorted(self.generators))",
+        "zip(self.generators, packed, strict=True)",
+        "zip(sorted(self.generators), packed, strict=True)",
         GENERATORS,
     ),
     (
@@ -146,15 +146,26 @@ _COMPOSE = _in(
     ),
     (
         "channels behind another head's keys",
-        "packed.unflatten(1, (-1, self.key_value_repeats)).transpose(2, 3).flatten(3)",
-        "packed.unflatten(1, (self.key_value_repeats, -1)).permute(0, 2, 3, 1, 4).flatten(3)",
+        "side.by_head.unflatten(1, (-1, self.key_value_repeats))",
+        "side.by_head.unflatten(1, (self.key_value_repeats, -1)).transpose(1, 2)",
         T_COMPOSE + "test_a_query_heads_channels_sit_behind_its_own_key_head",
     ),
     ("padding of ones", "packed.new_zeros(())", "packed.new_ones(())", PACKING),
-    ("gate read one channel early", "gate=weights[..., 2 * r]", "gate=weights[..., 2 * r - 1]", PACKING),
+    (
+        "gate read one channel early",
+        "gate = self._channels(2 * self.rank, ",
+        "gate = self._channels(2 * self.rank - 1, ",
+        T_COMPOSE + "test_parts_of_side_weights",
+    ),
+    (
+        "heads of a key/value head far apart",
+        "weights.unflatten(-1, (repeats, width)).permute(0, 1, 3, 4, 2)",
+        "weights.unflatten(-1, (width, repeats)).permute(0, 1, 4, 3, 2)",
+        PACKING,
+    ),
     (
         "heads of a group taken for groups",
-        "groups = tensor.shape[1] // self.heads_per_group",
+        "groups = heads // self.heads_per_group",
         "groups = self.heads_per_group",
         T_COMPOSE + "test_stage_weights",
         T_MODEL + "test_packed_documents_do_not_see_each_other",
@@ -897,8 +908,8 @@ _KERNELS = (
         ),
         (
             "hidden maps go out with down",
-            "_channel(p_rows, m_rows, rows, R + r, WHOLE_ROWS, B_C)",
-            "_channel(p_rows, m_rows, rows, r, WHOLE_ROWS, B_C)",
+            "_channel(p_key, m_key, pair, R + r, stride_wc, R, PAIRS)",
+            "_channel(p_key, m_key, pair, r, stride_wc, R, PAIRS)",
             T_DECODE + "test_number_of_splits[1]",
         ),
         (
@@ -906,6 +917,12 @@ _KERNELS = (
             "tl.load(p_static + j * M + o_m,",
             "tl.load(p_static + o_m * M + j,",
             T_DECODE + "test_shapes[groups]",
+        ),
+        (
+            "heads that share a cached key far apart",
+            "o_h // REP * stride_wh + o_h % REP * stride_wr",
+            "o_h % REP * stride_wh + o_h // REP * stride_wr",
+            T_DECODE + "test_packed_cache",
         ),
     )
     + _in(
@@ -971,6 +988,12 @@ _KERNELS = (
             "h_stride: tl.constexpr = HP",
             T_KERNEL + "[post key]",
         ),
+        (
+            "heads that share a key far apart",
+            "o_h // rep * stride_wh + o_h % rep * stride_wr",
+            "o_h % rep * stride_wh + o_h // rep * stride_wr",
+            T_KERNEL + "[grouped-query]",
+        ),
     )
     + _in(
         "kernels",
@@ -998,10 +1021,10 @@ _KERNELS = (
             T_KERNEL + "[7 queries]",
         ),
         (
-            "gradients behind those of a stage that is off",
-            "start = self.layout.channels if stage and self.layout.pre & side else 0",
-            "start = self.layout.channels if stage else 0",
-            T_KERNEL + "[post key]",
+            "both stages read the first one's query side",
+            '"p_w1": self.weights[3]',
+            '"p_w1": self.weights[0]',
+            T_KERNEL + "[7 queries]",
         ),
         (
             "keys of a chunk end with its first query",
@@ -1376,7 +1399,7 @@ _CHUNKED = _in(
     ),
     (
         "dropout of the forward pass alone",
-        "grad, composed = (plan.drop(m, block, self.heads) for m in (grad, maps.composed))",
+        "grad, composed = (call.drop(m, block, self.heads) for m in (grad, maps.composed))",
         "grad, composed = grad, maps.composed",
         T_ATTENTION + "test_dropout_is_the_same_in_forward_and_backward",
     ),

@@ -79,7 +79,7 @@ def chunked_attention(
             mask = causal_rows(length, key_length, sliding_window, query.device)[:, None]
         mask = None if mask is None else mask.to(query.device)
         return _attend_few(query, key, value, mask, scaling, pre, post), None
-    weights = (*flatten_weights(pre), *flatten_weights(post))
+    weights = flatten_weights(pre, post)
     _refuse_transforms(query, key, value, *weights)
     if attention_mask is None:
         masks: list[torch.Tensor] = []
@@ -91,10 +91,8 @@ def chunked_attention(
         key,
         value,
         [w for w in weights if w is not None],
-        [(pre or post or ComposeWeights()).groups, *(i for i, w in enumerate(weights) if w is not None)],
+        _plan((pre or post or ComposeWeights()).groups, causal, sliding_window, weights),
         masks,
-        causal,
-        sliding_window if causal else None,
         scaling,
         dropout,
         torch.randint(2**31, ()) if dropout else None,
@@ -167,11 +165,35 @@ def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Te
 _NAMESPACE = "".join(c if c.isalnum() else "_" for c in __name__.rpartition(".")[0])
 
 
-def flatten_weights(weights: ComposeWeights | None) -> tuple[torch.Tensor | None, ...]:
-    """The 7 tensors of a stage: query down, up, gate, key down, up, gate, static."""
-    weights = weights or ComposeWeights()
-    query, key = weights.query or SideWeights(), weights.key or SideWeights()
-    return (query.down, query.up, query.gate, key.down, key.up, key.gate, weights.static)
+def flatten_weights(pre: ComposeWeights | None, post: ComposeWeights | None) -> list[torch.Tensor | None]:
+    """The 6 tensors of both stages, each query side and key side [B, H, channels, N], and static [G, M, M]."""
+    found: list[torch.Tensor | None] = []
+    for weights in (pre or ComposeWeights(), post or ComposeWeights()):
+        found += [None if side is None else side.by_head for side in (weights.query, weights.key)]
+        found.append(weights.static)
+    return found
+
+
+def _plan(groups: int, causal: bool, window: int | None, weights: Sequence[torch.Tensor | None]) -> list[int]:
+    """Integers of the operators: G, whether causal, the window or -1, and places of the weights that there are."""
+    places = [i for i, w in enumerate(weights) if w is not None]
+    return [groups, int(causal), -1 if window is None else window, *places]
+
+
+def _unfold(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    plan: Sequence[int],
+    mask: Sequence[torch.Tensor],
+    dropout: float,
+    seed: torch.Tensor | None,
+) -> "tuple[int, list[int], _Call]":
+    """From the operators' arguments: groups, places of the weights, and the call."""
+    groups, causal, window, *places = plan
+    call = _Call(
+        query, key, mask, bool(causal), None if window < 0 else window, dropout, seed, query.shape[1] // groups
+    )
+    return groups, places, call
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::chunked_attention", mutates_args=())
@@ -180,10 +202,8 @@ def _forward(
     key: torch.Tensor,
     value: torch.Tensor,
     weights: Sequence[torch.Tensor],
-    layout: Sequence[int],
+    plan: Sequence[int],
     mask: Sequence[torch.Tensor],
-    causal: bool,
-    window: int | None,
     scaling: float,
     dropout: float,
     seed: torch.Tensor | None,
@@ -192,11 +212,10 @@ def _forward(
 
     Args:
         query, key, value: [B, H, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
-        weights: what `flatten_weights` gives, for the stages that compose.
-        layout: G, and of these weights their places among all 14.
+        weights: those of `flatten_weights` that there are.
+        plan: G; whether, without a mask, the last query is at the last key, and none sees a later one; keys that a
+            query sees then, its own included, -1 for all; and the places of the weights among `flatten_weights`.
         mask: nothing, [first, last] or [mask], as `QueryBlockMask.tensors` gives them; a mask may be additive.
-        causal: without a mask, the last query is at the last key, and none sees a later one.
-        window: keys that a query sees then, its own included; None for all.
         scaling: factor of the scores.
         dropout: probability of dropping a composed weight.
         seed: of the dropout, an integer on the CPU.
@@ -204,14 +223,13 @@ def _forward(
     Returns:
         [B, T, H, Dv].
     """
-    groups, *places = layout
-    plan = _Plan(query, key, mask, causal, window, dropout, seed, query.shape[1] // groups)
+    groups, places, call = _unfold(query, key, plan, mask, dropout, seed)
     batch, heads, length, _ = query.shape
     output = query.new_zeros((batch, length, heads, value.shape[3]))
     for group in range(groups):
         part = _Group(query, key, value, scaling, weights, places, groups, group)
-        for block in plan.blocks:
-            output[block.batch, block.queries, part.heads] = part.output(plan, block)
+        for block in call.blocks:
+            output[block.batch, block.queries, part.heads] = part.output(call, block)
     return output
 
 
@@ -228,23 +246,20 @@ def _backward(
     key: torch.Tensor,
     value: torch.Tensor,
     weights: Sequence[torch.Tensor],
-    layout: Sequence[int],
+    plan: Sequence[int],
     mask: Sequence[torch.Tensor],
-    causal: bool,
-    window: int | None,
     scaling: float,
     dropout: float,
     seed: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Gradients of query, key, value and each of `weights`, from that of the output [B, T, H, Dv]."""
-    groups, *places = layout
-    plan = _Plan(query, key, mask, causal, window, dropout, seed, query.shape[1] // groups)
+    groups, places, call = _unfold(query, key, plan, mask, dropout, seed)
     compute = accumulation_dtype(query.dtype)
     grads = [torch.zeros(t.shape, dtype=compute, device=t.device) for t in (query, key, value, *weights)]
     for group in range(groups):
         part = _Group(query, key, value, scaling, weights, places, groups, group)
-        for block in plan.blocks:
-            part.add_grads(plan, block, grad_output[block.batch, block.queries, part.heads])
+        for block in call.blocks:
+            part.add_grads(call, block, grad_output[block.batch, block.queries, part.heads])
         part.hand_out(grads, places)
     return [grad.to(t.dtype) for grad, t in zip(grads, (query, key, value, *weights), strict=True)]
 
@@ -255,18 +270,16 @@ def _(grad_output, query, key, value, weights, *args):
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    query, key, value, weights, layout, mask, causal, window, scaling, dropout, seed = inputs
+    query, key, value, weights, plan, mask, scaling, dropout, seed = inputs
     ctx.counts = (len(weights), len(mask))
-    ctx.layout, ctx.numbers = list(layout), (causal, window, scaling, dropout)
+    ctx.plan, ctx.numbers = list(plan), (scaling, dropout)
     ctx.save_for_backward(query, key, value, *weights, *mask, seed)
 
 
 def _differentiate(ctx: Any, grad_output: torch.Tensor) -> tuple:
     (query, key, value, *others, seed), (weights, masks) = ctx.saved_tensors, ctx.counts
-    grads = _backward(
-        grad_output, query, key, value, others[:weights], ctx.layout, others[weights:], *ctx.numbers, seed
-    )
-    return (*grads[:3], grads[3:], None, [None] * masks, *[None] * 5)
+    grads = _backward(grad_output, query, key, value, others[:weights], ctx.plan, others[weights:], *ctx.numbers, seed)
+    return (*grads[:3], grads[3:], None, [None] * masks, None, None, None)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -304,7 +317,7 @@ class _Block:
         return b * t * s
 
 
-class _Plan:
+class _Call:
     """What stays the same for all groups of one call: blocks, mask, dropout and working memory."""
 
     def __init__(
@@ -466,19 +479,21 @@ class _Stage:
     """One stage of one group of heads: its weights, what they do to maps [b, t, M, S'], and their gradients.
 
     Query side, in the accumulation dtype: down, up [B, T, M, R], gate [B, T, M]. Key side: down, up [R, B, M, S],
-    gate [B, M, S]. Static: [M, M].
+    gate [B, M, S]. Static: [M, M]. Each None where it is not there.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], group: int, heads: slice, compute: torch.dtype):
         *sides, static = tensors
-        own = [None if w is None else w[:, heads].to(compute) for w in sides]
+        query, key = (None if w is None else SideWeights(w[:, heads].to(compute)) for w in sides)
         self.static = None if static is None else static[group].to(compute)
-        down, up, gate = own[:3]  # [B, M, T, R] and [B, M, T]
-        self.query_down, self.query_up = (None if w is None else w.transpose(1, 2).contiguous() for w in (down, up))
-        self.query_gate = None if gate is None else gate.transpose(1, 2).contiguous()
-        down, up, gate = own[3:]
-        self.key_down, self.key_up = (None if w is None else w.permute(3, 0, 1, 2).contiguous() for w in (down, up))
-        self.key_gate = None if gate is None else gate.contiguous()
+        self.query_down = self.query_up = self.query_gate = self.key_down = self.key_up = self.key_gate = None
+        if query is not None:  # [B, M, T, ...] -> [B, T, M, ...]
+            parts = (None if w is None else w.transpose(1, 2).contiguous() for w in (query.down, query.up, query.gate))
+            self.query_down, self.query_up, self.query_gate = parts
+        if key is not None:  # [B, M, S, R] -> [R, B, M, S]
+            pair = (None if w is None else w.permute(3, 0, 1, 2).contiguous() for w in (key.down, key.up))
+            self.key_down, self.key_up = pair
+            self.key_gate = None if key.gate is None else key.gate.contiguous()
         self.has_matrix = self.query_up is not None or self.query_gate is not None or self.static is not None
         self.is_empty = not self.has_matrix and self.key_up is None and self.key_gate is None
         self.grads: dict[str, torch.Tensor] = {}
@@ -499,16 +514,16 @@ class _Stage:
             matrix += self.static.T
         return matrix
 
-    def hidden(self, plan: _Plan, name: str, maps: torch.Tensor, factors: torch.Tensor, block: _Block) -> torch.Tensor:
+    def hidden(self, call: _Call, name: str, maps: torch.Tensor, factors: torch.Tensor, block: _Block) -> torch.Tensor:
         """The hidden maps of the key side, [R, b, t, S'], in working memory."""
         b, t, _, s = maps.shape
-        hidden = plan.space(name, (factors.shape[0], b, t, s), maps)
+        hidden = call.space(name, (factors.shape[0], b, t, s), maps)
         for rank, out in zip(factors, hidden, strict=True):
             _weighted_sum(maps, rank[block.batch, :, block.keys], out)
         return hidden
 
     def mix(
-        self, plan: _Plan, name: str, maps: torch.Tensor, block: _Block
+        self, call: _Call, name: str, maps: torch.Tensor, block: _Block
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Composes maps [b, t, M, S'] into working memory.
 
@@ -517,14 +532,14 @@ class _Stage:
         """
         if self.is_empty:
             return maps, None
-        out, hidden = plan.space(name, maps.shape, maps), None
+        out, hidden = call.space(name, maps.shape, maps), None
         matrix = self.matrices(block, maps.shape[2], maps)
         if matrix is None:
             out.copy_(maps)
         else:
             torch.bmm(matrix.flatten(0, 1), maps.flatten(0, 1), out=out.flatten(0, 1))
         if self.key_down is not None and self.key_up is not None:
-            hidden = self.hidden(plan, f"{name} hidden", maps, self.key_down, block)
+            hidden = self.hidden(call, f"{name} hidden", maps, self.key_down, block)
             self._add_ranks(out, hidden, self.key_up, block)
         if self.key_gate is not None:
             out.addcmul_(maps, self.key_gate[block.batch, None, :, block.keys])
@@ -537,7 +552,7 @@ class _Stage:
             out.addcmul_(one[:, :, None], rank[block.batch, None, :, block.keys])
 
     def back(
-        self, plan: _Plan, name: str, maps: torch.Tensor, hidden: torch.Tensor | None, grad: torch.Tensor, block: _Block
+        self, call: _Call, name: str, maps: torch.Tensor, hidden: torch.Tensor | None, grad: torch.Tensor, block: _Block
     ) -> torch.Tensor:
         """From the gradient of the composed maps to that of `maps`, both [b, t, M, S']; keeps those of the weights.
 
@@ -545,7 +560,7 @@ class _Stage:
         """
         if self.is_empty:
             return grad
-        out = plan.space(name, grad.shape, grad)
+        out = call.space(name, grad.shape, grad)
         matrix = self.matrices(block, maps.shape[2], maps)
         if matrix is None:
             out.copy_(grad)
@@ -554,14 +569,14 @@ class _Stage:
             products = torch.bmm(grad.flatten(0, 1), maps.flatten(0, 1).transpose(1, 2))
             self._keep_query_grads(products.unflatten(0, grad.shape[:2]), block)
         if self.key_down is not None and self.key_up is not None and hidden is not None:
-            grad_hidden = self.hidden(plan, f"{name} hidden", grad, self.key_up, block)
+            grad_hidden = self.hidden(call, f"{name} hidden", grad, self.key_up, block)
             self._add_ranks(out, grad_hidden, self.key_down, block)
             for rank in range(len(hidden)):
-                self._add_key_grad(plan, "key_up", rank, grad, hidden[rank, :, :, None], block)
-                self._add_key_grad(plan, "key_down", rank, maps, grad_hidden[rank, :, :, None], block)
+                self._add_key_grad(call, "key_up", rank, grad, hidden[rank, :, :, None], block)
+                self._add_key_grad(call, "key_down", rank, maps, grad_hidden[rank, :, :, None], block)
         if self.key_gate is not None:
             out.addcmul_(grad, self.key_gate[block.batch, None, :, block.keys])
-            self._add_key_grad(plan, "key_gate", ..., grad, maps, block)
+            self._add_key_grad(call, "key_gate", ..., grad, maps, block)
         return out
 
     def _grad(self, name: str) -> torch.Tensor:
@@ -581,23 +596,25 @@ class _Stage:
             self._grad("static").add_(products.sum((0, 1)).T)
 
     def _add_key_grad(
-        self, plan: _Plan, name: str, rank: Any, maps: torch.Tensor, others: torch.Tensor, block: _Block
+        self, call: _Call, name: str, rank: Any, maps: torch.Tensor, others: torch.Tensor, block: _Block
     ) -> None:
         """Adds Σ_t maps · others, of [b, t, M, S'], to a gradient [B, M, S]."""
-        product = torch.mul(maps, others, out=plan.space("product", maps.shape, maps))
+        product = torch.mul(maps, others, out=call.space("product", maps.shape, maps))
         self._grad(name)[rank][block.batch, :, block.keys] += product.sum(1)
 
     def flat_grads(self) -> list[torch.Tensor | None]:
         """Gradients in the order and layout of `flatten_weights`, for this group's heads; None where there is none."""
-        found = []
-        for name in ("query_down", "query_up", "query_gate", "key_down", "key_up", "key_gate", "static"):
-            grad = None if getattr(self, name) is None else self._grad(name)
-            if grad is not None and name.startswith("query"):
-                grad = grad.transpose(1, 2)  # [B, T, M, ...] -> [B, M, T, ...]
-            elif grad is not None and name in ("key_down", "key_up"):
-                grad = grad.permute(1, 2, 3, 0)  # [R, B, M, S] -> [B, M, S, R]
-            found.append(grad)
-        return found
+        sides = []
+        for side, dims in (("query", (0, 2, 1)), ("key", (0, 1, 2))):  # [B, T, M] and [B, M, S] -> [B, M, N]
+            parts = []
+            for name in (f"{side}_down", f"{side}_up", f"{side}_gate"):
+                if getattr(self, name) is None:
+                    continue
+                grad = self._grad(name)
+                ranks = [grad] if name.endswith("gate") else grad.unbind(3) if side == "query" else grad.unbind(0)
+                parts += [rank.permute(dims) for rank in ranks]
+            sides.append(torch.stack(parts, dim=2) if parts else None)  # [B, M, channels, N]
+        return [*sides, None if self.static is None else self._grad("static")]
 
 
 @dataclass
@@ -633,10 +650,10 @@ class _Group:
         self.q = query[:, self.heads].to(self.compute) * scaling
         self.k, self.v = (states[:, of_group].to(self.compute) for states in (key, value))
         self.scaling = scaling
-        flat: list[torch.Tensor | None] = [None] * 14
+        flat: list[torch.Tensor | None] = [None] * 6
         for place, weight in zip(places, weights, strict=True):
             flat[place] = weight
-        self.pre, self.post = (_Stage(flat[i : i + 7], group, self.heads, self.compute) for i in (0, 7))
+        self.pre, self.post = (_Stage(flat[i : i + 3], group, self.heads, self.compute) for i in (0, 3))
         self.grads: list[torch.Tensor] = []  # of query, key and value
 
     @staticmethod
@@ -645,48 +662,48 @@ class _Group:
         for one, other, result in zip(left, right, out, strict=True):
             torch.bmm(one, other, out=result)
 
-    def maps(self, plan: _Plan, block: _Block, keep: bool = False) -> _Maps:
+    def maps(self, call: _Call, block: _Block, keep: bool = False) -> _Maps:
         """Scores, weights and composed weights of a block; without `keep` only the last are still there afterwards."""
         q, k = self.q[block.batch, :, block.queries], self.k[block.batch, :, block.keys]
-        scores = plan.space("scores", (q.shape[0], q.shape[2], q.shape[1], k.shape[2]), q)  # [b, t, M, S']
+        scores = call.space("scores", (q.shape[0], q.shape[2], q.shape[1], k.shape[2]), q)  # [b, t, M, S']
         self._multiply(q, k.transpose(-1, -2), scores.transpose(1, 2))
-        composed_scores, pre_hidden = self.pre.mix(plan, "composed scores", scores, block)
-        empty = plan.hide(composed_scores, block, self.heads)
+        composed_scores, pre_hidden = self.pre.mix(call, "composed scores", scores, block)
+        empty = call.hide(composed_scores, block, self.heads)
         reused = "scores" if composed_scores is not scores else "composed scores"
-        weights = plan.space("weights" if keep else reused, scores.shape, scores)
+        weights = call.space("weights" if keep else reused, scores.shape, scores)
         torch.softmax(composed_scores, dim=-1, out=weights)
         if empty is not None:
             weights.masked_fill_(empty, 0.0)
         reused = "composed scores" if reused == "scores" else "scores"
-        composed, post_hidden = self.post.mix(plan, "composed" if keep else reused, weights, block)
+        composed, post_hidden = self.post.mix(call, "composed" if keep else reused, weights, block)
         if self.dtype != self.compute:
             composed = composed.to(self.dtype).to(self.compute)
         return _Maps(scores, weights, composed, pre_hidden, post_hidden)
 
-    def output(self, plan: _Plan, block: _Block) -> torch.Tensor:
+    def output(self, call: _Call, block: _Block) -> torch.Tensor:
         """The composed weights times the values, [b, t, M, Dv]."""
-        composed = plan.drop(self.maps(plan, block).composed, block, self.heads)
+        composed = call.drop(self.maps(call, block).composed, block, self.heads)
         v = self.v[block.batch, :, block.keys]
-        out = plan.space("output", (*composed.shape[:3], v.shape[-1]), composed)
+        out = call.space("output", (*composed.shape[:3], v.shape[-1]), composed)
         self._multiply(composed.transpose(1, 2), v, out.transpose(1, 2))
         return out
 
-    def add_grads(self, plan: _Plan, block: _Block, grad_output: torch.Tensor) -> None:
+    def add_grads(self, call: _Call, block: _Block, grad_output: torch.Tensor) -> None:
         """Adds to all gradients, from that of a block's output [b, t, M, Dv]."""
         if not self.grads:
             self.grads = [torch.zeros_like(states) for states in (self.q, self.k, self.v)]
         grad_q, grad_k, grad_v = self.grads
         grad_output = grad_output.to(self.compute).transpose(1, 2)  # [b, M, t, Dv]
         at_queries, at_keys = (block.batch, slice(None), block.queries), (block.batch, slice(None), block.keys)
-        maps = self.maps(plan, block, keep=True)
-        grad = plan.space("grad", maps.weights.shape, maps.weights)
+        maps = self.maps(call, block, keep=True)
+        grad = call.space("grad", maps.weights.shape, maps.weights)
         self._multiply(grad_output, self.v[at_keys].transpose(-1, -2), grad.transpose(1, 2))
-        grad, composed = (plan.drop(m, block, self.heads) for m in (grad, maps.composed))
+        grad, composed = (call.drop(m, block, self.heads) for m in (grad, maps.composed))
         for total, one, other in zip(grad_v[at_keys], composed.permute(0, 2, 3, 1), grad_output, strict=True):
             total.baddbmm_(one, other)  # [M, S', t] times [M, t, Dv]
-        grad = self.post.back(plan, "grad weights", maps.weights, maps.post_hidden, grad, block)
+        grad = self.post.back(call, "grad weights", maps.weights, maps.post_hidden, grad, block)
         grad = torch._softmax_backward_data(grad, maps.weights, -1, grad.dtype)
-        grad = self.pre.back(plan, "grad scores", maps.scores, maps.pre_hidden, grad, block)
+        grad = self.pre.back(call, "grad scores", maps.scores, maps.pre_hidden, grad, block)
         self._multiply(grad.transpose(1, 2), self.k[at_keys], grad_q[at_queries])
         for total, one, other in zip(grad_k[at_keys], grad.permute(0, 2, 3, 1), self.q[at_queries], strict=True):
             total.baddbmm_(one, other)
@@ -699,7 +716,7 @@ class _Group:
             grads[2].index_add_(1, self.kv_heads, self.grads[2])
         flat: list[Any] = [*self.pre.flat_grads(), *self.post.flat_grads()]
         for place, total in zip(places, grads[3:], strict=True):
-            if place % 7 == 6:
+            if place % 3 == 2:
                 total[self.heads.start // (self.heads.stop - self.heads.start)] = flat[place]
             else:
                 total[:, self.heads] = flat[place]

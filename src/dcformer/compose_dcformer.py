@@ -146,20 +146,76 @@ class ComposeSettings(ComposeFields):
 class SideWeights:
     """Weights of one stage that depend on one token: all of the queries' or all of the keys'. N is T or S.
 
-    Laid out heads first, like queries and keys.
+    One tensor holds them, from the generator to the cache to every kernel. A head and a token have R channels `down`, R
+    channels `up` and one of the gate, in this order; those of a low rank or a gate that there is not are left out. So
+    the number of channels says what there is: it is odd with a gate.
 
     Attributes:
-        down: [B, H, N, R] or None: mixes the heads of a group into R hidden maps (RMS-normalised over the group).
-        up: [B, H, N, R] or None: mixes the R hidden maps back into heads.
-        gate: [B, H, N] or None: scales each head's own map; in (-1, 1).
+        packed: [B, H, channels, N]; or [B, Hkv, H / Hkv, channels, N], a view of what rides behind cached keys or
+            values: there, with grouped-query attention, no stride leads from every head to the next.
     """
 
-    down: torch.Tensor | None = None
-    up: torch.Tensor | None = None
-    gate: torch.Tensor | None = None
+    packed: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, down: torch.Tensor | None = None, up: torch.Tensor | None = None, gate: torch.Tensor | None = None
+    ) -> "SideWeights":
+        """Packs weights that come one by one; differentiable.
+
+        Args:
+            down: [B, H, N, R] or None: mixes the heads of a group into R hidden maps (RMS-normalised over the group).
+            up: [B, H, N, R], or None as `down` is: mixes the R hidden maps back into heads.
+            gate: [B, H, N] or None: scales each head's own map; in (-1, 1).
+
+        Raises:
+            ValueError: when only one of `down` and `up` is there, or nothing is, and on shapes that do not fit.
+        """
+        shapes = {name: tuple(w.shape) for name, w in (("down", down), ("up", up), ("gate", gate)) if w is not None}
+        tokens = {shape if name == "gate" else shape[:3] for name, shape in shapes.items()}
+        if len(tokens) != 1 or shapes.get("down") != shapes.get("up"):
+            raise ValueError(
+                f"weights of {shapes} do not make a side: expected down and up of one shape [B, H, N, R], a gate "
+                "[B, H, N], or all three. Where there are none, a stage's side is None."
+            )
+        parts = [w.transpose(2, 3) for w in (down, up) if w is not None]  # [B, H, R, N]
+        parts += [] if gate is None else [gate.unsqueeze(2)]  # [B, H, 1, N]
+        return cls(torch.cat(parts, dim=2))
+
+    @property
+    def rank(self) -> int:
+        """R; 0 without low rank."""
+        return self.packed.shape[-2] // 2
+
+    @property
+    def by_head(self) -> torch.Tensor:
+        """[B, H, channels, N]: `packed`, or a copy of it where query heads share a cached key head."""
+        return self.packed.flatten(1, -3)
+
+    @property
+    def down(self) -> torch.Tensor | None:
+        """[B, H, N, R] or None: mixes the heads of a group into R hidden maps (RMS-normalised over the group)."""
+        return self._channels(0, self.rank)
+
+    @property
+    def up(self) -> torch.Tensor | None:
+        """[B, H, N, R] or None: mixes the R hidden maps back into heads."""
+        return self._channels(self.rank, 2 * self.rank)
+
+    @property
+    def gate(self) -> torch.Tensor | None:
+        """[B, H, N] or None: scales each head's own map; in (-1, 1)."""
+        gate = self._channels(2 * self.rank, self.packed.shape[-2])
+        return None if gate is None else gate[..., 0]
+
+    def _channels(self, start: int, stop: int) -> torch.Tensor | None:
+        """[B, H, N, stop - start]; a view if `by_head` is one."""
+        if start == stop:
+            return None
+        return self.packed[..., start:stop, :].flatten(1, -3).transpose(2, 3)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors present, in the order down, up, gate."""
+        """Those of down, up and gate that there are."""
         return [w for w in (self.down, self.up, self.gate) if w is not None]
 
 
@@ -178,6 +234,11 @@ class ComposeWeights:
     key: SideWeights | None = None
     static: torch.Tensor | None = None
     groups: int = 1
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that there are: both sides as they are packed, and the static projection."""
+        sides = [side.packed for side in (self.query, self.key) if side is not None]
+        return sides if self.static is None else [*sides, self.static]
 
 
 @dataclass
@@ -339,7 +400,7 @@ class DCFormerCompose(nn.Module):
         batch, length, _ = hidden_states.shape
         count, m, r = len(self.generators), self.heads_per_group, self.rank
         dtype, compute = hidden_states.dtype, accumulation_dtype(hidden_states.dtype)
-        down = up = gate = None
+        parts = []  # [C, B, H, channels of each, N]
         if self.dw1_proj is not None and self.qkw is not None:
             hidden = self.act_fn(self.dw1_proj(hidden_states))  # [B, N, G·C·K]
             k = 2 * r * m
@@ -352,15 +413,14 @@ class DCFormerCompose(nn.Module):
             mean_square = down.pow(2).mean(dim=3, keepdim=True)  # over the heads of a group
             down = (down * torch.rsqrt(mean_square + COMPOSE_NORM_EPS)).to(dtype).flatten(2, 3)  # [C, B, H, N, R]
             up = pair[1].flatten(2, 3)  # [C, B, H, N, R]
+            parts += [down.transpose(3, 4), up.transpose(3, 4)]
         if self.gate_proj is not None:
             gate = torch.tanh(self.gate_proj(hidden_states).to(compute)).to(dtype)  # [B, N, G·C·M]
             self._check_whole_groups(gate.shape[-1], count * m)
             gate = gate.view(batch, length, -1, count, m).permute(3, 0, 2, 4, 1)  # [C, B, G, M, N]
-            gate = gate.flatten(2, 3)  # [C, B, H, N]
-        dynamic = {
-            generator: SideWeights(*(None if w is None else w[i] for w in (down, up, gate)))
-            for i, generator in enumerate(self.generators)
-        }
+            parts.append(gate.flatten(2, 3).unsqueeze(3))
+        packed = torch.cat(parts, dim=3).unbind() if parts else ()  # each [B, H, channels, N]
+        dynamic = {generator: SideWeights(w) for generator, w in zip(self.generators, packed, strict=True)}
         # here and not where they are used: this module's hooks (offloading, tensor parallelism) see to its parameters
         return dynamic, self.static_projections()
 
@@ -433,9 +493,8 @@ class DCFormerCompose(nn.Module):
         """
         if side is None:
             return states
-        parts = [w if w.dim() == 4 else w[..., None] for w in side.tensors()]
-        packed = torch.cat(parts, dim=-1)  # [B, H, N, 2R + 1]
-        packed = packed.unflatten(1, (-1, self.key_value_repeats)).transpose(2, 3).flatten(3)  # [B, Hkv, N, rep·(2R+1)]
+        packed = side.by_head.unflatten(1, (-1, self.key_value_repeats))  # [B, Hkv, rep, channels, N]
+        packed = packed.permute(0, 1, 4, 2, 3).flatten(3)  # [B, Hkv, N, rep · channels]
         padding = self.channels[stage] - packed.shape[-1]
         return torch.cat([states, packed, packed.new_zeros(()).expand(*packed.shape[:-1], padding)], dim=-1)
 
@@ -448,28 +507,22 @@ class DCFormerCompose(nn.Module):
             packed: [B, Hkv, S, D + channels].
             head_dim: D.
             stage: "pre" or "post".
-            gather: copy the weights together, token by token; behind keys and values, those of neighbouring tokens lie
-                far apart, and reading them so costs more than the copy when it is done more than once.
+            gather: copy the weights, the tokens of each channel together; behind keys and values, those of neighbouring
+                tokens lie far apart, and reading them so costs more than the copy when it is done more than once.
 
         Returns:
-            keys or values [B, Hkv, S, D], and the key-wise weights over H heads and S tokens or None; views, unless the
+            keys or values [B, Hkv, S, D], and the key-wise weights of H heads and S tokens or None: views, unless the
             weights are gathered.
         """
         if (stage, "key") not in self.generators:
             return packed, None
-        r = self.rank if self.dw1_proj is not None else 0
-        width = 2 * r + (self.gate_proj is not None)
-        weights = packed[..., head_dim : head_dim + width * self.key_value_repeats]
-        weights = weights.unflatten(-1, (self.key_value_repeats, width)).transpose(2, 3)  # [B, Hkv, rep, S, 2R+1]
-        weights = weights.flatten(1, 2)  # [B, H, S, 2R+1]
+        repeats, low_rank = self.key_value_repeats, self.rank if self.dw1_proj is not None else 0
+        width = 2 * low_rank + (self.gate_proj is not None)
+        weights = packed[..., head_dim : head_dim + repeats * width]
+        weights = weights.unflatten(-1, (repeats, width)).permute(0, 1, 3, 4, 2)  # [B, Hkv, rep, 2R + 1, S]
         if gather:
-            weights = weights.transpose(2, 3).contiguous().transpose(2, 3)
-        side = SideWeights(
-            down=weights[..., :r] if r else None,
-            up=weights[..., r : 2 * r] if r else None,
-            gate=weights[..., 2 * r] if self.gate_proj is not None else None,
-        )
-        return packed[..., :head_dim], side
+            weights = weights.flatten(1, 2).contiguous()  # [B, H, 2R + 1, S]
+        return packed[..., :head_dim], SideWeights(weights)
 
     def stage_weights(
         self, query: SideWeights | None, key: SideWeights | None, static: torch.Tensor | None
@@ -489,8 +542,8 @@ class DCFormerCompose(nn.Module):
         if static is not None:
             groups = static.shape[0]
         else:
-            tensor = (query or key).tensors()[0]  # type: ignore[union-attr]
-            groups = tensor.shape[1] // self.heads_per_group
+            heads = (query or key).packed.shape[1:-2].numel()  # type: ignore[union-attr]
+            groups = heads // self.heads_per_group
         return ComposeWeights(query, key, static, groups)
 
 

@@ -12,9 +12,10 @@ import torch
 from kernel_device import DEVICE, INTERPRETED
 
 from dcformer.kernels import launch
-from dcformer.kernels.launch import GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
+from dcformer.kernels.launch import Problem, Visibility
+from dcformer.kernels.layout import Layout, Part
 
-FULL = QUERY | KEY | GATE
+FULL = Part.QUERY | Part.KEY | Part.GATE
 FAR = 2**30 + 16  # elements from one head to the next: itself below 2^31, three times that is above
 FAR_MAPS = 2**31 + 16  # from one map to the next: the interpreter goes by the value, not by the declared int64
 
@@ -32,15 +33,18 @@ def values(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.5
 
 
-def problem(kind=Problem, strides=None, groups=1):
-    """Two sequences with four heads; queries, keys and values with other strides if there are any."""
+def problem(kind=Problem, strides=None, groups=1, side_strides=None):
+    """Two sequences with four heads; queries, keys and values, or key sides, with other strides if there are any."""
     q, k, v = (values(2, 4, 18, 16, seed=i) for i in range(3))
     if strides:
         q, k, v = (reserved(t, strides) for t in (q, k, v))
-    weights = [values(2, 4, 6, 18, seed=seed) for seed in (3, 4)]
+    weights = [values(2, 4, 3, 18, seed=3), values(2, 4, 1, 3, 18, seed=4), None]
+    weights += [values(2, 4, 3, 18, seed=5), values(2, 4, 1, 3, 18, seed=6), None]
+    if side_strides:
+        weights[1::3] = [reserved(t, side_strides) for t in weights[1::3]]
     position = torch.arange(18, dtype=torch.int32)[None]
     seen = Visibility(torch.zeros_like(position), position + 1, high=0)
-    return kind(q, k, v, *weights, None, None, seen, Layout(FULL, FULL, groups, 1), 0.25)
+    return kind(q, k, v, weights, seen, Layout(FULL, FULL, groups, 1), 0.25)
 
 
 class Wide(Problem):
@@ -63,13 +67,21 @@ class Wide(Problem):
 def passes(problem):
     out, lse = problem.forward()
     grads = problem.backward(values(*out.shape, seed=7), lse)
-    return {"out": out, "lse": lse} | {name: t for name, t in vars(grads).items() if t is not None}
+    weights = {f"weight {i}": w for i, w in enumerate(grads.weights) if w is not None}
+    return {"out": out, "lse": lse, "query": grads.query, "key": grads.key, "value": grads.value} | weights
 
 
 @pytest.mark.skipif(not INTERPRETED or DEVICE != "cpu", reason="reserves memory of the CPU")
 @pytest.mark.parametrize("strides", [(4 * FAR, FAR, 16, 1), (64, 16, FAR // 4, 1), (FAR * 4, 16, 64, 1)])
 def test_states_beyond_2_to_the_31_elements(strides):
     expected, found = passes(problem()), passes(problem(strides=strides))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.skipif(not INTERPRETED or DEVICE != "cpu", reason="reserves memory of the CPU")
+@pytest.mark.parametrize("strides", [(4 * FAR, FAR, 3, 1, 24), (96, 24, 3, 1, FAR // 4), (96, 24, 3, FAR, 1)])
+def test_key_sides_beyond_2_to_the_31_elements(strides):
+    expected, found = passes(problem()), passes(problem(side_strides=strides))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -101,18 +113,20 @@ def huge(batch, heads, length, flags=FULL, groups=1, rank=2, dim=128, low=-(2**3
     q = torch.empty(batch, length, 2 * heads, dim, **new).transpose(1, 2)[:, ::2]
     k = torch.empty(batch, keys, 2 * heads, dim, **new).transpose(1, 2)[:, ::2]
     layout = Layout(flags, flags, groups, rank)
-    wq, wk = (torch.empty(batch, heads, 2 * layout.channels, n, **new) for n in (length, keys))
-    static = torch.empty(groups, heads // groups, heads // groups, **new) if flags & STATIC else None
+    side = torch.empty(batch, heads, layout.channels, length, **new)
+    key_side = torch.empty(batch, heads, 1, layout.channels, keys, **new)
+    static = torch.empty(groups, heads // groups, heads // groups, **new) if flags & Part.STATIC else None
     bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
-    return Problem(q, k, k, wq, wk, static, static, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
+    weights = [side, key_side, static] * 2
+    return Problem(q, k, k, weights, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
 
 
 HUGE = {
     "13B, 131072": (8, 40, 131072),
-    "13B, 131072, groups, static": (8, 40, 131072, FULL | STATIC, 8),
+    "13B, 131072, groups, static": (8, 40, 131072, FULL | Part.STATIC, 8),
     "33B, a million": (1, 52, 2**20),
     "all memory": (64, 40, 131072, FULL, 1, 2, 128, -(2**30), 2**45),
-    "one head, all memory": (1, 1, 2**20, QUERY, 1, 1, 64, -(2**30), 2**45),
+    "one head, all memory": (1, 1, 2**20, Part.QUERY, 1, 1, 64, -(2**30), 2**45),
     "window, all memory": (1, 40, 2**20, FULL, 1, 2, 128, -255, 2**45),
     "many sequences": (100_000, 2, 64),
 }
@@ -133,8 +147,8 @@ def test_products_in_32_bits_stay_below_2_to_the_31(name, calls):
         out = torch.empty((*shape, part.DV), dtype=torch.bfloat16, device="meta")
         part._forward_chunk(chunk, out, lse)
         grads = [torch.empty(t.shape, dtype=torch.float32, device="meta") for t in (part.q, part.k, part.v)]
-        rest = [t if t is None else torch.empty(t.shape, device="meta") for t in (part.wq, part.wk, *part.statics)]
-        part._backward_chunk(chunk, out, lse, launch.Gradients(*grads, *rest))
+        rest = [t if t is None else torch.empty(t.shape, device="meta") for t in part.weights]
+        part._backward_chunk(chunk, out, lse, launch.Gradients(*grads, rest))
     names = {f"{name}_kernel" for name in ("scores", "lse", "compose", "values", "keys", "back_1", "back_0")}
     assert {kernel for kernel, _, _ in calls} >= names
     for kernel, grid, values in calls:
@@ -142,7 +156,8 @@ def test_products_in_32_bits_stay_below_2_to_the_31(name, calls):
         heads = whole.M
         products = {
             "s * n_p": values.get("n_s", 0) * values.get("n_p", 0),
-            "o_h * stride_w": heads * values.get("stride_w", 0),
+            "o_h * (C * T)": heads * values.get("C", 0) * values.get("T", 0),
+            "o_h * (C * S)": heads * values.get("C", 0) * values.get("S", 0),
             "o_h * T": heads * values.get("T", 0),
             "o_h * C * n_t": heads * values.get("C", 0) * values.get("n_t", 0),
             "i_s * n_bh": (1 + grid[1]) * part.B * part.H,
@@ -162,5 +177,5 @@ def test_kernels_have_64_bits_between_maps_and_between_heads():
 def test_what_does_not_fit_says_so():
     with pytest.raises(ValueError, match=r"128 queries x 67108864 keys of a map are .* use shorter sequences"):
         huge(1, 1, 64, keys=2**26)
-    with pytest.raises(ValueError, match=r"composition weights of 40 heads x 8388608 tokens are .* 2147483647"):
-        huge(1, 40, 2**23)
+    with pytest.raises(ValueError, match=r"composition weights of 64 heads x 4194304 tokens are .* 2147483647"):
+        huge(1, 64, 2**22, rank=4)

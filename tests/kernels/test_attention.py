@@ -16,8 +16,9 @@ from kernel_device import DEVICE
 
 from dcformer import ComposeWeights, SideWeights, compose
 from dcformer.attention_dcformer import eager_attention
-from dcformer.kernels import composed_attention, launch
-from dcformer.kernels.launch import GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
+from dcformer.kernels import composed_attention, launch, ops, schemas
+from dcformer.kernels.launch import Problem, Visibility
+from dcformer.kernels.layout import Layout, Part, packed_weights, six
 from dcformer.kernels.triton.compose import join_kernel
 from dcformer.kernels.tuning import KERNELS, candidates, choose
 
@@ -111,7 +112,7 @@ def stage_weights(tensors, stage, groups):
     if not parts:
         return None
     sides = {
-        side: SideWeights(*(parts.get(f"{side}.{part}") for part in ("down", "up", "gate")))
+        side: SideWeights.of(*(parts.get(f"{side}.{part}") for part in ("down", "up", "gate")))
         for side in ("query", "key")
         if any(name.startswith(side) for name in parts)
     }
@@ -323,33 +324,31 @@ def test_visible_intervals():
 
 
 def _operator_inputs(requires_grad):
+    """Arguments of the forward operator, the gradient of the output, log-sum-exps in base 2."""
     case = Case(heads=2, length=9, static=True)
-    made = {name: t.to(DEVICE).requires_grad_(requires_grad) for name, t in case.tensors().items()}
+    made = {name: t.to(DEVICE) for name, t in case.tensors().items()}
     pre, post = (stage_weights(made, stage, 1) for stage in ("pre", "post"))
-    captured = {}
-
-    def capture(*args):
-        captured["args"] = args
-        return forward(*args)
-
-    from dcformer.kernels import ops
-
-    forward = ops._forward
+    captured = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "_forward", capture)
+        patch.setattr(ops, "attention_op", lambda *args: captured.extend(args) or schemas.attention_op(*args))
         _, lse = composed_attention(made["query"], made["key"], made["value"], pre, post, return_lse=True)
-    detached = [t.detach().requires_grad_(requires_grad and t.is_floating_point()) if torch.is_tensor(t) else t
-                for t in captured["args"]]  # fmt: skip
-    return ops, tuple(detached), made["grad"].detach(), lse.detach()
+
+    def leaf(argument):
+        if isinstance(argument, list):
+            return [leaf(a) for a in argument]
+        is_number = torch.is_tensor(argument) and argument.is_floating_point()
+        return argument.detach().requires_grad_(requires_grad) if is_number else argument
+
+    return tuple(leaf(argument) for argument in captured), made["grad"], lse / math.log(2)
 
 
 def test_operators_are_well_made():
-    ops, args, grad, lse = _operator_inputs(requires_grad=True)
+    args, _, _ = _operator_inputs(requires_grad=True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops._forward, args, test_utils=tests)
-    args = tuple(t.detach() if torch.is_tensor(t) else t for t in args)
-    args = (grad, lse / math.log(2), list(args[:6]), *args[6:])
-    torch.library.opcheck(ops._backward, args, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(schemas.attention_op, args, test_utils=tests)
+    args, grad, lse = _operator_inputs(requires_grad=False)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(schemas.attention_backward_op, (grad, lse, *args), test_utils=tests)
 
 
 def test_compiles_to_one_graph():
@@ -365,16 +364,17 @@ def test_compiles_to_one_graph():
 def problem(length, layout, heads=4, chunk_bytes=1 << 20, low=-(2**30)):
     q = torch.empty(2, heads, length, 16, device="meta", dtype=torch.bfloat16)
     static = torch.empty(layout.groups, heads // layout.groups, heads // layout.groups, device="meta")
-    statics = [static if flags & STATIC else None for flags in (layout.pre, layout.post)]
+    weights = [None, None, static if layout.pre & Part.STATIC else None] * 2
     bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
-    return Problem(q, q, q, None, None, *statics, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
+    return Problem(q, q, q, weights, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
 
 
 @pytest.mark.parametrize("length", [1, 63, 1000, 4096])
 @pytest.mark.parametrize("low", [-(2**30), -99])
 @pytest.mark.parametrize("maps", [1, 3])
 def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low, maps):
-    layout = Layout(QUERY | KEY | GATE, QUERY | KEY | GATE, 1, 2)
+    full = Part.QUERY | Part.KEY | Part.GATE
+    layout = Layout(full, full, 1, 2)
     this = problem(length, layout, low=low)
     chunks = this.chunks(maps)
     assert [i for chunk in chunks for i in range(chunk.t_0, chunk.t_0 + chunk.n_t)] == list(range(length))
@@ -392,14 +392,46 @@ def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low, maps)
 
 @pytest.mark.parametrize("batch_bytes, expected", [(1 << 30, [slice(None)]), (1, [slice(0, 1), slice(1, 2)])])
 def test_sequences_are_taken_together_where_they_fit(batch_bytes, expected):
-    this = problem(63, Layout(QUERY, 0, 1, 2), chunk_bytes=batch_bytes)
+    this = problem(63, Layout(Part.QUERY, 0, 1, 2), chunk_bytes=batch_bytes)
     assert [rows for rows, _ in this._rows(this.chunks(3), 3)] == expected
 
 
-def test_channels_of_each_stage_have_their_place():
-    this = problem(5, Layout(QUERY | STATIC, QUERY | KEY, 1, 3))
-    assert [this._channels(stage, QUERY) for stage in (0, 1)] == [slice(0, 6), slice(6, 12)]
-    assert this._channels(1, KEY) == slice(0, 6)  # the stage before has no key side
+@pytest.mark.parametrize("name", ["everything", "post key", "no gate", "gate only", "static only", "nothing"])
+def test_layouts_follow_from_the_weights(name):
+    case = SWITCHES[name]
+    pre, post = (stage_weights(case.tensors(), stage, case.groups) for stage in ("pre", "post"))
+    weights, places = packed_weights(pre, post, case.kv_heads or case.heads)
+    layout = Layout.of(six(weights, places), case.groups)
+    flags = sum({"query": Part.QUERY, "key": Part.KEY}[side] for side in case.sides) + Part.STATIC * case.static
+    flags += Part.GATE * (case.gate and bool(case.sides))
+    expected = [flags if stage in case.stages else 0 for stage in ("pre", "post")]
+    rank = case.rank * (bool(case.stages) and bool(case.sides))
+    assert [layout.pre, layout.post, layout.groups, layout.rank] == [*expected, case.groups, rank]
+    assert layout.channels == (2 * rank + case.gate if case.stages and case.sides else 0)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_key_sides_behind_a_cache_are_as_good(kv_heads, groups, chunk, monkeypatch):
+    """The same bits from a view of keys and values, and the same gradients."""
+    case = Case(kv_heads=kv_heads, groups=groups, chunk=chunk, batch=2, keys=33)
+    if chunk:
+        monkeypatch.setattr(launch, "FIRST_CHUNK", chunk)
+    expected = run(case, torch.float32, fused(case))
+
+    def behind(side):
+        packed = side.packed.unflatten(1, (kv_heads, -1)).permute(0, 1, 4, 2, 3).flatten(3)  # [B, Hkv, S, rep · 5]
+        rows = torch.nn.functional.pad(packed, (8, 3))[..., 8:-3]  # behind a key, before the padding
+        return SideWeights(rows.unflatten(3, (-1, 5)).permute(0, 1, 3, 4, 2))
+
+    def attend(query, key, value, pre, post):
+        pre, post = (dataclasses.replace(stage, key=behind(stage.key)) for stage in (pre, post))
+        assert pre.key.packed.shape == (2, kv_heads, 4 // kv_heads, 5, 33) and pre.key.packed.stride(3) == 1
+        return composed_attention(query, key, value, pre, post, **case.options())
+
+    found = run(case, torch.float32, attend)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_every_kernel_has_a_tile(monkeypatch):
@@ -437,21 +469,21 @@ ERRORS = {
     "cu_seqlens is": ((_tensors(1, 2, 5, 16),) * 3, {"cu_seqlens": torch.tensor([0])}),
     "one packed row": ((_tensors(2, 2, 5, 16),) * 3, {"cu_seqlens": torch.tensor([0, 5])}),
     "must divide": ((_tensors(1, 2, 5, 16),) * 3, {"pre": ComposeWeights(groups=3)}),
-    "groups, 2 and 1": (
+    "have 2 and 1 groups": (
         (_tensors(1, 2, 5, 16),) * 3,
         {"pre": ComposeWeights(static=_tensors(2, 1, 1), groups=2), "post": ComposeWeights(static=_tensors(1, 2, 2))},
     ),
     "rank 5 is beyond the fused kernels, which have ranks of 1 to 4": (
         (_tensors(1, 2, 5, 16),) * 3,
-        {"pre": ComposeWeights(SideWeights(_tensors(1, 2, 5, 5), _tensors(1, 2, 5, 5)))},
+        {"pre": ComposeWeights(SideWeights(_tensors(1, 2, 10, 5)))},
     ),
-    "pre.query.gate is": (
+    "pre.query holds": (
         (_tensors(1, 2, 5, 16),) * 3,
-        {"pre": ComposeWeights(SideWeights(gate=_tensors(1, 2, 4)))},
+        {"pre": ComposeWeights(SideWeights.of(gate=_tensors(1, 2, 4)))},
     ),
     "the same parts": (
         (_tensors(1, 2, 5, 16),) * 3,
-        {"pre": ComposeWeights(SideWeights(gate=_tensors(1, 2, 5)), SideWeights(*[_tensors(1, 2, 5, 1)] * 2))},
+        {"pre": ComposeWeights(SideWeights(_tensors(1, 2, 1, 5)), SideWeights(_tensors(1, 2, 2, 5)))},
     ),
     "static is": ((_tensors(1, 2, 5, 16),) * 3, {"post": ComposeWeights(static=_tensors(1, 3, 3))}),
 }

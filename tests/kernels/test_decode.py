@@ -9,8 +9,9 @@ from kernel_device import DEVICE, INTERPRETED
 from dcformer import DCFormerConfig
 from dcformer.attention_dcformer import eager_attention
 from dcformer.compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights
-from dcformer.kernels import decode
+from dcformer.kernels import decode, schemas
 from dcformer.kernels.decode import composed_decode
+from dcformer.kernels.layout import packed_weights, six
 
 pytestmark = pytest.mark.usefixtures("poison")
 FULL = ("query_maps", "query_gates", "key_maps", "key_gates")
@@ -33,7 +34,9 @@ def stage(B, H, T, S, R, dtype, groups=1, parts=FULL):
 
     def side(name, length):
         maps, gates = f"{name}_maps" in parts, f"{name}_gates" in parts
-        return SideWeights(
+        if not maps and not gates:
+            return None
+        return SideWeights.of(
             normal(B, H, length, R, dtype=dtype) if maps else None,
             normal(B, H, length, R, dtype=dtype) * 0.3 if maps else None,
             torch.tanh(normal(B, H, length, dtype=dtype)) if gates else None,
@@ -55,9 +58,7 @@ def as_float64(weights):
     """The same weights in float64 on the CPU."""
 
     def side(s):
-        if s is None:
-            return None
-        return SideWeights(*(None if w is None else w.cpu().double() for w in (s.down, s.up, s.gate)))
+        return None if s is None else SideWeights(s.packed.cpu().double())
 
     if weights is None:
         return None
@@ -136,9 +137,11 @@ def test_each_switch(parts, stages):
             if part == "static":
                 fewer = replace(weights, static=None)
             else:
-                side, kind = part.split("_")
-                dropped = {"gate": None} if kind == "gates" else {"down": None, "up": None}
-                fewer = replace(weights, **{side: replace(getattr(weights, side), **dropped)})
+                name, kind = part.split("_")
+                side = getattr(weights, name)
+                rest = {"down": side.down, "up": side.up} if kind == "gates" else {"gate": side.gate}
+                rest = None if all(w is None for w in rest.values()) else SideWeights.of(**rest)
+                fewer = replace(weights, **{name: rest})
             without = exact(*arguments[:i], fewer, *arguments[i + 1 :])
             assert (errors(without, yardstick) > 3 * allowed).all(), (part, i)
 
@@ -146,8 +149,7 @@ def test_each_switch(parts, stages):
 def test_sides_may_be_absent():
     q, k, v, pre, post = inputs(T=2)
     check([q, k, v, replace(pre, query=None), replace(post, key=None)])
-    half = replace(post, query=replace(post.query, up=None))  # counts as no low rank, as in the definition
-    check([q, k, v, pre, half])
+    check([q, k, v, replace(pre, key=None), replace(post, query=None)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -280,7 +282,7 @@ def test_unseen_keys_are_not_read():
     visible = (torch.arange(96, device=DEVICE) < 32).view(1, 1, 1, 96)
     expected = run([q, k, v, pre, post], visible, 3)
     for tensor in (k, v, *pre.key.tensors(), *post.key.tensors()):
-        tensor[:, :, 32:] = float("nan")
+        tensor[:, :, 32:] = float("nan")  # of weights, views of what is packed
     assert torch.equal(run([q, k, v, pre, post], visible, 3), expected)
 
 
@@ -306,9 +308,16 @@ def test_packed_cache(KV, gate, projection):
         views.append((states, replace(weights, key=side)))
     (k, pre), (v, post) = views
     check([q, k, v, pre, post], num_splits=(1, 3))
-    if KV == 4 and gate and projection:
-        launch = decode._plan(q, k, v, pre, post, None, 1, 1.0, 1).launches[0]
-        assert launch.constants["WHOLE_ROWS"] and launch.arguments["p_rows"].data_ptr() == pre.key.down.data_ptr()
+    first, second, *_ = launches(q, k, v, pre, post)
+    for launch, side in ((first, pre.key), (second, post.key)):  # nothing is copied; pairs are one load where aligned
+        assert launch.arguments["p_wk"].data_ptr() == side.packed.data_ptr()
+        assert launch.constants["PAIRS"] == (KV == 4 and projection)
+
+
+def launches(q, k, v, pre, post):
+    """What one call launches."""
+    weights = six(*packed_weights(pre, post, k.shape[1]))
+    return decode._launches(q, k, v, weights, None, 1, 1.0, 1).launches
 
 
 def test_any_strides():
@@ -320,7 +329,8 @@ def test_any_strides():
 
     B, H, S, R = 2, 4, 33, 2
     for T in (1, 3):
-        sides = [SideWeights(odd(B, H, n, R), odd(B, H, n, R), odd(B, H, n, 1)[..., 0].tanh()) for n in (T, S, T, S)]
+        sides = [SideWeights(odd(B, H, n, 2 * R + 1).transpose(2, 3)) for n in (T, S, T, S)]
+        sides[3] = SideWeights(odd(B, H, 2 * R + 1, S))  # from the generators: tokens are neighbours
         pre, post = ComposeWeights(*sides[:2]), ComposeWeights(*sides[2:])
         check([odd(B, H, T, 16), odd(B, H, S, 16), odd(B, H, S, 16), pre, post], num_splits=(2,))
 
@@ -329,11 +339,10 @@ def test_weights_at_the_end_of_memory():
     """Rows of 2R + 1 without padding: the last one ends where the storage does, and nothing beyond is read."""
     q, k, v, pre, post = inputs()
     for weights in (pre, post):
-        rows = torch.cat([weights.key.down, weights.key.up, weights.key.gate[..., None]], dim=-1)
-        weights.key = SideWeights(rows[..., :2], rows[..., 2:4], rows[..., 4])
+        weights.key = SideWeights(weights.key.packed.transpose(2, 3).contiguous().transpose(2, 3))
     check([q, k, v, pre, post])
-    launch = decode._plan(q, k, v, pre, post, None, 1, 1.0, 1).launches[0]
-    assert not launch.constants["WHOLE_ROWS"] and launch.arguments["p_rows"].data_ptr() == pre.key.down.data_ptr()
+    launch = launches(q, k, v, pre, post)[0]
+    assert not launch.constants["PAIRS"] and launch.arguments["p_wk"].data_ptr() == pre.key.packed.data_ptr()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs sparse memory, which is the CPU's")
@@ -358,13 +367,15 @@ def test_nothing_to_do():
 def test_operator_is_well_behaved():
     q, k, v, pre, post = inputs(T=2, S=20, parts=(*FULL, "static"))
     visible = torch.rand(1, 1, 2, 20, device=DEVICE) < 0.5
-    arguments = (q, k, v, *decode.flatten_weights(pre), *decode.flatten_weights(post), visible, 1, 0.25, 2)
-    torch.library.opcheck(decode._decode, arguments)
+    weights, places = packed_weights(pre, post, 4)
+    torch.library.opcheck(schemas.decode_op, (q, k, v, weights, visible, [1, 2, *places], 0.25))
 
 
 def test_compiles_without_graph_breaks():
     def step(q, k, v, gate, visible):
-        return 2 * composed_decode(q, k, v, ComposeWeights(SideWeights(gate=gate)), None, scale=0.25, visible=visible)
+        return 2 * composed_decode(
+            q, k, v, ComposeWeights(SideWeights.of(gate=gate)), None, scale=0.25, visible=visible
+        )
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
     for S in (20, 33):
@@ -416,11 +427,17 @@ def test_errors_name_what_is_wrong():
     refused(r"visible is torch.bool \(1, 1, 1, 41\)", visible=torch.ones(1, 1, 1, 41, device=DEVICE).bool())
     refused("num_splits=0", num_splits=0)
     refused("pre and post have 2 and 1 groups", (q, k, v, replace(pre, groups=2), post))
-    refused("3 groups do not divide 4 heads", (q, k, v, replace(pre, groups=3), None))
-    three_heads = replace(pre, query=SideWeights(gate=pre.query.gate[:, 1:]))
-    refused(r"pre.query.gate.*\(1, 3, 1\)", (q, k, v, three_heads, post))
-    refused(r"post.key.down.*\(1, 4, 39, 2\)", (q, k, v, pre, stage(1, 4, 1, 39, 2, k.dtype)))
-    refused(r"ranks \[2, 3\]", (q, k, v, replace(pre, key=stage(1, 4, 1, 40, 3, k.dtype).key), post))
+    refused("pre.groups=3 must divide the number of heads, 4", (q, k, v, replace(pre, groups=3), None))
+    three_heads = replace(pre, query=SideWeights(pre.query.packed[:, 1:]))
+    refused(r"pre.query holds torch.bfloat16 \(1, 3, 5, 1\).*\(1, 4, channels, 1\)", (q, k, v, three_heads, post))
+    other_heads = replace(pre, key=SideWeights(pre.key.packed.unflatten(1, (2, 2))))  # of two key heads
+    refused(r"pre.key holds torch.bfloat16 \(1, 2, 2, 5, 40\)", (q, k, v, other_heads, post))
+    refused(
+        r"post.key holds .*\(1, 4, 5, 39\).*same tokens as the keys", (q, k, v, pre, stage(1, 4, 1, 39, 2, k.dtype))
+    )
+    refused("have 5, 7, 5, 5 channels.*one rank", (q, k, v, replace(pre, key=stage(1, 4, 1, 40, 3, k.dtype).key), post))
+    gates = replace(pre, key=SideWeights.of(gate=pre.key.gate))
+    refused("have 5, 1, 5, 5 channels.*the same parts", (q, k, v, gates, post))
     refused(r"static is \(1, 2, 2\).*\(1, 4, 4\)", (q, k, v, replace(pre, static=torch.ones(1, 2, 2)), post))
     refused("requires gradients.*no_grad", (q.requires_grad_(), k, v, pre, post))
     with torch.no_grad():

@@ -15,15 +15,13 @@ from torch import nn
 from dcformer import DCFormerCompose, SideWeights
 from dcformer.kernels import generator
 from dcformer.kernels.generator import (
-    GeneratedSide,
     fuse_projections,
     generate_packed,
-    generate_packed_op,
     generate_weights,
-    generate_weights_op,
     generator_gradients,
     kernel_specs,
 )
+from dcformer.kernels.schemas import generate_packed_op, generate_weights_op
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEAD_DIM = 8
@@ -221,18 +219,15 @@ def test_tanh_is_accurate_relative_to_itself():
     assert ((gate - truth).abs() <= 4 * torch.finfo(torch.float32).eps * truth.abs()).all()
 
 
-def test_sides_are_views_into_what_attention_reads():
+def test_sides_are_what_attention_reads():
+    """One tensor of all generators, in their order, each of them contiguous."""
     module, _ = make(num_attention_heads=6, compose_groups=2)
-    x = states(2, 5)
-    generated, _ = generate_weights(x, module)
-    for side in ("query", "key"):
-        pre, post = generated["pre", side], generated["post", side]
-        assert isinstance(pre, GeneratedSide) and isinstance(pre, SideWeights)
-        assert pre.packed is post.packed
-        assert pre.packed.is_contiguous()
-        parts = [w if w.dim() == 4 else w[..., None] for w in pre.tensors() + post.tensors()]
-        assert torch.equal(torch.cat(parts, dim=-1).transpose(2, 3), pre.packed)  # [B, H, 2 · (2R + 1), N]
-        assert len(pre.tensors()) == 3
+    generated, _ = generate_weights(states(2, 5), module)
+    sides = [generated[generator] for generator in module.generators]
+    (whole,) = {side.packed.untyped_storage().data_ptr() for side in sides}
+    for i, side in enumerate(sides):
+        assert side.packed.shape == (2, 6, 5, 5) and side.packed.is_contiguous() and len(side.tensors()) == 3
+        assert side.packed.data_ptr() == whole + i * side.packed.numel() * side.packed.element_size()
 
 
 def test_inference_mode():
@@ -391,8 +386,7 @@ def test_gradient_formulas_in_float64(groups, rank, approximate):
     hidden, gates = exact.dw1_proj(x).detach().requires_grad_(), exact.gate_proj(x).detach().requires_grad_()
     exact.dw1_proj, exact.gate_proj = Given(hidden), Given(gates)
     generated, _ = exact(x)
-    weights = torch.stack([as_packed(generated, side) for side in ("query", "key")])
-    weights = weights.unflatten(3, (2, 2 * rank + 1))  # [sides, B, H, stages, W, N]
+    weights = torch.stack([generated[generator].packed for generator in exact.generators])  # [C, B, H, W, N]
     grad = torch.randn(weights.shape, dtype=torch.float64).to(DEVICE)
     expected = torch.autograd.grad(weights, (hidden, gates, exact.qkw), grad)
     result = generator_gradients(grad, hidden, gates, exact.qkw, exact.heads_per_group, rank, approximate)
@@ -411,17 +405,12 @@ class Given(nn.Module):
         return self.output
 
 
-def as_packed(generated, side):
-    weights = [w for stage in ("pre", "post") for w in generated[stage, side].tensors()]
-    return torch.cat([w if w.dim() == 4 else w[..., None] for w in weights], dim=-1).transpose(2, 3)
-
-
 def test_gradients_through_packed_weights():
     """What attention reads is differentiable like the sides it is made of."""
     module, _ = make(num_attention_heads=6, compose_groups=2)
     x = states(2, 5)
     generated, _ = generate_weights(x, module)
-    total = sum((generated["pre", side].packed * 2).sum() for side in ("query", "key"))
+    total = sum((side.packed * 2).sum() for side in generated.values())
     again, _ = generate_weights(x, module)
     expected = sum(2 * w.sum() for side in again.values() for w in side.tensors())
     for one, other in zip(
@@ -521,8 +510,7 @@ def test_a_rank_holds_whole_groups(kv_heads):
             generate_packed(x, part, *rows)
         assert statics["pre"].shape == (2, 2, 2)
         local = [
-            {name: SideWeights(*(w[:, heads] for w in side.tensors())) for name, side in sides.items()}
-            for sides in (reference, truth)
+            {name: SideWeights(side.packed[:, heads]) for name, side in sides.items()} for sides in (reference, truth)
         ]
         assert_sides_within(result, *local)
         for stage, packed in zip(("pre", "post"), rows, strict=True):

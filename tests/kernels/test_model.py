@@ -5,7 +5,6 @@ as they sum in another order, plus a few roundings of the result.
 """
 
 import copy
-import dataclasses
 import functools
 
 import pytest
@@ -20,9 +19,8 @@ INTERPRETED = triton.knobs.runtime.interpret
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter", allow_module_level=True)
 
-from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM, SideWeights  # noqa: E402  # after the skips
+from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM  # noqa: E402  # after the skips
 from dcformer.cache_dcformer import use_static_window_layers  # noqa: E402
-from dcformer.kernels import ops  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTH = 20  # the window of local layers is 8
@@ -154,15 +152,14 @@ def test_token_by_token_with_left_padding(kind):
     assert_as_exact(*results)
 
 
-def test_decoding_takes_the_kernels_of_decoding():
-    model = with_implementation(model_named("mha"), "dcformer_triton")
+@pytest.mark.parametrize("name", ["mha", "grouped-query", "groups"])
+def test_decoding_takes_the_kernels_of_decoding(name):
+    model = with_implementation(model_named(name), "dcformer_triton")
     ids, cache = tokens(), DynamicCache(config=model.config)
     for part, attention in ((ids[:, :17], "composed_attention"), (ids[:, 17:18], "composed_decode")):
         with torch.no_grad(), Operators() as operators:
             model(part, past_key_values=cache)
         assert operators.counts() == {attention: 2, "generate_packed": 2}  # two layers
-    for _, key, value, *weights in operators.calls["composed_decode"]:  # read where the cache keeps them
-        assert all(same_memory(key, w) for w in weights[3:6]) and all(same_memory(value, w) for w in weights[10:13])
     with torch.no_grad(), Operators() as operators:
         model(ids[:, :5], use_cache=False)
     assert operators.counts() == {"composed_decode": 2, "generate_weights": 2}
@@ -170,8 +167,37 @@ def test_decoding_takes_the_kernels_of_decoding():
         model(ids[:, :5], labels=ids[:, :5], use_cache=False).loss.backward()
     counts = {"composed_attention": 2, "composed_attention_backward": 2, "generate_weights": 2}
     assert operators.counts() == counts
-    for _, _, _, query_weights, key_weights, *_ in operators.calls["composed_attention"]:
-        assert same_memory(query_weights, key_weights)  # what the generators made, as it is
+    for _, _, _, weights, *_ in operators.calls["composed_attention"]:
+        assert len(weights) == 4 and all(
+            same_memory(weights[0], w) for w in weights
+        )  # what the generators made, as it is
+
+
+@pytest.mark.parametrize("name", ["mha", "grouped-query", "groups", "static", "no gate", "key"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "ring"])
+@pytest.mark.parametrize("length", [17, 1], ids=["prefill", "decoding"])
+def test_key_sides_are_read_where_the_cache_keeps_them(name, kind, length):
+    """No copy of the keys' weights: what the operators get is the memory of the layer's own keys and values."""
+    model, ids = with_implementation(model_named(name), "dcformer_triton"), tokens()
+    cache = make_cache(kind, model.config, ids.shape[1])
+    if length == 1:
+        with torch.no_grad():
+            model(ids[:, :17], past_key_values=cache)
+    with torch.no_grad(), Operators() as operators:
+        model(ids[:, -length:], past_key_values=cache)
+    calls = operators.calls["composed_attention" if length > 1 else "composed_decode"]
+    assert len(calls) == 2
+    for layer, (_, key, value, weights, _, plan, _) in zip(cache.layers, calls, strict=True):
+        sides = {place: w for place, w in zip(plan[-len(weights) :], weights, strict=True) if place in (1, 4)}
+        assert sorted(sides) == [1, 4]
+        for states, held, side in ((key, layer.keys, sides[1]), (value, layer.values, sides[4])):
+            assert same_memory(states, side) and side.stride(3) == 1 and side.shape[1] == states.shape[1]
+            assert same_memory(states, held) or is_prefill_of_a_window(kind, length, layer)
+
+
+def is_prefill_of_a_window(kind, length, layer):
+    """A prefill longer than the window returns all keys, in memory of their own, and keeps the last."""
+    return length > 1 and getattr(layer, "is_sliding", False)
 
 
 @torch.no_grad()
@@ -437,20 +463,6 @@ def test_masks_with_gaps_are_found_in_graphs_too():
         gaps[:, :, 4, 2] = False
         with pytest.raises(RuntimeError, match="without gaps"):
             compiled(gaps)
-
-
-def test_what_is_packed_is_what_is_given():
-    """Weights replaced after the generators made them count, not those that lie packed beside them."""
-    model = with_implementation(copy.deepcopy(model_named("mha")), "dcformer_triton")
-    compose = model.model.layers[0].self_attn.compose
-    with torch.no_grad():
-        made, _ = compose(torch.randn(1, 9, model.config.hidden_size, device=DEVICE), "dcformer_triton")
-    pre, post = made["pre", "query"], made["post", "query"]
-    assert ops._packed(pre, post) is pre.packed
-    changed = [dataclasses.replace(side, gate=side.gate * 0) for side in (pre, post)]
-    plain = [SideWeights(side.down, side.up, side.gate) for side in changed]
-    assert torch.equal(ops._packed(*changed), ops._packed(*plain))
-    assert torch.equal(ops._packed(post, pre), ops._packed(*(SideWeights(*s.tensors()) for s in (post, pre))))
 
 
 def test_interpreted_kernels_are_used_beside_a_gpu(monkeypatch):

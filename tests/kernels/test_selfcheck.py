@@ -73,12 +73,13 @@ def break_forward(patch):
     patch.setattr(launch.Problem, "forward", lambda self: (wrong((found := right(self))[0]), found[1]))
 
 
-def break_gradient(patch, name):
+def break_gradients(patch, of):
     right = launch.Problem.backward
 
     def backward(self, *args):
         grads = right(self, *args)
-        wrong(getattr(grads, name))
+        for grad in of(grads):
+            wrong(grad)
         return grads
 
     patch.setattr(launch.Problem, "backward", backward)
@@ -127,9 +128,9 @@ def make_nan(patch):
 BROKEN = {
     "forward": (break_forward, {"attention, forward"}),
     "NaN": (make_nan, {"attention, forward"}),
-    "gradient of keys": (lambda p: break_gradient(p, "key"), {"attention, gradient of key"}),
+    "gradient of keys": (lambda p: break_gradients(p, lambda grads: [grads.key]), {"attention, gradient of key"}),
     "gradient of weights": (
-        lambda p: break_gradient(p, "query_weights"),
+        lambda p: break_gradients(p, lambda grads: grads.weights[::3]),  # the query side of both stages
         {f"attention, gradient of {i}.query.{part}" for i in ("pre", "post") for part in ("down", "up", "gate")},
     ),
     "decoding": (break_decoding, {"decoding, 1 query", "decoding, 3 queries"}),

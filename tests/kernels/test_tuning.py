@@ -70,7 +70,7 @@ def problem(length=18, requires_grad=False):
         return torch.randn(shape, generator=generator).to(DEVICE).requires_grad_(requires_grad)
 
     q, k, v = (new(1, 2, length, 16) for _ in range(3))
-    sides = [SideWeights(new(1, 2, length, 1), new(1, 2, length, 1), new(1, 2, length)) for _ in range(2)]
+    sides = [SideWeights.of(new(1, 2, length, 1), new(1, 2, length, 1), new(1, 2, length)) for _ in range(2)]
     return q, k, v, ComposeWeights(*sides), ComposeWeights(sides[0])
 
 

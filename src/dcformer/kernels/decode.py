@@ -14,7 +14,7 @@ columns, all heads, with a barrier in between. The reason is shapes: products wa
 wants [heads, keys].
 
 Key-wise weights are read where the cache keeps them, behind keys and values (`DCFormerCompose.pack`): 2R + 1 neighbours
-in a row, fetched with one load. Keys that no query sees are not read.
+for each query head, the low rank's fetched with one load where they are aligned. Keys that no query sees are not read.
 
 Names: i_ index, o_ offset, m_ mask, p_ pointer, b_ block; h heads, m heads of a group, r rows (a head's queries one
 after the other), t queries, s keys, d channels of a head, c channels of key-wise weights, p splits.
@@ -24,6 +24,7 @@ after the other), t queries, s keys, d channels of a head, c channels of key-wis
 # (arguments of kernels have no types in Python, the annotations there are Triton's; tuples grow; weights are optional)
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +32,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chunked_dcformer import flatten_weights
-from ..compose_dcformer import ComposeWeights, SideWeights
+from ..compose_dcformer import ComposeWeights
+from .layout import Layout, Part, check_weights, packed_weights, six
 from .limits import MAX_QUERIES, require_supported
+from .schemas import DEVICES, decode_op
+from .sizes import ceil_div, power_of_2
+from .triton.heads import GATE, KEY, QUERY, STATIC
 from .triton.precision import product, rounded
 
-# What a stage composes with, as flags of the kernels.
-QUERY_MAPS, QUERY_GATES, KEY_MAPS, KEY_GATES, STATIC = (tl.constexpr(1 << i) for i in range(5))
 # Splits are whole units, and maps are padded to them: rows stay aligned for wide loads.
 UNIT = tl.constexpr(16)
 
@@ -101,67 +103,61 @@ def _join_splits(p_max, p_sum, n_p, m_m, H: tl.constexpr, B_M: tl.constexpr, B_P
 
 @triton.jit
 def _query_weights(
-    p_down, p_up, p_gate, stride_db, stride_dh, stride_dt, stride_dr, stride_ub, stride_uh, stride_ut, stride_ur,
-    stride_gb, stride_gh, stride_gt, i_b, o_h, i_t, m_m, FLAGS: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """Query-wise weights of query i_t: R vectors `down`, R `up` and a gate, [b_m] in float32; empty where absent."""
-    down, up, gate = (), (), ()
-    i_t = tl.cast(i_t, tl.int64)
-    if QUERY_MAPS & FLAGS:
-        p_down += i_b * stride_db + o_h * stride_dh + i_t * stride_dt
-        p_up += i_b * stride_ub + o_h * stride_uh + i_t * stride_ut
-        for r in tl.static_range(R):
-            down = down + (tl.load(p_down + r * stride_dr, mask=m_m, other=0.0).to(tl.float32),)  # [b_m]
-            up = up + (tl.load(p_up + r * stride_ur, mask=m_m, other=0.0).to(tl.float32),)  # [b_m]
-    if QUERY_GATES & FLAGS:
-        p_gate += i_b * stride_gb + o_h * stride_gh + i_t * stride_gt
-        gate = gate + (tl.load(p_gate, mask=m_m, other=0.0).to(tl.float32),)  # [b_m]
-    return down, up, gate
+    p_side, i_b, o_h, i_t, T, m_m, H: tl.constexpr, FLAGS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """Query-wise weights of query i_t, of [B, H, C, T]: R vectors `down`, R `up` and a gate, [b_m] in float32; a flat
+    tuple of those that there are."""
+    out = ()
+    if QUERY & FLAGS:
+        p_side += (i_b * H + o_h) * (C * T) + i_t
+        for c in tl.static_range(C):
+            out = out + (tl.load(p_side + c * T, mask=m_m, other=0.0).to(tl.float32),)  # [b_m]
+    return out
 
 
 @triton.jit
-def _channel(p_rows, m_rows, rows, c: tl.constexpr, WHOLE_ROWS: tl.constexpr, B_C: tl.constexpr):
-    """Channel c of key-wise weights, [b_m, b_s] in float32: out of whole rows [b_m, b_s, b_c], or from memory."""
-    if WHOLE_ROWS:
-        m_c = tl.arange(0, B_C)[None, None, :] == c
-        return tl.sum(tl.where(m_c, rows, 0.0), 2).to(tl.float32)
+def _channel(p_key, m_key, pair, c: tl.constexpr, stride_wc, R: tl.constexpr, PAIRS: tl.constexpr):
+    """Channel c of key-wise weights, [b_m, b_s] in float32: out of the low-rank pair [b_m, b_s, 2R], or from memory."""
+    if PAIRS:
+        m_c = tl.arange(0, 2 * R)[None, None, :] == c
+        return tl.sum(tl.where(m_c, pair, 0.0), 2).to(tl.float32)
     else:
-        return tl.load(p_rows + c, mask=m_rows, other=0.0).to(tl.float32)
+        return tl.load(p_key + c * stride_wc, mask=m_key, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _compose_tile(
-    tile, query, p_rows, stride_wh, stride_ws, p_static, p_maps, stride_map, o_h, o_m, m_m, o_s, m_s, end, n_m,
-    M: tl.constexpr, FLAGS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE_ROWS: tl.constexpr,
-    ALIGN_W: tl.constexpr, B_C: tl.constexpr,
+    tile, query, p_side, stride_wh, stride_wr, stride_wc, stride_ws, p_static, p_maps, stride_map,
+    o_h, o_m, m_m, o_s, m_s, end, n_m,
+    M: tl.constexpr, REP: tl.constexpr, FLAGS: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr,
+    ALIGN_W: tl.constexpr,
 ):  # fmt: skip
     """Composes one query's maps of all heads of a group, [b_m, b_s]: the five branches of `compose`, in float32.
 
-    query: from `_query_weights`. p_rows: key-wise weights of a batch row. p_maps: the tile's first head in memory, up
+    query: from `_query_weights`. p_side: key-wise weights of a batch row. p_maps: the tile's first head in memory, up
     to key `end`; a static projection reads one head after the other. m_s: the keys that there are. n_m: M as a
     variable, because ptxas unrolls a loop of constant length until the registers run out.
     """
-    down, up, gate = query
     out = tile
-    if QUERY_MAPS & FLAGS:
+    if QUERY & FLAGS:
         for r in tl.static_range(R):
-            hidden = tl.sum(tile * down[r][:, None], 0)  # [b_s]
-            out += hidden[None, :] * up[r][:, None]
-    if QUERY_GATES & FLAGS:
-        out += tile * gate[0][:, None]
-    if (KEY_MAPS | KEY_GATES) & FLAGS:
-        p_rows += (o_h[:, None] * stride_wh + o_s.to(tl.int64)[None, :] * stride_ws) * ALIGN_W
-        m_rows = m_m[:, None] & m_s[None, :]
-        rows = m_rows
-        if WHOLE_ROWS:
-            # [b_m, b_s, b_c]
-            rows = tl.load(p_rows[:, :, None] + tl.arange(0, B_C)[None, None, :], mask=m_rows[:, :, None], other=0.0)
-        if KEY_MAPS & FLAGS:
-            for r in tl.static_range(R):
-                hidden = tl.sum(tile * _channel(p_rows, m_rows, rows, r, WHOLE_ROWS, B_C), 0)  # [b_s]
-                out += hidden[None, :] * _channel(p_rows, m_rows, rows, R + r, WHOLE_ROWS, B_C)
-        if KEY_GATES & FLAGS:
-            out += tile * _channel(p_rows, m_rows, rows, C - 1, WHOLE_ROWS, B_C)
+            hidden = tl.sum(tile * query[r][:, None], 0)  # [b_s]
+            out += hidden[None, :] * query[R + r][:, None]
+        if GATE & FLAGS:
+            out += tile * query[2 * R][:, None]
+    if KEY & FLAGS:
+        o_w = (o_h // REP * stride_wh + o_h % REP * stride_wr)[:, None] + o_s.to(tl.int64)[None, :] * stride_ws
+        p_key = p_side + o_w * ALIGN_W
+        m_key = m_m[:, None] & m_s[None, :]
+        pair = m_key
+        if PAIRS:
+            # [b_m, b_s, 2R]
+            pair = tl.load(p_key[:, :, None] + tl.arange(0, 2 * R)[None, None, :], mask=m_key[:, :, None], other=0.0)
+        for r in tl.static_range(R):
+            hidden = tl.sum(tile * _channel(p_key, m_key, pair, r, stride_wc, R, PAIRS), 0)  # [b_s]
+            out += hidden[None, :] * _channel(p_key, m_key, pair, R + r, stride_wc, R, PAIRS)
+        if GATE & FLAGS:
+            out += tile * tl.load(p_key + 2 * R * stride_wc, mask=m_key, other=0.0).to(tl.float32)
     if STATIC & FLAGS:
         for j in range(n_m):
             source = tl.load(p_maps + j * stride_map + o_s, mask=o_s < end, other=0.0)  # [b_s]
@@ -174,28 +170,28 @@ def _compose_tile(
 
 # Lengths and strides change from step to step or from model to model; none of them is worth a compilation of its own.
 _VARYING = ["T", "S", "n_m", "n_p", "n_out", "split_len", "stride_map"]
-_VARYING += [f"stride_{x}{y}" for x in ("q", "k", "v", "d", "u", "g", "w", "a") for y in ("b", "h", "t", "s", "r")]
+_VARYING += [f"stride_{x}{y}" for x in ("q", "k", "v", "w", "a") for y in ("b", "h", "t", "s", "r", "c")]
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def scores_kernel(
-    p_q, p_k, p_visible, p_down, p_up, p_gate, p_rows, p_static, p_maps, p_max, p_sum,
+    p_q, p_k, p_visible, p_wq, p_wk, p_static, p_maps, p_max, p_sum,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_ab, stride_at, stride_as,
-    stride_db, stride_dh, stride_dt, stride_dr, stride_ub, stride_uh, stride_ut, stride_ur,
-    stride_gb, stride_gh, stride_gt, stride_wb, stride_wh, stride_ws,
+    stride_wb, stride_wh, stride_wr, stride_wc, stride_ws,
     T, S, n_m, n_p, split_len, stride_map, scale,
     G: tl.constexpr, M: tl.constexpr, REP: tl.constexpr, D: tl.constexpr,
-    FLAGS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    FLAGS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
     ALIGN_Q: tl.constexpr, ALIGN: tl.constexpr, ALIGN_W: tl.constexpr,
     SHARED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
     B_R: tl.constexpr, B_S: tl.constexpr, B_D: tl.constexpr,
-    B_M: tl.constexpr, B_N: tl.constexpr, B_C: tl.constexpr, B_T: tl.constexpr, B_V: tl.constexpr,
+    B_M: tl.constexpr, B_N: tl.constexpr, B_T: tl.constexpr, B_V: tl.constexpr,
 ):  # fmt: skip
     """Composed and masked scores of one split, batch row and group: maps [B, H, T, stride_map·16], and the maximum and
     sum of exponentials of each row in the split, [B, T, n_p, H].
 
-    Strides of queries, keys and key-wise weights are in units of ALIGN_Q, ALIGN and ALIGN_W elements, so that the
-    compiler knows what they are multiples of.
+    p_wq [B, H, C, T] contiguous and p_wk [B, Hkv, REP, C, S] are the weights. Strides of queries, keys and p_wk are in
+    units of ALIGN_Q, ALIGN and ALIGN_W elements, so that the compiler knows what they are multiples of; stride_wc, from
+    channel to channel, is in elements.
     """
     i_p, i_bg = tl.program_id(0) % n_p, tl.program_id(0) // n_p
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
@@ -242,15 +238,12 @@ def scores_kernel(
     o_m = tl.arange(0, B_M)
     m_m = o_m < M
     o_h = (i_g * M + o_m).to(tl.int64)
-    if (KEY_MAPS | KEY_GATES) & FLAGS:
-        p_rows += i_b * stride_wb * ALIGN_W
+    if KEY & FLAGS:
+        p_wk += i_b * stride_wb * ALIGN_W
     if STATIC & FLAGS:
         p_static += i_g * M * M
     for i_t in range(T):
-        query = _query_weights(
-            p_down, p_up, p_gate, stride_db, stride_dh, stride_dt, stride_dr, stride_ub, stride_uh, stride_ut,
-            stride_ur, stride_gb, stride_gh, stride_gt, i_b, o_h, i_t, m_m, FLAGS, R,
-        )  # fmt: skip
+        query = _query_weights(p_wq, i_b, o_h, i_t, T, m_m, H, FLAGS, R, C)
         p_query = p_maps + i_t * stride_map
         top, total = tl.full([B_M], float("-inf"), tl.float32), tl.zeros([B_M], tl.float32)
         for o in range(first, last, B_N):
@@ -259,8 +252,8 @@ def scores_kernel(
             m_tile = m_m[:, None] & (o_s < end)[None, :]
             tile = tl.load(p_tile, mask=m_tile, other=0.0)  # [b_m, b_n]
             tile = _compose_tile(
-                tile, query, p_rows, stride_wh, stride_ws, p_static, p_query, T * stride_map, o_h, o_m, m_m, o_s,
-                o_s < last, end, n_m, M, FLAGS, R, C, WHOLE_ROWS, ALIGN_W, B_C,
+                tile, query, p_wk, stride_wh, stride_wr, stride_wc, stride_ws, p_static, p_query, T * stride_map,
+                o_h, o_m, m_m, o_s, o_s < last, end, n_m, M, REP, FLAGS, R, PAIRS, ALIGN_W,
             )  # fmt: skip
             visible = _visible_keys(p_visible, tl.cast(i_t, tl.int64) * stride_at, stride_as, o_s, o_s < last)  # [b_n]
             tile = tl.where(visible[None, :], tile, float("-inf"))
@@ -277,17 +270,16 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def output_kernel(
-    p_v, p_visible, p_down, p_up, p_gate, p_rows, p_static, p_maps, p_max, p_sum, p_out,
+    p_v, p_visible, p_wq, p_wk, p_static, p_maps, p_max, p_sum, p_out,
     stride_vb, stride_vh, stride_vs, stride_ab, stride_at, stride_as,
-    stride_db, stride_dh, stride_dt, stride_dr, stride_ub, stride_uh, stride_ut, stride_ur,
-    stride_gb, stride_gh, stride_gt, stride_wb, stride_wh, stride_ws,
+    stride_wb, stride_wh, stride_wr, stride_wc, stride_ws,
     T, S, n_m, n_p, split_len, stride_map, n_out,
     G: tl.constexpr, M: tl.constexpr, REP: tl.constexpr, D: tl.constexpr,
-    FLAGS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    FLAGS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
     ALIGN: tl.constexpr, ALIGN_W: tl.constexpr,
     SHARED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
     B_R: tl.constexpr, B_S: tl.constexpr, B_D: tl.constexpr, B_P: tl.constexpr,
-    B_M: tl.constexpr, B_N: tl.constexpr, B_C: tl.constexpr, B_T: tl.constexpr, B_V: tl.constexpr,
+    B_M: tl.constexpr, B_N: tl.constexpr, B_T: tl.constexpr, B_V: tl.constexpr,
 ):  # fmt: skip
     """Softmax, composition and product with the values for one split, batch row and group: its part of the output,
     [n_p, B, T, H, D]. Arguments as in `scores_kernel`; the maps become the composed weights.
@@ -306,15 +298,12 @@ def output_kernel(
     o_m = tl.arange(0, B_M)
     m_m = o_m < M
     o_h = (i_g * M + o_m).to(tl.int64)
-    if (KEY_MAPS | KEY_GATES) & FLAGS:
-        p_rows += i_b * stride_wb * ALIGN_W
+    if KEY & FLAGS:
+        p_wk += i_b * stride_wb * ALIGN_W
     if STATIC & FLAGS:
         p_static += i_g * M * M
     for i_t in range(tl.where(first < last, T, 0)):
-        query = _query_weights(
-            p_down, p_up, p_gate, stride_db, stride_dh, stride_dt, stride_dr, stride_ub, stride_uh, stride_ut,
-            stride_ur, stride_gb, stride_gh, stride_gt, i_b, o_h, i_t, m_m, FLAGS, R,
-        )  # fmt: skip
+        query = _query_weights(p_wq, i_b, o_h, i_t, T, m_m, H, FLAGS, R, C)
         o_statistics = (i_b * T + i_t) * n_p * H + i_g * M
         top, total = _join_splits(p_max + o_statistics, p_sum + o_statistics, n_p, m_m, H, B_M, B_P)
         p_query = p_maps + i_t * stride_map
@@ -329,8 +318,8 @@ def output_kernel(
                 tl.store(p_tile, tile, mask=m_tile)
                 tl.debug_barrier()
             tile = _compose_tile(
-                tile, query, p_rows, stride_wh, stride_ws, p_static, p_query, T * stride_map, o_h, o_m, m_m, o_s,
-                o_s < last, end, n_m, M, FLAGS, R, C, WHOLE_ROWS, ALIGN_W, B_C,
+                tile, query, p_wk, stride_wh, stride_wr, stride_wc, stride_ws, p_static, p_query, T * stride_map,
+                o_h, o_m, m_m, o_s, o_s < last, end, n_m, M, REP, FLAGS, R, PAIRS, ALIGN_W,
             )  # fmt: skip
             tl.debug_barrier()
             tl.store(p_tile, tile, mask=m_tile)
@@ -405,14 +394,6 @@ class _Launch:
         self.kernel[(self.programs,)](**self.arguments, **self.constants, **options)
 
 
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def split_keys(
     programs: int, queries: int, keys: int, row_bytes: float, num_splits: int | None = None
 ) -> tuple[int, int]:
@@ -429,112 +410,65 @@ def split_keys(
     statistics of all splits (8 bytes per head), so beyond sqrt(S · row_bytes / (8 · T)) splits it only takes longer.
     """
     if num_splits is None:
-        num_splits = _ceil_div(_PROGRAMS, programs)
+        num_splits = ceil_div(_PROGRAMS, programs)
         num_splits = min(num_splits, int(math.sqrt(keys * row_bytes / (8 * queries))))
-    length = _ceil_div(_ceil_div(keys, max(1, num_splits)), UNIT.value) * UNIT.value
-    return _ceil_div(keys, length), length
+    length = ceil_div(ceil_div(keys, max(1, num_splits)), UNIT.value) * UNIT.value
+    return ceil_div(keys, length), length
 
 
-def _alignment(tensor: torch.Tensor) -> int:
-    """The largest power of two of elements, up to 16 bytes, of which all strides but the last are multiples."""
+def _alignment(tensor: torch.Tensor, neighbours: int = -1) -> int:
+    """The largest power of two of elements, up to 16 bytes, of which all strides but that of one axis are multiples."""
     align = 16 // tensor.element_size()
-    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-        while size > 1 and stride % align:
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        while axis != neighbours % tensor.dim() and size > 1 and stride % align:
             align //= 2
     return align
 
 
-def _key_rows(side: SideWeights) -> torch.Tensor:
-    """Key-wise weights as rows [B, H, S, C] of neighbours: `down`, `up`, gate; if possible a view."""
-    parts = [w if w.dim() == 4 else w[..., None] for w in side.tensors()]
-    first = parts[0]
-    channels = sum(w.shape[-1] for w in parts)
-    offset = first.storage_offset()
-    in_place = True
-    for w in parts:
-        in_place &= (
-            w.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            and w.dtype == first.dtype
-            and w.storage_offset() == offset
-            and w.stride()[:3] == first.stride()[:3]
-            and (w.shape[-1] == 1 or w.stride(3) == 1)
-        )
-        offset += w.shape[-1]
-    if in_place:
-        return first.as_strided((*first.shape[:3], channels), (*first.stride()[:3], 1))
-    return torch.cat(parts, dim=-1)
+def _strides(prefix: str, names: str, tensor: torch.Tensor, unit: int = 1) -> dict[str, int]:
+    return {f"stride_{prefix}{name}": s // unit for name, s in zip(names, tensor.stride(), strict=False)}
 
 
-def _can_load_whole(rows: torch.Tensor, width: int, align: int) -> bool:
-    """Whether `width` channels from the start of each row are memory of the tensor, and aligned for wide loads."""
-    end = rows.storage_offset() + sum((n - 1) * s for n, s in zip(rows.shape[:-1], rows.stride()[:-1], strict=True))
-    has_room = (end + width) * rows.element_size() <= rows.untyped_storage().nbytes()
-    return has_room and align >= min(width, 16 // rows.element_size()) and rows.storage_offset() % align == 0
-
-
-def _strides(prefix: str, names: str, tensor: torch.Tensor | None, unit: int = 1) -> dict[str, int]:
-    strides = tensor.stride() if tensor is not None else (0,) * len(names)
-    return {f"stride_{prefix}{name}": stride // unit for name, stride in zip(names, strides, strict=False)}
-
-
-def _stage_arguments(stage: ComposeWeights | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments and constants of both kernels that come from a stage's composition weights."""
-    stage = stage or ComposeWeights()
-    query, key = _only_whole_pairs(stage.query), _only_whole_pairs(stage.key)
-    flags = QUERY_MAPS.value * (query.down is not None) | QUERY_GATES.value * (query.gate is not None)
-    flags |= KEY_MAPS.value * (key.down is not None) | KEY_GATES.value * (key.gate is not None)
-    flags |= STATIC.value * (stage.static is not None)
-    rank = max((w.shape[-1] for w in (query.down, key.down) if w is not None), default=0)
-    rows = _key_rows(key) if key.tensors() else None
-    channels = rows.shape[-1] if rows is not None else 1
-    width = _power_of_2(channels)
-    align = _alignment(rows) if rows is not None else 1
-    arguments = {
-        "p_down": query.down,
-        "p_up": query.up,
-        "p_gate": query.gate,
-        "p_rows": rows,
-        "p_static": stage.static.contiguous() if stage.static is not None else None,
-        **_strides("d", "bhtr", query.down),
-        **_strides("u", "bhtr", query.up),
-        **_strides("g", "bht", query.gate),
-        **_strides("w", "bhs", rows, align),
-    }
-    constants = {
-        "FLAGS": flags,
-        "R": rank,
-        "C": channels,
-        "B_C": width,
-        "WHOLE_ROWS": rows is not None and _can_load_whole(rows, width, align),
-        "ALIGN_W": align,
-    }
+def _stage_arguments(
+    weights: Sequence[torch.Tensor | None], flags: int, layout: Layout
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments and constants of both kernels that come from a stage's composition weights, three of the six."""
+    query, key, static = weights
+    arguments: dict[str, Any] = {"p_wq": query, "p_wk": key, "p_static": static}
+    align, pairs = 1, False
+    if key is None:
+        arguments |= {f"stride_w{axis}": 0 for axis in "bhrcs"}
+    else:
+        # a pair is neighbours of aligned memory, and a power of two of them: one load
+        align, width = _alignment(key, neighbours=3), 2 * layout.rank
+        wide = min(width, 16 // key.element_size())
+        is_aligned = align >= wide and key.storage_offset() * key.element_size() % 16 == 0
+        pairs = key.stride(3) == 1 and width > 0 and width == power_of_2(width) and is_aligned
+        arguments |= _strides("w", "bhrcs", key, align) | {"stride_wc": key.stride(3)}
+    constants = {"FLAGS": flags, "R": layout.rank, "C": layout.channels, "PAIRS": pairs, "ALIGN_W": align}
     return arguments, constants
 
 
-def _only_whole_pairs(side: SideWeights | None) -> SideWeights:
-    """As in the definition, a low-rank pair counts only when both halves are there."""
-    side = side or SideWeights()
-    return side if side.down is not None and side.up is not None else SideWeights(gate=side.gate)
-
-
 @dataclass
-class _Plan:
+class _Launches:
     """The launches of one call, the output [B, T, H, Dv], and nothing that depends on more than shapes and strides."""
 
     output: torch.Tensor
     launches: list[_Launch] = field(default_factory=list)
 
 
-def _plan(query, key, value, pre, post, visible, groups, scale, num_splits) -> _Plan:
-    """Allocates the output and what lies in between, and chooses tiles, by shapes and strides only."""
+def _launches(query, key, value, weights, visible, groups, scale, num_splits) -> _Launches:
+    """Allocates the output and what lies in between, and chooses tiles, by shapes and strides only; `weights` are the
+    six of `schemas`."""
+    layout = Layout.of(weights, groups)
     (B, H, T, D), S, DV = query.shape, key.shape[2], value.shape[3]
     M, repeats, item = H // groups, H // key.shape[1], query.element_size()
     row_bytes = (D + DV) / 2 * item / repeats
     n_p, split_len = split_keys(B * groups, T, S, row_bytes, num_splits)
     dot = item == 2 and math.gcd(M, repeats) * T > 1  # tensor cores need several rows per key
     shared = math.gcd(M, repeats) if dot else M
-    units = _ceil_div(S, UNIT.value)
-    b_m = _power_of_2(M)
+    units = ceil_div(S, UNIT.value)
+    b_m = power_of_2(M)
     visible_strides = (0, 0, 0)
     if visible is not None:
         visible = visible.view(torch.uint8)
@@ -542,13 +476,13 @@ def _plan(query, key, value, pre, post, visible, groups, scale, num_splits) -> _
 
     def tile(dim: int) -> dict[str, int]:
         """Block sizes of rows, keys and channels."""
-        b_d = max(16, _power_of_2(dim))
-        longest = max(16, _power_of_2(min(split_len, S)))
+        b_d = max(16, power_of_2(dim))
+        longest = max(16, power_of_2(min(split_len, S)))
         if dot:
-            b_r = min(max(16, _power_of_2(shared * T)), 32 if b_d <= 128 else 16)
+            b_r = min(max(16, power_of_2(shared * T)), 32 if b_d <= 128 else 16)
             return {"B_R": b_r, "B_S": min(64 if b_d <= 128 else 32, longest), "B_D": b_d}
         elements = _TILE_BYTES // item
-        b_r = min(4, _power_of_2(M * T), max(1, elements // (UNIT.value * b_d)))
+        b_r = min(4, power_of_2(M * T), max(1, elements // (UNIT.value * b_d)))
         return {"B_R": b_r, "B_S": min(128, longest, max(UNIT.value, elements // (b_r * b_d))), "B_D": b_d}
 
     new = {"device": query.device, "dtype": torch.float32}
@@ -579,11 +513,11 @@ def _plan(query, key, value, pre, post, visible, groups, scale, num_splits) -> _
         "DOT": dot,
         "STAGES": 3 if dot else 4,
         "B_M": b_m,
-        "B_N": min(max(16, _MAP_TILE // b_m), 128, max(16, _power_of_2(min(split_len, S)))),
+        "B_N": min(max(16, _MAP_TILE // b_m), 128, max(16, power_of_2(min(split_len, S)))),
         "B_T": 1 if T == 1 else MAX_QUERIES,
         "B_V": 128,
     }
-    stage_arguments, stage_constants = _stage_arguments(pre)
+    stage_arguments, stage_constants = _stage_arguments(weights[:3], layout.pre, layout)
     align_q, align = _alignment(query), _alignment(key)
     scores = _Launch(
         scores_kernel,
@@ -593,9 +527,9 @@ def _plan(query, key, value, pre, post, visible, groups, scale, num_splits) -> _
         | _strides("k", "bhs", key, align),
         constants | stage_constants | tile(D) | {"D": D, "ALIGN_Q": align_q, "ALIGN": align},
     )
-    stage_arguments, stage_constants = _stage_arguments(post)
+    stage_arguments, stage_constants = _stage_arguments(weights[3:], layout.post, layout)
     align = _alignment(value)
-    b_p = min(_power_of_2(n_p), max(16, _STATISTICS_TILE // b_m))
+    b_p = min(power_of_2(n_p), max(16, _STATISTICS_TILE // b_m))
     weighted = _Launch(
         output_kernel,
         n_p * B * groups,
@@ -605,65 +539,29 @@ def _plan(query, key, value, pre, post, visible, groups, scale, num_splits) -> _
     )
     for launch in (scores, weighted):  # cases that need more registers: one program per multiprocessor
         many_rows = dot and (launch.constants["B_R"] > 16 or b_m > 32)
-        if many_rows or launch.constants["FLAGS"] & STATIC.value or item == 4:
+        if many_rows or launch.constants["FLAGS"] & Part.STATIC or item == 4:
             launch.maxnreg = 255
-    plan = _Plan(output, [scores, weighted])
+    found = _Launches(output, [scores, weighted])
     if n_p > 1:
-        b_p = min(128, _power_of_2(n_p))
+        b_p = min(128, power_of_2(n_p))
         b_n = 4096 // b_p
         constants = {"B_P": b_p, "B_N": b_n}
         arguments = {"p_parts": parts, "p_out": output, "n_p": n_p, "n_out": output.numel()}
-        plan.launches.append(_Launch(add_kernel, _ceil_div(output.numel(), b_n), arguments, constants))
-    return plan
+        found.launches.append(_Launch(add_kernel, ceil_div(output.numel(), b_n), arguments, constants))
+    return found
 
 
-@torch.library.custom_op("dcformer::composed_decode", mutates_args=())
-def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pre_query_down: torch.Tensor | None,
-    pre_query_up: torch.Tensor | None,
-    pre_query_gate: torch.Tensor | None,
-    pre_key_down: torch.Tensor | None,
-    pre_key_up: torch.Tensor | None,
-    pre_key_gate: torch.Tensor | None,
-    pre_static: torch.Tensor | None,
-    post_query_down: torch.Tensor | None,
-    post_query_up: torch.Tensor | None,
-    post_query_gate: torch.Tensor | None,
-    post_key_down: torch.Tensor | None,
-    post_key_up: torch.Tensor | None,
-    post_key_gate: torch.Tensor | None,
-    post_static: torch.Tensor | None,
-    visible: torch.Tensor | None,
-    groups: int,
-    scale: float,
-    num_splits: int | None,
-) -> torch.Tensor:
-    """`composed_decode` as an operator: weights flattened, arguments checked."""
+@decode_op.register_kernel(DEVICES)
+def _decode(query, key, value, weights, visible, plan, scale):
+    groups, num_splits, *places = plan
     if 0 in (query.shape[0], key.shape[2]):
         return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
-    pre = ComposeWeights(
-        SideWeights(pre_query_down, pre_query_up, pre_query_gate),
-        SideWeights(pre_key_down, pre_key_up, pre_key_gate),
-        pre_static,
-    )
-    post = ComposeWeights(
-        SideWeights(post_query_down, post_query_up, post_query_gate),
-        SideWeights(post_key_down, post_key_up, post_key_gate),
-        post_static,
-    )
-    plan = _plan(query, key, value, pre, post, visible, groups, scale, num_splits)
+    splits = None if num_splits < 0 else num_splits
+    found = _launches(query, key, value, six(weights, places), visible, groups, scale, splits)
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        for launch in plan.launches:
+        for launch in found.launches:
             launch.run()
-    return plan.output
-
-
-@_decode.register_fake
-def _(query, key, value, *_):
-    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+    return found.output
 
 
 def composed_decode(
@@ -687,9 +585,9 @@ def composed_decode(
         key: [B, Hkv, S, D] of the same dtype, H a multiple of Hkv. Like all tensors here it may be a view, a packed
             cache's first D channels; only its last dimension must be contiguous.
         value: [B, Hkv, S, Dv], likewise.
-        pre, post: what to compose scores and weights with, every part optional; None for no composition. Key-wise
-            `down`, `up` and gate that are neighbours in memory, as `DCFormerCompose.unpack` gives them without
-            grouped-query attention, are read in place; others are copied into rows, [B, H, S, 2R + 1], first.
+        pre, post: what to compose scores and weights with; None for no composition. All sides that there are have the
+            same parts. Key-wise weights are read where they are, behind cached keys and values for one
+            (`DCFormerCompose.unpack`).
         scale: factor of the scores, usually D ** -0.5.
         visible: bool [B or 1, 1, T, S], any pattern; None: every query sees all keys. A query that sees nothing gets
             zeros. Keys that no query sees cost nothing.
@@ -704,9 +602,9 @@ def composed_decode(
             `unsupported_reason`.
     """
     groups = _check(query, key, value, pre, post, visible, num_splits)
-    return _decode(
-        query, key, value, *flatten_weights(pre), *flatten_weights(post), visible, groups, float(scale), num_splits
-    )  # fmt: skip
+    weights, places = packed_weights(pre, post, key.shape[1])
+    plan = [groups, -1 if num_splits is None else num_splits, *places]
+    return decode_op(query, key, value, weights, visible, plan, float(scale))
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -753,9 +651,10 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
             )
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits={num_splits}: expected at least 1, or None to have it chosen.")
-    groups = _check_weights(H, key.shape[1], B, T, S, pre, post)
-    tensors = [query, key, value, visible, *flatten_weights(pre), *flatten_weights(post)]
-    given = [t for t in tensors if t is not None]
+    groups = check_weights(pre, post, query, key) or key.shape[1]  # without composition no heads mix
+    require_supported(heads=H // groups)
+    given = [query, key, value, *([] if visible is None else [visible])]
+    given += [w for weights in (pre, post) if weights is not None for w in weights.tensors()]
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise ValueError(
             "composed_decode has no backward pass and one of its inputs requires gradients. Decode under "
@@ -767,42 +666,6 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
             f"tensors are on {', '.join(sorted(devices))}: expected all on one device. Move them together."
         )
     return groups
-
-
-def _check_weights(H: int, KV: int, B: int, T: int, S: int, pre, post) -> int:
-    groups = {weights.groups for weights in (pre, post) if weights is not None}
-    if len(groups) > 1:
-        raise ValueError(f"pre and post have {pre.groups} and {post.groups} groups of heads: expected the same number.")
-    G = groups.pop() if groups else KV  # without composition no heads mix
-    if G < 1 or H % G:
-        raise ValueError(f"{G} groups do not divide {H} heads: expected `ComposeWeights.groups` to be a divisor of H.")
-    for stage, weights in (("pre", pre), ("post", post)):
-        if weights is None:
-            continue
-        ranks = set()
-        for side, length in (("query", T), ("key", S)):
-            sided = getattr(weights, side) or SideWeights()
-            for part in ("down", "up", "gate"):
-                tensor = getattr(sided, part)
-                if tensor is None:
-                    continue
-                expected = (B, H, length) if part == "gate" else (B, H, length, *tensor.shape[3:4])
-                if tuple(tensor.shape) != expected or not tensor.is_floating_point():
-                    raise ValueError(
-                        f"{stage}.{side}.{part} is {tensor.dtype} {tuple(tensor.shape)}: expected floating point "
-                        f"{(B, H, length) if part == 'gate' else f'({B}, {H}, {length}, R)'}. Make the weights from "
-                        f"the same tokens as the {'queries' if side == 'query' else 'keys'}."
-                    )
-                if part != "gate":
-                    ranks.add(tensor.shape[3])
-        if len(ranks) > 1:
-            raise ValueError(f"{stage} has low-rank weights of ranks {sorted(ranks)}: expected one rank.")
-        require_supported(rank=max(ranks, default=0))
-        if weights.static is not None and tuple(weights.static.shape) != (G, H // G, H // G):
-            raise ValueError(
-                f"{stage}.static is {tuple(weights.static.shape)}: expected [G, M, M] = {(G, H // G, H // G)}."
-            )
-    return G
 
 
 # --- ahead of time ----------------------------------------------------------------------------------------------------
@@ -826,8 +689,8 @@ def kernel_specs(
     for name, heads, dim in shapes:
         for batch, queries in ((1, 1), (64, 1), (1, 8)):
             example = _example(batch, heads, queries, keys, dim, dtype)
-            plan = _plan(**example, groups=1, scale=dim**-0.5, num_splits=None)
-            for launch in plan.launches:
+            found = _launches(**example, groups=1, scale=dim**-0.5, num_splits=None)
+            for launch in found.launches:
                 label = f"decode {launch.kernel.__name__.removesuffix('_kernel')} {name} B={batch} T={queries}"
                 specs.append({"label": label, **_spec(launch)})
     return specs
@@ -840,17 +703,14 @@ def _example(batch, heads, queries, keys, dim, dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def stage():
-        packed = new(batch, heads, keys, dim + 8)
-        weights = packed[..., dim : dim + 5]
-        query = SideWeights(new(batch, heads, queries, 2), new(batch, heads, queries, 2), new(batch, heads, queries))
-        return packed[..., :dim], ComposeWeights(
-            query, SideWeights(weights[..., :2], weights[..., 2:4], weights[..., 4])
-        )
+        rows = new(batch, heads, keys, dim + 8)
+        key_side = rows[..., None, dim : dim + 5].permute(0, 1, 3, 4, 2)  # [B, H, 1, 5, S]
+        return rows[..., :dim], [new(batch, heads, 5, queries), key_side, None]
 
     (key, pre), (value, post) = stage(), stage()
     visible = torch.empty((batch, 1, queries, keys), dtype=torch.bool, device="meta")
     query = new(batch, heads, queries, dim)
-    return {"query": query, "key": key, "value": value, "pre": pre, "post": post, "visible": visible}
+    return {"query": query, "key": key, "value": value, "weights": [*pre, *post], "visible": visible}
 
 
 def _spec(launch: _Launch) -> dict[str, Any]:

@@ -10,7 +10,7 @@ It rounds where torch rounds: pre-activations, activations and the product's res
 between in float32.
 
 Two ways out, both without a copy afterwards:
-    weights [sides, B, H, stages, W, N], tokens last: a side's weights of both stages as the attention kernels read it;
+    weights [C, B, H, W, N], tokens last: of each generator what `SideWeights` holds and the attention kernels read;
     rows [B, Hkv, N, channels], for the key side: what a cache keeps behind keys and values, `DCFormerCompose.pack`.
 W channels belong to a head and a token: R `down`, R `up`, one gate; those that there are.
 
@@ -23,7 +23,7 @@ Names in kernels: i_ index, o_ offset, m_ mask, p_ pointer, b_ block.
 # mypy: disable-error-code="no-untyped-def"
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,31 +35,11 @@ from transformers.activations import ACT2FN
 
 from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, Generated, SideWeights, accumulation_dtype
 from .limits import ACTIVATIONS, require_supported, unsupported_reason
+from .schemas import DEVICES, generate_packed_op, generate_weights_op, generated_shape
+from .sizes import ceil_div, power_of_2
 from .triton.precision import product, rounded
 
 APPROXIMATE = {type(ACT2FN[name]): flavour for name, flavour in ACTIVATIONS.items()}
-
-
-@dataclass
-class GeneratedSide(SideWeights):
-    """Weights of one stage that are views into those of both stages.
-
-    Attributes:
-        packed: [B, H, stages · W, N], contiguous: of each stage R channels `down`, R `up` and a gate (those that there
-            are). The same tensor in both stages of a side.
-        stage: which of these stages this is.
-        made: down, up and gate as they were made.
-    """
-
-    packed: torch.Tensor | None = None
-    stage: int = 0
-    made: tuple[torch.Tensor | None, ...] = ()
-
-    def is_as_made(self, stage: int) -> bool:
-        """Whether this is a stage's part of `packed`, and none of its tensors has been replaced since."""
-        if self.stage != stage or len(self.made) != 3:
-            return False
-        return self.down is self.made[0] and self.up is self.made[1] and self.gate is self.made[2]
 
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
@@ -113,10 +93,10 @@ def _low_rank_pair(
 
 @triton.jit
 def _store_weights(
-    p_weights, stride_wh, N, pair, gate, o_n, m_n, o_h, m_m, R: tl.constexpr, GATE: tl.constexpr, B_I: tl.constexpr
+    p_weights, N, pair, gate, o_n, m_n, o_h, m_m, R: tl.constexpr, GATE: tl.constexpr, B_I: tl.constexpr
 ):  # fmt: skip
-    """Stores a group's weights of one batch element, side and stage: [W, N] per head, the first head's at p_weights."""
-    p_head = p_weights + (o_h.to(tl.int64) * stride_wh)[None, :] + o_n[:, None]  # [b_n, b_m]
+    """Stores a group's weights of one generator and batch element: [W, N] per head, the first head's at p_weights."""
+    p_head = p_weights + (o_h.to(tl.int64) * (2 * R + GATE) * N)[None, :] + o_n[:, None]  # [b_n, b_m]
     m_head = m_n[:, None] & m_m[None, :]
     if R > 0:
         o_i = tl.arange(0, B_I)[None, :, None]
@@ -173,8 +153,8 @@ def generator_kernel(
         p_hidden: [B, N, G·C·K], pre-activations, last axis contiguous (as for all of these); unused when R is 0.
         p_gates: [B, N, G·C·M], pre-activations; unused without GATE.
         p_qkw: [G·C, K, K], contiguous, columns (2, R, M); unused when R is 0.
-        p_weights: out, [SIDES - ROWS, B, H, C / SIDES, W, N], contiguous; its dtype is that to which results are
-            rounded, those in rows too.
+        p_weights: out, [(SIDES - ROWS) · C / SIDES, B, H, W, N], contiguous, generators in their order; its dtype is
+            that to which results are rounded, those in rows too.
         p_rows_0, p_rows_1: out, [B, Hkv, N, REP·W + PAD].
     """
     i_gc = tl.program_id(1)
@@ -199,9 +179,9 @@ def generator_kernel(
 
     i_stage, i_side = i_gc % C // SIDES, i_gc % SIDES
     if i_side < SIDES - ROWS:
-        stride_wh = tl.cast(N, tl.int64) * (C // SIDES * W)
-        p_out = p_weights + (i_side * B + i_b) * H * stride_wh + i_stage * W * N
-        _store_weights(p_out, stride_wh, N, pair, gate, o_n, m_n, o_h, m_m, R, GATE, B_I)
+        i_generator = i_stage * (SIDES - ROWS) + i_side
+        p_out = p_weights + (i_generator * B + i_b) * H * W * N  # 64 bits, as i_b has
+        _store_weights(p_out, N, pair, gate, o_n, m_n, o_h, m_m, R, GATE, B_I)
     if ROWS:
         if i_side == SIDES - 1:
             if i_stage == 0:
@@ -223,15 +203,15 @@ def _tile(
     heads_per_group: int, rank: int, has_gate: bool, padding: int, batch: int, length: int, programs: int
 ) -> dict[str, int]:
     """Block sizes: 64 tokens, fewer where there are few or where a generator is wide."""
-    b_i = triton.next_power_of_2(max(1, 2 * rank))
-    b_m = max(triton.cdiv(16, b_i), triton.next_power_of_2(heads_per_group))  # 16 columns are the least for tl.dot
-    is_small = length <= 16 or batch * triton.cdiv(length, 64) * programs < 64
+    b_i = power_of_2(max(1, 2 * rank))
+    b_m = max(ceil_div(16, b_i), power_of_2(heads_per_group))  # 16 columns are the least for tl.dot
+    is_small = length <= 16 or batch * ceil_div(length, 64) * programs < 64
     return {
         "B_N": 16 if is_small else max(16, min(64, 8192 // (b_i * b_m))),
         "B_K": 32,  # wider ones spill on sm_80
         "B_I": b_i,
         "B_M": b_m,
-        "B_P": triton.next_power_of_2(max(1, has_gate + padding)),
+        "B_P": power_of_2(max(1, has_gate + padding)),
     }
 
 
@@ -249,18 +229,19 @@ def _launch(
     qkw: torch.Tensor | None,
     weights: torch.Tensor,
     rows: list[torch.Tensor],
+    stages: int,
+    sides: int,
     heads_per_group: int,
     rank: int,
     approximate: str,
 ) -> None:
-    """Runs the kernel: the ops' arguments, `weights` [sides, B, H, stages, W, N] and each stage's `rows`, if any."""
-    sides, batch, heads, stages, width, length = weights.shape
+    """Runs the kernel: the ops' arguments, `weights` as they return them and each stage's `rows`, if any."""
+    _, batch, heads, width, length = weights.shape
     if not batch or not length:
         return
     require_supported(device=weights.device)
     hidden, gates = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (hidden, gates))
     qkw = None if qkw is None else qkw.contiguous()
-    sides += bool(rows)
     repeats, padding = 1, 0
     if rows:
         repeats = heads // rows[0].shape[1]
@@ -271,7 +252,7 @@ def _launch(
     programs = heads // heads_per_group * stages * sides
     tile = _tile(heads_per_group, rank, gates is not None, padding, batch, length, programs)
     with torch.cuda.device_of(weights):  # Triton launches on the current device
-        generator_kernel[(batch * triton.cdiv(length, tile["B_N"]), programs)](
+        generator_kernel[(batch * ceil_div(length, tile["B_N"]), programs)](
             hidden,
             gates,
             qkw,
@@ -302,94 +283,21 @@ def _launch(
 # --- ops --------------------------------------------------------------------------------------------------------------
 
 
-def _shape(
-    hidden: torch.Tensor | None, gates: torch.Tensor | None, stages: int, sides: int, rank: int
-) -> tuple[int, int, int, int, int, int]:
-    """[sides, B, H, stages, W, N] from the pre-activations: H is that of the rank under tensor parallelism."""
-    if hidden is not None:
-        batch, length, columns = hidden.shape
-        columns = columns // (2 * rank)
-    else:
-        assert gates is not None
-        batch, length, columns = gates.shape
-    return sides, batch, columns // (stages * sides), stages, 2 * rank + (gates is not None), length
-
-
-@torch.library.custom_op("dcformer::generate_weights", mutates_args=())
-def generate_weights_op(
-    hidden: torch.Tensor | None,
-    gates: torch.Tensor | None,
-    qkw: torch.Tensor | None,
-    stages: int,
-    sides: int,
-    heads_per_group: int,
-    rank: int,
-    approximate: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """From the pre-activations of the first layer to the weights of all generators.
-
-    Args:
-        hidden: [B, N, G·C·K], or None without low-rank projections.
-        gates: [B, N, G·C·M], or None without gates.
-        qkw: [G·C·K, K] in the dtype of `hidden`, or None as that is.
-        stages, sides: how many there are; C is their product.
-        heads_per_group: M.
-        rank: R, 0 without low-rank projections.
-        approximate: GELU's flavour as torch names it, "none" (erf) or "tanh".
-        dtype: that of the result.
-
-    Returns:
-        [sides, B, H, stages, W, N]. Differentiable in the three tensors.
-    """
-    shape = _shape(hidden, gates, stages, sides, rank)
+@generate_weights_op.register_kernel(DEVICES)
+def _generate_weights(hidden, gates, qkw, stages, sides, heads_per_group, rank, approximate, dtype):
     source = hidden if hidden is not None else gates
-    assert source is not None
-    weights = torch.empty(shape, dtype=dtype, device=source.device)
-    _launch(hidden, gates, qkw, weights, [], heads_per_group, rank, approximate)
+    weights = torch.empty(generated_shape(hidden, gates, stages * sides, rank), dtype=dtype, device=source.device)
+    _launch(hidden, gates, qkw, weights, [], stages, sides, heads_per_group, rank, approximate)
     return weights
 
 
-@generate_weights_op.register_fake
-def _(hidden, gates, qkw, stages, sides, heads_per_group, rank, approximate, dtype):
-    source = hidden if hidden is not None else gates
-    return torch.empty(_shape(hidden, gates, stages, sides, rank), dtype=dtype, device=source.device)
-
-
-@torch.library.custom_op("dcformer::generate_packed", mutates_args=("rows_0", "rows_1"))
-def generate_packed_op(
-    hidden: torch.Tensor | None,
-    gates: torch.Tensor | None,
-    qkw: torch.Tensor | None,
-    rows_0: torch.Tensor,
-    rows_1: torch.Tensor | None,
-    sides: int,
-    heads_per_group: int,
-    rank: int,
-    approximate: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """As `generate_weights_op`, but the key side goes to the channels behind keys and values. Has no gradients.
-
-    Args:
-        rows_0, rows_1: filled: [B, Hkv, N, channels] of the first and the second stage that there are; channels is
-            H / Hkv · W and up to the multiple of 8.
-        Others: those of `generate_weights_op`.
-
-    Returns:
-        [sides - 1, B, H, stages, W, N], the query side's weights, if it is there.
-    """
+@generate_packed_op.register_kernel(DEVICES)
+def _generate_packed(hidden, gates, qkw, rows_0, rows_1, sides, heads_per_group, rank, approximate, dtype):
     rows = [x for x in (rows_0, rows_1) if x is not None]
-    _, *shape = _shape(hidden, gates, len(rows), sides, rank)
-    weights = torch.empty((sides - 1, *shape), dtype=dtype, device=rows_0.device)
-    _launch(hidden, gates, qkw, weights, rows, heads_per_group, rank, approximate)
+    _, *shape = generated_shape(hidden, gates, len(rows) * sides, rank)
+    weights = torch.empty((len(rows) * (sides - 1), *shape), dtype=dtype, device=rows_0.device)
+    _launch(hidden, gates, qkw, weights, rows, len(rows), sides, heads_per_group, rank, approximate)
     return weights
-
-
-@generate_packed_op.register_fake
-def _(hidden, gates, qkw, rows_0, rows_1, sides, heads_per_group, rank, approximate, dtype):
-    _, *shape = _shape(hidden, gates, 1 + (rows_1 is not None), sides, rank)
-    return torch.empty((sides - 1, *shape), dtype=dtype, device=rows_0.device)
 
 
 def generator_gradients(
@@ -404,17 +312,16 @@ def generator_gradients(
     """Gradients of `generate_weights_op`'s three tensors, recomputing what lies between, in torch.
 
     Args:
-        grad: [sides, B, H, stages, W, N], the gradient of the op's result.
+        grad: [C, B, H, W, N], the gradient of the op's result.
         hidden, gates, qkw, heads_per_group, rank, approximate: the op's arguments.
 
     Returns:
         gradients of `hidden`, `gates` and `qkw`, in their shapes and dtypes; None where they are None.
     """
-    sides, batch, heads, stages, width, length = grad.shape
+    _, batch, heads, _, length = grad.shape
     m, k = heads_per_group, 2 * rank * heads_per_group
     compute = accumulation_dtype(grad.dtype)
-    grad = grad.reshape(sides, batch, heads // m, m, stages, width, length)
-    grad = grad.permute(2, 4, 0, 1, 6, 5, 3).flatten(0, 2)  # [G·C, B, N, W, M]
+    grad = grad.unflatten(2, (heads // m, m)).permute(2, 0, 1, 5, 4, 3).flatten(0, 1)  # [G·C, B, N, W, M]
     grad_hidden = grad_gates = grad_qkw = None
     if hidden is not None and qkw is not None:
         blocks = qkw.view(-1, k, k)  # [G·C, K, K]
@@ -539,20 +446,9 @@ def _axes(compose: DCFormerCompose) -> tuple[list[str], list[str]]:
     return stages, sides
 
 
-def _generated(
-    compose: DCFormerCompose, weights: torch.Tensor, stages: list[str], sides: list[str]
-) -> dict[tuple[str, str], SideWeights]:
-    """[sides, B, H, stages, W, N] as what `DCFormerCompose.forward` returns, views with tokens last in memory."""
-    rank, has_gate = compose.rank if compose.dw1_proj is not None else 0, compose.gate_proj is not None
-    generated: dict[tuple[str, str], SideWeights] = {}
-    for side, both in zip(sides, weights.unbind(0), strict=True):
-        packed = both.flatten(2, 3)  # [B, H, stages · W, N]
-        for i, (stage, one) in enumerate(zip(stages, both.unbind(2), strict=True)):  # [B, H, W, N]
-            parts = one.split([rank, rank] * bool(rank) + [1] * has_gate, dim=2)
-            down, up = (part.transpose(2, 3) for part in parts[:2]) if rank else (None, None)  # [B, H, N, R]
-            gate = parts[-1][:, :, 0] if has_gate else None  # [B, H, N]
-            generated[stage, side] = GeneratedSide(down, up, gate, packed, i, (down, up, gate))
-    return {generator: generated[generator] for generator in compose.generators if generator in generated}
+def _generated(generators: Sequence[tuple[str, str]], weights: torch.Tensor) -> dict[tuple[str, str], SideWeights]:
+    """[C, B, H, W, N] as what `DCFormerCompose.forward` returns."""
+    return {generator: SideWeights(w) for generator, w in zip(generators, weights.unbind(), strict=True)}
 
 
 def generate_weights(
@@ -567,8 +463,7 @@ def generate_weights(
             for weights that do not change. None lets each call decide.
 
     Returns:
-        (stage, side) -> `GeneratedSide` in the dtype of `hidden_states`, [B, H, N, R] and [B, H, N], views; and
-        stage -> static projection [G, M, M].
+        (stage, side) -> `SideWeights` in the dtype of `hidden_states`; and stage -> static projection [G, M, M].
 
     Raises:
         ValueError: on another dtype or activation, and when tensor parallelism has cut through a group of heads.
@@ -578,7 +473,7 @@ def generate_weights(
     tensors, options = _arguments(hidden_states, compose, fused_weight)
     stages, sides = _axes(compose)
     weights = generate_weights_op(*tensors, len(stages), len(sides), *options)
-    return _generated(compose, weights, stages, sides), compose.static_projections()
+    return _generated(compose.generators, weights), compose.static_projections()
 
 
 def generate_packed(
@@ -598,7 +493,7 @@ def generate_packed(
         packed_value: the same for values and stage "post".
 
     Returns:
-        (stage, "query") -> `GeneratedSide`, those of queries only; and stage -> static projection [G, M, M].
+        (stage, "query") -> `SideWeights`, those of queries only; and stage -> static projection [G, M, M].
 
     Raises:
         ValueError: as there, and when the rows do not have the shape of these weights.
@@ -614,7 +509,7 @@ def generate_packed(
             "generate_packed writes in place and has no gradients: use generate_weights and DCFormerCompose.pack, or "
             "call it under torch.no_grad()."
         )
-    _, batch, heads, _, _, length = _shape(tensors[0], tensors[1], len(stages), len(sides), options[1])
+    _, batch, heads, _, length = generated_shape(tensors[0], tensors[1], len(compose.generators), options[1])
     expected = (batch, heads // compose.key_value_repeats, length)
     rows: list[torch.Tensor | None] = [None, None]
     for i, stage in enumerate(stages):
@@ -626,7 +521,7 @@ def generate_packed(
             )
         rows[i] = states[..., states.shape[-1] - channels :]
     weights = generate_packed_op(*tensors, *rows, len(sides), *options)
-    return _generated(compose, weights, stages, sides[:-1]), compose.static_projections()
+    return _generated([(stage, side) for stage in stages for side in sides[:-1]], weights), compose.static_projections()
 
 
 # --- for compilers without a GPU --------------------------------------------------------------------------------------
@@ -670,7 +565,6 @@ def kernel_specs() -> list[dict[str, Any]]:
 
 
 __all__ = [
-    "GeneratedSide",
     "can_replace",
     "fuse_projections",
     "generate_packed",

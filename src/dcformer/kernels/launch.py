@@ -11,16 +11,18 @@ their gradients back. Above 32 heads per group back_1 takes weights that `weight
 takes its place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 import triton
 
+from .layout import Layout, Part
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
+from .sizes import ceil_div, power_of_2, round_up
 from .triton.backward import back_0_kernel, back_1_kernel
 from .triton.compose import compose_kernel, join_kernel, lse_kernel
 from .triton.key_side import expand_kernel, project_kernel
@@ -32,7 +34,6 @@ _Result = TypeVar("_Result")
 
 FIRST_CHUNK = 128  # queries of the smallest chunk
 _LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks cost launches
-QUERY, KEY, STATIC, GATE = 1, 2, 4, 8  # flags of a stage, as the kernels have them
 FAR = 2**30  # beyond every key, as a bound that there is not
 _MOST_PROGRAMS = 65535  # along a grid's second and third axis
 _JOINED = 64  # queries whose log-sum-exps one program joins
@@ -86,42 +87,17 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What composition there is.
-
-    Attributes:
-        pre, post: flags of the stages: 1 query side, 2 key side, 4 static, 8 gates.
-        groups: G.
-        rank: R; 0 for no low rank.
-    """
-
-    pre: int
-    post: int
-    groups: int = 1
-    rank: int = 0
-
-    @property
-    def channels(self) -> int:
-        """C: packed channels of a stage and side."""
-        return 2 * self.rank + bool((self.pre | self.post) & GATE)
-
-
-@dataclass(frozen=True)
 class Gradients:
     """Gradients of a problem's tensors: float32 those that are sums of many, also over chunks if there are several."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    query_weights: torch.Tensor | None
-    key_weights: torch.Tensor | None
-    pre_static: torch.Tensor | None
-    post_static: torch.Tensor | None
+    weights: Sequence[torch.Tensor | None]  # of its six
 
     def at(self, rows: slice) -> "Gradients":
         """Those of some rows of a batch, as views; static projections belong to all."""
-        views = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Gradients(**{name: t if t is None or name.endswith("static") else t[rows] for name, t in views.items()})
+        return Gradients(self.query[rows], self.key[rows], self.value[rows], _of_rows(self.weights, rows))
 
 
 class Problem:
@@ -129,10 +105,7 @@ class Problem:
 
     Args:
         query [B, H, T, D], key [B, Hkv, S, D], value [B, Hkv, S, DV]: any strides but that of the last dimension.
-        query_weights, key_weights: packed composition weights [B, H, channels, T] and [B, H, channels, S], contiguous:
-            the stage before the softmax and then the one after it, each with R channels `down`, R `up` and a gate
-            (those that there are); None where no stage has that side.
-        pre_static, post_static: [G, M, M] or None.
+        weights: the six composition weights as `schemas` has them, None where there is none.
         visibility: who sees what.
         layout: what composition there is.
         scale: factor of the scores.
@@ -145,17 +118,13 @@ class Problem:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        query_weights: torch.Tensor | None,
-        key_weights: torch.Tensor | None,
-        pre_static: torch.Tensor | None,
-        post_static: torch.Tensor | None,
+        weights: Sequence[torch.Tensor | None],
         visibility: Visibility,
         layout: Layout,
         scale: float,
         chunk_bytes: int | None = None,
     ):
-        self.q, self.k, self.v, self.wq, self.wk = query, key, value, query_weights, key_weights
-        self.statics = (pre_static, post_static)
+        self.q, self.k, self.v, self.weights = query, key, value, weights
         self.visibility, self.layout, self.scale = visibility, layout, scale
         self.B, self.H, self.T, self.D = query.shape
         self.S, self.DV, self.kv_heads = key.shape[2], value.shape[3], key.shape[1]
@@ -182,7 +151,7 @@ class Problem:
         within = {
             f"{FIRST_CHUNK} queries x {self.S} keys of a map": FIRST_CHUNK * (self.S + 15),
             f"composition weights of {self.M} heads x {max(self.T, self.S)} tokens": (
-                self.M * 2 * self.layout.channels * max(self.T, self.S)
+                self.M * self.layout.channels * max(self.T, self.S)
             ),
         }
         for what, count in within.items():
@@ -210,13 +179,13 @@ class Problem:
 
     def _chunk(self, t_0: int, n_t: int) -> Chunk:
         s_0 = min(self.S, max(0, t_0 + self.visibility.low)) // 16 * 16
-        s_1 = max(s_0, _round_up(max(0, min(self.S, t_0 + n_t + self.visibility.high)), 16))
-        return Chunk(t_0, n_t, _round_up(n_t, self.step), s_0, s_1 - s_0)
+        s_1 = max(s_0, round_up(max(0, min(self.S, t_0 + n_t + self.visibility.high)), 16))
+        return Chunk(t_0, n_t, round_up(n_t, self.step), s_0, s_1 - s_0)
 
     def chunk_size(self, chunk: Chunk, maps: int) -> int:
         """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients."""
         matrix = self.G * sum(self.heads) ** 2
-        stages = sum(bool(flags & (KEY | STATIC)) for flags in (self.layout.pre, self.layout.post))
+        stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
         # one stage's gradients at a time
         matrices = stages + bool(stages and maps > 1) * -(-chunk.n_t // self._tile("back_1").b_t)
         return chunk.n_s * (maps * self.H * chunk.n_p + matrices * matrix) * self.q.dtype.itemsize
@@ -246,10 +215,10 @@ class Problem:
         for b_0 in range(0, self.B, n_b):
             rows = slice(b_0, b_0 + n_b)
             first, last = (t if t.shape[0] == 1 else t[rows] for t in (self.visibility.first, self.visibility.last))
-            wq, wk = (t if t is None else t[rows] for t in (self.wq, self.wk))
+            seen = replace(self.visibility, first=first, last=last)
             part = Problem(
-                self.q[rows], self.k[rows], self.v[rows], wq, wk, *self.statics,
-                replace(self.visibility, first=first, last=last), self.layout, self.scale, self.chunk_bytes,
+                self.q[rows], self.k[rows], self.v[rows], _of_rows(self.weights, rows), seen, self.layout, self.scale,
+                self.chunk_bytes,
             )  # fmt: skip
             part.trial = self.trial
             yield rows, part
@@ -326,7 +295,8 @@ class Problem:
         first, last = self.visibility.first, self.visibility.last
         known: dict[str, Any] = {
             "p_first": first, "p_last": last, "stride_ib": first.stride(0) if first.shape[0] > 1 else 0,
-            "p_wq": self.wq, "stride_map": chunk.n_s * chunk.n_p, "H": self.H, "G": self.G, "T": self.T, "S": self.S,
+            "p_w0": self.weights[0], "p_w1": self.weights[3], "stride_map": chunk.n_s * chunk.n_p,
+            "H": self.H, "G": self.G, "T": self.T, "S": self.S,
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
         }  # fmt: skip
@@ -349,28 +319,27 @@ class Problem:
         """Runs a kernel of composition over a chunk; see `_parts`."""
         (kernel, own), tile = LAUNCHES[name], self._tile(name)
         parts, n_keys = self._parts(name, chunk)
-        side = self.wq.shape[2] * self.T if self.wq is not None else 0
-        grid = (_tiles(chunk.n_t, tile.b_t), parts, self.B * self.G)
+        grid = (ceil_div(chunk.n_t, tile.b_t), parts, self.B * self.G)
         blocks = {"B_T": tile.b_t, "B_S": tile.b_s}
-        self._launch(kernel, grid, chunk, name, tile, stride_w=side, n_keys=n_keys, **own | blocks | arguments)
+        self._launch(kernel, grid, chunk, name, tile, n_keys=n_keys, **own | blocks | arguments)
 
     def _parts(self, name: str, chunk: Chunk) -> tuple[int, int]:
         """Into how many parts a kernel of composition splits a chunk's keys, and the keys of each: as few as give three
         programs to a multiprocessor; where queries see earlier keys only, half of them have nothing to do."""
         b_t = self._tile(name).b_t
-        tiles = _tiles(chunk.n_t, b_t) * self.B * self.G
+        tiles = ceil_div(chunk.n_t, b_t) * self.B * self.G
         span = min(chunk.n_s, self.visibility.high - self.visibility.low + b_t + 15)  # of a tile, from a multiple of 16
         sizes = (32,) if INTERPRETED.value else _PARTS
-        enough = (n for n in sizes if tiles * _tiles(span, n) >= 3 * self._multiprocessors)
+        enough = (n for n in sizes if tiles * ceil_div(span, n) >= 3 * self._multiprocessors)
         n_keys = next(enough, sizes[-1])
-        return max(1, _tiles(span, n_keys)), n_keys
+        return max(1, ceil_div(span, n_keys)), n_keys
 
     def _fill_scores(
         self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, largest: float
     ) -> None:
         """out [B, H, n_s, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d]."""
         tile = self._tile("scores")
-        grid = (_tiles(chunk.n_s, tile.b_s), _tiles(chunk.n_p, tile.b_t), self.B * self.H)
+        grid = (ceil_div(chunk.n_s, tile.b_s), ceil_div(chunk.n_p, tile.b_t), self.B * self.H)
         self._launch(
             scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, scale=scale, largest=largest,
             **_strides("a", a, "bhs"), **_strides("b", b, "bht"), **product_constants("scores", a.shape[3], tile),
@@ -382,7 +351,7 @@ class Problem:
     ) -> None:
         """out [B, H, T, d] = scale · tiles [B, H, n_s, n_p] times v [B, Hkv, S, d], for a chunk's queries."""
         tile = self._tile("values")
-        grid = (_tiles(chunk.n_t, tile.b_t), 1, self.B * self.H)
+        grid = (ceil_div(chunk.n_t, tile.b_t), 1, self.B * self.H)
         self._launch(
             values_kernel, grid, chunk, "values", tile, p_map=tiles, p_v=v, p_out=out, scale=scale,
             **_strides("v", v, "bhs"), **_strides("o", out, "bht"), **product_constants("values", v.shape[3], tile),
@@ -394,62 +363,52 @@ class Problem:
         """out [B, Hkv, S, d] = scale · tiles [B, H, n_s, n_p] times q [B, H, T, d], summed over the heads of a key; of
         several chunks the sum."""
         tile = self._tile("keys")
-        grid = (_tiles(chunk.n_s, tile.b_s), 1, self.B * self.kv_heads)
+        grid = (ceil_div(chunk.n_s, tile.b_s), 1, self.B * self.kv_heads)
         self._launch(
             keys_kernel, grid, chunk, "keys", tile, p_map=tiles, p_q=q, p_out=out, scale=scale, ADD=chunk.n_t < self.T,
             **_strides("q", q, "bht"), **_strides("o", out, "bhs"), **product_constants("keys", q.shape[3], tile),
         )  # fmt: skip
-
-    def _channels(self, stage: int, side: int) -> slice:
-        """A stage's channels of packed weights."""
-        start = self.layout.channels if stage and self.layout.pre & side else 0
-        return slice(start, start + self.layout.channels)
 
     def _matrices(self, chunk: Chunk) -> list[torch.Tensor | None]:
         """The key side of both stages as matrices [B·G, n_s, heads, heads]; None where there is none."""
         out: list[torch.Tensor | None] = []
         for stage, dtype in enumerate((self.score_dtype, self.q.dtype)):
             flags = self.layout.post if stage else self.layout.pre
-            if not flags & (KEY | STATIC):
+            if not flags & (Part.KEY | Part.STATIC):
                 out.append(None)
                 continue
             shape = (self.B * self.G, chunk.n_s, sum(self.heads), sum(self.heads))
             matrices = torch.empty(shape, dtype=dtype, device=self.q.device)
             constants = matrix_constants(self.layout, self.M, stage)
-            grid = (_tiles(chunk.n_s, constants["B_S"]), self.B * self.G)
+            grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
             self._launch(
-                expand_kernel, grid, chunk, p_m=matrices, p_static=self.statics[stage], **self._key_weights(stage),
-                **constants,
+                expand_kernel, grid, chunk, p_m=matrices, **self._key_side(stage), **constants,
             )  # fmt: skip
             out.append(matrices)
         return out
 
-    def _key_weights(self, stage: int) -> dict[str, Any]:
+    def _key_side(self, stage: int) -> dict[str, Any]:
         """Arguments of kernels of the key side."""
-        flags = self.layout.post if stage else self.layout.pre
-        if self.wk is None or not flags & KEY:
-            return {"p_wk": None, "stride_w": 0}
-        return {"p_wk": self.wk[:, :, self._channels(stage, KEY)], "stride_w": self.wk.shape[2] * self.S}
+        _, key, static = self.weights[3 * stage : 3 * stage + 3]
+        strides = (0,) * 5 if key is None else key.stride()
+        return {"p_wk": key, "p_static": static} | {
+            f"stride_w{axis}": stride for axis, stride in zip("bhrcs", strides, strict=True)
+        }
 
     def _project(self, stage: int, chunk: Chunk, parts: torch.Tensor, grads: Gradients) -> None:
         """Adds a chunk's gradients of a stage's key side and static projection, from those of the matrices."""
-        static = grads.post_static if stage else grads.pre_static
+        _, key, static = grads.weights[3 * stage : 3 * stage + 3]
         constants = matrix_constants(self.layout, self.M, stage)
-        grid = (_tiles(chunk.n_s, constants["B_S"]), self.B * self.G)
-        static_parts, key_grads = None, None
-        if static is not None:
-            static_parts = self._new(grid[0], self.B, self.G, self.M, self.M)
-        key_weights = self._key_weights(stage)
-        if grads.key_weights is not None and key_weights["p_wk"] is not None:
-            key_grads = grads.key_weights[:, :, self._channels(stage, KEY)]
+        grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
+        parts_of_static = None if static is None else self._new(grid[0], self.B, self.G, self.M, self.M)
         tile = self._tile(f"back_{stage}")
         self._launch(
-            project_kernel, grid, chunk, p_gm=parts, p_gwk=key_grads, p_gstatic=static_parts, **key_weights,
+            project_kernel, grid, chunk, p_gm=parts, p_gwk=key, p_gstatic=parts_of_static, **self._key_side(stage),
             factor=1.0 if stage else _LN_2, B_T=tile.b_t, TURNED=bool(stage), ADD=chunk.n_t < self.T,
             **constants,
         )  # fmt: skip
-        if static is not None and static_parts is not None:
-            static += static_parts.sum((0, 1))
+        if static is not None and parts_of_static is not None:
+            static += parts_of_static.sum((0, 1))
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
@@ -498,7 +457,7 @@ class Problem:
             return
         parts = self._new(n_parts, n_bh, chunk.n_t)
         self._compose("lse", chunk, p_scores=scores, p_m0=pre, p_lse=parts, stride_l=chunk.n_t, unseen=-torch.inf)
-        grid = (n_bh, _tiles(chunk.n_t, _JOINED))
+        grid = (n_bh, ceil_div(chunk.n_t, _JOINED))
         self._launch(join_kernel, grid, chunk, p_parts=parts, p_lse=lse, n_parts=n_parts, B_P=16, B_T=_JOINED)
 
     def backward(self, grad_out: torch.Tensor, lse: torch.Tensor) -> Gradients:
@@ -509,8 +468,8 @@ class Problem:
         return self._searched("backward", partial(self._backward, grad_out, lse))
 
     def _backward(self, grad_out: torch.Tensor, lse: torch.Tensor) -> Gradients:
-        def zeros(like: torch.Tensor | None) -> torch.Tensor | None:
-            return None if like is None else torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        def zeros(like: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
         chunks = self.chunks(maps=3) if lse.numel() else []
         is_covered = len(chunks) == 1 and chunks[0].s_0 == 0 and chunks[0].n_s >= self.S
@@ -523,7 +482,7 @@ class Problem:
 
         grads = Gradients(
             self._new(*self.q.shape, dtype=self.q.dtype), of_keys(self.k), of_keys(self.v),
-            zeros(self.wq), None if self.wk is None else of_keys(self.wk), *(zeros(t) for t in self.statics),
+            [None if w is None else of_keys(w) if i % 3 == 1 else zeros(w) for i, w in enumerate(self.weights)],
         )  # fmt: skip
         with self._surroundings():
             for rows, part in self._rows(chunks, maps=3) if chunks else ():
@@ -562,15 +521,14 @@ class Problem:
         """Takes a chunk's gradients back through a stage, and adds to those of its weights."""
         name, flags = f"back_{stage}", self.layout.post if stage else self.layout.pre
         side_parts, matrix_parts = None, None
-        if flags & QUERY:
+        if flags & Part.QUERY:
             side_parts = self._new(n_parts, self.B, self.H, self.layout.channels, chunk.n_t)
-        if flags & (KEY | STATIC):
-            heads, tiles = sum(self.heads), _tiles(chunk.n_t, self._tile(name).b_t)
+        if flags & (Part.KEY | Part.STATIC):
+            heads, tiles = sum(self.heads), ceil_div(chunk.n_t, self._tile(name).b_t)
             matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.q.dtype)
         self._compose(name, chunk, p_gwq=side_parts, p_gm=matrix_parts, **tensors)
-        if side_parts is not None and grads.query_weights is not None:
-            channels = grads.query_weights[:, :, self._channels(stage, QUERY)]
-            torch.sum(side_parts, 0, out=channels[..., chunk.t_0 : chunk.t_0 + chunk.n_t])
+        if side_parts is not None and (side := grads.weights[3 * stage]) is not None:
+            torch.sum(side_parts, 0, out=side[..., chunk.t_0 : chunk.t_0 + chunk.n_t])
         if matrix_parts is not None:
             self._project(stage, chunk, matrix_parts, grads)
 
@@ -589,7 +547,7 @@ def composition_constants(layout: Layout, heads: int) -> dict[str, Any]:
     """Constant arguments of the kernels of composition, by name; kernels take those that they have."""
     blocks = head_blocks(heads)
     return {
-        "F_PRE": layout.pre, "F_POST": layout.post, "R": layout.rank, "C": layout.channels, "M": heads,
+        "F_PRE": int(layout.pre), "F_POST": int(layout.post), "R": layout.rank, "C": layout.channels, "M": heads,
         "H0": blocks[0], "H1": blocks[1],
     }  # fmt: skip
 
@@ -597,10 +555,10 @@ def composition_constants(layout: Layout, heads: int) -> dict[str, Any]:
 def matrix_constants(layout: Layout, heads: int, stage: int) -> dict[str, Any]:
     """Constant arguments of the kernels of the key side."""
     padded_heads = sum(head_blocks(heads))
-    block = triton.next_power_of_2(padded_heads)
+    block = power_of_2(padded_heads)
     return {
-        "F": layout.post if stage else layout.pre, "R": layout.rank, "M": heads, "HP": padded_heads, "B_H": block,
-        "B_S": 8192 // block**2,
+        "F": int(layout.post if stage else layout.pre), "R": layout.rank, "C": layout.channels, "M": heads,
+        "HP": padded_heads, "B_H": block, "B_S": 8192 // block**2,
     }  # fmt: skip
 
 
@@ -614,17 +572,14 @@ def _strides(letter: str, tensor: torch.Tensor, axes: str) -> dict[str, int]:
     return {f"stride_{letter}{axis}": stride for axis, stride in zip(axes, tensor.stride(), strict=False)}
 
 
-def _tiles(length: int, size: int) -> int:
-    return -(-length // size)
-
-
-def _round_up(length: int, step: int) -> int:
-    return -(-length // step) * step
+def _of_rows(weights: Sequence[torch.Tensor | None], rows: slice) -> list[torch.Tensor | None]:
+    """Six weights, or their gradients, of some rows of a batch; static projections belong to all."""
+    return [w if w is None or i % 3 == 2 else w[rows] for i, w in enumerate(weights)]
 
 
 def padded(dim: int) -> int:
     """A head dim as a tile has it: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, power_of_2(dim))
 
 
-__all__ = ["FAR", "LAUNCHES", "Gradients", "Layout", "Problem", "Visibility", "head_blocks"]
+__all__ = ["FAR", "LAUNCHES", "Gradients", "Problem", "Visibility", "head_blocks"]

@@ -1,11 +1,11 @@
-"""Composed attention as PyTorch operators, and the implementation "dcformer_triton" for Transformers.
+"""Composed attention of many queries, and the implementation "dcformer_triton" for Transformers.
 
-`composed_attention` is the public function. Beneath it are two custom operators, `dcformer::composed_attention` and its
-backward, with fake kernels and registered autograd, so that `torch.compile`, CUDA graphs, FSDP and activation
-checkpointing see one opaque operation. Packing of the composition weights is ordinary torch, outside of them.
+`composed_attention` is the public function. Beneath it are two custom operators (`schemas`), so that `torch.compile`,
+CUDA graphs, FSDP and activation checkpointing see one opaque operation.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,118 +13,51 @@ from torch import nn
 from transformers.utils import logging
 
 from ..attention_dcformer import check_shapes
-from ..chunked_dcformer import flatten_weights
-from ..compose_dcformer import ComposeWeights, SideWeights
+from ..compose_dcformer import ComposeWeights
 from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, visible_and_bias
 from .decode import composed_decode
-from .generator import GeneratedSide
-from .launch import FAR, GATE, KEY, QUERY, STATIC, Layout, Problem, Visibility
+from .launch import FAR, Problem, Visibility
+from .layout import Layout, check_weights, packed_weights, six
 from .limits import MAX_QUERIES, require_supported, unsupported_reason
+from .schemas import DEVICES, attention_backward_op, attention_op
 
 logger = logging.get_logger(__name__)
 
-
-def _problem(tensors: list[torch.Tensor | None], bounds: torch.Tensor, plan: list[int], scale: float) -> Problem:
-    """What the operators' arguments stand for; those of `_forward`, its first six as a list."""
-    query, key, value, query_weights, key_weights, statics = tensors
-    pre, post, groups, rank, low, high, chunk_bytes = plan
-    flags, given = (pre, post), iter(() if statics is None else statics.unbind())
-    first, last = bounds.unbind()
-    pre_static, post_static = (next(given) if flag & STATIC else None for flag in flags)
-    assert query is not None and key is not None and value is not None
-    return Problem(
-        query, key, value, query_weights, key_weights, pre_static, post_static, Visibility(first, last, low, high),
-        Layout(pre, post, groups, rank), scale, None if chunk_bytes < 0 else chunk_bytes,
-    )  # fmt: skip
+# --- kernels of the operators -----------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("dcformer::composed_attention", mutates_args=())
-def _forward(
+def _problem(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    query_weights: torch.Tensor | None,
-    key_weights: torch.Tensor | None,
-    statics: torch.Tensor | None,
+    weights: Sequence[torch.Tensor],
     bounds: torch.Tensor,
-    plan: list[int],
+    plan: Sequence[int],
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, and log-sum-exp in base 2.
-
-    Args:
-        query, key, value, query_weights, key_weights, scale: as for `Problem`.
-        statics: static projections of the stages that have one, [1 or 2, G, M, M].
-        bounds: the first key that each query sees, and the one after the last, int32 [2, B or 1, T].
-        plan: flags of both stages, G, R, low and high of `Visibility`, and chunk_bytes, -1 for None.
-    """
-    tensors = [query, key, value, query_weights, key_weights, statics]
-    return _problem(tensors, bounds, plan, scale).forward()
+) -> Problem:
+    """What the operators' arguments stand for."""
+    groups, low, high, chunk_bytes, *places = plan
+    given, (first, last) = six(weights, places), bounds.unbind()
+    return Problem(
+        query, key, value, given, Visibility(first, last, low, high), Layout.of(given, groups), scale,
+        None if chunk_bytes < 0 else chunk_bytes,
+    )  # fmt: skip
 
 
-@_forward.register_fake
-def _(query, key, value, *args):
-    batch, heads, length, _ = query.shape
-    out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
-    return out, query.new_empty((batch, heads, length), dtype=torch.float32)
+@attention_op.register_kernel(DEVICES)
+def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _problem(*arguments).forward()
 
 
-@torch.library.custom_op("dcformer::composed_attention_backward", mutates_args=())
-def _backward(
-    grad_out: torch.Tensor,
-    lse: torch.Tensor,
-    tensors: list[torch.Tensor | None],
-    bounds: torch.Tensor,
-    plan: list[int],
-    scale: float,
-) -> list[torch.Tensor]:
-    """Gradients of those of the six tensors that there are, in their dtypes."""
-    grads = _problem(tensors, bounds, plan, scale).backward(grad_out, lse)
-    statics = [grad for grad in (grads.pre_static, grads.post_static) if grad is not None]
-    found = [grads.query, grads.key, grads.value, grads.query_weights, grads.key_weights]
-    found.append(torch.stack(statics) if statics else None)
-    return [grad.to(like.dtype) for grad, like in zip(found, tensors, strict=True) if grad is not None is not like]
+@attention_backward_op.register_kernel(DEVICES)
+def _backward(grad_out: torch.Tensor, lse: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
+    grads = _problem(*arguments).backward(grad_out, lse)
+    found = [grads.query, grads.key, grads.value, *(grad for grad in grads.weights if grad is not None)]
+    query, key, value, weights, *_ = arguments
+    return [grad.to(like.dtype) for grad, like in zip(found, (query, key, value, *weights), strict=True)]
 
 
-@_backward.register_fake
-def _(grad_out, lse, tensors, *args):
-    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors if t is not None]
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.plan = inputs[7:]
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], *inputs[:7])
-
-
-def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple:
-    lse, *tensors, bounds = ctx.saved_tensors
-    if grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()
-    grads = iter(_backward(grad_out, lse, tensors, bounds, *ctx.plan))
-    return (*(None if t is None else next(grads) for t in tensors), None, None, None)
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _packed(*sides: SideWeights | None) -> torch.Tensor | None:
-    """A side's weights of both stages, each down, up and gate, as [B, H, channels, N] contiguous."""
-    given = [side for side in sides if side is not None]
-    weights = [w if w.dim() == 4 else w[..., None] for side in given for w in side.tensors()]
-    whole = given[0].packed if given and isinstance(given[0], GeneratedSide) else None
-    if whole is not None and whole.shape[2] == sum(w.shape[3] for w in weights):  # nothing is missing from it
-        is_whole = [isinstance(s, GeneratedSide) and s.packed is whole and s.is_as_made(i) for i, s in enumerate(given)]
-        if all(is_whole):
-            return whole
-    return torch.cat(weights, dim=-1).transpose(2, 3).contiguous() if weights else None
-
-
-def _flags(stage: ComposeWeights) -> int:
-    """A stage as the kernels' flags."""
-    sides = [side for side in (stage.query, stage.key) if side is not None]
-    flags = QUERY * (stage.query is not None) + KEY * (stage.key is not None) + STATIC * (stage.static is not None)
-    return flags + GATE * any(side.gate is not None for side in sides)
+# --- the function -----------------------------------------------------------------------------------------------------
 
 
 def composed_attention(
@@ -174,7 +107,7 @@ def composed_attention(
     Raises:
         ValueError: on shapes or options that do not fit together, naming them, and beyond `unsupported_reason`.
     """
-    _check(query, key, value, pre, post, causal, sliding_window, cu_seqlens)
+    groups = _check(query, key, value, pre, post, causal, sliding_window, cu_seqlens)
     _check_bounds(query.shape[0], query.shape[2], key_start, key_end, visible)
     (_, _, length, dim), key_length = query.shape, key.shape[2]
     offset = key_length - length if causal_offset is None else causal_offset
@@ -201,17 +134,10 @@ def composed_attention(
         last = torch.minimum(last, visible[1].to(device=query.device, dtype=torch.int32))
     bounds = torch.stack(torch.broadcast_tensors(first, last))
 
-    pre, post = pre or ComposeWeights(), post or ComposeWeights()
-    rank = next((s.down.shape[-1] for w in (pre, post) for s in (w.query, w.key) if s and s.down is not None), 0)
-    groups = max(pre.groups, post.groups)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    statics = [w.static for w in (pre, post) if w.static is not None]
-    out, lse = _forward(
-        query, key, value, _packed(pre.query, post.query), _packed(pre.key, post.key),
-        torch.stack(statics) if statics else None, bounds,
-        [_flags(pre), _flags(post), groups, rank, low, high, -1 if chunk_bytes is None else chunk_bytes],
-        dim**-0.5 if scale is None else scale,
-    )  # fmt: skip
+    weights, places = packed_weights(pre, post, key.shape[1])
+    plan = [groups, low, high, -1 if chunk_bytes is None else chunk_bytes, *places]
+    out, lse = attention_op(query, key, value, weights, bounds, plan, dim**-0.5 if scale is None else scale)
     return (out, lse * math.log(2)) if return_lse else out
 
 
@@ -224,7 +150,8 @@ def _check(
     causal: bool,
     sliding_window: int | None,
     cu_seqlens: torch.Tensor | None,
-) -> None:
+) -> int:
+    """Refuses what does not fit. Returns the number of groups of heads that mix."""
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise ValueError("query, key and value must be [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, DV].")
     (batch, heads, length, dim), (kv_batch, kv_heads, key_length, key_dim) = query.shape, key.shape
@@ -244,35 +171,9 @@ def _check(
         raise ValueError(
             f"cu_seqlens is {tuple(cu_seqlens.shape)}: expected the bounds of documents, (documents + 1,)."
         )
-    ranks, parts = set(), {}
-    for name, stage in (("pre", pre), ("post", post)):
-        for kind, side, count in (("query", stage and stage.query, length), ("key", stage and stage.key, key_length)):
-            if side:
-                parts[f"{name}.{kind}"] = [getattr(side, part) is not None for part in ("down", "up", "gate")]
-            for part in ("down", "up", "gate"):
-                weight = getattr(side, part) if side else None
-                if weight is None:
-                    continue
-                if weight.shape[:3] != (batch, heads, count):
-                    raise ValueError(
-                        f"{name}.{kind}.{part} is {tuple(weight.shape)}, expected {(batch, heads, count)}"
-                        f"{' and R' if part != 'gate' else ''}."
-                    )
-                ranks |= {weight.shape[3]} if part != "gate" else set()
-        if stage is not None and heads % stage.groups:
-            raise ValueError(f"{name}.groups={stage.groups} must divide the number of heads, {heads}.")
-        if stage is not None and stage.static is not None:
-            expected = (stage.groups, heads // stage.groups, heads // stage.groups)
-            if stage.static.shape != expected:
-                raise ValueError(f"{name}.static is {tuple(stage.static.shape)}, expected {expected}.")
-    if pre is not None and post is not None and pre.groups != post.groups:
-        raise ValueError(f"pre and post have different groups, {pre.groups} and {post.groups}.")
-    if any(there != next(iter(parts.values())) or there[0] != there[1] for there in parts.values()):
-        raise ValueError(f"{', '.join(parts)} must have the same parts: down and up, a gate, or all three.")
-    if len(ranks) > 1:
-        raise ValueError(f"ranks {sorted(ranks)}: expected one.")
-    groups = max(stage.groups if stage else 1 for stage in (pre, post))
-    require_supported(rank=max(ranks, default=0), heads=heads // groups)
+    groups = check_weights(pre, post, query, key) or 1
+    require_supported(heads=heads // groups)
+    return groups
 
 
 def _check_bounds(
@@ -370,7 +271,8 @@ def triton_attention(
     is_causal, length = getattr(module, "is_causal", True) if is_causal is None else is_causal, query.shape[2]
     if isinstance(attention_mask, QueryBlockMask) and attention_mask.is_plain:
         is_causal, sliding_window, attention_mask = True, attention_mask.window, None
-    if length <= MAX_QUERIES and not _needs_gradients(query, key, value, *flatten_weights(pre), *flatten_weights(post)):
+    weights = [w for stage in (pre, post) if stage is not None for w in stage.tensors()]
+    if length <= MAX_QUERIES and not _needs_gradients(query, key, value, *weights):
         visible = None
         if attention_mask is not None:
             rows = attention_mask.rows(0, length) if isinstance(attention_mask, QueryBlockMask) else attention_mask
@@ -387,8 +289,8 @@ def triton_attention(
     return composed_attention(query, key, value, pre, post, **options).transpose(1, 2), None  # type: ignore[union-attr]
 
 
-def _needs_gradients(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _needs_gradients(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 __all__ = ["composed_attention", "triton_attention"]

@@ -392,7 +392,7 @@ class _Subject:
         if not parts:
             return None
         sides = {
-            side: SideWeights(*(parts.get(f"{side}.{part}") for part in ("down", "up", "gate")))
+            side: SideWeights.of(*(parts.get(f"{side}.{part}") for part in ("down", "up", "gate")))
             for side in ("query", "key")
             if any(name.startswith(side) for name in parts)
         }
@@ -478,9 +478,7 @@ class _Subject:
             this = self._stage(weights, stage)
             key_side = None if this is None or this.key is None else this.key
             if key_side is not None:
-                key_side = SideWeights(
-                    *(None if w is None else w.to(self.states) for w in (key_side.down, key_side.up, key_side.gate))
-                )
+                key_side = SideWeights(key_side.packed.to(self.states))
             rows = self.compose.pack(states[name].to(self.dtype), key_side, stage)
             return self.compose.unpack(rows, kind.head_dim, stage)
 

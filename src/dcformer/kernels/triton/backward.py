@@ -14,6 +14,8 @@ import triton.language as tl
 
 from .compose import program_keys, weights_of
 from .heads import (
+    KEY,
+    STATIC,
     add_side_grads,
     cast,
     composed,
@@ -37,8 +39,8 @@ from .heads import (
 
 @triton.jit
 def back_1_kernel(
-    p_in, p_grads, p_m0, p_m1, p_wq, p_first, p_last, p_lse, p_out, p_gwq, p_delta, p_gm,
-    stride_ib, stride_w, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
+    p_in, p_grads, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out, p_gwq, p_delta, p_gm,
+    stride_ib, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
@@ -58,9 +60,8 @@ def back_1_kernel(
     p_bounds = i_bg // G * stride_ib + t_0
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
-    p_wq += i_bg * M * stride_w + t_0
-    w0 = load_side(p_wq, stride_w, T, o_t, m_t, F_PRE, R, M, H0, H1)
-    w1 = load_side(p_wq + (F_PRE & 1) * C * T, stride_w, T, o_t, m_t, F_POST, R, M, H0, H1)
+    w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
+    w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
     p_in += i_bg * M * stride_map
     p_grads += i_bg * M * stride_map
@@ -99,7 +100,7 @@ def back_1_kernel(
                 masses = masses + (mass[i] + p[i],)
         delta, mass = deltas, masses
         store_row(p_grads + s * n_p, dp, stride_map, o_t, M, H0, H1)
-        if F_POST & 6:
+        if (KEY | STATIC) & F_POST:
             store_matrix_grad(p_gm + s * stride_m, row, narrow, H0, H1)
     i_part = i_s * n_bh + i_bg * M
     store_side_grads(p_gwq + i_part * C * n_t, grads, 1.0, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
@@ -111,8 +112,8 @@ def back_1_kernel(
 
 @triton.jit
 def back_0_kernel(
-    p_scores, p_grads, p_m0, p_wq, p_first, p_last, p_lse, p_delta, p_gwq, p_gm,
-    stride_ib, stride_w, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, factor,
+    p_scores, p_grads, p_m0, p_w0, p_first, p_last, p_lse, p_delta, p_gwq, p_gm,
+    stride_ib, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, factor,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +131,7 @@ def back_0_kernel(
     p_bounds = i_bg // G * stride_ib + t_0
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
-    w0 = load_side(p_wq + i_bg * M * stride_w + t_0, stride_w, T, o_t, m_t, F_PRE, R, M, H0, H1)
+    w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
     delta = load_heads(p_delta + i_bg * M * n_t, n_t, o_t, m_t, 0.0, M, H0, H1)
     p_scores += i_bg * M * stride_map
@@ -156,7 +157,7 @@ def back_0_kernel(
         narrow = cast(da, dtype, H1)
         ds = composed(narrow, da, w0, grad_hid, turned_matrix(m0, dtype, F_PRE, H1), 0, F_PRE, R, H1)
         store_row(p_grads + s * n_p, ds, stride_map, o_t, M, H0, H1)
-        if F_PRE & 6:
+        if (KEY | STATIC) & F_PRE:
             store_matrix_grad(p_gm + s * stride_m, cast(row, dtype, H1), narrow, H0, H1)
     i_part = (i_s * n_bh + i_bg * M) * C
     store_side_grads(p_gwq + i_part * n_t, grads, factor, C * n_t, n_t, o_t, m_t, F_PRE, R, M, H0, H1)

@@ -44,9 +44,9 @@ def program_keys(first, last, i_s, n_keys, s_0, n_s):
 
 @triton.jit
 def lse_kernel(
-    p_scores, p_m0, p_wq, p_first, p_last, p_lse,
-    stride_ib, stride_w, stride_l, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, unseen,
-    F_PRE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+    p_scores, p_m0, p_w0, p_first, p_last, p_lse,
+    stride_ib, stride_l, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, unseen,
+    F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     B_T: tl.constexpr, B_S: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exps of composed scores over the keys of a part: p_lse [parts, B·H, stride_l], from its first query.
@@ -59,7 +59,7 @@ def lse_kernel(
     p_bounds = i_bg // G * stride_ib + t_0
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
-    w0 = load_side(p_wq + i_bg * M * stride_w + t_0, stride_w, T, o_t, m_t, F_PRE, R, M, H0, H1)
+    w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     p_scores += i_bg * M * stride_map
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
@@ -128,8 +128,8 @@ def weights_of(x, w0, m0, lse, visible, F_PRE: tl.constexpr, R: tl.constexpr, H0
 
 @triton.jit
 def compose_kernel(
-    p_scores, p_m0, p_m1, p_wq, p_first, p_last, p_lse, p_out,
-    stride_ib, stride_w, stride_map: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
+    p_scores, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out,
+    stride_ib, stride_map: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, POST: tl.constexpr,
 ):  # fmt: skip
@@ -140,9 +140,8 @@ def compose_kernel(
     p_bounds = i_bg // G * stride_ib + t_0
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
-    p_wq += i_bg * M * stride_w + t_0
-    w0 = load_side(p_wq, stride_w, T, o_t, m_t, F_PRE, R, M, H0, H1)
-    w1 = load_side(p_wq + (F_PRE & 1) * C * T, stride_w, T, o_t, m_t, F_POST, R, M, H0, H1)
+    w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
+    w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
     p_scores += i_bg * M * stride_map
     p_out += i_bg * M * stride_map

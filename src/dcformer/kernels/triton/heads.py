@@ -11,7 +11,7 @@ with up and down exchanged and M transposed.
 
 Heads come in one block of H0 (16 or 32), or in two above 32: H0 = 32 and H1 = 16 or 32 (H1 = 0: one block). Tiles of
 all heads are tuples of one tile per block, and matrices tuples of blocks, row by row. Heads from M on do not exist:
-they are loaded as zeros and not stored. A stage's constant flags F are 1 query side, 2 key side, 4 static, 8 gates.
+they are loaded as zeros and not stored. A stage's constant flags F are those of `layout.Part`.
 """
 # ruff: noqa: RUF005 - Triton's tuples have no unpacking
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -20,8 +20,11 @@ they are loaded as zeros and not stored. A stage's constant flags F are 1 query 
 import triton
 import triton.language as tl
 
+from ..layout import Part
 from .precision import add_product, product, rounded
 
+QUERY, KEY = tl.constexpr(Part.QUERY.value), tl.constexpr(Part.KEY.value)
+STATIC, GATE = tl.constexpr(Part.STATIC.value), tl.constexpr(Part.GATE.value)
 FAR = tl.constexpr(2147483647)  # no key is as far as this
 
 
@@ -158,18 +161,19 @@ def filled(value: tl.constexpr, count: tl.constexpr, B_T: tl.constexpr, H0: tl.c
 
 @triton.jit
 def load_side(
-    p_w, stride_h, stride_c, o_t, m_t,
-    F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+    p_w, T, o_t, m_t,
+    F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
 ):  # fmt: skip
-    """Weights of the query side in float32: R down, R up and with gates 1 + gate, each blocks [t, h]; a flat tuple."""
+    """Weights of the query side, [M, C, T] in memory, in float32: R down, R up and with gates 1 + gate, each blocks
+    [t, h]; a flat tuple."""
     out = ()
-    if F & 1:
+    if QUERY & F:
         for c in tl.static_range(2 * R):
-            channel = load_heads(p_w + c * stride_c, stride_h, o_t, m_t, 0.0, M, H0, H1)
+            channel = load_heads(p_w + c * T, C * T, o_t, m_t, 0.0, M, H0, H1)
             for i in tl.static_range(1 + (H1 > 0)):
                 out = out + (channel[i].to(tl.float32),)
-        if F & 8:
-            gate = load_heads(p_w + 2 * R * stride_c, stride_h, o_t, m_t, 0.0, M, H0, H1)
+        if GATE & F:
+            gate = load_heads(p_w + 2 * R * T, C * T, o_t, m_t, 0.0, M, H0, H1)
             for i in tl.static_range(1 + (H1 > 0)):
                 out = out + (1.0 + gate[i].to(tl.float32),)
     return out
@@ -179,7 +183,7 @@ def load_side(
 def load_matrix(p_m, F: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
     """M(s): its blocks [h, h'], row by row; empty without a key side and a static projection."""
     out = ()
-    if F & 6:
+    if (KEY | STATIC) & F:
         for i in tl.static_range(1 + (H1 > 0)):
             for j in tl.static_range(1 + (H1 > 0)):
                 o_m = head_ids(i, H0, H1)[:, None] * (H0 + H1) + head_ids(j, H0, H1)[None, :]
@@ -192,7 +196,7 @@ def turned_matrix(m, dtype: tl.constexpr, F: tl.constexpr, H1: tl.constexpr):
     """The transpose of M(s) in another dtype."""
     NB: tl.constexpr = 1 + (H1 > 0)
     out = ()
-    if F & 6:
+    if (KEY | STATIC) & F:
         for i in tl.static_range(NB):
             for j in tl.static_range(NB):
                 block = tl.trans(m[j * NB + i])
@@ -208,7 +212,7 @@ def hidden(x, w, first: tl.constexpr, F: tl.constexpr, R: tl.constexpr, H1: tl.c
     """The query side's hidden map: Σ_h x · w[first + r], R of [t, 1]. `first` is 0 for down, R for up."""
     NB: tl.constexpr = 1 + (H1 > 0)
     out = ()
-    if F & 1:
+    if QUERY & F:
         for r in tl.static_range(R):
             total = tl.sum(x[0] * w[(first + r) * NB], 1)
             if H1 > 0:
@@ -231,12 +235,12 @@ def composed(x, wide, w, hid, m, first: tl.constexpr, F: tl.constexpr, R: tl.con
     out = ()
     for j in tl.static_range(NB):
         y = wide[j]
-        if F & 1:
-            if F & 8:
+        if QUERY & F:
+            if GATE & F:
                 y = y * w[2 * R * NB + j]
             for r in tl.static_range(R):
                 y += w[(first + r) * NB + j] * hid[r]
-        if F & 6:
+        if (KEY | STATIC) & F:
             for i in tl.static_range(NB):
                 y = add_product(y, x[i], m[i * NB + j])
         out = out + (y,)
@@ -246,7 +250,7 @@ def composed(x, wide, w, hid, m, first: tl.constexpr, F: tl.constexpr, R: tl.con
 @triton.jit
 def side_channels(F: tl.constexpr, R: tl.constexpr):
     """How many channels a stage's query side has."""
-    return (F & 1) * (2 * R + (F & 8) // 8)
+    return (QUERY & F) // QUERY * (2 * R + (GATE & F) // GATE)
 
 
 @triton.jit
@@ -259,14 +263,14 @@ def add_side_grads(grads, x, grad, hid, grad_hid, F: tl.constexpr, R: tl.constex
     """
     NB: tl.constexpr = 1 + (H1 > 0)
     out = ()
-    if F & 1:
+    if QUERY & F:
         for r in tl.static_range(R):
             for j in tl.static_range(NB):
                 out = out + (grads[r * NB + j] + x[j] * grad_hid[r],)
         for r in tl.static_range(R):
             for j in tl.static_range(NB):
                 out = out + (grads[(R + r) * NB + j] + grad[j] * hid[r],)
-        if F & 8:
+        if GATE & F:
             for j in tl.static_range(NB):
                 out = out + (grads[2 * R * NB + j] + x[j] * grad[j],)
     return out

@@ -3,6 +3,9 @@
     M(s)[h, h'] = Σ_r down_k[r, h] · up_k[r, h'] + (h = h') gate_k[h] + static[h, h']
 
 Programs have B_S keys of one group of heads; B_H is a power of two that holds all heads.
+
+The weights are read where they lie, in the order of a generator or behind a cache's keys and values: [B, Hkv, REP,
+channels, S] of any strides.
 """
 # mypy: disable-error-code="no-untyped-def, assignment"
 # (arguments of kernels have no types in Python; the annotations there are Triton's)
@@ -10,53 +13,65 @@ Programs have B_S keys of one group of heads; B_H is a power of two that holds a
 import triton
 import triton.language as tl
 
-from .heads import intervals, span
+from .heads import GATE, KEY, STATIC, intervals, span
 from .precision import rounded
 
 
 @triton.jit
-def _load_channel(p_w, stride_w, o_s, m_s, o_h, M: tl.constexpr):
-    """A channel of the key side's weights: [s, h] in float32."""
-    mask = m_s[:, None] & (o_h < M)[None, :]
-    return tl.load(p_w + o_h[None, :] * stride_w + o_s[:, None], mask=mask, other=0.0).to(tl.float32)
+def _side_tile(p_w, i_bg, o_s, o_h, G, rep, stride_wb, stride_wh, stride_wr, stride_ws, M: tl.constexpr):
+    """Where the first channel of a group's heads and some keys lies: pointers [s, h]."""
+    o_h = i_bg % G * M + o_h  # of all query heads, in 64 bits
+    p_head = p_w + i_bg // G * stride_wb + (o_h // rep * stride_wh + o_h % rep * stride_wr)[None, :]
+    return p_head + o_s[:, None].to(tl.int64) * stride_ws
 
 
 @triton.jit
-def _store_channel(p_w, grad, stride_w, o_s, m_s, o_h, M: tl.constexpr, ADD: tl.constexpr):
+def _grad_tile(p_w, i_bg, o_s, o_h, S, M: tl.constexpr, C: tl.constexpr):
+    """The same in the gradients, which are contiguous."""
+    return p_w + i_bg * M * C * S + o_h[None, :] * (C * S) + o_s[:, None]
+
+
+@triton.jit
+def _load_channel(p_tile, mask):
+    """A channel of the key side's weights: [s, h] in float32."""
+    return tl.load(p_tile, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_channel(p_tile, grad, mask, ADD: tl.constexpr):
     """Stores [s, h] as a channel of the gradients, or adds it to what is there."""
-    p_tile, mask = p_w + o_h[None, :] * stride_w + o_s[:, None], m_s[:, None] & (o_h < M)[None, :]
     if ADD:
         grad += tl.load(p_tile, mask=mask, other=0.0).to(tl.float32)
-    tl.store(p_tile, rounded(grad, p_w.dtype.element_ty), mask=mask)
+    tl.store(p_tile, rounded(grad, p_tile.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def expand_kernel(
-    p_wk, p_static, p_m, stride_w, G, S, s_0, n_s,
+    p_wk, p_static, p_m, stride_wb, stride_wh, stride_wr, stride_wc, stride_ws, G, rep, S, s_0, n_s,
     F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr,
 ):  # fmt: skip
     """M(s) of a stage for the keys of a chunk: p_m [B·G, n_s, HP, HP], zeros beyond the M heads.
 
     Args:
-        p_wk: the stage's channels of the key side's weights, [B·H, ..., S].
+        p_wk: the key side's weights.
         p_static: [G, M, M], from row to column.
     """
     i_s, i_bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_s, o_h = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_H)
-    m_s = o_s + s_0 < S
-    p_wk += i_bg * M * stride_w + s_0
+    m_side = (o_s + s_0 < S)[:, None] & (o_h < M)[None, :]
     out = tl.zeros([B_S, B_H, B_H], tl.float32)  # [s, h, h']
-    if F & 4:
+    if STATIC & F:
         mask = (o_h < M)[:, None] & (o_h < M)[None, :]
         static = tl.load(p_static + i_bg % G * M * M + o_h[:, None] * M + o_h[None, :], mask=mask, other=0.0)
         out += static.to(tl.float32)[None, :, :]
-    if F & 2:
+    if KEY & F:
+        p_tile = _side_tile(p_wk, i_bg, s_0 + o_s, o_h, G, rep, stride_wb, stride_wh, stride_wr, stride_ws, M)
         for r in tl.static_range(R):
-            down = _load_channel(p_wk + r * S, stride_w, o_s, m_s, o_h, M)
-            up = _load_channel(p_wk + (R + r) * S, stride_w, o_s, m_s, o_h, M)
+            down = _load_channel(p_tile + r * stride_wc, m_side)
+            up = _load_channel(p_tile + (R + r) * stride_wc, m_side)
             out += down[:, :, None] * up[:, None, :]
-        if F & 8:
-            gate = _load_channel(p_wk + 2 * R * S, stride_w, o_s, m_s, o_h, M)
+        if GATE & F:
+            gate = _load_channel(p_tile + 2 * R * stride_wc, m_side)
             out += tl.where((o_h[:, None] == o_h[None, :])[None, :, :], gate[:, :, None], 0.0)
     p_out = p_m + (i_bg * n_s + o_s)[:, None, None] * (HP * HP) + o_h[None, :, None] * HP + o_h[None, None, :]
     mask = (o_s < n_s)[:, None, None] & (o_h < HP)[None, :, None] & (o_h < HP)[None, None, :]
@@ -65,16 +80,17 @@ def expand_kernel(
 
 @triton.jit
 def project_kernel(
-    p_gm, p_wk, p_gwk, p_gstatic, p_first, p_last, stride_ib, stride_w, n_bg, G, S, t_0, n_t, s_0, n_s, factor,
-    F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr,
-    B_T: tl.constexpr, TURNED: tl.constexpr, ADD: tl.constexpr,
+    p_gm, p_wk, p_gwk, p_gstatic, p_first, p_last, stride_ib,
+    stride_wb, stride_wh, stride_wr, stride_wc, stride_ws, n_bg, G, rep, S, t_0, n_t, s_0, n_s, factor,
+    F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr,
+    B_S: tl.constexpr, B_T: tl.constexpr, TURNED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of M(s) over the tiles of queries, in their order, and takes them back to what makes M(s).
 
     Args:
         p_gm: their parts, [tiles of B_T queries, B·G, n_s, HP, HP]; with TURNED as columns by rows. A tile has written
             those of the keys that any of its queries sees.
-        p_gwk: gradients of the stage's channels, like p_wk; with ADD they are added to what is there.
+        p_gwk: gradients of p_wk, [B, Hkv, REP, C, S] contiguous; with ADD they are added to what is there.
         p_gstatic: parts of the gradient of the static projection, [programs of keys, B·G, M, M].
         factor: of all gradients.
     """
@@ -98,18 +114,19 @@ def project_kernel(
         p_part = p_gm + (i_t * n_bg + i_bg) * n_s * (HP * HP)
         grad += tl.load(p_part + o_m, mask=is_seen[:, None, None] & m_h, other=0.0).to(tl.float32)
     grad *= factor
-    if F & 4:
+    if STATIC & F:
         o_static = o_h[:, None] * M + o_h[None, :]
         mask = (o_h < M)[:, None] & (o_h < M)[None, :]
         tl.store(p_gstatic + (i_s * n_bg + i_bg) * M * M + o_static, tl.sum(grad, 0), mask=mask)
-    if F & 2:
-        p_wk += i_bg * M * stride_w + s_0
-        p_gwk += i_bg * M * stride_w + s_0
+    if KEY & F:
+        m_side = m_s[:, None] & (o_h < M)[None, :]
+        p_tile = _side_tile(p_wk, i_bg, s_0 + o_s, o_h, G, rep, stride_wb, stride_wh, stride_wr, stride_ws, M)
+        p_grad = _grad_tile(p_gwk, i_bg, s_0 + o_s, o_h, S, M, C)
         for r in tl.static_range(R):
-            down = _load_channel(p_wk + r * S, stride_w, o_s, m_s, o_h, M)
-            up = _load_channel(p_wk + (R + r) * S, stride_w, o_s, m_s, o_h, M)
-            _store_channel(p_gwk + r * S, tl.sum(grad * up[:, None, :], 2), stride_w, o_s, m_s, o_h, M, ADD)
-            _store_channel(p_gwk + (R + r) * S, tl.sum(grad * down[:, :, None], 1), stride_w, o_s, m_s, o_h, M, ADD)
-        if F & 8:
+            down = _load_channel(p_tile + r * stride_wc, m_side)
+            up = _load_channel(p_tile + (R + r) * stride_wc, m_side)
+            _store_channel(p_grad + r * S, tl.sum(grad * up[:, None, :], 2), m_side, ADD)
+            _store_channel(p_grad + (R + r) * S, tl.sum(grad * down[:, :, None], 1), m_side, ADD)
+        if GATE & F:
             diagonal = tl.where((o_h[:, None] == o_h[None, :])[None, :, :], grad, 0.0)
-            _store_channel(p_gwk + 2 * R * S, tl.sum(diagonal, 2), stride_w, o_s, m_s, o_h, M, ADD)
+            _store_channel(p_grad + 2 * R * S, tl.sum(diagonal, 2), m_side, ADD)

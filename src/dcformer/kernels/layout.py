@@ -1,0 +1,128 @@
+"""What composition a call of the kernels has: flags, layout, and the weights as operators take them.
+
+Shared by prefill and decoding, kernels included. Imports no Triton.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import torch
+
+from ..compose_dcformer import ComposeWeights
+from .limits import require_supported
+
+
+class Part(IntFlag):
+    """What a stage composes with, as flags of all kernels. A low rank has none: R is 0 without one."""
+
+    QUERY = 1
+    KEY = 2
+    STATIC = 4
+    GATE = 8  # of the sides that there are
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What composition there is.
+
+    Attributes:
+        pre, post: flags of the stages, of `Part`.
+        groups: G.
+        rank: R; 0 for no low rank.
+    """
+
+    pre: int
+    post: int
+    groups: int = 1
+    rank: int = 0
+
+    @classmethod
+    def of(cls, weights: Sequence[torch.Tensor | None], groups: int) -> "Layout":
+        """The layout of six tensors, see `schemas`."""
+        channels = max((w.shape[-2] for i, w in enumerate(weights) if w is not None and i % 3 < 2), default=0)
+        flags = [0, 0]
+        for i, weight in enumerate(weights):
+            if weight is not None:
+                flags[i // 3] |= (Part.QUERY, Part.KEY, Part.STATIC)[i % 3]
+                flags[i // 3] |= Part.GATE if i % 3 < 2 and channels % 2 else 0
+        return cls(int(flags[0]), int(flags[1]), groups, channels // 2)
+
+    @property
+    def channels(self) -> int:
+        """Channels of a stage, side and head."""
+        return 2 * self.rank + bool((self.pre | self.post) & Part.GATE)
+
+
+def packed_weights(
+    pre: ComposeWeights | None, post: ComposeWeights | None, key_heads: int
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Weights as operators take them, those that there are, and their places; see `schemas`. Copies nothing that comes
+    from a generator or a cache."""
+    found: list[torch.Tensor | None] = []
+    for weights in (pre or ComposeWeights(), post or ComposeWeights()):
+        query = None if weights.query is None else weights.query.by_head.contiguous()
+        key = None if weights.key is None else weights.key.packed
+        if key is not None and key.dim() == 4:
+            key = key.unflatten(1, (key_heads, -1))  # [B, Hkv, H / Hkv, channels, S]
+        found += [query, key, None if weights.static is None else weights.static.contiguous()]
+    return [w for w in found if w is not None], [i for i, w in enumerate(found) if w is not None]
+
+
+def six(weights: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor | None]:
+    """The tensors of `packed_weights` at their places, None where there is none."""
+    found: list[torch.Tensor | None] = [None] * 6
+    for place, weight in zip(places, weights, strict=True):
+        found[place] = weight
+    return found
+
+
+def check_weights(
+    pre: ComposeWeights | None, post: ComposeWeights | None, query: torch.Tensor, key: torch.Tensor
+) -> int | None:
+    """Refuses composition weights that do not fit queries [B, H, T, D] and keys [B, Hkv, S, D].
+
+    Returns:
+        G; None without composition.
+
+    Raises:
+        ValueError: naming what does not fit, and beyond `unsupported_reason`.
+    """
+    (batch, heads, queries, _), (_, key_heads, keys, _) = query.shape, key.shape
+    stages = {name: weights for name, weights in (("pre", pre), ("post", post)) if weights is not None}
+    groups = {weights.groups for weights in stages.values()}
+    for name, weights in stages.items():
+        if weights.groups < 1 or heads % weights.groups:
+            raise ValueError(f"{name}.groups={weights.groups} must divide the number of heads, {heads}.")
+    if len(groups) > 1:
+        numbers = " and ".join(str(weights.groups) for weights in stages.values())
+        raise ValueError(f"pre and post have {numbers} groups of heads: expected the same number.")
+    channels: dict[str, int] = {}
+    for name, weights in stages.items():
+        for kind, side, count in (("query", weights.query, queries), ("key", weights.key, keys)):
+            if side is None:
+                continue
+            packed = side.packed
+            (*front, channels[f"{name}.{kind}"], tokens), split = packed.shape, (key_heads, heads // key_heads)
+            fits = front in ([batch, heads], [batch, *split]) and tokens == count and packed.is_floating_point()
+            if not fits:
+                raise ValueError(
+                    f"{name}.{kind} holds {packed.dtype} {tuple(packed.shape)}: expected floating point [B, H, "
+                    f"channels, N] = ({batch}, {heads}, channels, {count}). Make the weights from the same tokens as "
+                    f"the {'queries' if kind == 'query' else 'keys'}."
+                )
+        size = heads // weights.groups
+        if weights.static is not None and tuple(weights.static.shape) != (weights.groups, size, size):
+            raise ValueError(
+                f"{name}.static is {tuple(weights.static.shape)}: expected [G, M, M] = {(weights.groups, size, size)}."
+            )
+    if len(set(channels.values())) > 1:
+        raise ValueError(
+            f"{', '.join(channels)} have {', '.join(str(n) for n in channels.values())} channels: expected the same "
+            "parts (down and up, a gate, or all three) and one rank."
+        )
+    require_supported(rank=max([0, *channels.values()]) // 2)
+    return groups.pop() if groups else None
+
+
+__all__ = ["Layout", "Part", "check_weights", "packed_weights", "six"]

@@ -1,0 +1,226 @@
+"""The kernels' operators as PyTorch knows them: names, arguments, shapes of results, who has gradients.
+
+Imports torch and nothing else, so a graph can be traced where there is no Triton. What computes them is registered by
+the modules that launch kernels: `ops`, `decode` and `generator`.
+
+All take composition weights in one form: `weights`, those that there are of six tensors, and at the end of the integers
+`plan` their places among the six. First come those of the stage before the softmax, then those of the one after it:
+    0, 3    query side, [B, H, channels, T], contiguous
+    1, 4    key side, [B, Hkv, H / Hkv, channels, S], of any strides: it may lie behind cached keys and values
+    2, 5    static projection, [G, M, M], contiguous
+A head's channels are R `down`, R `up` and one gate, in this order, those that there are; their number tells which.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+DEVICES = ("cpu", "cuda")  # that have kernels: the interpreter's and the compiler's
+
+
+def _kernel(name: str) -> RuntimeError:
+    return RuntimeError(f"dcformer::{name} has no kernel for this device, or dcformer.kernels is not in use.")
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("dcformer::composed_attention", mutates_args=())
+def attention_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    bounds: torch.Tensor,
+    plan: Sequence[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Composed attention of many queries.
+
+    Args:
+        query, key, value: [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, DV]; the last dimension contiguous.
+        weights: see above.
+        bounds: the first key that each query sees, and the one after the last, int32 [2, B or 1, T].
+        plan: G; low and high of `launch.Visibility`; chunk_bytes, -1 for None; places of the weights.
+        scale: factor of the scores.
+
+    Returns:
+        output [B, H, T, DV], and log-sum-exp in base 2 [B, H, T]. Differentiable in the first four arguments.
+    """
+    raise _kernel("composed_attention")
+
+
+@attention_op.register_fake
+def _(query, key, value, *args):
+    batch, heads, length, _ = query.shape
+    out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
+    return out, query.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+@torch.library.custom_op("dcformer::composed_attention_backward", mutates_args=())
+def attention_backward_op(
+    grad_out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    bounds: torch.Tensor,
+    plan: Sequence[int],
+    scale: float,
+) -> list[torch.Tensor]:
+    """Gradients of query, key, value and each of the weights, in their dtypes.
+
+    Args:
+        grad_out: of the output [B, H, T, DV].
+        lse: the log-sum-exp that `attention_op` returned.
+        Others: those of `attention_op`.
+    """
+    raise _kernel("composed_attention_backward")
+
+
+@attention_backward_op.register_fake
+def _(grad_out, lse, query, key, value, weights, *args):
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value, *weights)]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, key, value, weights, bounds, *ctx.numbers = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], query, key, value, bounds, *weights)
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple:
+    lse, query, key, value, bounds, *weights = ctx.saved_tensors
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    grads = attention_backward_op(grad_out, lse, query, key, value, weights, bounds, *ctx.numbers)
+    return (*grads[:3], grads[3:], None, None, None)
+
+
+attention_op.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("dcformer::composed_decode", mutates_args=())
+def decode_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    visible: torch.Tensor | None,
+    plan: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    """Composed attention of a few queries. Has no gradients.
+
+    Args:
+        query, key, value, weights, scale: as for `attention_op`.
+        visible: bool [B or 1, 1, T, S], which keys each query sees; None for all.
+        plan: G; the most splits of the keys to make, -1 for a choice; places of the weights.
+
+    Returns:
+        [B, T, H, DV].
+    """
+    raise _kernel("composed_decode")
+
+
+@decode_op.register_fake
+def _(query, key, value, *args):
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+
+
+# --- weight generators ------------------------------------------------------------------------------------------------
+
+
+def generated_shape(
+    hidden: torch.Tensor | None, gates: torch.Tensor | None, generators: int, rank: int
+) -> tuple[int, int, int, int, int]:
+    """[C, B, H, channels, N] from the pre-activations: H is that of the rank under tensor parallelism."""
+    if hidden is not None:
+        batch, length, columns = hidden.shape
+        columns = columns // (2 * rank)
+    else:
+        assert gates is not None
+        batch, length, columns = gates.shape
+    return generators, batch, columns // generators, 2 * rank + (gates is not None), length
+
+
+@torch.library.custom_op("dcformer::generate_weights", mutates_args=())
+def generate_weights_op(
+    hidden: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    qkw: torch.Tensor | None,
+    stages: int,
+    sides: int,
+    heads_per_group: int,
+    rank: int,
+    approximate: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """From the pre-activations of the first layer to the weights of all generators.
+
+    Args:
+        hidden: [B, N, G·C·K], or None without low-rank projections.
+        gates: [B, N, G·C·M], or None without gates.
+        qkw: [G·C·K, K] in the dtype of `hidden`, or None as that is.
+        stages, sides: how many there are; C is their product.
+        heads_per_group: M.
+        rank: R, 0 without low-rank projections.
+        approximate: GELU's flavour as torch names it, "none" (erf) or "tanh".
+        dtype: that of the result.
+
+    Returns:
+        [C, B, H, channels, N], contiguous, generators by stage and then side. Differentiable in the three tensors.
+    """
+    raise _kernel("generate_weights")
+
+
+@generate_weights_op.register_fake
+def _(hidden, gates, qkw, stages, sides, heads_per_group, rank, approximate, dtype):
+    source = hidden if hidden is not None else gates
+    return torch.empty(generated_shape(hidden, gates, stages * sides, rank), dtype=dtype, device=source.device)
+
+
+@torch.library.custom_op("dcformer::generate_packed", mutates_args=("rows_0", "rows_1"))
+def generate_packed_op(
+    hidden: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    qkw: torch.Tensor | None,
+    rows_0: torch.Tensor,
+    rows_1: torch.Tensor | None,
+    sides: int,
+    heads_per_group: int,
+    rank: int,
+    approximate: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """As `generate_weights_op`, but the key side goes to the channels behind keys and values. Has no gradients.
+
+    Args:
+        rows_0, rows_1: filled: [B, Hkv, N, channels of a cache] of the first and the second stage that there are;
+            H / Hkv times a head's channels, up to the multiple of 8.
+        Others: those of `generate_weights_op`.
+
+    Returns:
+        [stages, B, H, channels, N], the query side's weights; empty if there is no query side.
+    """
+    raise _kernel("generate_packed")
+
+
+@generate_packed_op.register_fake
+def _(hidden, gates, qkw, rows_0, rows_1, sides, heads_per_group, rank, approximate, dtype):
+    stages = 1 + (rows_1 is not None)
+    _, *shape = generated_shape(hidden, gates, stages * sides, rank)
+    return torch.empty((stages * (sides - 1), *shape), dtype=dtype, device=rows_0.device)
+
+
+__all__ = [
+    "DEVICES",
+    "attention_backward_op",
+    "attention_op",
+    "decode_op",
+    "generate_packed_op",
+    "generate_weights_op",
+    "generated_shape",
+]
