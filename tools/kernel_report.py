@@ -181,7 +181,7 @@ def attention_specs(
     lse = torch.empty(1, heads, length, device="meta")
     grads = [None if t is None else torch.empty_like(t, dtype=torch.float32) for t in weights]
     problem._forward_chunk(chunk, q, lse)
-    problem._backward_chunk(chunk, q, lse, Gradients(q, q, q, grads))
+    problem._backward_chunk(chunk, q, lse, None, Gradients(q, q, q, grads))
     return problem.specs
 
 

@@ -148,7 +148,7 @@ def test_products_in_32_bits_stay_below_2_to_the_31(name, calls):
         part._forward_chunk(chunk, out, lse)
         grads = [torch.empty(t.shape, dtype=torch.float32, device="meta") for t in (part.q, part.k, part.v)]
         rest = [t if t is None else torch.empty(t.shape, device="meta") for t in part.weights]
-        part._backward_chunk(chunk, out, lse, launch.Gradients(*grads, rest))
+        part._backward_chunk(chunk, out, lse, None, launch.Gradients(*grads, rest))
     names = {f"{name}_kernel" for name in ("scores", "lse", "compose", "values", "keys", "back_1", "back_0")}
     assert {kernel for kernel, _, _ in calls} >= names
     for kernel, grid, values in calls:

@@ -7,6 +7,7 @@ that of the dtype, and of the log-sum-exp, from which the kernels make weights a
 
 import dataclasses
 import itertools
+import logging
 import math
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from kernel_device import DEVICE
 
 from dcformer import ComposeWeights, SideWeights, compose
 from dcformer.attention_dcformer import eager_attention
-from dcformer.kernels import composed_attention, launch, ops, schemas
+from dcformer.kernels import composed_attention, launch, ops, overflow, schemas
 from dcformer.kernels.launch import Problem, Visibility
 from dcformer.kernels.layout import Layout, Part, packed_weights, six
 from dcformer.kernels.triton.compose import join_kernel
@@ -286,6 +287,76 @@ def test_log_sum_exp():
     assert lse[1].eq(torch.inf).all() and out[1].eq(0).all()
 
 
+@pytest.mark.parametrize("name", ["everything", "grouped-query", "chunks of the batch", "nothing seen"])
+def test_gradients_of_log_sum_exps(name, monkeypatch):
+    """Of output and log-sum-exp together, and of the latter alone, against the definition in float64."""
+    case = CASES[name]
+    if case.chunk:
+        monkeypatch.setattr(launch, "FIRST_CHUNK", case.chunk)
+    visible = case.visible().to(DEVICE)
+    seen = visible.any(-1)  # [B, 1, T]: elsewhere the log-sum-exp is infinite
+    factors = torch.linspace(-1, 1, case.length, device=DEVICE)
+
+    def exact(dtype, share):
+        def attend(query, key, value, pre, post):
+            keys = key.repeat_interleave(case.heads // key.shape[1], dim=1)
+            composed = compose(query @ keys.transpose(2, 3) * case.dim**-0.5, pre).masked_fill(~visible, -torch.inf)
+            lse = torch.where(seen[..., None], composed, 0.0).logsumexp(-1)
+            total = (torch.where(seen, lse, 0.0) * factors.to(dtype)).sum()
+            return eager(case)(query, key, value, pre, post) * share + total
+
+        return run(case, dtype, attend)
+
+    def ours(share):
+        def attend(query, key, value, pre, post):
+            out, lse = composed_attention(query, key, value, pre, post, return_lse=True, **case.options())
+            return out * share + (torch.where(seen, lse, 0.0) * factors).sum()
+
+        return run(case, torch.float32, attend)
+
+    for share in (1.0, 0.0):
+        truth, found = exact(torch.float64, share), ours(share)
+        for part, expected in truth.items():
+            error = (found[part].double() - expected).abs().max()
+            assert error <= 2e-6 * expected.abs().max(), (share, part, error, expected.abs().max())
+
+
+def test_scores_beyond_float16_are_noticed_once(monkeypatch, caplog):
+    """They are cut off once; from then on scores are kept in bfloat16, forward and backward."""
+    monkeypatch.setattr(overflow, "_wide", set())
+    monkeypatch.setattr(overflow, "_watches", {})
+    monkeypatch.setattr(overflow.logger, "propagate", True, raising=False)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("dcformer"), "propagate", True)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
+    composed_attention(query, key, value)
+    assert not overflow.needs_bfloat16(query.device) and not caplog.records
+    query, key = query * 300, key * 300
+    exact = attention_of(query, key, value)
+    first = composed_attention(query, key, value)
+    for _ in range(200):  # a GPU is not waited for
+        if overflow.needs_bfloat16(query.device):
+            break
+        composed_attention(query, key, value)
+    assert overflow.needs_bfloat16(query.device)
+    inputs = [t.clone().requires_grad_() for t in (query, key, value)]
+    second = composed_attention(*inputs)
+    second.float().sum().backward()
+    assert len([record for record in caplog.records if "keep scores in bfloat16" in record.message]) == 1
+    assert all(t.grad.isfinite().all() for t in inputs)
+    # so far apart, the largest score takes it all, unless some were cut off to the same number
+    errors = [(out.double() - exact).abs().max() for out in (first, second.detach())]
+    assert errors[1] < 0.02 < errors[0], errors
+
+
+def attention_of(query, key, value):
+    """Plain causal attention in float64."""
+    scores = query.double() @ key.double().transpose(2, 3) * query.shape[3] ** -0.5
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value.double()
+
+
 def test_log_sum_exps_of_many_parts_are_joined():
     """40 of them, in loads of 16; some queries see nothing of a tile, one nothing at all."""
     parts = (5 * torch.randn(40, 6, 20)).masked_fill(torch.rand(40, 6, 20) < 0.3, -torch.inf)
@@ -348,7 +419,7 @@ def test_operators_are_well_made():
     torch.library.opcheck(schemas.attention_op, args, test_utils=tests)
     args, grad, lse = _operator_inputs(requires_grad=False)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(schemas.attention_backward_op, (grad, lse, *args), test_utils=tests)
+    torch.library.opcheck(schemas.attention_backward_op, (grad, lse, lse, *args), test_utils=tests)
 
 
 def test_compiles_to_one_graph():
@@ -484,6 +555,11 @@ ERRORS = {
     "the same parts": (
         (_tensors(1, 2, 5, 16),) * 3,
         {"pre": ComposeWeights(SideWeights(_tensors(1, 2, 1, 5)), SideWeights(_tensors(1, 2, 2, 5)))},
+    ),
+    "expected one dtype": ((_tensors(1, 2, 5, 16), *(_tensors(1, 2, 5, 16, dtype=torch.bfloat16),) * 2), {}),
+    "weights are on .*meta.*: expected one device": (
+        (_tensors(1, 2, 5, 16),) * 3,
+        {"pre": ComposeWeights(SideWeights(torch.zeros(1, 2, 5, 5, device="meta")))},
     ),
     "static is": ((_tensors(1, 2, 5, 16),) * 3, {"post": ComposeWeights(static=_tensors(1, 3, 3))}),
 }

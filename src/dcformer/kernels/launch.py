@@ -21,6 +21,7 @@ import torch
 import triton
 
 from .layout import Layout, Part
+from .overflow import LARGEST, look, mark_of
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, power_of_2, round_up
 from .triton.backward import back_0_kernel, back_1_kernel
@@ -39,7 +40,6 @@ _MOST_PROGRAMS = 65535  # along a grid's second and third axis
 _JOINED = 64  # queries whose log-sum-exps one program joins
 _MOST_INT32 = 2**31 - 1
 _LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
-_LARGEST = 60000.0  # of a score in float16, times log2(e)
 _PARTS = (512, 256, 128, 64)  # keys of a program, the first with which there are enough programs
 
 # name in `tuning` -> kernel and constants of its own
@@ -111,6 +111,7 @@ class Problem:
         scale: factor of the scores.
         chunk_bytes: bound of the memory that the maps of a chunk take, above what the smallest chunk needs:
             128 queries of one sequence. None for 256 MiB, or 1/64 of the device's memory where that is more.
+        is_wide: keep scores in bfloat16 and not in float16, see `overflow`; those of float32 stay float32.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Problem:
         layout: Layout,
         scale: float,
         chunk_bytes: int | None = None,
+        is_wide: bool = False,
     ):
         self.q, self.k, self.v, self.weights = query, key, value, weights
         self.visibility, self.layout, self.scale = visibility, layout, scale
@@ -130,7 +132,9 @@ class Problem:
         self.S, self.DV, self.kv_heads = key.shape[2], value.shape[3], key.shape[1]
         self.G, self.M = layout.groups, self.H // layout.groups
         self.heads = head_blocks(self.M)
-        self.score_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
+        self.score_dtype = torch.bfloat16 if is_wide else torch.float16
+        if query.dtype == torch.float32:
+            self.score_dtype = torch.float32
         is_cuda = query.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(query.device) if is_cuda else (9, 0)
         self.arch = 10 * major + minor
@@ -219,6 +223,7 @@ class Problem:
             part = Problem(
                 self.q[rows], self.k[rows], self.v[rows], _of_rows(self.weights, rows), seen, self.layout, self.scale,
                 self.chunk_bytes,
+                self.score_dtype == torch.bfloat16,
             )  # fmt: skip
             part.trial = self.trial
             yield rows, part
@@ -343,7 +348,8 @@ class Problem:
         self._launch(
             scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, scale=scale, largest=largest,
             **_strides("a", a, "bhs"), **_strides("b", b, "bht"), **product_constants("scores", a.shape[3], tile),
-            STEP=max(self.step, tile.b_t),
+            STEP=max(self.step, tile.b_t), MARK=largest < torch.inf,
+            p_mark=mark_of(out.device) if largest < torch.inf else None,
         )  # fmt: skip
 
     def _fill_values(
@@ -419,7 +425,7 @@ class Problem:
     def _make_scores(self, chunk: Chunk) -> torch.Tensor:
         """The map of scores times log2(e), [B, H, n_s, n_p]."""
         scores = self._new_map(chunk, self.score_dtype)
-        largest = _LARGEST if self.score_dtype == torch.float16 else torch.inf
+        largest = LARGEST if self.score_dtype == torch.float16 else torch.inf
         self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, largest)
         return scores
 
@@ -427,7 +433,9 @@ class Problem:
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, H, T, DV] (a view of [B, T, H, DV]) and log-sum-exp [B, H, T] in float32, base 2."""
-        return self._searched("forward", self._forward)
+        found = self._searched("forward", self._forward)
+        look(self.q.device)
+        return found
 
     def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         out = self._new(self.B, self.T, self.H, self.DV, dtype=self.q.dtype).transpose(1, 2)
@@ -460,14 +468,14 @@ class Problem:
         grid = (n_bh, ceil_div(chunk.n_t, _JOINED))
         self._launch(join_kernel, grid, chunk, p_parts=parts, p_lse=lse, n_parts=n_parts, B_P=16, B_T=_JOINED)
 
-    def backward(self, grad_out: torch.Tensor, lse: torch.Tensor) -> Gradients:
-        """Gradients from that of the output [B, H, T, DV] and the saved log-sum-exp.
+    def backward(self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None = None) -> Gradients:
+        """Gradients from those of the output [B, H, T, DV] and of the log-sum-exp [B, H, T], and the saved log-sum-exp.
 
         Every sum has one owner and one order: the result does not change from run to run.
         """
-        return self._searched("backward", partial(self._backward, grad_out, lse))
+        return self._searched("backward", partial(self._backward, grad_out, lse, grad_lse))
 
-    def _backward(self, grad_out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+    def _backward(self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None) -> Gradients:
         def zeros(like: torch.Tensor) -> torch.Tensor:
             return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
@@ -486,11 +494,14 @@ class Problem:
         )  # fmt: skip
         with self._surroundings():
             for rows, part in self._rows(chunks, maps=3) if chunks else ():
+                grad_rows = None if grad_lse is None else grad_lse[rows]
                 for chunk in chunks:
-                    part._backward_chunk(chunk, grad_out[rows], lse[rows], grads.at(rows))
+                    part._backward_chunk(chunk, grad_out[rows], lse[rows], grad_rows, grads.at(rows))
         return grads
 
-    def _backward_chunk(self, chunk: Chunk, grad_out: torch.Tensor, lse: torch.Tensor, grads: Gradients) -> None:
+    def _backward_chunk(
+        self, chunk: Chunk, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None, grads: Gradients
+    ) -> None:
         """Adds a chunk to the gradients; writes those of its queries."""
         pre, post = self._matrices(chunk)
         scores = self._make_scores(chunk)
@@ -512,6 +523,8 @@ class Problem:
         delta, *mass = sums.sum(0)  # [B, H, n_t]
         if mass:
             delta = torch.where(mass[0] > 0, delta / mass[0], 0.0)
+        if grad_lse is not None:  # base 2; its derivative by a composed score is a weight over ln 2
+            delta = delta - grad_lse[:, :, chunk.t_0 : chunk.t_0 + chunk.n_t] / _LN_2
         n_parts = self._parts("back_0", chunk)[0]
         self._back(0, chunk, grads, n_parts, p_scores=scores, p_delta=delta, factor=_LN_2, **tensors)
         self._fill_values(chunk, maps, self.k, grads.query, self.scale)

@@ -19,6 +19,7 @@ from .decode import composed_decode
 from .launch import FAR, Problem, Visibility
 from .layout import Layout, check_weights, packed_weights, six
 from .limits import MAX_QUERIES, require_supported, unsupported_reason
+from .overflow import needs_bfloat16
 from .schemas import DEVICES, attention_backward_op, attention_op
 
 logger = logging.get_logger(__name__)
@@ -36,11 +37,11 @@ def _problem(
     scale: float,
 ) -> Problem:
     """What the operators' arguments stand for."""
-    groups, low, high, chunk_bytes, *places = plan
+    groups, low, high, chunk_bytes, is_wide, *places = plan
     given, (first, last) = six(weights, places), bounds.unbind()
     return Problem(
         query, key, value, given, Visibility(first, last, low, high), Layout.of(given, groups), scale,
-        None if chunk_bytes < 0 else chunk_bytes,
+        None if chunk_bytes < 0 else chunk_bytes, bool(is_wide),
     )  # fmt: skip
 
 
@@ -50,8 +51,10 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @attention_backward_op.register_kernel(DEVICES)
-def _backward(grad_out: torch.Tensor, lse: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
-    grads = _problem(*arguments).backward(grad_out, lse)
+def _backward(
+    grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None, *arguments: Any
+) -> list[torch.Tensor]:
+    grads = _problem(*arguments).backward(grad_out, lse, grad_lse)
     found = [grads.query, grads.key, grads.value, *(grad for grad in grads.weights if grad is not None)]
     query, key, value, weights, *_ = arguments
     return [grad.to(like.dtype) for grad, like in zip(found, (query, key, value, *weights), strict=True)]
@@ -96,7 +99,7 @@ def composed_attention(
         cu_seqlens: int [documents + 1]: bounds of packed documents, which do not see each other; tokens outside all see
             nothing. Needs B = 1, T = S.
         visible: (first, last), int [B or 1, T]: query t sees keys first <= s < last at most, besides the above.
-        return_lse: return the log-sum-exp of the composed scores too; no gradient flows through it.
+        return_lse: return the log-sum-exp of the composed scores too, differentiable like the output.
         chunk_bytes: bound of the memory that the maps and tiles of a chunk of queries take, above what 64 queries of
             one sequence need; None for 256 MiB, or 1/64 of the device's memory where that is more.
 
@@ -136,7 +139,8 @@ def composed_attention(
 
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     weights, places = packed_weights(pre, post, key.shape[1])
-    plan = [groups, low, high, -1 if chunk_bytes is None else chunk_bytes, *places]
+    is_wide = int(needs_bfloat16(query.device))
+    plan = [groups, low, high, -1 if chunk_bytes is None else chunk_bytes, is_wide, *places]
     out, lse = attention_op(query, key, value, weights, bounds, plan, dim**-0.5 if scale is None else scale)
     return (out, lse * math.log(2)) if return_lse else out
 
@@ -162,6 +166,9 @@ def _check(
         )
     if key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype.")
+    weights = [w for stage in (pre, post) if stage is not None for w in stage.tensors()]
+    if len(devices := {str(t.device) for t in (query, key, value, *weights)}) > 1:
+        raise ValueError(f"query, key, value and weights are on {', '.join(sorted(devices))}: expected one device.")
     require_supported(device=query.device, dtype=query.dtype, head_dim=max(dim, value.shape[3]))
     if sliding_window is not None and (not causal or sliding_window < 1):
         raise ValueError(f"sliding_window={sliding_window} must be at least 1, and needs causal=True.")

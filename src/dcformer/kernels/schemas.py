@@ -42,11 +42,12 @@ def attention_op(
         query, key, value: [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, DV]; the last dimension contiguous.
         weights: see above.
         bounds: the first key that each query sees, and the one after the last, int32 [2, B or 1, T].
-        plan: G; low and high of `launch.Visibility`; chunk_bytes, -1 for None; places of the weights.
+        plan: G; low and high of `launch.Visibility`; chunk_bytes, -1 for None; 1 to keep scores in bfloat16, not
+            float16; places of the weights.
         scale: factor of the scores.
 
     Returns:
-        output [B, H, T, DV], and log-sum-exp in base 2 [B, H, T]. Differentiable in the first four arguments.
+        output [B, H, T, DV], and log-sum-exp in base 2 [B, H, T]. Both are differentiable in the first four arguments.
     """
     raise _kernel("composed_attention")
 
@@ -62,6 +63,7 @@ def _(query, key, value, *args):
 def attention_backward_op(
     grad_out: torch.Tensor,
     lse: torch.Tensor,
+    grad_lse: torch.Tensor | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -75,27 +77,30 @@ def attention_backward_op(
     Args:
         grad_out: of the output [B, H, T, DV].
         lse: the log-sum-exp that `attention_op` returned.
+        grad_lse: of that one, [B, H, T]; None where nothing depends on it.
         Others: those of `attention_op`.
     """
     raise _kernel("composed_attention_backward")
 
 
 @attention_backward_op.register_fake
-def _(grad_out, lse, query, key, value, weights, *args):
+def _(grad_out, lse, grad_lse, query, key, value, weights, *args):
     return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value, *weights)]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, weights, bounds, *ctx.numbers = inputs
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], query, key, value, bounds, *weights)
 
 
-def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple:
+def _differentiate(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple:
     lse, query, key, value, bounds, *weights = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = query.new_zeros((*query.shape[:3], value.shape[3]))
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    grads = attention_backward_op(grad_out, lse, query, key, value, weights, bounds, *ctx.numbers)
+    grads = attention_backward_op(grad_out, lse, grad_lse, query, key, value, weights, bounds, *ctx.numbers)
     return (*grads[:3], grads[3:], None, None, None)
 
 

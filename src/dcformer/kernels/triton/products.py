@@ -31,15 +31,15 @@ def _load_map(p_map, o_s, o_t, n_s, n_p):
 
 @triton.jit
 def scores_kernel(
-    p_a, p_b, p_map, p_first, p_last,
+    p_a, p_b, p_map, p_mark, p_first, p_last,
     stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_map: tl.int64,
     H, rep, S, t_0, n_t, n_p, s_0, n_s, scale, largest,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, STEP: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, STEP: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
     """map[s, t] = scale · (a[s] · b[t]), within ±largest: scores of keys and queries, dW of values and dO.
 
-    Keys that none of STEP queries sees are left alone; STEP is a multiple of B_T, and of that of the kernels of
-    composition.
+    With MARK, p_mark becomes 1 where a number is beyond. Keys that none of STEP queries sees are left alone; STEP is a
+    multiple of B_T, and of that of the kernels of composition.
     """
     i_s, i_t, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -58,6 +58,9 @@ def scores_kernel(
         b = _load_states(p_b, stride_bt, t_0 + o_t, m_t, o_d, D)  # [t, d]
         total = add_product(total, a, tl.trans(b))
     total *= scale
+    if MARK:
+        if tl.max(tl.abs(total)) > largest:
+            tl.store(p_mark, 1)  # all that store, store the same
     total = tl.where(total > largest, largest, tl.where(total < -largest, -largest, total))  # NaN stays
     p_tile = p_map + i_bh * stride_map + o_s[:, None] * n_p + o_t[None, :]
     tl.store(p_tile, rounded(total, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])

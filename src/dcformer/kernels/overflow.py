@@ -1,0 +1,75 @@
+"""Scores that float16 cannot hold: the kernels cut them off, this module notices, says so once and has bfloat16 used.
+
+The kernel that makes scores leaves a mark on its device. It is read without waiting for the device, so a few more calls
+may pass until it is seen. Imports no Triton.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+LARGEST = 60000.0  # of a score in float16, times log2(e)
+_EVERY = 64  # calls between two looks at a GPU, after the first few
+_FIRST = 8
+
+
+@dataclass
+class _Watch:
+    """A device's mark, int32 [1], and the copy of it that is under way."""
+
+    mark: torch.Tensor
+    copy: torch.Tensor | None = None
+    event: torch.cuda.Event | None = None
+    calls: int = 0
+
+
+_watches: dict[torch.device, _Watch] = {}
+_wide: set[str] = set()  # names of devices: graphs that are traced depend on it
+
+
+def needs_bfloat16(device: torch.device) -> bool:
+    """Whether scores on a device are to be kept in bfloat16: some were too large for float16."""
+    return str(device) in _wide
+
+
+def mark_of(device: torch.device) -> torch.Tensor:
+    """Where kernels leave their mark: they store 1 when they cut off a score."""
+    watch = _watches.get(device)
+    if watch is None:
+        watch = _watches[device] = _Watch(torch.zeros(1, dtype=torch.int32, device=device))
+    return watch.mark
+
+
+def look(device: torch.device) -> None:
+    """Looks whether a score was cut off; to be called after kernels were launched. Never waits for a GPU."""
+    watch = _watches.get(device)
+    if watch is None or needs_bfloat16(device):
+        return
+    if device.type != "cuda":
+        seen = bool(watch.mark)
+    elif torch.cuda.is_current_stream_capturing():
+        return
+    elif watch.event is None or watch.copy is None:
+        watch.calls += 1
+        if watch.calls <= _FIRST or watch.calls % _EVERY == 0:
+            watch.copy = torch.empty(1, dtype=torch.int32, pin_memory=True).copy_(watch.mark, non_blocking=True)
+            watch.event = torch.cuda.Event()
+            watch.event.record(torch.cuda.current_stream(device))
+        return
+    elif watch.event.query():
+        seen, watch.event = bool(watch.copy), None
+    else:
+        return
+    if seen:
+        _wide.add(str(device))
+        logger.warning(
+            f"attention scores on {device} went beyond what float16 holds (±{LARGEST / 1.4426950408889634:,.0f}) and "
+            "were cut off there. From now on the kernels keep scores in bfloat16, which is less exact. Models with "
+            "norms of queries and keys (qk_norm=True) have no such scores."
+        )
+
+
+__all__ = ["LARGEST", "look", "mark_of", "needs_bfloat16"]
