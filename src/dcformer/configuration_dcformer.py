@@ -14,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from .compose_dcformer import ComposeFields
-from .legacy_dcformer import is_authors_config, native_fields, undecided_fields
+from .hub_config_dcformer import is_hub_config, native_fields, undecided_fields
 from .parallel_dcformer import tensor_parallel_plan
 from .peft_dcformer import register_peft_targets
 from .presets_dcformer import PRESETS
@@ -154,7 +154,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
-        if is_authors_config(kwargs):
+        if is_hub_config(kwargs):
             raise ValueError(
                 f"{sorted({'dim', 'n_layer', 'n_head'} & set(kwargs))} are keys of the authors' configurations: use "
                 f"{type(self).__name__}.from_dict or from_pretrained, which read them."
@@ -226,7 +226,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             ValueError: when the configuration with its overrides describes no model.
         """
         undecided: tuple[str, ...] = ()
-        if is_authors_config(config_dict):
+        if is_hub_config(config_dict):
             undecided = undecided_fields(config_dict | kwargs)
             config_dict = native_fields(config_dict)
         layer_pattern = kwargs.pop("layer_pattern", None)

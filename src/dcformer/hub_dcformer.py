@@ -33,8 +33,10 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .hub_config_dcformer import is_hub_config
 from .layouts_dcformer import (
     HUB_IGNORED,
+    HUB_STATIC,
     STORED_GENERATORS,
     TensorLayout,
     foreign_shape,
@@ -42,7 +44,6 @@ from .layouts_dcformer import (
     hub_layouts,
     to_native,
 )
-from .legacy_dcformer import is_authors_config
 
 logger = logging.get_logger(__name__)
 
@@ -195,7 +196,6 @@ def stored_generators(layout: TensorLayout, shape: Iterable[int], config: DCForm
 # --- what the files hold, before they are loaded ----------------------------------------------------------------------
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-_STATIC = re.compile(r"layers\.\d+\.attention\.dyn_w_proj\.(pre|post)_proj\.w")
 _HUB_NAMED = re.compile(r"tok_embeddings\.weight|layers\.\d+\.(attention|feed_forward)\..*")
 
 
@@ -217,7 +217,7 @@ class StoredWeights:
         stored = cls()
         for name, shape, read in tensors:
             stored.shapes[name] = shape
-            if not stored.has_static and _STATIC.fullmatch(name):
+            if not stored.has_static and HUB_STATIC.fullmatch(name):
                 stored.has_static = not _is_identity(read())
         return stored
 
@@ -347,7 +347,7 @@ def with_authors_config(
         config_dict, _ = config_class.get_config_dict(source, **_hub_arguments(arguments))
     except (OSError, ValueError):
         return arguments  # Transformers reports it, or finds the configuration elsewhere (that of an adapter's base)
-    if not is_authors_config(config_dict):
+    if not is_hub_config(config_dict):
         return arguments
     # as Transformers does: whatever names a field of the configuration goes there, the rest stays
     kept = {"dtype", "torch_dtype", "quantization_config", "trust_remote_code", "config", *_HUB_ARGUMENTS}

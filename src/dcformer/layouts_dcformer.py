@@ -244,11 +244,14 @@ def hub_layouts(mlp_type: str) -> list[TensorLayout]:
     return layouts
 
 
-# Stored there and not used: merged duplicates of the weight generators, which may be stale.
+# Stored but unused: merged duplicates of the weight generators, which may be stale.
 HUB_IGNORED = re.compile(r"layers\.\d+\.attention\.dyn_w_proj\.(dw_m|qkw_m|sw)")
+# Static projections; a model without them stores identity matrices under these names.
+HUB_STATIC = re.compile(r"layers\.\d+\.attention\.dyn_w_proj\.(pre|post)_proj\.w")
 
 __all__ = [
     "HUB_IGNORED",
+    "HUB_STATIC",
     "STORED_GENERATORS",
     "TensorLayout",
     "compose_layouts",
