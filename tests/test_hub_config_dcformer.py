@@ -252,5 +252,5 @@ def test_hub_torch_dtype():
 
 
 def test_the_reference_lists_the_hub_keys():
-    documented = " ".join(row[0] for row in documented_rows("Keys of the published checkpoints"))
+    documented = " ".join(row[0] for row in documented_rows("Keys of the hub format"))
     assert set(re.findall(r"`([^`]+)`", documented)) == {*HUB_KEYS, "architectures"}

@@ -289,10 +289,14 @@ def test_dtypes(fails, tmp_path):
 
 
 def test_folders_that_hold_no_model(fails, tmp_path):
-    shutil.copytree(CHECKPOINT, tmp_path / "damaged")
-    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
-    message = fails(model_name_or_path=str(tmp_path / "damaged"))
-    assert f"error: --model_name_or_path {tmp_path / 'damaged'}: cannot be loaded (KeyError: 'added_tokens')" in message
+    damaged = shutil.copytree(CHECKPOINT, tmp_path / "damaged")
+    (damaged / "model.safetensors").unlink()
+    (damaged / "pytorch_model.bin").write_bytes(b"noise")
+    message = fails(model_name_or_path=str(damaged))
+    assert f"error: --model_name_or_path {damaged}: {damaged / 'pytorch_model.bin'} is damaged" in message
+    (damaged / "tokenizer.json").write_text("{}")
+    message = fails(model_name_or_path=str(damaged))
+    assert f"error: --model_name_or_path {damaged}: {damaged / 'tokenizer.json'} is damaged" in message
     (tmp_path / "empty").mkdir()
     assert "empty: Unrecognized model" in fails(model_name_or_path=str(tmp_path / "empty"))
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
+from ..errors import ConversionError
+from ..loading import LOADING_ERRORS, damaged_file
 from .checkpoint import Checkpoint
 
 # What decides a model's outputs besides its tensors.
@@ -154,9 +154,9 @@ def compare_logits(
     for folder in (first, second):
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-        except (OSError, RuntimeError, SafetensorError, *CONFIG_ERRORS) as error:
-            raise_bug(error)
-            raise ConversionError(f"{folder} cannot be loaded as a model ({error}).") from error
+        except LOADING_ERRORS as error:
+            reason = damaged_file(folder, error) or error
+            raise ConversionError(f"{folder} cannot be loaded as a model ({reason}).") from error
         size = model.config.vocab_size
         if ids is None:
             ids = torch.randint(0, size, (1, num_tokens), generator=torch.Generator().manual_seed(seed))

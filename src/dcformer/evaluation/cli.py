@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 import dcformer  # registers the model types: `--model hf` loads them without remote code
 
-from ..errors import CONFIG_ERRORS, DCFormerError, first_line, raise_bug
+from ..errors import DCFormerError, first_line, raise_bug
+from ..loading import LOADING_ERRORS, damaged_file
 from .items import FILE_KEY, NUM_SHOTS, EvaluationError, read_paper_file
 
 TASKS_FOLDER = Path(__file__).resolve().parent / "tasks"
@@ -59,11 +60,11 @@ def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> No
     try:
         config = AutoConfig.from_pretrained(source, **where)
         tokenizer = AutoTokenizer.from_pretrained(named, **where)
-    except (OSError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
+    except LOADING_ERRORS as error:
+        reason = damaged_file(source, error) or damaged_file(named, error) or first_line(error)
         raise EvaluationError(
             f"--model_args pretrained={source}: expected a folder (or a name on the Hub) with config.json and a "
-            f"tokenizer, or tokenizer=FOLDER beside it ({first_line(error)})"
+            f"tokenizer, or tokenizer=FOLDER beside it ({reason})"
         ) from error
     if not isinstance(config, dcformer.DCFormerConfig):
         return

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
-from ..errors import CONFIG_ERRORS, ConversionError, DCFormerError, first_line, raise_bug
+from ..errors import ConversionError, DCFormerError, first_line
+from ..loading import LOADING_ERRORS, damaged_file
 from ..remote_code import export_remote_code
 from .card import model_card, read_results
 
@@ -68,10 +68,10 @@ def write_hub_folder(
     source = os.fspath(model)
     try:
         config = AutoConfig.from_pretrained(source)
-    except (OSError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
+    except LOADING_ERRORS as error:
+        reason = damaged_file(source, error) or first_line(error)
         raise HubFolderError(
-            f"{source} has no readable configuration ({first_line(error)}): expected a folder written by "
+            f"{source} has no readable configuration ({reason}): expected a folder written by "
             "save_pretrained, or the name of a model on the Hub."
         ) from error
     if not isinstance(config, DCFormerConfig):
@@ -81,9 +81,10 @@ def write_hub_folder(
         )
     try:
         both: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", output_loading_info=True)
-    except (OSError, RuntimeError, SafetensorError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
-        raise HubFolderError(f"{source} cannot be loaded: {first_line(error)}") from error
+    except LOADING_ERRORS as error:
+        raise HubFolderError(
+            f"{source} cannot be loaded: {damaged_file(source, error) or first_line(error)}"
+        ) from error
     loaded, info = both
     if missing := sorted(info["missing_keys"]):
         raise HubFolderError(
@@ -108,12 +109,13 @@ def write_hub_folder(
 def _save_tokenizer(source: str, folder: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
+    except LOADING_ERRORS as error:
+        damaged = damaged_file(source, error)
         if (Path(source) / "tokenizer.json").is_file():
+            reason = damaged or f"{type(error).__name__}: {first_line(error)}"
             raise HubFolderError(
-                f"the tokenizer of {source} cannot be read ({type(error).__name__}: {first_line(error)}): replace it, "
-                "or take tokenizer.json out of the folder."
+                f"the tokenizer of {source} cannot be read ({reason}): replace it, or take tokenizer.json out of the "
+                "folder."
             ) from error
         print(f"no tokenizer is saved: {first_line(error)}", file=sys.stderr)
         return

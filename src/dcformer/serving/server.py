@@ -3,6 +3,7 @@
 ``python -m dcformer.serving`` is the same. Bad requests are refused with their reason (`requests`).
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import dcformer  # registers the model types: the server loads them without remote code
 
 from ..errors import first_line
+from ..loading import LOADING_ERRORS, damaged_file
 from .requests import SOMETIMES_IGNORED, RequestChecks
 
 _PROGRAM = "dcformer-serve"
@@ -54,10 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _own_application():
             app(args=arguments, prog_name=_PROGRAM, standalone_mode=True)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, *LOADING_ERRORS) as error:
+        damaged = (damaged_file(argument, error) for argument in arguments if os.path.isdir(argument))
+        reason = next(filter(None, damaged), None) or first_line(error)
         print(
-            f"error: {_PROGRAM} {' '.join(arguments)}: {first_line(error)} - expected a folder (or a name on the Hub) "
-            "with model and tokenizer, and options that fit them.",
+            f"error: {_PROGRAM} {' '.join(arguments)}: {reason} - expected a folder (or a name on the Hub) with model "
+            "and tokenizer, and options that fit them.",
             file=sys.stderr,
         )
         return 1

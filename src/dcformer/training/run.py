@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from datasets import IterableDataset
 from jinja2 import TemplateError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,8 +25,9 @@ from transformers.utils import cached_file
 from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from ..analysis import num_parameters
-from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
+from ..errors import DCFormerError, refused
 from ..kernels import unsupported_reason
+from ..loading import LOADING_ERRORS, damaged_file
 from .arguments import DataArguments, ModelArguments, NewModelArguments, TrainingConfig, paper_learning_rate, parse
 from .data import Rows, check_adapters, check_output, check_tokenised, check_tokenizer, longest, make_data
 from .resume import SetupRecord, check_setup, setup_of
@@ -122,15 +122,15 @@ def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrai
 
 
 def _load(option: str, auto_class: Any, name: str, **arguments: Any) -> Any:
-    """`from_pretrained`; its error for a missing name gives the option and both places that were searched."""
+    """`from_pretrained`; errors name the option and the damaged file, or both places where a name was searched."""
     try:
         return auto_class.from_pretrained(name, **arguments)
-    except (OSError, RuntimeError, ImportError, SafetensorError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
-        if isinstance(error, AttributeError | KeyError | TypeError):  # their words alone say little
-            error = ValueError(f"cannot be loaded ({type(error).__name__}: {error})")
+    except (ImportError, *LOADING_ERRORS) as error:
+        reason: object = damaged_file(name, error) or error
+        if isinstance(reason, AttributeError | KeyError | TypeError):  # their words alone say little
+            reason = f"cannot be loaded ({type(error).__name__}: {error})"
         if Path(name).exists():
-            raise DCFormerError(f"{option} {name}: {error}") from error
+            raise DCFormerError(f"{option} {name}: {reason}") from error
         raise FileNotFoundError(
             f"{option} {name}: no such file or folder, and not found on the Hub by that name either: {error}"
         ) from error
