@@ -278,7 +278,7 @@ def test_contradictions(maxtext, given):
         ('{"window_size": [4, 8]}', "one number for all local layers"),
         ('{"sliding_window": "many"}', "not valid"),
         ('{"compose_act": "relu"}', "not valid.*compose_act"),
-        ('{"norm_eps": "abc"}', "norm_eps='abc' is no number"),
+        ('{"norm_eps": "abc"}', "norm_eps='abc' is not a number"),
         ('{"query_wise": true}', "query_wise means one thing"),
         ('{"mlp_activations": ["tanh", "linear"]}', "mlp_activations"),
     ],

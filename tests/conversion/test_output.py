@@ -158,7 +158,7 @@ def test_the_source_is_not_replaced(native, pax, kind, tmp_path, monkeypatch):
     sources = [source, tmp_path / "link", "."] + [f"file://{source}"] * (kind == "native")
     for output in (source, tmp_path / "run", tmp_path / "link", ".", source / ".." / "source"):
         for spelling in sources:
-            with pytest.raises(ConversionError, match="holds the checkpoint that is converted"):
+            with pytest.raises(ConversionError, match="holds the checkpoint to convert"):
                 convert(kind, spelling, output, overwrite=True)
     assert contents(tmp_path) == before
     convert(kind, source, tmp_path / "run" / "source2")  # only its name begins alike

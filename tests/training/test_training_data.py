@@ -230,7 +230,7 @@ def test_output(fails, tmp_path):
     message = fails(output_dir=str(tmp_path / "used"))
     assert "already holds checkpoint-4: continue with --resume_from_checkpoint last" in message
     message = fails(output_dir=str(tmp_path / "used"), resume_from_checkpoint=str(tmp_path / "used" / "checkpoint-4"))
-    assert "no whole checkpoint at" in message
+    assert "is not a complete checkpoint" in message
     assert "output_dir is not set: name a folder" in fails(output_dir="")
     message = fails(output_dir=str(CHECKPOINT), resume_from_checkpoint="last")
     assert "is the model to train: choose another with --output_dir" in message
@@ -262,7 +262,7 @@ def test_newest_whole_checkpoint(tmp_path, capsys):
         (tmp_path / "checkpoint-12" / name).rename(tmp_path / "away")
         assert check_output(training) == str(tmp_path / "checkpoint-4")
         printed = capsys.readouterr().out
-        assert f"checkpoint-12 is skipped: it has no {part} to read\n" in printed and "goes on from" in printed
+        assert f"checkpoint-12 is skipped: it has no readable {part}\n" in printed and "continues from" in printed
         (tmp_path / "away").rename(tmp_path / "checkpoint-12" / name)
     (tmp_path / "checkpoint-12" / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model-2.safetensors"}}'
@@ -270,7 +270,10 @@ def test_newest_whole_checkpoint(tmp_path, capsys):
     (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()
     assert check_output(training) is None
     printed = capsys.readouterr().out
-    assert "no model-2.safetensors" in printed and "has no whole checkpoint: training starts from the beg" in printed
+    assert (
+        "no readable model-2.safetensors" in printed
+        and "has no complete checkpoint: training starts from the beg" in printed
+    )
 
 
 def test_optimizers_and_schedules_that_cannot_be_made(fails):

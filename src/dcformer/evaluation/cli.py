@@ -1,4 +1,4 @@
-"""What ``dcformer-eval`` adds to lm-eval: DCFormer is registered, this package's tasks are found, errors come early."""
+"""What ``dcformer-eval`` adds to lm-eval: DCFormer's registration, this package's tasks, and early errors."""
 
 import argparse
 import copy
@@ -30,7 +30,7 @@ _PAPER_TASKS = {"dcformer_synthetic", *(f"dcformer_synthetic_{num_shots}shot" fo
 _HF_MODELS = ("hf", "hf-auto", "huggingface")  # lm-eval's names of one class
 
 
-# --- what lm-eval would find late, or never ---------------------------------------------------------------------------
+# --- checks that lm-eval makes late, or never ------------------------------------------------------------------------
 
 
 def _add_tasks(args: argparse.Namespace, own: str | list[str] | None) -> None:
@@ -48,7 +48,7 @@ def _check_batch_size(batch_size: Any) -> None:
 
 
 def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> None:
-    """What configuration and tokenizer tell about one of our models: they are read before its weights."""
+    """Checks a model of this package by its configuration and tokenizer, before its parameters are loaded."""
     source = model_args.get("pretrained")
     if not source:
         raise EvaluationError("no model: add --model_args pretrained=FOLDER (or a name on the Hub)")
@@ -73,7 +73,7 @@ def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> No
         raise EvaluationError(
             f"--model_args max_length={asked}: expected 1 to {longest}, the model's max_position_embeddings"
         )
-    # Added tokens are left out: a model may do without those at the end, such as runs of spaces.
+    # Added tokens do not count: a model may lack those at the end, such as runs of spaces.
     if tokenizer.vocab_size > config.vocab_size and "peft" not in model_args:
         raise EvaluationError(
             f"the tokenizer of {named} has {tokenizer.vocab_size} tokens, the model a vocabulary of "
@@ -87,7 +87,7 @@ def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> No
 
 
 def _check_output(path: str | os.PathLike) -> None:
-    """Makes the folder of the results and writes there: where lm-eval cannot, it only warns, at the end."""
+    """Checks that the results folder can be written: lm-eval would only warn, at the end."""
     folder = Path(path).parent if Path(path).suffix == ".json" else Path(path)  # as lm-eval has it
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def _check_output(path: str | os.PathLike) -> None:
 
 
 def _check(options: Any) -> None:
-    """Looks at lm-eval's configuration of a run (`EvaluatorConfig`) before lm-eval loads the model."""
+    """Checks lm-eval's configuration of a run (`EvaluatorConfig`) before lm-eval loads the model."""
     tasks = [options.tasks] if isinstance(options.tasks, str) else options.tasks
     names = [name for task in tasks or () for name in str(task).split(",")]
     if not names:
@@ -125,7 +125,7 @@ def _prepare(args: argparse.Namespace) -> None:
             _add_tasks(args, args.include_path)
         return
     args.tasks = [name for name in args.tasks or () if name]
-    with redirect_stdout(io.StringIO()):  # with --config it prints all values, as it will again when it runs
+    with redirect_stdout(io.StringIO()):  # with --config it prints all values, and does so again when it runs
         options = EvaluatorConfig.from_cli(copy.deepcopy(args))
     _add_tasks(args, options.include_path)
     _check(options)

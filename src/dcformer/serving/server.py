@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 1 with a line that says why the server does not start: its libraries are not installed, the model cannot
-        be loaded, or continuous batching is asked for, which our models refuse: every request would be answered with an
-        internal error. Wrong usage exits with 2.
+        be loaded, or continuous batching is requested. Our models refuse the latter, so that every request would end in
+        an internal error. Wrong usage exits with 2.
     """
     try:
         import typer
@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _own_application() -> Iterator[None]:
-    """In here the server that is built loads our models, lists the models that it answers for, and checks requests.
+    """Within this context, `Serve` builds a server that loads and lists our models, and checks requests.
 
-    `Serve` imports its parts by name when it is called; two of them are replaced meanwhile.
+    `Serve` imports its parts by name when it is called; two of them are replaced for that time.
     """
     from huggingface_hub.errors import CacheNotFound
     from transformers.cli.serving import model_manager, server
@@ -81,7 +81,7 @@ def _own_application() -> Iterator[None]:
     library_manager, library_build = model_manager.ModelManager, server.build_server
 
     class ModelManager(library_manager):  # type: ignore[misc, valid-type]
-        """Loads our causal models by their type; the library's looks classes up by name in `transformers`."""
+        """Loads our causal models by their type; the library's manager looks classes up by name in `transformers`."""
 
         def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
             model, revision = model_id_and_revision.split("@", 1)
@@ -100,7 +100,7 @@ def _own_application() -> Iterator[None]:
             )
 
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            if self.force_model is not None:  # requests for another one are refused
+            if self.force_model is not None:  # requests for other models are refused
                 return [{"id": self.force_model, "object": "model", "created": started, "owned_by": ""}]
             try:
                 return library_manager.get_gen_models(cache_dir)
