@@ -279,9 +279,9 @@ def test_newest_whole_checkpoint(tmp_path, capsys):
 def test_optimizers_and_schedules_that_cannot_be_made(fails):
     message = fails(lr_scheduler_kwargs='{"min_rate": 0.1}')
     assert "error: --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {'min_rate': 0.1}: " in message
-    assert "is not a valid SchedulerType" in fails(lr_scheduler_type="cosin")
+    assert "'cosin'" in fails(lr_scheduler_type="cosin")
     if find_spec("bitsandbytes") is None:
-        assert "error: --optim adamw_bnb_8bit: You need to install `bitsandbytes`" in fails(optim="adamw_bnb_8bit")
+        assert "error: --optim adamw_bnb_8bit: " in fails(optim="adamw_bnb_8bit")
 
 
 def test_dtypes(fails, tmp_path):
@@ -301,7 +301,7 @@ def test_folders_that_hold_no_model(fails, tmp_path):
     message = fails(model_name_or_path=str(damaged))
     assert f"error: --model_name_or_path {damaged}: {damaged / 'tokenizer.json'} is damaged" in message
     (tmp_path / "empty").mkdir()
-    assert "empty: Unrecognized model" in fails(model_name_or_path=str(tmp_path / "empty"))
+    assert f"--model_name_or_path {tmp_path / 'empty'}: " in fails(model_name_or_path=str(tmp_path / "empty"))
 
 
 def test_options_that_contradict(fails):
