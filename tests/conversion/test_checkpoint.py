@@ -194,7 +194,7 @@ def test_layers_that_do_not_repeat_as_blocks_do(params, config, tmp_path):
 def test_outputs_elsewhere_and_inside_the_source(params, tmp_path):
     root = tmp_path / "run"
     write_maxtext(root / "20" / "state", params)
-    with pytest.raises(ConversionError, match="no local folder"):
+    with pytest.raises(ConversionError, match="is not a local folder"):
         convert_jax_to_safetensors(root, "gs://bucket/x", progress=False)
     for output in (root, root / "20", root / "20" / "state"):
         with pytest.raises(ConversionError, match=r"holds the checkpoint to convert"):
