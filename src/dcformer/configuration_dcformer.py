@@ -53,7 +53,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     """Configuration of a DCFormer model: a Transformer whose attention heads are composed dynamically (DCMHA).
 
     The defaults give DCFormer-405M. DCPythia is the same architecture with other settings (`DCPythiaConfig`). Keys of
-    the hub format (`dim`, `n_layer`, `window_type`, ...), that of the authors' repositories, are read, never written.
+    the authors' repositories (the hub format: `dim`, `n_layer`, `window_type`, ...) are read, never written.
 
     Args:
         vocab_size (`int`): number of token ids.
