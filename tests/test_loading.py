@@ -9,6 +9,7 @@ import torch
 from helpers import tiny_config
 
 from dcformer import DCFormerForCausalLM
+from dcformer.hub_dcformer import weight_files
 from dcformer.loading import damaged_file
 from dcformer.publish import main as publish
 from dcformer.synthetic import build_tokenizer
@@ -66,6 +67,8 @@ def test_damaged_index(folders, tmp_path):
     for content in ("{", json.dumps([1])):
         index.write_text(content)
         assert (damaged_file(folder, OSError()) or "").startswith(f"{index} is damaged")
+        with pytest.raises(OSError, match=r"index\.json is damaged"):
+            weight_files(folder, {})
 
 
 def test_bugs_are_not_explained_away(folders):

@@ -260,7 +260,7 @@ def weight_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> list[
             return [file]
         try:
             shards, _ = get_checkpoint_shard_files(path, file, **_hub_arguments(arguments))
-        except (KeyError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise OSError(f"{file} is damaged ({error!r}): copy or download it again.") from error
         for shard in shards:
             if not os.path.isfile(shard):

@@ -292,7 +292,7 @@ def test_models_that_cannot_be_served(tmp_path, monkeypatch, capsys, arguments, 
     os.symlink(REPOSITORY / "checkpoints" / "dcformer-synthetic", tmp_path / "bundled")
     DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path / "without_tokenizer")
     shutil.copytree(tmp_path / "bundled", tmp_path / "damaged", ignore=shutil.ignore_patterns("*.safetensors"))
-    (tmp_path / "damaged" / "pytorch_model.bin").write_bytes(b"noise")
+    (tmp_path / "damaged" / "pytorch_model.bin").touch()
     monkeypatch.setattr("uvicorn.Server.run", lambda _: pytest.fail("the server starts"))
     assert main(arguments) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))

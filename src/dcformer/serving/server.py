@@ -89,15 +89,18 @@ def _own_application() -> Iterator[None]:
             is_gguf = kwargs.get("gguf_file") is not None
             if is_gguf or not isinstance(AutoConfig.from_pretrained(model, **where), dcformer.DCFormerConfig):
                 return super()._load_model(model_id_and_revision, *args, **kwargs)
-            return AutoModelForCausalLM.from_pretrained(
-                model,
-                **where,
-                attn_implementation=self.attn_implementation,
-                dtype=self.dtype,
-                device_map=self.device,
-                quantization_config=self.get_quantization_config(),
-                tqdm_class=kwargs.get("tqdm_class"),
-            )
+            try:
+                return AutoModelForCausalLM.from_pretrained(
+                    model,
+                    **where,
+                    attn_implementation=self.attn_implementation,
+                    dtype=self.dtype,
+                    device_map=self.device,
+                    quantization_config=self.get_quantization_config(),
+                    tqdm_class=kwargs.get("tqdm_class"),
+                )
+            except EOFError as error:  # typer would take it for the end of its own input
+                raise OSError(f"a file of {model} ends too early") from error
 
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
             if self.force_model is not None:  # requests for other models are refused
