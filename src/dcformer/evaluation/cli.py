@@ -116,23 +116,26 @@ def _check(options: Any) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    """Adds this package's tasks to the arguments, and checks those of a run."""
+def _prepare(args: argparse.Namespace) -> str | None:
+    """Adds this package's tasks to the arguments, and checks a run's. Returns the model of Transformers to evaluate."""
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
     if args.command != "run":
         if hasattr(args, "include_path"):  # lm-eval's `ls` and `validate`
             _add_tasks(args, args.include_path)
-        return
+        return None
     args.tasks = [name for name in args.tasks or () if name]
     with redirect_stdout(io.StringIO()):  # with --config it prints all values, and does so again when it runs
         options = EvaluatorConfig.from_cli(copy.deepcopy(args))
     _add_tasks(args, options.include_path)
     _check(options)
-    if options.model in _HF_MODELS and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if options.model not in _HF_MODELS:
+        return None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from .sharing import NAME
 
         args.model = NAME
+    return str(options.model_args["pretrained"])
 
 
 def _is_of_the_evaluation(error: Exception) -> bool:
@@ -143,8 +146,9 @@ def _is_of_the_evaluation(error: Exception) -> bool:
 
 
 def _run(parser: Any, args: argparse.Namespace) -> None:
+    model = None
     try:
-        _prepare(args)
+        model = _prepare(args)
         parser.execute(args)
     except DCFormerError:
         raise
@@ -153,6 +157,8 @@ def _run(parser: Any, args: argparse.Namespace) -> None:
             raise
         raise_bug(error, (Exception,))
         logging.getLogger("lm_eval").debug("before the evaluation", exc_info=True)
+        if model is not None and (damaged := damaged_file(model, error)):
+            raise EvaluationError(f"--model_args pretrained={model}: {damaged}") from error
         raise EvaluationError(
             f"{first_line(error)} ({type(error).__name__}; `dcformer-eval run --help` and `dcformer-eval ls tasks` "
             "list options and tasks, LMEVAL_LOG_LEVEL=debug shows where this was raised)"
