@@ -1,4 +1,4 @@
-"""Fine-tunes a DCFormer on texts or conversations: all weights, or LoRA adapters with --use_peft.
+"""Fine-tunes a DCFormer on texts or conversations: all parameters, or LoRA adapters with --use_peft.
 
     python examples/finetune.py --config examples/configs/finetune_synthetic.yaml --output_dir runs/finetune
     python examples/finetune.py --model_name_or_path FOLDER --data chats.jsonl --assistant_only_loss --output_dir OUT
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         what `dcformer.training.train` returns: the loss and, with held-out rows, their accuracy before and after.
 
     Raises:
-        SystemExit: with one line that says what is wrong, before any training starts.
+        SystemExit: on invalid input, with a line that gives the reason, before training starts.
     """
     try:
         from dcformer.training import prepare_finetuning, run_program

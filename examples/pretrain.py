@@ -1,4 +1,4 @@
-"""Trains a DCFormer of a published shape from scratch on texts or conversations.
+"""Trains a DCFormer of a published size from scratch on texts or conversations.
 
     python examples/pretrain.py --config examples/configs/pretrain_tiny.yaml --output_dir runs/pretrain
     python examples/pretrain.py --preset dcformer-405m --tokenizer FOLDER --data NAME --streaming --max_steps 1000 \
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         what `dcformer.training.train` returns: the loss and, with held-out rows, their accuracy before and after.
 
     Raises:
-        SystemExit: with one line that says what is wrong, before any training starts.
+        SystemExit: on invalid input, with a line that gives the reason, before training starts.
     """
     try:
         from dcformer.training import prepare_pretraining, run_program

@@ -54,7 +54,7 @@ VARIANTS = {
     "full": Variant("full DCMHA (R = 2 and static)", 10.79, {"compose_static": True}),
 }
 PAPER_SYNTHETIC = {"plain": (10.05, 31.9), "r2": (7.36, 39.0)}  # Table 5, 6.9B: perplexity, accuracy in percent
-# (better, worse): what Table 9 says in the large
+# (better, worse): what Table 9 shows at full size
 CLAIMS = (
     ("static", "plain"),
     ("r2", "plain"),
@@ -129,7 +129,7 @@ def make_data(task: str, rows: int) -> tuple[list[dict], list[dict], int]:
 def settings_of(
     task: str, size: str, variant: str, seed: int, steps: int | None = None, learning_rate: float = LEARNING_RATE
 ) -> dict:
-    """What a run is told; a result counts as done when all of it is the same."""
+    """The settings of a run; a stored result is reused only if all of them are equal."""
     what = TASKS[task]
     return {
         "task": task,
@@ -213,7 +213,7 @@ def train(settings: dict, folder: Path) -> dict:
         compute_metrics=mean_scores,
         preprocess_logits_for_metrics=token_scores,
     )
-    trainer.remove_callback(PrinterCallback)  # the progress is that of the whole study
+    trainer.remove_callback(PrinterCallback)  # one progress bar for the whole study
     start = time.perf_counter()
     trained = trainer.train()
     seconds = time.perf_counter() - start
@@ -240,12 +240,12 @@ def read_runs(path: Path) -> list[dict]:
         return json.loads(path.read_text())["runs"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no results.json of this script ({error!r}): move it, or choose another --output"
+            f"{path} is not a results.json of this script ({error!r}): move it, or choose another --output"
         ) from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Writes a file completely or not at all."""
     neighbour = path.with_name(f".{path.name}.tmp")
     neighbour.write_text(text, encoding="utf-8")
     os.replace(neighbour, path)
@@ -419,7 +419,7 @@ def tables(results: dict) -> str:
 
 
 def plot(results: dict, path: Path) -> None:
-    """Loss less that of plain attention with the same seed: the paper's, and each task and size of ours."""
+    """Loss relative to plain attention with the same seed: the paper's, and each task and size of ours."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""Generates with a model whose layers are split over several devices (tensor parallelism), a process for each.
+"""Generates with a model whose layers are split over several devices (tensor parallelism), one process per device.
 
     torchrun --nproc_per_node 2 examples/tensor_parallel.py --model FOLDER --prompt "Once upon a time"
 
@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 import dcformer  # noqa: F401  # registers the model types
 from dcformer.errors import DCFormerError, refused
+from dcformer.loading import LOADING_ERRORS
 
 
 def generate(model: str, prompt: str, max_new_tokens: int) -> str:
@@ -25,15 +26,15 @@ def generate(model: str, prompt: str, max_new_tokens: int) -> str:
     Args:
         model: folder of a checkpoint with a tokenizer, or its name on the Hub.
         prompt: the text.
-        max_new_tokens: tokens to generate at most.
+        max_new_tokens: the most tokens to generate.
 
     Returns:
         What follows the prompt.
 
     Raises:
-        DCFormerError: when there is no such model or tokenizer, or its heads cannot be split over the processes.
+        DCFormerError: when the model or tokenizer cannot be loaded, or heads cannot be split over the processes.
     """
-    with refused(OSError, ValueError):
+    with refused(*LOADING_ERRORS):
         tokenizer = AutoTokenizer.from_pretrained(model)
         loaded = AutoModelForCausalLM.from_pretrained(
             model, dtype="auto", distributed_config=DistributedConfig(tp_plan="auto")

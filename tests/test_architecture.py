@@ -16,7 +16,7 @@ LAYERS = (
     {"errors"},
     {"model"},  # all flat *_dcformer.py files, which remote-code export ships
     {"kernels"},
-    {"analysis", "remote_code"},
+    {"analysis", "loading", "remote_code"},
     {"dcformer"},  # the package's __init__: public names and registration
     {"cache_report", "export", "formats", "recipes", "scaling", "selfcheck", "synthetic"},
     {"conversion"},
@@ -24,7 +24,7 @@ LAYERS = (
 )
 # The flat files, in the same way: each imports those of its own line or of earlier ones.
 MODEL_LAYERS = (
-    {"peft_dcformer", "legacy_dcformer", "presets_dcformer", "parallel_dcformer"},
+    {"peft_dcformer", "hub_config_dcformer", "presets_dcformer", "parallel_dcformer"},
     {"configuration_dcformer", "compose_dcformer"},
     {"masks_dcformer"},
     {"attention_dcformer"},

@@ -124,7 +124,7 @@ def test_foreign_results_are_refused(content, tmp_path, capsys):
     for options in (SMALL, ["--report"]):
         with pytest.raises(SystemExit, match="2"):
             study.main([*options, "--output", str(tmp_path)])
-        assert "results.json is no results.json of this script" in capsys.readouterr().err
+        assert "results.json is not a results.json of this script" in capsys.readouterr().err
     assert (tmp_path / "results.json").read_text() == content
 
 

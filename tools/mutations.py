@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 COMPOSE, CACHE, CONFIG = "compose_dcformer.py", "cache_dcformer.py", "configuration_dcformer.py"
 HUB, LAYOUTS = "hub_dcformer.py", "layouts_dcformer.py"
-LEGACY, PARALLEL, OVERHEAD = "legacy_dcformer.py", "parallel_dcformer.py", "analysis/overhead.py"
+HUB_CONFIG, PARALLEL, OVERHEAD = "hub_config_dcformer.py", "parallel_dcformer.py", "analysis/overhead.py"
 MODEL, ATTENTION = "modeling_dcformer.py", "attention_dcformer.py"
 MASKS, CHUNKED = "masks_dcformer.py", "chunked_dcformer.py"
 
 T_COMPOSE, T_CACHE = "tests/test_compose_dcformer.py::", "tests/test_cache_dcformer.py::"
 T_CONFIG, T_HUB = "tests/test_configuration_dcformer.py::", "tests/test_hub_dcformer.py::"
-T_LEGACY, T_PARALLEL = "tests/test_legacy_dcformer.py::test_legacy_", "tests/test_parallel_dcformer.py::"
+T_HUB_CONFIG, T_PARALLEL = "tests/test_hub_config_dcformer.py::test_hub_", "tests/test_parallel_dcformer.py::"
 T_OVERHEAD = "tests/analysis/test_analysis_overhead.py::"
 T_MODEL, T_ATTENTION = "tests/test_modeling_dcformer.py::", "tests/test_attention_dcformer.py::"
 T_MASKS, T_CHUNKED = "tests/test_masks_dcformer.py::", "tests/test_chunked_dcformer.py::"
@@ -339,54 +339,54 @@ _CONFIGURATION = (
             "undecided fields stored",
             '        fields.pop("undecided_fields", None)\n',
             "",
-            T_LEGACY + "static_projection",
+            T_HUB_CONFIG + "static_projection",
         ),
     )
     + _in(
         "configuration",
-        LEGACY,
+        HUB_CONFIG,
         (
             "query_wise turns off the query side",
             '        fields["compose_key"] = False\n',
             '        fields["compose_query"] = False\n',
-            T_LEGACY + "query_wise_means_no_key_wise_composition",
+            T_HUB_CONFIG + "query_wise_means_no_key_wise_composition",
         ),
         (
             "authors' q/k epsilon from the norms",
             '"qk_norm_eps": 1e-6, ',
             "",
-            T_LEGACY + "norms_gates_biases_and_rope",
+            T_HUB_CONFIG + "norms_gates_biases_and_rope",
         ),
         (
             "a named pattern keeps the window",
-            'fields["sliding_window"] = window if pattern is None else _WINDOW',
+            'fields["sliding_window"] = window if pattern is None else PATTERN_WINDOW',
             'fields["sliding_window"] = window',
-            T_LEGACY + "windows",
+            T_HUB_CONFIG + "windows",
         ),
         (
             "authors' activation of the generators",
             ', "compose_act": "gelu"',
             "",
-            T_LEGACY + "norms_gates_biases_and_rope",
+            T_HUB_CONFIG + "norms_gates_biases_and_rope",
         ),
         (
             "authors' biases in attention only",
             'fields["attention_bias"] = fields["mlp_bias"] = take(',
             'fields["attention_bias"] = take(',
-            T_LEGACY + "norms_gates_biases_and_rope",
+            T_HUB_CONFIG + "norms_gates_biases_and_rope",
         ),
         (
             "authors' number of gates",
-            'take("mgate_dim", 44)',
+            'take("mgate_dim", DEFAULT_GATES)',
             'take("mgate_dim", 40)',
-            T_LEGACY + "norms_gates_biases_and_rope",
+            T_HUB_CONFIG + "norms_gates_biases_and_rope",
         ),
         (
             "undecided although stated",
             "is_stated = any(",
             "is_stated = all(",
-            T_LEGACY + "static_projection",
-            "tests/test_legacy_dcformer.py::test_only_legacy_configurations_leave_fields_undecided",
+            T_HUB_CONFIG + "static_projection",
+            "tests/test_hub_config_dcformer.py::test_only_hub_configurations_leave_fields_undecided",
         ),
     )
     + _in(
@@ -544,8 +544,8 @@ _HUB = _in(
     ),
     (
         "the last static projection decides",
-        "if not stored.has_static and _STATIC.fullmatch(name):",
-        "if _STATIC.fullmatch(name):",
+        "if not stored.has_static and HUB_STATIC.fullmatch(name):",
+        "if HUB_STATIC.fullmatch(name):",
         T_HUB + "test_one_real_projection_in_any_shard_is_enough",
     ),
     ("rank is the number of rows", '"compose_rank": rows // 2', '"compose_rank": rows', FOLDERS + "[rank]"),
@@ -559,14 +559,14 @@ _HUB = _in(
         "undecided after the tensors have told",
         "    config.undecided_fields = ()\n",
         "",
-        T_LEGACY + "static_projection",
+        T_HUB_CONFIG + "static_projection",
     ),
     (
         "decided by the tensors although stated",
         "for name in config.undecided_fields:",
         "for name in fields:",
-        T_LEGACY + "static_projection",
-        "tests/test_legacy_dcformer.py::test_only_legacy_configurations_leave_fields_undecided",
+        T_HUB_CONFIG + "static_projection",
+        "tests/test_hub_config_dcformer.py::test_only_hub_configurations_leave_fields_undecided",
     ),
     (
         "authors' checkpoint without a tensor accepted",

@@ -1,8 +1,8 @@
 """What composition adds to the bytes that a cache holds for each token: `python -m dcformer.cache_report`.
 
-Key-wise composition weights ride behind the keys and values they belong to, as extra channels
-(`DCFormerConfig.compose_cache_channels`). The table holds, for each preset, the bytes of one token in all layers,
-counted from the configuration, and those of one layer, measured in a real `DynamicCache` that such a layer filled.
+Key-wise composition weights are stored behind the keys and values they belong to, as extra channels
+(`DCFormerConfig.compose_cache_channels`). For each preset the table has the bytes of one token in all layers, computed
+from the configuration, and in one layer, measured in a `DynamicCache` that such a layer filled.
 """
 
 import argparse
@@ -22,14 +22,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
     """Bytes that one token takes in the cache, all layers together.
 
-    Local layers are counted as the others; they hold no more than their window of tokens.
+    Local layers are counted like global ones, although they hold at most their window of tokens.
 
     Args:
         config: any DCFormer or DCPythia configuration.
         dtype: dtype of the cached keys and values.
 
     Returns:
-        bytes of plain keys and values, and bytes with composition's channels behind them.
+        bytes of plain keys and values, and bytes with composition's channels added.
     """
     channels = sum(config.compose_cache_channels(stage) for stage in ("pre", "post"))
     numbers = config.num_hidden_layers * config.num_key_value_heads  # of cached rows: one per layer and head
@@ -38,7 +38,7 @@ def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfl
 
 
 def measured_bytes_per_layer(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes that one token takes in one layer of a `DynamicCache`, after a real forward pass of that layer's attention.
+    """Bytes that one token takes in one layer of a `DynamicCache`, after a forward pass of that layer's attention.
 
     The attention has the heads, head dim and composition of `config`, but reads a narrow residual stream, on which the
     cache does not depend.

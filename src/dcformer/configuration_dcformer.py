@@ -14,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from .compose_dcformer import ComposeFields
-from .legacy_dcformer import is_authors_config, native_fields, undecided_fields
+from .hub_config_dcformer import is_hub_config, native_fields, undecided_fields
 from .parallel_dcformer import tensor_parallel_plan
 from .peft_dcformer import register_peft_targets
 from .presets_dcformer import PRESETS
@@ -52,8 +52,8 @@ def _repeat_pattern(pattern: str | list[str], layers: int) -> list[str]:
 class DCFormerConfig(ComposeFields, PreTrainedConfig):
     """Configuration of a DCFormer model: a Transformer whose attention heads are composed dynamically (DCMHA).
 
-    The defaults give DCFormer-405M. DCPythia is the same class of models with other settings (`DCPythiaConfig`). Keys
-    of the authors' published configurations (`dim`, `n_layer`, `window_type`, ...) are read and never written.
+    The defaults give DCFormer-405M. DCPythia is the same architecture with other settings (`DCPythiaConfig`). Keys of
+    the authors' repositories (the hub format: `dim`, `n_layer`, `window_type`, ...) are read, never written.
 
     Args:
         vocab_size (`int`): number of token ids.
@@ -75,24 +75,25 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         qk_norm_eps (`float`, *optional*): its epsilon; `norm_eps` when not given.
         max_position_embeddings (`int`): longest sequence the model was trained for, in tokens.
         rope_parameters (`dict`, *optional*): RoPE type, `rope_theta` and `partial_rotary_factor`, as in Transformers.
-        sliding_window (`int`, *optional*): keys a local layer's query sees, its own included; None for no local layers.
-        layer_types (`list[str]`, *optional*): "sliding_attention" or "full_attention", one per layer. Made from
-            `layer_pattern` when not given.
+        sliding_window (`int`, *optional*): keys that a local layer's query sees, its own included; None without local
+            layers.
+        layer_types (`list[str]`, *optional*): "sliding_attention" or "full_attention", one per layer;
+            by default from `layer_pattern`.
         layer_pattern (`str` or `list[str]`, *optional*, defaults to "LG"): pattern of local and global layers repeated
-            over the depth, such as "LG", "LGLL", "LGL6" or a list. Read only; `layer_types` is what is stored.
+            over the depth, such as "LG", "LGLL", "LGL6" or a list. An argument only: `layer_types` is stored.
         compose_rank (`int`): rank R of the dynamic low-rank projections.
         compose_groups (`int`): groups G of heads; only heads of a group are mixed.
         compose_pre (`bool`): compose scores before the softmax.
-        compose_post (`bool`): compose weights after the softmax.
-        compose_query (`bool`): query-wise branches (weights made from the query's hidden state).
-        compose_key (`bool`): key-wise branches (weights made from the key's hidden state).
+        compose_post (`bool`): compose attention weights after the softmax.
+        compose_query (`bool`): query-wise branches (composition weights computed from the query's hidden state).
+        compose_key (`bool`): key-wise branches (composition weights computed from the key's hidden state).
         compose_projection (`bool`): the dynamic low-rank projections.
         compose_gate (`bool`): the dynamic gates.
         compose_static (`bool`): the static projection; with neither query- nor key-wise branches: talking heads.
         compose_act (`str`): "gelu" (erf, the authors' PyTorch code) or "gelu_pytorch_tanh" (their JAX code).
         attention_dropout (`float`): dropout of the composed attention weights.
-        hidden_dropout (`float`): dropout of what attention and MLP add to the residual stream.
-        initializer_range (`float`): standard deviation of weights outside composition.
+        hidden_dropout (`float`): dropout of the outputs of attention and MLP.
+        initializer_range (`float`): standard deviation of initial parameters outside composition.
         use_cache (`bool`): return a cache for decoding.
         tie_word_embeddings (`bool`): share input and output embeddings.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): special tokens.
@@ -101,7 +102,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     plain Transformer.
 
     Raises:
-        ValueError: on a combination that describes no model; the message names the fields.
+        ValueError: on an invalid combination; the message names the fields.
     """
 
     model_type = "dcformer"
@@ -154,12 +155,12 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
-        if is_authors_config(kwargs):
+        if is_hub_config(kwargs):
             raise ValueError(
-                f"{sorted({'dim', 'n_layer', 'n_head'} & set(kwargs))} are keys of the authors' configurations: use "
+                f"{sorted({'dim', 'n_layer', 'n_head'} & set(kwargs))} are keys of the hub format: use "
                 f"{type(self).__name__}.from_dict or from_pretrained, which read them."
             )
-        # Those that the authors' keys leave to the stored tensors; see `from_dict`. Never stored.
+        # Fields that a hub configuration leaves to the stored tensors; see `from_dict`. Never stored.
         self.undecided_fields: tuple[str, ...] = ()
         layer_pattern = kwargs.pop("layer_pattern", None)
         if self.num_key_value_heads is None:
@@ -181,7 +182,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         self.validate_architecture()  # here too, so that the error is a plain ValueError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a field. Fewer layers keep the types of the first ones; those of the others come back with them."""
+        """Sets a field. Fewer layers keep the first layers' types; raising the number again restores the others."""
         super().__setattr__(name, value)
         if name == "layer_types":
             self.__dict__.pop("_all_layer_types", None)
@@ -217,16 +218,16 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As `PreTrainedConfig.from_dict`, for configurations in this package's keys and in the authors'.
+        """As `PreTrainedConfig.from_dict`, for native configurations and those in the hub format.
 
-        What is overridden has to fit the rest: `num_hidden_layers` below the stored number keeps the types of the first
-        layers, above it needs `layer_types` or `layer_pattern` too.
+        Overrides must fit the stored fields: a smaller `num_hidden_layers` keeps the types of the first layers, a
+        larger one also needs `layer_types` or `layer_pattern`.
 
         Raises:
-            ValueError: when the configuration with its overrides describes no model.
+            ValueError: when the configuration with its overrides is invalid.
         """
         undecided: tuple[str, ...] = ()
-        if is_authors_config(config_dict):
+        if is_hub_config(config_dict):
             undecided = undecided_fields(config_dict | kwargs)
             config_dict = native_fields(config_dict)
         layer_pattern = kwargs.pop("layer_pattern", None)
@@ -239,15 +240,15 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         return loaded
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, in this package's keys."""
-        register_peft_targets(self.model_type)  # PEFT asks for this dictionary just before it looks into its tables
+        """All native fields."""
+        register_peft_targets(self.model_type)  # PEFT calls this just before it reads its tables
         fields = super().to_dict()
         fields.pop("undecided_fields", None)
         fields.pop("_all_layer_types", None)
         return fields
 
     def validate_architecture(self):
-        """Checks that the fields describe a model. Called by Transformers after construction and before saving.
+        """Checks that the fields fit together. Called by Transformers after construction and before saving.
 
         Raises:
             ValueError: naming the fields, their values and what was expected.

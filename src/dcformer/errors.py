@@ -1,6 +1,6 @@
-"""Errors that the user can put right. The command lines show them in one line.
+"""Errors that the user can correct. Command lines print them in one line.
 
-Whatever else is raised is a bug, of this package or of a library, and keeps its traceback.
+Anything else that is raised is a bug, in this package or in a library, and keeps its traceback.
 """
 
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ from importlib.util import find_spec
 
 from huggingface_hub.errors import StrictDataclassError
 
-# What a configuration class raises on values that describe no model; see `raise_bug`.
+# What a configuration class raises on invalid values; see `raise_bug`.
 CONFIG_ERRORS = (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
-# Libraries say with these, too, that they do not take a value. In our own code they are mistakes.
+# Libraries raise these on invalid values as well. In our own code they are mistakes.
 _AMBIGUOUS = (AttributeError, KeyError, RuntimeError, TypeError)
 _OURS = {"dcformer", "dcformer_commands"}
 _LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "lm_eval", "peft", "torch", "transformers", "trl"}
 
 
 class DCFormerError(ValueError):
-    """Input that is refused; the message names the bad value, what was expected and what to do."""
+    """Refused input; the message names the bad value, what was expected and what to do."""
 
 
 class ConversionError(DCFormerError):
@@ -26,16 +26,16 @@ class ConversionError(DCFormerError):
 
 
 class MissingExtraError(DCFormerError, ImportError):
-    """Something that is asked for needs an extra of this package; the message says how to install it."""
+    """The request needs an extra of this package; the message says how to install it."""
 
 
 def require_extra(extra: str, what: str, *modules: str) -> None:
-    """Makes sure that the libraries of an extra are installed, without importing them.
+    """Checks that the libraries of an extra are installed, without importing them.
 
     Args:
         extra: its name in pyproject.toml.
         what: what needs it.
-        modules: top-level modules that it brings.
+        modules: top-level modules that the extra provides.
 
     Raises:
         MissingExtraError: naming the modules that are missing, and the command that installs them.
@@ -45,23 +45,23 @@ def require_extra(extra: str, what: str, *modules: str) -> None:
 
 
 def missing_extra(extra: str, what: str, missing: str) -> MissingExtraError:
-    """The error for an extra that is not there; `missing` names what it would bring."""
+    """The error for a missing extra; `missing` names the absent modules."""
     return MissingExtraError(f'{what} needs {missing}, which is not installed: pip install "dcformer[{extra}]"')
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the traces that libraries append; its type where it says nothing."""
+    """The first line of an error's message, as libraries append traces; its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def raise_bug(error: Exception, kinds: tuple[type[Exception], ...] = _AMBIGUOUS) -> None:
-    """Raises an error again that no bad value explains, for a caller that shows the others in one line.
+    """Re-raises an error that bad input does not explain; the caller then reports the others in one line.
 
     Args:
-        error: as caught around a call of a library with what the user gave. It is a bug when it is none of our refusals
-            and this package, not a library, raised it or called what raised it.
-        kinds: the errors to look at. A `ValueError` or `OSError` of a model file (`*_dcformer.py`) is never a bug:
+        error: caught around a call of a library with the user's input. It counts as a bug if it is not a
+            `DCFormerError` and the last frame of this package or a known library is in this package.
+        kinds: the errors to consider. A `ValueError` or `OSError` from a model file (`*_dcformer.py`) is never a bug:
             those files refuse values as models of Transformers do.
     """
     if not isinstance(error, kinds) or isinstance(error, DCFormerError) or "ignore_mismatched_sizes" in str(error):
@@ -79,11 +79,11 @@ def raise_bug(error: Exception, kinds: tuple[type[Exception], ...] = _AMBIGUOUS)
 
 @contextmanager
 def refused(*kinds: type[Exception], what: str = "") -> Iterator[None]:
-    """Around a single call of a library: what it raises on input that it does not take becomes a `DCFormerError`.
+    """Around a single call of a library: turns what it raises on invalid input into a `DCFormerError`.
 
     Args:
-        kinds: the errors that the library is known to raise then; see `raise_bug`.
-        what: what was given, put before the library's words.
+        kinds: the errors that the library is known to raise; see `raise_bug`.
+        what: the input, put before the library's message.
 
     Raises:
         DCFormerError: in one line, with the library's error as its cause.

@@ -3,8 +3,8 @@
     program = export_decoding_step(model, batch_size=1, max_cache_len=512)
     torch.export.save(program, "step.pt2")
 
-The calling convention is that of Transformers' recipe (`transformers.integrations.executorch`), whose forward this is.
-Its cache is not: it makes keys and values as wide as the head dim, and ours carry composition weights behind them.
+The calling convention and the forward are those of Transformers' recipe (`transformers.integrations.executorch`). Its
+cache does not fit: it allocates keys and values as wide as the head dim; ours carry composition weights behind them.
 """
 
 import warnings
@@ -25,11 +25,11 @@ _BUFFERS = {"key_cache": "keys", "value_cache": "values", "cumulative_length": "
 class DecodingStep(TorchExportableModuleWithHybridCache):
     """A causal model with a static cache of its own: `step(input_ids [B, 1], cache_position=[position])` -> [B, 1, V].
 
-    Local layers keep their window only. Position 0 begins a new sequence; after that positions go up by one.
+    Local layers keep their window only. Position 0 begins a new sequence; each further call uses the next position.
     """
 
     def __init__(self, model: DCFormerForCausalLM, batch_size: int, max_cache_len: int):
-        nn.Module.__init__(self)  # not the recipe's: see the head of this file
+        nn.Module.__init__(self)  # not the recipe's: see the module's docstring
         config: Any = model.config  # sizes are Optional only until __post_init__
         self.model = model
         self.cache = StaticCache(config=config, max_cache_len=max_cache_len)
@@ -52,8 +52,8 @@ def export_decoding_step(
     Args:
         model: a causal model in eval mode, with a torch attention implementation ("dcformer_chunked", which is the
             default's too, or "eager").
-        batch_size: B, fixed in the program. Sequences of a batch have the same length, as there is no padding mask.
-        max_cache_len: S, tokens that a sequence can have; `max_position_embeddings` when not given.
+        batch_size: B, fixed in the program. All sequences of a batch have the same length, as there is no padding mask.
+        max_cache_len: S, the most tokens of a sequence; by default `max_position_embeddings`.
 
     Returns:
         The program. `program.module()(input_ids=[B, 1] int64, cache_position=[1] int64)` returns logits [B, 1, V] in
@@ -62,8 +62,8 @@ def export_decoding_step(
 
     Raises:
         TypeError: when `model` is not a causal model of this package.
-        ValueError: on sizes below 1 or beyond the model's context, in training mode, or for an attention
-            implementation that cannot be exported.
+        ValueError: when a size is below 1 or beyond the model's context, the model is in training mode, or its
+            attention implementation cannot be exported.
     """
     if not isinstance(model, DCFormerForCausalLM):
         raise TypeError(
@@ -93,7 +93,7 @@ def export_decoding_step(
         "cache_position": torch.zeros(1, dtype=torch.long, device=device),
     }
     with torch.no_grad(), warnings.catch_warnings():
-        # attributes that change while torch traces: a mark of the cache layer, the stack of output capturing
+        # attributes change while torch traces: a flag of the cache layer, the stack of output capturing
         warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
         return torch.export.export(DecodingStep(model, batch_size, length), args=(), kwargs=inputs, strict=True)
 

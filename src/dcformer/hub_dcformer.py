@@ -1,8 +1,8 @@
-"""Direct loading of the authors' PyTorch repositories on the Hub (DCFormer-2.8B, DCPythia-6.9B).
+"""Direct loading of the hub format: the authors' PyTorch repositories (DCFormer-2.8B, DCPythia-6.9B).
 
-Transformers converts the tensors while it loads, by the table of names in `layouts_dcformer`. What it cannot know is
-found out here before: what the tensors say where the authors' configuration is silent; and after: what the tokenizer
-beside them takes for beginning and end of text. Folders in this package's format are none of this file's business.
+Transformers converts the tensors while it loads, by the table in `layouts_dcformer`. This module adds what it cannot
+know: before loading, the configuration fields that only the tensors determine; after loading, the tokenizer's ids
+of beginning and end of text. Native folders do not pass through here.
 """
 
 import copy
@@ -33,8 +33,10 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .hub_config_dcformer import is_hub_config
 from .layouts_dcformer import (
     HUB_IGNORED,
+    HUB_STATIC,
     STORED_GENERATORS,
     TensorLayout,
     foreign_shape,
@@ -42,7 +44,6 @@ from .layouts_dcformer import (
     hub_layouts,
     to_native,
 )
-from .legacy_dcformer import is_authors_config
 
 logger = logging.get_logger(__name__)
 
@@ -50,7 +51,7 @@ logger = logging.get_logger(__name__)
 
 
 class HubToNative(ConversionOps):
-    """One tensor of the authors' -> the tensors of this package that it stands for."""
+    """Converts one tensor of the hub format to the corresponding native tensors."""
 
     def __init__(self, layout: TensorLayout):
         self.layout = layout
@@ -69,15 +70,15 @@ class HubToNative(ConversionOps):
 
         Args:
             input_dict: the tensor, by source pattern.
-            source_patterns, target_patterns: of the converter; not used.
-            full_layer_name: name in the model of the first of the native tensors.
+            source_patterns, target_patterns: of the converter; unused.
+            full_layer_name: name in the model of the first native tensor.
             config: the model's.
 
         Returns:
-            native names -> tensors, each contiguous and in memory of its own.
+            native names -> tensors, each contiguous and in its own memory.
 
         Raises:
-            ValueError: on a tensor of another shape.
+            ValueError: when the tensor has another shape.
         """
         (tensor,) = (_single(stored) for stored in input_dict.values())
         generators = stored_generators(self.layout, tensor.shape, config)
@@ -91,18 +92,18 @@ class HubToNative(ConversionOps):
         own_tails = [name.partition("{i}.")[2] for name, _ in self.layout.natives]
         prefix = full_layer_name.removesuffix(own_tails[0])
         natives = to_native(self.layout, tensor, config, generators)
-        if len(natives) > 1:  # parts of one tensor, which would keep the whole of it in memory
+        if len(natives) > 1:  # as views they would keep the whole tensor in memory
             natives = [native.clone() for native in natives]
         return {prefix + tail: native.contiguous() for tail, native in zip(own_tails, natives, strict=True)}
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """What `save_pretrained(..., save_original_format=True)` does instead."""
+        """The conversion of `save_pretrained(..., save_original_format=True)`."""
         return NativeToHub(self.layout)
 
 
 class NativeToHub(ConversionOps):
-    """The tensors of this package that make up one of the authors' -> that one."""
+    """Converts native tensors to the hub format's tensor that they make up."""
 
     def __init__(self, layout: TensorLayout):
         self.layout = layout
@@ -117,31 +118,31 @@ class NativeToHub(ConversionOps):
         config: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Called by Transformers with all native tensors of one of the authors'; the inverse of `HubToNative`."""
+        """Called by Transformers with all native tensors of one stored tensor; the inverse of `HubToNative`."""
         tensors = [_single(input_dict[pattern]) for pattern in source_patterns]
         return {full_layer_name: from_native(self.layout, tensors, config).contiguous()}
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """What loading does."""
+        """The conversion of loading."""
         return HubToNative(self.layout)
 
 
 def _single(tensors: Any) -> torch.Tensor:
-    """Transformers collects tensors in lists; here they hold one each."""
+    """The tensor of a list of one, in which Transformers collects tensors."""
     return tensors[0] if isinstance(tensors, list) else tensors
 
 
 def hub_conversions(mlp_type: str) -> list[WeightRenaming | WeightConverter]:
-    """The authors' names and what to do with their tensors, as Transformers takes it.
+    """The hub format's names and the conversions of its tensors, in the form that Transformers expects.
 
     Args:
         mlp_type: "gated" or "plain", as in the configuration.
     """
     conversions: list[WeightRenaming | WeightConverter] = []
     for layout in hub_layouts(mlp_type):
-        # The end, as a look-ahead: Transformers takes those off when it saves. Without one, bitsandbytes' quantizer
-        # reads the target of a name that ends in ".weight" as a regular expression, in which \1 is an error.
+        # The end of a name is matched by a look-ahead, which Transformers removes when it saves. Otherwise bitsandbytes
+        # would take the target of a name that ends in ".weight" for a regular expression, where \1 fails.
         source = "^" + re.escape(layout.foreign).replace(r"\{i\}", r"(\d+)") + "(?!.)"
         targets = [name.replace("{i}", r"\1") for name, _ in layout.natives]
         if [dims for _, dims in layout.natives] == [layout.foreign_dims]:
@@ -153,10 +154,10 @@ def hub_conversions(mlp_type: str) -> list[WeightRenaming | WeightConverter]:
 
 @cache
 def register_hub_conversions() -> None:
-    """Makes Transformers convert the authors' tensors whenever it loads a model of these types.
+    """Makes Transformers convert tensors of the hub format whenever it loads a model of these types.
 
-    Called by the first model: Transformers then prepares the conversions of all its models, which takes as long as
-    importing this package, and is done when it loads a model of any type.
+    Called when the first model is created. Transformers then prepares the conversions of all its models, which takes as
+    long as importing this package; it does so anyway when it loads a model.
     """
     for config_class in (DCFormerConfig, DCPythiaConfig):
         register_checkpoint_conversion_mapping(
@@ -164,7 +165,7 @@ def register_hub_conversions() -> None:
         )
 
 
-# Buffers in the place of static projections, given names that Transformers is told to ignore.
+# Identity matrices under the names of static projections are given names that Transformers ignores.
 _IDENTITY_BUFFERS = {
     rf"^layers\.(\d+)\.attention\.dyn_w_proj\.{stage}_proj\.w": rf"layers.\1.attention.dyn_w_proj.{stage}_identity"
     for stage in ("pre", "post")
@@ -176,15 +177,15 @@ IGNORED_ON_LOAD = [
 
 
 def stored_generators(layout: TensorLayout, shape: Iterable[int], config: DCFormerConfig) -> int | None:
-    """How many weight generators a tensor of the authors' holds: all four, or those in use.
+    """How many weight generators a stored tensor holds: all four, or those in use.
 
     Args:
-        layout: of the tensor; for one without generators the answer says only whether the shape is right.
+        layout: of the tensor; for one without generators the result only tells whether the shape fits.
         shape: of the stored tensor.
         config: the model's.
 
     Returns:
-        their number, or None when the shape fits neither.
+        the number, or None when the shape fits neither.
     """
     for generators in (len(STORED_GENERATORS), len(config.compose_generators)):
         if tuple(shape) == foreign_shape(layout, config, generators):
@@ -195,17 +196,16 @@ def stored_generators(layout: TensorLayout, shape: Iterable[int], config: DCForm
 # --- what the files hold, before they are loaded ----------------------------------------------------------------------
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-_STATIC = re.compile(r"layers\.\d+\.attention\.dyn_w_proj\.(pre|post)_proj\.w")
 _HUB_NAMED = re.compile(r"tok_embeddings\.weight|layers\.\d+\.(attention|feed_forward)\..*")
 
 
 @dataclass
 class StoredWeights:
-    """What stored weights tell without being loaded.
+    """What stored tensors reveal without being loaded.
 
     Attributes:
         shapes: the shape of every tensor, by name.
-        has_static: whether a static projection is among them that is not just the identity.
+        has_static: whether any static projection differs from the identity.
     """
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -213,17 +213,17 @@ class StoredWeights:
 
     @classmethod
     def read(cls, tensors: Iterable[tuple[str, tuple[int, ...], Callable[[], torch.Tensor]]]) -> "StoredWeights":
-        """Of (name, shape, how to read it); only the tensors in the place of static projections are read."""
+        """From (name, shape, function that reads it); only static projections are read."""
         stored = cls()
         for name, shape, read in tensors:
             stored.shapes[name] = shape
-            if not stored.has_static and _STATIC.fullmatch(name):
+            if not stored.has_static and HUB_STATIC.fullmatch(name):
                 stored.has_static = not _is_identity(read())
         return stored
 
     @property
     def hub_named(self) -> bool:
-        """Whether they bear the authors' names."""
+        """Whether the names are those of the hub format."""
         return any(_HUB_NAMED.fullmatch(name) for name in self.shapes)
 
 
@@ -234,17 +234,17 @@ def _is_identity(tensor: torch.Tensor) -> bool:
 
 
 def weight_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> list[str]:
-    """The files that Transformers would load weights from; those of a repository on the Hub are downloaded.
+    """The weight files that Transformers would load; those of a repository on the Hub are downloaded.
 
     Args:
         path: a folder, or the name of a repository on the Hub.
         arguments: those of `from_pretrained`.
 
     Returns:
-        paths; empty when none can be had, which Transformers reports.
+        paths; empty when there are none, which Transformers reports.
 
     Raises:
-        OSError: when the index of a sharded checkpoint is damaged, or a file is missing that it names.
+        OSError: when the index of a sharded checkpoint is damaged, or names a missing file.
     """
     safe, variant = arguments.get("use_safetensors"), arguments.get("variant")
     names = [] if safe is False else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]
@@ -260,7 +260,7 @@ def weight_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> list[
             return [file]
         try:
             shards, _ = get_checkpoint_shard_files(path, file, **_hub_arguments(arguments))
-        except (KeyError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise OSError(f"{file} is damaged ({error!r}): copy or download it again.") from error
         for shard in shards:
             if not os.path.isfile(shard):
@@ -274,7 +274,7 @@ def _hub_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find(path: str | os.PathLike, name: str, arguments: Mapping[str, Any]) -> str | None:
-    """A file of a folder or repository; None where it does not exist or cannot be had."""
+    """A file of a folder or repository; None if it does not exist or cannot be downloaded."""
     try:
         return cached_file(path, name, **_hub_arguments(arguments))
     except OSError:
@@ -282,13 +282,13 @@ def _find(path: str | os.PathLike, name: str, arguments: Mapping[str, Any]) -> s
 
 
 def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[], torch.Tensor]]]:
-    """The tensors of a weight file: name, shape, and how to read it.
+    """The tensors of a weight file: name, shape, and a function that reads it.
 
     Args:
-        file: `.safetensors`, or what `torch.save` wrote. No code in it is ever run.
+        file: `.safetensors`, or a file of `torch.save`. Code in it is never run.
 
     Raises:
-        OSError: when the file is damaged or holds anything but tensors; the message names it.
+        OSError: when the file is damaged or holds anything but tensors, naming it.
     """
     if file.endswith(".safetensors"):
         try:
@@ -331,12 +331,12 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
 def with_authors_config(
     model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained`, with the configuration among them when it is written in the authors' keys.
+    """Arguments of `from_pretrained`, with the loaded configuration added if it is in the hub format.
 
     Args:
-        model_class: of the model that is to be loaded.
+        model_class: of the model to load.
         path: a folder, the name of a repository on the Hub, or None.
-        arguments: those of `from_pretrained`; a configuration among them stays as it is.
+        arguments: those of `from_pretrained`; a configuration object among them stays unchanged.
     """
     config_class: Any = model_class.config_class
     config = arguments.get("config")
@@ -346,10 +346,10 @@ def with_authors_config(
     try:
         config_dict, _ = config_class.get_config_dict(source, **_hub_arguments(arguments))
     except (OSError, ValueError):
-        return arguments  # Transformers reports it, or finds the configuration elsewhere (that of an adapter's base)
-    if not is_authors_config(config_dict):
+        return arguments  # Transformers reports it, or finds the configuration elsewhere (an adapter's base model)
+    if not is_hub_config(config_dict):
         return arguments
-    # as Transformers does: whatever names a field of the configuration goes there, the rest stays
+    # as in Transformers: arguments that name a configuration field go to the configuration, the rest stay
     kept = {"dtype", "torch_dtype", "quantization_config", "trust_remote_code", "config", *_HUB_ARGUMENTS}
     offered = {name: value for name, value in arguments.items() if name not in kept}
     loaded, unused = config_class.from_dict(config_dict, return_unused_kwargs=True, **offered)
@@ -359,23 +359,23 @@ def with_authors_config(
 def load_authors_folder(
     load: Callable[..., Any], path: str | os.PathLike | None, *args: Any, config: Any, **arguments: Any
 ) -> Any:
-    """Loads a model whose configuration is an authors' one.
+    """Loads a model whose configuration is in the hub format.
 
     Args:
         load: the library's `from_pretrained` of the model's class.
         path: a folder, the name of a repository on the Hub, or None when `arguments` hold a state dict.
-        config: read from the authors' keys; a copy of it is completed from the tensors.
-        args, arguments: the others of `from_pretrained`.
+        config: read from a hub configuration; a copy of it is completed from the tensors.
+        args, arguments: the other arguments of `from_pretrained`.
 
     Returns:
         what `load` returns.
 
     Raises:
         OSError: when a weight file is damaged or holds code, naming it.
-        RuntimeError: when shapes differ from the configuration's; the library's report names them.
-        ValueError: when weights of the decoder, or a causal model's `lm_head`, are not in the checkpoint (with
-            `output_loading_info=True` they are in the returned `missing_keys` instead); when tensors under the
-            authors' names are to be split over devices.
+        RuntimeError: when shapes do not fit the configuration; the library's report names them.
+        ValueError: when tensors of the decoder, or a causal model's `lm_head`, are not in the checkpoint (with
+            `output_loading_info=True` they are returned in `missing_keys` instead); when tensors with the hub format's
+            names are to be split over devices.
     """
     state_dict = arguments.get("state_dict")
     if state_dict is not None:
@@ -401,14 +401,14 @@ def load_authors_folder(
 
 
 def complete_config(config: DCFormerConfig, stored: StoredWeights) -> DCFormerConfig:
-    """A copy of a configuration, with what the authors' keys leave undecided taken from the tensors.
+    """A copy of a configuration, with the fields that hub configurations leave undecided taken from the tensors.
 
     Args:
-        config: read from the authors' keys.
-        stored: what the tensors tell. Under other names than the authors' they tell nothing, and defaults hold.
+        config: read from a hub configuration.
+        stored: the stored tensors. If their names are not those of the hub format, defaults are used.
 
     Raises:
-        ValueError: when the configuration then describes no model.
+        ValueError: when the completed configuration is invalid.
     """
     config = copy.deepcopy(config)
     fields: dict[str, Any] = {}
@@ -433,20 +433,20 @@ def _refuse_tensor_parallelism(path: Any, arguments: Mapping[str, Any]) -> None:
     ]
     if split:
         raise ValueError(
-            f"{path} holds tensors under the authors' names, which cannot be split over devices while they are loaded "
+            f"{path} holds tensors in the hub format, which cannot be split over devices while they are loaded "
             f"({', '.join(split)} given). Convert it first, `dcformer-convert hub-to-safetensors --checkpoint {path} "
             "--output DIR`, and load DIR."
         )
 
 
 def _check_complete(model: PreTrainedModel, missing_keys: Iterable[str], path: Any) -> None:
-    """Raises an error when tensors of the decoder, or a causal model's head, would be left at random values."""
+    """Raises an error when tensors of the decoder, or a causal model's head, would keep random values."""
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     missing = sorted(key for key in missing_keys if key.startswith(prefix) or key == "lm_head.weight")
     if missing:
         raise ValueError(
             f"{path} lacks {len(missing)} of the tensors of {type(model).__name__}: {', '.join(missing[:8])}"
-            f"{', ...' if len(missing) > 8 else ''}. The checkpoint is incomplete or not of this configuration: "
+            f"{', ...' if len(missing) > 8 else ''}. The checkpoint is incomplete or belongs to another configuration: "
             "these tensors would be left at random values."
         )
 
@@ -457,10 +457,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def follow_tokenizer(model: PreTrainedModel, path: str | os.PathLike | None, arguments: Mapping[str, Any]) -> None:
-    """Takes the ids of beginning and end of text from the tokenizer, as the authors' configurations have wrong ones.
+    """Takes the ids of beginning and end of text from the tokenizer, as those of hub configurations are wrong.
 
-    Sets them in `model.config` and, unless the caller gave one, in `model.generation_config`; what contradicted the
-    tokenizer is reported in one warning. Does nothing where there is no tokenizer.
+    Sets them in `model.config` and, unless the caller passed one, in `model.generation_config`. One warning reports the
+    ids that contradicted the tokenizer. Does nothing without a tokenizer.
 
     Args:
         model: just loaded.
@@ -472,7 +472,7 @@ def follow_tokenizer(model: PreTrainedModel, path: str | os.PathLike | None, arg
     holders: list[Any] = [model.config]
     if arguments.get("generation_config") is None and getattr(model, "generation_config", None) is not None:
         holders.append(model.generation_config)
-    wrong: dict[str, None] = {}  # in order, each once: both holders may say the same
+    wrong: dict[str, None] = {}  # an ordered set: both holders may have the same id
     for name, (token, own) in tokenizer_special_ids(path, arguments).items():
         for holder in holders if own < model.config.vocab_size else ():
             current = getattr(holder, name)
@@ -489,23 +489,23 @@ def follow_tokenizer(model: PreTrainedModel, path: str | os.PathLike | None, arg
 
 
 def tokenizer_special_ids(path: str | os.PathLike, arguments: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
-    """What a tokenizer takes for beginning and end of text.
+    """A tokenizer's ids of beginning and end of text.
 
     Args:
         path: a folder, or the name of a repository on the Hub.
         arguments: those of `from_pretrained`.
 
     Returns:
-        "bos_token_id" and "eos_token_id" -> token and id. Tokens are those that the tokenizer's configuration names;
-        where it names none, "<|endoftext|>" if the vocabulary has it, which separates documents in all tokenizers that
-        do. Empty when there is no tokenizer.
+        "bos_token_id" and "eos_token_id" -> token and id. The tokens are those named by the tokenizer's configuration;
+        otherwise "<|endoftext|>", if the vocabulary has it: every tokenizer that does separates documents with it.
+        Empty when there is no tokenizer.
     """
     file = _find(path, "tokenizer.json", arguments)
     if file is None:
         return {}
     try:
         tokenizer = Tokenizer.from_file(file)
-    except Exception:  # the library raises nothing narrower; AutoTokenizer reports it
+    except Exception:  # tokenizers raises nothing narrower; AutoTokenizer reports it
         return {}
     named: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second takes precedence

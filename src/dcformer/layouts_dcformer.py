@@ -1,7 +1,7 @@
-"""How tensors of other checkpoint formats correspond to those of this package, and the authors' PyTorch format.
+"""How tensors of other checkpoint formats correspond to native ones, with the table of the hub format.
 
-A format is a table of `TensorLayout`s: a foreign name with its dimensions, a native name with its dimensions. The
-dimensions are written as in einops, one letter per axis, parentheses where several axes are stored as one:
+A format is a table of `TensorLayout`s: foreign and native names with their dimensions. Dimensions are written as in
+einops, one letter per axis, with parentheses where several axes are stored as one:
 
     v vocabulary    e hidden size      f MLP width      t gates of a multi-gate MLP
     h query heads   j key/value heads  d head dim       l layers stacked in one tensor
@@ -20,20 +20,20 @@ import torch
 
 from .configuration_dcformer import DCFormerConfig
 
-# Weight generators as the authors store them, whatever is in use.
+# The order in which weight generators are stored; checkpoints hold all four, even those not in use.
 STORED_GENERATORS = (("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key"))
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """One kind of tensor of a foreign format and what it is called here.
+    """One kind of tensor: its name and dimensions in a foreign format, and here.
 
     Attributes:
-        foreign: its name there. "{i}" stands for the number of a layer, "{s}" for the place of a layer in a pattern.
-        foreign_dims: its dimensions there, such as "e l h d".
-        natives: (name, dimensions) here. Several names: these tensors lie one after the other along the first
-            dimension of the foreign one.
-        offset: what is added to the foreign values to give the native ones.
+        foreign: its foreign name. "{i}" is the number of a layer, "{s}" a layer's place in the pattern.
+        foreign_dims: its foreign dimensions, such as "e l h d".
+        natives: native (name, dimensions). Several native tensors are concatenated along the first dimension of the
+            foreign one.
+        offset: native values minus foreign values.
     """
 
     foreign: str
@@ -43,7 +43,7 @@ class TensorLayout:
 
 
 def row(foreign: str, foreign_dims: str, native: str, native_dims: str, offset: float = 0.0) -> TensorLayout:
-    """The `TensorLayout` of a foreign tensor that stands for a single native one."""
+    """The `TensorLayout` of a foreign tensor that corresponds to a single native one."""
     return TensorLayout(foreign, foreign_dims, ((native, native_dims),), offset)
 
 
@@ -62,7 +62,7 @@ def dimension_sizes(config: DCFormerConfig, generators: int | None = None) -> di
 
     Args:
         config: the model's.
-        generators: size of "c"; the generators in use when not given.
+        generators: size of "c"; by default the number of generators in use.
     """
     heads_per_group = config.num_attention_heads // config.compose_groups
     return {
@@ -96,7 +96,7 @@ def foreign_shape(
         layout: of the tensor.
         config: the model's.
         generators: how many weight generators the tensor holds.
-        layers: how many layers are stacked in it; None for one layer by itself.
+        layers: how many layers are stacked in it; None for a single layer.
     """
     sizes = dimension_sizes(config, generators)
     if len(layout.natives) > 1:
@@ -112,11 +112,11 @@ def rearrange(tensor: torch.Tensor, source: str, target: str, sizes: Mapping[str
 
     Args:
         tensor: of shape `shape_of(source, sizes)`.
-        source, target: its dimensions now, and as wanted; the same letters.
+        source, target: current and wanted dimensions, with the same letters.
         sizes: the size of each letter.
 
     Returns:
-        of shape `shape_of(target, sizes)`; a view where that is possible.
+        of shape `shape_of(target, sizes)`; a view where possible.
     """
     letters = [letter for axis in _axes(source) for letter in axis]
     order = [letters.index(letter) for axis in _axes(target) for letter in axis]
@@ -132,16 +132,16 @@ def generator_indices(config: DCFormerConfig) -> list[int]:
 def to_native(
     layout: TensorLayout, tensor: torch.Tensor, config: DCFormerConfig, generators: int = 4
 ) -> list[torch.Tensor]:
-    """One layer's foreign tensor -> the native ones it stands for.
+    """Converts one layer's foreign tensor to the corresponding native ones.
 
     Args:
         layout: of the tensor; its foreign dimensions without "l" are those of `tensor`.
         tensor: any dtype.
         config: the model's.
-        generators: how many weight generators the tensor holds. When the model uses fewer, the others are left out.
+        generators: how many weight generators the tensor holds; those that the model does not use are left out.
 
     Returns:
-        one tensor per entry of `layout.natives`, in the dtype of `tensor`; views where that is possible.
+        one tensor per entry of `layout.natives`, in the dtype of `tensor`; views where possible.
     """
     foreign_dims = layer_dims(layout.foreign_dims)
     if len(layout.natives) > 1:
@@ -159,9 +159,9 @@ def to_native(
 def from_native(
     layout: TensorLayout, tensors: Sequence[torch.Tensor], config: DCFormerConfig, generators: int = 4
 ) -> torch.Tensor:
-    """The native tensors of one layer -> the foreign one: the inverse of `to_native`.
+    """Converts one layer's native tensors to the foreign one: the inverse of `to_native`.
 
-    Weight generators that the model does not have are stored as zeros, with which composition adds nothing.
+    Weight generators that the model does not have are stored as zeros, which contribute nothing to composition.
     """
     foreign_dims = layer_dims(layout.foreign_dims)
     if len(layout.natives) > 1:
@@ -184,7 +184,7 @@ def _generators_first(dims: str) -> str:
 
 
 def compose_layouts(prefix: str, dw1: str, qkw: str, dd: str) -> list[TensorLayout]:
-    """The layouts of a layer's weight generators, whose dimensions are the same in all of the authors' formats.
+    """The layouts of a layer's weight generators, whose dimensions are the same in hub, MaxText and Pax checkpoints.
 
     Args:
         prefix: "l " where several layers are stacked along the first dimension, otherwise "".
@@ -199,10 +199,10 @@ def compose_layouts(prefix: str, dw1: str, qkw: str, dd: str) -> list[TensorLayo
 
 
 def hub_layouts(mlp_type: str) -> list[TensorLayout]:
-    """The format of the authors' PyTorch repositories on the Hub (DCFormer-2.8B, DCPythia-6.9B).
+    """The table of the hub format (DCFormer-2.8B, DCPythia-6.9B).
 
     Args:
-        mlp_type: "gated" or "plain", as in the configuration: it decides what `feed_forward.w1` is.
+        mlp_type: "gated" or "plain", as in the configuration; decides what `feed_forward.w1` is.
     """
     layer, native = "layers.{i}.", "model.layers.{i}."
     attention, dynamic = layer + "attention.", layer + "attention.dyn_w_proj."
@@ -224,7 +224,7 @@ def hub_layouts(mlp_type: str) -> list[TensorLayout]:
         )
         for name, projection in zip("qkv", projections, strict=True):
             layouts.append(TensorLayout(f"{attention}w{name}.{kind}", projection[1], (projection,)))
-        # "(h d)" stands for all rows here; the shape of a fused tensor is the sum of its parts'
+        # "(h d)" stands for all rows here; a fused tensor has as many rows as its parts together
         layouts.append(TensorLayout(f"{attention}wqkv.{kind}", projections[0][1], projections))
         out = "e (h d)" if kind == "weight" else "e"
         layouts.append(row(f"{attention}wo.{kind}", out, f"{native}self_attn.o_proj.{kind}", out))
@@ -244,11 +244,14 @@ def hub_layouts(mlp_type: str) -> list[TensorLayout]:
     return layouts
 
 
-# Stored there and not used: merged duplicates of the weight generators, which may be stale.
+# Stored but unused: merged duplicates of the weight generators, which may be stale.
 HUB_IGNORED = re.compile(r"layers\.\d+\.attention\.dyn_w_proj\.(dw_m|qkw_m|sw)")
+# Static projections; a model without them stores identity matrices under these names.
+HUB_STATIC = re.compile(r"layers\.\d+\.attention\.dyn_w_proj\.(pre|post)_proj\.w")
 
 __all__ = [
     "HUB_IGNORED",
+    "HUB_STATIC",
     "STORED_GENERATORS",
     "TensorLayout",
     "compose_layouts",

@@ -1,4 +1,4 @@
-"""Which keys a query sees: masks made by blocks of queries, for attention whose memory is linear in the length.
+"""Which keys a query sees: masks by blocks of queries, for attention whose memory is linear in the length.
 
 Letters: B batch, T queries, S keys, H heads, t queries of a block.
 """
@@ -12,32 +12,32 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION
 
-# Up to this many queries (decoding, assisted decoding) a mask is made whole.
+# Up to this many queries (decoding, assisted decoding) the whole mask is computed.
 FEW_QUERIES = 16
-_ROWS_AT_ONCE = 256  # queries of a mask looked at in one go
+_ROWS_AT_ONCE = 256  # queries of a mask examined at once
 
 
 def is_few(length: int) -> bool:
-    """Whether so few queries are asked for that maps [B, H, few, S] are linear in S. False for a symbolic length."""
+    """Whether queries are so few that attention maps [B, H, few, S] are linear in S. False for a symbolic length."""
     return isinstance(length, int) and length <= FEW_QUERIES
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be looked at: not in a traced graph, under `torch.func`, or on the meta device."""
+    """Whether a tensor's values can be read: not in a traced graph, under `torch.func`, or on the meta device."""
     hidden = torch.compiler.is_compiling() or tensor.is_meta or torch._C._are_functorch_transforms_active()
     return not hidden
 
 
 @dataclass
 class QueryBlockMask:
-    """A mask that is made block by block of queries instead of being held whole ([T, S] is not linear in memory).
+    """A mask computed for blocks of queries instead of being held whole, which would take [T, S] memory.
 
-    Arguments are those of Transformers' mask functions (`AttentionMaskInterface`), and:
+    The arguments are those of Transformers' mask functions (`AttentionMaskInterface`), and:
 
     Attributes:
-        is_causal: no query sees a later key, nor one that is not among the last `window` up to its own.
-        window: None for all of the past.
-        is_plain: causality and `window` say everything, and the last query is the last key.
+        is_causal: a query sees no later key, and only the last `window` keys up to its own.
+        window: None for all past keys.
+        is_plain: the mask hides nothing else, and the last query is at the last key.
     """
 
     batch_size: int
@@ -56,16 +56,16 @@ class QueryBlockMask:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the mask this stands for: [B, 1, T, S]."""
+        """Shape of the whole mask: [B, 1, T, S]."""
         return (self.batch_size, 1, self.q_length, self.kv_length)
 
     @property
     def causal_offset(self) -> int | None:
-        """How far the first query is beyond the first key; None if the mask is not causal, or only the device knows."""
+        """Position of the first query minus that of the first key; None if not causal, or known only on the device."""
         return self.q_offset - self.kv_offset if self.is_causal and isinstance(self.q_offset, int) else None
 
     def contiguous(self) -> "QueryBlockMask":
-        """Itself: `generate` asks this of every mask that it prepares."""
+        """Returns itself; `generate` calls this on every mask that it prepares."""
         return self
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
@@ -84,19 +84,18 @@ class QueryBlockMask:
         )
 
     def tensors(self) -> list[torch.Tensor]:
-        """The mask as tensors, made once for all layers that share it.
+        """The mask as tensors, computed once for all layers that share it.
 
         Returns:
-            [first, last], int32 [B, T]: each query sees the keys first <= s < last. Or [mask], bool [B, 1, T, S], where
-            the keys that some query sees have gaps, and where values cannot be looked at (in a traced graph, on the
-            meta device).
+            [first, last], int32 [B, T]: each query sees the keys first <= s < last. Or [mask], bool [B, 1, T, S], when
+            the keys that a query sees have gaps, or when values cannot be read (see `has_values`).
         """
         if self._tensors is None:
             self._tensors = self._intervals() or [self.rows(0, self.q_length)]
         return self._tensors
 
     def _intervals(self) -> list[torch.Tensor]:
-        """[first, last]; nothing where that does not say it all or cannot be found out."""
+        """[first, last]; empty if that does not describe the mask, or values cannot be read."""
         found: list[tuple[torch.Tensor, ...]] = []
         for start in range(0, self.q_length, _ROWS_AT_ONCE):
             rows = self.rows(start, min(self.q_length, start + _ROWS_AT_ONCE))
@@ -126,15 +125,17 @@ def chunked_mask(
 ) -> torch.Tensor | QueryBlockMask:
     """Mask function of "dcformer_chunked", with the arguments of Transformers' own (`AttentionMaskInterface`).
 
-    All that a layer's attention knows of causality and windows comes from here, so from the arguments with which the
-    model asked for the mask.
+    A layer's attention learns of causality and windows only from this mask, that is, from the arguments with which the
+    model requested it.
 
     Returns:
-        a `QueryBlockMask`; a boolean [B, 1, T, S] for few queries, if causality and the window do not say everything.
+        a `QueryBlockMask`; for few queries a boolean [B, 1, T, S], unless causality and the window describe it.
     """
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     is_plain = allow_is_causal_skip and aligned and _nothing_padded(attention_mask)
-    is_causal = is_plain or (getattr(config, "is_causal", True) and not use_vmap)  # vmap: for functions that add keys
+    is_causal = is_plain or (
+        getattr(config, "is_causal", True) and not use_vmap
+    )  # vmap: mask functions that may add keys
     if isinstance(q_offset, torch.Tensor):  # a static cache's own length, which its layers advance before rows are made
         q_offset = q_offset.clone()
     mask = QueryBlockMask(
@@ -151,7 +152,7 @@ def _nothing_padded(attention_mask: torch.Tensor | None) -> bool:
 def causal_intervals(
     query_length: int, key_length: int, window: int | None, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causality (and a window) when the last query is the last key: query t sees first <= s < last, int32 [1, T]."""
+    """Causality (and a window), the last query at the last key: query t sees first <= s < last, int32 [1, T]."""
     last = torch.arange(query_length, device=device, dtype=torch.int32)[None] + (key_length - query_length + 1)
     first = torch.zeros_like(last) if window is None else (last - window).clamp(min=0)
     return first, last.clamp(min=0)
@@ -185,7 +186,7 @@ def causal_rows(query_length: int, key_length: int, window: int | None, device: 
 
 
 def visible_and_bias(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Splits a mask into what is visible (bool) and what is added to scores; additive ones hide with huge negatives."""
+    """Splits a mask into visible keys (bool) and a bias on scores; additive masks hide by large negative values."""
     if not mask.is_floating_point():
         return mask.bool(), None
     return mask > torch.finfo(mask.dtype).min / 2, mask

@@ -31,7 +31,7 @@ _PLAN = {
 
 
 def tensor_parallel_plan(config: Any) -> dict[str, str]:
-    """Module or parameter of the decoder -> style of tensor parallelism; only what the model has.
+    """Module or parameter of the decoder -> style of tensor parallelism, for those that the model has.
 
     Args:
         config: the model's `DCFormerConfig`.
@@ -46,7 +46,7 @@ def tensor_parallel_plan(config: Any) -> dict[str, str]:
         "compose.gate_proj": dynamic and config.compose_gate,
         "compose.pre_static": config.compose_static and config.compose_pre,
         "compose.post_static": config.compose_static and config.compose_post,
-        # multi-gate MLPs stay whole: their softmax runs over gates that sit with all slices of the activation
+        # multi-gate MLPs stay whole: their softmax runs over the gates of all slices of the activation
         "post_attention_layernorm": not config.mlp_gates,
         "mlp.gate_proj": config.mlp_type == "gated" and not config.mlp_gates,
         "mlp.up_proj": not config.mlp_gates,
@@ -57,14 +57,14 @@ def tensor_parallel_plan(config: Any) -> dict[str, str]:
 
 
 def check_tensor_parallel(config: Any, size: int) -> None:
-    """Whether a model can be split over devices by heads, with composition staying on each.
+    """Checks that a model can be split over devices by heads, with composition local to each device.
 
     Args:
         config: the model's `DCFormerConfig`.
         size: devices that share a layer.
 
     Raises:
-        ValueError: when a group of heads, or the query heads of a key/value head, would be cut.
+        ValueError: when a group of heads, or the query heads of a key/value head, would be split.
     """
     composed = bool(config.compose_generators) or config.compose_static
     if composed and config.compose_groups % size:
@@ -82,14 +82,15 @@ def check_tensor_parallel(config: Any, size: int) -> None:
 
 
 class ReplicatedForColumns(TensorParallelLayer):
-    """The style of a module whose output goes to column-wise layers and to nothing else.
+    """The style of a module whose output goes only to column-wise layers.
 
-    Each of those makes a part of the output's gradient on every device. Given a plain tensor, each sums its part over
-    the devices; given this one, the parts are added up on each device first, and summed over the devices once.
+    Every such layer contributes to the output's gradient on each device. With a plain tensor each layer sums its
+    contribution over the devices; with this style contributions are added on each device first and summed over the
+    devices once.
     """
 
     def transform_output_post_forward(self, module: nn.Module, output: torch.Tensor, mesh: Any) -> torch.Tensor:
-        """[B, T, E] -> the same, replicated; untouched where no gradient is wanted."""
+        """[B, T, E] -> the same, replicated; unchanged when gradients are off."""
         if not torch.is_grad_enabled():
             return output
         from torch.distributed.tensor import DTensor, Replicate  # not in every build of PyTorch

@@ -1,13 +1,13 @@
-"""Which layers PEFT's adapters go to when their configuration names none.
+"""The layers that PEFT adapts when its configuration names none.
 
-PEFT has no place where a model could say that: it looks the model type up in tables of its own, one per method, and
-models that it does not know need `target_modules`. The entries made here are put into those tables.
+A model cannot declare these: PEFT looks its type up in tables, one per method, and requires `target_modules` for types
+that it does not know. This module adds entries to those tables.
 """
 
 import sys
 
 # The linear layers of a DCFormer: attention, MLP and the generators of composition weights. (`qkw`, the generators'
-# second layer, is a bare parameter and stays as it is; see docs/training.md.)
+# second layer, is a parameter rather than a layer and is not adapted; see docs/training.md.)
 ATTENTION_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP_TARGETS = ["mlp.gate_proj", "up_proj", "down_proj", "multi_gate_proj"]
 COMPOSE_TARGETS = ["dw1_proj", "compose.gate_proj"]
@@ -15,13 +15,13 @@ LORA_TARGETS = [*ATTENTION_TARGETS, *MLP_TARGETS, *COMPOSE_TARGETS]
 
 
 def register_peft_targets(model_type: str) -> None:
-    """Tells PEFT the default layers of a model type; does nothing while PEFT has not been imported.
+    """Adds the default layers of a model type to PEFT's tables; does nothing unless PEFT has been imported.
 
-    LoRA gets `LORA_TARGETS`. Other methods get what PEFT gives Llama, whose names of attention, MLP and norms are ours
-    (but `gate_proj` is also a layer of composition).
+    LoRA gets `LORA_TARGETS`. Other methods get their layers for Llama, whose attention, MLP and norms have the same
+    names; `gate_proj` becomes `mlp.gate_proj`, as composition has a layer of that name too.
 
     Args:
-        model_type: "dcformer" or "dcpythia". What a table already says of it is kept.
+        model_type: "dcformer" or "dcpythia". Existing entries are kept.
     """
     constants = sys.modules.get("peft.utils.constants")
     for name, table in list(vars(constants).items()) if constants is not None else ():

@@ -1,8 +1,8 @@
 """Memory and communication of training a DCFormer on many GPUs: `dcformer-plan`.
 
-Parameters, gradients and optimizer states are counted from the model's shapes. What a step keeps and needs is measured:
-the model runs it on the meta device, without data, under PyTorch's memory tracker. `gathered` and `workspace` are
-estimates.
+Parameters, gradients and optimizer states are computed from the model's shapes. The memory of a training step is
+measured: the model runs it on the meta device, without data, under PyTorch's memory tracker. `gathered` and `workspace`
+are estimates.
 """
 
 import argparse
@@ -34,12 +34,12 @@ GPUS = {"h100": 80e9, "h200": 141e9}  # bytes of memory
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and on what.
+    """A training setup: model, hardware and batch.
 
     Attributes:
         config: the model.
-        gpus: number of all GPUs.
-        tensor_parallel: GPUs that share a layer; the gpus / tensor_parallel others share parameters (FSDP2).
+        gpus: total number of GPUs.
+        tensor_parallel: GPUs that share a layer; over gpus / tensor_parallel such groups FSDP2 shards parameters.
         batch: sequences per forward pass of a data-parallel rank.
         length: tokens of a sequence.
         accumulation: forward passes per optimizer step.
@@ -50,7 +50,7 @@ class Setup:
         memory: bytes of a GPU.
 
     Raises:
-        DCFormerError: on numbers below 1, unknown names, and sizes that do not divide or exceed the model's.
+        DCFormerError: on numbers below 1, unknown names, sizes that do not divide, and sizes beyond the model's.
     """
 
     config: DCFormerConfig
@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def shards(self) -> int:
-        """GPUs that share parameters."""
+        """The number of GPUs over which parameters are sharded."""
         return self.gpus // self.tensor_parallel
 
 
@@ -94,11 +94,11 @@ class Memory:
     """Bytes on the fullest GPU.
 
     Attributes:
-        parameters, gradients, optimizer: in float32, the GPU's share.
-        gathered: parameters and gradients of the layers that FSDP has whole at a time; an estimate.
-        activations: what is kept at the end of the forward pass, measured.
-        step: what the step's peak has beyond that: logits, their gradient, intermediate results; measured.
-        workspace: what attention allocates inside of its operator; an estimate.
+        parameters, gradients, optimizer: the GPU's shard, in float32.
+        gathered: parameters and gradients of the layers that FSDP holds unsharded at a time; an estimate.
+        activations: memory held at the end of the forward pass; measured.
+        step: additional memory at the peak of the step (logits, their gradient, intermediate results); measured.
+        workspace: memory allocated inside attention's operator; an estimate.
     """
 
     parameters: int
@@ -111,7 +111,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum of all parts, as if each had its largest size at once: an upper bound."""
+        """The sum of all parts, as if all peaked at once: an upper bound."""
         return sum(vars(self).values())
 
 
@@ -119,9 +119,9 @@ class Memory:
 
 
 def _build(setup: Setup, layers: int = 1, split_vocabulary: bool = True) -> DCFormerForCausalLM:
-    """What one of the `tensor_parallel` GPUs has of the first layers, without data: fewer heads, a narrower MLP."""
+    """The first layers as one tensor-parallel GPU holds them, without data: fewer heads, a narrower MLP."""
     config, parts = setup.config, setup.tensor_parallel
-    kinds = sorted(set(config.layer_types)) or [None]  # both among the first two layers, for both masks
+    kinds = sorted(set(config.layer_types)) or [None]  # both types among the first two layers, for both masks
     changed = {
         "num_hidden_layers": layers,
         "layer_types": (kinds * layers)[:layers] if config.layer_types else None,
@@ -138,12 +138,12 @@ def _build(setup: Setup, layers: int = 1, split_vocabulary: bool = True) -> DCFo
 
 
 def measure_step(setup: Setup, layers: int) -> tuple[int, int]:
-    """Runs a forward and backward pass on the meta device. Gradients are dropped as they come, as FSDP does.
+    """Runs a forward and backward pass on the meta device. Gradients are dropped at once, as under FSDP.
 
-    The fused kernels are measured as the chunked implementation, which keeps a little more than they do.
+    For the fused kernels the chunked implementation is measured, which holds a little more.
 
     Returns:
-        bytes, parameters aside, at the end of the forward pass; how much more the step's peak has.
+        bytes at the end of the forward pass, without parameters; additional bytes at the peak of the step.
     """
     model = _build(setup, layers, split_vocabulary=False).train()
     model.to(setup.dtype)  # type: ignore[arg-type]  # the library's decorator hides the signature
@@ -168,12 +168,12 @@ def measure_step(setup: Setup, layers: int) -> tuple[int, int]:
 
 
 def workspace_bytes(setup: Setup) -> int:
-    """What the backward pass of attention allocates inside of its operator: an estimate.
+    """Memory that the backward pass of attention allocates inside its operator: an estimate.
 
-    Kernels: maps of a chunk of queries, 3 of B · H · T · n_t numbers, and matrices of each key, H · H / G numbers for
-    each stage and for each 64 queries, together at most 256 MiB or 1/64 of the device's memory, whichever is more;
-    accumulators of dQ, dK, dV in float32. Chunked: a few blocks
-    of scores in float32, and float32 copies of q, k, v and their gradients. Eager is not an operator.
+    Kernels: attention maps of a chunk of queries, 3 of B · H · T · n_t numbers, and matrices of each key, H · H / G
+    numbers for each stage and for each 64 queries, together at most 256 MiB or 1/64 of the device's memory, whichever
+    is more; accumulators of dQ, dK, dV in float32. Chunked: a few blocks of scores in float32, and float32 copies of q,
+    k, v and their gradients. Eager attention is not an operator.
     """
     config, parts = setup.config, setup.tensor_parallel
     heads = config.num_attention_heads // parts
@@ -188,10 +188,10 @@ def workspace_bytes(setup: Setup) -> int:
 
 
 def gathered_units(setup: Setup) -> tuple[int, int, int]:
-    """Parameters, on one of the `tensor_parallel` GPUs, of what accelerate's FSDP2 gathers at once.
+    """Number of parameters, on one tensor-parallel GPU, of each unit that accelerate's FSDP2 gathers at once.
 
     Returns:
-        of a layer; of the input embedding; of the last norm and the output layer (with the embedding, if tied).
+        for a layer; the input embedding; the last norm and the output layer (with the embedding, if tied).
     """
     sizes = {name: parameter.numel() for name, parameter in _build(setup).named_parameters()}
     layer = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
@@ -200,11 +200,11 @@ def gathered_units(setup: Setup) -> tuple[int, int, int]:
 
 
 def memory(setup: Setup) -> Memory:
-    """Bytes on the fullest GPU, part by part; of two and of three layers, and from these of all, which are alike.
+    """Bytes on the fullest GPU, part by part. Layers are alike: models of two and three layers are extrapolated to all.
 
-    Of each parameter a GPU keeps ceil(rows / shards) rows, as FSDP2's first rank does. Gathered are, in the compute
-    dtype, two layers' parameters (the running one and the next) and one layer's gradients before they are summed, or
-    the embedding's; and the output layer, which stays, with its gradients.
+    A GPU holds ceil(rows / shards) rows of each parameter, as FSDP2's first rank does. FSDP gathers, in the compute
+    dtype, the parameters of two layers (the running one and the next) and one layer's gradients before they are
+    reduced, or the embedding's; and the output layer, which stays gathered, with its gradients.
     """
 
     def of_all(two: int, three: int) -> int:
@@ -227,8 +227,8 @@ def memory(setup: Setup) -> Memory:
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind in a step. `sent`: bytes that a GPU sends, by rings: (n-1)/n of the data, twice that to
-    reduce and gather."""
+    """Collectives of one kind in a step. `sent`: bytes that a GPU sends in ring algorithms, (n-1)/n of the data; twice
+    that for an all-reduce."""
 
     kind: str
     group: str
@@ -237,13 +237,13 @@ class Collective:
 
 
 def collectives(setup: Setup) -> list[Collective]:
-    """What a step of `accumulation` forward and backward passes communicates.
+    """The collectives of a step of `accumulation` forward and backward passes.
 
-    FSDP2, over n: parameters of each layer, and of the input embedding, gathered for the forward and again for the
-    backward pass, the output layer's once; gradients summed and scattered once. Tensor parallelism, over t, of
-    hidden states [B, T, E]: forward 2 all-reduces per layer and 1 for the embedding; backward as many (for the inputs
-    of attention, of the MLP and of the output layer). Logits are gathered once. With checkpointing, layers run forward
-    twice. Scales of QK-norm (D numbers) are summed, too.
+    FSDP2, over n GPUs: the parameters of each layer and of the input embedding are gathered for the forward and again
+    for the backward pass, those of the output layer once; gradients are reduced and scattered once. Tensor parallelism,
+    over t GPUs, on hidden states [B, T, E]: 2 all-reduces per layer and 1 for the embedding in the forward pass, and as
+    many in the backward pass (for the inputs of attention, of the MLP and of the output layer). Logits are gathered
+    once. With checkpointing, layers run forward twice. Gradients of QK-norm scales (D numbers) are reduced, too.
     """
     config, n, t, width, times = (
         setup.config, setup.shards, setup.tensor_parallel, setup.dtype.itemsize, setup.accumulation
@@ -275,7 +275,7 @@ def collectives(setup: Setup) -> list[Collective]:
 
 
 def report(setup: Setup, title: str) -> str:
-    """Memory and communication as text in Markdown."""
+    """Memory and communication, formatted in Markdown."""
     parts, n, t = memory(setup), setup.shards, setup.tensor_parallel
     where = f"{setup.gpus} GPUs" + (f", {t} share a layer and {n} parameters" if t > 1 else " that share parameters")
     batch = setup.batch * setup.accumulation * n
@@ -298,14 +298,14 @@ def report(setup: Setup, title: str) -> str:
 
 
 def configuration(preset: str, items: Sequence[str]) -> DCFormerConfig:
-    """The configuration of a published size, with fields set otherwise.
+    """The configuration of a published size, with some fields changed.
 
     Args:
         preset: a name in `PRESETS`.
-        items: "FIELD=VALUE", values in JSON or else as text: `compose_rank=1`, `layer_pattern=LGLL`.
+        items: "FIELD=VALUE", with values in JSON or as plain text: `compose_rank=1`, `layer_pattern=LGLL`.
 
     Raises:
-        DCFormerError: on an item of another form, an unknown field, or a value that the field does not take.
+        DCFormerError: on a malformed item, an unknown field, or an invalid value.
     """
     known = {field.name for field in fields(DCFormerConfig)} | {"layer_pattern"}
     values = {}
@@ -339,7 +339,7 @@ def run(options: argparse.Namespace) -> int:
         options: from the command line.
 
     Returns:
-        0, or 1 on input that cannot be planned: only a line that says why is printed.
+        0, or 1 on input that cannot be planned; then it prints one line, the reason.
     """
     try:
         config = configuration(options.preset, options.set)

@@ -1,7 +1,7 @@
 """Published sizes of DCFormer and DCPythia: the fields of each that are not the configuration's defaults.
 
 Sources: arXiv 2405.08553, section 4 and its tables; the training configurations published beside it; the configurations
-of the published checkpoints.
+of the authors' PyTorch repositories.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def _sizes(layers: int, hidden: int, heads: int, head_dim: int, intermediate: in
     }
 
 
-# The repositories published as PyTorch checkpoints use the erf GELU; sizes trained in JAX use the tanh form.
+# The sizes released as PyTorch checkpoints use the erf GELU; those trained in JAX use its tanh approximation.
 _PYTORCH = {"qk_norm_eps": 1e-6, "compose_act": "gelu"}
 
 # Names that start with "dcpythia" are sizes of `DCPythiaConfig`, the others of `DCFormerConfig`.

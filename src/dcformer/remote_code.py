@@ -21,7 +21,7 @@ _TASKS = {
 
 
 def export_remote_code(path: str | os.PathLike) -> None:
-    """Makes a saved model folder self-contained: adds the modeling code and `auto_map`.
+    """Makes a saved model folder self-contained by adding the modeling code and `auto_map`.
 
     The folder then loads with `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`, and with every
     other Auto class, on any machine with Transformers; with the torch attention implementations only. Where this
@@ -33,7 +33,7 @@ def export_remote_code(path: str | os.PathLike) -> None:
 
     Raises:
         FileNotFoundError: when there is no `config.json`.
-        ValueError: when it is not the configuration of a DCFormer or DCPythia model in this package's format.
+        ValueError: when it is not the native configuration of a DCFormer or DCPythia model.
     """
     folder = Path(path)
     config_file = folder / "config.json"
@@ -56,7 +56,7 @@ def export_remote_code(path: str | os.PathLike) -> None:
 
 
 def _replace(target: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file completely or not at all."""
     neighbour = target.with_name(f".{target.name}.tmp")
     try:
         neighbour.write_bytes(content)

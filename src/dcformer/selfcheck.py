@@ -1,7 +1,7 @@
-"""What `dcformer-selfcheck` does: do the fused kernels compute the definition on this machine?
+"""Implements `dcformer-selfcheck`: do the fused kernels match their definition on this machine?
 
 dcformer-selfcheck --model FOLDER                                 # on a GPU: the check that models run themselves
-TRITON_INTERPRET=1 dcformer-selfcheck --model FOLDER --device cpu # a try-out without one
+TRITON_INTERPRET=1 dcformer-selfcheck --model FOLDER --device cpu # a trial without one
 """
 
 import argparse
@@ -57,7 +57,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _where(device: Any) -> str:
-    """The machine in a line, and where verdicts are kept."""
+    """The machine, in one line, and where verdicts are kept."""
     from .kernels.limits import is_interpreted
     from .kernels.verdicts import cache_folder, machine
 
@@ -75,7 +75,7 @@ def _check_kind(device: Any, kind: Any) -> bool:
     begin = time.perf_counter()
     try:
         results, passed, _ = check_and_keep(device, kind)
-    except Exception as error:  # whatever a compiler or a driver may raise: it is what the user asked about
+    except Exception as error:  # compilers and drivers raise anything, and this is what the user asked about
         print(f"  cannot run: {type(error).__name__}: {error}")
         return False
     width = max(len(check.name) for check in results)

@@ -1,4 +1,4 @@
-"""The command lines: each reads its arguments first, and imports `dcformer`, and with it PyTorch, when they are right.
+"""The command lines. Each reads its arguments before it imports `dcformer`, and with it PyTorch.
 
-A package beside `dcformer`, whose import alone takes seconds: `--help` and wrong usage are answered at once.
+This package is separate because importing `dcformer` takes seconds: `--help` and wrong usage are answered at once.
 """

@@ -1,4 +1,4 @@
-"""The command line `dcformer-convert`; the scripts in `conversion_scripts/` are its subcommands by themselves."""
+"""The command line `dcformer-convert`; each script in `conversion_scripts/` is one of its subcommands."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_safetensors_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", required=True, metavar="DIR", help="model folder to make")
+    parser.add_argument("--output", required=True, metavar="DIR", help="model folder to create")
     parser.add_argument(
         "--dtype", default="keep", choices=["keep", *_DTYPES], help="of the tensors (default: each as stored)"
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default 5GB)")
-    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer to put beside the model")
+    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer to save with the model")
     _add_common(parser)
 
 
 def _jax_to_safetensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help="root with steps, a step, or its state")
-    parser.add_argument("--config", metavar="FILE", help="what shapes cannot tell: JSON or YAML, may be partial")
+    parser.add_argument("--config", metavar="FILE", help="what shapes do not determine: JSON or YAML, may be partial")
     parser.add_argument("--step", type=int, metavar="N", help="which step (default: the last)")
     parser.add_argument("--format", default="auto", choices=["auto", *_ARRAY_FORMATS])
     _add_safetensors_output(parser)
@@ -35,12 +35,12 @@ def _jax_to_safetensors(parser: argparse.ArgumentParser) -> None:
 
 def _safetensors_to_jax(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="model folder")
-    parser.add_argument("--output", required=True, metavar="DIR", help="checkpoint root to make")
+    parser.add_argument("--output", required=True, metavar="DIR", help="checkpoint root to create")
     parser.add_argument("--format", required=True, choices=_ARRAY_FORMATS)
     parser.add_argument(
         "--ocdbt", action=argparse.BooleanOptionalAction, default=False, help="one OCDBT store, or a folder per array"
     )
-    parser.add_argument("--with-train-state", action="store_true", help="step and zero Adam moments beside parameters")
+    parser.add_argument("--with-train-state", action="store_true", help="also write the step and zero Adam moments")
     parser.add_argument(
         "--dtype",
         default="keep",
@@ -54,7 +54,7 @@ def _safetensors_to_jax(parser: argparse.ArgumentParser) -> None:
 
 
 def _hub_to_safetensors(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="folder as the authors publish it")
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="folder in the hub format")
     _add_safetensors_output(parser)
 
 
@@ -77,7 +77,7 @@ def _verify(parser: argparse.ArgumentParser) -> None:
 _COMMANDS = {
     "jax-to-safetensors": (_jax_to_safetensors, "MaxText or Pax checkpoint -> model folder"),
     "safetensors-to-jax": (_safetensors_to_jax, "model folder -> MaxText or Pax checkpoint"),
-    "hub-to-safetensors": (_hub_to_safetensors, "folder as the authors publish it -> model folder"),
+    "hub-to-safetensors": (_hub_to_safetensors, "folder in the hub format (the authors' repositories) -> model folder"),
     "verify": (_verify, "compare two checkpoints of any formats"),
 }
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
 
     Args:
         argv: the arguments; the process's when not given.
-        command: the subcommand that these are the arguments of, for a script that is one by itself.
+        command: the subcommand, for a script that offers only that one.
 
     Returns:
         0, or 1 on an error or a difference. Wrong usage exits with 2.
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
         parser = argparse.ArgumentParser(description=about)
         add_arguments(parser)
     else:
-        about = "Conversions between checkpoint formats: model folders, the authors' repositories, MaxText, Pax."
+        about = "Conversions between checkpoint formats: model folders, the authors' repositories (hub), MaxText, Pax."
         parser = argparse.ArgumentParser(prog="dcformer-convert", description=about)
         subparsers = parser.add_subparsers(dest="command", required=True)
         for name, (add_arguments, about) in _COMMANDS.items():

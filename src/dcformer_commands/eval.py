@@ -1,4 +1,4 @@
-"""The command line ``dcformer-eval``: lm-eval's, which is read without importing PyTorch."""
+"""The command line ``dcformer-eval``: that of lm-eval, parsed without importing PyTorch."""
 
 import sys
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; the process's when not given.
 
     Returns:
-        0, or 1 on input that cannot be planned: only a line that says why is printed. Wrong usage exits with 2.
+        0, or 1 on input that cannot be planned: then it prints one line, the reason. Wrong usage exits with 2.
     """
     parser = argparse.ArgumentParser(prog="dcformer-plan", description=_ABOUT)
     parser.add_argument("--preset", choices=_PRESETS, default="dcformer-6.9b", help="sizes (default: %(default)s)")
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
     parser.add_argument("--attention", choices=_IMPLEMENTATIONS, default=_IMPLEMENTATIONS[0])
     parser.add_argument("--gpu", choices=_GPUS, default="h100", help="whose memory (default: %(default)s)")
-    parser.add_argument("--memory", type=float, help="GB of a GPU, if not that of --gpu")
+    parser.add_argument("--memory", type=float, help="GB of a GPU, instead of --gpu")
     options = parser.parse_args(arguments)
 
     from dcformer.planning import run

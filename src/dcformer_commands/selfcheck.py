@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"of the model: {', '.join(DTYPES)} (default: bfloat16)",
     )  # fmt: skip
     parser.add_argument("--autocast", action="store_true", help="a float32 model, run under autocast to each --dtype")
-    parser.add_argument("--device", help="cuda:0, or cpu with TRITON_INTERPRET=1 (default: the one that there is)")
+    parser.add_argument("--device", help="cuda:0, or cpu with TRITON_INTERPRET=1 (default: the one that is available)")
     options = parser.parse_args(arguments)
 
     from dcformer.selfcheck import run

@@ -1,4 +1,4 @@
-"""The command line ``dcformer-serve``: that of ``transformers serve``, which is read without importing PyTorch."""
+"""The command line ``dcformer-serve``: that of ``transformers serve``, parsed without importing PyTorch."""
 
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments of ``transformers serve``; the process's when not given.
 
     Returns:
-        0, or 1 with a line that says why there is no server. ``--help`` and wrong usage exit, with 0 and 2.
+        0, or 1 with a line that says why the server does not start. ``--help`` and wrong usage exit with 0 and 2.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if find_spec("typer") is not None:
@@ -53,9 +53,9 @@ def _read(arguments: Sequence[str]) -> None:
 
 
 def _declaration() -> Any:
-    """The library's class of the server, good for its signature and words only; None where it cannot be had.
+    """The library's server class, usable only for its signature and help; None if it cannot be read.
 
-    Its module imports the rest of Transformers and PyTorch: stand-ins take their places while it is read.
+    Its module imports the rest of Transformers and PyTorch: stand-ins replace them while it is executed.
     """
     library = find_spec("transformers")
     if library is None or library.origin is None:

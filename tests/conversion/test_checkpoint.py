@@ -194,10 +194,10 @@ def test_layers_that_do_not_repeat_as_blocks_do(params, config, tmp_path):
 def test_outputs_elsewhere_and_inside_the_source(params, tmp_path):
     root = tmp_path / "run"
     write_maxtext(root / "20" / "state", params)
-    with pytest.raises(ConversionError, match="no local folder"):
+    with pytest.raises(ConversionError, match="is not a local folder"):
         convert_jax_to_safetensors(root, "gs://bucket/x", progress=False)
     for output in (root, root / "20", root / "20" / "state"):
-        with pytest.raises(ConversionError, match=r"holds the checkpoint that is converted"):
+        with pytest.raises(ConversionError, match=r"holds the checkpoint to convert"):
             convert_jax_to_safetensors(root, output, overwrite=True, progress=False)
     assert open_checkpoint(root).step == 20
 
@@ -212,7 +212,7 @@ def test_odd_folder_names(params, name, tmp_path):
 def test_steps_without_arrays_are_named(params, tmp_path):
     write_maxtext(tmp_path / "10" / "state", params)
     (tmp_path / "20" / "state").mkdir(parents=True)
-    assert "steps without arrays, passed over: 20" in open_checkpoint(tmp_path).notes
+    assert "steps without arrays, skipped: 20" in open_checkpoint(tmp_path).notes
 
 
 def test_wrong_format(params, tmp_path):

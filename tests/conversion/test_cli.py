@@ -198,7 +198,7 @@ def test_tokenizer(pax, tmp_path, capsys):
     (tmp_path / "given.json").write_text(json.dumps(config))
     given = ["--checkpoint", pax, "--config", tmp_path / "given.json"]
     assert run("jax-to-safetensors", *given, "--output", tmp_path / "out", "--tokenizer", tokenizer) == 0
-    assert "eos_token_id = 2, as the tokenizer has it; the configuration said 7" in capsys.readouterr().out
+    assert "eos_token_id = 2, as in the tokenizer; the configuration had 7" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     generation = GenerationConfig.from_pretrained(tmp_path / "out")
     for name, expected in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2)):

@@ -368,7 +368,7 @@ def test_scale_minus_one_is_exact(dtype, value, stored, tmp_path):
 def test_scale_too_small_for_minus_one(tmp_path):
     native = pythia_with_scale(tmp_path / "native", 1e-30, torch.float32)
     report = convert_safetensors_to_jax(native, tmp_path / "jax", format="pax", **QUIET)
-    assert "x_layers_1.layer_norm.scale: some values are too small for scale - 1, and are rounded" in str(report)
+    assert "x_layers_1.layer_norm.scale: some values are too small for scale - 1 and were rounded" in str(report)
     convert_jax_to_safetensors(tmp_path / "jax", tmp_path / "back", **QUIET)
     found, expected = tensors_of(tmp_path / "back"), tensors_of(native)
     different = {name for name in expected if not torch.equal(found[name], expected[name])}
@@ -415,7 +415,7 @@ def test_models_that_maxtext_has_no_place_for(overrides, named, tmp_path):
         ({}, {"format": "maxtext", "padded_vocab_size": 100}, "is for Pax"),
         ({}, {"ocdbt": True}, "--ocdbt is for MaxText"),
         ({}, {"with_train_state": True}, "--with-train-state is for MaxText"),
-        ({}, {"ocbdt": True}, "ocbdt=True is no option of any format: expected ocdbt, "),
+        ({}, {"ocbdt": True}, "ocbdt=True is not an option of any format: expected ocdbt, "),
         ({}, {"step": -1}, "must not be negative"),
         ({}, {"format": "orbax"}, "format='orbax' is unknown"),
         ({}, {"dtype": "int8"}, "dtype='int8' is unknown"),

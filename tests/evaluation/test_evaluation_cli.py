@@ -122,6 +122,14 @@ def test_found_while_the_model_is_loaded(lm_eval, monkeypatch, capsys, model_arg
     assert re.search(f"^error: .*{message}", capsys.readouterr().err, re.MULTILINE)
 
 
+def test_a_damaged_weight_file_is_named(work, lm_eval, capsys):
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(REPOSITORY / "checkpoints" / "dcformer-synthetic", work / "damaged", ignore=ignored)
+    (work / "damaged" / "pytorch_model.bin").write_bytes(b"noise")
+    assert main([*MODEL, "--model_args", "pretrained=damaged", *ANSWERS]) == 1
+    assert "error: --model_args pretrained=damaged: damaged/pytorch_model.bin is damaged" in capsys.readouterr().err
+
+
 def test_errors_of_the_evaluation_keep_their_trace(lm_eval, monkeypatch):
     from lm_eval.models.huggingface import HFLM
 

@@ -14,7 +14,6 @@ from helpers import FIXTURES
 from jax_reference import Settings, maxtext_forward, pax_forward, random_maxtext_params, random_pax_params
 
 V = 97
-PAX_SUB_LAYER = "transformer.repeat.sub.x_layers_0."
 DCPYTHIA = {"rotary_fraction": 0.25, "parallel_residual": True}
 TOKENS = np.random.default_rng(1).integers(0, V, (2, 8))  # one shape for all: JAX compiles for each shape
 
@@ -57,17 +56,17 @@ def test_the_two_layouts_are_the_same_model():
         "mlp_{}.wi_0.kernel": "ff_layer.ffn_layer1_gate.linear.w",
         "mlp_{}.wi_1.kernel": "ff_layer.ffn_layer1.linear.w",
         "mlp_{}.wo.kernel": "ff_layer.ffn_layer2.linear.w",
-        "self_attention_{}.query.kernel": "self_attention.query.w",
-        "self_attention_{}.key.kernel": "self_attention.key.w",
-        "self_attention_{}.value.kernel": "self_attention.value.w",
-        "self_attention_{}.q_norm.scale": "self_attention.q_norm.scale",
-        "self_attention_{}.k_norm.scale": "self_attention.k_norm.scale",
-        "self_attention_{}.AttentionOp_0.dyn_w_proj.dw1.kernel": "self_attention.dyn_w_proj.dw1",
-        "self_attention_{}.AttentionOp_0.dyn_w_proj.qkw": "self_attention.dyn_w_proj.qkw",
-        "self_attention_{}.AttentionOp_0.dyn_w_proj.dd.kernel": "self_attention.dyn_w_proj.dd",
-        "self_attention_{}.AttentionOp_0.pre_proj.w": "self_attention.pre_proj.w",
-        "self_attention_{}.AttentionOp_0.post_proj.w": "self_attention.post_proj.w",
     }
+    for maxtext, pax in (
+        *((f"{name}.kernel", f"{name}.w") for name in ("query", "key", "value")),
+        *((f"{side}_norm.scale", f"{side}_norm.scale") for side in "qk"),
+        *(
+            (f"AttentionOp_0.dyn_w_proj.{name}", f"dyn_w_proj.{name.removesuffix('.kernel')}")
+            for name in ("dw1.kernel", "qkw", "dd.kernel")
+        ),
+        *((f"AttentionOp_0.{stage}_proj.w", f"{stage}_proj.w") for stage in ("pre", "post")),
+    ):
+        names["self_attention_{}." + maxtext] = "self_attention." + pax
     pax = {
         "embedding_lookup.emb_var": params["token_embedder.embedding"],
         "final_ln.scale": params["decoder.decoder_norm.scale"],
@@ -85,17 +84,6 @@ def test_the_two_layouts_are_the_same_model():
     np.testing.assert_array_equal(pax_forward(pax, TOKENS, settings), maxtext_forward(params, TOKENS, settings))
 
 
-def test_padded_rows_of_the_embedding_are_cut():
-    params = random_pax_params(5, padded_V=128)
-    cut = params | {"embedding_lookup.emb_var": params["embedding_lookup.emb_var"][:V]}
-    settings = Settings(windows=(3, None), **DCPYTHIA)
-    logits = pax_forward(params, TOKENS, settings)
-    assert logits.shape == (*TOKENS.shape, V)
-    np.testing.assert_array_equal(logits, pax_forward(cut, TOKENS, settings))
-    with pytest.raises(IndexError):
-        pax_forward(params, np.full_like(TOKENS, V), settings)
-
-
 def test_tied_embeddings():
     settings = Settings(windows=(3, None))
     maxtext = random_maxtext_params(6, tied=True)
@@ -107,29 +95,6 @@ def test_tied_embeddings():
     pax = random_pax_params(6, tied=True)
     untied = pax | {"embedding_lookup.emb_var": pax["softmax.logits_ffn.linear.w"].T}
     np.testing.assert_array_equal(pax_forward(pax, TOKENS, settings), pax_forward(untied, TOKENS, settings))
-
-
-def test_multi_gate_scales_groups_of_channels():
-    """A gate layer of zeros scales every channel by 1/4; one that is sure of its group keeps that group alone."""
-    params = random_pax_params(7, L=1, P=1, layer_norm=False, biases=False, mlp="multi-gate", mgate_dim=4)
-    settings = Settings(windows=(None,))
-    mgate, down = PAX_SUB_LAYER + "ff_layer.mgate_layer.linear.w", PAX_SUB_LAYER + "ff_layer.ffn_layer2.linear.w"
-    gated = {name: array for name, array in params.items() if name != mgate}
-    quartered = pax_forward(gated | {down: params[down] / 4}, TOKENS, settings)
-    uniform = pax_forward(params | {mgate: np.zeros_like(params[mgate])}, TOKENS, settings)
-    np.testing.assert_allclose(uniform, quartered, rtol=0, atol=1e-5)
-
-    # Without attention, token 0 has one MLP input everywhere: gate weights along it are a sure choice.
-    tokens = np.zeros_like(TOKENS)
-    sure = np.zeros_like(params[mgate])
-    embedded = params["embedding_lookup.emb_var"][0]
-    without_attention = params | {PAX_SUB_LAYER + "self_attention.post.w": np.zeros((1, 32, 4, 16), np.float32)}
-    sure[0, :, 2] = 1e4 * embedded / params[PAX_SUB_LAYER + "ff_layer.layer_norm.scale"][0]
-    third = params[down].copy()
-    third[0, [i for i in range(48) if i // 12 != 2]] = 0
-    plain = {name: array for name, array in without_attention.items() if name != mgate} | {down: third}
-    chosen = pax_forward(without_attention | {mgate: sure}, tokens, settings)
-    np.testing.assert_allclose(chosen, pax_forward(plain, tokens, settings), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -162,15 +127,3 @@ def test_random_checkpoints_tell_choices_apart(forward, make, options):
     for change in wrong:
         moved = np.abs(forward(params, TOKENS, replace(settings, **change), dtype=np.float64) - exact).max()
         assert moved > 1e-3, change
-
-
-def test_arrays_of_another_model_are_refused():
-    params = random_maxtext_params(9)
-    extra = params | {"decoder.layers.self_attention_0.query.bias": np.zeros((4, 2, 8))}
-    with pytest.raises(ValueError, match=r"self_attention_0\.query\.bias"):
-        maxtext_forward(extra, TOKENS, Settings(windows=(3, None)))
-    with pytest.raises(ValueError, match="mlp_1"):  # a pattern of two read as a pattern of one
-        maxtext_forward(params, TOKENS, Settings(windows=(3,)))
-    shorter = params | {"decoder.layers.mlp_1.wo.kernel": params["decoder.layers.mlp_1.wo.kernel"][:, :1]}
-    with pytest.raises(ValueError, match=r"mlp_1\.wo\.kernel: 1 blocks"):
-        maxtext_forward(shorter, TOKENS, Settings(windows=(3, None)))

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -277,10 +278,11 @@ def test_server_refuses_continuous_batching_before_it_loads(capsys):
     ("arguments", "message"),
     [
         (["absent"], "dcformer-serve absent: "),
-        (["without_tokenizer"], "Can't instantiate a processor"),
+        (["without_tokenizer"], "dcformer-serve without_tokenizer: "),
+        (["damaged"], "damaged/pytorch_model.bin is damaged"),
         (["bundled", "--attn-implementation", "sdpa"], "attn_implementation='sdpa' cannot compose attention heads"),
         (["bundled", "--attn-implementation", "dcformer_chunked"], "Unsupported attention implementation"),
-        (["bundled", "--dtype", "float12"], "Unsupported dtype: 'float12'"),
+        (["bundled", "--dtype", "float12"], "'float12'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -289,6 +291,8 @@ def test_models_that_cannot_be_served(tmp_path, monkeypatch, capsys, arguments, 
     monkeypatch.chdir(tmp_path)
     os.symlink(REPOSITORY / "checkpoints" / "dcformer-synthetic", tmp_path / "bundled")
     DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path / "without_tokenizer")
+    shutil.copytree(tmp_path / "bundled", tmp_path / "damaged", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "damaged" / "pytorch_model.bin").touch()
     monkeypatch.setattr("uvicorn.Server.run", lambda _: pytest.fail("the server starts"))
     assert main(arguments) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))

@@ -13,8 +13,7 @@ def test_parse_context():
     context = parse_context(TEXTS)
     assert context.text == "\n< A. >. is one\n< B. >. is two\n< C. >. is in South Korea\n"
     assert context.answers == (Answer("two", 27, 30, 1), Answer("South Korea", 45, 56, 2))
-    assert context.unscored == (Answer("one", 12, 15, 0),)
-    assert all(context.text[a.start : a.end] == a.text for a in context.answers + context.unscored)
+    assert all(context.text[a.start : a.end] == a.text for a in context.answers)
 
 
 def test_questions():
@@ -51,11 +50,10 @@ def test_parsing_undoes_formatting(examples):
     texts = "\n" + "".join(f"{p} [ {a} ]\n" if scored else f"{p} {a}\n" for p, a, scored in examples)
     context = parse_context(texts)
     assert context.text == text
-    for found, wanted in ((context.answers, True), (context.unscored, False)):
-        assert [(a.text, a.num_shots) for a in found] == [
-            (answer, index) for index, (_, answer, scored) in enumerate(examples) if scored is wanted
-        ]
-        assert all(text[a.start : a.end] == a.text and text[a.start - 1] == " " for a in found)
+    assert [(a.text, a.num_shots) for a in context.answers] == [
+        (answer, index) for index, (_, answer, scored) in enumerate(examples) if scored
+    ]
+    assert all(text[a.start : a.end] == a.text and text[a.start - 1] == " " for a in context.answers)
 
 
 def check_prompts(records):

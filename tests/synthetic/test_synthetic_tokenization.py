@@ -103,19 +103,11 @@ def test_labels_are_the_scored_answers(tokenizer):
     assert [index for index, (_, label) in enumerate(pairs) if label != -100] == [9, 14]
 
 
-def test_score_all_and_loss_on_all(tokenizer):
-    labels = encode(RECORD, tokenizer, score_all=True)["labels"]
-    assert words(tokenizer, [label for label in labels if label != -100]) == ["fox", "bee", "oak"]
-    encoded = encode(RECORD, tokenizer, loss_on="all")
-    assert encoded["labels"] == encoded["input_ids"]
-
-
 def test_each_answer_of_a_dataset_has_one_label(tokenizer):
     for record in generate_dataset("train", 1):
-        for score_all, first in ((False, 2), (True, 0)):
-            labels = [label for label in encode(record, tokenizer, score_all=score_all)["labels"] if label != -100]
-            lines = parse_context(record["texts"]).text.strip("\n").split("\n")
-            assert words(tokenizer, labels) == [line.split()[-1] for line in lines[first:]]
+        labels = [label for label in encode(record, tokenizer)["labels"] if label != -100]
+        lines = parse_context(record["texts"]).text.strip("\n").split("\n")
+        assert words(tokenizer, labels) == [line.split()[-1] for line in lines[2:]]
 
 
 def test_answers_of_several_tokens():
@@ -136,11 +128,6 @@ def test_max_length_drops_whole_examples_from_the_beginning(tokenizer):
     assert tokenizer.decode(encode(RECORD, tokenizer, 6)["input_ids"]) == "\nKate owns the oak\n"
     with pytest.raises(ValueError, match="max_length is 5: expected enough for the last example, which has 6 tokens"):
         encode(RECORD, tokenizer, max_length=5)
-
-
-def test_wrong_loss_on(tokenizer):
-    with pytest.raises(ValueError, match="loss_on is 'none': expected 'answers' or 'all'"):
-        encode(RECORD, tokenizer, loss_on="none")
 
 
 def test_map_and_collate(tokenizer):

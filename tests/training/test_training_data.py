@@ -230,7 +230,7 @@ def test_output(fails, tmp_path):
     message = fails(output_dir=str(tmp_path / "used"))
     assert "already holds checkpoint-4: continue with --resume_from_checkpoint last" in message
     message = fails(output_dir=str(tmp_path / "used"), resume_from_checkpoint=str(tmp_path / "used" / "checkpoint-4"))
-    assert "no whole checkpoint at" in message
+    assert "is not a complete checkpoint" in message
     assert "output_dir is not set: name a folder" in fails(output_dir="")
     message = fails(output_dir=str(CHECKPOINT), resume_from_checkpoint="last")
     assert "is the model to train: choose another with --output_dir" in message
@@ -262,7 +262,7 @@ def test_newest_whole_checkpoint(tmp_path, capsys):
         (tmp_path / "checkpoint-12" / name).rename(tmp_path / "away")
         assert check_output(training) == str(tmp_path / "checkpoint-4")
         printed = capsys.readouterr().out
-        assert f"checkpoint-12 is skipped: it has no {part} to read\n" in printed and "goes on from" in printed
+        assert f"checkpoint-12 is skipped: it has no readable {part}\n" in printed and "continues from" in printed
         (tmp_path / "away").rename(tmp_path / "checkpoint-12" / name)
     (tmp_path / "checkpoint-12" / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model-2.safetensors"}}'
@@ -270,15 +270,18 @@ def test_newest_whole_checkpoint(tmp_path, capsys):
     (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()
     assert check_output(training) is None
     printed = capsys.readouterr().out
-    assert "no model-2.safetensors" in printed and "has no whole checkpoint: training starts from the beg" in printed
+    assert (
+        "no readable model-2.safetensors" in printed
+        and "has no complete checkpoint: training starts from the beg" in printed
+    )
 
 
 def test_optimizers_and_schedules_that_cannot_be_made(fails):
     message = fails(lr_scheduler_kwargs='{"min_rate": 0.1}')
     assert "error: --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {'min_rate': 0.1}: " in message
-    assert "is not a valid SchedulerType" in fails(lr_scheduler_type="cosin")
+    assert "cosin " in fails(lr_scheduler_type="cosin")
     if find_spec("bitsandbytes") is None:
-        assert "error: --optim adamw_bnb_8bit: You need to install `bitsandbytes`" in fails(optim="adamw_bnb_8bit")
+        assert "error: --optim adamw_bnb_8bit: " in fails(optim="adamw_bnb_8bit")
 
 
 def test_dtypes(fails, tmp_path):
@@ -289,12 +292,16 @@ def test_dtypes(fails, tmp_path):
 
 
 def test_folders_that_hold_no_model(fails, tmp_path):
-    shutil.copytree(CHECKPOINT, tmp_path / "damaged")
-    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
-    message = fails(model_name_or_path=str(tmp_path / "damaged"))
-    assert f"error: --model_name_or_path {tmp_path / 'damaged'}: cannot be loaded (KeyError: 'added_tokens')" in message
+    damaged = shutil.copytree(CHECKPOINT, tmp_path / "damaged")
+    (damaged / "model.safetensors").unlink()
+    (damaged / "pytorch_model.bin").write_bytes(b"noise")
+    message = fails(model_name_or_path=str(damaged))
+    assert f"error: --model_name_or_path {damaged}: {damaged / 'pytorch_model.bin'} is damaged" in message
+    (damaged / "tokenizer.json").write_text("{}")
+    message = fails(model_name_or_path=str(damaged))
+    assert f"error: --model_name_or_path {damaged}: {damaged / 'tokenizer.json'} is damaged" in message
     (tmp_path / "empty").mkdir()
-    assert "empty: Unrecognized model" in fails(model_name_or_path=str(tmp_path / "empty"))
+    assert f"--model_name_or_path {tmp_path / 'empty'}: " in fails(model_name_or_path=str(tmp_path / "empty"))
 
 
 def test_options_that_contradict(fails):

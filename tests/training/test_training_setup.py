@@ -150,7 +150,7 @@ def test_checkpoint_without_a_setup(runs, tmp_path):
     state = json.loads(file.read_text())
     del state["stateful_callbacks"]["SetupRecord"]
     file.write_text(json.dumps(state))
-    with pytest.raises(SystemExit, match=r"^error: .*checkpoint-2 does not say with which setup it was trained"):
+    with pytest.raises(SystemExit, match=r"^error: .*checkpoint-2 holds no record of its setup"):
         run(finetune, tmp_path / "out", **TUNE, resume_from_checkpoint="last")
 
 

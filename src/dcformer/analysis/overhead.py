@@ -13,7 +13,7 @@ class ComposeOverhead:
         parameters: parameters added, exact: equal to what counting the built model's composition tensors gives.
         parameter_ratio: `parameters` over all other parameters outside the embeddings.
         flops_per_token: floating point operations added to the forward pass of one token at the given sequence
-            length, exact for the formula of composition: 2 per multiply-add, every one of the sequence's keys.
+            length, exact for the formula of composition: 2 per multiply-add, over all keys of the sequence.
         flops_ratio: `flops_per_token` over the forward operations of the plain model's layers, whose attention counts
             half of the keys, as in the paper.
         paper_parameter_ratio: the paper's leading-order estimate, (2R+1)/(3D) for full composition: generator

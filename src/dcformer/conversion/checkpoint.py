@@ -1,4 +1,4 @@
-"""Checkpoints of every format, seen as what they stand for here: a configuration and native tensors."""
+"""Checkpoints of every format, presented as a configuration and native tensors."""
 
 import os
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ from .sources import ArraySource, SafetensorsSource, TorchSource, has_weights
 
 @dataclass
 class Checkpoint:
-    """A checkpoint, opened: everything is known of it, nothing has been read.
+    """An open checkpoint: its structure is known and checked, its tensors have not been read.
 
     Attributes:
         path: where it is.
         format: the name of its format.
-        config: the model's; for a checkpoint of arrays inferred, with what was given.
+        config: of the model; for a checkpoint of arrays inferred and completed with the given fields.
         source: its tensors as stored.
-        parts: the stored tensors that make up the model, in the order in which they are best read.
-        notes: what was assumed or noticed, for the user.
-        step: the training step, where the checkpoint tells.
+        parts: the stored tensors that make up the model, in the best order to read them.
+        notes: assumptions and remarks for the user.
+        step: the training step, if the checkpoint records it.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Checkpoint:
         self._check()
 
     def _check(self) -> None:
-        """Every native tensor is stored once, in the right shape and dtype, and nothing else is there."""
+        """Checks that every native tensor is stored once, with the right shape and dtype, and nothing else."""
         where, infos = self.source.location, self.source.infos
         if unplaced := sorted(set(self.shapes) - set(self._place)):
             raise ConversionError(f"{self.format} has no place for {_some(unplaced)}.")
@@ -98,9 +98,9 @@ class Checkpoint:
         return dtype
 
     def _offset_dtype(self, name: str, part: Part) -> torch.dtype | None:
-        """The dtype of a tensor that is stored less an offset: that of the bias beside it, or float32 to lose nothing.
+        """The dtype of a tensor stored with an offset: that of the bias beside it, or float32 if that would round.
 
-        What our own converter stored wider, to be exact, comes back in the model's dtype.
+        Tensors that our converter stored in a wider dtype, to be exact, thus return to the model's dtype.
         """
         if part.name not in self._offset_dtypes:
             beside = self._place.get(name.removesuffix("weight") + "bias")
@@ -113,17 +113,17 @@ class Checkpoint:
         return self._offset_dtypes[part.name]
 
     def nbytes(self) -> int:
-        """Size of all native tensors in their stored dtypes."""
+        """Bytes of all native tensors in their stored dtypes."""
         return sum(shape.numel() * self.dtype(name).itemsize for name, shape in self.shapes.items())
 
     def read(self, name: str) -> torch.Tensor:
-        """One native tensor. Asking for those of one stored tensor one after the other reads it once.
+        """Reads a native tensor. Successive calls for tensors of one stored tensor read it once.
 
         Args:
             name: such as "model.layers.0.self_attn.q_proj.weight".
 
         Returns:
-            the tensor in its stored dtype; perhaps a view of a larger one.
+            the tensor in its stored dtype; possibly a view of a larger one.
 
         Raises:
             ConversionError: when it cannot be read.
@@ -172,18 +172,19 @@ def open_checkpoint(
     """Opens a checkpoint of any supported format.
 
     Args:
-        path: a model folder (native, or published by the authors), or a JAX checkpoint: its root with steps, a step, or
-            the folder of arrays; local, or a URL that TensorStore understands.
-        format: the name of a format, or "auto" to look.
-        config: for JAX checkpoints: a file for `read_config_file`, or fields as it returns them. When not given, a
-            `config.json` that this package wrote beside the checkpoint is used.
-        step: of a JAX checkpoint with several; the last one when not given.
+        path: a model folder (native or in the hub format), or a JAX checkpoint: its root with steps, a step, or the
+            folder of arrays; local, or a URL that TensorStore understands.
+        format: the name of a format, or "auto" to detect it.
+        config: for JAX checkpoints, a file for `read_config_file` or fields as it returns them; by default a
+            `config.json` that this package wrote beside the checkpoint.
+        step: of a JAX checkpoint with several; by default the last.
 
     Returns:
-        `Checkpoint`; its notes say what was assumed.
+        `Checkpoint`; its notes list what was assumed.
 
     Raises:
-        ConversionError: when it is none of these, or incomplete, or does not fit its configuration.
+        ConversionError: when the path is no such checkpoint, or the checkpoint is incomplete or contradicts its
+            configuration.
     """
     if format not in ("auto", *FORMATS):
         raise ConversionError(f"format={format!r} is unknown: expected auto, {', '.join(FORMATS)}.")
@@ -192,7 +193,7 @@ def open_checkpoint(
     if isinstance(FORMATS.get(format), FolderFormat) or (format == "auto" and is_folder):
         if not is_folder:
             what = "is not a model folder" if os.path.exists(location) else "does not exist"
-            raise ConversionError(f"{location} {what}: expected a folder with config.json beside weights.")
+            raise ConversionError(f"{location} {what}: expected a folder with config.json and weight files.")
         if config is not None or step is not None:
             raise ConversionError("--config and --step are for JAX checkpoints: a model folder has its configuration.")
         return _open_folder(Path(location), format)
@@ -247,7 +248,7 @@ def _open_arrays(
     parts = source.format.parts(
         model, period=found.period, stacked=found.stacked, generators=found.generators, present=list(source.infos)
     )
-    if not model.compose_generators:  # the trainer stores them, whatever it uses
+    if not model.compose_generators:  # the trainer stores them even when it does not use them
         used = {part.name for part in parts}
         generators = ("compose.dw1_proj.weight", "compose.qkw", "compose.gate_proj.weight")
         unused = [
@@ -267,7 +268,7 @@ def _open_arrays(
 
 
 def _config_beside(folder: str) -> str | None:
-    """The native configuration that our own converter leaves beside a checkpoint."""
+    """The native configuration that our converter leaves beside a checkpoint."""
     if "://" in folder:
         return None
     place = Path(folder)

@@ -30,7 +30,7 @@ def run(command: str, args: argparse.Namespace) -> int:
     Returns:
         0, or 1 on an error or a difference.
     """
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Orbax starts JAX, which would take hold of a GPU for nothing
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Orbax starts JAX, which would occupy a GPU for nothing
     try:
         if command == "verify":
             return _verify(args)

@@ -25,7 +25,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .output import SafetensorsWriter, complete_folder, refuse_to_replace
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_COUNTED_AT_ONCE = 2**20  # elements looked at in one go to count NaN and infinity
+_COUNTED_AT_ONCE = 2**20  # elements examined at once to count NaN and infinity
 
 
 @dataclass
@@ -35,7 +35,7 @@ class ConversionReport:
     Attributes:
         source, source_format: what was read.
         output, output_format: what was written.
-        notes: what was assumed, noticed or changed.
+        notes: assumptions, remarks and changes.
         tensors: number of tensors written.
         nbytes: their size in bytes.
         seconds: wall-clock time.
@@ -61,9 +61,9 @@ class ConversionReport:
 
 
 def _check_finite(name: str, tensor: torch.Tensor, allowed: bool, notes: list[str]) -> None:
-    """Refuses NaN and infinity, or where they are allowed puts them into the notes."""
+    """Refuses NaN and infinity, or adds them to the notes where they are allowed."""
     flat = tensor.reshape(-1)
-    # NaN where any value is. Takes no memory, and a tenth of the time of counting.
+    # NaN if any value is. Takes no memory, and a tenth of the time of counting.
     if not flat.numel() or all(bool(extreme.isfinite()) for extreme in flat.aminmax()):
         return
     bad = sum(int((~piece.isfinite()).sum()) for piece in flat.split(_COUNTED_AT_ONCE))
@@ -107,10 +107,10 @@ def convert_jax_to_safetensors(
     Args:
         checkpoint: its root with steps, a step, or the folder of arrays; a local path or a URL that TensorStore
             understands.
-        output: the folder to make.
-        config: what shapes cannot tell: a file in the words of this package, of the authors' config.json, or of MaxText
-            (JSON or YAML, complete or not), or native fields. What neither gives is assumed, and reported.
-        step: which step of a root; the last one when not given.
+        output: the folder to create.
+        config: what shapes do not determine: native fields, or a file with native fields, keys of the hub format or
+            keys of MaxText (JSON or YAML, complete or not). Anything still open is assumed, and reported.
+        step: which step of a root; by default the last.
         format: the name of the checkpoint's format, or "auto".
         options: of `write_safetensors`.
 
@@ -118,8 +118,8 @@ def convert_jax_to_safetensors(
         `ConversionReport`.
 
     Raises:
-        ConversionError: when the checkpoint is damaged, is incomplete, contradicts its configuration, or cannot be
-            written; nothing is left at `output` then.
+        ConversionError: when the checkpoint is damaged or incomplete, contradicts its configuration, or cannot be
+            written; then nothing is left at `output`.
     """
     _array_format(format, "auto")
     opened = open_checkpoint(checkpoint, format, config=config, step=step)
@@ -129,7 +129,7 @@ def convert_jax_to_safetensors(
 
 
 def _array_format(name: str, *others: str) -> ArrayFormat | None:
-    """The array format of that name; None when it is one of the others."""
+    """The array format with this name; None for the names in `others`."""
     known = {format.name: format for format in array_formats()}
     if name not in (*others, *known):
         raise ConversionError(f"format={name!r} is unknown: expected {', '.join((*others, *known))}.")
@@ -143,21 +143,21 @@ def convert_hub_to_safetensors(
     tokenizer: str | os.PathLike | None = None,
     **options: Any,
 ) -> ConversionReport:
-    """Converts a folder as the authors publish it (config.json, pytorch_model.bin) to native names and safetensors.
+    """Converts a folder in the hub format (config.json, pytorch_model.bin) to native names and safetensors.
 
-    `from_pretrained` loads such folders as they are; converted ones load faster, in less memory, on several devices.
+    `from_pretrained` loads such folders directly; converted ones load faster, with less memory, and on several devices.
 
     Args:
         checkpoint: the folder.
-        output: the folder to make.
-        tokenizer: of another folder; the one in `checkpoint`, if there is one, when not given.
-        options: the others of `write_safetensors`.
+        output: the folder to create.
+        tokenizer: another folder's tokenizer; by default the one in `checkpoint`, if any.
+        options: the other options of `write_safetensors`.
 
     Returns:
         `ConversionReport`.
 
     Raises:
-        ConversionError: as `convert_jax_to_safetensors`; pickled code in a `.bin` is never run.
+        ConversionError: as `convert_jax_to_safetensors`. Pickled code in a `.bin` is never run.
     """
     if tokenizer is None and (Path(checkpoint) / "tokenizer.json").is_file():
         tokenizer = checkpoint
@@ -179,10 +179,10 @@ def write_safetensors(
 
     Args:
         checkpoint: what to convert.
-        output: the folder to make.
+        output: the folder to create.
         dtype: "keep" (each tensor as stored), "float32", "bfloat16" or "float16".
         max_shard_size: largest size of a safetensors file, in bytes or like "5GB".
-        tokenizer: folder or name of a tokenizer to put beside the model; its special tokens go into the configuration.
+        tokenizer: folder or name of a tokenizer to save with the model; its special tokens go into the configuration.
         allow_nonfinite: keep NaN and infinity instead of refusing them.
         overwrite: replace an existing output.
         progress: show a progress bar.
@@ -191,7 +191,7 @@ def write_safetensors(
         `ConversionReport`.
 
     Raises:
-        ConversionError: when a tensor cannot be read, or the folder not written; nothing is left at `output` then.
+        ConversionError: when a tensor cannot be read or the folder cannot be written; then nothing is left at `output`.
     """
     started = time.perf_counter()
     refuse_to_replace(checkpoint.path, output)
@@ -208,7 +208,7 @@ def write_safetensors(
         try:
             with _progress(total, "writing safetensors", progress) as update:
                 for name, tensor in checkpoint.tensors():
-                    # One copy at most, and nothing kept while the next one is read: see the tests of peak memory.
+                    # At most one copy, and none while the next tensor is read: see the tests of peak memory.
                     tensor = tensor.to(announced[name][1], memory_format=torch.contiguous_format).contiguous()
                     _check_finite(name, tensor, allow_nonfinite, nonfinite)
                     writer.write(name, tensor)
@@ -233,7 +233,7 @@ def write_safetensors(
 
 
 def _common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype that holds all of these."""
+    """The narrowest dtype that holds all of these."""
     common = dtypes[0]
     for dtype in dtypes[1:]:
         common = torch.promote_types(common, dtype)
@@ -241,7 +241,7 @@ def _common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 
 def _generation_config(checkpoint: Checkpoint, special: dict[str, Any]) -> GenerationConfig:
-    """That of the checkpoint's folder, if it has one, with these special tokens."""
+    """The generation configuration of the checkpoint's folder, or a new one, with these special tokens."""
     if not (Path(checkpoint.path) / "generation_config.json").is_file():
         return GenerationConfig(**special)
     try:
@@ -255,12 +255,12 @@ def _generation_config(checkpoint: Checkpoint, special: dict[str, Any]) -> Gener
 def _load_tokenizer(path: str | os.PathLike) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever a damaged or foreign folder leads the library to
+    except Exception as error:  # damaged and unrelated folders make the library raise almost anything
         raise ConversionError(f"tokenizer={os.fspath(path)!r} cannot be loaded ({error}).") from error
 
 
 def _take_special_tokens(config: Any, path: str | os.PathLike, tokenizer: Any) -> list[str]:
-    """Puts a tokenizer's special tokens into a configuration; says what that changed."""
+    """Copies a tokenizer's special tokens into a configuration. Returns notes on what changed."""
     ids = {name: getattr(tokenizer, name) for name in TOKENS}
     ids |= {name: number for name, (_, number) in tokenizer_special_ids(path, {}).items()}
     notes = []
@@ -269,7 +269,7 @@ def _take_special_tokens(config: Any, path: str | os.PathLike, tokenizer: Any) -
             continue
         old = getattr(config, name)
         if old not in (None, new):
-            notes.append(f"{name} = {new}, as the tokenizer has it; the configuration said {old}")
+            notes.append(f"{name} = {new}, as in the tokenizer; the configuration had {old}")
         setattr(config, name, new)
     if len(tokenizer) > config.vocab_size:
         notes.append(
@@ -293,22 +293,22 @@ def convert_safetensors_to_jax(
 ) -> ConversionReport:
     """Converts a model folder to a JAX checkpoint that the original trainers restore.
 
-    Beside the step, the model's `config.json` is left for the way back, and for MaxText `maxtext.yml` with the fields
-    of its configuration.
+    Beside the step, the model's `config.json` is left for converting back, and for MaxText also `maxtext.yml`, with the
+    fields of its configuration.
 
     Args:
-        model: the folder, native or as the authors publish it. (Any other supported checkpoint works too.)
-        output: the root to make; the checkpoint is in `<output>/<step>/state` (MaxText) or
+        model: the folder, native or in the hub format. (Any other supported checkpoint works too.)
+        output: the root to create; the checkpoint is in `<output>/<step>/state` (MaxText) or
             `<output>/checkpoint_<step>/state` (Pax).
         format: "maxtext" (an Orbax checkpoint) or "pax" (a zarr array per parameter).
         dtype: "keep" (each tensor as stored), "trainer" (qkw and static projections in bfloat16, all else in float32,
             as MaxText trains), "float32", "bfloat16" or "float16".
         step: the step's number.
-        layers_per_block: layers in a block of the trainer's scan; the period of the layer pattern when not given.
+        layers_per_block: layers in a block of the trainer's scan; by default the period of the layer pattern.
         allow_nonfinite: keep NaN and infinity instead of refusing them.
         overwrite: replace an existing output.
         progress: show a progress bar.
-        options: what just one format takes, refused by the others unless None or False.
+        options: of a single format; the other formats refuse them unless None or False.
             MaxText: `ocdbt` (Orbax's OCDBT store instead of a folder per array, which the original trainer writes),
             `with_train_state` (a full train state, with zero Adam moments, instead of parameters only).
             Pax: `padded_vocab_size` (rows of the embedding, zeros beyond the vocabulary).
@@ -317,7 +317,7 @@ def convert_safetensors_to_jax(
         `ConversionReport`.
 
     Raises:
-        ConversionError: when the format has no place for a tensor of the model, an option does not apply to it, or as
+        ConversionError: when the format cannot hold a tensor of the model or an option does not apply to it, and as
             `convert_jax_to_safetensors`.
     """
     started = time.perf_counter()
@@ -368,12 +368,14 @@ def _check_options(writer: ArrayFormat, options: dict[str, Any]) -> None:
         owners = [format.title for format in array_formats() if name in format.options]
         if not owners:
             known = sorted(set().union(*(format.options for format in array_formats())))
-            raise ConversionError(f"{name}={options[name]!r} is no option of any format: expected {', '.join(known)}.")
+            raise ConversionError(
+                f"{name}={options[name]!r} is not an option of any format: expected {', '.join(known)}."
+            )
         raise ConversionError(f"--{name.replace('_', '-')} is for {' and '.join(owners)}. {writer.limits}")
 
 
 def _layers_per_block(opened: Checkpoint, given: int | None, writer: ArrayFormat) -> int:
-    """P for a model, as given or by its pattern of layers."""
+    """P for a model: as given, or the period of its layer pattern."""
     count = opened.config.num_hidden_layers
     if not count:
         raise ConversionError(f"{opened.path} has no layers, and a {writer.name} checkpoint needs some.")
@@ -394,7 +396,7 @@ def _lazy_array(
     rows: int | None,
     check: Callable[[str, torch.Tensor], None],
 ) -> LazyArray:
-    """A stored tensor of the new checkpoint, put together when it is written."""
+    """A stored tensor of the new checkpoint, assembled when it is written."""
     shape = part.shape(checkpoint.config)
     if rows is not None:
         if rows < shape[0]:
@@ -407,7 +409,7 @@ def _lazy_array(
         return tensor
 
     def load() -> np.ndarray:
-        # read when `join` asks for it, so that one native tensor is in memory at a time
+        # read when `join` consumes it, so that one native tensor is in memory at a time
         joined = part.join((read(name) for name in part.natives()), checkpoint.config, dtype).contiguous()
         checkpoint.forget()
         check(part.name, joined)
@@ -421,14 +423,14 @@ def _lazy_array(
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
     if dtype == torch.bfloat16:
-        import ml_dtypes  # comes with tensorstore, which whoever writes JAX checkpoints has
+        import ml_dtypes  # a dependency of tensorstore, without which no JAX checkpoint is written
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(_dtype_name(dtype))
 
 
 def _choose_dtype(part: Part, checkpoint: Checkpoint, dtype: str, notes: list[str]) -> torch.dtype:
-    """In which dtype a stored tensor is written; what widens it goes into the notes."""
+    """The dtype in which a stored tensor is written; widening is noted."""
     wanted = _parse_dtype(dtype, "keep", "trainer")
     if dtype == "trainer":
         narrow = part.layout.natives[0][0].endswith(("compose.qkw", "compose.pre_static", "compose.post_static"))
@@ -438,8 +440,8 @@ def _choose_dtype(part: Part, checkpoint: Checkpoint, dtype: str, notes: list[st
     stored = _common_dtype([checkpoint.dtype(name) for name in part.natives()])
     if not part.layout.offset:
         return stored
-    # The narrowest dtype in which values less the offset give back the values; 16-bit values without rounding, which
-    # tells the reader that they were 16-bit.
+    # The narrowest dtype from which the values can be recovered; 16-bit values without any rounding, so that the reader
+    # can tell that they were 16-bit.
     tensors = [checkpoint.read(name) for name in part.natives()]
     for candidate in (stored, torch.float32, torch.float64):
         back = [(t.double() - part.layout.offset).to(candidate).double() + part.layout.offset for t in tensors]
@@ -449,15 +451,15 @@ def _choose_dtype(part: Part, checkpoint: Checkpoint, dtype: str, notes: list[st
             if candidate != stored:
                 notes.append(f"{part.name} is stored as {_dtype_name(candidate)}: scale - 1 needs it")
             return candidate
-    notes.append(f"{part.name}: some values are too small for scale - 1, and are rounded")
+    notes.append(f"{part.name}: some values are too small for scale - 1 and were rounded")
     return torch.float64
 
 
 def _not_stored(config: Any, period: int) -> str:
-    """What a trainer must be told, because its checkpoints do not hold it."""
+    """What its checkpoints do not hold and a trainer must be configured with."""
     rope = config.rope_parameters
     rotated = rope.get("partial_rotary_factor", 1.0)
-    told = {
+    settings = {
         "layers per block": period,
         "windows": layer_windows(config)[:period],
         "norm epsilon": config.norm_eps,
@@ -470,7 +472,7 @@ def _not_stored(config: Any, period: int) -> str:
         "parallel residual": config.use_parallel_residual or None,
         "weight generators in use": config.compose_generators if len(config.compose_generators) < 4 else None,
     }
-    return "; ".join(f"{name}: {json.dumps(value)}" for name, value in told.items() if value is not None)
+    return "; ".join(f"{name}: {json.dumps(value)}" for name, value in settings.items() if value is not None)
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The configuration of a checkpoint of arrays: from their shapes, from a file, and what has to be assumed."""
+"""The configuration of a checkpoint of arrays: from their shapes, from a file, and by assumption."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from ..layouts_dcformer import STORED_GENERATORS, TensorLayout, layer_dims
 from .sources import ArraySource
 
 _SWITCHES = ("compose_pre", "compose_post", "compose_query", "compose_key")
-# Letter of a dimension -> what it is called, and the field that it decides.
+# Letter of a dimension -> its name in messages, and the field that it determines.
 _MEANINGS = {
     "v": ("vocabulary", "vocab_size"),
     "e": ("hidden size", "hidden_size"),
@@ -48,16 +48,16 @@ def summary(found: Found) -> str:
 
 
 def infer(source: ArraySource) -> Found:
-    """Reads off a checkpoint's names and shapes what they say about the model.
+    """Infers from a checkpoint's names and shapes what they determine of the model.
 
     Args:
         source: the checkpoint.
 
     Returns:
-        what was found. Values are not read.
+        the findings. Values are not read.
 
     Raises:
-        ConversionError: when shapes contradict each other, or do not have the dimensions that the format gives them.
+        ConversionError: when shapes contradict each other or the format's dimensions.
     """
     mlp_type, norm_type = source.format.kind(source.infos)
     layouts = source.format.layouts(mlp_type, norm_type)
@@ -79,7 +79,7 @@ def infer(source: ArraySource) -> Found:
         found.stacked = found.stacked and (stacked or not match.groupdict())
         _measure(sizes, found, name, info.shape)
     if not {"v", "e", "h", "d"} <= set(sizes) or not in_layers:
-        raise ConversionError(f"{source.location} lacks embeddings or query projections: it is no whole model.")
+        raise ConversionError(f"{source.location} lacks embeddings or query projections: the checkpoint is incomplete.")
 
     found.period = numbers["s"] + 1
     layers = found.period * (sizes.get("l", 1) if found.stacked else numbers["b"] + 1)
@@ -108,7 +108,7 @@ def infer(source: ArraySource) -> Found:
 
 
 def _patterns(layout: TensorLayout, format: ArrayFormat) -> list[tuple[re.Pattern, TensorLayout, bool]]:
-    """Matches names of a kind of tensor, stacked or not; its groups are the numbers of block, place and layer."""
+    """Patterns for the names of a kind of tensor, stacked or not; groups are the numbers of block, place and layer."""
 
     def pattern(foreign: str) -> re.Pattern:
         return re.compile(re.sub(r"\\{([sbi])\\}", r"(?P<\1>\\d+)", re.escape(foreign)))
@@ -124,7 +124,7 @@ def _stored_axes(layout: TensorLayout, stacked: bool) -> list[str]:
 
 
 def _measure(sizes: dict[str, int], found: Found, name: str, shape: tuple[int, ...]) -> None:
-    """Collects the sizes of the letters of an array's dimensions; "(c m)" counts as a letter of its own."""
+    """Records the size of each letter in an array's dimensions; "(c m)" counts as a letter of its own."""
     layout, axes = found.matches[name][0], _stored_axes(*found.matches[name])
     if len(axes) != len(shape):
         raise ConversionError(
@@ -139,7 +139,7 @@ def _measure(sizes: dict[str, int], found: Found, name: str, shape: tuple[int, .
         reason = found.reasons.setdefault(field or axis, name)
         if known != size and axis != "v":
             raise ConversionError(
-                f"{name} does not fit the other tensors: its {meaning} is {size}, that of {reason} is {known}."
+                f"{name} does not fit the other tensors: its {meaning} is {size}, but {known} in {reason}."
             )
 
 
@@ -176,14 +176,14 @@ def _infer_composition(found: Found, sizes: Mapping[str, int], kinds: set[str]) 
 
 
 def used_generators(source: ArraySource, found: Found) -> dict[str, bool]:
-    """Which composition switches the values say are off: those all of whose weight generators hold zeros only.
+    """The composition switches as far as values determine them: off where all weight generators are zero.
 
-    A generator of zeros adds nothing, so leaving it out changes no result. This is how our own converter stores
-    generators that a model does not have; trained checkpoints have none.
+    A generator of zeros adds nothing, so leaving it out changes no result. Our converter stores zeros for generators
+    that a model does not have; trained checkpoints hold none.
 
     Args:
-        source: the checkpoint; the small outputs of its weight generators are read.
-        found: what its shapes say; it must hold four generators.
+        source: the checkpoint; the output layers of its weight generators are read.
+        found: from `infer`; there must be four generators.
 
     Returns:
         the four switches; empty when all are in use, or none is.
@@ -210,14 +210,14 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
     """Reads a file with configuration fields, complete or not.
 
     Args:
-        path: JSON or YAML, in the words of this package or of another format that has words for configurations.
+        path: JSON or YAML, with native fields or the keys of a format that has configurations.
 
     Returns:
-        native fields, just those that the file decides; besides, "model_type" when the file names it and "period" when
-        it gives the layers per block.
+        the native fields that the file determines, "model_type" if the file names it, and "period" if it gives the
+        layers per block.
 
     Raises:
-        ConversionError: when it cannot be read, or is in none of these words.
+        ConversionError: when the file cannot be read, or has unknown keys.
     """
     path = Path(path)
     try:
@@ -253,7 +253,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def assumed_fields(format: ArrayFormat, found: Found) -> dict[str, Any]:
-    """What an array checkpoint does not tell, as its trainer set it by default."""
+    """Fields that an array checkpoint does not determine, with its trainer's defaults."""
     layernorm = found.fields["norm_type"] == "layernorm"
     patterns = {1: "G", 2: "LG", 4: "LGLL", 8: "LGL6"}
     pattern = patterns.get(found.period, "LG" if found.period % 2 == 0 else "G")
@@ -274,17 +274,17 @@ def assumed_fields(format: ArrayFormat, found: Found) -> dict[str, Any]:
 def build_config(
     source: ArraySource, found: Found, given: Mapping[str, Any] | None = None
 ) -> tuple[DCFormerConfig, list[str]]:
-    """Puts together a checkpoint's configuration.
+    """Assembles a checkpoint's configuration.
 
     Args:
         source: the checkpoint.
         found: what `infer` found in it.
-        given: fields that the user gives, from `read_config_file`. They win over assumptions, and must not contradict
-            what was found; but composition switches may turn off stored generators, and a smaller vocab_size keeps
-            just the first rows.
+        given: the user's fields, from `read_config_file`. They replace assumptions and must not contradict `found`,
+            except that composition switches may turn off stored generators, and a smaller vocab_size keeps only the
+            first rows.
 
     Returns:
-        the configuration, and lines that say what was assumed.
+        the configuration, and the assumptions as lines of text.
 
     Raises:
         ConversionError: when `given` contradicts the checkpoint, naming the field, both values and the tensor.
@@ -322,7 +322,9 @@ def build_config(
     if not any(kind in ("L", "sliding_attention") for kind in pattern):
         del assumed["sliding_window"]
     given_rope = given.pop("rope_parameters", {})
-    whole = "compose_rank" in given and "rope_theta" in given_rope  # a native configuration: what it omits is not there
+    whole = (
+        "compose_rank" in given and "rope_theta" in given_rope
+    )  # a complete native configuration: what it omits is absent
     known = {"partial_rotary_factor": 1.0} | given_rope if whole else given_rope
     given |= {key: known[key] for key in ("rope_theta", "partial_rotary_factor") if key in known}
     assumed = {name: value for name, value in assumed.items() if name not in given}
@@ -346,7 +348,7 @@ def build_config(
         config = config_class(**merged)
     except CONFIG_ERRORS as error:
         raise_bug(error)
-        raise ConversionError(f"The configuration is not valid: {error}") from error
+        raise ConversionError(f"The configuration is invalid: {error}") from error
     if found.generators not in (0, 4, len(config.compose_generators)):
         raise ConversionError(
             f"The configuration has {len(config.compose_generators)} weight generators {config.compose_generators}, "

@@ -1,4 +1,4 @@
-"""Where tensors are written: folders that appear only when they are complete, safetensors files filled in place."""
+"""Output of conversions: folders that appear only when complete, and safetensors files filled in place."""
 
 import errno
 import json
@@ -16,35 +16,34 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import ConversionError
 
-# In the order in which safetensors lays out a file: wide ones first, so that every tensor is aligned to its own.
+# In the order in which safetensors lays out a file: wide dtypes first, so that every tensor is aligned.
 _SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @contextmanager
 def complete_folder(output: str | os.PathLike, nbytes: int, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to write into that becomes `output` at the end, and only if nothing went wrong.
+    """A folder to write into, which becomes `output` at the end if no error occurred.
 
-    What is written lies in a hidden neighbour, `.<name>.incomplete`, until it is renamed; a folder that it replaces is
-    `.<name>.replaced` for the moment in between. A conversion that was killed leaves these behind; the next one to the
-    same output clears them away.
+    Until then it is a hidden neighbour, `.<name>.incomplete`; a folder that it replaces is briefly `.<name>.replaced`.
+    A killed conversion leaves these behind; the next conversion to the same output removes them.
 
     Args:
         output: must not exist, or be an empty folder, unless `overwrite`.
-        nbytes: about how much will be written, to refuse early what the disk cannot hold.
+        nbytes: about how much will be written, to refuse at once what the disk cannot hold.
         overwrite: replace an existing folder, once the new one is complete.
 
     Yields:
         the folder to write into.
 
     Raises:
-        ConversionError: when the output exists, cannot be written, or the disk is full; then nothing is left.
+        ConversionError: when the output exists or cannot be written, or the disk is full. Nothing is left then.
     """
     output = local_path(output)
     if os.path.exists(output) and (not output.is_dir() or any(output.iterdir())):
         if not overwrite:
             raise ConversionError(f"{output} exists and is not empty: choose another --output, or give --overwrite.")
         if output in (Path.cwd(), *Path.cwd().parents):
-            raise ConversionError(f"{output} holds the current folder, and is not replaced: choose another --output.")
+            raise ConversionError(f"{output} holds the current folder and is not replaced: choose another --output.")
     work, aside = (output.with_name(f".{output.name}.{state}") for state in ("incomplete", "replaced"))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +92,7 @@ def _remove(path: Path) -> None:
 
 
 def _os_error(error: Exception) -> int | None:
-    """The system's number of an error; TensorStore tells it in the text of a ValueError."""
+    """The system's number of an error; TensorStore puts it into the text of a ValueError."""
     if isinstance(error, OSError):
         return error.errno
     match = re.search(r"os_error_code='(\d+)'", str(error))
@@ -108,28 +107,28 @@ def local_path(path: str | os.PathLike) -> Path:
     """
     local = os.fspath(path).removeprefix("file://")
     if "://" in local:
-        raise ConversionError(f"--output {local} is no local folder: convert to one, and copy it there.")
+        raise ConversionError(f"--output {local} is not a local folder: convert to one, then copy it there.")
     return Path(os.path.realpath(local))
 
 
 def refuse_to_replace(source: str | os.PathLike, output: str | os.PathLike) -> None:
-    """Raises a ConversionError when writing `output` would replace the checkpoint that is read, or a part of it."""
+    """Raises a ConversionError when writing `output` would replace the checkpoint being read, or part of it."""
     local, target = os.fspath(source).removeprefix("file://"), local_path(output)
     kept = Path(os.path.realpath(local))
     replaces_part = kept in target.parents and target.exists() and (not target.is_dir() or any(target.iterdir()))
     if "://" not in local and (target in (kept, *kept.parents) or replaces_part):
-        raise ConversionError(f"{output} holds the checkpoint that is converted, {source}: choose another --output.")
+        raise ConversionError(f"{output} holds the checkpoint to convert, {source}: choose another --output.")
 
 
 class SafetensorsWriter:
     """Writes a model's safetensors files one tensor at a time, in any order, without keeping them in memory.
 
-    safetensors' own writer takes the tensors of a whole file at once. Its format has a header with every tensor's place
-    before the data, all of which is known beforehand, so the files are laid out first and filled in place; at the end
-    safetensors opens them as a check.
+    safetensors' own writer needs all tensors of a file at once. A file begins with a header of every tensor's place,
+    which is known beforehand; so files are laid out first and then filled in place. At the end, safetensors opens them
+    as a check.
 
     Args:
-        folder: where to.
+        folder: where to write.
         tensors: name -> (shape, dtype) of everything that will be written.
         max_shard_size: largest size of a file, in bytes or like "5GB".
     """
@@ -182,7 +181,7 @@ class SafetensorsWriter:
             self._places[name] = (file, 8 + len(text) + start, shape, dtype)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes one tensor; its shape and dtype must be those announced."""
+        """Writes one tensor, whose shape and dtype must be as announced."""
         file, offset, shape, dtype = self._places[name]
         if tensor.shape != shape or tensor.dtype != dtype or name not in self._missing:
             raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, announced {dtype} {list(shape)}, once.")
@@ -209,7 +208,7 @@ class SafetensorsWriter:
                 with safe_open(self.folder / file, "pt"):
                     pass
             except SafetensorError as error:
-                raise ConversionError(f"{file} was not written well ({error}).") from error
+                raise ConversionError(f"{file} was not written correctly ({error}).") from error
         return sorted(self._files)
 
     def abort(self) -> None:

@@ -1,7 +1,7 @@
-"""Where tensors are read from, one at a time: safetensors and PyTorch folders, and JAX checkpoints.
+"""Sources of tensors, read one at a time: safetensors and PyTorch folders, and JAX checkpoints.
 
-All sources do the same: `infos` says what is there without reading it, `read` gives one tensor. No source keeps more
-in memory than what it has handed out.
+All have the same interface: `infos` lists the tensors without reading them, `read` returns one. No source keeps tensors
+in memory that it has not returned.
 """
 
 import os
@@ -22,7 +22,7 @@ from ..formats.base import TensorInfo
 from ..hub_dcformer import stored_tensors, weight_files
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Memory-mapped files count as memory once touched: their mapping is renewed after that many bytes.
+# Touched pages of a mapped file count as memory: the mapping is renewed after this many bytes.
 _REMAP_BYTES = 64 * 2**20
 
 
@@ -93,7 +93,7 @@ class TorchSource:
 
 
 def _weight_files(folder: Path, safetensors: bool) -> list[Path]:
-    """The files of a model's weights: one, or those named by the index beside them."""
+    """A model's weight files: a single one, or those named by the index."""
     try:
         return [Path(file) for file in weight_files(folder, {"use_safetensors": safetensors})]
     except OSError as error:
@@ -105,7 +105,7 @@ def _damaged(file: Path, error: Exception) -> str:
 
 
 def has_weights(folder: Path, name: str) -> bool:
-    """Whether a model folder holds weights in files of that name."""
+    """Whether a model folder holds weight files with this name."""
     return (folder / name).is_file() or (folder / f"{name}.index.json").is_file()
 
 
@@ -120,13 +120,13 @@ class ArraySource:
     Args:
         path: the root with its steps, a step, or the folder with the arrays; a local path or a URL that TensorStore
             understands (gs://, s3://, file://).
-        step: which step, when `path` is a root; the last one when not given.
+        step: which step, when `path` is a root; by default the last.
         format: the name of an array format, or "auto".
 
     Attributes:
         format: the format found.
         folder: the folder with the arrays.
-        step: the step's number, None where the path does not tell.
+        step: the step's number; None if the path does not contain it.
     """
 
     def __init__(self, path: str | os.PathLike, step: int | None = None, format: str = "auto"):
@@ -168,7 +168,7 @@ class ArraySource:
 
     def _find(self, path: str, step: int | None) -> tuple[str, int | None]:
         """The folder with the arrays, below `path`."""
-        if "checkpoints" in self._children(path):  # a trainer's run folder
+        if "checkpoints" in self._children(path):  # the folder of a trainer's run
             path = f"{path.rstrip('/')}/checkpoints"
         folder = self._item(path)
         if folder is not None:
@@ -182,7 +182,7 @@ class ArraySource:
         complete = {n: item for n, name in steps.items() if (item := self._item(f"{path.rstrip('/')}/{name}", True))}
         if not complete:
             raise ConversionError(
-                f"{path} is not a JAX checkpoint, nor a model folder (config.json beside weights): expected zarr "
+                f"{path} is not a JAX checkpoint, nor a model folder (config.json and weight files): expected zarr "
                 "arrays or an OCDBT store in it, in its "
                 f"{', '.join(_ITEMS)}, or in numbered steps. It holds "
                 f"{', '.join(self._children(path)[:8]) or 'nothing'}."
@@ -193,11 +193,11 @@ class ArraySource:
         if len(complete) > 1:
             self.notes.append(f"steps {', '.join(map(str, sorted(complete)))}: {chosen} was taken")
         if skipped := sorted(set(steps) - set(complete)):
-            self.notes.append(f"steps without arrays, passed over: {', '.join(map(str, skipped))}")
+            self.notes.append(f"steps without arrays, skipped: {', '.join(map(str, skipped))}")
         return complete[chosen], chosen
 
     def _item(self, path: str, any_item: bool = False) -> str | None:
-        """`path`, or its item that holds arrays; None when there is none. `any_item`: of whatever name."""
+        """`path`, or its item that holds arrays; None if there is neither. `any_item`: items may have any name."""
         path = path.rstrip("/")
         items = [*_ITEMS, *(self._children(path) if any_item else ())]
         for folder in (path, *(f"{path}/{item}" for item in items)):
@@ -211,12 +211,12 @@ class ArraySource:
         return None
 
     def _is_nested(self, folder: str) -> bool:
-        """Whether a folder `params` is the first part of arrays' names, not an item with arrays in it."""
+        """Whether a folder `params` is the first component of arrays' names rather than an item with arrays."""
         roots = {root for kind in array_formats() for root in kind.roots}
         return bool(({"params"} | roots) & set(self._children(folder)))
 
     def _read_tree(self, candidates: Sequence[ArrayFormat]) -> ArrayFormat:
-        """Fills in what is stored, without reading values, and returns the format whose names it has."""
+        """Lists what is stored, without reading values, and returns the format whose names it has."""
         store = self._store(self.folder)
         base: Any = {"driver": "ocdbt", "base": store} if self._ocdbt else store
         self._base = base
@@ -251,7 +251,7 @@ class ArraySource:
             raise ConversionError(f"{self.folder} holds parameters of several formats: choose one with --format.")
         (found,) = formats.values()
         if others:
-            self.notes.append(f"{others} arrays that are no parameters (step, optimiser states) were left alone")
+            self.notes.append(f"{others} arrays other than parameters (step, optimiser states) were skipped")
         for name in sorted(self._keys):
             self._describe(name, chunks)
         return found

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
+from ..errors import ConversionError
+from ..loading import LOADING_ERRORS, damaged_file
 from .checkpoint import Checkpoint
 
-# What decides a model's outputs besides its tensors.
+# Fields that affect a model's outputs besides its tensors.
 _DECISIVE = (
     "num_attention_heads",
     "num_key_value_heads",
@@ -44,8 +44,8 @@ class Comparison:
     Attributes:
         name: of a native tensor, or "logits".
         detail: shape and dtypes, for the table.
-        difference: largest absolute difference; infinity where shapes differ or one has no such tensor, or where just
-            one has a NaN.
+        difference: largest absolute difference; infinity when shapes differ, a checkpoint lacks the tensor, or only one
+            of two values is NaN.
         is_equal: whether it is within the tolerance.
     """
 
@@ -58,21 +58,21 @@ class Comparison:
 def compare_tensors(
     first: Checkpoint, second: Checkpoint, *, atol: float = 0.0, progress: bool = True
 ) -> list[Comparison]:
-    """Compares two checkpoints, native tensor by native tensor, by value: dtypes are shown, and may differ.
+    """Compares the native tensors of two checkpoints by value; dtypes may differ and are shown.
 
     Args:
         first, second: opened checkpoints of any formats.
-        atol: largest absolute difference that counts as equal; 0 wants equal values.
+        atol: largest absolute difference that counts as equal; 0 requires equal values.
         progress: show a progress bar.
 
     Returns:
-        one `Comparison` per tensor that either has.
+        one `Comparison` per tensor of either checkpoint.
 
     Raises:
         ConversionError: when a tensor cannot be read.
     """
     results = []
-    # where one stacks layers, in its order, so that each of its tensors is read once
+    # in the order of the checkpoint that stacks layers, if any, so that each stored tensor is read once
     stacked, other = sorted((first, second), key=lambda checkpoint: len(checkpoint.parts))
     names = [name for part in stacked.parts for name in part.natives()]
     names += [name for name in other.shapes if name not in stacked.shapes]
@@ -104,7 +104,7 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def compare_configs(first: Checkpoint, second: Checkpoint) -> list[str]:
-    """Fields that decide a model's outputs and differ, as lines of text."""
+    """The fields that affect a model's outputs and differ, as lines of text."""
     lines, config = [], first.config
     dynamic = bool(config.compose_generators)
     used = {
@@ -136,16 +136,16 @@ def compare_logits(
 
     Args:
         first, second: folders that `from_pretrained` loads.
-        tokens: token ids, [T] or [B, T]; random ones when not given.
-        num_tokens: how many random ones.
-        seed: for them.
+        tokens: token ids, [T] or [B, T]; by default random.
+        num_tokens: number of random tokens.
+        seed: of the random tokens.
         atol: largest absolute difference that counts as equal.
 
     Returns:
         one `Comparison`.
 
     Raises:
-        ConversionError: when a folder cannot be loaded, tokens are no ids of a vocabulary, or the vocabularies differ.
+        ConversionError: when a folder cannot be loaded, tokens are outside a vocabulary, or the vocabularies differ.
     """
     logits: list[torch.Tensor] = []
     if tokens is None and num_tokens < 1:
@@ -154,9 +154,9 @@ def compare_logits(
     for folder in (first, second):
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-        except (OSError, RuntimeError, SafetensorError, *CONFIG_ERRORS) as error:
-            raise_bug(error)
-            raise ConversionError(f"{folder} cannot be loaded as a model ({error}).") from error
+        except LOADING_ERRORS as error:
+            reason = damaged_file(folder, error) or error
+            raise ConversionError(f"{folder} cannot be loaded as a model ({reason}).") from error
         size = model.config.vocab_size
         if ids is None:
             ids = torch.randint(0, size, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
@@ -184,11 +184,11 @@ def _as_ids(tokens: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
 
 
 def format_table(comparisons: Sequence[Comparison], every: bool = False) -> str:
-    """A table of comparisons for people: all of them, or only those that differ, and a summary.
+    """A readable table of comparisons, either all or only the differing ones, with a summary.
 
     Args:
         comparisons: from `compare_tensors` and `compare_logits`.
-        every: list those that are equal too.
+        every: also list equal tensors.
     """
     shown = [c for c in comparisons if every or not c.is_equal or c.name == "logits"]
     width = max((len(c.name) for c in shown), default=0)

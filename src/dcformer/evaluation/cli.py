@@ -1,4 +1,4 @@
-"""What ``dcformer-eval`` adds to lm-eval: DCFormer is registered, this package's tasks are found, errors come early."""
+"""What ``dcformer-eval`` adds to lm-eval: DCFormer's registration, this package's tasks, and early errors."""
 
 import argparse
 import copy
@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 import dcformer  # registers the model types: `--model hf` loads them without remote code
 
-from ..errors import CONFIG_ERRORS, DCFormerError, first_line, raise_bug
+from ..errors import DCFormerError, first_line, raise_bug
+from ..loading import LOADING_ERRORS, damaged_file
 from .items import FILE_KEY, NUM_SHOTS, EvaluationError, read_paper_file
 
 TASKS_FOLDER = Path(__file__).resolve().parent / "tasks"
@@ -29,7 +30,7 @@ _PAPER_TASKS = {"dcformer_synthetic", *(f"dcformer_synthetic_{num_shots}shot" fo
 _HF_MODELS = ("hf", "hf-auto", "huggingface")  # lm-eval's names of one class
 
 
-# --- what lm-eval would find late, or never ---------------------------------------------------------------------------
+# --- checks that lm-eval makes late, or never ------------------------------------------------------------------------
 
 
 def _add_tasks(args: argparse.Namespace, own: str | list[str] | None) -> None:
@@ -47,7 +48,7 @@ def _check_batch_size(batch_size: Any) -> None:
 
 
 def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> None:
-    """What configuration and tokenizer tell about one of our models: they are read before its weights."""
+    """Checks a model of this package by its configuration and tokenizer, before its parameters are loaded."""
     source = model_args.get("pretrained")
     if not source:
         raise EvaluationError("no model: add --model_args pretrained=FOLDER (or a name on the Hub)")
@@ -59,11 +60,11 @@ def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> No
     try:
         config = AutoConfig.from_pretrained(source, **where)
         tokenizer = AutoTokenizer.from_pretrained(named, **where)
-    except (OSError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
+    except LOADING_ERRORS as error:
+        reason = damaged_file(source, error) or damaged_file(named, error) or first_line(error)
         raise EvaluationError(
             f"--model_args pretrained={source}: expected a folder (or a name on the Hub) with config.json and a "
-            f"tokenizer, or tokenizer=FOLDER beside it ({first_line(error)})"
+            f"tokenizer, or tokenizer=FOLDER beside it ({reason})"
         ) from error
     if not isinstance(config, dcformer.DCFormerConfig):
         return
@@ -72,7 +73,7 @@ def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> No
         raise EvaluationError(
             f"--model_args max_length={asked}: expected 1 to {longest}, the model's max_position_embeddings"
         )
-    # Added tokens are left out: a model may do without those at the end, such as runs of spaces.
+    # Added tokens do not count: a model may lack those at the end, such as runs of spaces.
     if tokenizer.vocab_size > config.vocab_size and "peft" not in model_args:
         raise EvaluationError(
             f"the tokenizer of {named} has {tokenizer.vocab_size} tokens, the model a vocabulary of "
@@ -86,7 +87,7 @@ def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> No
 
 
 def _check_output(path: str | os.PathLike) -> None:
-    """Makes the folder of the results and writes there: where lm-eval cannot, it only warns, at the end."""
+    """Checks that the results folder can be written: lm-eval would only warn, at the end."""
     folder = Path(path).parent if Path(path).suffix == ".json" else Path(path)  # as lm-eval has it
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +99,7 @@ def _check_output(path: str | os.PathLike) -> None:
 
 
 def _check(options: Any) -> None:
-    """Looks at lm-eval's configuration of a run (`EvaluatorConfig`) before lm-eval loads the model."""
+    """Checks lm-eval's configuration of a run (`EvaluatorConfig`) before lm-eval loads the model."""
     tasks = [options.tasks] if isinstance(options.tasks, str) else options.tasks
     names = [name for task in tasks or () for name in str(task).split(",")]
     if not names:
@@ -115,23 +116,26 @@ def _check(options: Any) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    """Adds this package's tasks to the arguments, and checks those of a run."""
+def _prepare(args: argparse.Namespace) -> str | None:
+    """Adds this package's tasks to the arguments, and checks a run's. Returns the model of Transformers to evaluate."""
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
     if args.command != "run":
         if hasattr(args, "include_path"):  # lm-eval's `ls` and `validate`
             _add_tasks(args, args.include_path)
-        return
+        return None
     args.tasks = [name for name in args.tasks or () if name]
-    with redirect_stdout(io.StringIO()):  # with --config it prints all values, as it will again when it runs
+    with redirect_stdout(io.StringIO()):  # with --config it prints all values, and does so again when it runs
         options = EvaluatorConfig.from_cli(copy.deepcopy(args))
     _add_tasks(args, options.include_path)
     _check(options)
-    if options.model in _HF_MODELS and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if options.model not in _HF_MODELS:
+        return None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from .sharing import NAME
 
         args.model = NAME
+    return str(options.model_args["pretrained"])
 
 
 def _is_of_the_evaluation(error: Exception) -> bool:
@@ -142,8 +146,9 @@ def _is_of_the_evaluation(error: Exception) -> bool:
 
 
 def _run(parser: Any, args: argparse.Namespace) -> None:
+    model = None
     try:
-        _prepare(args)
+        model = _prepare(args)
         parser.execute(args)
     except DCFormerError:
         raise
@@ -152,6 +157,8 @@ def _run(parser: Any, args: argparse.Namespace) -> None:
             raise
         raise_bug(error, (Exception,))
         logging.getLogger("lm_eval").debug("before the evaluation", exc_info=True)
+        if model is not None and (damaged := damaged_file(model, error)):
+            raise EvaluationError(f"--model_args pretrained={model}: {damaged}") from error
         raise EvaluationError(
             f"{first_line(error)} ({type(error).__name__}; `dcformer-eval run --help` and `dcformer-eval ls tasks` "
             "list options and tasks, LMEVAL_LOG_LEVEL=debug shows where this was raised)"

@@ -1,6 +1,6 @@
 """The items of the tasks in ``tasks/``: the YAML files name these functions as their ``custom_dataset``.
 
-lm-eval calls each with what ``--metadata`` and ``--model_args`` say, as keyword arguments; the others are ignored.
+lm-eval calls each with the values of ``--metadata`` and ``--model_args`` as keyword arguments; others are ignored.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from dcformer.synthetic.vocabulary import NAMES
 
 from ..errors import DCFormerError, require_extra
 
-if TYPE_CHECKING:  # the module is there without the extra
+if TYPE_CHECKING:  # this module imports without the extra
     from datasets import Dataset
 
 FILE_KEY = "dcformer_synthetic_file"
@@ -28,14 +28,14 @@ def read_paper_file(path: Any) -> "Dataset":
     """Read the file of the paper's synthetic set.
 
     Args:
-        path: what the user gave under ``dcformer_synthetic_file``, or ``None``.
+        path: the user's ``dcformer_synthetic_file``, or ``None``.
 
     Returns:
         A data set with columns ``task_id`` and ``texts``.
 
     Raises:
-        EvaluationError: if no file is named, it cannot be read or has another format, or a shot count that the tasks
-            score is missing.
+        EvaluationError: if no file is named, the file cannot be read or has another format, or a scored shot count is
+            missing.
     """
     if path is None:
         raise EvaluationError(
@@ -84,7 +84,7 @@ def paper_items(num_shots: int, dcformer_synthetic_file: Any = None, **_: Any) -
 
 
 def _answers_of(task: Task) -> dict[str, str]:
-    """What each word of a statement leads to as an answer of this task."""
+    """Word of a statement -> the answer of this task that it leads to."""
     if task.pattern in _PERSON_ANSWERS:
         return {name: name for name in NAMES}
     relations = task.transformation.relations
@@ -99,7 +99,7 @@ def _choices(task: Task, prompt: str) -> list[str]:
 
 
 def _heldout() -> "Dataset":
-    """The contexts of `make demo`: their lines are in no training data of this package's generator."""
+    """The contexts of `make demo`; the generator puts none of their lines into training data."""
     return generate_dataset("test", contexts_per_task=4, num_examples=3, seed=2026)
 
 
@@ -121,7 +121,7 @@ def heldout_items(**_: Any) -> "dict[str, Dataset]":
 
 
 def heldout_contexts(**_: Any) -> "dict[str, Dataset]":
-    """The texts that the held-out questions are the ends of.
+    """The texts that end with the held-out questions.
 
     Returns:
         The split ``test`` with ``task_id`` and ``text``, the whole context without brackets.

@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 NAME = "dcformer-hf"
 
 if not torch.accelerator.is_available():
-    os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # otherwise accelerate takes each process for the only one
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # otherwise accelerate treats each process as the only one
 
 
 @register_model(NAME)

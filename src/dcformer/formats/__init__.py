@@ -1,4 +1,4 @@
-"""Checkpoint formats, one module each, and the list of them. CONTRIBUTING.md says how to add one."""
+"""Checkpoint formats, one module each, and their list. CONTRIBUTING.md explains how to add one."""
 
 from .base import ArrayFormat, FolderFormat, Format
 from .hub import HubFormat
@@ -16,7 +16,7 @@ def folder_formats() -> list[FolderFormat]:
 
 
 def array_formats() -> list[ArrayFormat]:
-    """The formats of arrays in zarr."""
+    """The formats of zarr arrays."""
     return [format for format in FORMATS.values() if isinstance(format, ArrayFormat)]
 
 

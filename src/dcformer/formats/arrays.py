@@ -24,7 +24,7 @@ from ..errors import missing_extra
 
 @dataclass(frozen=True)
 class LazyArray:
-    """An array that is loaded when its turn to be written comes.
+    """An array that is loaded only when it is written.
 
     Attributes:
         shape: The shape of what `load` returns.
@@ -38,20 +38,20 @@ class LazyArray:
 
     @property
     def size(self) -> int:
-        """The number of elements; some versions of Orbax ask for it to log how much they write."""
+        """The number of elements; some versions of Orbax log it."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes in memory, which is what `write_orbax` reports as progress."""
+        """The number of bytes in memory, as `write_orbax` reports progress."""
         return self.size * self.dtype.itemsize
 
 
 def return_freed_memory() -> None:
-    """Lets glibc give freed memory back to the system, but for blocks of up to 64 MB.
+    """Makes glibc return freed memory to the system.
 
-    It keeps what a thread freed for that thread, and TensorStore compresses and expands on several: without this, the
-    chunks of several arrays count at once.
+    glibc keeps memory for the thread that freed it, and TensorStore compresses and decompresses on several threads:
+    without this call, chunks of several arrays would count as used at once.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -64,8 +64,8 @@ def write_zarr(
     """Writes arrays one at a time, each in a folder of its own as a single zstd-compressed chunk.
 
     Args:
-        folder: where to; created where absent.
-        arrays: name of the array's folder -> array.
+        folder: where to write; created if absent.
+        arrays: folder name -> array.
         progress: called with the number of bytes of each array once it is on disk, before compression.
 
     Raises:
@@ -90,7 +90,7 @@ def write_zarr(
             "store_data_equal_to_fill_value": True,
         }
         store = tensorstore.open(spec, create=True, delete_existing=False).result()
-        return_freed_memory()  # the last array's, which TensorStore frees just after it has reported it written
+        return_freed_memory()  # of the previous array, which TensorStore frees only after reporting it written
         array = lazy.load()
         return_freed_memory()
         store.write(array, can_reference_source_data_indefinitely=True).result()
@@ -108,13 +108,13 @@ def write_orbax(
 ) -> None:
     """Writes `tree` as an Orbax item, such as the folder `state` of a step.
 
-    At most one array is in memory, with its compressed form, or with its copy where `load` returns an array that is
-    not C-contiguous. What `load` needs for itself adds to that. On an error, what has been written stays: write to a
-    temporary folder and rename it.
+    At most one array is in memory, along with its compressed form, or with a copy if `load` returns an array that is
+    not C-contiguous; the memory that `load` itself needs adds to that. After an error, partial output stays: write to
+    a temporary folder and rename it.
 
     Args:
-        folder: Where to write, `<root>/<step>/state` for a `CheckpointManager`. Created where absent; a step needs no
-            file beside it.
+        folder: Where to write, `<root>/<step>/state` for a `CheckpointManager`; created if absent. A step needs no
+            other file.
         tree: Nested dict of `LazyArray`s, NumPy arrays and numbers.
         ocdbt: True for one OCDBT store, False for one folder per array, as the original trainer writes.
         progress: Called with the number of bytes of each array, before compression, once it is on disk.
@@ -122,7 +122,7 @@ def write_orbax(
     Raises:
         MissingExtraError: JAX, Orbax or TensorStore is not installed.
         FileExistsError: `folder` is not empty.
-        ValueError: A loaded array has not the shape or dtype of its `LazyArray`, or TensorStore cannot write it.
+        ValueError: A loaded array differs from its `LazyArray` in shape or dtype, or TensorStore cannot write it.
         Exception: Whatever `load` or `progress` raises.
     """
     try:
@@ -133,13 +133,13 @@ def write_orbax(
         raise missing_extra("jax", "writing an Orbax checkpoint", error.name or str(error)) from error
 
     class LazyArrayHandler(ocp.type_handlers.NumpyHandler):
-        """Writes `LazyArray`s one after the other; the metadata calls them what they are on disk, NumPy arrays."""
+        """Writes `LazyArray`s one after the other; on disk they are NumPy arrays, and the metadata says so."""
 
         async def serialize(self, values, infos, args=None):
             for value, info in zip(values, infos, strict=True):
                 array = value.load()
                 return_freed_memory()
-                # In C order here and not in TensorStore, which would keep the other order while it compresses.
+                # Made C-contiguous here: TensorStore would keep the original in memory while it compresses.
                 array = np.asarray(array, order="C")
                 if (array.shape, array.dtype) != (value.shape, value.dtype):
                     raise ValueError(
@@ -148,8 +148,8 @@ def write_orbax(
                 spec = ocp.type_handlers.get_json_tspec_write(
                     info, use_ocdbt=ocdbt, global_shape=array.shape, local_shape=array.shape, dtype=array.dtype
                 )
-                # Orbax sets both alike, but its first versions that we support do so elsewhere. With the second, zeros
-                # have a file as well, and a reader can tell them from a lost one.
+                # Orbax sets both as well, but its oldest supported versions do so elsewhere. The second option writes
+                # zeros to a file too, so that a reader can tell them from a lost chunk.
                 spec |= {"dtype": array.dtype.name, "store_data_equal_to_fill_value": True}
                 store = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
                 await store.write(array, can_reference_source_data_indefinitely=True)
@@ -157,7 +157,7 @@ def write_orbax(
                 return_freed_memory()
                 if progress is not None:
                     progress(value.nbytes)
-            return []  # nothing is left to do in the background
+            return []  # no background work
 
     path = Path(os.path.abspath(folder))
     path.mkdir(parents=True, exist_ok=True)
@@ -165,20 +165,20 @@ def write_orbax(
         raise FileExistsError(f"{path} is not empty")
     registry = ocp.type_handlers.create_type_handler_registry(
         (LazyArray, LazyArrayHandler()),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),  # unused, but Orbax warns of a registry without it
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # unused, but Orbax warns if it is missing
     )
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, type_handler_registry=registry)
     handler.save(path, args=ocp.args.PyTreeSave(_lazy(tree)))
-    # Orbax of the original trainer's time (0.5) reads the tree from this file and restores nothing without it.
+    # The original trainer's Orbax (0.5) reads the tree from this file, and restores nothing without it.
     (path / "checkpoint").write_bytes(ocp.msgpack_utils.msgpack_serialize(_placeholders(tree)))
 
 
 def mark_step(folder: str | os.PathLike, item: str) -> None:
-    """Says what an item of a step is, so that `CheckpointManager(root).restore(step)` needs not be told.
+    """Records the type of a step's item, so that `CheckpointManager(root).restore(step)` works without arguments.
 
     Args:
         folder: the step, `<root>/<step>`.
-        item: name of the item that `write_orbax` wrote in it.
+        item: name of the item in it that `write_orbax` wrote.
 
     Raises:
         ImportError: Orbax is not installed.
@@ -190,7 +190,7 @@ def mark_step(folder: str | os.PathLike, item: str) -> None:
 
 
 def _lazy(node: Any) -> Any:
-    """The tree with every leaf a `LazyArray`, so that all are written in the one way."""
+    """The tree with every leaf as a `LazyArray`."""
     if isinstance(node, Mapping):
         return {key: _lazy(value) for key, value in node.items()}
     if isinstance(node, LazyArray):
@@ -200,7 +200,7 @@ def _lazy(node: Any) -> Any:
 
 
 def _placeholders(node: Any, name: str = "") -> Any:
-    """The tree with the name under which an array is stored in place of each leaf."""
+    """The tree with each leaf replaced by the name under which its array is stored."""
     if isinstance(node, Mapping):
         return {key: _placeholders(value, f"{name}.{key}" if name else key) for key, value in sorted(node.items())}
     return f"PLACEHOLDER://{name}"

@@ -1,8 +1,8 @@
-"""What every checkpoint format has: a table of tensors, a way to recognise a checkpoint, to read and to write it.
+"""The interface of checkpoint formats: a table of tensors, and how a checkpoint is recognised, read and written.
 
-A format is a subclass of `FolderFormat` (a model folder: `config.json` beside weights) or `ArrayFormat` (zarr arrays,
-as JAX trainers write them) in a module of its own, and one instance of it in the list of `dcformer.formats`. It says
-what is special about the format; opening, checking, converting and comparing checkpoints are in `dcformer.conversion`.
+A format is a module with a subclass of `FolderFormat` (a model folder: `config.json` beside weight files) or
+`ArrayFormat` (zarr arrays, as JAX trainers write them); `dcformer.formats` lists an instance of it. The subclass holds
+only what is special to the format. `dcformer.conversion` opens, checks, converts and compares checkpoints.
 """
 
 import re
@@ -23,12 +23,12 @@ from .arrays import LazyArray
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a stored tensor before it is read.
+    """Metadata of a stored tensor, known before it is read.
 
     Attributes:
         shape: as stored.
-        dtype: as stored; None for one that PyTorch has no floating point type for.
-        stored_dtype: its name in the storage.
+        dtype: as stored; None when it is not a floating point type of PyTorch.
+        stored_dtype: the dtype's name in the file.
     """
 
     shape: tuple[int, ...]
@@ -46,8 +46,8 @@ class TensorSource(Protocol):
 
     Attributes:
         location: where it is, for messages.
-        infos: stored name -> what is known of it.
-        notes: what was noticed while looking, for the user.
+        infos: stored name -> metadata.
+        notes: remarks for the user.
     """
 
     location: str
@@ -65,15 +65,15 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One stored tensor of a checkpoint, and the native tensors that it holds.
+    """A stored tensor of a checkpoint, and the native tensors in it.
 
     Attributes:
         name: of the stored tensor.
-        layout: its kind.
-        layers: the layers stacked in it, in order; just (0,) for a tensor outside the layers.
-        stacked: whether there is a dimension "l" for them.
-        generators: weight generators it holds, when it is of that kind.
-        whole: the shape of a native tensor stored as it is.
+        layout: its row of the format's table.
+        layers: the layers stacked in it, in order; (0,) for a tensor outside the layers.
+        stacked: whether it has a dimension "l" for layers.
+        generators: the number of weight generators in it, if it holds any.
+        whole: its shape, when it is a native tensor stored unchanged.
     """
 
     name: str
@@ -85,28 +85,28 @@ class Part:
 
     @property
     def dims(self) -> str:
-        """Its dimensions as stored."""
+        """The dimensions as stored."""
         return self.layout.foreign_dims if self.stacked else layer_dims(self.layout.foreign_dims)
 
     def natives(self) -> list[str]:
-        """Names of the native tensors it holds, layer by layer."""
+        """Names of the native tensors in it, layer by layer."""
         return [name.format(i=i) for i in self.layers for name, _ in self.layout.natives]
 
     def shape(self, config: DCFormerConfig) -> tuple[int, ...]:
-        """Its shape as stored, without a padded vocabulary."""
+        """The shape as stored, without vocabulary padding."""
         if self.whole is not None:
             return self.whole
         return foreign_shape(self.layout, config, self.generators, len(self.layers) if self.stacked else None)
 
     def split(self, tensor: torch.Tensor, config: DCFormerConfig) -> list[torch.Tensor]:
-        """The stored tensor -> the native ones, in the order of `natives`; views where that is possible."""
+        """Splits the stored tensor into native ones, in the order of `natives`; views where possible."""
         if self.whole is not None:
             return [tensor]
         layers = tensor.unbind(self.dims.split().index("l")) if self.stacked else [tensor]
         return [native for layer in layers for native in to_native(self.layout, layer, config, self.generators)]
 
     def join(self, tensors: Iterable[torch.Tensor], config: DCFormerConfig, dtype: torch.dtype) -> torch.Tensor:
-        """Native tensors, in the order of `natives` and taken one layer at a time -> the stored one."""
+        """Joins native tensors, taken one layer at a time in the order of `natives`, into the stored one."""
         tensors = iter(tensors)
         if not self.stacked:
             return self._join_layer(tensors, config, dtype)
@@ -125,7 +125,7 @@ class Part:
 
 
 def native_shapes(config: DCFormerConfig) -> dict[str, torch.Size]:
-    """Name -> shape of every tensor that a causal language model of this configuration is saved with."""
+    """Name -> shape of every tensor that a causal language model with this configuration saves."""
     with torch.device("meta"):
         model = DCFormerForCausalLM(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -135,13 +135,13 @@ def native_shapes(config: DCFormerConfig) -> dict[str, torch.Size]:
 
 
 def layer_period(config: DCFormerConfig) -> int:
-    """The length P of the shortest pattern of layers that, repeated, makes up the whole depth."""
+    """The period P of the layer pattern: the length of the shortest pattern that repeats over the depth."""
     kinds, count = list(config.layer_types or ()), config.num_hidden_layers
     return next(p for p in range(1, count + 1) if count % p == 0 and kinds[:p] * (count // p) == kinds)
 
 
 def layer_windows(config: DCFormerConfig) -> list[int | None]:
-    """The keys that each layer's queries see; None for all."""
+    """Each layer's window: how many keys a query sees, or None for all."""
     return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types or ()]
 
 
@@ -149,18 +149,17 @@ class Format:
     """A checkpoint format.
 
     Attributes:
-        name: on the command line.
-        title: in sentences.
+        name: as given on the command line.
+        title: as used in messages.
     """
 
     name: str
     title: str
 
     def layouts(self, mlp_type: str, norm_type: str) -> list[TensorLayout]:
-        """The table of the whole format, for one kind of model.
+        """The format's table of tensors for one type of model.
 
-        Which of its tensors a checkpoint has follows from the model's configuration, by way of the native tensors that
-        such a model has.
+        It may list tensors that a model lacks: a checkpoint has those rows whose native tensors the model has.
 
         Args:
             mlp_type, norm_type: as in the configuration.
@@ -176,15 +175,15 @@ class Format:
         generators: int = 4,
         present: Iterable[str] = (),
     ) -> list[Part]:
-        """The stored tensors that make up a model. Native tensors without a place in the format are in none of them.
+        """The stored tensors that make up a model. Native tensors that the format cannot hold are in none of them.
 
         Args:
             config: the model's.
-            period: P, layers of a pattern block, where blocks are stacked.
-            stacked: False where a format that stacks blocks was told not to.
-            generators: weight generators stored.
-            present: names in the checkpoint: where a format stores the same in several ways (fused or separate q, k, v;
-                tied embeddings), those that are there are taken.
+            period: P, the layers per block, where blocks are stacked.
+            stacked: False for a checkpoint whose blocks are not stacked, although the format can stack them.
+            generators: the number of stored weight generators.
+            present: names in the checkpoint. They decide where a format has alternatives (fused or separate q, k, v;
+                tied embeddings).
         """
         natives, present, count = native_shapes(config), set(present), config.num_hidden_layers
         parts = []
@@ -208,25 +207,25 @@ class Format:
         return [part for part in parts if (part.name in present if part in fused else part.natives()[0] not in there)]
 
     def _layouts_for(self, config: DCFormerConfig, present: set[str]) -> list[TensorLayout]:
-        """`layouts` for a model, where its kind alone does not decide."""
+        """`layouts`, adapted to a model where `mlp_type` and `norm_type` do not suffice."""
         return self.layouts(config.mlp_type, config.norm_type)
 
     def unstacked(self, foreign: str) -> str:
-        """The name of one layer's tensor where blocks are not stacked: "{i}" is the layer, "{b}" its block."""
+        """The tensor name of a single layer, for blocks that are not stacked: "{i}" is the layer, "{b}" its block."""
         return foreign
 
     def config_words(self, content: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-        """The words of a configuration file that are this format's: those of no other, and those of others, too."""
+        """Keys of a configuration file that identify this format: its own keys, and those shared with others."""
         return set(), set()
 
     def fields_of(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """A configuration file in this format's words -> the native fields that it decides.
+        """Translates a configuration file with this format's keys into the native fields that it determines.
 
-        Besides fields of `DCFormerConfig`: "layer_pattern", "rope_theta", "partial_rotary_factor", "model_type", and
-        "period", the layers per block.
+        Besides fields of `DCFormerConfig` these may be "layer_pattern", "rope_theta", "partial_rotary_factor",
+        "model_type", and "period", the layers per block.
 
         Raises:
-            ConversionError: on values that describe no model of this package.
+            ConversionError: on values that no model of this package can have.
         """
         raise NotImplementedError
 
@@ -235,8 +234,8 @@ class FolderFormat(Format):
     """A format of model folders.
 
     Attributes:
-        marker: the name of a tensor that every checkpoint of this format has, and of no other.
-        head: the name of the output projection, left out where embeddings are tied.
+        marker: the name of a tensor that every checkpoint of this format has, and no other format's.
+        head: the name of the output projection, absent when embeddings are tied.
     """
 
     marker: str
@@ -246,13 +245,13 @@ class FolderFormat(Format):
         """The configuration of a folder.
 
         Raises:
-            ConversionError: when it describes no model of this package.
+            ConversionError: when it is not the configuration of a model of this package.
         """
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (OSError, *CONFIG_ERRORS) as error:
             raise_bug(error)
-            raise ConversionError(f"{folder / 'config.json'} describes no model ({error}).") from error
+            raise ConversionError(f"{folder / 'config.json'} is not a valid configuration ({error}).") from error
         if not isinstance(config, DCFormerConfig):
             raise ConversionError(
                 f"{folder / 'config.json'} is of model_type {config.model_type!r}, expected dcformer or dcpythia."
@@ -260,26 +259,26 @@ class FolderFormat(Format):
         return config
 
     def stored_generators(self, source: TensorSource) -> int:
-        """How many weight generators the tensors hold."""
+        """The number of stored weight generators."""
         return 4
 
     def unused(self, config: DCFormerConfig, source: TensorSource) -> list[str]:
-        """Names of stored tensors that say nothing about the model."""
+        """Names of stored tensors that the model does not use."""
         return [name for name in source.infos if config.tie_word_embeddings and name == self.head]
 
 
 @dataclass
 class Found:
-    """What the names and shapes of a checkpoint's arrays say.
+    """What the names and shapes of a checkpoint's arrays reveal.
 
     Attributes:
         fields: configuration fields.
-        reasons: field -> the array that says so.
+        reasons: field -> the array that determined it.
         matches: array -> its layout, and whether layers are stacked in it.
-        period: P, layers of a pattern block.
+        period: P, the layers per block.
         stacked: whether blocks are stacked in one array.
-        generators: weight generators stored; 0 when there are none.
-        lacking: the array without which embeddings are tied.
+        generators: the number of stored weight generators.
+        lacking: the absent embedding or output projection, when embeddings are tied.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -292,17 +291,17 @@ class Found:
 
 
 class ArrayFormat(Format):
-    """A format of arrays in zarr, a folder for each or all in one OCDBT store, without a configuration.
+    """A format of zarr arrays, each in its own folder or all in one OCDBT store, without a configuration.
 
-    Its tables name the place of a layer in a block by "{s}", and the dimension along which blocks are stacked by "l".
+    In its tables "{s}" is a layer's place in its block, and "l" the dimension along which blocks are stacked.
 
     Attributes:
-        prefix: a regular expression of what may stand before a parameter's name; nothing else begins with a root.
-        roots: the first components of all names.
-        stacked_layers, single_layers: the beginning of a layer's names where blocks are stacked, and where they are
-            not: with "{b}" for the number of a block, or "{i}" for that of the layer.
-        options: of `write`, beside those that every format has.
-        limits: why the format has not the others' options and tensors.
+        prefix: a regular expression for what may precede a parameter's name.
+        roots: the first components of all parameter names.
+        stacked_layers, single_layers: how the names of a layer begin when blocks are stacked, and when they are not,
+            with "{b}" for the number of the block or "{i}" for the number of the layer.
+        options: names of the options that only this format's `write` takes.
+        limits: a sentence on what the format cannot hold, for messages.
     """
 
     prefix: str
@@ -313,7 +312,7 @@ class ArrayFormat(Format):
     limits: str = ""
 
     def parameter(self, key: str) -> str | None:
-        """The name of a parameter, from its key in the store; None for anything else."""
+        """The parameter's name, from its key in the store; None for keys that are not parameters."""
         match = re.fullmatch(rf"(?:{self.prefix})((?:{'|'.join(self.roots)})\..*)", key)
         return match[1] if match else None
 
@@ -321,13 +320,13 @@ class ArrayFormat(Format):
         return foreign.replace(self.stacked_layers, self.single_layers, 1) if self.stacked_layers else foreign
 
     def kind(self, names: Collection[str]) -> tuple[str, str]:
-        """(mlp_type, norm_type), as the names of the arrays show them."""
+        """(mlp_type, norm_type), inferred from the names of the arrays."""
         return "gated", "rmsnorm"
 
     def assumed(self, found: Found) -> dict[str, Any]:
-        """Fields that a checkpoint does not tell and that its trainer sets otherwise than `conversion` assumes.
+        """Fields that a checkpoint does not determine and whose defaults differ between trainers.
 
-        A name that is no field says how the trainer is taken to compute; it is just reported.
+        Names that are not fields describe how the trainer is assumed to compute; they are only reported.
         """
         return {}
 
@@ -346,8 +345,9 @@ class ArrayFormat(Format):
 
         Args:
             folder: the root, which exists.
-            arrays: parameter's name -> array, to be loaded one at a time.
-            config, period: the model's, and its layers per block.
+            arrays: parameter name -> array, to be loaded one at a time.
+            config: of the model.
+            period: the layers per block.
             step: the step's number.
             progress: called with the number of bytes of each array once it is on disk.
             options: those of `self.options`.
@@ -359,11 +359,11 @@ class ArrayFormat(Format):
         raise NotImplementedError
 
     def copies(self, **options: Any) -> int:
-        """How many times the size of the parameters `write` writes."""
+        """The size of what `write` writes, as a multiple of the parameters' size."""
         return 1
 
     def computes_otherwise(self, config: DCFormerConfig) -> list[str]:
-        """What the format's trainer cannot be told and computes otherwise, in lines for a warning."""
+        """What the format's trainer would compute differently from the model, in lines for a warning."""
         return []
 
 

@@ -1,10 +1,9 @@
-"""The authors' PyTorch repositories on the Hub (DCFormer-2.8B, DCPythia-6.9B): read only.
+"""The hub format, of the authors' PyTorch repositories on the Hub (DCFormer-2.8B, DCPythia-6.9B): read only.
 
-Their table, and what their tensors tell, are in the files that `from_pretrained` loads them with: `layouts_dcformer`
-and `hub_dcformer`.
+Its table of tensors and its configuration keys are in the modules with which `from_pretrained` loads such repositories:
+`layouts_dcformer`, `hub_config_dcformer` and `hub_dcformer`.
 """
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,27 +11,17 @@ from typing import Any
 
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
+from ..hub_config_dcformer import DEFAULT_GATES, PATTERN_WINDOW, RENAMED
 from ..hub_dcformer import StoredWeights, complete_config
-from ..layouts_dcformer import HUB_IGNORED, TensorLayout, hub_layouts
+from ..layouts_dcformer import HUB_IGNORED, HUB_STATIC, TensorLayout, hub_layouts
 from .base import FolderFormat, TensorSource
 from .native import NATIVE_FIELDS, TOKENS
 
-_STATIC = re.compile(r".*\.dyn_w_proj\.(pre|post)_proj\.w")
-# Keys of the authors' config.json -> ours; the others take more than a new name.
-_KEYS = {
-    "dim": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "block_size": "max_position_embeddings",
-    "rope_base": "rope_theta",
-    "rotary_pct": "partial_rotary_factor",
-    "use_qk_norm": "qk_norm",
-}
-_OWN_WORDS = {*_KEYS, "n_local_heads", "use_linear_bias", "window_type", "use_dcmha", "mgate", "q_chunk_size"}
+_OWN_WORDS = {*RENAMED, "use_linear_bias", "window_type", "use_dcmha", "mgate", "q_chunk_size"}
 
 
 class HubFormat(FolderFormat):
-    """The authors' format: `config.json` in their keys, `pytorch_model.bin` or safetensors in their names."""
+    """`config.json` with the authors' keys beside `pytorch_model.bin` or safetensors with the authors' names."""
 
     name, title = "hub", "the authors' config.json"
     marker, head = "tok_embeddings.weight", "output.weight"
@@ -41,7 +30,7 @@ class HubFormat(FolderFormat):
         return hub_layouts(mlp_type)
 
     def read_config(self, folder: Path, source: TensorSource) -> DCFormerConfig:
-        """The authors' configuration, and what the tensors say where it is silent."""
+        """The folder's configuration, completed from the tensors where it is silent."""
         config = super().read_config(folder, source)
         try:
             return complete_config(config, _stored_weights(source))
@@ -54,11 +43,11 @@ class HubFormat(FolderFormat):
         return next((shape[1] for shape in shapes if len(shape) == 5), 4)  # [G, C, K, 2R, M]
 
     def unused(self, config: DCFormerConfig, source: TensorSource) -> list[str]:
-        """Besides a tied head: merged duplicates, and buffers in the place of static projections."""
+        """Besides a tied head: merged duplicates, and identity matrices under the names of static projections."""
         tied = super().unused(config, source)
         names = [name for name in source.infos if name in tied or HUB_IGNORED.fullmatch(name)]
         if not config.compose_static and not _stored_weights(source).has_static:
-            names += [name for name in source.infos if _STATIC.fullmatch(name)]
+            names += [name for name in source.infos if HUB_STATIC.fullmatch(name)]
         return names
 
     def config_words(self, content: Mapping[str, Any]) -> tuple[set[str], set[str]]:
@@ -66,11 +55,11 @@ class HubFormat(FolderFormat):
         return _OWN_WORDS & set(content), shared & set(content)
 
     def fields_of(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Only what the keys decide; what holds for the authors' PyTorch code alone is left out."""
-        result = {new: content[old] for old, new in _KEYS.items() if content.get(old) is not None}
+        """Only what the keys decide; what the authors' PyTorch code fixes is left out."""
+        result = {new: content[old] for old, new in RENAMED.items() if content.get(old) is not None}
         result |= {k: v for k, v in content.items() if k in NATIVE_FIELDS | {*TOKENS, "model_type"} and v is not None}
-        if content.get("n_local_heads") not in (None, -1):
-            result["num_key_value_heads"] = content["n_local_heads"]
+        if content.get("n_local_heads") == -1:  # as many as query heads, which need not be stated
+            del result["num_key_value_heads"]
         if content.get("use_linear_bias") is not None:
             result["attention_bias"] = result["mlp_bias"] = content["use_linear_bias"]
         if content.get("query_wise") is not None:
@@ -78,9 +67,9 @@ class HubFormat(FolderFormat):
         if content.get("use_dcmha") is False:
             result |= {f"compose_{part}": False for part in ("pre", "post", "query", "key")}
         if content.get("mgate") is not None:
-            result["mlp_gates"] = content.get("mgate_dim") or 44 if content["mgate"] else 0
+            result["mlp_gates"] = content.get("mgate_dim") or DEFAULT_GATES if content["mgate"] else 0
         if content.get("window_type") is not None:
-            result["layer_pattern"], result["sliding_window"] = content["window_type"], 256
+            result["layer_pattern"], result["sliding_window"] = content["window_type"], PATTERN_WINDOW
         elif "window_size" in content:
             result["layer_pattern"] = "G" if content["window_size"] is None else "LG"
             result["sliding_window"] = content["window_size"]

@@ -1,4 +1,4 @@
-"""MaxText with Orbax: `<root>/<step>/state`, the layers of a block at one place of the pattern stacked in one array."""
+"""MaxText with Orbax: `<root>/<step>/state`. An array stacks the layers at one place of the pattern over all blocks."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from .arrays import LazyArray, mark_step, write_orbax
 from .base import ArrayFormat, Found, layer_windows
 from .native import NATIVE_FIELDS
 
-# Keys of MaxText configurations -> ours. `base_` sizes are MaxText's; without it they are as a trainer logs them.
+# Keys of MaxText configurations -> ours. Sizes may have the prefix `base_`; the trainer logs them without it.
 _KEYS = {
     "vocab_size": "vocab_size",
     "emb_dim": "hidden_size",
@@ -34,7 +34,7 @@ _KEYS = {
     "logits_via_embedding": "tie_word_embeddings",
 }
 _BASE_SIZES = ("emb_dim", "mlp_dim", "num_decoder_layers", "num_query_heads", "num_kv_heads")
-_SHARED_WORDS = {"query_wise", "window_size"}  # the authors' config.json has them, too
+_SHARED_WORDS = {"query_wise", "window_size"}  # the hub format has them, too
 _OWN_WORDS = {*_KEYS, "normalization_layer_epsilon", "num_layers_per_block", "decoder_block", "mlp_activations"}
 _OWN_WORDS |= {"rope_max_timescale", "normalize_embedding_logits"}
 _OWN_WORDS -= NATIVE_FIELDS | _SHARED_WORDS
@@ -49,12 +49,12 @@ class MaxTextFormat(ArrayFormat):
     stacked_layers, single_layers = "decoder.layers.", "decoder.layers_{b}."
     options = frozenset({"ocdbt", "with_train_state"})
     limits = (
-        "MaxText has one size for the embedding and the head, and no biases, LayerNorm, plain or multi-gate MLPs; Pax "
-        "has: --format pax."
+        "MaxText has one size for the embedding and the head, and no biases, LayerNorm, plain or multi-gate MLPs. Pax "
+        "has them: --format pax."
     )
 
     def layouts(self, mlp_type: str, norm_type: str) -> list[TensorLayout]:
-        """Layers are stacked along the second dimension, l."""
+        """The format's table. Layers are stacked along the second dimension, l."""
         layers, native = "decoder.layers.", "model.layers.{i}."
         attention, theirs = native + "self_attn.", layers + "self_attention_{s}."
         dynamic = theirs + "AttentionOp_0.dyn_w_proj."
@@ -80,7 +80,7 @@ class MaxTextFormat(ArrayFormat):
             TensorLayout(qkw.foreign, "g l c x r m", qkw.natives),
             TensorLayout(dd.foreign, "e l g (c m)", dd.natives),
         ]
-        if mlp_type == "gated":  # without a gate, what is called `wi_1` would be the only way in: there is no such MLP
+        if mlp_type == "gated":  # MaxText has no plain MLP: without a gate, `wi_1` would be the only input projection
             table += [
                 row(layers + "mlp_{s}.wi_0.kernel", "e l f", native + "mlp.gate_proj.weight", "f e"),
                 row(layers + "mlp_{s}.wi_1.kernel", "e l f", native + "mlp.up_proj.weight", "f e"),
@@ -190,7 +190,7 @@ def _windows(stored: Any, longest: Any) -> dict[str, Any]:
     """`window_size`, one or a list for the layers of a block, and `max_target_length` -> native fields."""
     windows = list(stored) if isinstance(stored, (list, tuple)) else [stored]
     windows = [None if window in ("None", "null", "none") else window for window in windows]
-    if isinstance(longest, int):  # a window that holds every sequence is none
+    if isinstance(longest, int):  # a window longer than every sequence hides nothing
         windows = [None if isinstance(window, int) and window >= longest else window for window in windows]
     sizes = {window for window in windows if window is not None}
     if len(sizes) > 1 or any(not isinstance(size, int) for size in sizes):

@@ -9,14 +9,14 @@ from ..errors import ConversionError
 from ..layouts_dcformer import TensorLayout
 from .base import FolderFormat, Part, native_shapes
 
-# Not part of the architecture: they neither contradict a checkpoint nor follow from it.
+# Not part of the architecture: a checkpoint neither determines nor contradicts them.
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NATIVE_FIELDS = {f.name for f in fields(DCFormerConfig)} | {"layer_pattern", "partial_rotary_factor", "rope_theta"}
 _OTHER_KEYS = {"architectures", "dtype", "transformers_version", "model_type", "auto_map", "torch_dtype"}
 
 
 class NativeFormat(FolderFormat):
-    """Every tensor is stored as it is."""
+    """Every tensor is stored under its own name, unchanged."""
 
     name, title = "native", "this package"
     marker, head = "model.embed_tokens.weight", "lm_head.weight"
@@ -32,16 +32,16 @@ class NativeFormat(FolderFormat):
         if unknown:
             raise ConversionError(
                 f"unknown fields {', '.join(map(repr, unknown[:6]))}: expected those of DCFormerConfig, of the "
-                "authors' config.json, or of a MaxText configuration."
+                "hub format, or of a MaxText configuration."
             )
-        # null is a value of sliding_window; elsewhere it stands for what the class makes of it
-        told = {key for key, value in content.items() if value is not None or key == "sliding_window"}
-        result = {key: content[key] for key in content if key in told & (NATIVE_FIELDS | {"model_type", *TOKENS})}
+        # null is a value of sliding_window; elsewhere it stands for the class's default
+        given = {key for key, value in content.items() if value is not None or key == "sliding_window"}
+        result = {key: content[key] for key in content if key in given & (NATIVE_FIELDS | {"model_type", *TOKENS})}
         for name in {"norm_eps", "qk_norm_eps", "rope_theta", "partial_rotary_factor"} & set(result):
             try:
                 result[name] = float(result[name])
             except (TypeError, ValueError) as error:
-                raise ConversionError(f"{name}={result[name]!r} is no number.") from error
+                raise ConversionError(f"{name}={result[name]!r} is not a number.") from error
         return result
 
 

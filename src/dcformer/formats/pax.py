@@ -13,17 +13,17 @@ _EMBEDDING, _HEAD = "embedding_lookup.emb_var", "softmax.logits_ffn.linear.w"
 
 
 class PaxFormat(ArrayFormat):
-    """Pax checkpoints: the parameters; its trainer makes new optimiser states."""
+    """Pax checkpoints, parameters only; the trainer creates new optimiser states."""
 
     name, title = "pax", "Pax"
     prefix = r"(?:state\.)?(?:mdl_vars\.)?(?:params\.)?(?:lm\.)?"
     roots = ("transformer", "embedding_lookup", "softmax", "final_ln")
     stacked_layers, single_layers = "transformer.repeat.sub.x_layers_{s}.", "transformer.x_layers_{i}."
     options = frozenset({"padded_vocab_size"})
-    limits = "A Pax checkpoint is one zarr array per parameter, and its trainer makes new optimiser states."
+    limits = "A Pax checkpoint is one zarr array per parameter, and its trainer creates new optimiser states."
 
     def layouts(self, mlp_type: str, norm_type: str) -> list[TensorLayout]:
-        """praxis stores the scale of a LayerNorm less one, that of an RMSNorm as it is."""
+        """The format's table. praxis stores a LayerNorm's scale minus one, and an RMSNorm's scale unchanged."""
         native, theirs = "model.layers.{i}.", self.stacked_layers
         attention, mlp, dynamic = theirs + "self_attention.", theirs + "ff_layer.", "self_attention.dyn_w_proj."
         offset = 1.0 if norm_type == "layernorm" else 0.0
@@ -60,7 +60,7 @@ class PaxFormat(ArrayFormat):
         return table
 
     def _layouts_for(self, config: DCFormerConfig, present: set[str]) -> list[TensorLayout]:
-        """praxis keeps a shared embedding with the softmax."""
+        """praxis stores a tied embedding with the softmax."""
         table = super()._layouts_for(config, present)
         if config.tie_word_embeddings and _EMBEDDING not in present:
             table = [old for old in table if old.foreign != _EMBEDDING]

@@ -1,7 +1,7 @@
-"""Model cards: sizes, composition settings, what composition costs, and the scores that lm-eval wrote.
+"""Model cards: sizes, composition settings, the cost of composition, and lm-eval's scores.
 
-The numbers come from the configuration and from the JSON of ``dcformer-eval --output_path``; nothing else is claimed.
-Training data, limits and the licence are the author's to write: the card, `card.md`, has places for them.
+All numbers come from the configuration and from the JSON of ``dcformer-eval --output_path``. Training data, limits and
+the licence are left to the model's author: the template, `card.md`, has places for them.
 """
 
 import json
@@ -22,15 +22,15 @@ _TEMPLATE = Path(__file__).with_name("card.md")
 
 @dataclass(frozen=True)
 class Score:
-    """One number of lm-eval's results.
+    """One score of lm-eval's results.
 
     Attributes:
         task, metric, filter: as lm-eval names them.
         value: the score.
-        stderr: its standard error, None where lm-eval has none.
-        higher_is_better: None where lm-eval does not say.
-        shots: examples before each item, None where lm-eval does not say (groups).
-        items: number of items that were scored, None where lm-eval does not say.
+        stderr: its standard error, or None.
+        higher_is_better: None if lm-eval does not report it.
+        shots: examples before each item; None if not reported, as for groups.
+        items: number of scored items; None if not reported.
         limited: whether `--limit` left items out.
     """
 
@@ -55,7 +55,7 @@ def read_results(path: str | os.PathLike) -> list[Score]:
         The scores, in the order of the file.
 
     Raises:
-        DCFormerError: when the file cannot be read, is not JSON, or does not hold lm-eval's results.
+        DCFormerError: when the file cannot be read, is not JSON, or does not contain lm-eval's results.
     """
     expected = "expected the results_*.json of lm-eval"
     try:
@@ -77,7 +77,7 @@ def read_results(path: str | os.PathLike) -> list[Score]:
 
 
 def _counts(record: dict[str, Any], task: str) -> dict[str, int]:
-    """Items of a task, "original" and "effective"; of a group, which lm-eval does not count, those of its tasks."""
+    """Items of a task, "original" and "effective"; of a group, which lm-eval does not count, summed over its tasks."""
     counts = record.get("n-samples", {}).get(task)
     if counts is not None:
         return counts
@@ -118,10 +118,10 @@ def model_card(
 
     Args:
         config: its configuration.
-        name: what the card calls it, and the argument of `from_pretrained` in its snippet: usually `user/name`.
-        scores: those of `read_results`; without, the card says that it has not been evaluated. Limited ones are in its
-            table, where it says so, and not in its metadata.
-        license: identifier of the Hub, such as "mit"; without, the card says that none is stated.
+        name: the model's name in the card and in its snippet's `from_pretrained`, usually `user/name`.
+        scores: from `read_results`; without them the card states that the model has not been evaluated. Limited scores
+            are marked in its table and left out of its metadata.
+        license: identifier of the Hub, such as "mit"; without it the card states that there is none.
         remote_code: whether the folder also loads with `trust_remote_code=True`.
 
     Returns:
@@ -173,7 +173,7 @@ def _sizes(config: DCFormerConfig) -> list[tuple[Any, ...]]:
         ("Head dim", config.head_dim),
         ("Context", config.max_position_embeddings),
         ("Vocabulary", config.vocab_size),
-        ("Weights' dtype", str(config.dtype).removeprefix("torch.")),
+        ("Parameters' dtype", str(config.dtype).removeprefix("torch.")),
     ]
 
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
-from ..errors import CONFIG_ERRORS, ConversionError, DCFormerError, first_line, raise_bug
+from ..errors import ConversionError, DCFormerError, first_line
+from ..loading import LOADING_ERRORS, damaged_file
 from ..remote_code import export_remote_code
 from .card import model_card, read_results
 
 
 class HubFolderError(DCFormerError):
-    """What the user can put right: a model, results or output that do not fit."""
+    """An unsuitable model, results file or output, which the user can correct."""
 
 
 def write_hub_folder(
@@ -36,22 +36,22 @@ def write_hub_folder(
     name: str | None = None,
     license: str | None = None,
 ) -> Path:
-    """Writes a folder for the Hub, whole or not at all.
+    """Writes a folder for the Hub, completely or not at all.
 
     Args:
-        model: folder of a causal model of this package, or its name on the Hub. Weights keep their dtype.
+        model: folder of a causal model of this package, or its name on the Hub. Parameters keep their dtype.
         output: the new folder; must not exist, or be empty.
         results: results file of lm-eval for the card's table.
-        max_shard_size: most bytes in a file of weights, such as "100MB".
-        remote_code: adds the modeling code, for people without this package.
-        name: what the card calls the model, usually `user/name`; the output folder's name when not given.
-        license: identifier for the card, such as "mit"; none when not given.
+        max_shard_size: largest size of a weight file, such as "100MB".
+        remote_code: add the modeling code, for users without this package.
+        name: the model's name in the card, usually `user/name`; by default the output folder's name.
+        license: identifier for the card, such as "mit".
 
     Returns:
         The folder. It has a tokenizer if the model's folder has one.
 
     Raises:
-        HubFolderError: when the model, the results or the shard size are not usable, or the output exists or cannot be
+        HubFolderError: when the model, the results or the shard size cannot be used, or the output exists or cannot be
             written. Nothing is left then.
     """
     output = Path(output)
@@ -68,10 +68,10 @@ def write_hub_folder(
     source = os.fspath(model)
     try:
         config = AutoConfig.from_pretrained(source)
-    except (OSError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
+    except LOADING_ERRORS as error:
+        reason = damaged_file(source, error) or first_line(error)
         raise HubFolderError(
-            f"{source} has no readable configuration ({first_line(error)}): expected a folder written by "
+            f"{source} has no readable configuration ({reason}): expected a folder written by "
             "save_pretrained, or the name of a model on the Hub."
         ) from error
     if not isinstance(config, DCFormerConfig):
@@ -81,9 +81,10 @@ def write_hub_folder(
         )
     try:
         both: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", output_loading_info=True)
-    except (OSError, RuntimeError, SafetensorError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
-        raise HubFolderError(f"{source} cannot be loaded: {first_line(error)}") from error
+    except LOADING_ERRORS as error:
+        raise HubFolderError(
+            f"{source} cannot be loaded: {damaged_file(source, error) or first_line(error)}"
+        ) from error
     loaded, info = both
     if missing := sorted(info["missing_keys"]):
         raise HubFolderError(
@@ -91,7 +92,7 @@ def write_hub_folder(
             f"{', ...' if missing[3:] else ''}: expected the weights of a causal language model."
         )
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in loaded.state_dict().values())
-    config.dtype = loaded.dtype  # the file need not say it
+    config.dtype = loaded.dtype  # config.json need not have it
     card = model_card(config, name or output.resolve().name, scores, license, remote_code)
     try:
         with complete_folder(output, nbytes) as work:
@@ -108,12 +109,13 @@ def write_hub_folder(
 def _save_tokenizer(source: str, folder: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
+    except LOADING_ERRORS as error:
+        damaged = damaged_file(source, error)
         if (Path(source) / "tokenizer.json").is_file():
+            reason = damaged or f"{type(error).__name__}: {first_line(error)}"
             raise HubFolderError(
-                f"the tokenizer of {source} cannot be read ({type(error).__name__}: {first_line(error)}): replace it, "
-                "or take tokenizer.json out of the folder."
+                f"the tokenizer of {source} cannot be read ({reason}): replace it, or take tokenizer.json out of the "
+                "folder."
             ) from error
         print(f"no tokenizer is saved: {first_line(error)}", file=sys.stderr)
         return
@@ -127,15 +129,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments; the process's when not given.
 
     Returns:
-        0, or 1 on an error that the user can put right. Wrong usage exits with 2.
+        0, or 1 on an error that the user can correct. Wrong usage exits with 2.
     """
     parser = argparse.ArgumentParser(prog="python -m dcformer.publish", description=__doc__)
     parser.add_argument("model", help="folder of the model, or its name on the Hub")
     parser.add_argument("output", help="folder to write; must not exist, or be empty")
     parser.add_argument("--results", help="results_*.json of dcformer-eval --output_path, for the card's table")
-    parser.add_argument("--max_shard_size", default="5GB", help="most bytes in a file of weights (%(default)s)")
-    parser.add_argument("--remote_code", action="store_true", help="add the modeling code for people without dcformer")
-    parser.add_argument("--name", help="what the card calls the model, usually user/name (the output folder's name)")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest size of a weight file (%(default)s)")
+    parser.add_argument("--remote_code", action="store_true", help="add the modeling code for users without dcformer")
+    parser.add_argument("--name", help="name of the model in the card, usually user/name (the output folder's name)")
     parser.add_argument("--license", help="licence identifier for the card, such as mit (none)")
     args = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""``dcformer-serve``: ``transformers serve`` with DCFormer known to it, and bad requests refused. Extra ``[serve]``."""
+"""``dcformer-serve``: ``transformers serve`` with DCFormer registered, bad requests refused. Extra ``[serve]``."""
 
 from .server import main
 

@@ -1,6 +1,7 @@
-"""What ``dcformer-serve`` refuses before the library's server (Transformers 5.23) sees it, in OpenAI's form of errors.
+"""Requests that ``dcformer-serve`` refuses before the library's server (Transformers 5.23) sees them.
 
-The server answers bad values with an internal error, and silently ignores fields that it does not know.
+The server answers bad values with an internal error, and silently ignores unknown fields. Refusals are errors in
+OpenAI's form.
 """
 
 import json
@@ -13,7 +14,7 @@ logger = logging.get_logger(__name__)
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
-# Fields that the server ignores, and the values for which that makes no difference; None is one of them everywhere.
+# Fields that the server ignores, each with the values for which this makes no difference; None always is one.
 _IGNORED: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {
         "audio": (),
@@ -42,7 +43,7 @@ _IGNORED: dict[str, dict[str, tuple[Any, ...]]] = {
         "truncation": ("disabled",),
     },
 }
-# What some versions of the server ignore, too: Transformers 5.21 does, 5.23 does not.
+# Ignored by the server in Transformers 5.21, but not in 5.23.
 SOMETIMES_IGNORED = frozenset({"max_completion_tokens"})
 # Numbers: (type, lowest, highest, what was expected). JSON's true and false do not count.
 _LENGTH = (int, 1, float("inf"), "a whole number of at least 1")
@@ -58,22 +59,22 @@ _NUMBERS: dict[str, tuple[Any, float, float, str]] = {
 
 
 def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str, str] | None:
-    """What is wrong with a request, as far as its fields tell.
+    """What is wrong with a request, judged by its fields.
 
     Args:
         path: of the URL.
         body: decoded JSON.
-        ignored: fields that this version of the server ignores, besides those that every version ignores.
+        ignored: fields that only some versions of the server ignore, this one among them.
 
     Returns:
-        the field and a sentence, or None.
+        the field and a sentence for the error, or None.
     """
     if path not in _IGNORED or not isinstance(body, dict):
         return None
     if path == CHAT and (fault := _messages_fault(body.get("messages"))):
         return "messages", fault
     if path == TEXT and (not isinstance(body.get("prompt"), str) or not body["prompt"]):
-        return "prompt", f"prompt={body.get('prompt')!r} must be a text that is not empty."
+        return "prompt", f"prompt={body.get('prompt')!r} must be a non-empty text."
     if path == RESPONSES and not body.get("input"):
         return "input", f"input={body.get('input')!r} must not be empty."
     for name, (kind, low, high, expected) in _NUMBERS.items():
@@ -102,19 +103,19 @@ def _messages_fault(messages: Any) -> str | None:
             return f"messages[{i}].content={content!r} must be a text, or a list of parts."
         for part in content:
             is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            if not is_text:  # the server would leave it out
+            if not is_text:  # the server would drop it
                 return f"messages[{i}].content has a part {part!r}: expected a type 'text' and a text, nothing else."
     return None
 
 
 class RequestChecks:
-    """ASGI middleware: status 400 for requests with a fault, and for values that the server finds bad later."""
+    """ASGI middleware: status 400 for faulty requests, and for values that the server itself refuses later."""
 
     def __init__(self, app: Callable, ignored: Collection[str] = ()):
         self.app, self.ignored = app, ignored
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """One request, as ASGI has it."""
+        """Handles one ASGI request."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _IGNORED:
             await self.app(scope, receive, send)
             return
@@ -128,7 +129,7 @@ class RequestChecks:
         try:
             fault = find_fault(scope["path"], json.loads(content), self.ignored)
         except ValueError:
-            fault = None  # no JSON: the server says so
+            fault = None  # not JSON: the server reports it
         if fault is not None:
             await _refuse(send, *fault)
             return

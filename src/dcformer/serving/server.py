@@ -3,6 +3,7 @@
 ``python -m dcformer.serving`` is the same. Bad requests are refused with their reason (`requests`).
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import dcformer  # registers the model types: the server loads them without remote code
 
 from ..errors import first_line
+from ..loading import LOADING_ERRORS, damaged_file
 from .requests import SOMETIMES_IGNORED, RequestChecks
 
 _PROGRAM = "dcformer-serve"
@@ -27,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 1 with a line that says why the server does not start: its libraries are not installed, the model cannot
-        be loaded, or continuous batching is asked for, which our models refuse: every request would be answered with an
-        internal error. Wrong usage exits with 2.
+        be loaded, or continuous batching is requested. Our models refuse the latter, so that every request would end in
+        an internal error. Wrong usage exits with 2.
     """
     try:
         import typer
@@ -54,10 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _own_application():
             app(args=arguments, prog_name=_PROGRAM, standalone_mode=True)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, *LOADING_ERRORS) as error:
+        damaged = (damaged_file(argument, error) for argument in arguments if os.path.isdir(argument))
+        reason = next(filter(None, damaged), None) or first_line(error)
         print(
-            f"error: {_PROGRAM} {' '.join(arguments)}: {first_line(error)} - expected a folder (or a name on the Hub) "
-            "with model and tokenizer, and options that fit them.",
+            f"error: {_PROGRAM} {' '.join(arguments)}: {reason} - expected a folder (or a name on the Hub) with model "
+            "and tokenizer, and options that fit them.",
             file=sys.stderr,
         )
         return 1
@@ -66,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _own_application() -> Iterator[None]:
-    """In here the server that is built loads our models, lists the models that it answers for, and checks requests.
+    """Within this context, `Serve` builds a server that loads and lists our models, and checks requests.
 
-    `Serve` imports its parts by name when it is called; two of them are replaced meanwhile.
+    `Serve` imports its parts by name when it is called; two of them are replaced for that time.
     """
     from huggingface_hub.errors import CacheNotFound
     from transformers.cli.serving import model_manager, server
@@ -77,7 +81,7 @@ def _own_application() -> Iterator[None]:
     library_manager, library_build = model_manager.ModelManager, server.build_server
 
     class ModelManager(library_manager):  # type: ignore[misc, valid-type]
-        """Loads our causal models by their type; the library's looks classes up by name in `transformers`."""
+        """Loads our causal models by their type; the library's manager looks classes up by name in `transformers`."""
 
         def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
             model, revision = model_id_and_revision.split("@", 1)
@@ -85,18 +89,21 @@ def _own_application() -> Iterator[None]:
             is_gguf = kwargs.get("gguf_file") is not None
             if is_gguf or not isinstance(AutoConfig.from_pretrained(model, **where), dcformer.DCFormerConfig):
                 return super()._load_model(model_id_and_revision, *args, **kwargs)
-            return AutoModelForCausalLM.from_pretrained(
-                model,
-                **where,
-                attn_implementation=self.attn_implementation,
-                dtype=self.dtype,
-                device_map=self.device,
-                quantization_config=self.get_quantization_config(),
-                tqdm_class=kwargs.get("tqdm_class"),
-            )
+            try:
+                return AutoModelForCausalLM.from_pretrained(
+                    model,
+                    **where,
+                    attn_implementation=self.attn_implementation,
+                    dtype=self.dtype,
+                    device_map=self.device,
+                    quantization_config=self.get_quantization_config(),
+                    tqdm_class=kwargs.get("tqdm_class"),
+                )
+            except EOFError as error:  # typer would take it for the end of its own input
+                raise OSError(f"a file of {model} ends too early") from error
 
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            if self.force_model is not None:  # requests for another one are refused
+            if self.force_model is not None:  # requests for other models are refused
                 return [{"id": self.force_model, "object": "model", "created": started, "owned_by": ""}]
             try:
                 return library_manager.get_gen_models(cache_dir)

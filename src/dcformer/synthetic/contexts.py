@@ -12,7 +12,6 @@ from typing import Any
 from ..errors import DCFormerError
 
 _SCORED = re.compile(r" \[ (?P<answer>[^\[\]\s](?:[^\[\]\n]*[^\[\]\s])?) \]")
-_LAST_WORD = re.compile(r"\S+(?=\s*$)")
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines would also split at rarer separators
 
 
@@ -40,13 +39,10 @@ class Context:
     Attributes:
         text: the plain text, brackets removed: what a model sees.
         answers: the scored answers, in order.
-        unscored: the last word of each line without a scored answer: the answers of generated contexts, whose answers
-            are single words.
     """
 
     text: str
     answers: tuple[Answer, ...]
-    unscored: tuple[Answer, ...]
 
 
 def parse_context(texts: str) -> Context:
@@ -64,26 +60,23 @@ def parse_context(texts: str) -> Context:
     """
     text, num_shots = "", 0
     answers: list[Answer] = []
-    unscored: list[Answer] = []
     for line in _LINE.findall(texts):
-        plain, position, found = "", 0, False
+        plain, position = "", 0
         for match in _SCORED.finditer(line):
             plain += line[position : match.start()] + " "
             start = len(text) + len(plain)
             answers.append(Answer(match["answer"], start, start + len(match["answer"]), num_shots))
             plain += match["answer"]
-            position, found = match.end(), True
+            position = match.end()
         plain += line[position:]
         if "[" in plain or "]" in plain:
             raise DCFormerError(
                 f"unexpected bracket in {line.strip()!r}: expected scored answers as ' [ answer ]', "
                 "with a space on each side of each bracket"
             )
-        if (last := _LAST_WORD.search(plain)) and not found:
-            unscored.append(Answer(last[0], len(text) + last.start(), len(text) + last.end(), num_shots))
         text += plain
         num_shots += bool(plain.strip())
-    return Context(text, tuple(answers), tuple(unscored))
+    return Context(text, tuple(answers))
 
 
 def questions(record: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 COLUMNS = ("task_id", "texts")
 
-_MAX_DRAWS = 10_000  # for one more question; the smallest split of the smallest task has some 70 among some 700
+_MAX_DRAWS = 10_000  # per question; the smallest split of the smallest task has some 70 of some 700 questions
 
 
 def split_of(question: Question) -> Split:
@@ -167,7 +167,7 @@ def dataset_from(rows: Iterable[dict[str, str]]) -> "Dataset":
 
 
 def _parse_row(line: bytes) -> dict[str, str]:
-    """One line of a jsonl file; ValueError says what was expected."""
+    """Parses one line of a jsonl file; errors name what was expected."""
     try:
         row = json.loads(line.decode())
     except ValueError as error:  # not JSON, or not UTF-8
@@ -192,7 +192,7 @@ def read_dataset(path: str | os.PathLike[str]) -> "Dataset":
         A data set with columns ``task_id`` and ``texts``, in the file's order.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if the file does not exist.
         DCFormerError: naming file, line and what was expected, if a line is malformed or the file has none.
     """
     rows = []
@@ -209,7 +209,7 @@ def read_dataset(path: str | os.PathLike[str]) -> "Dataset":
 
 
 def write_dataset(dataset: Iterable[dict[str, str]], path: str | os.PathLike[str]) -> None:
-    """Write a data set as jsonl in the authors' layout. The file appears whole or not at all.
+    """Write a data set as jsonl in the authors' layout. The file appears complete or not at all.
 
     Args:
         dataset: a data set, or any rows, with ``task_id`` and ``texts``.

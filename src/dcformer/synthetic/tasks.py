@@ -1,7 +1,7 @@
 """The 74 head-composition tasks: attention patterns crossed with transformations.
 
 Source: DCFormer paper (arXiv 2405.08553), section 4.3 and appendix F. To answer, one attention head has to find the
-right place (the *attention pattern*) and another has to produce something from what stands there (the
+right place (the *attention pattern*) and another has to produce something from the word there (the
 *transformation*). The wording and the word lists are this package's own; the crossing is the authors', and in their
 order: ``TASKS[i]`` is the counterpart of ``task{i}`` in their ``synthetic_dataset.jsonl``.
 
@@ -78,7 +78,7 @@ class Transformation:
         relations: the entities of one question are all drawn from one of these relations (answer -> entities).
         affirmed: predicate before the answer, true of the person.
         denied: its negation.
-        lead: what stands between the question mark and the answer in the set patterns; may be empty.
+        lead: the words between the question mark and the answer in the set patterns; may be empty.
     """
 
     name: str
@@ -253,8 +253,8 @@ TASKS: tuple[Task, ...] = (
     ),
 )  # fmt: skip
 
-# A family of our own, in the same words, for fine-tuning: no part of the paper's 74, and nothing the bundled checkpoint
-# was trained on. The item is found by its place, which none of the paper's patterns asks for.
+# A family of our own with the same vocabulary, for fine-tuning. It is not among the paper's 74, and the bundled
+# checkpoint was not trained on it. The item is found by its place, as in none of the paper's patterns.
 LIST_TASKS: tuple[Task, ...] = tuple(Task("nth-in-list", t, "item") for t in LIST_TRANSFORMATIONS)
 
 
@@ -262,7 +262,7 @@ def get_task(task_id: str) -> Task:
     """The task with this identity.
 
     Raises:
-        DCFormerError: if there is none.
+        DCFormerError: if no task has it.
     """
     for task in (*TASKS, *LIST_TASKS):
         if task.task_id == task_id:

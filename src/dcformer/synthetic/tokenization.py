@@ -1,7 +1,7 @@
 """Word-level tokenizer of the synthetic tasks, and encoding of contexts for training."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -60,40 +60,30 @@ def build_tokenizer(model_max_length: int = MODEL_MAX_LENGTH) -> PreTrainedToken
 
 
 def encode(
-    record: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None = None,
-    *,
-    score_all: bool = False,
-    loss_on: Literal["answers", "all"] = "answers",
+    record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
 ) -> dict[str, list[int]]:
-    """Token ids and labels of a context, for training or for measuring the loss.
+    """Token ids of a context, with labels on its scored answers, for training or for measuring the loss.
 
-    Suits ``Dataset.map``; ``DataCollatorForSeq2Seq`` or ``DataCollatorForTokenClassification`` pads the result.
+    Suits ``Dataset.map``; ``DataCollatorForSeq2Seq`` pads the result.
 
     Args:
         record: a row with ``texts``, from :func:`read_dataset` or :func:`generate_dataset`.
         tokenizer: :func:`build_tokenizer`'s or any other fast tokenizer.
-        max_length: at most so many tokens: examples are dropped, whole, from the beginning.
-        score_all: also label the last word of the examples that are not scored (their answer in generated contexts).
-        loss_on: ``"answers"`` labels only answers, ``"all"`` every token.
+        max_length: the most tokens to return; whole examples are dropped from the beginning.
 
     Returns:
-        ``input_ids`` of the plain text, and ``labels``, equal to them where a loss is wanted and -100 elsewhere. They
-        are not shifted: Transformers' models do that.
+        ``input_ids`` of the plain text, and ``labels``, equal to them on scored answers and -100 elsewhere. They are
+        not shifted: Transformers' models do that.
 
     Raises:
-        ValueError: if ``loss_on`` is unknown, the tokenizer is not a fast one, or not one scored example fits.
+        ValueError: if the tokenizer is not a fast one, or not even the last scored example fits.
     """
-    if loss_on not in ("answers", "all"):
-        raise ValueError(f"loss_on is {loss_on!r}: expected 'answers' or 'all'")
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer is a {type(tokenizer).__name__}: expected a fast tokenizer, for its offsets")
     context = parse_context(record["texts"])
-    text, answers = context.text, [*context.answers, *(context.unscored if score_all else ())]
-    dropped = 0
+    text, answers, dropped = context.text, context.answers, 0
     while True:
-        # verbose=False: no warning about texts longer than the model's maximum, max_length is there for that
+        # verbose=False: no warning about texts beyond the model's maximum, which max_length is for
         encoding = tokenizer(text[dropped:], return_offsets_mapping=True, verbose=False)
         input_ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         if max_length is None or len(input_ids) <= max_length:
@@ -104,9 +94,7 @@ def encode(
                 f"max_length is {max_length}: expected enough for the last example, which has {len(input_ids)} tokens"
             )
     labels = [
-        token
-        if loss_on == "all" or any(start + dropped < a.end and end + dropped > a.start for a in answers)
-        else IGNORE_INDEX
+        token if any(start + dropped < a.end and end + dropped > a.start for a in answers) else IGNORE_INDEX
         for token, (start, end) in zip(input_ids, offsets, strict=True)
     ]
     return {"input_ids": list(input_ids), "labels": labels}

@@ -1,7 +1,7 @@
 """Word lists of the synthetic head-composition tasks.
 
-The lists are this package's own. They are small, to suit small models; no word stands in two lists or in the wording of
-the tasks, so a word alone says what it is. Every entry is a single word: each answer is exactly one token of
+The lists are this package's own. They are small, to suit small models; no word is in two lists or in the wording of
+the tasks, so each word identifies its list. Every entry is a single word: each answer is exactly one token of
 :func:`dcformer.synthetic.build_tokenizer`.
 
 A *relation* maps each possible answer to the entities that have it, e.g. ``{"France": ("Paris", "Lyon")}``: an entity

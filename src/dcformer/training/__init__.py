@@ -1,4 +1,4 @@
-"""Training on text and conversations: arguments, data and checks around TRL's `SFTTrainer`, which is a `Trainer`."""
+"""Training on text and conversations: arguments, data and checks around TRL's `SFTTrainer`."""
 
 from ..errors import require_extra
 

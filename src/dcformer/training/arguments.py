@@ -1,4 +1,4 @@
-"""What the training scripts take, on the command line or in a YAML file: the library's arguments, with our defaults."""
+"""Arguments of the training scripts, from the command line or a YAML file: the library's, with our defaults."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..peft_dcformer import LORA_TARGETS
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
-# Training arguments that are numbers above 0, or not given.
+# Training arguments that must be above 0 if given.
 _POSITIVE = (
     "learning_rate",
     "per_device_train_batch_size",
@@ -23,7 +23,7 @@ _POSITIVE = (
     "early_stopping_patience",
 )
 
-# Peak learning rates of the paper's scaling runs, by the size up to which we use them.
+# Peak learning rates of the paper's scaling runs, each with the number of parameters up to which it is used.
 _PAPER_RATES = ((600e6, 3e-4), (1.1e9, 2.5e-4), (float("inf"), 2e-4))
 
 
@@ -31,30 +31,34 @@ def paper_learning_rate(parameters: int) -> float:
     """The paper's peak learning rate (405M: 3e-4, 834M: 2.5e-4, 1.4B: 2e-4).
 
     Args:
-        parameters: how many the model has.
+        parameters: the model's number of parameters.
 
     Returns:
-        the rate of the next larger of these sizes, 2e-4 above them.
+        3e-4 up to 600M parameters, 2.5e-4 up to 1.1B, 2e-4 above.
     """
     return next(rate for limit, rate in _PAPER_RATES if parameters <= limit)
 
 
 @dataclass
 class DataArguments:
-    """Where rows come from. A row is a text, a conversation ("messages"), or a "prompt" with its "completion"."""
+    """The source of rows. A row is a text, a conversation ("messages"), or a "prompt" with its "completion"."""
 
     data: str = field(metadata={"help": "file or pattern such as 'texts/*.jsonl', folder, or name on the Hub"})
     data_config: str | None = field(default=None, metadata={"help": "configuration of a data set on the Hub"})
     split: str = field(default="train", metadata={"help": "split to train on"})
     column: str | None = field(
         default=None,
-        metadata={"help": "column with the texts or conversations; found by itself when it is `text` or `messages`"},
+        metadata={"help": "column with the texts or conversations; by default `text` or `messages`"},
     )
-    eval_data: str | None = field(default=None, metadata={"help": "held-out rows: as --data; --data when not given"})
-    eval_split: str | None = field(default=None, metadata={"help": "split of the held-out rows; train by default"})
-    eval_rows: int = field(default=0, metadata={"help": "hold out so many rows of the training data instead"})
+    eval_data: str | None = field(
+        default=None, metadata={"help": "held-out rows, in the form of --data; by default --data itself"}
+    )
+    eval_split: str | None = field(default=None, metadata={"help": "split of the held-out rows; by default train"})
+    eval_rows: int = field(default=0, metadata={"help": "hold out this many rows of the training data instead"})
     streaming: bool = field(default=False, metadata={"help": "read rows while training; needs --max_steps"})
-    shuffle_buffer: int = field(default=1000, metadata={"help": "rows among which a stream is shuffled; 0: not at all"})
+    shuffle_buffer: int = field(
+        default=1000, metadata={"help": "rows among which a stream is shuffled; 0 for no shuffling"}
+    )
 
     def __post_init__(self) -> None:
         if self.eval_rows and (self.eval_data or self.eval_split):
@@ -70,7 +74,7 @@ class DataArguments:
 class ModelArguments(ModelConfig):
     """TRL's model arguments (`--use_peft`, `--load_in_4bit`, ...), with LoRA on every linear layer of a DCFormer."""
 
-    tokenizer: str | None = field(default=None, metadata={"help": "folder or name; the model's own when not given"})
+    tokenizer: str | None = field(default=None, metadata={"help": "folder or name; by default the model's own"})
     lora_target_modules: list[str] | None = field(
         default_factory=LORA_TARGETS.copy, metadata={"help": "names of the layers that get adapters"}
     )
@@ -78,9 +82,9 @@ class ModelArguments(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in _DTYPES:  # the parser checks the command line only
+        if self.dtype not in _DTYPES:  # the parser checks only the command line
             raise DCFormerError(f"dtype is {self.dtype!r}: expected one of {', '.join(_DTYPES)}")
-        # TRL unpacks a single name, which PEFT takes for a regular expression over whole paths: `q_proj` matches none
+        # TRL unpacks a single name, which PEFT takes for a regular expression over full paths: `q_proj` matches none
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
             self.lora_target_modules = [self.lora_target_modules]
 
@@ -93,25 +97,24 @@ class NewModelArguments:
     preset: str = field(default="dcformer-405m", metadata={"help": "a published size, see DCFormerConfig.from_preset"})
     config_overrides: dict | str | None = field(
         default=None,
-        metadata={"help": "configuration fields to set otherwise, e.g. '{\"num_hidden_layers\": 4}' (JSON or YAML)"},
+        metadata={"help": "configuration fields to change, e.g. '{\"num_hidden_layers\": 4}' (JSON or YAML)"},
     )
     attn_implementation: str | None = field(
         default=None,
-        metadata={"help": "eager, dcformer_chunked or dcformer_triton; the best here by default"},
+        metadata={"help": "eager, dcformer_chunked or dcformer_triton; by default the best available"},
     )
 
     def make_config(self, tokenizer: Any) -> DCFormerConfig:
         """The preset with the overrides, the vocabulary and special tokens of the tokenizer.
 
         Args:
-            tokenizer: the one that the model will read with.
+            tokenizer: of the new model.
 
         Returns:
             the configuration of the new model.
 
         Raises:
-            DCFormerError: on an unknown preset or field, a value that no field can have, or overrides that are not
-                a mapping.
+            DCFormerError: on an unknown preset or field, an invalid value, or overrides that are not a mapping.
         """
         with refused(ValueError):
             config = DCFormerConfig.from_preset(self.preset)
@@ -151,20 +154,22 @@ class TrainingConfig(SFTConfig):
     max_length: int | None = field(
         default=None,
         metadata={
-            "help": "longest sequence in tokens. Packed and streamed: the model's max_position_embeddings by default; "
-            "otherwise longer rows are an error unless this is given, which cuts them"
+            "help": "longest sequence in tokens. With packing or streaming the model's max_position_embeddings by "
+            "default; otherwise rows are truncated only if this is given, and longer ones are an error without it"
         },
     )
     packing_strategy: str = field(
         default="bfd_split",
         metadata={
-            "help": "bfd_split loses no token, bfd cuts what does not fit",
-            "choices": ["bfd", "bfd_split"],  # TRL's "wrapped" does not tell documents apart
+            "help": "bfd_split loses no token, bfd truncates what does not fit",
+            "choices": ["bfd", "bfd_split"],  # TRL's "wrapped" does not keep documents apart
         },
     )
-    gradient_checkpointing: bool | None = field(  # unset, and not False: that would overrule the name it will get in v6
-        default=None,
-        metadata={"help": "recompute activations: less memory, slower", "nargs": "?", "const": True},
+    gradient_checkpointing: bool | None = (
+        field(  # None rather than False, which would override the name that the option gets in v6
+            default=None,
+            metadata={"help": "recompute activations: less memory, slower", "nargs": "?", "const": True},
+        )
     )
     bf16: bool | None = field(
         default=None,
@@ -174,7 +179,7 @@ class TrainingConfig(SFTConfig):
         default="tensorboard", metadata={"help": "tensorboard, none, wandb, ..."}
     )
     early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "stop after so many evaluations without a new best; keeps the best model"}
+        default=None, metadata={"help": "stop after this many evaluations without improvement, and keep the best model"}
     )
 
     def __post_init__(self) -> None:
@@ -206,7 +211,7 @@ class TrainingConfig(SFTConfig):
 
 
 def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """Arguments of the command line, over those of the YAML file that `--config` names, over the defaults.
+    """Parses arguments. The command line takes precedence over the YAML file of `--config`, and that over defaults.
 
     Args:
         classes: dataclasses whose fields are the arguments.
@@ -216,7 +221,7 @@ def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tu
         an object of each class, in their order.
 
     Raises:
-        DCFormerError: on values that no run can have, an invalid YAML file, or unknown arguments in it.
+        DCFormerError: on invalid values, an invalid YAML file, or unknown arguments in it.
         OSError: when the YAML file cannot be read.
         SystemExit: on unknown options, as argparse does.
     """

@@ -1,7 +1,7 @@
-"""Rows to train on, and what has to be right about them, the tokenizer and the output before training starts.
+"""Rows to train on, and checks of rows, tokenizer and output before training starts.
 
-Tokenising, packing, masks of assistants' turns and batches are TRL's (`SFTTrainer`). Packed rows come with position ids
-that restart at every document, which is how DCFormer's attention tells documents apart (docs/architecture.md).
+TRL (`SFTTrainer`) tokenises, packs, masks all but the assistants' turns, and makes batches. In packed rows position ids
+restart at every document, by which DCFormer's attention keeps documents apart (docs/architecture.md).
 """
 
 import json
@@ -33,9 +33,9 @@ Rows: TypeAlias = Dataset | IterableDataset
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
-_CHECKED_ROWS = 1000  # examined one by one; for the others, schema and missing values are checked
+_CHECKED_ROWS = 1000  # examined one by one; of the others only schema and missing values are checked
 _SAMPLE_ROWS = 8
-_MOST_UNKNOWN = 0.5  # share of unknown tokens above which tokenizer and data do not belong together
+_MOST_UNKNOWN = 0.5  # share of unknown tokens above which the tokenizer does not fit the data
 _WEIGHTS = ("*model*.safetensors", "pytorch_model*")
 _CHECKPOINT_PARTS = {  # DeepSpeed keeps all of them in a folder global_stepN
     "weights": (*_WEIGHTS, "global_step*"),
@@ -51,14 +51,14 @@ def load_rows(source: str, split: str = "train", config: str | None = None, stre
         source: path of a file, a pattern of paths ("texts/*.jsonl"), a folder, or a name.
         split: of a folder or a data set on the Hub; files are one split, "train".
         config: configuration of a data set on the Hub.
-        streaming: read while training instead of before.
+        streaming: read rows while training instead of before.
 
     Returns:
-        the rows, as they are.
+        the rows, unchanged.
 
     Raises:
-        FileNotFoundError: when `source` looks like a path and is not there.
-        DCFormerError: when the split does not exist, a file is empty, or files are of an unknown or of several kinds.
+        FileNotFoundError: when `source` looks like a path and does not exist.
+        DCFormerError: when the split does not exist, a file is empty, or files are of an unknown type or of several.
     """
     path = Path(source)
     files = [source] if path.is_file() else sorted(filter(os.path.isfile, glob(source, recursive=True)))
@@ -82,12 +82,12 @@ def load_rows(source: str, split: str = "train", config: str | None = None, stre
             f"no file {source}: give the path of a file or folder, a pattern of paths in quotes, or the name of a Hub "
             "data set"
         )
-    with refused(ValueError, what=source):  # a split or a configuration that is not there
+    with refused(ValueError, what=source):  # a split or configuration that does not exist
         return load_dataset(source, config, split=split, streaming=streaming)
 
 
 def _builder(path: Path) -> str:
-    """The library's name of a file's kind."""
+    """The library's name for a file's type."""
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
     builder = _BUILDERS.get(suffixes[-1].lower() if suffixes else "")
     if builder is None:
@@ -96,21 +96,20 @@ def _builder(path: Path) -> str:
 
 
 def check_rows(rows: Rows, column: str | None, source: str) -> Rows:
-    """Keeps the columns to train on, under the names TRL gives them, and checks the rows.
+    """Selects the columns to train on, renames them as TRL expects, and checks the rows.
 
     Args:
-        rows: as loaded. Of a `Dataset` the schema, nulls and the first thousand rows are checked here, the rows of a
-            stream when they are read.
-        column: the column with texts or conversations, or None to look for "messages", "prompt" with "completion", or
-            "text".
-        source: what messages call the rows.
+        rows: as loaded. Schema, nulls and the first thousand rows of a `Dataset` are checked here; rows of a stream
+            when they are read.
+        column: the column with texts or conversations; None for "messages", "prompt" with "completion", or "text".
+        source: the name of the rows in error messages.
 
     Returns:
         rows with "text", "messages", or "prompt" and "completion".
 
     Raises:
-        DCFormerError: when rows or the column are missing, or a row holds something else; for a stream also later,
-            while rows are read.
+        DCFormerError: when rows or the column are missing, or a row has another type; for a stream also later, while
+            rows are read.
     """
     first = next(iter(rows), None)
     if first is None:
@@ -158,7 +157,7 @@ def _check_row(row: Mapping[str, Any], index: int, source: str) -> Mapping[str, 
 
 
 def _check_nulls(rows: Dataset, source: str) -> None:
-    """All rows have the type of the first, as the schema says, or are null: these are looked for."""
+    """Refuses nulls. By the schema, all other rows have the type of the first."""
     size = 10_000
     for start, batch in enumerate(rows.with_format("arrow").iter(size)):
         for column in batch.columns:
@@ -181,18 +180,18 @@ def _is_conversation(value: Any) -> bool:
 
 
 def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows | None]:
-    """The rows to train on and those held out, if any; checked, not yet tokenised.
+    """The rows to train on and the held-out rows, if any; checked, not yet tokenised.
 
     Args:
-        data: where they come from.
+        data: their source.
         training: for `max_steps`, the seed of shuffling and holding out, and `dataset_text_field`, TRL's `column`.
 
     Returns:
-        the rows to train on, shuffled where they are a stream, and the held-out rows or None.
+        the rows to train on, shuffled if they are a stream, and the held-out rows or None.
 
     Raises:
-        DCFormerError, OSError: as `load_rows` and `check_rows`; when files cannot be read; when a stream has no end to
-            train to; when held-out rows are the training rows, or leave nothing to train on.
+        DCFormerError, OSError: as `load_rows` and `check_rows`; when files cannot be read, a stream comes without
+            `max_steps`, or held-out rows are the training rows or leave nothing to train on.
     """
     if data.streaming and training.max_steps <= 0:
         raise DCFormerError(
@@ -229,7 +228,7 @@ def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows
 
 
 def _read(source: str, split: str, column: str | None, config: str | None = None, streaming: bool = False) -> Rows:
-    """Loads and checks rows; errors of the formats' readers get the name of the file."""
+    """Loads and checks rows; adds the file's name to errors of the formats' readers."""
     name = f"{source} (split {split!r})" if Path(source).is_dir() else source
     try:
         return check_rows(load_rows(source, split, config, streaming), column, name)
@@ -239,22 +238,22 @@ def _read(source: str, split: str, column: str | None, config: str | None = None
 
 
 def check_output(training: TrainingConfig, model: str | None = None) -> str | None:
-    """Makes sure that the output folder can be written, and finds the checkpoint to resume from.
+    """Checks that the output folder can be written, and finds the checkpoint to resume from.
 
-    `--resume_from_checkpoint last` means the newest whole checkpoint of the output folder; one that was cut short while
-    it was written is skipped. Without any, training starts from the beginning; what was chosen is printed.
+    `--resume_from_checkpoint last` means the newest complete checkpoint of the output folder; one that was cut short
+    while being written is skipped. Without any, training starts from the beginning. The choice is printed.
 
     Args:
         training: for `output_dir` and `resume_from_checkpoint`.
-        model: folder or name of the model that is trained, or None when it is new.
+        model: folder or name of the model to train, or None for a new model.
 
     Returns:
         the folder of the checkpoint, or None.
 
     Raises:
-        OSError: when the output folder cannot be written, is the model's own, or holds checkpoints or a model though
-            there is nothing to resume from.
-        FileNotFoundError: when the named checkpoint is not whole.
+        OSError: when the output folder cannot be written, is the model's own, or holds checkpoints or a model without
+            being resumed from.
+        FileNotFoundError: when the named checkpoint is incomplete.
     """
     folder = Path(training.output_dir)  # type: ignore[arg-type]  # TrainingConfig has refused None
     if model is not None and folder.resolve() == Path(model).resolve():
@@ -270,8 +269,8 @@ def check_output(training: TrainingConfig, model: str | None = None) -> str | No
     if wanted and wanted != "last":
         if missing := _missing(Path(wanted)):
             raise FileNotFoundError(
-                f"no whole checkpoint at {wanted}, which has no {' and no '.join(missing)} to read: expected a folder "
-                "checkpoint-N; --resume_from_checkpoint last takes the newest one"
+                f"{wanted} is not a complete checkpoint: it has no readable {' and no '.join(missing)}. Expected a "
+                "folder checkpoint-N; --resume_from_checkpoint last takes the newest one"
             )
         return wanted
     if found and not wanted:
@@ -282,21 +281,21 @@ def check_output(training: TrainingConfig, model: str | None = None) -> str | No
     lines = []
     for checkpoint in found:
         if not (missing := _missing(checkpoint)):
-            lines.append(f"goes on from {checkpoint}")
+            lines.append(f"continues from {checkpoint}")
             break
-        lines.append(f"{checkpoint} is skipped: it has no {' and no '.join(missing)} to read")
+        lines.append(f"{checkpoint} is skipped: it has no readable {' and no '.join(missing)}")
     else:
         checkpoint = None
         if any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
             raise FileExistsError(f"output_dir {folder} already holds a model: choose another with --output_dir")
-        lines += [f"{folder} has no whole checkpoint: training starts from the beginning"] if wanted else []
+        lines += [f"{folder} has no complete checkpoint: training starts from the beginning"] if wanted else []
     if training.process_index == 0:
         print(*lines, sep="\n", end="\n" * bool(lines))
     return None if checkpoint is None else str(checkpoint)
 
 
 def _missing(checkpoint: Path) -> list[str]:
-    """What a checkpoint lacks to be whole; the state is what the trainer writes last."""
+    """What a checkpoint lacks; the trainer writes the state last."""
     missing = [
         part
         for part, patterns in _CHECKPOINT_PARTS.items()
@@ -313,16 +312,16 @@ def _missing(checkpoint: Path) -> list[str]:
 
 
 def check_adapters(model: PreTrainedModel, names: Sequence[str] | None, option: str) -> None:
-    """Refuses names of layers that the model does not have; PEFT passes over them where another name fits.
+    """Refuses names of layers that the model does not have; PEFT ignores them if another name matches.
 
     Args:
         model: without adapters.
-        names: ends of the modules' names, None, or "all-linear". `LORA_TARGETS`, the default, is for every kind of
-            DCFormer, so not all of it need be there.
-        option: what messages call them.
+        names: ends of module names, None, or "all-linear". The default `LORA_TARGETS` covers every kind of DCFormer
+            and may name layers that a model lacks.
+        option: the command-line option, for messages.
 
     Raises:
-        DCFormerError: naming the first that fits no module.
+        DCFormerError: naming the first that matches no module.
     """
     if names is None or names == "all-linear" or names == LORA_TARGETS:
         return
@@ -336,19 +335,21 @@ def check_adapters(model: PreTrainedModel, names: Sequence[str] | None, option: 
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, rows: Rows, own: str | None) -> None:
-    """Refuses a tokenizer that is not the model's, or that does not know the data's words.
+    """Refuses a tokenizer that does not belong to the model, or does not know the data's words.
 
     Args:
-        tokenizer: the one to use.
-        model: its vocabulary size and padding token count.
-        rows: as `check_rows` returns them.
-        own: file `tokenizer.json` that came with the model, or None; another vocabulary than its is refused.
+        tokenizer: the tokenizer to train with.
+        model: for the size of its vocabulary.
+        rows: from `check_rows`.
+        own: the model's own `tokenizer.json`, whose vocabulary must match, or None.
 
     Raises:
         DCFormerError: naming what differs.
     """
     size: Any = model.get_input_embeddings().num_embeddings
-    if tokenizer.vocab_size > size:  # without added tokens, as GPT-NeoX's runs of spaces: rows are checked for those
+    if (
+        tokenizer.vocab_size > size
+    ):  # added tokens, such as GPT-NeoX's runs of spaces, do not count: rows are checked for them
         raise DCFormerError(
             f"the tokenizer {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens, the model's vocabulary has "
             f"{size}: use the model's own tokenizer (leave out --tokenizer), or a larger vocab_size for a new model"
@@ -377,15 +378,15 @@ def _texts(row: Mapping[str, Any]) -> Iterable[str]:
 
 
 def longest(training: TrainingConfig, limit: int, streaming: bool) -> int | None:
-    """The length at which rows are packed or cut.
+    """The length to which rows are packed or truncated.
 
     Args:
         training: for `max_length` and `packing`.
         limit: the model's `max_position_embeddings`.
-        streaming: whether rows are read while training, when none can be refused for its length before.
+        streaming: whether rows are read while training, so that their lengths are not known before.
 
     Returns:
-        `max_length`; without it the limit where rows are packed or streamed, and None, not cut, where they are not.
+        `max_length`; if not given, the limit for packed or streamed rows and None (no truncation) for others.
 
     Raises:
         DCFormerError: when `max_length` is beyond the limit, or not positive.
@@ -400,15 +401,15 @@ def longest(training: TrainingConfig, limit: int, streaming: bool) -> int | None
 
 
 def check_tokenised(trainer: SFTTrainer) -> None:
-    """Refuses tokenised rows that the model cannot read, or that all have nothing to learn from.
+    """Refuses tokenised rows that the model cannot read, and rows that all have nothing to learn from.
 
     Args:
-        trainer: with rows as it prepared them; those of a stream are read up to the first that can be learned from.
+        trainer: with prepared rows; a stream is read up to the first row with something to learn from.
 
     Raises:
         DCFormerError: naming the first row (not of a stream) that is longer than `max_position_embeddings` or has a
-            token beyond the vocabulary; or when no training or no held-out row has a token with a loss, but for the
-            end of the text.
+            token beyond the vocabulary; or when no training row, or no held-out row, has a token with a loss other
+            than the end of the text.
     """
     parts = {"training": trainer.train_dataset, "held-out": trainer.eval_dataset}
     end = trainer.processing_class.eos_token_id
@@ -435,7 +436,7 @@ def _check_readable(rows: Dataset, name: str, config: DCFormerConfig, tokenizer:
             index = pyarrow.compute.index(pyarrow.compute.greater(lengths, limit), True).as_py()
             raise DCFormerError(
                 f"{name} row {start + index} has {lengths[index]} tokens, more than the model's "
-                f"max_position_embeddings {limit}: cut rows with --max_length {limit}, or lose nothing with --packing"
+                f"max_position_embeddings {limit}: truncate rows by --max_length {limit}, or lose nothing by --packing"
             )
         if (pyarrow.compute.max(ids.flatten()).as_py() or 0) >= size:
             index, token = next((i, t) for i, row in enumerate(ids.to_pylist(), start) for t in row if t >= size)

@@ -1,4 +1,4 @@
-"""What a run consists of, kept in its checkpoints: a run that goes on with another setup would be another run."""
+"""The setup of a run, recorded in its checkpoints: a run that continued with another setup would be another run."""
 
 import json
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from transformers.trainer_callback import ExportableState
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import DCFormerError
 
-# Arguments that do not change the resulting weights, up to rounding: where results go, when the run evaluates and
-# saves, how fast and in how much memory it computes. Its length may change, too: that is how a run is extended.
+# Arguments that do not change the resulting parameters, up to rounding: where results go, when the run evaluates and
+# saves, how fast and in how much memory it computes. Its length may change too: that is how a run is extended.
 _FREE_PREFIXES = (
     *("activation_checkpointing", "gradient_checkpointing"),  # the first is the second's name since Transformers 5.23
     *("ddp_", "hub_", "log_", "logging_", "save_", "torch_", "trackio_"),
@@ -39,15 +39,15 @@ _ABSENT = object()
 
 
 def setup_of(config: DCFormerConfig, processes: int, *arguments: Any) -> dict[str, Any]:
-    """What decides which weights come out of a run.
+    """Everything that affects the parameters that a run produces.
 
     Args:
         config: of the model.
-        processes: how many train together.
-        arguments: the dataclasses that the command line was parsed to.
+        processes: the number of training processes.
+        arguments: the dataclasses parsed from the command line.
 
     Returns:
-        name -> value, as JSON has them. Adapters' fields only with adapters.
+        name -> value, as in JSON. Includes the adapters' fields only if adapters are used.
     """
     setup: dict[str, Any] = {"processes": processes}
     for part in arguments:
@@ -66,22 +66,22 @@ def setup_of(config: DCFormerConfig, processes: int, *arguments: Any) -> dict[st
 
 
 def check_setup(checkpoint: str, setup: Mapping[str, Any]) -> None:
-    """Refuses to go on with another setup than the checkpoint's.
+    """Refuses to continue with a setup that differs from the checkpoint's.
 
     Args:
-        checkpoint: a whole checkpoint.
+        checkpoint: folder of a complete checkpoint.
         setup: from `setup_of`.
 
     Raises:
-        DCFormerError: naming every value that differs; or when the checkpoint holds no setup.
+        DCFormerError: naming every value that differs, or when the checkpoint holds no setup.
     """
     state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     try:
         saved = state["stateful_callbacks"][SetupRecord.__name__]["args"]["setup"]
     except KeyError:
         raise DCFormerError(
-            f"{checkpoint} does not say with which setup it was trained: it is not of these programs, or of an older "
-            "version. Start anew with another --output_dir"
+            f"{checkpoint} holds no record of its setup: another program or an older version wrote it. Start a new run "
+            "with another --output_dir"
         ) from None
     names = [*saved, *(name for name in setup if name not in saved)]
     differing = [
@@ -91,8 +91,8 @@ def check_setup(checkpoint: str, setup: Mapping[str, Any]) -> None:
     ]
     if differing:
         raise DCFormerError(
-            f"{checkpoint} is of another run: {'; '.join(differing)}. Give the values of the checkpoint to go on, or "
-            "start a new run with another --output_dir (docs/training.md says what may change)"
+            f"{checkpoint} is of another run: {'; '.join(differing)}. Give the values of the checkpoint to continue, "
+            "or start a new run with another --output_dir (docs/training.md says what may change)"
         )
 
 
@@ -107,7 +107,7 @@ def _shown(setup: Mapping[str, Any], name: str) -> str:
 
 
 class SetupRecord(TrainerCallback, ExportableState):
-    """Keeps the setup in the state of every checkpoint, which is the last file that the trainer writes there.
+    """Records the setup in the state of every checkpoint, the last file that the trainer writes.
 
     Args:
         setup: from `setup_of`.
@@ -120,7 +120,7 @@ class SetupRecord(TrainerCallback, ExportableState):
         return {"args": {"setup": self.setup}, "attributes": {}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Otherwise a resumed trainer logs, evaluates and saves as often as the checkpoint's did."""
+        """Without this, a resumed trainer would log, evaluate and save at the checkpoint's intervals."""
         state.compute_steps(args, state.max_steps)
 
 

@@ -1,4 +1,4 @@
-"""From arguments to a trainer that is ready to run, and running it. examples/finetune.py and pretrain.py call this."""
+"""Builds a trainer from arguments and runs it; used by examples/finetune.py and examples/pretrain.py."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from datasets import IterableDataset
 from jinja2 import TemplateError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,8 +25,9 @@ from transformers.utils import cached_file
 from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from ..analysis import num_parameters
-from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
+from ..errors import DCFormerError, refused
 from ..kernels import unsupported_reason
+from ..loading import LOADING_ERRORS, damaged_file
 from .arguments import DataArguments, ModelArguments, NewModelArguments, TrainingConfig, paper_learning_rate, parse
 from .data import Rows, check_adapters, check_output, check_tokenised, check_tokenizer, longest, make_data
 from .resume import SetupRecord, check_setup, setup_of
@@ -35,16 +35,16 @@ from .resume import SetupRecord, check_setup, setup_of
 
 @dataclass
 class PretrainingConfig(TrainingConfig):
-    """`TrainingConfig` for a model from scratch: packed, at the paper's learning rate for the model's size."""
+    """`TrainingConfig` for a new model: packed, with the paper's learning rate for the model's size."""
 
     learning_rate: float | None = field(  # type: ignore[assignment]  # filled in before the trainer sees it
-        default=None, metadata={"help": "peak; the paper's for the model's size when not given"}
+        default=None, metadata={"help": "peak; by default the paper's for the model's size"}
     )
     packing: bool = field(default=True, metadata={"help": "fill sequences with documents"})
 
 
 def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrainer, str | None]:
-    """Checks everything that can be wrong, and builds the trainer.
+    """Checks all input and builds the trainer.
 
     Args:
         arguments: the command line, `sys.argv[1:]` when None; `--help` lists them.
@@ -53,7 +53,7 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
         the trainer, and the checkpoint to resume from or None: the arguments of `train`.
 
     Raises:
-        DCFormerError, OSError: naming the bad value, what was expected and what to do. Anything else is a bug.
+        DCFormerError, OSError: naming the bad value, what was expected and what to do. Any other error is a bug.
     """
     data, chosen, training = parse((DataArguments, ModelArguments, TrainingConfig), arguments)
     name = chosen.model_name_or_path
@@ -93,7 +93,7 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
 
 
 def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrainer, str | None]:
-    """As `prepare_finetuning`, for a new model of a preset's shape and a tokenizer's vocabulary.
+    """As `prepare_finetuning`, for a new model with a preset's shape and a tokenizer's vocabulary.
 
     Args:
         arguments: the command line, `sys.argv[1:]` when None; `--help` lists them.
@@ -122,15 +122,15 @@ def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrai
 
 
 def _load(option: str, auto_class: Any, name: str, **arguments: Any) -> Any:
-    """`from_pretrained`; its error for a missing name gives the option and both places that were searched."""
+    """`from_pretrained`; errors name the option and the damaged file, or both places where a name was searched."""
     try:
         return auto_class.from_pretrained(name, **arguments)
-    except (OSError, RuntimeError, ImportError, SafetensorError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
-        if isinstance(error, AttributeError | KeyError | TypeError):  # their words alone say little
-            error = ValueError(f"cannot be loaded ({type(error).__name__}: {error})")
+    except (ImportError, *LOADING_ERRORS) as error:
+        reason: object = damaged_file(name, error) or error
+        if isinstance(reason, AttributeError | KeyError | TypeError):  # their messages alone say little
+            reason = f"cannot be loaded ({type(error).__name__}: {error})"
         if Path(name).exists():
-            raise DCFormerError(f"{option} {name}: {error}") from error
+            raise DCFormerError(f"{option} {name}: {reason}") from error
         raise FileNotFoundError(
             f"{option} {name}: no such file or folder, and not found on the Hub by that name either: {error}"
         ) from error
@@ -146,7 +146,7 @@ def _make_trainer(
     setup: dict[str, Any],
     peft_config: Any = None,
 ) -> SFTTrainer:
-    """The trainer, with tokenised and checked rows; completes `training` by what model, data and checkpoint decide."""
+    """The trainer, with tokenised and checked rows. Completes `training` from model, data and checkpoint."""
     limit, patience = model.config.max_position_embeddings, training.early_stopping_patience
     if held_out is None and patience is not None:
         raise DCFormerError(
@@ -162,10 +162,12 @@ def _make_trainer(
         if reason is not None:
             raise DCFormerError(f"--attn_implementation dcformer_triton: {reason}")
     if training.chat_template_path is not None and not Path(training.chat_template_path).exists():
-        _load("--chat_template_path", AutoTokenizer, training.chat_template_path)  # the trainer takes its template
+        _load("--chat_template_path", AutoTokenizer, training.chat_template_path)  # the trainer loads its template
     training.dataset_text_field = "text"  # the name that `check_rows` gives
     training.max_length = longest(training, limit, isinstance(rows, IterableDataset))
-    training.eval_on_start = held_out is not None and checkpoint is None  # a resumed run has that line in its history
+    training.eval_on_start = (
+        held_out is not None and checkpoint is None
+    )  # a resumed run has this evaluation in its history
     callbacks = [SetupRecord(setup), *([_EarlyStopping(patience)] if patience is not None else [])]
     with refused(ValueError, RuntimeError, ImportError, TemplateError):
         trainer = _Trainer(
@@ -183,7 +185,7 @@ def _make_trainer(
 
 
 def _check_optimizer(trainer: SFTTrainer) -> None:
-    """Refuses an optimizer or a schedule that the trainer could not make; it makes them when training starts."""
+    """Refuses an optimizer or schedule that the trainer could not create later, when training starts."""
     args = trainer.args
     with refused(ImportError, ValueError, what=f"--optim {getattr(args.optim, 'value', args.optim)}"):
         trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
@@ -194,7 +196,7 @@ def _check_optimizer(trainer: SFTTrainer) -> None:
 
 
 class _EarlyStopping(EarlyStoppingCallback):
-    """The library's callback, which after resuming goes on with the count of the checkpoint."""
+    """The library's callback, except that after resuming it continues the checkpoint's count."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
@@ -203,12 +205,12 @@ class _EarlyStopping(EarlyStoppingCallback):
 
 
 class _Trainer(SFTTrainer):
-    """TRL's trainer, with `token_accuracy`, the share of held-out tokens. Takes no step where a resumed run had ended.
+    """TRL's trainer, with `token_accuracy`, the share of held-out tokens predicted right.
 
-    (TRL's own `mean_token_accuracy` is a mean over batches.)
+    (TRL's own `mean_token_accuracy` is a mean over batches.) Takes no step when the resumed run had already ended.
     """
 
-    _counts: list[int] | None = None  # in evaluation: tokens predicted right, tokens with a loss; of each batch
+    _counts: list[int] | None = None  # while evaluating: for each batch, tokens predicted right and tokens with a loss
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         counts = self._counts
@@ -238,28 +240,28 @@ class _Trainer(SFTTrainer):
         if stopped or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             if self.is_world_process_zero():
-                print(f"the run had ended at step {self.state.global_step}: no steps are left to train")
+                print(f"the run had ended at step {self.state.global_step}: no steps remain")
         else:
             super()._run_epoch(*args, **kwargs)
 
 
 def train(trainer: SFTTrainer, checkpoint: str | None = None) -> dict[str, float]:
-    """Trains, evaluates, saves model and tokenizer, and prints what training did to the held-out rows.
+    """Trains, evaluates, saves model and tokenizer, and prints the held-out accuracy before and after.
 
     Args:
         trainer: from `prepare_finetuning` or `prepare_pretraining`.
-        checkpoint: the folder to resume from, or None. When the run had ended there, no step is taken.
+        checkpoint: the folder to resume from, or None. If the run had ended there, no step is taken.
 
     Returns:
-        `loss` (mean over the steps of this call) and, with held-out rows, `before`, `after` and `margin`: the share of
-        the held-out tokens with a loss (answers only, with `--assistant_only_loss`) that are the model's first choice;
-        and `eval_loss`, the trainer's mean over rows of their batches' mean loss per token.
+        `loss` (mean over the steps of this call) and, with held-out rows, `before`, `after` and their difference
+        `margin`: the share of held-out tokens with a loss (answers only, with `--assistant_only_loss`) that are the
+        model's first choice; and `eval_loss`, the trainer's mean over rows of each batch's mean loss per token.
     """
     if trainer.is_world_process_zero():
         trainable, whole = (get_model_param_count(trainer.model, trainable_only=only) for only in (True, False))
         print(f"trains {trainable:,} of {whole:,} parameters")
     result = trainer.train(resume_from_checkpoint=checkpoint)
-    if trainer.is_fsdp_enabled:  # its checkpoints may be one part per process; the model is one
+    if trainer.is_fsdp_enabled:  # checkpoints may be sharded over processes; the final model is not
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     trainer.save_state()
@@ -286,7 +288,7 @@ def train(trainer: SFTTrainer, checkpoint: str | None = None) -> dict[str, float
 def run_program(
     prepare: Callable[[Sequence[str] | None], tuple[SFTTrainer, str | None]], arguments: Sequence[str] | None = None
 ) -> dict[str, float]:
-    """A program: prepares and trains. Wrong input ends it before training with one line, `error: ...`.
+    """Prepares and trains, as a program. Invalid input ends it before training with one line, `error: ...`.
 
     Args:
         prepare: `prepare_finetuning` or `prepare_pretraining`.
@@ -296,8 +298,8 @@ def run_program(
         what `train` returns.
 
     Raises:
-        SystemExit: with the message, and exit status 1, where `prepare` refuses what it was given; a bug, there or in
-            training, keeps its traceback.
+        SystemExit: with the message and exit status 1, when `prepare` refuses its input. A bug, there or in training,
+            keeps its traceback.
     """
     try:
         trainer, checkpoint = prepare(arguments)

@@ -1,4 +1,4 @@
-"""Configurations in the authors' keys are read as what they mean, and never written."""
+"""Configurations in the hub format are read, and never written."""
 
 import copy
 import json
@@ -11,12 +11,12 @@ from transformers import AutoConfig
 
 from dcformer import DCFormerConfig, DCPythiaConfig
 from dcformer.analysis import num_compose_parameters
+from dcformer.hub_config_dcformer import is_hub_config, native_fields, undecided_fields
 from dcformer.hub_dcformer import StoredWeights, complete_config
-from dcformer.legacy_dcformer import is_authors_config, native_fields, undecided_fields
 
 L, G = "sliding_attention", "full_attention"
 
-LEGACY_2_8B = {
+HUB_2_8B = {
     "model_type": "dcformer",
     "architectures": ["DCFormer"],
     "auto_map": {
@@ -46,7 +46,7 @@ LEGACY_2_8B = {
     "is_training": False,
     "use_gradient_checkpointing": False,
 }
-LEGACY_PYTHIA_6_9B = LEGACY_2_8B | {
+HUB_PYTHIA_6_9B = HUB_2_8B | {
     "model_type": "dcpythia",
     "architectures": ["DCPythia"],
     "dim": 4096,
@@ -59,7 +59,7 @@ LEGACY_PYTHIA_6_9B = LEGACY_2_8B | {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-LEGACY_8B = LEGACY_2_8B | {
+HUB_8B = HUB_2_8B | {
     "dim": 4096,
     "head_dim": 128,
     "intermediate_size": 5632,
@@ -72,7 +72,7 @@ LEGACY_8B = LEGACY_2_8B | {
     "n_layer": 48,
     "prefill_pad": True,
 }
-LEGACY_KEYS = (  # everything of theirs that is not also a name of ours or of Transformers
+HUB_KEYS = (  # everything of theirs that is not also a name of ours or of Transformers
     "block_size",
     "dim",
     "n_head",
@@ -98,48 +98,48 @@ LEGACY_KEYS = (  # everything of theirs that is not also a name of ours or of Tr
 
 
 @pytest.mark.parametrize(
-    ("legacy", "preset", "architecture"),
+    ("stored", "preset", "architecture"),
     [
-        (LEGACY_2_8B, "dcformer-2.8b", "DCFormerForCausalLM"),
-        (LEGACY_PYTHIA_6_9B, "dcpythia-6.9b", "DCPythiaForCausalLM"),
-        (LEGACY_8B, "dcformer-8b-mgate", "DCFormerForCausalLM"),
+        (HUB_2_8B, "dcformer-2.8b", "DCFormerForCausalLM"),
+        (HUB_PYTHIA_6_9B, "dcpythia-6.9b", "DCPythiaForCausalLM"),
+        (HUB_8B, "dcformer-8b-mgate", "DCFormerForCausalLM"),
     ],
     ids=["DCFormer-2.8B", "DCPythia-6.9B", "8B"],
 )
-def test_published_configurations_are_read_and_never_written(legacy, preset, architecture, tmp_path):
-    """A published config.json means the preset of that checkpoint, and saving it leaves no trace of the old names."""
-    published = tmp_path / "published"
-    published.mkdir()
-    (published / "config.json").write_text(json.dumps(legacy))
-    config = AutoConfig.from_pretrained(published)
+def test_hub_configurations_are_read_and_never_written(stored, preset, architecture, tmp_path):
+    """The config.json of a hub repository gives the checkpoint's preset; once saved, none of its keys are left."""
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "config.json").write_text(json.dumps(stored))
+    config = AutoConfig.from_pretrained(hub)
     of_the_checkpoint = {
         "dtype": torch.float16,
-        "bos_token_id": legacy["bos_token_id"],
-        "eos_token_id": legacy["eos_token_id"],
+        "bos_token_id": stored["bos_token_id"],
+        "eos_token_id": stored["eos_token_id"],
         "architectures": [architecture],
     }
     expected = DCFormerConfig.from_preset(preset, **of_the_checkpoint)
     assert type(config) is type(expected)
     assert fields_of(config) == fields_of(expected)
-    assert not [key for key in LEGACY_KEYS if key != "torch_dtype" and hasattr(config, key)]
+    assert not [key for key in HUB_KEYS if key != "torch_dtype" and hasattr(config, key)]
 
     config.save_pretrained(tmp_path / "saved")
     stored = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert not set(stored) & set(LEGACY_KEYS)
+    assert not set(stored) & set(HUB_KEYS)
     again = AutoConfig.from_pretrained(tmp_path / "saved")
     assert type(again) is type(config)
     assert fields_of(again) == fields_of(config)
 
 
-def legacy(**fields) -> DCFormerConfig:
-    """A small configuration in the authors' names."""
+def hub_config(**fields) -> DCFormerConfig:
+    """A small configuration in the hub format."""
     small = {"dim": 64, "n_head": 4, "n_layer": 4, "intermediate_size": 160, "vocab_size": 128, "block_size": 64}
     return DCFormerConfig.from_dict(small | fields)
 
 
-def test_legacy_head_dim():
-    assert legacy().head_dim == 16
-    assert legacy(head_dim=24).head_dim == 24
+def test_hub_head_dim():
+    assert hub_config().head_dim == 16
+    assert hub_config(head_dim=24).head_dim == 24
 
 
 @pytest.mark.parametrize(
@@ -154,40 +154,40 @@ def test_legacy_head_dim():
     ],
     ids=str,
 )
-def test_legacy_windows(fields, window, layer_types):
-    config = legacy(**fields)
+def test_hub_windows(fields, window, layer_types):
+    config = hub_config(**fields)
     assert (config.sliding_window, config.layer_types) == (window, layer_types)
 
 
-def test_legacy_query_wise_means_no_key_wise_composition():
-    config = legacy(query_wise=True)
+def test_hub_query_wise_means_no_key_wise_composition():
+    config = hub_config(query_wise=True)
     assert config.compose_generators == (("pre", "query"), ("post", "query"))
 
 
-def test_legacy_without_dcmha_is_a_plain_transformer():
-    config = legacy(use_dcmha=False)
+def test_hub_without_dcmha_is_a_plain_transformer():
+    config = hub_config(use_dcmha=False)
     assert config.compose_generators == ()
     assert num_compose_parameters(config) == 0
 
 
 @pytest.mark.parametrize(("n_local_heads", "expected"), [(-1, 4), (None, 4), (4, 4), (2, 2), (1, 1)])
-def test_legacy_local_heads(n_local_heads, expected):
-    assert legacy(n_local_heads=n_local_heads).num_key_value_heads == expected
+def test_hub_local_heads(n_local_heads, expected):
+    assert hub_config(n_local_heads=n_local_heads).num_key_value_heads == expected
 
 
-def test_legacy_norms_gates_biases_and_rope():
-    config = legacy(norm_eps=1e-5, rope_base=500000)
+def test_hub_norms_gates_biases_and_rope():
+    config = hub_config(norm_eps=1e-5, rope_base=500000)
     assert (config.norm_eps, config.qk_norm_eps, config.qk_norm) == (1e-5, 1e-6, False)  # off unless it says so
     assert config.compose_act == "gelu"
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 500000.0}
-    assert legacy(use_qk_norm=True).qk_norm
-    assert legacy(mgate=False, mgate_dim=44).mlp_gates == 0
-    assert legacy(mgate=True, mgate_dim=8).mlp_gates == 8
-    assert legacy(mgate=True, intermediate_size=440).mlp_gates == 44
-    biased = legacy(use_linear_bias=True, rotary_pct=0.25)
+    assert hub_config(use_qk_norm=True).qk_norm
+    assert hub_config(mgate=False, mgate_dim=44).mlp_gates == 0
+    assert hub_config(mgate=True, mgate_dim=8).mlp_gates == 8
+    assert hub_config(mgate=True, intermediate_size=440).mlp_gates == 44
+    biased = hub_config(use_linear_bias=True, rotary_pct=0.25)
     assert biased.attention_bias and biased.mlp_bias
     assert biased.rope_parameters["partial_rotary_factor"] == 0.25
-    unbiased = DCPythiaConfig.from_dict(LEGACY_PYTHIA_6_9B | {"use_linear_bias": False})
+    unbiased = DCPythiaConfig.from_dict(HUB_PYTHIA_6_9B | {"use_linear_bias": False})
     assert not unbiased.attention_bias and not unbiased.mlp_bias
 
 
@@ -205,9 +205,9 @@ def test_legacy_norms_gates_biases_and_rope():
     ],
     ids=str,
 )
-def test_legacy_static_projection(fields, expected, is_open):
+def test_hub_static_projection(fields, expected, is_open):
     """What the authors' keys do not say is left to the stored tensors."""
-    config = legacy(**fields)
+    config = hub_config(**fields)
     assert config.compose_static is expected
     assert ("compose_static" in config.undecided_fields) is is_open
     assert not {"undecided_fields", "use_sw", "static_proj"} & set(config.to_dict())
@@ -219,38 +219,38 @@ def test_legacy_static_projection(fields, expected, is_open):
     assert config.compose_static is expected and config.undecided_fields
 
 
-def test_legacy_static_projection_contradicted():
+def test_hub_static_projection_contradicted():
     with pytest.raises(ValueError, match=r"use_sw.*static_proj.*contradict"):
-        legacy(use_sw=True, static_proj=False)
+        hub_config(use_sw=True, static_proj=False)
 
 
-def test_only_legacy_configurations_leave_fields_undecided():
-    assert legacy().undecided_fields == ("compose_groups", "compose_rank", "compose_static")
-    assert legacy(compose_rank=1, use_sw=False).undecided_fields == ("compose_groups", "compose_rank")
+def test_only_hub_configurations_leave_fields_undecided():
+    assert hub_config().undecided_fields == ("compose_groups", "compose_rank", "compose_static")
+    assert hub_config(compose_rank=1, use_sw=False).undecided_fields == ("compose_groups", "compose_rank")
     assert DCFormerConfig().undecided_fields == DCPythiaConfig().undecided_fields == ()
     stored = StoredWeights({"layers.0.attention.dyn_w_proj.qkw": (2, 4, 4, 10, 2)}, has_static=True)
     assert complete_config(tiny_config(), stored).to_dict() == tiny_config().to_dict()
 
 
 def test_what_is_read_is_not_changed():
-    for keys in (LEGACY_2_8B, LEGACY_PYTHIA_6_9B, LEGACY_8B):
+    for keys in (HUB_2_8B, HUB_PYTHIA_6_9B, HUB_8B):
         before = copy.deepcopy(keys)
         fields = native_fields(keys)
-        assert keys == before and not set(fields) & (set(LEGACY_KEYS) - {"torch_dtype"})
-        assert is_authors_config(keys) and not is_authors_config(fields)
+        assert keys == before and not set(fields) & (set(HUB_KEYS) - {"torch_dtype"})
+        assert is_hub_config(keys) and not is_hub_config(fields)
         assert undecided_fields(keys) == ("compose_groups", "compose_rank", "compose_static")
 
 
-def test_legacy_keys_are_no_arguments():
+def test_hub_keys_are_no_arguments():
     with pytest.raises(ValueError, match=r"\['dim', 'n_head'\].*from_dict"):
         DCFormerConfig(dim=64, n_head=4)
 
 
-def test_legacy_torch_dtype():
-    assert legacy(torch_dtype="bfloat16").dtype == torch.bfloat16
-    assert legacy().dtype is None
+def test_hub_torch_dtype():
+    assert hub_config(torch_dtype="bfloat16").dtype == torch.bfloat16
+    assert hub_config().dtype is None
 
 
-def test_the_reference_lists_the_legacy_keys():
-    documented = " ".join(row[0] for row in documented_rows("Keys of the published checkpoints"))
-    assert set(re.findall(r"`([^`]+)`", documented)) == {*LEGACY_KEYS, "architectures"}
+def test_the_reference_lists_the_hub_keys():
+    documented = " ".join(row[0] for row in documented_rows("Keys of the hub format"))
+    assert set(re.findall(r"`([^`]+)`", documented)) == {*HUB_KEYS, "architectures"}
