@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 COMPOSE, CACHE, CONFIG = "compose_dcformer.py", "cache_dcformer.py", "configuration_dcformer.py"
 HUB, LAYOUTS = "hub_dcformer.py", "layouts_dcformer.py"
-HUB_CONFIG, PARALLEL, OVERHEAD = "hub_config_dcformer.py", "parallel_dcformer.py", "analysis/overhead.py"
+HUB_CONFIG, PARALLEL, OVERHEAD = "legacy_dcformer.py", "parallel_dcformer.py", "analysis/overhead.py"
 MODEL, ATTENTION = "modeling_dcformer.py", "attention_dcformer.py"
 MASKS, CHUNKED = "masks_dcformer.py", "chunked_dcformer.py"
 
 T_COMPOSE, T_CACHE = "tests/test_compose_dcformer.py::", "tests/test_cache_dcformer.py::"
 T_CONFIG, T_HUB = "tests/test_configuration_dcformer.py::", "tests/test_hub_dcformer.py::"
-T_HUB_CONFIG, T_PARALLEL = "tests/test_hub_config_dcformer.py::test_hub_", "tests/test_parallel_dcformer.py::"
+T_HUB_CONFIG, T_PARALLEL = "tests/test_legacy_dcformer.py::test_hub_", "tests/test_parallel_dcformer.py::"
 T_OVERHEAD = "tests/analysis/test_analysis_overhead.py::"
 T_MODEL, T_ATTENTION = "tests/test_modeling_dcformer.py::", "tests/test_attention_dcformer.py::"
 T_MASKS, T_CHUNKED = "tests/test_masks_dcformer.py::", "tests/test_chunked_dcformer.py::"
@@ -386,7 +386,7 @@ _CONFIGURATION = (
             "is_stated = any(",
             "is_stated = all(",
             T_HUB_CONFIG + "static_projection",
-            "tests/test_hub_config_dcformer.py::test_only_hub_configurations_leave_fields_undecided",
+            "tests/test_legacy_dcformer.py::test_only_hub_configurations_leave_fields_undecided",
         ),
     )
     + _in(
@@ -566,7 +566,7 @@ _HUB = _in(
         "for name in config.undecided_fields:",
         "for name in fields:",
         T_HUB_CONFIG + "static_projection",
-        "tests/test_hub_config_dcformer.py::test_only_hub_configurations_leave_fields_undecided",
+        "tests/test_legacy_dcformer.py::test_only_hub_configurations_leave_fields_undecided",
     ),
     (
         "authors' checkpoint without a tensor accepted",

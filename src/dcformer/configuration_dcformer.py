@@ -14,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from .compose_dcformer import ComposeFields
-from .hub_config_dcformer import is_hub_config, native_fields, undecided_fields
+from .legacy_dcformer import is_hub_config, native_fields, undecided_fields
 from .parallel_dcformer import tensor_parallel_plan
 from .peft_dcformer import register_peft_targets
 from .presets_dcformer import PRESETS

@@ -33,7 +33,6 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .hub_config_dcformer import is_hub_config
 from .layouts_dcformer import (
     HUB_IGNORED,
     HUB_STATIC,
@@ -44,6 +43,7 @@ from .layouts_dcformer import (
     hub_layouts,
     to_native,
 )
+from .legacy_dcformer import is_hub_config
 
 logger = logging.get_logger(__name__)
 

@@ -178,7 +178,7 @@ def test_the_way_out_is_what_helps_most_else_what_is_not_measured():
 
 
 def test_clamped_scores_are_counted(monkeypatch):
-    from dcformer.kernels import launch, overflow
+    from dcformer.kernels import overflow
 
     assert test_log.LIMIT == overflow.LARGEST
     monkeypatch.setattr(test_log, "_ELEMENTS", 20)  # several parts

@@ -1,7 +1,7 @@
 """The hub format, of the authors' PyTorch repositories on the Hub (DCFormer-2.8B, DCPythia-6.9B): read only.
 
 Its table of tensors and its configuration keys are in the modules with which `from_pretrained` loads such repositories:
-`layouts_dcformer`, `hub_config_dcformer` and `hub_dcformer`.
+`layouts_dcformer`, `legacy_dcformer` and `hub_dcformer`.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from typing import Any
 
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
-from ..hub_config_dcformer import DEFAULT_GATES, PATTERN_WINDOW, RENAMED
 from ..hub_dcformer import StoredWeights, complete_config
 from ..layouts_dcformer import HUB_IGNORED, HUB_STATIC, TensorLayout, hub_layouts
+from ..legacy_dcformer import DEFAULT_GATES, PATTERN_WINDOW, RENAMED
 from .base import FolderFormat, TensorSource
 from .native import NATIVE_FIELDS, TOKENS
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from dcformer import DCFormerConfig, DCPythiaConfig
 from dcformer.analysis import num_compose_parameters
-from dcformer.hub_config_dcformer import is_hub_config, native_fields, undecided_fields
 from dcformer.hub_dcformer import StoredWeights, complete_config
+from dcformer.legacy_dcformer import is_hub_config, native_fields, undecided_fields
 
 L, G = "sliding_attention", "full_attention"
 
