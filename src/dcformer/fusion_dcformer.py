@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def is_bare(module: nn.Module) -> bool:
     """Whether nothing happens around a module's forward: no hook, no offloading."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooks and "forward" not in vars(module)
+    state = vars(module)  # asked in every step of decoding: attributes of modules are slow
+    return "forward" not in state and not any(state[hooks] for hooks in _HOOKS)
 
 
 def is_plain_linear(linear: Any) -> TypeGuard[nn.Linear]:
@@ -53,13 +55,13 @@ class FusedProjections:
         self.weight = torch.empty(sum(self._sizes), first.shape[1], dtype=first.dtype, device=first.device)
         has_bias = any(linear.bias is not None for linear in present)
         self.bias = self.weight.new_zeros(sum(self._sizes)) if has_bias else None
-        self._places: list[list[tuple[int, int] | None]] = []
+        self._places: list[tuple[nn.Linear, list[tuple[str, torch.Tensor | None, int]]]] = []
         start = 0
         for linear, size in zip(present, self._sizes, strict=True):
             _move(linear.weight, self.weight[start : start + size])
             if self.bias is not None and linear.bias is not None:
                 _move(linear.bias, self.bias[start : start + size])
-            self._places.append([_place(linear.weight), _place(linear.bias)])
+            self._places.append((linear, [(name, p, _address(p)) for name, p in linear._parameters.items()]))
             start += size
 
     def __call__(self, hidden_states: torch.Tensor) -> list[torch.Tensor | None]:
@@ -74,10 +76,14 @@ class FusedProjections:
         """
         if any(one is not other for one, other in zip(linears, self.linears, strict=True)):
             return False
-        return all(
-            is_plain_linear(linear) and [_place(linear.weight), _place(linear.bias)] == places
-            for linear, places in zip(self._present(), self._places, strict=True)
-        )
+        for linear, parameters in self._places:
+            if not is_bare(linear):
+                return False
+            now = vars(linear)["_parameters"]
+            for name, parameter, address in parameters:
+                if now[name] is not parameter or _address(parameter) != address:
+                    return False
+        return True
 
     @torch.no_grad()
     def release(self) -> None:
@@ -97,8 +103,8 @@ def _move(parameter: torch.Tensor, place: torch.Tensor) -> None:
     parameter.data = place
 
 
-def _place(parameter: torch.Tensor | None) -> tuple[int, int] | None:
-    return None if parameter is None else (parameter.data_ptr(), len(parameter))
+def _address(parameter: torch.Tensor | None) -> int:
+    return 0 if parameter is None else parameter.data_ptr()
 
 
 def check_fusable(layers: Iterable[dict[str, nn.Module]], model: nn.Module) -> None:

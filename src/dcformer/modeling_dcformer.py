@@ -39,6 +39,7 @@ from .chunked_dcformer import CHUNKED
 from .compose_dcformer import (
     DEFAULT_ATTENTION,
     FUSED_ATTENTION,
+    FUSED_GENERATORS,
     DCFormerCompose,
     accumulation_dtype,
     autocast_dtype,
@@ -231,22 +232,31 @@ class DCFormerAttention(nn.Module):
         """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
-        query, key, value, *first_layer = self._project(hidden_states)
-        query = self.q_norm(query.view(head_shape)).transpose(1, 2)  # [B, H, T, D]
-        key = self.k_norm(key.view(head_shape)).transpose(1, 2)  # [B, Hkv, T, D]
-        value = value.view(head_shape).transpose(1, 2)  # [B, Hkv, T, D]
-        query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))
-
+        projected = self._project(hidden_states)
+        first_layer = projected[3:]
+        query, key, value = (states.view(head_shape).transpose(1, 2) for states in projected[:3])  # [B, H(kv), T, D]
         implementation = self.config._attn_implementation
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             implementation = default_implementation(self, hidden_states, query, key, attention_mask)
-        if past_key_values is None:
-            generated, statics = self.compose(hidden_states, implementation, first_layer)
-            pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
-        else:  # weights of the keys ride behind keys and values: [B, Hkv, T or S, D + channels]
-            key, value, (generated, statics) = self.compose.packed(
-                hidden_states, key, value, implementation, first_layer
+
+        prepared = None  # by a kernel, if there is one
+        if self.fused is not None and past_key_values is not None and implementation in FUSED_GENERATORS:
+            prepared = FUSED_GENERATORS[implementation].prepare(self, hidden_states, projected, position_embeddings)
+        if prepared is not None:
+            query, key, value, (generated, statics) = prepared
+        else:
+            query, key = (
+                apply_rotary(norm(states.transpose(1, 2)).transpose(1, 2), *position_embeddings)
+                for norm, states in ((self.q_norm, query), (self.k_norm, key))
             )
+            if past_key_values is None:
+                generated, statics = self.compose(hidden_states, implementation, first_layer)
+                pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
+            else:  # weights of the keys ride behind keys and values: [B, Hkv, T or S, D + channels]
+                key, value, (generated, statics) = self.compose.packed(
+                    hidden_states, key, value, implementation, first_layer
+                )
+        if past_key_values is not None:
             layer_idx = self.layer_idx if layer_idx is None else layer_idx
             if layer_idx == 0:
                 check_cache_rows(past_key_values, key, value, self.head_dim)
