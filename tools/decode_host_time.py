@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 
-STEPS = 200
 LAYERS = 2
 HEADS = {"405m": (16, 64), "2.8b": (32, 80), "6.9b": (32, 128), "13b": (40, 128)}
 # what is timed: label -> where the function is
@@ -57,18 +56,18 @@ def fake_driver(launches: Counter[str]) -> Any:
     )
 
 
-def decode(model: Any) -> None:
-    """Decodes `STEPS` tokens behind an empty cache, twice: kernels are compiled in the first round."""
+def decode(model: Any, steps: int) -> None:
+    """Decodes so many tokens behind an empty cache, twice: kernels are compiled in the first round."""
     from transformers import DynamicCache
 
     with torch.no_grad():
         for _ in range(2):
             cache = DynamicCache(config=model.config)
-            for _ in range(STEPS):
+            for _ in range(steps):
                 model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
 
 
-def shortest(label: str, model: Any) -> float:
+def shortest(label: str, model: Any, steps: int) -> float:
     """Seconds of the shortest call of one of `TIMED` while decoding. Nothing else is timed meanwhile."""
     owner, name = TIMED[label]
     module, _, attribute = owner.rpartition(".")
@@ -82,7 +81,7 @@ def shortest(label: str, model: Any) -> float:
         return result
 
     with mock.patch.object(holder, name, timed):
-        decode(model)
+        decode(model, steps)
     return min(seconds)
 
 
@@ -90,6 +89,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=HEADS, default=["405m", "6.9b"])
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--steps", type=int, default=200, help="tokens decoded for each figure")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("unset TRITON_INTERPRET: interpreted kernels have no launcher.")
@@ -114,12 +114,13 @@ def main() -> int:
             model.set_attn_implementation("dcformer_triton")
             model.fuse_projections()
             launches.clear()
-            decode(model)
-            calls = 2 * STEPS * LAYERS
+            decode(model, arguments.steps)
+            calls = 2 * arguments.steps * LAYERS
             kernels = ", ".join(f"{name} {count / calls:.2f}" for name, count in launches.items())
             print(f"{shape}: kernels per layer: {kernels}")
             for label in TIMED:
-                print(f"  {label:28}{shortest(label, llama if 'Llama' in label else model) * 1e6:8.0f} us", flush=True)
+                seconds = shortest(label, llama if "Llama" in label else model, arguments.steps)
+                print(f"  {label:28}{seconds * 1e6:8.0f} us", flush=True)
     return 0
 
 
