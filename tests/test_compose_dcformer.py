@@ -429,13 +429,14 @@ def test_an_implementation_may_bring_its_own_generators(allowed, gradients, dtyp
     module, calls = make_compose(tiny_config(), torch.float32), []
     hidden, key, value = torch.randn(1, 3, 32), *torch.randn(2, 1, 2, 3, 8).to(dtype)
 
-    def generate(hidden_states, compose):
+    def generate(hidden_states, compose, first_layer):
         calls.append("generate")
-        return compose(hidden_states)
+        return compose(hidden_states, None, first_layer)
 
-    def generate_packed(hidden_states, compose, *wide):
+    def generate_packed(hidden_states, compose, *wide_and_first_layer):
         calls.append("generate_packed")
-        generated, statics = compose(hidden_states)
+        *wide, first_layer = wide_and_first_layer
+        generated, statics = compose(hidden_states, None, first_layer)
         for states, stage in zip(wide, ("pre", "post"), strict=True):
             states.copy_(compose.pack(states[..., :8], generated.pop((stage, "key")), stage))
         return generated, statics
@@ -454,6 +455,11 @@ def test_an_implementation_may_bring_its_own_generators(allowed, gradients, dtyp
     module(hidden, "own")
     assert calls == (["generate"] if allowed else [])
     assert module.packed(hidden, key, value)[0].shape == packed[0].shape and len(calls) == allowed
+    known = [2 * part for part in module.first_layer(hidden)]  # what is known is not computed again
+    for implementation in ("own", None):
+        again, _ = module(hidden, implementation, known)
+        assert not torch.equal(again["pre", "query"].gate, generated["pre", "query"].gate)
+        assert torch.equal(again["pre", "query"].gate, module(hidden, None, known)[0]["pre", "query"].gate)
 
 
 def test_stage_weights():

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dcformer import DCFormerConfig
-from dcformer.kernels import decode, generator
+from dcformer.kernels import decode, generator, prepare
 from dcformer.kernels.launch import LAUNCHES, Gradients, Problem, Visibility
 from dcformer.kernels.layout import Layout, Part
 from dcformer.kernels.tuning import Tile
@@ -208,14 +208,14 @@ def _sizes(shape: str) -> tuple[int, int]:
 
 def all_specs(arch: int, shapes: tuple[str, ...] = SHAPES, dtype: str = "bf16", rank: int = 2) -> list[dict[str, Any]]:
     """Every kernel of the package for an architecture: attention, with lengths that are multiples of 16 and odd ones;
-    `decode` and `generator`."""
+    `decode`, `generator` and `prepare`."""
     specs = []
     layout = Layout(FULL.pre, FULL.post, rank=rank)
     for shape in shapes:
         for is_odd in (False, True):
             found = attention_specs(*_sizes(shape), arch, DTYPES[dtype], layout, is_odd)
             specs += [spec | {"shape": shape, "odd": is_odd} for spec in found.values()]
-    for spec in decode.kernel_specs() + generator.kernel_specs():
+    for spec in decode.kernel_specs() + generator.kernel_specs() + prepare.kernel_specs():
         specs.append(spec | {"name": spec["label"], "tile": None, "shape": "", "odd": False})
     return specs
 

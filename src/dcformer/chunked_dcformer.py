@@ -141,14 +141,15 @@ def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Te
 
     out, query, key = a, weights.query, weights.key
     if query is not None or weights.static is not None:
-        matrix = torch.eye(a.shape[2], dtype=maps.dtype, device=maps.device)
+        if query is not None and query.gate is not None:
+            matrix = torch.diag_embed(grouped(query.gate).transpose(2, 3) + 1)  # [B, G, T, M, M]
+        else:
+            matrix = torch.eye(a.shape[2], dtype=maps.dtype, device=maps.device)
         if weights.static is not None:
             matrix = matrix + weights.static.to(maps.dtype).transpose(1, 2).unsqueeze(1)  # [G, 1, M, M]
         if query is not None and query.down is not None and query.up is not None:
             down, up = (grouped(w).transpose(2, 3) for w in (query.down, query.up))  # [B, G, T, M, R]
             matrix = matrix + up @ down.transpose(-1, -2)  # [B, G, T, M, M]
-        if query is not None and query.gate is not None:
-            matrix = matrix + torch.diag_embed(grouped(query.gate).transpose(2, 3))
         out = (matrix @ a.transpose(2, 3)).transpose(2, 3)
     if key is not None and key.down is not None and key.up is not None:
         for down, up in zip(key.down.unbind(-1), key.up.unbind(-1), strict=True):  # [B, H, S]

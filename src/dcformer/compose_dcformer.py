@@ -6,7 +6,7 @@ group, K = 2·R·M hidden width of a weight generator, C generators in use.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ COMPOSE_NORM_EPS = 1e-6
 
 # What `DCFormerCompose` makes: (stage, side) -> weights of a generator, and stage -> static projection [G, M, M].
 Generated = tuple[dict[tuple[str, str], "SideWeights"], dict[str, torch.Tensor]]
+# What its linear layers make of the hidden states: `dw1_proj` [B, N, G·C·K] and `gate_proj` [B, N, G·C·M], None for an
+# absent layer; empty where they have not been asked yet.
+FirstLayer = Sequence[torch.Tensor | None]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -247,14 +250,19 @@ class FusedGenerators:
 
     Attributes:
         can_replace: (module, hidden states) -> whether they may: they read parameters, past the modules that hold them.
-        generate: (hidden states, module) -> what `DCFormerCompose.forward` returns; differentiable.
-        generate_packed: (hidden states, module, keys, values) -> the same without the key-wise weights, which it writes
-            where `DCFormerCompose.pack` puts them, into keys and values [B, Hkv, N, D + channels]. Not differentiable.
+        generate: (hidden states, module, first layer) -> what `DCFormerCompose.forward` returns; differentiable.
+        generate_packed: (hidden states, module, keys, values, first layer) -> the same without the key-wise weights,
+            which it writes where `DCFormerCompose.pack` puts them, into keys and values [B, Hkv, N, D + channels]. Not
+            differentiable.
+        prepare: (attention module, hidden states, parts of its fused product, (cos, sin)) -> all that a layer with a
+            cache does before the cache: queries [B, H, N, D], keys and values [B, Hkv, N, D + channels], and weights as
+            from `generate_packed`; or None where it cannot.
     """
 
     can_replace: Callable[["DCFormerCompose", torch.Tensor], bool]
-    generate: Callable[[torch.Tensor, "DCFormerCompose"], Generated]
-    generate_packed: Callable[[torch.Tensor, "DCFormerCompose", torch.Tensor, torch.Tensor], Generated]
+    generate: Callable[[torch.Tensor, "DCFormerCompose", "FirstLayer"], Generated]
+    generate_packed: Callable[[torch.Tensor, "DCFormerCompose", torch.Tensor, torch.Tensor, "FirstLayer"], Generated]
+    prepare: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, Generated] | None] = lambda *_: None
 
 
 # By the name of the attention implementation that they belong to.
@@ -380,12 +388,15 @@ class DCFormerCompose(nn.Module):
             static = nn.Parameter(torch.empty(heads, self.heads_per_group)) if has_static else None
             self.register_parameter(f"{stage}_static", static)
 
-    def forward(self, hidden_states: torch.Tensor, implementation: str | None = None) -> Generated:
+    def forward(
+        self, hidden_states: torch.Tensor, implementation: str | None = None, first_layer: FirstLayer = ()
+    ) -> Generated:
         """Makes the dynamic weights, and hands out the static ones.
 
         Args:
             hidden_states: [B, N, E], the normalised states that also feed the q, k and v projections.
             implementation: the attention implementation, whose kernels are used where it has some.
+            first_layer: what `dw1_proj` and `gate_proj` make of the hidden states, where that is known.
 
         Returns:
             for each generator, (stage, side) -> `SideWeights` over H heads and N tokens, in the dtype of
@@ -396,13 +407,14 @@ class DCFormerCompose(nn.Module):
         """
         fused = self._fused_generators(hidden_states, implementation)
         if fused is not None:
-            return fused.generate(hidden_states, self)
+            return fused.generate(hidden_states, self, first_layer)
+        hidden, gate = first_layer or self.first_layer(hidden_states)
         batch, length, _ = hidden_states.shape
         count, m, r = len(self.generators), self.heads_per_group, self.rank
         dtype, compute = hidden_states.dtype, accumulation_dtype(hidden_states.dtype)
         parts = []  # [C, B, H, channels of each, N]
-        if self.dw1_proj is not None and self.qkw is not None:
-            hidden = self.act_fn(self.dw1_proj(hidden_states))  # [B, N, G·C·K]
+        if hidden is not None and self.qkw is not None:
+            hidden = self.act_fn(hidden)  # [B, N, G·C·K]
             k = 2 * r * m
             self._check_whole_groups(hidden.shape[-1], count * k)
             hidden = hidden.view(batch * length, -1, k).transpose(0, 1)  # [G·C, B·N, K]
@@ -414,8 +426,8 @@ class DCFormerCompose(nn.Module):
             down = (down * torch.rsqrt(mean_square + COMPOSE_NORM_EPS)).to(dtype).flatten(2, 3)  # [C, B, H, N, R]
             up = pair[1].flatten(2, 3)  # [C, B, H, N, R]
             parts += [down.transpose(3, 4), up.transpose(3, 4)]
-        if self.gate_proj is not None:
-            gate = torch.tanh(self.gate_proj(hidden_states).to(compute)).to(dtype)  # [B, N, G·C·M]
+        if gate is not None:
+            gate = torch.tanh(gate.to(compute)).to(dtype)  # [B, N, G·C·M]
             self._check_whole_groups(gate.shape[-1], count * m)
             gate = gate.view(batch, length, -1, count, m).permute(3, 0, 2, 4, 1)  # [C, B, G, M, N]
             parts.append(gate.flatten(2, 3).unsqueeze(3))
@@ -423,6 +435,10 @@ class DCFormerCompose(nn.Module):
         dynamic = {generator: SideWeights(w) for generator, w in zip(self.generators, packed, strict=True)}
         # here and not where they are used: this module's hooks (offloading, tensor parallelism) see to its parameters
         return dynamic, self.static_projections()
+
+    def first_layer(self, hidden_states: torch.Tensor) -> FirstLayer:
+        """[B, N, E] -> what `dw1_proj` and `gate_proj` make of it."""
+        return [None if linear is None else linear(hidden_states) for linear in (self.dw1_proj, self.gate_proj)]
 
     def static_projections(self) -> dict[str, torch.Tensor]:
         """Stage -> static projection [G, M, M], of the stages that have one."""
@@ -447,7 +463,12 @@ class DCFormerCompose(nn.Module):
             )
 
     def packed(
-        self, hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, implementation: str | None = None
+        self,
+        hidden_states: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        implementation: str | None = None,
+        first_layer: FirstLayer = (),
     ) -> tuple[torch.Tensor, torch.Tensor, Generated]:
         """`forward` and `pack` in one: keys and values as a cache takes them, and the weights of the queries.
 
@@ -455,18 +476,19 @@ class DCFormerCompose(nn.Module):
             hidden_states: [B, N, E].
             key, value: [B, Hkv, N, D].
             implementation: as for `forward`; without gradients its kernels write straight behind keys and values.
+            first_layer: as for `forward`.
 
         Returns:
             keys and values [B, Hkv, N, D + channels], and what `forward` returns (perhaps without key-wise weights).
         """
         fused = None if torch.is_grad_enabled() else self._fused_generators(hidden_states, implementation)
         if fused is None:
-            generated, statics = self(hidden_states, implementation)
+            generated, statics = self(hidden_states, implementation, first_layer)
             key = self.pack(key, generated.get(("pre", "key")), "pre")
             value = self.pack(value, generated.get(("post", "key")), "post")
         else:
             key, value = self._widen(key, hidden_states.dtype, "pre"), self._widen(value, hidden_states.dtype, "post")
-            generated, statics = fused.generate_packed(hidden_states, self, key, value)
+            generated, statics = fused.generate_packed(hidden_states, self, key, value, first_layer)
         return key, value, (generated, statics)
 
     def _widen(self, states: torch.Tensor, dtype: torch.dtype, stage: str) -> torch.Tensor:
@@ -580,6 +602,7 @@ __all__ = [
     "ComposeSettings",
     "ComposeWeights",
     "DCFormerCompose",
+    "FirstLayer",
     "FusedAttention",
     "FusedGenerators",
     "SideWeights",

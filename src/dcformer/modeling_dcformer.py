@@ -39,6 +39,7 @@ from .chunked_dcformer import CHUNKED
 from .compose_dcformer import (
     DEFAULT_ATTENTION,
     FUSED_ATTENTION,
+    FUSED_GENERATORS,
     DCFormerCompose,
     accumulation_dtype,
     autocast_dtype,
@@ -46,6 +47,7 @@ from .compose_dcformer import (
     default_implementation,
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .fusion_dcformer import FusedProjections, check_fusable
 from .hub_dcformer import IGNORED_ON_LOAD, load_authors_folder, register_hub_conversions, with_authors_config
 from .parallel_dcformer import check_tensor_parallel
 
@@ -62,8 +64,7 @@ class DCFormerRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size] in the dtype of `x`."""
-        wide = x.to(accumulation_dtype(x.dtype))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        wide = F.rms_norm(x.to(accumulation_dtype(x.dtype)), self.weight.shape, eps=self.eps)
         return self.weight * wide.to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -176,6 +177,39 @@ class DCFormerAttention(nn.Module):
         self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.compose = DCFormerCompose(config)
+        self.fused: FusedProjections | None = None  # `DCFormerPreTrainedModel.fuse_projections`
+
+    def projections(self) -> dict[str, nn.Module | None]:
+        """The layers that read the hidden states, in the order in which `fused` has them; None for absent ones."""
+        own = {name: getattr(self, name) for name in ("q_proj", "k_proj", "v_proj")}
+        return own | {f"compose.{name}": getattr(self.compose, name) for name in ("dw1_proj", "gate_proj")}
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
+        """What moves or converts a module: parameters that got memory of their own are fused again."""
+        super()._apply(fn, recurse)
+        if self.fused is not None and not self.fused.is_intact(self.projections().values()):
+            self.fused = FusedProjections(self.fused.linears)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "fused": None}  # copies have memory of their own
+
+    def _project(self, hidden_states: torch.Tensor) -> list[torch.Tensor | None]:
+        """[B, T, E] -> queries, keys, values, and the first layer of composition weights where it is there already."""
+        if self.fused is None:
+            return [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
+        if self.training or torch.is_grad_enabled():
+            raise ValueError(
+                f"the projections of layer {self.layer_idx} are fused, which is for inference only, and "
+                f"{'the model is in training mode' if self.training else 'gradients are enabled'}: call model.unfuse() "
+                "first, or model.eval() and compute under torch.no_grad()."
+            )
+        if not torch.compiler.is_compiling() and not self.fused.is_intact(self.projections().values()):
+            raise ValueError(
+                f"the projections of layer {self.layer_idx} have changed since they were fused (a module, hook or "
+                "tensor is new): call model.unfuse(), and model.fuse_projections() if they are to be fused again."
+            )
+        return self.fused(hidden_states)
 
     def forward(
         self,
@@ -198,19 +232,31 @@ class DCFormerAttention(nn.Module):
         """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)  # [B, H, T, D]
-        key = self.k_norm(self.k_proj(hidden_states).view(head_shape)).transpose(1, 2)  # [B, Hkv, T, D]
-        value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)  # [B, Hkv, T, D]
-        query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))
-
+        projected = self._project(hidden_states)
+        first_layer = projected[3:]
+        query, key, value = (states.view(head_shape).transpose(1, 2) for states in projected[:3])  # [B, H(kv), T, D]
         implementation = self.config._attn_implementation
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             implementation = default_implementation(self, hidden_states, query, key, attention_mask)
-        if past_key_values is None:
-            generated, statics = self.compose(hidden_states, implementation)
-            pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
-        else:  # weights of the keys ride behind keys and values: [B, Hkv, T or S, D + channels]
-            key, value, (generated, statics) = self.compose.packed(hidden_states, key, value, implementation)
+
+        prepared = None  # by a kernel, if there is one
+        if self.fused is not None and past_key_values is not None and implementation in FUSED_GENERATORS:
+            prepared = FUSED_GENERATORS[implementation].prepare(self, hidden_states, projected, position_embeddings)
+        if prepared is not None:
+            query, key, value, (generated, statics) = prepared
+        else:
+            query, key = (
+                apply_rotary(norm(states.transpose(1, 2)).transpose(1, 2), *position_embeddings)
+                for norm, states in ((self.q_norm, query), (self.k_norm, key))
+            )
+            if past_key_values is None:
+                generated, statics = self.compose(hidden_states, implementation, first_layer)
+                pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
+            else:  # weights of the keys ride behind keys and values: [B, Hkv, T or S, D + channels]
+                key, value, (generated, statics) = self.compose.packed(
+                    hidden_states, key, value, implementation, first_layer
+                )
+        if past_key_values is not None:
             layer_idx = self.layer_idx if layer_idx is None else layer_idx
             if layer_idx == 0:
                 check_cache_rows(past_key_values, key, value, self.head_dim)
@@ -354,6 +400,40 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         if not getattr(kwargs.get("config"), "undecided_fields", ()):
             return super().from_pretrained(path, *args, **kwargs)
         return load_authors_folder(super().from_pretrained, path, *args, **kwargs)
+
+    def fuse_projections(self) -> None:
+        """Makes the projections of each layer one matrix product: q, k, v, and composition's first layers.
+
+        For inference: a decoding step launches less. Parameters keep their names, values and objects, and become views
+        of one tensor per layer; nothing is stored twice, while fusing one layer's weights are. What `save_pretrained`
+        writes does not change. A forward pass in training mode or with gradients enabled is refused until `unfuse`.
+        Copies of the model (`copy.deepcopy`, pickle) are not fused.
+
+        Layers that are fused already are left alone.
+
+        Raises:
+            ValueError: in training mode; when a projection is not a plain layer with its data in one place (adapters,
+                quantisation, tensor parallelism, offloading, hooks, the meta device), holds a gradient or shares its
+                memory with another parameter. Nothing is changed then.
+        """
+        if self.training:
+            raise ValueError("fuse_projections is for inference, and the model is in training mode: call model.eval().")
+        layers = {
+            name: {f"{name}.{part}": linear for part, linear in module.projections().items() if linear is not None}
+            for name, module in self.named_modules()
+            if isinstance(module, DCFormerAttention) and module.fused is None
+        }
+        check_fusable(layers.values(), self)
+        for name in layers:
+            attention: Any = self.get_submodule(name)
+            attention.fused = FusedProjections(tuple(attention.projections().values()))
+
+    def unfuse(self) -> None:
+        """Undoes `fuse_projections`: every parameter has memory of its own again. Without it there is nothing to do."""
+        for module in self.modules():
+            if isinstance(module, DCFormerAttention) and module.fused is not None:
+                module.fused.release()
+                module.fused = None
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:

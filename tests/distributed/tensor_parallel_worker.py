@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-import dcformer  # noqa: F401  # registers the model types
+import dcformer
 
 
 def full(tensor):
@@ -25,7 +25,7 @@ def split(path, **arguments):
 
 
 def compute(path, arguments):
-    """Logits, loss, gradients, generated tokens and collectives of a checkpoint."""
+    """Logits, loss, gradients, generated tokens and collectives of a checkpoint; why it cannot be fused."""
     model = split(path, **arguments)
     ids = torch.arange(26).view(2, 13)
     with torch.no_grad(), Collectives() as inference:
@@ -35,6 +35,12 @@ def compute(path, arguments):
     with Collectives() as backward:
         loss.backward()
     counts = {"inference": inference.counts, "forward": forward.counts, "backward": backward.counts}
+    refused = None
+    if isinstance(model, dcformer.DCFormerForCausalLM):
+        try:
+            model.fuse_projections()
+        except ValueError as error:
+            refused = str(error)
     composed = [p for name, p in model.named_parameters() if ".compose." in name]
     return {
         "logits": logits,
@@ -42,6 +48,7 @@ def compute(path, arguments):
         "grads": {name: full(p.grad) for name, p in model.named_parameters()},
         "generated": model.generate(ids[:, :5], max_new_tokens=8, do_sample=False, pad_token_id=0),
         "counts": counts,
+        "fusing": refused,
         "compose_share": sum(p.to_local().numel() for p in composed) / max(1, sum(p.numel() for p in composed)),
     }
 

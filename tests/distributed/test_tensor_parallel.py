@@ -94,6 +94,7 @@ def test_logits_and_gradients_are_those_of_one_process(found, name):
     tokens = model.generate(ids[:, :5], max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert torch.equal(result["generated"], tokens)
     assert result["compose_share"] == 0.5  # each process holds its own groups' parameters, all of them
+    assert re.search(r"q_proj is more than a torch\.nn\.Linear .*remove .*tensor parallelism", result["fusing"])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -15,7 +15,6 @@ from torch import nn
 from dcformer import DCFormerCompose, SideWeights
 from dcformer.kernels import generator
 from dcformer.kernels.generator import (
-    fuse_projections,
     generate_packed,
     generate_weights,
     generator_gradients,
@@ -234,7 +233,7 @@ def test_inference_mode():
     module, _ = make(num_key_value_heads=2)
     with torch.inference_mode():
         x = states(1, 3)
-        result, reference = generate_weights(x, module, fuse_projections(module))[0], module(x)[0]
+        result, reference = generate_weights(x, module, module.first_layer(x))[0], module(x)[0]
         rows = [poisoned_rows(1, 2, 3, module, stage, x.dtype) for stage in ("pre", "post")]
         queries, _ = generate_packed(x, module, *rows)
     torch.testing.assert_close(result["post", "key"].tensors(), reference["post", "key"].tensors())
@@ -302,7 +301,7 @@ def test_autocast():
 
 
 def test_one_product_where_that_pays():
-    """Many tokens: the weights are joined for the call; few: only if the caller has joined them. Hooks forbid it."""
+    """Many tokens: the weights are joined for the call; few: not. What the caller has made is used. Hooks forbid it."""
     module, exact = make()
     rows = module.dw1_proj.weight.shape[0] + module.gate_proj.weight.shape[0]
     few, many = states(1, 3), states(2, rows)
@@ -316,20 +315,15 @@ def test_one_product_where_that_pays():
         finally:
             nn.functional.linear = before
 
-    for x, weight, expected in ((few, None, 2), (many, None, 1), (few, fuse_projections(module), 1)):
+    for x, first_layer, expected in ((few, (), 2), (many, (), 1), (few, module.first_layer(few), 0)):
         calls.clear()
-        result, _ = count(generate_weights, x, module, weight)
-        assert len(calls) == expected and sum(calls) == rows
+        result, _ = count(generate_weights, x, module, first_layer)
+        assert len(calls) == expected and sum(calls) == rows * bool(expected)
         assert_sides_within(result, module(x)[0], exact(x.double())[0])
     module.gate_proj.register_forward_hook(lambda *_: calls.append(0))
     calls.clear()
     generate_weights(many, module)
     assert 0 in calls
-
-
-def test_fuse_projections_of_partial_modules():
-    assert fuse_projections(make(compose_gate=False)[0]) is None
-    assert fuse_projections(make(compose_projection=False)[0]) is None
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

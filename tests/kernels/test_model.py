@@ -152,6 +152,51 @@ def test_token_by_token_with_left_padding(kind):
     assert_as_exact(*results)
 
 
+@pytest.fixture
+def fused():
+    """Name -> a copy of a model, its projections fused."""
+
+    def make(name):
+        model = copy.deepcopy(model_named(name))
+        model.fuse_projections()
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fused_prefill_and_decoding(name, fused):
+    truth, low, found = compared(fused(name), lambda m: in_pieces(m, tokens(), [17, 1, 2]))
+    assert_as_exact(truth, low, found)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "ring"])
+def test_fused_token_by_token_with_left_padding(kind, fused):
+    ids, sizes = tokens(3, 10), [7, 1, 1, 1]
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, :1] = 0, 0
+    results = compared(fused("groups"), lambda m: in_pieces(m, ids, sizes, kind, mask)[mask.bool()])
+    assert_as_exact(*results)
+
+
+@torch.no_grad()
+def test_fused_decoding_is_two_operators_of_a_layer(fused):
+    model, ids = with_implementation(fused("mha"), "dcformer_triton"), tokens()
+    cache = DynamicCache(config=model.config)
+    for part, counts in (
+        (ids[:, :17], {"composed_attention": 2, "generate_packed": 2}),  # two layers
+        (ids[:, 17:18], {"composed_decode": 2, "prepare_decode": 2}),
+    ):
+        with Operators() as operators:
+            model(part, past_key_values=cache)
+        assert operators.counts() == counts
+    for _, key, value, weights, _, plan, _ in operators.calls["composed_decode"]:  # read where the cache keeps them
+        sides = {place: w for place, w in zip(plan[-len(weights) :], weights, strict=True)}
+        assert same_memory(key, sides[1]) and same_memory(value, sides[4])
+    operator, arguments = torch.ops.dcformer.prepare_decode.default, operators.calls["prepare_decode"][0]
+    torch.library.opcheck(operator, arguments)
+
+
 @pytest.mark.parametrize("name", ["mha", "grouped-query", "groups"])
 def test_decoding_takes_the_kernels_of_decoding(name):
     model = with_implementation(model_named(name), "dcformer_triton")
@@ -386,10 +431,12 @@ def test_compiled_training_step_is_one_graph():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("is_fused", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("name", ["mha", "grouped-query"])
-def test_compiled_decoding_is_one_graph(name):
+def test_compiled_decoding_is_one_graph(name, is_fused, fused):
     """Each step of a static cache is the same graph, while the window fills up and after."""
-    model, ids, backend = with_implementation(model_named(name), "dcformer_triton"), tokens(1, 11), GraphCounter()
+    model = fused(name) if is_fused else model_named(name)
+    model, ids, backend = with_implementation(model, "dcformer_triton"), tokens(1, 11), GraphCounter()
     step = torch.compile(model, fullgraph=True, backend=backend)
     caches = [make_cache("ring", model.config, ids.shape[1]) for _ in range(2)]
     for cache in caches:

@@ -1,8 +1,10 @@
 """The report on compiled kernels: it reads machine code rightly; the kernels are within their counts."""
 
 import importlib
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -82,7 +84,7 @@ def test_kernels_are_those_that_are_launched(report):
 
 def test_every_kernel_of_the_package_is_in_the_report(report):
     names = {spec["name"].split()[0] for spec in report.all_specs(90, ("13b",))}
-    assert names == {*LAUNCHES, "expand", "join", "project", "decode", "generator"}
+    assert names == {*LAUNCHES, "expand", "join", "project", "decode", "generator", "prepare"}
 
 
 @pytest.mark.slow
@@ -101,3 +103,39 @@ def test_kernels_are_within_their_instructions():
     for row in rows:
         assert row["arch"] == 90 and 0 < row["registers"] <= 255 and row["shared"] <= 227, row
         assert row["kernel"].startswith("back_") or row["stack"] == 0, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scores_kernel", "output_kernel"])
+def test_barriers_of_decoding_are_in_the_machine_code(name):
+    """Where maps change hands through memory there is a barrier of the whole block in PTX, and no read past the caches.
+
+    `bar.sync` makes what a thread wrote before it visible to all threads of the block behind it. `ld.global.nc` might
+    not see it.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from dcformer.kernels import decode
+
+    specs = decode.kernel_specs(shapes=decode.SHAPES[2:3])
+    spec = next(spec for spec in specs if spec["kernel"].__name__ == name)
+    source = ASTSource(**{key: spec[key] for key in ("signature", "constexprs", "attrs")}, fn=spec["kernel"])
+    options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg")}
+    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    lines, start = inspect.getsourcelines(spec["kernel"].fn)
+    is_static = [i for i, line in enumerate(lines) if "if STATIC & FLAGS" in line]  # not part of this specialisation
+    expected = {
+        start + i
+        for i, line in enumerate(lines)
+        if "tl.debug_barrier()" in line and not any(i - 4 < first < i for first in is_static)
+    }
+    file = re.search(r'^\s*\.file\s+(\d+)\s+".*decode\.py"', ptx, re.MULTILINE)[1]
+    found, place = set(), (None, 0)
+    for line in ptx.splitlines():
+        if location := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line):
+            place = (location[1], int(location[2]))
+        elif re.match(r"\s*bar\.sync\s+0;", line) and place[0] == file:
+            found.add(place[1])
+    assert len(expected) == 2 and expected <= found
+    assert "ld.global.nc" not in ptx

@@ -49,6 +49,12 @@ def _generate_packed(*args: Any) -> Generated:
     return generate_packed(*args)
 
 
+def _prepare(*args: Any) -> Any:
+    from .prepare import prepare
+
+    return prepare(*args)
+
+
 def _is_default(*args: Any) -> bool:
     from .selfcheck import is_default
 
@@ -71,7 +77,9 @@ def register() -> None:
     if is_available():
         AttentionInterface.register("dcformer_triton", _triton_attention)
         AttentionMaskInterface.register("dcformer_triton", chunked_mask)
-        FUSED_GENERATORS["dcformer_triton"] = FusedGenerators(_can_replace, _generate_weights, _generate_packed)
+        FUSED_GENERATORS["dcformer_triton"] = FusedGenerators(
+            _can_replace, _generate_weights, _generate_packed, _prepare
+        )
 
 
 def __getattr__(name: str) -> Any:

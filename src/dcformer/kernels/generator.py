@@ -33,7 +33,15 @@ import triton.language as tl
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, Generated, SideWeights, accumulation_dtype
+from ..compose_dcformer import (
+    COMPOSE_NORM_EPS,
+    DCFormerCompose,
+    FirstLayer,
+    Generated,
+    SideWeights,
+    accumulation_dtype,
+)
+from ..fusion_dcformer import is_bare, is_plain_linear
 from .limits import ACTIVATIONS, require_supported, unsupported_reason
 from .schemas import DEVICES, generate_packed_op, generate_weights_op, generated_shape
 from .sizes import ceil_div, power_of_2
@@ -359,29 +367,9 @@ generate_weights_op.register_autograd(_backward, setup_context=_setup_context)
 # --- the module's weights ---------------------------------------------------------------------------------------------
 
 
-def fuse_projections(compose: DCFormerCompose) -> torch.Tensor | None:
-    """The first layers of low rank and gates as one weight.
-
-    Returns:
-        [G·C·(K + M), E], a differentiable copy: the rows of `dw1_proj`, then those of `gate_proj`. None when the module
-        has only one of them.
-    """
-    if compose.dw1_proj is None or compose.gate_proj is None:
-        return None
-    return torch.cat([compose.dw1_proj.weight, compose.gate_proj.weight])
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Whether nothing happens around a module's forward: no hook, no offloading."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooks and "forward" not in vars(module)
-
-
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a module is nothing but its weight: no adapter, quantisation, sharding, offloading or other hook."""
-    return (
-        type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.bias is None and _is_bare(linear)
-    )
+    return is_plain_linear(linear) and linear.bias is None
 
 
 def can_replace(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
@@ -394,43 +382,38 @@ def can_replace(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
         len(linears) > 0
         and unsupported_reason(device=hidden_states.device, dtype=hidden_states.dtype) is None
         and type(compose.act_fn) in APPROXIMATE
-        and _is_bare(compose)
+        and is_bare(compose)
         and all(_is_plain(linear) for linear in linears)
         and (compose.qkw is None or type(compose.qkw) is nn.Parameter)
         and all(p.device == hidden_states.device for p in compose.parameters())
     )
 
 
-def _first_layer(
-    hidden_states: torch.Tensor, compose: DCFormerCompose, fused_weight: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _first_layer(hidden_states: torch.Tensor, compose: DCFormerCompose) -> FirstLayer:
     """Pre-activations of low rank [B, N, G·C·K] and gates [B, N, G·C·M], in one product where that pays.
 
     One product saves a pass over the hidden states and, in the backward pass, the addition of two gradients of their
     size; it costs a copy of the weights, which pays when there are more tokens than weight rows. With fewer, or
-    where the modules are more than their weights, two products, unless the caller has kept the copy.
+    where the modules are more than their weights, two products.
     """
     low_rank, gate = compose.dw1_proj, compose.gate_proj
     if low_rank is not None and gate is not None:
         tokens = hidden_states.shape[0] * hidden_states.shape[1]
         is_many = tokens >= 2 * (low_rank.weight.shape[0] + gate.weight.shape[0])
-        if fused_weight is None and is_many and _is_plain(low_rank) and _is_plain(gate):
-            fused_weight = fuse_projections(compose)
-        if fused_weight is not None:
-            rows = fused_weight.shape[0] // (2 * compose.rank + 1)  # G·C·M
-            first, second = F.linear(hidden_states, fused_weight).split([2 * compose.rank * rows, rows], dim=-1)
-            return first, second
-    return (None if low_rank is None else low_rank(hidden_states)), (None if gate is None else gate(hidden_states))
+        if is_many and _is_plain(low_rank) and _is_plain(gate):
+            weights = [low_rank.weight, gate.weight]
+            return F.linear(hidden_states, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
+    return compose.first_layer(hidden_states)
 
 
-def _arguments(hidden_states: torch.Tensor, compose: DCFormerCompose, fused_weight: torch.Tensor | None) -> tuple:
+def _arguments(hidden_states: torch.Tensor, compose: DCFormerCompose, first_layer: FirstLayer) -> tuple:
     """What both ops take: (hidden, gates, qkw) and (heads_per_group, rank, approximate, dtype)."""
     require_supported(dtype=hidden_states.dtype)
     if type(compose.act_fn) not in APPROXIMATE:
         require_supported(activation=type(compose.act_fn).__name__)
     count, m = len(compose.generators), compose.heads_per_group
     rank = compose.rank if compose.dw1_proj is not None else 0
-    hidden, gates = _first_layer(hidden_states, compose, fused_weight)
+    hidden, gates = first_layer or _first_layer(hidden_states, compose)
     qkw = None
     if hidden is not None and compose.qkw is not None:
         compose._check_whole_groups(hidden.shape[-1], count * 2 * rank * m)
@@ -451,16 +434,13 @@ def _generated(generators: Sequence[tuple[str, str]], weights: torch.Tensor) -> 
     return {generator: SideWeights(w) for generator, w in zip(generators, weights.unbind(), strict=True)}
 
 
-def generate_weights(
-    hidden_states: torch.Tensor, compose: DCFormerCompose, fused_weight: torch.Tensor | None = None
-) -> Generated:
+def generate_weights(hidden_states: torch.Tensor, compose: DCFormerCompose, first_layer: FirstLayer = ()) -> Generated:
     """What `DCFormerCompose.forward` returns, from fused kernels; differentiable.
 
     Args:
         hidden_states: [B, N, E], float32, bfloat16 or float16.
         compose: the module, its parameters on the device of `hidden_states`.
-        fused_weight: `fuse_projections(compose)` from before, to spare small calls (decoding) one of two products; only
-            for weights that do not change. None lets each call decide.
+        first_layer: as for `DCFormerCompose.forward`.
 
     Returns:
         (stage, side) -> `SideWeights` in the dtype of `hidden_states`; and stage -> static projection [G, M, M].
@@ -470,7 +450,7 @@ def generate_weights(
     """
     if compose.dw1_proj is None and compose.gate_proj is None:
         return {}, compose.static_projections()
-    tensors, options = _arguments(hidden_states, compose, fused_weight)
+    tensors, options = _arguments(hidden_states, compose, first_layer)
     stages, sides = _axes(compose)
     weights = generate_weights_op(*tensors, len(stages), len(sides), *options)
     return _generated(compose.generators, weights), compose.static_projections()
@@ -481,12 +461,12 @@ def generate_packed(
     compose: DCFormerCompose,
     packed_key: torch.Tensor,
     packed_value: torch.Tensor,
-    fused_weight: torch.Tensor | None = None,
+    first_layer: FirstLayer = (),
 ) -> Generated:
     """As `generate_weights`, but writes key-wise weights where `DCFormerCompose.pack` puts them. For inference only.
 
     Args:
-        hidden_states, compose, fused_weight: as there.
+        hidden_states, compose, first_layer: as there.
         packed_key: [B, Hkv, N, D + channels of stage "pre"], filled from channel D on, padding included; the keys may
             be there already or come later. Not touched without the generator ("pre", "key"). Its dtype may be wider
             than that of `hidden_states`, as under autocast.
@@ -502,8 +482,8 @@ def generate_packed(
     """
     stages, sides = _axes(compose) if compose.generators else ([], [])
     if "key" not in sides:
-        return generate_weights(hidden_states, compose, fused_weight)
-    tensors, options = _arguments(hidden_states, compose, fused_weight)
+        return generate_weights(hidden_states, compose, first_layer)
+    tensors, options = _arguments(hidden_states, compose, first_layer)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise RuntimeError(
             "generate_packed writes in place and has no gradients: use generate_weights and DCFormerCompose.pack, or "
@@ -566,7 +546,6 @@ def kernel_specs() -> list[dict[str, Any]]:
 
 __all__ = [
     "can_replace",
-    "fuse_projections",
     "generate_packed",
     "generate_weights",
     "generator_gradients",

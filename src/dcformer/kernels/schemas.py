@@ -220,6 +220,55 @@ def _(hidden, gates, qkw, rows_0, rows_1, sides, heads_per_group, rank, approxim
     return torch.empty((stages * (sides - 1), *shape), dtype=dtype, device=rows_0.device)
 
 
+# --- between the projections of a decoding step and its attention -----------------------------------------------------
+
+
+def prepared_shapes(
+    query: torch.Tensor, key: torch.Tensor, has_gates: bool, plan: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Of what `prepare_op` returns; the first seven integers of its plan."""
+    head_dim, stages, sides, behind_keys, behind_values, _, rank = plan[:7]
+    batch, length, columns = query.shape
+    heads, key_heads = columns // head_dim, key.shape[2] // head_dim
+    rows = [(batch, key_heads, length, head_dim + count) for count in (behind_keys, behind_values)]
+    stored = stages * (sides - bool(behind_keys or behind_values))  # of the generators
+    weights = (stored, batch, heads, 2 * rank + has_gates, length)
+    return (batch, heads, length, head_dim), rows[0], rows[1], weights
+
+
+@torch.library.custom_op("dcformer::prepare_decode", mutates_args=())
+def prepare_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    plan: Sequence[int],
+    norm_eps: float,
+    approximate: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From the parts of one product to what attention and cache take. Has no gradients.
+
+    Args:
+        query, key, value: [B, N, H·D], [B, N, Hkv·D] twice, parts of one tensor; N at most 16.
+        others: of seven tensors those that exist: hidden, gates and qkw of `generate_weights_op`; the weights [D] of
+            the queries' and the keys' norm; cosines and sines [B or 1, N, P]. All of one dtype.
+        plan: D; numbers of stages and of sides with generators; channels behind keys and behind values, 0 where nothing
+            is; M; R; places of `others` among the seven.
+        norm_eps: of the norms.
+        approximate: as for `generate_weights_op`.
+
+    Returns:
+        queries [B, H, N, D], rows of keys and of values [B, Hkv, N, D + channels], and weights [generators, B, H, W,
+        N], of the query side only where the key side went to the rows.
+    """
+    raise _kernel("prepare_decode")
+
+
+@prepare_op.register_fake
+def _(query, key, value, others, plan, norm_eps, approximate):
+    return tuple(query.new_empty(shape) for shape in prepared_shapes(query, key, 1 in plan[7:], plan))
+
+
 __all__ = [
     "DEVICES",
     "attention_backward_op",
@@ -228,4 +277,6 @@ __all__ = [
     "generate_packed_op",
     "generate_weights_op",
     "generated_shape",
+    "prepare_op",
+    "prepared_shapes",
 ]

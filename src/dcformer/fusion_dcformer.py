@@ -1,0 +1,152 @@
+"""The projections of an attention layer as one matrix product, for inference.
+
+Queries, keys, values and the first layer of the composition weights all read the same hidden states. For the few tokens
+of a decoding step five products cost five launches and hardly more work than one. `FusedProjections` makes them one,
+without a second copy of the weights: the layers keep their modules and parameters, whose data become the rows of one
+weight.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether nothing happens around a module's forward: no hook, no offloading."""
+    state = vars(module)  # asked in every step of decoding: attributes of modules are slow
+    return "forward" not in state and not any(state[hooks] for hooks in _HOOKS)
+
+
+def is_plain_linear(linear: Any) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer that is nothing but weight and bias.
+
+    No for an adapter, quantisation, sharding, offloading or other hooks.
+    """
+    if type(linear) is not nn.Linear or not is_bare(linear):
+        return False
+    weight, bias = linear.weight, linear.bias
+    return type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
+
+
+class FusedProjections:
+    """Linear layers of the same input as one. While it is in use the data of their parameters are views of its own.
+
+    Args:
+        linears: layers that have passed `check_fusable`; None for those that a model does not have.
+
+    Attributes:
+        linears: as given.
+        weight: [all rows, E], those of the layers one after the other.
+        bias: [all rows], zero for layers without one; None when no layer has one.
+    """
+
+    @torch.no_grad()
+    def __init__(self, linears: Sequence[nn.Linear | None]):
+        self.linears = tuple(linears)
+        present = self._present()
+        first = present[0].weight
+        self._sizes = [linear.weight.shape[0] for linear in present]
+        self.weight = torch.empty(sum(self._sizes), first.shape[1], dtype=first.dtype, device=first.device)
+        has_bias = any(linear.bias is not None for linear in present)
+        self.bias = self.weight.new_zeros(sum(self._sizes)) if has_bias else None
+        self._places: list[tuple[nn.Linear, list[tuple[str, torch.Tensor | None, int]]]] = []
+        start = 0
+        for linear, size in zip(present, self._sizes, strict=True):
+            _move(linear.weight, self.weight[start : start + size])
+            if self.bias is not None and linear.bias is not None:
+                _move(linear.bias, self.bias[start : start + size])
+            self._places.append((linear, [(name, p, _address(p)) for name, p in linear._parameters.items()]))
+            start += size
+
+    def __call__(self, hidden_states: torch.Tensor) -> list[torch.Tensor | None]:
+        """[B, T, E] -> for every layer its output, [B, T, rows of the layer], a view; None for those that are None."""
+        parts = iter(F.linear(hidden_states, self.weight, self.bias).split(self._sizes, dim=-1))
+        return [None if linear is None else next(parts) for linear in self.linears]
+
+    def is_intact(self, linears: Iterable[nn.Module | None]) -> bool:
+        """Whether these layers are still the fused ones, with their parameters where they were put.
+
+        Not so when one has been replaced, hooked, moved or given other tensors since: the product would not know of it.
+        """
+        if any(one is not other for one, other in zip(linears, self.linears, strict=True)):
+            return False
+        for linear, parameters in self._places:
+            if not is_bare(linear):
+                return False
+            now = vars(linear)["_parameters"]
+            for name, parameter, address in parameters:
+                if now[name] is not parameter or _address(parameter) != address:
+                    return False
+        return True
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Gives every layer memory of its own again."""
+        for linear in self._present():
+            for parameter in (linear.weight, linear.bias):
+                if parameter is not None:
+                    parameter.data = parameter.data.clone()
+
+    def _present(self) -> list[nn.Linear]:
+        return [linear for linear in self.linears if linear is not None]
+
+
+def _move(parameter: torch.Tensor, place: torch.Tensor) -> None:
+    """Copies a parameter to a place, which becomes its memory. It stays the same object."""
+    place.copy_(parameter)
+    parameter.data = place
+
+
+def _address(parameter: torch.Tensor | None) -> int:
+    return 0 if parameter is None else parameter.data_ptr()
+
+
+def check_fusable(layers: Iterable[dict[str, nn.Module]], model: nn.Module) -> None:
+    """Whether layers can be fused.
+
+    Args:
+        layers: for every attention, name -> layer.
+        model: the model that they are in.
+
+    Raises:
+        ValueError: when one cannot, naming it and what to do.
+    """
+    modules = model.modules()  # a layer that the model has twice comes once
+    owners = Counter(parameter.data_ptr() for module in modules for parameter in module.parameters(recurse=False))
+    for together in layers:
+        kinds: dict[tuple[torch.dtype, torch.device], str] = {}
+        for name, linear in together.items():
+            if not is_plain_linear(linear):
+                _refuse(
+                    f"{name} is more than a torch.nn.Linear ({type(linear).__name__}, its weight "
+                    f"{type(getattr(linear, 'weight', None)).__name__}, perhaps with hooks)",
+                    "merge or remove adapters, quantisation, offloading, tensor parallelism and hooks",
+                )
+            weight, shape = linear.weight, (linear.out_features, linear.in_features)
+            if weight.is_meta or tuple(weight.shape) != shape:
+                _refuse(
+                    f"the weight of {name} is {tuple(weight.shape)} on {weight.device}, expected {shape} with data",
+                    "load the model whole",
+                )
+            for parameter in linear.parameters():
+                if parameter.grad is not None:
+                    _refuse(f"{name} holds a gradient", "call model.zero_grad()")
+                if owners[parameter.data_ptr()] > 1:
+                    _refuse(f"{name} shares its memory with another parameter of the model", "give it a copy")
+                kinds.setdefault((parameter.dtype, parameter.device), name)
+        if len(kinds) > 1:
+            found = ", ".join(f"{name} {dtype} on {device}" for (dtype, device), name in kinds.items())
+            _refuse(f"projections of a layer differ ({found})", "bring them to one dtype and one device")
+
+
+def _refuse(reason: str, advice: str) -> NoReturn:
+    raise ValueError(f"the projections cannot be fused: {reason}. To fuse them, {advice} first.")
+
+
+__all__ = ["FusedProjections", "check_fusable", "is_bare", "is_plain_linear"]

@@ -1,0 +1,128 @@
+"""What a decoding step costs the host outside of CUDA graphs, measured without a GPU.
+
+    python tools/decode_host_time.py [--shapes 405m 6.9b] [--dtype bfloat16]
+
+Kernels are compiled for a GPU and all up to the call of the driver runs as it would there; a stand-in for the launcher
+does nothing. Tensors are on the CPU, and the hidden size is 64 whatever the heads; what torch computes is small, but
+part of the figures. Each is the shortest of many calls, as other work on the machine only ever adds.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+LAYERS = 2
+HEADS = {"405m": (16, 64), "2.8b": (32, 80), "6.9b": (32, 128), "13b": (40, 128)}
+# what is timed: label -> where the function is
+TIMED = {
+    "layer": ("dcformer.modeling_dcformer.DCFormerDecoderLayer", "forward"),
+    "Llama's layer": ("transformers.models.llama.modeling_llama.LlamaDecoderLayer", "forward"),
+    "check of the fused weights": ("dcformer.fusion_dcformer.FusedProjections", "is_intact"),
+    "fused product": ("dcformer.fusion_dcformer.FusedProjections", "__call__"),
+    "prepare": ("dcformer.kernels.prepare", "prepare"),
+    "composed_decode": ("dcformer.kernels.ops", "composed_decode"),
+    "one launch of Triton": ("triton.runtime.jit.JITFunction", "run"),
+}
+
+
+def fake_driver(launches: Counter[str]) -> Any:
+    """A driver of Triton that compiles for sm_90 and launches nothing, but counts in `launches`."""
+    from triton.backends.compiler import GPUTarget
+
+    class Launcher:
+        def __init__(self, source: Any, metadata: Any):
+            self.name = metadata.name
+
+        def __call__(self, *arguments: Any) -> None:
+            launches[self.name] += 1
+
+    return SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=Launcher,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            load_binary=lambda *arguments: (1, 1, 32, 0, 1024),
+        ),
+    )
+
+
+def decode(model: Any, steps: int) -> None:
+    """Decodes so many tokens behind an empty cache, twice: kernels are compiled in the first round."""
+    from transformers import DynamicCache
+
+    with torch.no_grad():
+        for _ in range(2):
+            cache = DynamicCache(config=model.config)
+            for _ in range(steps):
+                model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+
+
+def shortest(label: str, model: Any, steps: int) -> float:
+    """Seconds of the shortest call of one of `TIMED` while decoding. Nothing else is timed meanwhile."""
+    owner, name = TIMED[label]
+    module, _, attribute = owner.rpartition(".")
+    holder: Any = sys.modules[owner] if owner in sys.modules else getattr(sys.modules[module], attribute)
+    function, seconds = getattr(holder, name), []
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*arguments, **options)
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    with mock.patch.object(holder, name, timed):
+        decode(model, steps)
+    return min(seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=HEADS, default=["405m", "6.9b"])
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--steps", type=int, default=200, help="tokens decoded for each figure")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET"):
+        parser.error("unset TRITON_INTERPRET: interpreted kernels have no launcher.")
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from triton.runtime import driver
+
+    from dcformer import DCFormerConfig, DCFormerForCausalLM
+    from dcformer.kernels import ops, prepare  # noqa: F401  # so that their functions can be timed
+
+    torch.set_num_threads(1)
+    launches: Counter[str] = Counter()
+    driver.set_active(fake_driver(launches))
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("dcformer.kernels.limits._device_reason", lambda *_: None))
+        for shape in arguments.shapes:
+            heads, dim = HEADS[shape]
+            sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS}
+            sizes |= {"num_attention_heads": heads, "head_dim": dim}
+            dtype = getattr(torch, arguments.dtype)
+            llama = LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).eval()
+            model = DCFormerForCausalLM(DCFormerConfig(**sizes, sliding_window=None)).to(dtype).eval()
+            model.set_attn_implementation("dcformer_triton")
+            model.fuse_projections()
+            launches.clear()
+            decode(model, arguments.steps)
+            calls = 2 * arguments.steps * LAYERS
+            kernels = ", ".join(f"{name} {count / calls:.2f}" for name, count in launches.items())
+            print(f"{shape}: kernels per layer: {kernels}")
+            for label in TIMED:
+                seconds = shortest(label, llama if "Llama" in label else model, arguments.steps)
+                print(f"  {label:28}{seconds * 1e6:8.0f} us", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

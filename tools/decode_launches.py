@@ -1,0 +1,121 @@
+"""Counts the launches of a layer in a compiled decoding step: DCFormer with fused projections beside Llama.
+
+    TRITON_INTERPRET=1 python tools/decode_launches.py
+
+Inductor traces and schedules one step of a static cache for a batch of one, on the CPU, and is stopped before it
+generates code. What its scheduler has left after fusion is counted: a fused group of operations is one launch, so is an
+external operation (a matrix product, Llama's attention), and this package's operators are as many as they launch
+kernels. The difference between models of three layers and of two is a layer. Fusion is decided by the same scheduler
+for GPUs, with other heuristics; products whose epilogue is fused there would save the same launches in both models.
+"""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import torch
+
+# Kernels behind an operator: scores, output, and the sum of the splits.
+KERNELS = {"composed_decode": 3, "prepare_decode": 1, "generate_packed": 1}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+class _ScheduledError(Exception):
+    """Raised in the place of generating code."""
+
+
+def scheduled(model: Any) -> Counter[str]:
+    """What inductor schedules for one token of a static cache: name -> launches."""
+    import torch._inductor.config
+    from torch._inductor import ir, scheduler
+    from transformers import StaticCache
+
+    found: Counter[str] = Counter()
+
+    def stop(self: Any) -> None:
+        for node in self.nodes:
+            if isinstance(node, scheduler.NopKernelSchedulerNode):
+                continue
+            name = "generated"
+            if isinstance(node, scheduler.ExternKernelSchedulerNode):
+                if isinstance(node.node, ir.MultiOutput):  # one of the results of an operation that has several
+                    continue
+                overload = getattr(node.node, "op_overload", None)
+                name = overload.__name__.partition(".")[0] if overload is not None else node.node.python_kernel_name
+                name = name or type(node.node).__name__
+            found[name] += KERNELS.get(name, 1)
+        raise _ScheduledError
+
+    torch._dynamo.reset()
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        step = torch.compile(model, fullgraph=True)
+        with (
+            mock.patch.object(scheduler.Scheduler, "codegen", stop),
+            torch._inductor.config.patch(fx_graph_cache=False),
+        ):
+            try:
+                step(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[4]]))
+            except Exception:  # the compiler wraps what stops it
+                if not found:
+                    raise
+    return found
+
+
+def per_layer(make: Any) -> Counter[str]:
+    """Launches of a layer: those of three layers less those of two.
+
+    Args:
+        make: number of layers -> model.
+    """
+    many, few = (scheduled(make(layers)) for layers in (3, 2))
+    many.subtract(few)
+    return Counter({name: count for name, count in many.items() if count})
+
+
+def models(fused: bool = True) -> dict[str, Any]:
+    """Name -> what makes the model, for `per_layer`. All layers are global; DCFormer has QK-norm, Llama does not."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from dcformer import DCFormerConfig, DCFormerForCausalLM
+
+    def ours(layers: int) -> Any:
+        config = DCFormerConfig(**(SIZES | {"sliding_window": None, "num_hidden_layers": layers}))
+        model = DCFormerForCausalLM(config).eval()
+        model.set_attn_implementation("dcformer_triton")
+        if fused:
+            model.fuse_projections()
+        return model
+
+    def llama(layers: int) -> Any:
+        return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers)).eval()
+
+    return {"llama": llama, "dcformer": ours}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if not os.environ.get("TRITON_INTERPRET") and not torch.cuda.is_available():
+        parser.error("set TRITON_INTERPRET=1: without a GPU the kernels are interpreted.")
+    makers = models()
+    makers["dcformer, not fused"] = models(fused=False)["dcformer"]
+    for name, make in makers.items():
+        counts = per_layer(make)
+        print(f"{name:20} {counts.total():3} launches per layer: {dict(counts)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
