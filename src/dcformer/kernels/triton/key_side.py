@@ -47,7 +47,7 @@ def _store_channel(p_tile, grad, mask, ADD: tl.constexpr):
 
 @triton.jit
 def expand_kernel(
-    p_wk, p_static, p_m, stride_wb, stride_wh, stride_wr, stride_wc, stride_ws, G, rep, S, s_0, n_s,
+    p_wk, p_static, p_m, stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws, G, rep, S, s_0, n_s,
     F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr,
 ):  # fmt: skip
     """M(s) of a stage for the keys of a chunk: p_m [B·G, n_s, HP, HP], zeros beyond the M heads.
@@ -81,7 +81,7 @@ def expand_kernel(
 @triton.jit
 def project_kernel(
     p_gm, p_wk, p_gwk, p_gstatic, p_first, p_last, stride_ib,
-    stride_wb, stride_wh, stride_wr, stride_wc, stride_ws, n_bg, G, rep, S, t_0, n_t, s_0, n_s, factor,
+    stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws, n_bg, G, rep, S, t_0, n_t, s_0, n_s, factor,
     F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr,
     B_S: tl.constexpr, B_T: tl.constexpr, TURNED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
