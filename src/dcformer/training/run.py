@@ -28,6 +28,7 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config
 from ..analysis import num_parameters
 from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..kernels import unsupported_reason
+from ..optimization import parameter_groups
 from .arguments import DataArguments, ModelArguments, NewModelArguments, TrainingConfig, paper_learning_rate, parse
 from .data import Rows, check_adapters, check_output, check_tokenised, check_tokenizer, longest, make_data
 from .resume import SetupRecord, check_setup, setup_of
@@ -41,6 +42,13 @@ class PretrainingConfig(TrainingConfig):
         default=None, metadata={"help": "peak; the paper's for the model's size when not given"}
     )
     packing: bool = field(default=True, metadata={"help": "fill sequences with documents"})
+    compose_rates: bool = field(
+        default=True,
+        metadata={
+            "help": "learning rates of composition in proportion to its initial values (`dcformer.parameter_groups`), "
+            "with PyTorch's AdamW; `--compose_rates false` for one rate",
+        },
+    )
 
 
 def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrainer, str | None]:
@@ -223,6 +231,15 @@ class _Trainer(SFTTrainer):
             return outputs
 
         return super().compute_loss(count, inputs, *args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        wanted = getattr(self.args, "compose_rates", False) and self.args.optim.value.startswith("adamw_torch")
+        if self.optimizer is None and wanted:  # other optimizers group parameters, or scale steps, by themselves
+            chosen = self.model if model is None else model
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, chosen)
+            groups = parameter_groups(chosen, self.args.learning_rate, self.args.weight_decay)
+            self.optimizer = optimizer_class(groups, **options)
+        return super().create_optimizer(model)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         counts: list[int] = []
