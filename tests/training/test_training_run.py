@@ -20,7 +20,14 @@ import finetune
 import pretrain
 
 from dcformer import DCFormerForCausalLM
-from dcformer.training import LORA_TARGETS, PretrainingConfig, paper_learning_rate, prepare_finetuning
+from dcformer.optimization import composition_rate_ratios
+from dcformer.training import (
+    LORA_TARGETS,
+    PretrainingConfig,
+    paper_learning_rate,
+    prepare_finetuning,
+    prepare_pretraining,
+)
 
 CHECKPOINT = str(REPOSITORY / "checkpoints" / "dcformer-synthetic")
 TEXT = str(REPOSITORY / "examples" / "data" / "text_test.jsonl")
@@ -192,6 +199,28 @@ def test_pretrain_streams_from_a_preset(tmp_path):
     assert curve[-1] < curve[0] - 0.3
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config
     assert (config.vocab_size, config.hidden_size, config.pad_token_id) == (288, 32, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "distinct"),
+    [([], True), (["--compose_rates", "false"], False), (["--optim", "adafactor"], False)],
+    ids=str,
+)
+def test_rates_of_composition(flags, distinct, tmp_path):
+    """Lower where a model starts from scratch, with PyTorch's AdamW, and unless they are switched off."""
+    arguments = [
+        "--tokenizer",
+        CHECKPOINT,
+        "--config_overrides",
+        "{num_hidden_layers: 1, hidden_size: 64, head_dim: 4}",
+    ]
+    arguments += ["--data", TEXT, "--max_steps", "1", "--learning_rate", "1e-3", "--use_cpu", "--report_to", "none"]
+    trainer, _ = prepare_pretraining([*arguments, *flags, "--max_length", "64", "--output_dir", str(tmp_path)])
+    trainer.create_optimizer()
+    rates = {id(p): group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    compose = trainer.model.model.layers[0].self_attn.compose
+    ratio = rates[id(compose.qkw)] / rates[id(trainer.model.lm_head.weight)]
+    assert ratio == (pytest.approx(composition_rate_ratios(trainer.model.config)["qkw"]) if distinct else 1)
 
 
 def tiny_model() -> DCFormerForCausalLM:
