@@ -39,12 +39,13 @@ def _readings(group: tuple[Transformation, ...], topic: object, entities: list[s
                 break
 
 
-def statement_and_questions(task: Task, facts: int, rng: random.Random) -> tuple[str, list[Question]]:
+def statement_and_questions(task: Task, facts: int, negated: bool, rng: random.Random) -> tuple[str, list[Question]]:
     """A statement as the task has it, and the questions of the training split about it.
 
     Args:
         task: whose pattern, wording and words the statement has.
         facts: how many facts or items; the tasks have three. With fewer, no person and no answer occurs twice.
+        negated: whether questions about people may say "not".
         rng: source of randomness.
 
     Returns:
@@ -95,7 +96,7 @@ def statement_and_questions(task: Task, facts: int, rng: random.Random) -> tuple
                         (same, patterns[0], wording[0], reading.affirmed),
                         (other, patterns[1], wording[1], reading.denied),
                     ):
-                        if len(found) == 1:
+                        if len(found) == 1 and (negated or predicate != reading.denied):
                             asked.append((own and pattern == kind, words.format(name, predicate), *found))
     rng.shuffle(asked)
     asked.sort(key=lambda question: not question[0])
@@ -103,11 +104,11 @@ def statement_and_questions(task: Task, facts: int, rng: random.Random) -> tuple
     return statement, [question for question in questions if split_of(question) == "train"]
 
 
-def make_row(facts: int, examples: int, tokens: int, rng: random.Random) -> dict[str, list[int]]:
+def make_row(facts: int, negated: bool, examples: int, tokens: int, rng: random.Random) -> dict[str, list[int]]:
     """One row: perhaps some examples, a statement, and as many of its questions as fit.
 
     Args:
-        facts: of the statement.
+        facts, negated: as for `statement_and_questions`.
         examples: whole questions of the same task before it, each with its answer.
         tokens: the row's length T; the rest is padding.
         rng: source of randomness.
@@ -129,7 +130,7 @@ def make_row(facts: int, examples: int, tokens: int, rng: random.Random) -> dict
             ids += token_ids(question.prompt)
             labels[len(ids)] = _vocabulary()[question.answer]
             ids += token_ids(f"{question.answer}\n")
-        statement, questions = statement_and_questions(task, facts, rng)
+        statement, questions = statement_and_questions(task, facts, negated, rng)
         ids += token_ids(statement)
         shared = len(ids)
         positions, branches = list(range(shared)), [0] * shared

@@ -38,7 +38,9 @@ MAX_TOKENS = 512  # of a context
 WINDOW = 8  # from a fact to its person, and from the end of a question to whom it names
 TOKENS = 48  # of a row
 CONTEXT_TOKENS = 112  # of a row with examples
-CURRICULUM = ((0, 1), (200, 2), (800, 3))  # (from this step on, facts of a statement)
+# (from this step on: facts of a statement, whether questions about people may say "not"). Of two facts a negated
+# question wants the other one: to a model that does not heed the "not" yet, the two teach opposite things.
+CURRICULUM = ((0, 1, False), (200, 2, False), (800, 3, True))
 EXAMPLES = 2  # in a row of the decay
 STEPS = 20_000
 VARIANTS = {
@@ -94,10 +96,10 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         step = index // self.batch_size
-        facts = [facts for first, facts in CURRICULUM if first <= step][-1]
+        facts, negated = [stage for first, *stage in CURRICULUM if first <= step][-1]
         decays = step >= self.steps - self.decay_steps
         rng = random.Random(f"{self.seed}/{index}")
-        return make_row(facts, EXAMPLES if decays else 0, CONTEXT_TOKENS if decays else TOKENS, rng)
+        return make_row(facts, negated, EXAMPLES if decays else 0, CONTEXT_TOKENS if decays else TOKENS, rng)
 
 
 def make_data(split: str, contexts_per_task: int, num_examples: int, seed: int, tokenizer) -> list[dict]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import REPOSITORY, tiny_config
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("trl")
@@ -221,6 +223,21 @@ def test_rates_of_composition(flags, distinct, tmp_path):
     compose = trainer.model.model.layers[0].self_attn.compose
     ratio = rates[id(compose.qkw)] / rates[id(trainer.model.lm_head.weight)]
     assert ratio == (pytest.approx(composition_rate_ratios(trainer.model.config)["qkw"]) if distinct else 1)
+
+
+def test_pretraining_resumes_with_the_rates_of_composition(tmp_path):
+    overrides = "{num_hidden_layers: 1, hidden_size: 64, head_dim: 4}"
+    flags = ["--tokenizer", CHECKPOINT, "--config_overrides", overrides, "--data", TEXT, "--max_length", "64", *QUICK]
+    flags += ["--max_steps", "4", "--save_steps", "2", "--output_dir", str(tmp_path)]
+    pretrain.main(flags)
+    whole = load_file(tmp_path / "model.safetensors")
+    for path in (tmp_path / "checkpoint-4", tmp_path / "model.safetensors"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    pretrain.main([*flags, "--resume_from_checkpoint", "last"])
+    resumed = load_file(tmp_path / "model.safetensors")
+    assert all(whole[name].equal(resumed[name]) for name in whole)
+    with pytest.raises(SystemExit, match="compose_rates is true in the checkpoint and false now"):
+        pretrain.main([*flags, "--resume_from_checkpoint", "last", "--compose_rates", "false"])
 
 
 def tiny_model() -> DCFormerForCausalLM:
