@@ -1,4 +1,7 @@
-"""Learning rates for models with composition: parameter groups for any of PyTorch's optimizers."""
+"""Learning rates for models with composition: parameter groups for any of PyTorch's optimizers.
+
+Whether lower rates help is open: docs/training.md has what was measured. One rate for all is the default everywhere.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -28,7 +31,7 @@ def composition_rate_ratios(config: Any) -> dict[str, float]:
 def parameter_groups(
     model: nn.Module, lr: float, weight_decay: float = 0.1, ratios: dict[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer, with learning rates that suit composition.
+    """Parameter groups for an optimizer, with learning rates of their own for composition.
 
     For training from scratch. One line for `transformers.Trainer`; its schedule scales every group's own rate:
 
@@ -37,7 +40,7 @@ def parameter_groups(
     Args:
         model: a model whose `config` describes its composition: one of this package's, or one with `DCFormerCompose`.
         lr: peak learning rate of everything outside composition.
-        weight_decay: of matrices outside composition and embeddings. Composition, norms and biases get none.
+        weight_decay: of matrices outside composition, embeddings included. Composition, norms and biases get none.
         ratios: learning rates of composition's parameters relative to `lr`, by their name within `DCFormerCompose`;
             `composition_rate_ratios(model.config)` when not given. {} means `lr` for all of them.
 

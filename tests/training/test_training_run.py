@@ -205,11 +205,11 @@ def test_pretrain_streams_from_a_preset(tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "distinct"),
-    [([], True), (["--compose_rates", "false"], False), (["--optim", "adafactor"], False)],
+    [(["--compose_rates"], True), ([], False), (["--compose_rates", "--optim", "adafactor"], False)],
     ids=str,
 )
 def test_rates_of_composition(flags, distinct, tmp_path):
-    """Lower where a model starts from scratch, with PyTorch's AdamW, and unless they are switched off."""
+    """Their own where they are asked for, with PyTorch's AdamW."""
     arguments = [
         "--tokenizer",
         CHECKPOINT,
@@ -228,16 +228,16 @@ def test_rates_of_composition(flags, distinct, tmp_path):
 def test_pretraining_resumes_with_the_rates_of_composition(tmp_path):
     overrides = "{num_hidden_layers: 1, hidden_size: 64, head_dim: 4}"
     flags = ["--tokenizer", CHECKPOINT, "--config_overrides", overrides, "--data", TEXT, "--max_length", "64", *QUICK]
-    flags += ["--max_steps", "4", "--save_steps", "2", "--output_dir", str(tmp_path)]
-    pretrain.main(flags)
+    flags += ["--max_steps", "4", "--save_steps", "2", "--output_dir", str(tmp_path), "--compose_rates"]
+    pretrain.main([*flags, "true"])
     whole = load_file(tmp_path / "model.safetensors")
     for path in (tmp_path / "checkpoint-4", tmp_path / "model.safetensors"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    pretrain.main([*flags, "--resume_from_checkpoint", "last"])
+    pretrain.main([*flags, "true", "--resume_from_checkpoint", "last"])
     resumed = load_file(tmp_path / "model.safetensors")
     assert all(whole[name].equal(resumed[name]) for name in whole)
     with pytest.raises(SystemExit, match="compose_rates is true in the checkpoint and false now"):
-        pretrain.main([*flags, "--resume_from_checkpoint", "last", "--compose_rates", "false"])
+        pretrain.main([*flags, "false", "--resume_from_checkpoint", "last"])
 
 
 def tiny_model() -> DCFormerForCausalLM:

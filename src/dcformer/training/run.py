@@ -43,10 +43,10 @@ class PretrainingConfig(TrainingConfig):
     )
     packing: bool = field(default=True, metadata={"help": "fill sequences with documents"})
     compose_rates: bool = field(
-        default=True,
+        default=False,
         metadata={
             "help": "learning rates of composition in proportion to its initial values (`dcformer.parameter_groups`), "
-            "with PyTorch's AdamW; `--compose_rates false` for one rate",
+            "with PyTorch's AdamW"
         },
     )
 
