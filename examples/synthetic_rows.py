@@ -11,7 +11,7 @@ at a third of the tokens an answer.
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 
 import torch
@@ -29,9 +29,13 @@ def token_ids(text: str) -> list[int]:
     return [_vocabulary()[token] for token in _TOKEN.findall(text)]
 
 
-def _readings(group: tuple[Transformation, ...], topic: object, entities: list[str]) -> Iterator[tuple]:
+def _readings(
+    group: tuple[Transformation, ...], topic: object, entities: list[str], words: Collection[str] | None
+) -> Iterator[tuple]:
     """Each transformation that can be asked about these entities, with what it makes of them."""
     for transformation in group:
+        if words is not None and transformation.name not in words:
+            continue
         for relation in transformation.relations if transformation.topic is topic else ():
             answers = {entity: answer for answer, members in relation.items() for entity in members}
             if all(entity in answers for entity in entities):
@@ -39,14 +43,17 @@ def _readings(group: tuple[Transformation, ...], topic: object, entities: list[s
                 break
 
 
-def statement_and_questions(task: Task, facts: int, negated: bool, rng: random.Random) -> tuple[str, list[Question]]:
+def statement_and_questions(
+    task: Task, facts: int, negated: bool, rng: random.Random, words: Collection[str] | None = None
+) -> tuple[str, list[Question]]:
     """A statement as the task has it, and the questions of the training split about it.
 
     Args:
         task: whose pattern, wording and words the statement has.
-        facts: how many facts or items; the tasks have three. With fewer, no person and no answer occurs twice.
+        facts: how many facts or items, two or three; the tasks have three. Of two, nothing occurs twice.
         negated: whether questions about people may say "not".
         rng: source of randomness.
+        words: names of the transformations that may be asked for; None for all.
 
     Returns:
         the statement; and its questions, the task's own first, without those of other splits (perhaps none is left).
@@ -59,7 +66,7 @@ def statement_and_questions(task: Task, facts: int, negated: bool, rng: random.R
         items = [odd, *[twice] * (facts - 1)]
         rng.shuffle(items)
         statement = f"Here are {', '.join(task.template.format(entity=item) for item in items)}."
-        for reading, answers in _readings(SET_TRANSFORMATIONS, topic, items):
+        for reading, answers in _readings(SET_TRANSFORMATIONS, topic, items, words):
             answer_of = dict(zip(items, answers, strict=True))
             own = reading is transformation
             others = {twice: odd} if facts > 2 else {twice: odd, odd: twice}
@@ -82,7 +89,7 @@ def statement_and_questions(task: Task, facts: int, negated: bool, rng: random.R
         stated = (task.template.format(person=person, entity=entity) for person, entity in pairs)
         statement = f"< {' '.join(stated)} >."
         people = [person for person, _ in pairs]
-        for reading, answers in _readings(PERSON_TRANSFORMATIONS, topic, [entity for _, entity in pairs]):
+        for reading, answers in _readings(PERSON_TRANSFORMATIONS, topic, [entity for _, entity in pairs], words):
             own = reading is transformation
             # (what is named, what is asked for, the two patterns, wording when it is true of one fact or of all others)
             for named, wanted, patterns, wording in (
@@ -104,11 +111,13 @@ def statement_and_questions(task: Task, facts: int, negated: bool, rng: random.R
     return statement, [question for question in questions if split_of(question) == "train"]
 
 
-def make_row(facts: int, negated: bool, examples: int, tokens: int, rng: random.Random) -> dict[str, list[int]]:
+def make_row(
+    facts: int, negated: bool, examples: int, tokens: int, rng: random.Random, words: Collection[str] | None = None
+) -> dict[str, list[int]]:
     """One row: perhaps some examples, a statement, and as many of its questions as fit.
 
     Args:
-        facts, negated: as for `statement_and_questions`.
+        facts, negated, words: as for `statement_and_questions`.
         examples: whole questions of the same task before it, each with its answer.
         tokens: the row's length T; the rest is padding.
         rng: source of randomness.
@@ -120,7 +129,7 @@ def make_row(facts: int, negated: bool, examples: int, tokens: int, rng: random.
     """
     while True:
         task = rng.choice(TASKS)
-        if facts < 2 and task.form == "item":  # a set of one asks nothing
+        if words is not None and (task.transformation.name not in words or task.form == "item"):
             continue
         ids, labels = token_ids("\n"), {}
         for _ in range(examples):
@@ -130,7 +139,7 @@ def make_row(facts: int, negated: bool, examples: int, tokens: int, rng: random.
             ids += token_ids(question.prompt)
             labels[len(ids)] = _vocabulary()[question.answer]
             ids += token_ids(f"{question.answer}\n")
-        statement, questions = statement_and_questions(task, facts, negated, rng)
+        statement, questions = statement_and_questions(task, facts, negated, rng, words)
         ids += token_ids(statement)
         shared = len(ids)
         positions, branches = list(range(shared)), [0] * shared

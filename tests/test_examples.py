@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 
@@ -97,7 +98,7 @@ def held_out_prompts(row: dict, tokenizer) -> list[str]:
     return [prompt for prompt in prompts if split_of(Question(*prompt.split(" ", 1), answer="")) != "train"]
 
 
-@pytest.mark.parametrize(("facts", "examples", "tokens"), [(1, 0, 48), (2, 0, 48), (3, 0, 48), (3, 2, 112)])
+@pytest.mark.parametrize(("facts", "examples", "tokens"), [(2, 0, 48), (3, 0, 48), (3, 2, 112)])
 def test_rows_ask_questions_of_the_training_split_only(facts, examples, tokens, monkeypatch):
     tokenizer = train_synthetic.build_tokenizer()
     rng = random.Random(0)
@@ -162,21 +163,25 @@ def run_script(folder, *flags: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_training_script_makes_a_checkpoint_and_resumes(tmp_path):
-    done = run_script(tmp_path / "whole", "--steps", "6", "--decay-steps", "2")
+    done = run_script(tmp_path / "whole", "--steps", "8", "--decay-steps", "2")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "whole" / "checkpoint" / "training.json").read_text())["dcformer"]
-    assert report["steps"] == 6 and [line["step"] for line in report["curve"]] == [2, 4, 6]
+    assert report["steps"] == 8 and [line["step"] for line in report["curve"]] == [2, 4, 6, 8]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole" / "checkpoint")
     assert tokenizer.model_max_length == model.config.max_position_embeddings
 
-    # stopped after the second checkpoint, before its decay; then made as long as the other
-    assert run_script(tmp_path / "part", "--steps", "4", "--decay-steps", "0").returncode == 0
-    again = run_script(tmp_path / "part", "--steps", "6", "--decay-steps", "2")
-    assert again.returncode != 0 and "--resume" in again.stderr
-    other = run_script(tmp_path / "part", "--steps", "6", "--decay-steps", "2", "--resume", "--seed", "1")
-    assert other.returncode != 0 and "seed is 0 there and 1 now" in other.stderr
-    done = run_script(tmp_path / "part", "--steps", "6", "--decay-steps", "2", "--resume")
+    part, length = tmp_path / "part", ("--steps", "8", "--decay-steps", "2")
+    assert run_script(part, "--steps", "6", "--decay-steps", "2").returncode == 0
+    for flags, message in (
+        (length, "give --resume to go on"),
+        ((*length, "--resume"), "steps is 6 there and 8 now"),  # its rate has fallen already
+        (("--steps", "6", "--decay-steps", "2", "--seed", "1", "--resume"), "seed is 0 there and 1 now"),
+    ):
+        refused = run_script(part, *flags)
+        assert refused.returncode != 0 and message in refused.stderr
+    shutil.rmtree(part / "runs" / "dcformer" / "checkpoint-6")  # the one before the decay is left
+    done = run_script(part, *length, "--resume")
     assert done.returncode == 0, done.stderr
     resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "checkpoint").state_dict()
     assert all(torch.equal(value, resumed[name]) for name, value in model.state_dict().items())
