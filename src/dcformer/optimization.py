@@ -52,9 +52,10 @@ def parameter_groups(
     Raises:
         ValueError: when `lr` or a ratio is not above 0, or a ratio is of no parameter of composition.
     """
+    config: Any = model.config
     if ratios is None:
-        ratios = composition_rate_ratios(model.config)
-    known = compose_init_std(model.config)
+        ratios = composition_rate_ratios(config)
+    known = compose_init_std(config)
     if not lr > 0 or any(not ratio > 0 for ratio in ratios.values()):
         raise ValueError(f"lr={lr} and ratios={ratios}: expected numbers above 0.")
     if unknown := [name for name in ratios if name not in known]:

@@ -216,6 +216,7 @@ class _Trainer(SFTTrainer):
     (TRL's own `mean_token_accuracy` is a mean over batches.)
     """
 
+    optimizer: Any
     _counts: list[int] | None = None  # in evaluation: tokens predicted right, tokens with a loss; of each batch
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
