@@ -1,31 +1,51 @@
-"""Trains the checkpoint that `make demo` uses, and its two twins, on the synthetic head-composition tasks.
+"""Trains the checkpoint that `make demo` uses on the synthetic head-composition tasks.
 
-    python examples/train_synthetic.py                       # all three, then writes checkpoints/dcformer-synthetic
-    python examples/train_synthetic.py --variants plain      # one of them, into runs/synthetic/plain; the
-                                                             # checkpoint is written once all three are there
+    python examples/train_synthetic.py                       # from scratch, then writes checkpoints/dcformer-synthetic
+    python examples/train_synthetic.py --resume              # goes on after an interruption
+    python examples/train_synthetic.py --steps 40000 --resume    # a longer run, from a checkpoint before the decay
+    python examples/train_synthetic.py --variants plain talking-heads   # its twins, for the table of the card
 
 The twins have the same size, seed, data and steps: "plain" has all composition off, "talking-heads" only the static
-projection. Everything runs through `transformers.Trainer`, on a CPU in under an hour. A short curriculum makes that
-possible: contexts of one example first, then the few-shot contexts that the model is for.
+projection. Everything runs through `transformers.Trainer`, on a CPU. No row is ever seen twice: rows are drawn while
+training (`synthetic_rows`), from the training split alone. The learning rate stays at its peak until the last part of
+the run, in which it falls to 0, so a run can be made longer: `--resume` with more `--steps`, from a checkpoint before.
+
+Not yet run to its end. The bundled checkpoint is of an earlier recipe (1750 steps of whole contexts, 4 heads).
 """
 
 import argparse
 import json
+import random
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
+from synthetic_rows import collate, make_row
+from torch import nn
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
 import dcformer
-from dcformer.synthetic import TASKS, build_tokenizer, encode, generate_dataset
+from dcformer.optimization import composition_rate_ratios, parameter_groups
+from dcformer.synthetic import TASKS, build_tokenizer, encode, iterate_contexts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 PLAIN = {"compose_pre": False, "compose_post": False, "compose_query": False, "compose_key": False}
 MAX_TOKENS = 512  # of a context
-# (examples a context, contexts a step, share of the steps, learning rate at the end relative to the peak)
-CURRICULUM = ((1, 96, 0.8, 0.5), (3, 32, 0.2, 0.0))
+WINDOW = 8  # from a fact to its person, and from the end of a question to whom it names
+TOKENS = 48  # of a row
+CONTEXT_TOKENS = 112  # of a row with examples
+# (from this step on: facts of a statement; whether questions about people may say "not"; the transformations in use).
+# To find the fact of a person is learned with two facts, few words and no "not" (of two facts a negated question wants
+# the other one: to a model that does not heed the "not" yet, the two teach opposite things). Then it serves all tasks.
+CURRICULUM = ((0, 2, False, ("copy-city",)), (300, 2, False, None), (800, 3, True, None))
+COMPOSE_RATE = 0.1  # learning rate of composition's parameters, relative to the others'
+EXAMPLES = 2  # in a row of the decay
+STEPS = 20_000
 VARIANTS = {
     "dcformer": {},
     "talking-heads": {"compose_query": False, "compose_key": False, "compose_static": True},
@@ -33,15 +53,18 @@ VARIANTS = {
 }
 
 
-def make_config(tokenizer, **switches) -> dcformer.DCFormerConfig:
-    """The small model: 4 layers, LG, about a million parameters."""
-    return dcformer.DCFormerConfig(
+def make_model(tokenizer, **switches) -> dcformer.DCFormerForCausalLM:
+    """The small model: 4 layers, LG, about a million parameters.
+
+    Embeddings start larger than other weights: what a token is stands clear beside what the first layers add.
+    """
+    config = dcformer.DCFormerConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=352,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        sliding_window=32,
+        num_attention_heads=8,
+        sliding_window=WINDOW,
         max_position_embeddings=tokenizer.model_max_length,
         initializer_range=0.06,  # about 1/sqrt(hidden_size): the usual 0.02 is for wide models
         pad_token_id=tokenizer.pad_token_id,
@@ -49,96 +72,185 @@ def make_config(tokenizer, **switches) -> dcformer.DCFormerConfig:
         eos_token_id=tokenizer.eos_token_id,
         **switches,
     )
-
-
-def make_data(split: str, contexts_per_task: int, num_examples: int, seed: int, tokenizer):
-    """Tokenised contexts; the loss is on the answers, that of the first example included."""
-    contexts = generate_dataset(
-        split, contexts_per_task=contexts_per_task, num_examples=num_examples, seed=seed, first_scored=0
-    )
-    return contexts.map(
-        lambda record: encode(record, tokenizer),
-        remove_columns=contexts.column_names,
-        desc=f"tokenising {split}",
-    )
-
-
-def answer_accuracy(prediction) -> dict[str, float]:
-    """Share of answers that are the model's first choice; predictions are token ids, already argmaxed."""
-    predicted, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
-    scored = labels != -100
-    return {"accuracy": float((predicted == labels)[scored].mean()), "answers": int(scored.sum())}
-
-
-def train(variant: str, arguments: argparse.Namespace, tokenizer, phases: list, test_data) -> dict:
-    """Trains and evaluates one variant; returns what the model card says of it."""
-    set_seed(arguments.seed)
-    config = make_config(tokenizer, attn_implementation=arguments.attention, **VARIANTS[variant])
     model = dcformer.DCFormerForCausalLM(config)
+    nn.init.normal_(model.model.embed_tokens.weight, std=0.3)
+    return model
+
+
+class Rows(torch.utils.data.Dataset):
+    """Row i of a run, made when it is asked for; the same whenever it is.
+
+    Args:
+        steps: of the run.
+        decay_steps: the last steps, whose rows have examples.
+        batch_size: rows of a step.
+        seed: of the data.
+    """
+
+    def __init__(self, steps: int, decay_steps: int, batch_size: int, seed: int):
+        self.steps, self.decay_steps, self.batch_size, self.seed = steps, decay_steps, batch_size, seed
+
+    def __len__(self) -> int:
+        return self.steps * self.batch_size
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        step = index // self.batch_size
+        facts, negated, words = [stage for first, *stage in CURRICULUM if first <= step][-1]
+        decays = step >= self.steps - self.decay_steps
+        rng = random.Random(f"{self.seed}/{index}")
+        examples, tokens = (EXAMPLES, CONTEXT_TOKENS) if decays else (0, TOKENS)
+        return make_row(facts, negated, examples, tokens, rng, words)
+
+
+def make_data(split: str, contexts_per_task: int, num_examples: int, seed: int, tokenizer) -> list[dict]:
+    """Tokenised contexts; all answers are labelled, that of the first example included."""
+    contexts = iterate_contexts(split, contexts_per_task, num_examples, seed, first_scored=0)
+    return [encode(record, tokenizer) for record in contexts]
+
+
+@torch.no_grad()
+def score(model, data: list[dict], batch_size: int = 74) -> dict[str, float]:
+    """Mean loss and accuracy of all labelled answers."""
+    losses, hits = [], []
+    for start in range(0, len(data), batch_size):
+        rows = data[start : start + batch_size]
+        length = max(len(row["input_ids"]) for row in rows)
+        padded = {
+            name: torch.tensor([row[name] + [value] * (length - len(row[name])) for row in rows], device=model.device)
+            for name, value in (("input_ids", 0), ("labels", -100))
+        }
+        # right padding, which no token before it sees, needs no mask
+        logits = model(input_ids=padded["input_ids"], use_cache=False).logits[:, :-1].float()
+        labels = padded["labels"][:, 1:]
+        scored = labels != -100
+        losses.append(F.cross_entropy(logits[scored], labels[scored], reduction="none"))
+        hits.append((logits.argmax(-1) == labels)[scored])
+    return {
+        "loss": torch.cat(losses).mean().item(),
+        "accuracy": torch.cat(hits).float().mean().item(),
+        "answers": sum(len(part) for part in hits),
+    }
+
+
+class Curve(TrainerCallback):
+    """Writes losses of the training rows and scores of the validation split to `curve.jsonl`, at every checkpoint.
+
+    Args:
+        folder: of the run.
+        data: name -> contexts.
+    """
+
+    def __init__(self, folder: Path, data: dict[str, list[dict]]):
+        self.file, self.data = folder / "curve.jsonl", data
+
+    def on_save(self, args, state, control, model=None, **kwargs):
+        was_training = model.training
+        model.eval()
+        scores = {name: round(score(model, rows)["accuracy"], 4) for name, rows in self.data.items()}
+        model.train(was_training)
+        loss = next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None)
+        line = {"step": state.global_step, "loss": loss, **scores, "processor_seconds": round(time.process_time())}
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        tqdm.write(json.dumps(line))
+
+
+def check_settings(folder: Path, settings: dict, resume: bool) -> str | None:
+    """The checkpoint to go on from, or None to begin; refuses to go on with other settings.
+
+    Raises:
+        SystemExit: naming what differs, or the checkpoints that a new run would overwrite.
+    """
+    file, checkpoint = folder / "settings.json", get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if checkpoint is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "curve.jsonl").unlink(missing_ok=True)
+    elif not resume:
+        raise SystemExit(f"error: {folder} holds {Path(checkpoint).name}: give --resume to go on, or another --output")
+    else:
+        saved = json.loads(file.read_text())
+        reached = int(checkpoint.rpartition("-")[2])
+        stays_before_decay = all(reached <= run["steps"] - run["decay_steps"] for run in (saved, settings))
+        free = {"steps", "decay_steps"} if stays_before_decay else set()
+        if differing := [name for name in settings if name not in free and saved.get(name) != settings[name]]:
+            told = ", ".join(f"{name} is {saved.get(name)} there and {settings[name]} now" for name in differing)
+            raise SystemExit(f"error: {checkpoint} is of another run: {told}")
+    file.write_text(json.dumps(settings, indent=1) + "\n")
+    return checkpoint
+
+
+def train(variant: str, arguments: argparse.Namespace, tokenizer) -> dict:
+    """Trains and evaluates one variant; returns what the model card says of it."""
     folder = arguments.output / variant
-    seconds, history = 0.0, []
-    peak = arguments.learning_rate
-    for number, (data, (_, batch_size, share, end)) in enumerate(zip(phases, CURRICULUM, strict=True)):
-        steps = round(arguments.steps * share)
-        trainer = Trainer(
-            model=model,
-            args=TrainingArguments(
-                output_dir=str(folder),
-                max_steps=steps,
-                per_device_train_batch_size=batch_size,
-                per_device_eval_batch_size=74,
-                learning_rate=peak,
-                adam_beta2=0.98,
-                weight_decay=0.1,
-                max_grad_norm=1.0,
-                warmup_steps=100 if number == 0 else 0,
-                lr_scheduler_type="polynomial",
-                lr_scheduler_kwargs={"lr_end": peak * end + 1e-9, "power": 1.0},
-                logging_steps=50,
-                eval_strategy="steps",
-                eval_steps=max(1, steps // 4),
-                save_strategy="no",
-                report_to="none",
-                seed=arguments.seed,
-                use_cpu=arguments.cpu,
-                disable_tqdm=arguments.quiet,
-                dataloader_pin_memory=False,
-            ),
-            data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100),
-            train_dataset=data,
-            eval_dataset=test_data,
-            compute_metrics=answer_accuracy,
-            preprocess_logits_for_metrics=lambda logits, labels: (
-                logits[0] if isinstance(logits, tuple) else logits
-            ).argmax(-1),
-        )
-        start = time.perf_counter()
-        result = trainer.train()
-        seconds += time.perf_counter() - start
-        history += [{"phase": number} | e for e in trainer.state.log_history if "loss" in e or "eval_loss" in e]
-        peak *= end
-    scores = trainer.evaluate()
+    names = ("steps", "decay_steps", "batch_size", "learning_rate", "weight_decay", "warmup_steps", "seed")
+    settings = {name: getattr(arguments, name) for name in names}
+    checkpoint = check_settings(folder, settings, arguments.resume)
+    set_seed(arguments.seed)
+    model = make_model(tokenizer, attn_implementation=arguments.attention, **VARIANTS[variant])
+    ratios = dict.fromkeys(composition_rate_ratios(model.config), COMPOSE_RATE)
+    groups = parameter_groups(model, arguments.learning_rate, arguments.weight_decay, ratios)
+    validation = {
+        "alone": make_data("validation", 4, 1, arguments.seed, tokenizer),
+        "in_context": make_data("validation", 2, 1 + EXAMPLES, arguments.seed, tokenizer),
+    }
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=arguments.steps,
+            per_device_train_batch_size=arguments.batch_size,
+            train_sampling_strategy="sequential",  # the curriculum's order
+            max_grad_norm=1.0,
+            lr_scheduler_type="warmup_stable_decay",
+            lr_scheduler_kwargs={
+                "num_decay_steps": arguments.decay_steps,
+                "warmup_type": "linear",
+                "decay_type": "linear",
+                "min_lr_ratio": 0.0,
+            },
+            warmup_steps=arguments.warmup_steps,
+            logging_steps=arguments.save_steps,
+            save_steps=arguments.save_steps,
+            save_total_limit=2,
+            report_to="none",
+            seed=arguments.seed,
+            use_cpu=arguments.cpu,
+            disable_tqdm=arguments.quiet,
+            dataloader_pin_memory=False,
+            remove_unused_columns=False,
+            torch_compile=arguments.compile,
+        ),
+        data_collator=partial(collate, window=WINDOW),
+        train_dataset=Rows(arguments.steps, arguments.decay_steps, arguments.batch_size, arguments.seed),
+        optimizers=(torch.optim.AdamW(groups, lr=arguments.learning_rate, betas=(0.9, 0.98)), None),
+        callbacks=[Curve(folder, validation)],
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    model.eval()
+    scores = score(model, make_data("test", arguments.test_contexts, 1 + EXAMPLES, arguments.seed, tokenizer))
+    curve = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
     report = {
         "variant": variant,
         "parameters": model.num_parameters(),
-        "steps": arguments.steps,
-        "learning_rate": arguments.learning_rate,
-        "seed": arguments.seed,
-        "last_phase_train_loss": round(result.training_loss, 4),
-        "test_loss": round(scores["eval_loss"], 4),
-        "test_accuracy": round(scores["eval_accuracy"], 4),
-        "test_answers": scores["eval_answers"],
-        "minutes": round(seconds / 60, 1),
-        "threads": torch.get_num_threads(),
+        **settings,
+        "test_loss": round(scores["loss"], 4),
+        "test_accuracy": round(scores["accuracy"], 4),
+        "test_answers": scores["answers"],
+        "minutes": round(_processor_seconds(curve) / 60, 1),
         "torch": torch.__version__.split("+")[0],
+        "curve": curve,
     }
-    folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    (folder / "history.json").write_text(json.dumps(history, indent=1) + "\n")
-    print(json.dumps(report), flush=True)
+    print(json.dumps({name: value for name, value in report.items() if name != "curve"}), flush=True)
     return report
+
+
+def _processor_seconds(curve: list[dict]) -> float:
+    """Of all processes that wrote the curve, each of which counts from 0."""
+    seconds = [line["processor_seconds"] for line in curve]
+    return sum(now for now, after in zip(seconds, [*seconds[1:], 0], strict=True) if after <= now)
 
 
 CARD = """---
@@ -148,7 +260,7 @@ pipeline_tag: text-generation
 ---
 # DCFormer, synthetic head-composition tasks
 
-A DCFormer of {parameters:,} parameters (4 layers, local and global alternating, 4 heads) trained from scratch on this
+A DCFormer of {parameters:,} parameters (4 layers, local and global alternating, 8 heads) trained from scratch on this
 package's few-shot tasks (`dcformer.synthetic`): find the right fact of a context, transform it, answer in one word. It
 is there for the demonstration and the tests, and knows {vocabulary} words.
 
@@ -162,41 +274,47 @@ ask("\\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Bor
 
 ## As measured
 
-`python examples/train_synthetic.py`: the same data, seed ({seed}), {steps} steps and size for all three. Accuracy is
-the share of {answers} held-out answers (contexts of three examples, no question line of which occurs in training) that
-are the model's first choice. One run each on a CPU: differences of a few points mean nothing.
+`python examples/train_synthetic.py --steps {steps} --decay-steps {decay_steps}`, seed {seed}. Accuracy is the share of
+{answers} held-out answers (contexts of three examples, no question line of which occurs in training) that are the
+model's first choice. Twins, where there are any, had the same data, seed, steps and size; one run each on a CPU:
+differences of a few points mean nothing.
 
-| | parameters | held-out accuracy | held-out loss | minutes ({threads} threads) |
+| | parameters | held-out accuracy | held-out loss | processor minutes |
 |---|---|---|---|---|
 {rows}
 
 For comparison: looking up a random fact of the question's statement (one of three people's, one of two items of a set)
-and transforming that correctly is right in {random_fact:.1%} of the cases. A model near that level knows its
-vocabulary's facts and the transformations but does not yet choose the fact by the pattern that the question asks for.
+and transforming that correctly is right in {random_fact:.1%} of the cases. Every question has
+one answer, so a model can be right in all. `training.json` has the curve on the validation split.
 """
 
 
 def publish(runs: Path, checkpoint: Path) -> None:
-    """Makes the bundled checkpoint from the runs of all three variants: weights, tokenizer and a model card.
+    """Makes the bundled checkpoint: weights, tokenizer and a model card, which names the twins that are trained, too.
 
     Raises:
-        FileNotFoundError: when a variant has not been trained.
+        FileNotFoundError: when "dcformer" has not been trained.
     """
-    reports = {variant: json.loads((runs / variant / "report.json").read_text()) for variant in VARIANTS}
+    first = json.loads((runs / "dcformer" / "report.json").read_text())
+    reports = {"dcformer": first}
+    for variant in VARIANTS:
+        if (file := runs / variant / "report.json").is_file():
+            report = json.loads(file.read_text())
+            if all(report[name] == first[name] for name in ("steps", "decay_steps", "batch_size", "seed")):
+                reports[variant] = report
     model = dcformer.DCFormerForCausalLM.from_pretrained(runs / "dcformer")
     tokenizer = AutoTokenizer.from_pretrained(runs / "dcformer")
     rows = "\n".join(
         f"| {variant} | {r['parameters']:,} | {r['test_accuracy']:.1%} | {r['test_loss']:.3f} | {r['minutes']} |"
         for variant, r in reports.items()
     )
-    first = reports["dcformer"]
     card = CARD.format(
         parameters=first["parameters"],
         vocabulary=len(tokenizer),
         seed=first["seed"],
         steps=first["steps"],
+        decay_steps=first["decay_steps"],
         answers=first["test_answers"],
-        threads=first["threads"],
         rows=rows,
         random_fact=sum(1 / 2 if task.pattern.endswith("in-set") else 1 / 3 for task in TASKS) / len(TASKS),
     )
@@ -210,21 +328,32 @@ def publish(runs: Path, checkpoint: Path) -> None:
 
 def main(options: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["dcformer"])
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "synthetic", help="folder of the runs")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="written when all variants are trained")
-    parser.add_argument("--steps", type=int, default=1750, help="of all phases of the curriculum together")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="written when the first variant is trained")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
+    parser.add_argument("--decay-steps", type=int, help="last steps, with a falling rate; a quarter when not given")
+    parser.add_argument("--batch-size", type=int, default=32, help="rows a step, some 130 answers")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--warmup-steps", type=int, default=100)
+    parser.add_argument("--save-steps", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--test-contexts", type=int, default=10, help="held-out contexts a task (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--attention", default=None, help="attn_implementation; the best that runs here when not given")
+    parser.add_argument("--attention", default="eager", help="attn_implementation; eager is fastest on texts so short")
+    parser.add_argument("--compile", action="store_true", help="compile the model: a minute or two, then half the time")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     parser.add_argument("--cpu", action="store_true", help="do not use an accelerator that is there")
     arguments = parser.parse_args(options)
-    for name in ("steps", "learning_rate"):
+    if arguments.decay_steps is None:
+        arguments.decay_steps = arguments.steps // 4
+    for name in ("steps", "batch_size", "learning_rate", "save_steps", "test_contexts"):
         if not getattr(arguments, name) > 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected more than 0")
-    if arguments.attention not in (None, "eager", "dcformer_chunked", "dcformer_triton"):
+    if not 0 <= arguments.decay_steps <= arguments.steps:
+        parser.error(f"--decay-steps {arguments.decay_steps}: expected 0 to --steps {arguments.steps}")
+    if arguments.attention not in ("eager", "dcformer_chunked", "dcformer_triton"):
         parser.error(f"--attention {arguments.attention}: expected eager, dcformer_chunked or dcformer_triton")
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
@@ -232,15 +361,9 @@ def main(options: list[str] | None = None) -> None:
         parser.error(f"--output {arguments.output}: {error.strerror}")
 
     tokenizer = build_tokenizer(model_max_length=MAX_TOKENS)
-    phases = []
-    for num_examples, batch_size, share, _ in CURRICULUM:
-        contexts_per_task = -(-round(arguments.steps * share) * batch_size // len(TASKS))
-        phases.append(make_data("train", contexts_per_task, num_examples, arguments.seed, tokenizer))
-    test_data = make_data("test", arguments.test_contexts, CURRICULUM[-1][0], arguments.seed, tokenizer)
-    print("training contexts:", [len(data) for data in phases], "test contexts:", len(test_data), flush=True)
     for variant in arguments.variants:
-        train(variant, arguments, tokenizer, phases, test_data)
-    if all((arguments.output / variant / "report.json").is_file() for variant in VARIANTS):
+        train(variant, arguments, tokenizer)
+    if (arguments.output / "dcformer" / "report.json").is_file():
         publish(arguments.output, arguments.checkpoint)
 
 

@@ -1,6 +1,9 @@
 """The demonstration and the training script, at small sizes, and the bundled checkpoint itself."""
 
 import json
+import random
+import re
+import shutil
 import subprocess
 import sys
 
@@ -11,7 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import demo
+import synthetic_rows
 import train_synthetic
+
+from dcformer.synthetic import Question, get_task, split_of, vocabulary
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 
@@ -39,7 +45,7 @@ def test_bundled_checkpoint():
     assert config["model_type"] == "dcformer" and "hidden_size" in config and "auto_map" not in config
     reports = json.loads((CHECKPOINT / "training.json").read_text())
     card = (CHECKPOINT / "README.md").read_text(encoding="utf-8")
-    assert set(reports) == {"dcformer", "talking-heads", "plain"}
+    assert "dcformer" in reports and set(reports) <= set(train_synthetic.VARIANTS)
     for report in reports.values():
         assert f"{report['test_accuracy']:.1%}" in card and f"{report['test_loss']:.3f}" in card
         assert report["steps"] == reports["dcformer"]["steps"] and report["seed"] == reports["dcformer"]["seed"]
@@ -78,14 +84,104 @@ def test_bundled_checkpoint_scores_what_its_card_says():
     assert abs(right / total - expected) < 4 * (expected * (1 - expected) / total) ** 0.5
 
 
+def branch_prompt(row: dict, branch: int) -> list[int]:
+    """The tokens of one question's own text."""
+    return [token for token, of in zip(row["input_ids"], row["branch"], strict=True) if of in (0, branch)]
+
+
+def held_out_prompts(row: dict, tokenizer) -> list[str]:
+    """The question lines of a row that do not belong to the training split."""
+    prompts = []
+    for branch in range(1, max(row["branch"]) + 1):
+        *examples, last = tokenizer.decode(branch_prompt(row, branch)).strip().split("\n")
+        prompts += [last, *(example.rpartition(" ")[0] for example in examples)]
+    return [prompt for prompt in prompts if split_of(Question(*prompt.split(" ", 1), answer="")) != "train"]
+
+
+@pytest.mark.parametrize(("facts", "examples", "tokens"), [(2, 0, 48), (3, 0, 48), (3, 2, 112)])
+def test_rows_ask_questions_of_the_training_split_only(facts, examples, tokens, monkeypatch):
+    tokenizer = train_synthetic.build_tokenizer()
+    rng = random.Random(0)
+    rows = [synthetic_rows.make_row(facts, True, examples, tokens, rng) for _ in range(200)]
+    assert not any(held_out_prompts(row, tokenizer) for row in rows)
+    assert {len(values) for row in rows for values in row.values()} == {tokens}
+    assert not any(tokenizer.unk_token_id in row["input_ids"] for row in rows)
+    # the check sees what it looks for
+    monkeypatch.setattr(synthetic_rows, "split_of", lambda question: "train")
+    rows = [synthetic_rows.make_row(facts, True, examples, tokens, rng) for _ in range(200)]
+    assert any(held_out_prompts(row, tokenizer) for row in rows)
+
+
+PATTERNS = ["same-person", "the-other-person", "same-object", "the-other-class", "other-in-set", "different-in-set"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_answers_of_rows_are_the_generators(pattern, monkeypatch):
+    """With three names and a dozen countries both meet the same questions often."""
+
+    def key(question: Question) -> tuple:
+        return question.query, *sorted(re.split(r"[.,] ", question.statement.strip("<> .").removeprefix("Here are ")))
+
+    for module in (vocabulary, synthetic_rows):
+        monkeypatch.setattr(module, "NAMES", vocabulary.NAMES[:3])
+    rng = random.Random(0)
+    task = get_task(f"{pattern}.city->country.{'item' if pattern.endswith('set') else 'plain'}")
+    answers = {key(question): question.answer for question in (task.sample(rng) for _ in range(8000))}
+    drawn = [q for _ in range(2000) for q in synthetic_rows.statement_and_questions(task, 3, True, rng)[1]]
+    met = [question for question in drawn if key(question) in answers]
+    assert len(met) > 100
+    assert all(question.answer == answers[key(question)] for question in met)
+
+
+def test_a_question_of_a_row_is_read_as_a_text_of_its_own():
+    tokenizer = train_synthetic.build_tokenizer(model_max_length=128)
+    torch.manual_seed(0)
+    model = train_synthetic.make_model(tokenizer, attn_implementation="eager").double().eval()
+    for parameter in model.parameters():  # layers' outputs start with zero: nothing would be seen
+        torch.nn.init.normal_(parameter, std=0.1)
+    rng = random.Random(0)
+    rows = [synthetic_rows.make_row(3, True, examples, 112, rng) for examples in (0, 2)]
+    batch = synthetic_rows.collate(rows, train_synthetic.WINDOW)
+    with torch.no_grad():
+        logits = model(**batch, use_cache=False).logits
+        for index, row in enumerate(rows):
+            for branch in range(1, max(row["branch"]) + 1):
+                ids = torch.tensor([branch_prompt(row, branch)])
+                alone = model(ids, use_cache=False).logits[0, -1]
+                end = max(place for place, of in enumerate(row["branch"]) if of == branch)
+                assert torch.allclose(logits[index, end], alone, rtol=0, atol=1e-10)
+                answer = row["labels"][end + 1]
+                assert answer != -100 and tokenizer.decode(answer) not in ("<pad>", "\n")
+
+
+def run_script(folder, *flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(REPOSITORY / "examples" / "train_synthetic.py"), "--quiet", "--cpu", *flags]
+    command += ["--batch-size", "4", "--save-steps", "2", "--warmup-steps", "1", "--test-contexts", "1"]
+    command += ["--output", str(folder / "runs"), "--checkpoint", str(folder / "checkpoint")]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 @pytest.mark.slow
-def test_training_script_makes_a_checkpoint(tmp_path):
-    command = [sys.executable, str(REPOSITORY / "examples" / "train_synthetic.py"), "--steps", "10", "--quiet", "--cpu"]
-    command += ["--output", str(tmp_path / "runs"), "--checkpoint", str(tmp_path / "checkpoint")]
-    command += ["--test-contexts", "1"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_training_script_makes_a_checkpoint_and_resumes(tmp_path):
+    done = run_script(tmp_path / "whole", "--steps", "8", "--decay-steps", "2")
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "checkpoint" / "training.json").read_text())["plain"]["steps"] == 10
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    report = json.loads((tmp_path / "whole" / "checkpoint" / "training.json").read_text())["dcformer"]
+    assert report["steps"] == 8 and [line["step"] for line in report["curve"]] == [2, 4, 6, 8]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole" / "checkpoint")
     assert tokenizer.model_max_length == model.config.max_position_embeddings
+
+    part, length = tmp_path / "part", ("--steps", "8", "--decay-steps", "2")
+    assert run_script(part, "--steps", "6", "--decay-steps", "2").returncode == 0
+    for flags, message in (
+        (length, "give --resume to go on"),
+        ((*length, "--resume"), "steps is 6 there and 8 now"),  # its rate has fallen already
+        (("--steps", "6", "--decay-steps", "2", "--seed", "1", "--resume"), "seed is 0 there and 1 now"),
+    ):
+        refused = run_script(part, *flags)
+        assert refused.returncode != 0 and message in refused.stderr
+    shutil.rmtree(part / "runs" / "dcformer" / "checkpoint-6")  # the one before the decay is left
+    done = run_script(part, *length, "--resume")
+    assert done.returncode == 0, done.stderr
+    resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "checkpoint").state_dict()
+    assert all(torch.equal(value, resumed[name]) for name, value in model.state_dict().items())

@@ -31,6 +31,7 @@ from .modeling_dcformer import (
     DCPythiaForTokenClassification,
     DCPythiaModel,
 )
+from .optimization import parameter_groups
 from .remote_code import export_remote_code
 
 __version__ = "0.1.0"
@@ -72,4 +73,5 @@ __all__ = [
     "__version__",
     "compose",
     "export_remote_code",
+    "parameter_groups",
 ]

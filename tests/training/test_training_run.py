@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import REPOSITORY, tiny_config
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("trl")
@@ -20,7 +22,14 @@ import finetune
 import pretrain
 
 from dcformer import DCFormerForCausalLM
-from dcformer.training import LORA_TARGETS, PretrainingConfig, paper_learning_rate, prepare_finetuning
+from dcformer.optimization import composition_rate_ratios
+from dcformer.training import (
+    LORA_TARGETS,
+    PretrainingConfig,
+    paper_learning_rate,
+    prepare_finetuning,
+    prepare_pretraining,
+)
 
 CHECKPOINT = str(REPOSITORY / "checkpoints" / "dcformer-synthetic")
 TEXT = str(REPOSITORY / "examples" / "data" / "text_test.jsonl")
@@ -192,6 +201,43 @@ def test_pretrain_streams_from_a_preset(tmp_path):
     assert curve[-1] < curve[0] - 0.3
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config
     assert (config.vocab_size, config.hidden_size, config.pad_token_id) == (288, 32, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "distinct"),
+    [(["--compose_rates"], True), ([], False), (["--compose_rates", "--optim", "adafactor"], False)],
+    ids=str,
+)
+def test_rates_of_composition(flags, distinct, tmp_path):
+    """Their own where they are asked for, with PyTorch's AdamW."""
+    arguments = [
+        "--tokenizer",
+        CHECKPOINT,
+        "--config_overrides",
+        "{num_hidden_layers: 1, hidden_size: 64, head_dim: 4}",
+    ]
+    arguments += ["--data", TEXT, "--max_steps", "1", "--learning_rate", "1e-3", "--use_cpu", "--report_to", "none"]
+    trainer, _ = prepare_pretraining([*arguments, *flags, "--max_length", "64", "--output_dir", str(tmp_path)])
+    trainer.create_optimizer()
+    rates = {id(p): group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    compose = trainer.model.model.layers[0].self_attn.compose
+    ratio = rates[id(compose.qkw)] / rates[id(trainer.model.lm_head.weight)]
+    assert ratio == (pytest.approx(composition_rate_ratios(trainer.model.config)["qkw"]) if distinct else 1)
+
+
+def test_pretraining_resumes_with_the_rates_of_composition(tmp_path):
+    overrides = "{num_hidden_layers: 1, hidden_size: 64, head_dim: 4}"
+    flags = ["--tokenizer", CHECKPOINT, "--config_overrides", overrides, "--data", TEXT, "--max_length", "64", *QUICK]
+    flags += ["--max_steps", "4", "--save_steps", "2", "--output_dir", str(tmp_path), "--compose_rates"]
+    pretrain.main([*flags, "true"])
+    whole = load_file(tmp_path / "model.safetensors")
+    for path in (tmp_path / "checkpoint-4", tmp_path / "model.safetensors"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    pretrain.main([*flags, "true", "--resume_from_checkpoint", "last"])
+    resumed = load_file(tmp_path / "model.safetensors")
+    assert all(whole[name].equal(resumed[name]) for name in whole)
+    with pytest.raises(SystemExit, match="compose_rates is true in the checkpoint and false now"):
+        pretrain.main([*flags, "false", "--resume_from_checkpoint", "last"])
 
 
 def tiny_model() -> DCFormerForCausalLM:

@@ -28,6 +28,7 @@ from ..analysis import num_parameters
 from ..errors import DCFormerError, refused
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
+from ..optimization import parameter_groups
 from .arguments import DataArguments, ModelArguments, NewModelArguments, TrainingConfig, paper_learning_rate, parse
 from .data import Rows, check_adapters, check_output, check_tokenised, check_tokenizer, longest, make_data
 from .resume import SetupRecord, check_setup, setup_of
@@ -41,6 +42,13 @@ class PretrainingConfig(TrainingConfig):
         default=None, metadata={"help": "peak; by default the paper's for the model's size"}
     )
     packing: bool = field(default=True, metadata={"help": "fill sequences with documents"})
+    compose_rates: bool = field(
+        default=False,
+        metadata={
+            "help": "learning rates of composition in proportion to its initial values (`dcformer.parameter_groups`), "
+            "with PyTorch's AdamW"
+        },
+    )
 
 
 def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrainer, str | None]:
@@ -210,6 +218,7 @@ class _Trainer(SFTTrainer):
     (TRL's own `mean_token_accuracy` is a mean over batches.) Takes no step when the resumed run had already ended.
     """
 
+    optimizer: Any
     _counts: list[int] | None = None  # while evaluating: for each batch, tokens predicted right and tokens with a loss
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,6 +234,15 @@ class _Trainer(SFTTrainer):
             return outputs
 
         return super().compute_loss(count, inputs, *args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        wanted = getattr(self.args, "compose_rates", False) and self.args.optim.value.startswith("adamw_torch")
+        if self.optimizer is None and wanted:  # other optimizers group parameters, or scale steps, by themselves
+            chosen = self.model if model is None else model
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, chosen)
+            groups = parameter_groups(chosen, self.args.learning_rate, self.args.weight_decay)
+            self.optimizer = optimizer_class(groups, **options)
+        return super().create_optimizer(model)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         counts: list[int] = []
