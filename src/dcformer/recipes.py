@@ -6,7 +6,6 @@ keys, and a window of 256 in every other layer. `transformer++-405m-qknorm` is t
 comparisons can be made. TFM and DCFM are not among them: they have learned positions, and `DCFormerConfig` has none.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +108,7 @@ class Recipe:
             "learning_rate": self.learning_rate,
             "lr_scheduler_type": "cosine_with_min_lr",
             "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-            "warmup_steps": math.ceil(0.01 * self.steps),
+            "warmup_steps": round(0.01 * self.steps),
             "adam_beta1": 0.9,
             "adam_beta2": 0.95,
             "adam_epsilon": 1e-8,

@@ -279,3 +279,55 @@ def test_dpo_trainer(adapters, tmp_path):
     trainer.train()
     curve = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert curve[0] == pytest.approx(0.6931, abs=1e-3) and curve[-1] < 0.5
+
+
+SCALED = ["--tokenizer", CHECKPOINT, "--data", TEXT, "--eval_rows", "4", "--recipe", "dcformer-405m"]
+TINY = "{num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2, head_dim: 16, intermediate_size: 32}"
+
+
+def test_recipes_are_applied(tmp_path):
+    """Model, batch, steps and rates are the recipe's; what is given wins, on the command line and in a file."""
+    quick = ["--report_to", "none", "--use_cpu", "--disable_tqdm", "true", "--output_dir", str(tmp_path / "out")]
+    options = [*SCALED, *quick, "--config_overrides", TINY, "--scale", "0.01"]
+    trainer, _ = prepare_pretraining([*options, "--devices", "4"])
+    args, config = trainer.args, trainer.model.config
+    assert (args.max_steps, args.learning_rate, args.warmup_steps) == (135, 3e-4, 1)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 256
+    assert (args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.95, 0.1, 1.0)
+    assert args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert (config.hidden_size, config.sliding_window, config.compose_rank) == (32, 256, 2)
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rate: 0.01\nrecipe: transformer++-405m\n")
+    options = [o for o in options if o not in ("--recipe", "dcformer-405m")]
+    trainer, _ = prepare_pretraining([*options, "--config", str(file), "--max_steps", "3"])
+    assert (trainer.args.max_steps, trainer.args.learning_rate) == (3, 0.01)
+    assert not trainer.model.config.compose_generators and not trainer.model.config.qk_norm
+
+
+def test_one_step_of_a_recipe(tmp_path):
+    """The model of DCFormer-405M at two layers, a batch of one sequence."""
+    small = ["--config_overrides", "{num_hidden_layers: 2}", "--scale", "1e-6", "--max_length", "32"]
+    batch = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1", "--save_strategy", "no"]
+    quick = ["--report_to", "none", "--use_cpu", "--disable_tqdm", "true", "--output_dir", str(tmp_path)]
+    trainer, _ = prepare_pretraining([*SCALED, *small, *batch, *quick])
+    before = trainer.model.model.layers[1].self_attn.compose.qkw.detach().clone()
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps == 1
+    assert trainer.model.config.hidden_size == 1024
+    assert not torch.equal(before, trainer.model.model.layers[1].self_attn.compose.qkw)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipe", "dcformer-7b"], "recipe 'dcformer-7b' is unknown"),
+        (["--recipe", "dcformer-405m", "--devices", "6"], "use .* devices"),
+        (["--recipe", "dcformer-405m", "--scale", "0"], "scale is 0"),
+        (["--scale", "0.5"], "--scale and --devices are of a recipe"),
+    ],
+)
+def test_recipes_that_do_not_fit(options, message, tmp_path):
+    base = ["--tokenizer", CHECKPOINT, "--data", TEXT, "--output_dir", str(tmp_path / "out"), "--use_cpu"]
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        pretrain.main([*base, *options])
+    assert not (tmp_path / "out").exists()

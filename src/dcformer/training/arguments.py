@@ -1,7 +1,10 @@
 """Arguments of the training scripts, from the command line or a YAML file: the library's, with our defaults."""
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from trl import ModelConfig, SFTConfig, TrlParser
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..peft_dcformer import LORA_TARGETS
+from ..recipes import recipe
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 # Training arguments that must be above 0 if given.
@@ -95,6 +99,17 @@ class NewModelArguments:
 
     tokenizer: str = field(metadata={"help": "folder or name of the tokenizer; its size becomes the vocabulary's"})
     preset: str = field(default="dcformer-405m", metadata={"help": "a published size, see DCFormerConfig.from_preset"})
+    recipe: str | None = field(
+        default=None,
+        metadata={
+            "help": "a run of the paper, such as dcformer-405m or transformer++-405m-qknorm (docs/scaling.md): its "
+            "model, batch, steps and rates, but for what is given otherwise"
+        },
+    )
+    scale: float = field(default=1.0, metadata={"help": "share of the recipe's steps, and so tokens, to train"})
+    devices: int | None = field(
+        default=None, metadata={"help": "devices that share the recipe's batch; by default those of this run"}
+    )
     config_overrides: dict | str | None = field(
         default=None,
         metadata={"help": "configuration fields to change, e.g. '{\"num_hidden_layers\": 4}' (JSON or YAML)"},
@@ -105,7 +120,7 @@ class NewModelArguments:
     )
 
     def make_config(self, tokenizer: Any) -> DCFormerConfig:
-        """The preset with the overrides, the vocabulary and special tokens of the tokenizer.
+        """The recipe's model or the preset, with the overrides, the vocabulary and special tokens of the tokenizer.
 
         Args:
             tokenizer: of the new model.
@@ -114,10 +129,10 @@ class NewModelArguments:
             the configuration of the new model.
 
         Raises:
-            DCFormerError: on an unknown preset or field, an invalid value, or overrides that are not a mapping.
+            DCFormerError: on an unknown recipe, preset or field, an invalid value, or overrides that are not a mapping.
         """
         with refused(ValueError):
-            config = DCFormerConfig.from_preset(self.preset)
+            config = recipe(self.recipe).config if self.recipe else DCFormerConfig.from_preset(self.preset)
         fields = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
         fields["vocab_size"] = len(tokenizer)
         try:
@@ -127,7 +142,10 @@ class NewModelArguments:
                 raise DCFormerError("expected a mapping such as {num_hidden_layers: 4}")
             if unknown := [name for name in overrides if not hasattr(config, name)]:
                 raise DCFormerError(f"{type(config).__name__} has no field {unknown[0]!r}")
-            return DCFormerConfig.from_preset(self.preset, **(fields | overrides))
+            changes = fields | overrides
+            if self.recipe:
+                return recipe(self.recipe, **changes).config
+            return DCFormerConfig.from_preset(self.preset, **changes)
         except (*CONFIG_ERRORS, yaml.YAMLError) as error:
             raise_bug(error)
             raise DCFormerError(f"--config_overrides {self.config_overrides!r}: {error}") from error
@@ -208,6 +226,40 @@ class TrainingConfig(SFTConfig):
             )
         given.dataloader_pin_memory = given.dataloader_pin_memory and torch.cuda.is_available()
         super().__post_init__()
+
+
+def with_recipe(
+    chosen: NewModelArguments, training: TrainingConfig, arguments: Sequence[str] | None = None
+) -> list[str] | None:
+    """The command line with the training arguments of the recipe that it, or its YAML file, names.
+
+    Args:
+        chosen, training: as parsed from `arguments`.
+        arguments: the command line, `sys.argv[1:]` when None.
+
+    Returns:
+        the recipe's arguments before those given, which win; None without a recipe.
+
+    Raises:
+        DCFormerError: on an unknown recipe or scale, and when its batch cannot be shared out.
+    """
+    if chosen.recipe is None:
+        if chosen.scale != 1.0 or chosen.devices is not None:
+            raise DCFormerError("--scale and --devices are of a recipe: name one with --recipe")
+        return None
+    line = list(sys.argv[1:] if arguments is None else arguments)
+    given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in line if argument[:2] == "--"}
+    if training_file := next((line[i + 1] for i, argument in enumerate(line) if argument == "--config"), None):
+        given |= set(yaml.safe_load(Path(training_file).read_text(encoding="utf-8")) or {})
+    run = recipe(chosen.recipe).scaled(chosen.scale)
+    devices = chosen.devices or training.world_size
+    per_device = training.per_device_train_batch_size
+    if "gradient_accumulation_steps" in given:  # the batch is the user's
+        devices, per_device = 1, 1
+    fields = run.arguments(devices, per_device)
+    fields.pop("per_device_train_batch_size")
+    texts = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in fields.items()}
+    return [word for name, text in texts.items() if name not in given for word in (f"--{name}", text)] + line
 
 
 def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ _FREE = {
     *("local_rank", "fsdp", "fsdp_config", "deepspeed", "parallelism_config"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
     *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-    *("preset", "config_overrides"),  # the configuration that they make is compared instead
+    *("preset", "recipe", "scale", "devices", "config_overrides"),  # what they make is compared instead
 }
 _FREE_CONFIG = {"architectures", "dtype", "transformers_version", "use_cache"}
 _PATHS = {"model_name_or_path", "tokenizer", "data", "eval_data", "chat_template_path"}

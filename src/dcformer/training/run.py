@@ -29,7 +29,15 @@ from ..errors import DCFormerError, refused
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
 from ..optimization import parameter_groups
-from .arguments import DataArguments, ModelArguments, NewModelArguments, TrainingConfig, paper_learning_rate, parse
+from .arguments import (
+    DataArguments,
+    ModelArguments,
+    NewModelArguments,
+    TrainingConfig,
+    paper_learning_rate,
+    parse,
+    with_recipe,
+)
 from .data import Rows, check_adapters, check_output, check_tokenised, check_tokenizer, longest, make_data
 from .resume import SetupRecord, check_setup, setup_of
 
@@ -112,7 +120,10 @@ def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrai
     Raises:
         DCFormerError, OSError: as `prepare_finetuning`.
     """
-    data, chosen, training = parse((DataArguments, NewModelArguments, PretrainingConfig), arguments)
+    classes = (DataArguments, NewModelArguments, PretrainingConfig)
+    data, chosen, training = parse(classes, arguments)
+    if (extended := with_recipe(chosen, training, arguments)) is not None:
+        data, chosen, training = parse(classes, extended)
     checkpoint = check_output(training)
     tokenizer = _load("--tokenizer", AutoTokenizer, chosen.tokenizer)
     config = chosen.make_config(tokenizer)
