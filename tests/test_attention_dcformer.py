@@ -56,7 +56,7 @@ def many_blocks(monkeypatch):
 # --- problems ---------------------------------------------------------------------------------------------------------
 
 
-class Problem:
+class Inputs:
     """Inputs of one attention call: leaf tensors by name, and how to call an implementation with them."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Problem:
 
     def to(self, dtype):
         """The same numbers (rounded already) in another dtype."""
-        other = Problem.__new__(Problem)
+        other = Inputs.__new__(Inputs)
         other.__dict__.update(self.__dict__)
         other.tensors = {name: t.detach().to(dtype).requires_grad_() for name, t in self.tensors.items()}
         other.grad = self.grad.to(dtype)
@@ -241,7 +241,7 @@ def masks(draw, shape):
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), fields=problems(), blocks=block_sizes)
 def test_chunked_is_eager_output_and_every_gradient(data, fields, blocks):
-    problem = Problem(**fields)
+    problem = Inputs(**fields)
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, **blocks)
         mask, chunked, kwargs = data.draw(masks(problem.shape))
@@ -257,7 +257,7 @@ def test_chunked_is_eager_output_and_every_gradient(data, fields, blocks):
 @pytest.mark.parametrize("stage", ["pre", "post"])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_each_branch_alone(branch, stage, groups, many_blocks):
-    problem = Problem(heads=6, kv_heads=3, groups=groups, **({"pre": "", "post": ""} | {stage: branch}))
+    problem = Inputs(heads=6, kv_heads=3, groups=groups, **({"pre": "", "post": ""} | {stage: branch}))
     expected = problem.run(eager_attention)
     assert_same(problem.run(chunked_attention), expected, **EXACT)
     if branch:  # the branch does something, and every weight of it matters
@@ -265,7 +265,7 @@ def test_each_branch_alone(branch, stage, groups, many_blocks):
 
 
 def test_only_some_inputs_require_gradients(many_blocks):
-    problem = Problem()
+    problem = Inputs()
     expected = problem.run(eager_attention)
     for name in problem.tensors:
         tensors = {other: t.detach() for other, t in problem.tensors.items()}
@@ -379,7 +379,7 @@ def test_models_agree_in_logits_and_every_gradient(switches, fields, kind, lengt
 @pytest.mark.parametrize("few", [0, 16])
 def test_fully_masked_rows_give_zeros_and_no_gradient(attention, hide, rows, dtype, few, monkeypatch):
     small_blocks(monkeypatch, 3, 200, few)
-    problem = Problem(dtype=dtype)
+    problem = Inputs(dtype=dtype)
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool)
     dark = torch.zeros(2, 7, dtype=torch.bool)  # which queries see nothing
     dark[1, 4] = True
@@ -556,7 +556,7 @@ def assert_no_worse_than_naive(results, naive, exact, dtype):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_low_precision_is_no_worse_than_computing_in_it(attention, dtype, groups, seed, monkeypatch):
     small_blocks(monkeypatch, 8, 2000)
-    problem = Problem(heads=6, kv_heads=3, groups=groups, length=33, key_length=33, head_dim=16, dtype=dtype, seed=seed)
+    problem = Inputs(heads=6, kv_heads=3, groups=groups, length=33, key_length=33, head_dim=16, dtype=dtype, seed=seed)
     exact = problem.to(torch.float64).run(eager_attention)
     assert_no_worse_than_naive(problem.run(attention), problem.run(naive_attention), exact, dtype)
 
@@ -602,7 +602,7 @@ def dropped_weights(problem, seed, p, attention=chunked_attention, training=True
 
 
 def test_dropout_drops_and_scales_independently(many_blocks):
-    p, problem = 0.3, Problem(batch=3, groups=2, length=24, key_length=24, seed=4)
+    p, problem = 0.3, Inputs(batch=3, groups=2, length=24, key_length=24, seed=4)
     whole = dropped_weights(problem, 0, 0.0)
     for attention in IMPLEMENTATIONS.values():
         undropped = dropped_weights(problem, 0, 0.0, attention)
@@ -629,7 +629,7 @@ def test_dropout_drops_and_scales_independently(many_blocks):
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_dropout_preserves_the_mean(attention, many_blocks):
-    p, problem = 0.2, Problem(batch=1, heads=2, kv_heads=2, length=5, key_length=5, seed=2)
+    p, problem = 0.2, Inputs(batch=1, heads=2, kv_heads=2, length=5, key_length=5, seed=2)
     whole = dropped_weights(problem, 0, 0.0, attention)
     samples = torch.stack([dropped_weights(problem, seed, p, attention) for seed in range(300)])
     # Each weight w is w/(1-p) or 0: standard deviation |w|·sqrt(p/(1-p)), over 300 draws.
@@ -640,7 +640,7 @@ def test_dropout_preserves_the_mean(attention, many_blocks):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_dropout_is_the_same_in_forward_and_backward(groups, many_blocks):
     """Finite differences of the forward pass with one seed: they fit only if backward drops the same places."""
-    problem = Problem(batch=2, heads=4, kv_heads=2, groups=groups, length=5, key_length=6, head_dim=4, seed=7)
+    problem = Inputs(batch=2, heads=4, kv_heads=2, groups=groups, length=5, key_length=6, head_dim=4, seed=7)
 
     def forward(*tensors):
         torch.manual_seed(11)
@@ -749,7 +749,7 @@ def test_chunked_inference_memory_is_linear_too(monkeypatch):
     monkeypatch.setattr(chunked_dcformer, "BLOCK_SCORES", 1 << 13)
     peaks = []
     for length in (256, 512):
-        problem = Problem(length=length, key_length=length, dtype=torch.float32)
+        problem = Inputs(length=length, key_length=length, dtype=torch.float32)
         with torch.no_grad(), MemoryMeter() as meter:
             problem.call(chunked_attention)
         peaks.append(meter.peak)
@@ -762,7 +762,7 @@ def test_chunked_inference_memory_is_linear_too(monkeypatch):
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_causal_attention_with_more_queries_than_keys(attention, many_blocks):
     """The last query sees the last key; the first ones see nothing and give zeros."""
-    problem = Problem(length=9, key_length=5, pre="query_low key_gate", post="")
+    problem = Inputs(length=9, key_length=5, pre="query_low key_gate", post="")
     output = problem.run(attention)["output"]
     assert not output[:, :4].any()
     assert output[:, 4:].abs().amax(dim=(-1, -2)).min() > 0
@@ -773,7 +773,7 @@ def test_causal_attention_with_more_queries_than_keys(attention, many_blocks):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_trace_holds_the_maps_of_the_definition(dtype):
-    problem = Problem(dtype=dtype, heads=4, kv_heads=2, groups=2)
+    problem = Inputs(dtype=dtype, heads=4, kv_heads=2, groups=2)
     trace = ComposeTrace()
     output, returned = problem.call(eager_attention, compose_trace=trace, sliding_window=3)
     (maps,) = trace.layers
@@ -821,7 +821,7 @@ def test_a_models_trace_and_attentions():
 
 
 def test_a_trace_costs_nothing_when_off():
-    problem = Problem(length=24, key_length=24, dtype=torch.float32)
+    problem = Inputs(length=24, key_length=24, dtype=torch.float32)
     map_bytes = 4 * math.prod(problem.shape)
 
     def measure(trace):
@@ -857,7 +857,7 @@ def test_a_trace_costs_nothing_when_off():
     ids=str,
 )
 def test_ill_fitting_shapes_are_refused(attention, changes, message):
-    problem = Problem(pre="", post="")
+    problem = Inputs(pre="", post="")
     mask = torch.ones(changes.pop("mask"), dtype=torch.bool) if "mask" in (changes := dict(changes)) else None
     tensors = problem.tensors | {name: torch.zeros(shape, dtype=torch.float64) for name, shape in changes.items()}
     with pytest.raises(ValueError, match=message):
@@ -866,7 +866,7 @@ def test_ill_fitting_shapes_are_refused(attention, changes, message):
 
 def test_chunked_cannot_fill_a_trace():
     with pytest.raises(ValueError, match=r"compose_trace.*attn_implementation='eager'"):
-        Problem().call(chunked_attention, compose_trace=ComposeTrace())
+        Inputs().call(chunked_attention, compose_trace=ComposeTrace())
     model = DCFormerForCausalLM(tiny_config())
     model.set_attn_implementation("dcformer_chunked")
     with pytest.raises(ValueError, match="set_attn_implementation"):
@@ -874,7 +874,7 @@ def test_chunked_cannot_fill_a_trace():
 
 
 def test_a_mask_to_be_trained_needs_eager():
-    problem = Problem(length=20, key_length=20)
+    problem = Inputs(length=20, key_length=20)
     mask = torch.zeros(1, 1, 20, 20, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match="'eager'"):
         problem.call(chunked_attention, mask)

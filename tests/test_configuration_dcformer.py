@@ -36,8 +36,8 @@ def test_dcpythia_defaults_are_dcpythia_2_8b():
 
 
 def test_what_is_said_about_rope_wins_over_pythias_quarter():
-    said = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
-    assert DCPythiaConfig(rope_parameters=dict(said)).rope_parameters == said
+    given = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    assert DCPythiaConfig(rope_parameters=dict(given)).rope_parameters == given
     assert DCPythiaConfig(partial_rotary_factor=0.5).rope_parameters["partial_rotary_factor"] == 0.5
     whole = DCPythiaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4})  # as a stored one would say it
     assert "partial_rotary_factor" not in whole.rope_parameters

@@ -17,7 +17,7 @@ from torch import nn
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def is_bare(module: nn.Module) -> bool:
+def has_no_hooks(module: nn.Module) -> bool:
     """Whether nothing happens around a module's forward: no hook, no offloading."""
     state = vars(module)  # asked in every step of decoding: attributes of modules are slow
     return "forward" not in state and not any(state[hooks] for hooks in _HOOKS)
@@ -28,7 +28,7 @@ def is_plain_linear(linear: Any) -> TypeGuard[nn.Linear]:
 
     No for an adapter, quantisation, sharding, offloading or other hooks.
     """
-    if type(linear) is not nn.Linear or not is_bare(linear):
+    if type(linear) is not nn.Linear or not has_no_hooks(linear):
         return False
     weight, bias = linear.weight, linear.bias
     return type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
@@ -77,7 +77,7 @@ class FusedProjections:
         if any(one is not other for one, other in zip(linears, self.linears, strict=True)):
             return False
         for linear, parameters in self._places:
-            if not is_bare(linear):
+            if not has_no_hooks(linear):
                 return False
             now = vars(linear)["_parameters"]
             for name, parameter, address in parameters:
@@ -149,4 +149,4 @@ def _refuse(reason: str, advice: str) -> NoReturn:
     raise ValueError(f"the projections cannot be fused: {reason}. To fuse them, {advice} first.")
 
 
-__all__ = ["FusedProjections", "check_fusable", "is_bare", "is_plain_linear"]
+__all__ = ["FusedProjections", "check_fusable", "has_no_hooks", "is_plain_linear"]

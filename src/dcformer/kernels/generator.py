@@ -41,7 +41,7 @@ from ..compose_dcformer import (
     SideWeights,
     accumulation_dtype,
 )
-from ..fusion_dcformer import is_bare, is_plain_linear
+from ..fusion_dcformer import has_no_hooks, is_plain_linear
 from .limits import ACTIVATIONS, require_supported, unsupported_reason
 from .schemas import DEVICES, generate_packed_op, generate_weights_op, generated_shape
 from .sizes import ceil_div, power_of_2
@@ -382,7 +382,7 @@ def can_replace(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
         len(linears) > 0
         and unsupported_reason(device=hidden_states.device, dtype=hidden_states.dtype) is None
         and type(compose.act_fn) in APPROXIMATE
-        and is_bare(compose)
+        and has_no_hooks(compose)
         and all(_is_plain(linear) for linear in linears)
         and (compose.qkw is None or type(compose.qkw) is nn.Parameter)
         and all(p.device == hidden_states.device for p in compose.parameters())

@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 
 FIRST_CHUNK = 128  # queries of the smallest chunk
 _LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks cost launches
-FAR = 2**30  # beyond every key, as a bound that there is not
+UNBOUNDED = 2**30  # of `Visibility`: more than any number of keys
 _MOST_PROGRAMS = 65535  # along a grid's second and third axis
 _JOINED = 64  # queries whose log-sum-exps one program joins
 _MOST_INT32 = 2**31 - 1
@@ -68,8 +68,8 @@ class Visibility:
 
     first: torch.Tensor
     last: torch.Tensor
-    low: int = -FAR
-    high: int = FAR
+    low: int = -UNBOUNDED
+    high: int = UNBOUNDED
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Problem:
 
     def _key(self, name: str) -> Key:
         layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")
-        windowed = self.visibility.low > -FAR and self.visibility.high < FAR
+        windowed = self.visibility.low > -UNBOUNDED and self.visibility.high < UNBOUNDED
         dim = max(self.D, self.DV)
         return Key(name, self.arch, self.M, dim, dtype, windowed, layout.pre, layout.post, layout.rank)
 
@@ -595,4 +595,4 @@ def padded(dim: int) -> int:
     return max(16, power_of_2(dim))
 
 
-__all__ = ["FAR", "LAUNCHES", "Gradients", "Problem", "Visibility", "head_blocks"]
+__all__ = ["LAUNCHES", "UNBOUNDED", "Gradients", "Problem", "Visibility", "head_blocks"]

@@ -16,7 +16,7 @@ from ..attention_dcformer import check_shapes
 from ..compose_dcformer import ComposeWeights
 from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, visible_and_bias
 from .decode import composed_decode
-from .launch import FAR, Problem, Visibility
+from .launch import UNBOUNDED, Problem, Visibility
 from .layout import Layout, check_weights, packed_weights, six
 from .limits import MAX_QUERIES, require_supported, unsupported_reason
 from .overflow import needs_bfloat16
@@ -116,7 +116,7 @@ def composed_attention(
     offset = key_length - length if causal_offset is None else causal_offset
     position = torch.arange(length, device=query.device, dtype=torch.int32)[None]
     first, last = torch.zeros_like(position), torch.full_like(position, key_length)
-    low, high = -FAR, FAR
+    low, high = -UNBOUNDED, UNBOUNDED
     if causal:
         last, high = torch.minimum(last, position + (offset + 1)), offset
     if sliding_window is not None:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import nn
 
 from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, Generated
-from ..fusion_dcformer import is_bare
+from ..fusion_dcformer import has_no_hooks
 from ..modeling_dcformer import DCFormerRMSNorm
 from .generator import APPROXIMATE, _axes, _generated, _options, _tile, can_replace, generator_kernel
 from .limits import DTYPES, MAX_QUERIES, require_supported, unsupported_reason
@@ -236,7 +236,7 @@ def _can_prepare(attention: Any, hidden_states: torch.Tensor, states: torch.Tens
         and states.stride(-1) == 1
         and unsupported_reason(device=states.device, head_dim=attention.head_dim) is None
         and cos.device == states.device
-        and all(is_bare(module) for module in (compose, *norms))
+        and all(has_no_hooks(module) for module in (compose, *norms))
         and (not compose.generators or can_replace(compose, hidden_states))
     )
 

@@ -25,7 +25,7 @@ from .precision import add_product, product, rounded
 
 QUERY, KEY = tl.constexpr(Part.QUERY.value), tl.constexpr(Part.KEY.value)
 STATIC, GATE = tl.constexpr(Part.STATIC.value), tl.constexpr(Part.GATE.value)
-FAR = tl.constexpr(2147483647)  # no key is as far as this
+NO_KEY = tl.constexpr(2147483647)  # no key is as far as this
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def head_ids(i: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
 @triton.jit
 def intervals(p_first, p_last, o_t, m_t):
     """The keys [first, last) that queries see: two [t]. Queries that are not there see none."""
-    first = tl.load(p_first + o_t, mask=m_t, other=FAR)
+    first = tl.load(p_first + o_t, mask=m_t, other=NO_KEY)
     last = tl.load(p_last + o_t, mask=m_t, other=0)
     return first, last
 
@@ -52,7 +52,7 @@ def intervals(p_first, p_last, o_t, m_t):
 def span(first, last):
     """Bounds of the keys that any of some queries sees; an empty interval if none sees anything."""
     is_seeing = first < last
-    return tl.min(tl.where(is_seeing, first, FAR)), tl.max(tl.where(is_seeing, last, 0))
+    return tl.min(tl.where(is_seeing, first, NO_KEY)), tl.max(tl.where(is_seeing, last, 0))
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------

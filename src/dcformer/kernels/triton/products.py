@@ -11,7 +11,7 @@ all are.
 import triton
 import triton.language as tl
 
-from .heads import FAR, intervals, span
+from .heads import NO_KEY, intervals, span
 from .precision import add_product, rounded
 
 
@@ -101,7 +101,7 @@ def values_kernel(
     low = tl.minimum(low, high)
     start, stop = (low - s_0) // B_S * B_S, high - s_0
     # all queries of the tile see the keys between: no checks there
-    latest, earliest = tl.max(tl.where(m_t, first, 0)), tl.min(tl.where(m_t, last, FAR))
+    latest, earliest = tl.max(tl.where(m_t, first, 0)), tl.min(tl.where(m_t, last, NO_KEY))
     inner = tl.maximum(tl.minimum(tl.cdiv(latest - s_0, B_S) * B_S, stop), start)
     outer = tl.maximum((earliest - s_0) // B_S * B_S, inner)
     p_map += i_bh * stride_map
