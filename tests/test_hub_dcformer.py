@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 import dcformer
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 from dcformer.conversion import convert_hub_to_safetensors
-from dcformer.hub_dcformer import hub_conversions, load_authors_folder, tokenizer_special_ids
+from dcformer.hub_dcformer import hub_conversions, load_hub_folder, tokenizer_special_ids
 
 GENERATORS = [("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key")]
 AUTHORS_KEYS = {"dim", "n_layer", "n_head", "n_local_heads", "block_size", "window_type", "window_size", "query_wise"}
@@ -827,6 +827,6 @@ def test_native_tensors_beside_an_authors_configuration(tmp_path, logged):
         return model, {"missing_keys": set()}
 
     config = AutoConfig.from_pretrained(tmp_path)
-    load_authors_folder(load, tmp_path, config=config, tp_plan="auto")  # not refused
+    load_hub_folder(load, tmp_path, config=config, tp_plan="auto")  # not refused
     assert isinstance(given["config"], DCFormerConfig) and given["tp_plan"] == "auto"
     assert logged() == []

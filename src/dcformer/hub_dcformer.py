@@ -328,7 +328,7 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def with_authors_config(
+def with_hub_config(
     model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     """Arguments of `from_pretrained`, with the loaded configuration added if it is in the hub format.
@@ -356,7 +356,7 @@ def with_authors_config(
     return {name: value for name, value in arguments.items() if name in kept} | unused | {"config": loaded}
 
 
-def load_authors_folder(
+def load_hub_folder(
     load: Callable[..., Any], path: str | os.PathLike | None, *args: Any, config: Any, **arguments: Any
 ) -> Any:
     """Loads a model whose configuration is in the hub format.
@@ -536,11 +536,11 @@ __all__ = [
     "complete_config",
     "follow_tokenizer",
     "hub_conversions",
-    "load_authors_folder",
+    "load_hub_folder",
     "register_hub_conversions",
     "stored_generators",
     "stored_tensors",
     "tokenizer_special_ids",
     "weight_files",
-    "with_authors_config",
+    "with_hub_config",
 ]

@@ -48,7 +48,7 @@ from .compose_dcformer import (
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .fusion_dcformer import FusedProjections, check_fusable
-from .hub_dcformer import IGNORED_ON_LOAD, load_authors_folder, register_hub_conversions, with_authors_config
+from .hub_dcformer import IGNORED_ON_LOAD, load_hub_folder, register_hub_conversions, with_hub_config
 from .parallel_dcformer import check_tensor_parallel
 
 logger = logging.get_logger(__name__)
@@ -372,7 +372,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         """
         if requested_attention is None or requested_attention == DEFAULT_ATTENTION:
             return DEFAULT_ATTENTION
-        known = ("eager", CHUNKED, "dcformer_triton")
+        known = tuple(dict.fromkeys(("eager", CHUNKED, "dcformer_triton", *FUSED_ATTENTION)))
         if requested_attention not in known:
             raise ValueError(
                 f"attn_implementation={requested_attention!r} cannot compose attention heads, so "
@@ -393,13 +393,13 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any) -> Any:
         """Loads a model. Arguments and return value are those of `PreTrainedModel.from_pretrained`, which does it.
 
-        The authors' PyTorch repositories on the Hub load like any other; see `hub_dcformer.load_authors_folder`.
+        The authors' PyTorch repositories on the Hub load like any other; see `hub_dcformer.load_hub_folder`.
         """
         path = pretrained_model_name_or_path
-        kwargs = with_authors_config(cls, path, kwargs)
+        kwargs = with_hub_config(cls, path, kwargs)
         if not getattr(kwargs.get("config"), "undecided_fields", ()):
             return super().from_pretrained(path, *args, **kwargs)
-        return load_authors_folder(super().from_pretrained, path, *args, **kwargs)
+        return load_hub_folder(super().from_pretrained, path, *args, **kwargs)
 
     def fuse_projections(self) -> None:
         """Makes the projections of each layer one matrix product: q, k, v, and composition's first layers.

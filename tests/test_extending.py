@@ -1,0 +1,85 @@
+"""The examples of CONTRIBUTING.md for a variant of attention, a model of it, and a kernel backend."""
+
+import copy
+import re
+
+import pytest
+import torch
+from helpers import REPOSITORY, randomise, tiny_config
+from transformers import AutoModelForCausalLM
+
+from dcformer import DCFormerForCausalLM, compose_dcformer, modeling_dcformer
+
+
+def example(title):
+    """What the block of Python below a heading defines."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text[text.index(f"## {title}") :]
+    marked = r"<!-- tests/test_extending.py runs this -->\n```python\n(.*?)^```"
+    scope: dict = {"__name__": "example"}
+    exec(re.search(marked, section, re.DOTALL | re.MULTILINE)[1], scope)
+    return scope
+
+
+@pytest.fixture(scope="module")
+def variant():
+    return example("How to add a variant of attention")
+
+
+def tokens():
+    return torch.randint(1, 97, (2, 21), generator=torch.Generator().manual_seed(0))
+
+
+def gated(variant):
+    config = variant["GatedConfig"](**{k: v for k, v in tiny_config().to_dict().items() if k != "model_type"})
+    return randomise(AutoModelForCausalLM.from_config(config)).eval()
+
+
+def test_a_variant_changes_one_module(variant):
+    model = gated(variant)
+    assert type(model) is variant["GatedForCausalLM"]
+    assert all(type(layer.self_attn) is variant["GatedAttention"] for layer in model.model.layers)
+    plain = DCFormerForCausalLM(model.config).eval()
+    missing, unexpected = plain.load_state_dict(model.state_dict(), strict=False)
+    assert not missing and all("output_gate" in name for name in unexpected)
+    opened = copy.deepcopy(model)
+    for layer in opened.model.layers:
+        layer.self_attn.output_gate.weight.data.zero_()
+        layer.self_attn.output_gate.bias.data.fill_(100.0)  # a gate that is open is none
+    torch.testing.assert_close(opened(tokens()).logits, plain(tokens()).logits)
+    assert not torch.allclose(model(tokens()).logits, plain(tokens()).logits, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_variant_generates_trains_and_loads(variant, tmp_path):
+    model, ids = gated(variant), tokens()
+    model.set_attn_implementation("eager")
+    expected = model(ids).logits
+    model.set_attn_implementation("dcformer_chunked")
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    with torch.enable_grad():
+        model.train()(ids, labels=ids).loss.backward()
+    assert all(layer.self_attn.output_gate.weight.grad.abs().max() > 0 for layer in model.model.layers)
+    model.eval().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_a_backend_is_a_function_and_a_mask(monkeypatch):
+    monkeypatch.setattr(compose_dcformer, "FUSED_ATTENTION", fused := dict(compose_dcformer.FUSED_ATTENTION))
+    monkeypatch.setattr(modeling_dcformer, "FUSED_ATTENTION", fused)
+    example("How to add a kernel backend")
+    model, ids = randomise(DCFormerForCausalLM(tiny_config())).eval(), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    model.set_attn_implementation("my_kernels")
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected, atol=1e-4, rtol=1e-4)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    with pytest.raises(ValueError, match="cannot run this model: head dims are at most 128"):
+        DCFormerForCausalLM._from_config(tiny_config(head_dim=256), attn_implementation="my_kernels")
