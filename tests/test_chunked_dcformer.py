@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import randomise, tiny_config
-from test_attention_dcformer import Problem, small_blocks
+from test_attention_dcformer import Inputs, small_blocks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcformer import DCFormerForCausalLM, chunked_dcformer
@@ -37,7 +37,7 @@ def operator_arguments(problem, mask=(), dropout=0.0, window=None):
 )
 def test_operators_pass_opcheck(fields, options, monkeypatch):
     small_blocks(monkeypatch, query_block=4, scores=200)
-    problem = Problem(length=9, key_length=9, **fields)
+    problem = Inputs(length=9, key_length=9, **fields)
     mask = {
         "intervals": [torch.zeros(1, 9, dtype=torch.int32), torch.arange(1, 10, dtype=torch.int32)[None]],
         "whole": [torch.rand(2, 1, 9, 9) < 0.7],
@@ -166,7 +166,7 @@ def test_export_with_a_dynamic_length(strict):
 
 
 def test_transforms_name_eager():
-    problem = Problem(length=20, key_length=20)
+    problem = Inputs(length=20, key_length=20)
     query = problem.tensors["query"]
 
     def loss(query):
@@ -258,7 +258,7 @@ def test_host_reads_do_not_grow_with_the_length(kind, monkeypatch):
     small_blocks(monkeypatch, query_block=8, scores=1 << 10)
     counts = []
     for length in (40, 160):
-        problem = Problem(length=length, key_length=length, batch=1, dtype=torch.float32)
+        problem = Inputs(length=length, key_length=length, batch=1, dtype=torch.float32)
         real = torch.ones(1, length, dtype=torch.bool)
         real[0, : 3 if kind == "padded" else 0] = False
         real[0, 20 : 23 if kind == "gaps" else 20] = False
@@ -279,7 +279,7 @@ def test_host_reads_do_not_grow_with_the_length(kind, monkeypatch):
 def test_the_definition_bounds_the_operator_for_one_head_a_group(monkeypatch):
     """Groups of a single head, and fewer queries than a matrix product likes."""
     small_blocks(monkeypatch, query_block=2, scores=8)
-    problem = Problem(heads=3, kv_heads=3, groups=3, length=5, key_length=9)
+    problem = Inputs(heads=3, kv_heads=3, groups=3, length=5, key_length=9)
     expected, found = (problem.run(attention) for attention in (eager_attention, chunked_attention))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10)

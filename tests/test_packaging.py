@@ -29,6 +29,7 @@ NEEDS = {
     "dcformer.evaluation.sharing": "eval",
     "dcformer.kernels.launch": "kernels",
     "dcformer.kernels.ops": "kernels",
+    "dcformer.kernels.prepare": "kernels",
     "dcformer.kernels.search": "kernels",
     "dcformer.kernels.triton": "kernels",
     "dcformer.kernels.tuning": "kernels",

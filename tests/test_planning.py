@@ -315,7 +315,7 @@ def test_printed_plans(words, capsys):
 
 
 def test_figure_in_the_text(capsys):
-    (batch, total) = re.search(r"(\d+) sequences per GPU without checkpointing are ([\d.]+) GiB", PAGE).groups()
+    (batch, total) = re.search(r"at most (\d+) sequences per GPU fit, with ([\d.]+) GiB", PAGE).groups()
     assert main(["--gpus", "64", "--batch", batch]) == 0
     assert f"| **total** of 74.5 | **{total}** |" in capsys.readouterr().out
 

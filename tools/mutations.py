@@ -122,8 +122,8 @@ _COMPOSE = _in(
     ),
     (
         "gate without tanh",
-        "torch.tanh(self.gate_proj(hidden_states).to(compute))",
-        "self.gate_proj(hidden_states)",
+        "torch.tanh(gate.to(compute)).to(dtype)",
+        "gate",
         GENERATORS,
     ),
     (
@@ -140,8 +140,8 @@ _COMPOSE = _in(
     ),
     (
         "generators without an activation",
-        "self.act_fn(self.dw1_proj(hidden_states))",
-        "self.dw1_proj(hidden_states)",
+        "hidden = self.act_fn(hidden)  # [B, N, G·C·K]\n            k = ",
+        "k = ",
         GENERATORS,
     ),
     (
@@ -1040,16 +1040,16 @@ _MODELING = _in(
     MODEL,
     (
         "RMS norm without epsilon",
-        "wide.pow(2).mean(-1, keepdim=True) + self.eps)",
-        "wide.pow(2).mean(-1, keepdim=True))",
+        "self.weight.shape, eps=self.eps)",
+        "self.weight.shape, eps=0.0)",
         T_MODEL + "test_every_switch_trains_saves_and_counts[default]",
         MAXTEXT + "[default]",
         PAX + "[DCFormer++]",
     ),
     (
-        "RMS norm in the model's dtype",
-        "wide = x.to(accumulation_dtype(x.dtype))\n        wide = wide",
-        "wide = x\n        wide = wide",
+        "RMS norm rounded behind its weight",
+        "return self.weight * wide.to(x.dtype)",
+        "return (self.weight * wide).to(x.dtype)",
         T_MODEL + "test_norms_by_their_formula",
     ),
     (
@@ -1133,11 +1133,9 @@ _MODELING = _in(
         MAXTEXT + "[default]",
     ),
     (
-        "q norm after RoPE",
-        "query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)  # [B, H, T, D]",
-        "query = self.q_proj(hidden_states).view(head_shape).transpose(1, 2)\n"
-        "        query = self.q_norm(apply_rotary(query, *position_embeddings))\n"
-        "        query = apply_rotary(query, position_embeddings[0], -position_embeddings[1])",
+        "q and k norm after RoPE",
+        "apply_rotary(norm(states.transpose(1, 2)).transpose(1, 2), *position_embeddings)",
+        "norm(apply_rotary(states, *position_embeddings).transpose(1, 2)).transpose(1, 2)",
         MAXTEXT + "[default]",
     ),
     (
