@@ -9,15 +9,19 @@ import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from helpers import REPOSITORY, authors_folder
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import demo
+import published_checkpoints
 import synthetic_rows
 import train_synthetic
 
-from dcformer.synthetic import Question, get_task, split_of, vocabulary
+from dcformer.synthetic import Question, generate_dataset, get_task, split_of, vocabulary, write_dataset
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 
@@ -185,3 +189,62 @@ def test_training_script_makes_a_checkpoint_and_resumes(tmp_path):
     assert done.returncode == 0, done.stderr
     resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "checkpoint").state_dict()
     assert all(torch.equal(value, resumed[name]) for name, value in model.state_dict().items())
+
+
+# --- published_checkpoints.py -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def synthetic_file(tmp_path):
+    file = tmp_path / "synthetic.jsonl"
+    write_dataset(generate_dataset("test", contexts_per_task=1, num_examples=8, seed=0), file)
+    return str(file)
+
+
+def test_published_checkpoints_are_evaluated_once_a_task(tmp_path, synthetic_file, monkeypatch, capsys):
+    """The bundled checkpoint and a folder of the authors' in place of theirs; the tables have both."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'dcformer[eval]'")
+    theirs = authors_folder(tmp_path / "DCPythia-6.9B", "pytorch_model.bin")
+    words = {word: i for i, word in enumerate(["[UNK]", "<", ">", ".", "has", "a", "does", "not"])}
+    split = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    split.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=split, unk_token="[UNK]", eos_token=".").save_pretrained(theirs)
+    options = ["--models", str(CHECKPOINT), str(theirs), "--tasks", "--synthetic", synthetic_file, "--device", "cpu"]
+    options += ["--dtype", "float32", "--batch-size", "8", "--limit", "1", "--output", str(tmp_path / "runs")]
+    assert published_checkpoints.main(options) == 0
+    table = capsys.readouterr().out
+    found = {
+        name: json.loads((tmp_path / "runs" / name / "dcformer_synthetic_0shot.json").read_text())
+        for name in (CHECKPOINT.name, "DCPythia-6.9B")
+    }
+    first, second = ((s["perplexity,none"], 100 * s["acc,none"]) for s in found.values())
+    assert f"| {CHECKPOINT.name} | {first[0]:.2f} | - | {first[1]:.1f} | - |" in table
+    assert f"| DCPythia-6.9B | {second[0]:.2f} | 7.36 | {second[1]:.1f} | 39.0 |" in table
+
+    import lm_eval
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", None)  # all there is has been run
+    assert published_checkpoints.main(options) == 0 and capsys.readouterr().out == table
+    with pytest.raises(SystemExit, match="has limit 1, this run 2: give another --output"):
+        published_checkpoints.main([*options, "--limit", "2"])
+
+
+def test_published_checkpoints_in_memory_and_errors(tmp_path, capsys):
+    theirs = authors_folder(tmp_path / "B1", "pytorch_model.bin")
+    assert (
+        published_checkpoints.main(["--memory", "--models", str(theirs), str(CHECKPOINT), "--dtype", "bfloat16"]) == 0
+    )
+    sizes = [AutoModelForCausalLM.from_pretrained(folder).num_parameters() for folder in (theirs, CHECKPOINT)]
+    assert [f"{size:,}" for size in sizes] == re.findall(r"\| ([\d,]+) \|", capsys.readouterr().out)
+    for words, message in (
+        (["--synthetic", "nothing.jsonl"], "nothing.jsonl: there is no such file"),
+        (["--models", "a/x", "b/x"], "must differ"),
+    ):
+        with pytest.raises(SystemExit):
+            published_checkpoints.main(words)
+        assert message in capsys.readouterr().err
+
+
+def test_published_checkpoints_ask_for_the_tasks_of_the_group():
+    group = (REPOSITORY / "src/dcformer/evaluation/tasks/dcformer_paper.yaml").read_text()
+    assert tuple(re.findall(r"^  - (\w+)$", group, re.MULTILINE)) == published_checkpoints.TASKS

@@ -18,6 +18,7 @@ PROCESSES = 3  # that run tests which need much memory, with pytest-xdist
 _ELEMENTS = 1 << 22  # of scores held at once
 _counts = {"counted": 0, "clamped": 0, "largest": 0.0}
 _is_counting = False
+_is_worker = False  # of pytest-xdist
 
 
 def count_clamped(query: Any, key: Any, scale: float) -> dict[str, float]:
@@ -69,8 +70,10 @@ def _watch(launch: Any) -> None:
     launch.Problem.forward = counted
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: Any) -> None:
     """Watches the kernels, where there are any: without them tests skip by themselves."""
+    global _is_worker
+    _is_worker = hasattr(config, "workerinput")
     log = Path(os.environ["FIRST_RUN_LOG"])
     if log.exists() and not log.read_bytes().endswith(b"\n"):  # a line was cut off
         with log.open("a") as file:
@@ -109,7 +112,7 @@ def pytest_runtest_call(item: Any) -> Any:
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Adds a test's line to the file; with pytest-xdist only the process that has all reports does."""
-    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
+    if _is_worker or (report.when != "call" and report.passed):
         return
     detail = ""
     if report.skipped:
