@@ -12,16 +12,34 @@ at a third of the tokens an answer.
 import random
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from dcformer.synthetic import TASKS, Question, Task, Transformation, build_tokenizer, split_of
-from dcformer.synthetic.tasks import NAMED, PERSON_TRANSFORMATIONS, SET_TRANSFORMATIONS, UNNAMED
+from dcformer.synthetic.tasks import NAMED, PATTERNS, PERSON_TRANSFORMATIONS, SET_TRANSFORMATIONS, UNNAMED
 from dcformer.synthetic.vocabulary import NAMES
 
 _TOKEN = re.compile(r"\n|\w+|[^\w\s]")  # as the tokenizer splits, but some ten times as fast
 _vocabulary = cache(lambda: build_tokenizer().get_vocab())
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What rows ask for.
+
+    Attributes:
+        facts: facts or items of a statement, two or three; the tasks have three. Of two, nothing occurs twice.
+        patterns: names of the attention patterns that questions may have.
+        forms: of the facts, "plain", "inverted" or "item".
+        words: names of the transformations that may be asked for; None for all.
+    """
+
+    facts: int = 3
+    patterns: Collection[str] = tuple(PATTERNS)
+    forms: Collection[str] = ("plain", "inverted", "item")
+    words: Collection[str] | None = None
 
 
 def token_ids(text: str) -> list[int]:
@@ -43,38 +61,34 @@ def _readings(
                 break
 
 
-def statement_and_questions(
-    task: Task, facts: int, negated: bool, rng: random.Random, words: Collection[str] | None = None
-) -> tuple[str, list[Question]]:
+def statement_and_questions(task: Task, stage: Stage, rng: random.Random) -> tuple[str, list[Question]]:
     """A statement as the task has it, and the questions of the training split about it.
 
     Args:
         task: whose pattern, wording and words the statement has.
-        facts: how many facts or items, two or three; the tasks have three. Of two, nothing occurs twice.
-        negated: whether questions about people may say "not".
+        stage: how many facts it has, and what may be asked about them.
         rng: source of randomness.
-        words: names of the transformations that may be asked for; None for all.
 
     Returns:
         the statement; and its questions, the task's own first, without those of other splits (perhaps none is left).
     """
-    transformation, topic, pattern = task.transformation, task.transformation.topic, task.pattern
+    facts, transformation, topic, pattern = stage.facts, task.transformation, task.transformation.topic, task.pattern
     relation = rng.choice(transformation.relations)
-    asked: list[tuple[bool, str, str]] = []  # whether it is the task's own, query, answer
+    asked: list[tuple[str, bool, str, str]] = []  # pattern, whether it is of the task's words, query, answer
     if task.form == "item":
         odd, twice = (rng.choice(relation[answer]) for answer in rng.sample(list(relation), 2))
         items = [odd, *[twice] * (facts - 1)]
         rng.shuffle(items)
         statement = f"Here are {', '.join(task.template.format(entity=item) for item in items)}."
-        for reading, answers in _readings(SET_TRANSFORMATIONS, topic, items, words):
+        for reading, answers in _readings(SET_TRANSFORMATIONS, topic, items, stage.words):
             answer_of = dict(zip(items, answers, strict=True))
             own = reading is transformation
             others = {twice: odd} if facts > 2 else {twice: odd, odd: twice}
             for item, other in others.items():
                 named = NAMED.format(item=topic.item.format(entity=item))
-                asked.append((own and pattern == "other-in-set", f"{named} {reading.lead}", answer_of[other]))
+                asked.append(("other-in-set", own, f"{named} {reading.lead}", answer_of[other]))
             if facts > 2:
-                asked.append((own and pattern == "different-in-set", f"{UNNAMED} {reading.lead}", answer_of[odd]))
+                asked.append(("different-in-set", own, f"{UNNAMED} {reading.lead}", answer_of[odd]))
     else:
         answers = rng.sample(list(relation), facts)
         entities = [rng.choice(relation[answer]) for answer in answers]
@@ -89,7 +103,7 @@ def statement_and_questions(
         stated = (task.template.format(person=person, entity=entity) for person, entity in pairs)
         statement = f"< {' '.join(stated)} >."
         people = [person for person, _ in pairs]
-        for reading, answers in _readings(PERSON_TRANSFORMATIONS, topic, [entity for _, entity in pairs], words):
+        for reading, answers in _readings(PERSON_TRANSFORMATIONS, topic, [entity for _, entity in pairs], stage.words):
             own = reading is transformation
             # (what is named, what is asked for, the two patterns, wording when it is true of one fact or of all others)
             for named, wanted, patterns, wording in (
@@ -103,33 +117,33 @@ def statement_and_questions(
                         (same, patterns[0], wording[0], reading.affirmed),
                         (other, patterns[1], wording[1], reading.denied),
                     ):
-                        if len(found) == 1 and (negated or predicate != reading.denied):
-                            asked.append((own and pattern == kind, words.format(name, predicate), *found))
+                        if len(found) == 1:
+                            asked.append((kind, own, words.format(name, predicate), *found))
     rng.shuffle(asked)
-    asked.sort(key=lambda question: not question[0])
-    questions = [Question(statement, query.rstrip(), answer) for _, query, answer in asked]
+    asked.sort(key=lambda question: question[:2] != (pattern, True))
+    questions = [
+        Question(statement, query.rstrip(), answer) for kind, _, query, answer in asked if kind in stage.patterns
+    ]
     return statement, [question for question in questions if split_of(question) == "train"]
 
 
-def make_row(
-    facts: int, negated: bool, examples: int, tokens: int, rng: random.Random, words: Collection[str] | None = None
-) -> dict[str, list[int]]:
+def make_row(stage: Stage, examples: int, tokens: int, rng: random.Random) -> dict[str, list[int]]:
     """One row: perhaps some examples, a statement, and as many of its questions as fit.
 
     Args:
-        facts, negated, words: as for `statement_and_questions`.
+        stage: what it asks for.
         examples: whole questions of the same task before it, each with its answer.
-        tokens: the row's length T; the rest is padding.
+        tokens: the most it may have.
         rng: source of randomness.
 
     Returns:
-        lists of length T: `input_ids`; `labels`, the answers where the following token would stand and -100 elsewhere
-        (the answers of questions about the last statement are not among the inputs); `position_ids`; and `branch`, 0
-        for what all see, the number of the question, or -1 for padding.
+        lists of its length T: `input_ids`; `labels`, the answers where the following token would stand and -100
+        elsewhere (the answers of questions about the last statement are not among the inputs); `position_ids`; and
+        `branch`, 0 for what all see, or the number of the question. The last token is padding: a place for a label.
     """
     while True:
         task = rng.choice(TASKS)
-        if words is not None and (task.transformation.name not in words or task.form == "item"):
+        if task.form not in stage.forms or (stage.words is not None and task.transformation.name not in stage.words):
             continue
         ids, labels = token_ids("\n"), {}
         for _ in range(examples):
@@ -139,7 +153,7 @@ def make_row(
             ids += token_ids(question.prompt)
             labels[len(ids)] = _vocabulary()[question.answer]
             ids += token_ids(f"{question.answer}\n")
-        statement, questions = statement_and_questions(task, facts, negated, rng, words)
+        statement, questions = statement_and_questions(task, stage, rng)
         ids += token_ids(statement)
         shared = len(ids)
         positions, branches = list(range(shared)), [0] * shared
@@ -154,29 +168,34 @@ def make_row(
                 labels[len(ids)] = _vocabulary()[question.answer]
         if number and len(ids) < tokens:
             break
-    padding = tokens - len(ids)
     return {
-        "input_ids": ids + [0] * padding,
-        "labels": [labels.get(index, -100) for index in range(tokens)],
-        "position_ids": positions + [0] * padding,
-        "branch": branches + [-1] * padding,
+        "input_ids": [*ids, 0],
+        "labels": [labels.get(index, -100) for index in range(len(ids) + 1)],
+        "position_ids": [*positions, 0],
+        "branch": [*branches, -1],
     }
+
+
+PADDING = {"input_ids": 0, "labels": -100, "position_ids": 0, "branch": -1}
 
 
 def collate(rows: list[dict[str, list[int]]], window: int) -> dict:
     """A batch as DCFormer takes it.
 
     Args:
-        rows: from `make_row`, of the same length T.
+        rows: from `make_row`; T is the length of the longest.
         window: of the sliding layers.
 
     Returns:
         `input_ids`, `labels`, `position_ids` [B, T], and `attention_mask`: kind of layer -> boolean mask [B, 1, T, T],
         True where a query sees a key: what was before it in its own text.
     """
-    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    length = max(len(row["input_ids"]) for row in rows)
+    batch = {
+        name: torch.tensor([row[name] + [value] * (length - len(row[name])) for row in rows])
+        for name, value in PADDING.items()
+    }  # each [B, T]
     branch, position = batch.pop("branch"), batch["position_ids"]
-    length = position.shape[1]
     seen = torch.ones(length, length, dtype=torch.bool).tril()  # [T, T]
     seen = seen & ((branch[:, None] == 0) | (branch[:, None] == branch[:, :, None]))  # [B, T, T]
     near = (position[:, :, None] - position[:, None] < window) | torch.eye(length, dtype=torch.bool)

@@ -7,10 +7,9 @@
 
 The twins have the same size, seed, data and steps: "plain" has all composition off, "talking-heads" only the static
 projection. Everything runs through `transformers.Trainer`, on a CPU. No row is ever seen twice: rows are drawn while
-training (`synthetic_rows`), from the training split alone. The learning rate stays at its peak until the last part of
-the run, in which it falls to 0, so a run can be made longer: `--resume` with more `--steps`, from a checkpoint before.
-
-Not yet run to its end. The bundled checkpoint is of an earlier recipe (1750 steps of whole contexts, 4 heads).
+training (`synthetic_rows`), from the training split alone: first what is easy, and the next thing when that is learned
+(`CURRICULUM`). In the last part of the run rows have examples as the demonstration's have, and the learning rate, which
+was constant, falls to 0. So a run can be made longer: `--resume` with more `--steps`, from a checkpoint before.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from synthetic_rows import collate, make_row
+from synthetic_rows import Stage, collate, make_row
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -39,11 +38,22 @@ MAX_TOKENS = 512  # of a context
 WINDOW = 8  # from a fact to its person, and from the end of a question to whom it names
 TOKENS = 48  # of a row
 CONTEXT_TOKENS = 112  # of a row with examples
-# (from this step on: facts of a statement; whether questions about people may say "not"; the transformations in use).
-# To find the fact of a person is learned with two facts, few words and no "not" (of two facts a negated question wants
-# the other one: to a model that does not heed the "not" yet, the two teach opposite things). Then it serves all tasks.
-CURRICULUM = ((0, 2, False, ("copy-city",)), (300, 2, False, None), (800, 3, True, None))
-COMPOSE_RATE = 0.1  # learning rate of composition's parameters, relative to the others'
+_PERSON, _PEOPLE, _SETS = ("plain", "inverted"), ("same-person", "same-object"), ("other-in-set", "different-in-set")
+_COPYING = ("copy-city", "copy-object", "copy-tool")
+# To find the fact of a person is what takes long to learn among other things, and serves all tasks when it is: so two
+# facts, few words and no "not" first. (Of two facts a negated question wants the other one: to a model that does not
+# heed the "not" yet, the two teach opposite things.)
+CURRICULUM = (
+    Stage(2, _PEOPLE, ("plain",), ("copy-city",)),
+    Stage(2, _PEOPLE, _PERSON, _COPYING),
+    Stage(2, _PEOPLE, _PERSON),
+    Stage(3, _PEOPLE + _SETS),
+    Stage(),
+)
+LEARNED = 0.25  # mean loss at which the next stage begins
+LOG_STEPS = 50  # over which it is taken
+AHEAD = 5  # steps from there to the next stage: rows of the first of them have been drawn already
+COMPOSE_RATE = 1.0  # learning rate of composition's parameters, relative to the others'
 EXAMPLES = 2  # in a row of the decay
 STEPS = 20_000
 VARIANTS = {
@@ -77,17 +87,43 @@ def make_model(tokenizer, **switches) -> dcformer.DCFormerForCausalLM:
     return model
 
 
+class Curriculum(TrainerCallback):
+    """Which stage the rows of a step are of. All is read from the losses that `Trainer` has logged, and keeps."""
+
+    def __init__(self) -> None:
+        self.begins = [0]  # the first step of each stage that has been reached
+
+    def stage_of(self, step: int) -> int:
+        """Index of the stage at a step, from 0."""
+        return sum(first <= step for first in self.begins) - 1
+
+    def _read(self, history: list[dict]) -> None:
+        self.begins = [0]
+        for entry in history:
+            is_settled = entry["step"] >= self.begins[-1] + 2 * LOG_STEPS
+            if "loss" in entry and entry["loss"] < LEARNED and is_settled and len(self.begins) < len(CURRICULUM):
+                self.begins.append(entry["step"] + AHEAD)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._read(state.log_history)
+
+    def on_log(self, args, state, control, **kwargs):
+        self._read(state.log_history)
+
+
 class Rows(torch.utils.data.Dataset):
-    """Row i of a run, made when it is asked for; the same whenever it is.
+    """Row i of a run, made when it is asked for.
 
     Args:
+        curriculum: tells the stage of a step.
         steps: of the run.
         decay_steps: the last steps, whose rows have examples.
         batch_size: rows of a step.
         seed: of the data.
     """
 
-    def __init__(self, steps: int, decay_steps: int, batch_size: int, seed: int):
+    def __init__(self, curriculum: Curriculum, steps: int, decay_steps: int, batch_size: int, seed: int):
+        self.curriculum = curriculum
         self.steps, self.decay_steps, self.batch_size, self.seed = steps, decay_steps, batch_size, seed
 
     def __len__(self) -> int:
@@ -95,11 +131,11 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         step = index // self.batch_size
-        facts, negated, words = [stage for first, *stage in CURRICULUM if first <= step][-1]
-        decays = step >= self.steps - self.decay_steps
+        stage = CURRICULUM[self.curriculum.stage_of(step)]
         rng = random.Random(f"{self.seed}/{index}")
-        examples, tokens = (EXAMPLES, CONTEXT_TOKENS) if decays else (0, TOKENS)
-        return make_row(facts, negated, examples, tokens, rng, words)
+        if step >= self.steps - self.decay_steps:
+            return make_row(stage, EXAMPLES, CONTEXT_TOKENS, rng)
+        return make_row(stage, 0, TOKENS, rng)
 
 
 def make_data(split: str, contexts_per_task: int, num_examples: int, seed: int, tokenizer) -> list[dict]:
@@ -137,11 +173,12 @@ class Curve(TrainerCallback):
 
     Args:
         folder: of the run.
+        curriculum: tells the stage.
         data: name -> contexts.
     """
 
-    def __init__(self, folder: Path, data: dict[str, list[dict]]):
-        self.file, self.data = folder / "curve.jsonl", data
+    def __init__(self, folder: Path, curriculum: Curriculum, data: dict[str, list[dict]]):
+        self.file, self.curriculum, self.data = folder / "curve.jsonl", curriculum, data
 
     def on_save(self, args, state, control, model=None, **kwargs):
         was_training = model.training
@@ -149,7 +186,9 @@ class Curve(TrainerCallback):
         scores = {name: round(score(model, rows)["accuracy"], 4) for name, rows in self.data.items()}
         model.train(was_training)
         loss = next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None)
-        line = {"step": state.global_step, "loss": loss, **scores, "processor_seconds": round(time.process_time())}
+        stage = self.curriculum.stage_of(state.global_step)
+        line = {"step": state.global_step, "stage": stage, "loss": loss, **scores}
+        line["processor_seconds"] = round(time.process_time())
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         tqdm.write(json.dumps(line))
@@ -193,6 +232,7 @@ def train(variant: str, arguments: argparse.Namespace, tokenizer) -> dict:
         "alone": make_data("validation", 4, 1, arguments.seed, tokenizer),
         "in_context": make_data("validation", 2, 1 + EXAMPLES, arguments.seed, tokenizer),
     }
+    curriculum = Curriculum()
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -209,7 +249,7 @@ def train(variant: str, arguments: argparse.Namespace, tokenizer) -> dict:
                 "min_lr_ratio": 0.0,
             },
             warmup_steps=arguments.warmup_steps,
-            logging_steps=arguments.save_steps,
+            logging_steps=LOG_STEPS,
             save_steps=arguments.save_steps,
             save_total_limit=2,
             report_to="none",
@@ -218,12 +258,11 @@ def train(variant: str, arguments: argparse.Namespace, tokenizer) -> dict:
             disable_tqdm=arguments.quiet,
             dataloader_pin_memory=False,
             remove_unused_columns=False,
-            torch_compile=arguments.compile,
         ),
         data_collator=partial(collate, window=WINDOW),
-        train_dataset=Rows(arguments.steps, arguments.decay_steps, arguments.batch_size, arguments.seed),
+        train_dataset=Rows(curriculum, arguments.steps, arguments.decay_steps, arguments.batch_size, arguments.seed),
         optimizers=(torch.optim.AdamW(groups, lr=arguments.learning_rate, betas=(0.9, 0.98)), None),
-        callbacks=[Curve(folder, validation)],
+        callbacks=[curriculum, Curve(folder, curriculum, validation)],
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     model.eval()
@@ -342,7 +381,6 @@ def main(options: list[str] | None = None) -> None:
     parser.add_argument("--test-contexts", type=int, default=10, help="held-out contexts a task (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attention", default="eager", help="attn_implementation; eager is fastest on texts so short")
-    parser.add_argument("--compile", action="store_true", help="compile the model: a minute or two, then half the time")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     parser.add_argument("--cpu", action="store_true", help="do not use an accelerator that is there")
     arguments = parser.parse_args(options)

@@ -106,13 +106,14 @@ def held_out_prompts(row: dict, tokenizer) -> list[str]:
 def test_rows_ask_questions_of_the_training_split_only(facts, examples, tokens, monkeypatch):
     tokenizer = train_synthetic.build_tokenizer()
     rng = random.Random(0)
-    rows = [synthetic_rows.make_row(facts, True, examples, tokens, rng) for _ in range(200)]
+    rows = [synthetic_rows.make_row(synthetic_rows.Stage(facts), examples, tokens, rng) for _ in range(200)]
     assert not any(held_out_prompts(row, tokenizer) for row in rows)
-    assert {len(values) for row in rows for values in row.values()} == {tokens}
+    assert all(len({len(values) for values in row.values()}) == 1 for row in rows)
+    assert max(len(row["input_ids"]) for row in rows) <= tokens
     assert not any(tokenizer.unk_token_id in row["input_ids"] for row in rows)
     # the check sees what it looks for
     monkeypatch.setattr(synthetic_rows, "split_of", lambda question: "train")
-    rows = [synthetic_rows.make_row(facts, True, examples, tokens, rng) for _ in range(200)]
+    rows = [synthetic_rows.make_row(synthetic_rows.Stage(facts), examples, tokens, rng) for _ in range(200)]
     assert any(held_out_prompts(row, tokenizer) for row in rows)
 
 
@@ -131,7 +132,9 @@ def test_answers_of_rows_are_the_generators(pattern, monkeypatch):
     rng = random.Random(0)
     task = get_task(f"{pattern}.city->country.{'item' if pattern.endswith('set') else 'plain'}")
     answers = {key(question): question.answer for question in (task.sample(rng) for _ in range(8000))}
-    drawn = [q for _ in range(2000) for q in synthetic_rows.statement_and_questions(task, 3, True, rng)[1]]
+    drawn = [
+        q for _ in range(2000) for q in synthetic_rows.statement_and_questions(task, synthetic_rows.Stage(), rng)[1]
+    ]
     met = [question for question in drawn if key(question) in answers]
     assert len(met) > 100
     assert all(question.answer == answers[key(question)] for question in met)
@@ -144,7 +147,7 @@ def test_a_question_of_a_row_is_read_as_a_text_of_its_own():
     for parameter in model.parameters():  # layers' outputs start with zero: nothing would be seen
         torch.nn.init.normal_(parameter, std=0.1)
     rng = random.Random(0)
-    rows = [synthetic_rows.make_row(3, True, examples, 112, rng) for examples in (0, 2)]
+    rows = [synthetic_rows.make_row(synthetic_rows.Stage(), examples, 112, rng) for examples in (0, 2)]
     batch = synthetic_rows.collate(rows, train_synthetic.WINDOW)
     with torch.no_grad():
         logits = model(**batch, use_cache=False).logits
