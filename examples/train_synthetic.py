@@ -66,7 +66,10 @@ VARIANTS = {
 def make_model(tokenizer, **switches) -> dcformer.DCFormerForCausalLM:
     """The small model: 4 layers, LG, about a million parameters.
 
-    Embeddings start larger than other weights: what a token is stands clear beside what the first layers add.
+    It starts where tokens find their like and say so (after "Mimetic Initialization of Self-Attention Layers",
+    arXiv 2305.09828): keys are projected as queries are, outputs by the transpose of the values' projection, and the
+    output layer is half the embeddings. These start larger than other weights: what a token is stands clear beside
+    what the first layers add.
     """
     config = dcformer.DCFormerConfig(
         vocab_size=len(tokenizer),
@@ -84,6 +87,11 @@ def make_model(tokenizer, **switches) -> dcformer.DCFormerForCausalLM:
     )
     model = dcformer.DCFormerForCausalLM(config)
     nn.init.normal_(model.model.embed_tokens.weight, std=0.3)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(0.5 * model.model.embed_tokens.weight)
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.copy_(layer.self_attn.q_proj.weight)
+            layer.self_attn.o_proj.weight.copy_(layer.self_attn.v_proj.weight.T)
     return model
 
 
@@ -374,7 +382,7 @@ def main(options: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
     parser.add_argument("--decay-steps", type=int, help="last steps, with a falling rate; a quarter when not given")
     parser.add_argument("--batch-size", type=int, default=32, help="rows a step, some 130 answers")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--warmup-steps", type=int, default=100)
     parser.add_argument("--save-steps", type=int, default=200, help="steps between checkpoints")
