@@ -1,0 +1,5 @@
+"""Composition of heads in other people's models: `DCMHA`, a module, and `convert_attention`, for whole models."""
+
+from .dcmha import DCMHA
+
+__all__ = ["DCMHA"]
