@@ -1,8 +1,8 @@
 """`DCMHA`: dynamically composable attention with the interface of `torch.nn.MultiheadAttention`.
 
-The formulas are those of the package: weight generators and composition of `compose_dcformer`, attention functions of
-`attention_dcformer`, `chunked_dcformer` and `kernels`. What is added is cross-attention, where queries and keys are made
-from different states: query-wise composition weights are then computed from the former, key-wise ones from the latter.
+The formulas are the package's: weight generators and composition of `compose_dcformer`, attention functions of
+`attention_dcformer`, `chunked_dcformer` and `kernels`. What is added is cross-attention, whose queries and keys are
+made from different states: query-wise composition weights are computed from the former, key-wise ones from the latter.
 
 Letters: B batch, T queries, S keys, E width of the queries, H heads, Hkv key/value heads, D head dim.
 """
@@ -63,11 +63,11 @@ def one_side(settings: ComposeSettings, side: str, hidden_size: int) -> ComposeS
         side: "query", which also has the static projections, or "key".
         hidden_size: width of the states of that side.
     """
-    other = "key" if side == "query" else "query"
-    is_static = settings.compose_static and side == "query"
-    if not (getattr(settings, f"compose_{side}") or is_static):
+    query, key = settings.compose_query and side == "query", settings.compose_key and side == "key"
+    static = settings.compose_static and side == "query"
+    if not (query or key or static):
         return None
-    return replace(settings, hidden_size=hidden_size, compose_static=is_static, **{f"compose_{other}": False})
+    return replace(settings, hidden_size=hidden_size, compose_query=query, compose_key=key, compose_static=static)
 
 
 def stages(generators: DCFormerCompose, *generated: Generated) -> Stages:
@@ -305,9 +305,7 @@ class DCMHA(nn.Module):
         elif not self.batch_first:
             query, key, value = (states.transpose(0, 1) for states in (query, key, value))
         implementation = self._implementation(need_weights, mask)
-        sides = {"query": query, "key": key}
-        made = [generators(sides[side], implementation) for side, generators in self.compose.items()]
-        pre, post = stages(next(iter(self.compose.values())), *made) if made else (None, None)
+        pre, post = self._compose_weights(query, key, implementation)
         q, k, v = self._project(query, key, value)  # [B, H, T, D], [B, Hkv, S, D]
         output, weights = attend_composed(
             ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention),
@@ -331,6 +329,13 @@ class DCMHA(nn.Module):
             return output, None
         weights = weights.mean(dim=1) if average_attn_weights else weights
         return output, weights if is_batched else weights[0]
+
+    def _compose_weights(self, query: torch.Tensor, key: torch.Tensor, implementation: str) -> Stages:
+        """The weights of both stages, from [B, T, E] and [B, S, kdim]."""
+        states = {"query": query, "key": key}
+        made = [generators(states[side], implementation) for side, generators in self.compose.items()]
+        generators: Any = next(iter(self.compose.values()), None)
+        return stages(generators, *made) if made else (None, None)
 
     def _project(self, *states: torch.Tensor) -> list[torch.Tensor]:
         """The states of queries, keys and values, [B, N, width], as heads [B, H(kv), N, D]."""
@@ -388,7 +393,7 @@ class DCMHA(nn.Module):
         attn_mask: torch.Tensor | None,
         is_causal: bool,
     ) -> torch.Tensor | None:
-        """Both masks as the package's: [B or 1, 1 or H, T, S], boolean and True where a query sees a key, or additive."""
+        """Both as a mask of the package: [B or 1, 1 or H, T, S], True where a query sees a key, or additive."""
         if is_causal and attn_mask is None:
             raise DCFormerError(
                 "is_causal=True only says what attn_mask is: pass the causal mask as well, for example "
@@ -445,7 +450,7 @@ def _check_implementation(name: str) -> None:
 def _check_mask(name: str, mask: torch.Tensor, *shapes: tuple[int, ...]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise DCFormerError(
-            f"{name} is of {mask.dtype}: expected bool, True where attention is not allowed, or floating point, which is "
+            f"{name} is of {mask.dtype}: expected bool, True where attention is not allowed, or floating point, to be "
             "added to the scores."
         )
     if tuple(mask.shape) not in shapes:
