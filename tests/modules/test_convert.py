@@ -173,7 +173,7 @@ def test_gradient_checkpointing_changes_nothing(name):
         torch.testing.assert_close(grads[1][path], grad, rtol=0, atol=0, msg=path)
 
 
-@pytest.mark.parametrize("name", ["vit", "bert"])
+@pytest.mark.parametrize("name", ["vit", "bert", "siglip, vision"])
 def test_compiles(name):
     """In one graph, forward and backward."""
     model, inputs = converted(name, layers=1), KINDS[name].inputs()

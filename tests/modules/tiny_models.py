@@ -101,6 +101,7 @@ KINDS = {
     ),
     "clip": clip(t.CLIPConfig, t.CLIPModel),
     "siglip": clip(t.SiglipConfig, t.SiglipModel),
+    "siglip, vision": vision(t.SiglipVisionModel, t.SiglipVisionConfig),
     "bert": language(t.BertForMaskedLM, t.BertConfig, t.AutoModelForMaskedLM),
     "bert, cross": Kind(bert_with_cross_attention, encoder_states, t.AutoModel, 6),
     "roberta": language(t.RobertaForMaskedLM, t.RobertaConfig, t.AutoModelForMaskedLM, max_position_embeddings=60),
