@@ -1,9 +1,9 @@
 """What conversion costs a vision Transformer: `python benchmarks/converted_vit.py`.
 
-A ViT-S/16 of Transformers at 224 px (197 tokens, bidirectional), random weights, as it is (eager and sdpa) and converted
-by `dcformer.modules.convert_attention` ("dcmha" and "dcmha_chunked"): a forward pass, and one with its backward pass. All
-four are timed in turn, in one process, after their outputs have been compared. Prints a table with the median of the
-rounds and, relative to plain eager attention, the median ratio and its range over rounds.
+A ViT-S/16 of Transformers at 224 px (197 tokens, bidirectional), random weights, as it is (eager and sdpa) and with
+its attention converted ("dcmha" and "dcmha_chunked"): a forward pass, and one with its backward pass. All four are
+timed in turn, in one process, after their outputs have been compared. Prints tables with the median of the rounds and,
+relative to plain eager attention, the median ratio and its range over rounds.
 """
 
 import argparse

@@ -9,7 +9,7 @@ import torch
 import transformers as t
 from helpers import randomise, tiny_config
 from safetensors.torch import load_file, save_file
-from tiny_models import KINDS, TEXT, ids, make, noise, padded, text
+from tiny_models import KINDS, TEXT, ids, make, noise, text
 from torch import nn
 
 import dcformer
@@ -236,20 +236,25 @@ def test_trainer(tmp_path):
     torch.testing.assert_close(logits(loaded.eval(), text()), logits(model.eval(), text()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_rows_that_see_nothing(name, implementation):
-    """One whole sequence is padding: zeros come out of its attention, and every gradient is finite."""
-    model, seen = converted(name), []
-    model.set_attn_implementation(implementation)
-    mask = padded()
-    mask[1] = 0
-    attention = next(module for module in model.modules() if hasattr(module, "compose_call"))
-    last = attention.o_proj if name == "llama" else None
-    (last or attention).register_forward_hook(lambda _, args, output: seen.append(args[0] if last else output[0]))
-    model(input_ids=ids(20), attention_mask=torch.cat([mask, mask, mask], 1)[:, :20]).logits.square().sum().backward()
-    assert not seen[0][1].any() and seen[0][0].any()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if "attention_mask" in kind.inputs()])
+def test_rows_that_see_nothing(name):
+    """One whole sequence is padding: its weights are zeros, and every gradient is finite, in both implementations."""
+    model, inputs = converted(name), KINDS[name].inputs()
+    inputs["attention_mask"][1] = 0
+    output = model(**inputs, output_attentions=True)
+    fields = ("attentions", "encoder_attentions", *["cross_attentions"] * (name in ("bart", "t5")))
+    maps = [one for field in fields for one in output.get(field) or ()]
+    assert maps or name in ("clip", "siglip")  # these return those of their parts
+    assert all(not one[1].any() and one[0].any() for one in maps)
+    for implementation in IMPLEMENTATIONS:
+        if implementation == "dcmha_chunked" and name == "t5":  # trains a bias of the scores
+            continue
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(**inputs)[0].square().sum().backward()
+        found = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+        assert all(grad.isfinite().all() for grad in found.values())
+        assert all(found[path].any() for path in found if path.endswith("qkw"))
 
 
 def test_low_precision():
