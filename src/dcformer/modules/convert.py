@@ -40,6 +40,7 @@ from .dcmha import Stages, attend_composed, make_generators, one_side, stages
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _STATES = "hidden_states"
 _KEY_STATES = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+_CACHES = ("past_key_values", "layer_past")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
 _SUBMODULES = ("compose", "compose_query", "compose_key")
@@ -148,17 +149,7 @@ def _examine(module: nn.Module, path: str, call: ast.Call, forward: Callable, co
     for keyword in call.keywords:
         if keyword.arg in _UNSUPPORTED and not _is_off(module, keyword.value):
             raise DCFormerError(f"{where}: uses {_UNSUPPORTED[keyword.arg]} ({keyword.arg}), which is not supported.")
-    spread = {
-        keyword.value.id for keyword in call.keywords if keyword.arg is None and isinstance(keyword.value, ast.Name)
-    }
-    rest = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
-    places = {name: i - 1 for i, name in enumerate(parameters)}  # without self
-    wanted = (_STATES, *_KEY_STATES, "past_key_values")
-    widths = {
-        name: width
-        for name, child in module.named_children()
-        if (width := getattr(child, "in_features", None) or getattr(child, "nx", None))  # nx: the library's Conv1D
-    }
+    widths = _input_widths(module)
     if not widths:
         raise DCFormerError(f"{where}: none of its submodules is a linear projection.")
     heads = next((n for owner in (module, getattr(module, "config", None)) for n in _sizes(owner)), None)
@@ -167,21 +158,44 @@ def _examine(module: nn.Module, path: str, call: ast.Call, forward: Callable, co
     is_cross = _is_cross(module, path)
     if compose["compose_key"] == _UNCACHED:
         is_cached = not is_cross and (getattr(module, "is_causal", False) or getattr(module, "is_decoder", False))
-        compose = compose | {"compose_key": not (is_cached and {"past_key_values", "layer_past"} & set(parameters))}
+        compose = compose | {"compose_key": not (is_cached and set(_CACHES) & set(parameters))}
     query = next((name for name in widths if name.startswith("q")), next(iter(widths)))
     key = next((name for name in widths if name.startswith("k")), next((n for n in widths if n != query), query))
     try:
-        settings = ComposeSettings(widths[query], heads, heads, **compose)
+        whole = ComposeSettings(widths[query], heads, heads, **compose)
     except ValueError as error:
         raise DCFormerError(f"{where}: {error}") from error
+    settings = {"compose": whole}
     if is_cross:
-        of_sides = {side: one_side(settings, side, widths[name]) for side, name in (("query", query), ("key", key))}
-        made = {f"compose_{side}": of_side for side, of_side in of_sides.items() if of_side is not None}
-    else:
-        made = {"compose": settings}
-    positions = {name: places[name] for name in wanted if name in places}
-    call_facts = _Call(path, heads, is_cross, positions, rest in spread)
-    return _Found(module, call_facts, made, module.get_submodule(query).weight)  # type: ignore[arg-type]  # a tensor
+        sides = {side: one_side(whole, side, widths[name]) for side, name in (("query", query), ("key", key))}
+        settings = {f"compose_{side}": of_side for side, of_side in sides.items() if of_side is not None}
+    places = {name: i - 1 for i, name in enumerate(parameters)}  # without self
+    facts = _Call(
+        path=path,
+        heads=heads,
+        is_cross=is_cross,
+        positions={name: places[name] for name in (_STATES, *_KEY_STATES, *_CACHES) if name in places},
+        passes_kwargs=_passes_kwargs(call, parameters),
+    )
+    return _Found(module, facts, settings, module.get_submodule(query).weight)  # type: ignore[arg-type]  # a tensor
+
+
+def _passes_kwargs(call: ast.Call, parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a call passes on all keyword arguments of its method: `call(..., **kwargs)`."""
+    rest = [name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
+    return any(
+        keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id in rest
+        for keyword in call.keywords
+    )
+
+
+def _input_widths(module: nn.Module) -> dict[str, int]:
+    """Name -> width of the input of each linear layer directly below a module."""
+    widths = {
+        name: getattr(child, "in_features", None) or getattr(child, "nx", None)  # nx: the library's Conv1D
+        for name, child in module.named_children()
+    }
+    return {name: width for name, width in widths.items() if width}
 
 
 def _is_off(module: nn.Module, value: ast.expr) -> bool:
@@ -253,7 +267,7 @@ def _of_keys(
     generators: nn.Module, call: _Call, states: torch.Tensor, args: tuple, kwargs: dict[str, Any]
 ) -> Generated:
     """Key-wise weights of encoder states, kept in the cache of a generation for as long as the states are the same."""
-    cache = call.argument(args, kwargs, "past_key_values")
+    cache = call.argument(args, kwargs, *_CACHES)
     if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return generators(states)
     kept = cache.__dict__.setdefault("dcmha_keys", {})
