@@ -1,8 +1,9 @@
 """DCFormer for Transformers: dynamically composable multi-head attention as an ordinary model of the library.
 
 Importing the package registers "dcformer" and "dcpythia" with Transformers' Auto classes, and the attention
-implementations "dcformer_chunked" and, where Triton is installed, "dcformer_triton". The first model that is made
-registers the names of tensors in the authors' repositories on the Hub.
+implementations "dcformer_chunked", where Triton is installed "dcformer_triton", and "dcmha" and "dcmha_chunked" for
+models that `modules.convert_attention` has converted. The first model that is made registers the names of tensors in
+the authors' repositories on the Hub.
 """
 
 from transformers import (
@@ -31,6 +32,7 @@ from .modeling_dcformer import (
     DCPythiaForTokenClassification,
     DCPythiaModel,
 )
+from .modules import from_pretrained_converted
 from .optimization import parameter_groups
 from .remote_code import export_remote_code
 
@@ -73,5 +75,6 @@ __all__ = [
     "__version__",
     "compose",
     "export_remote_code",
+    "from_pretrained_converted",
     "parameter_groups",
 ]

@@ -1,0 +1,6 @@
+"""Composition of heads in other people's models: `DCMHA`, a module, and `convert_attention`, for whole models."""
+
+from .convert import convert_attention, from_pretrained_converted, load_compose, save_compose
+from .dcmha import DCMHA
+
+__all__ = ["DCMHA", "convert_attention", "from_pretrained_converted", "load_compose", "save_compose"]

@@ -1,0 +1,549 @@
+"""Models of Transformers whose heads are composed, against what they were."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+import transformers as t
+from helpers import randomise, tiny_config
+from safetensors.torch import load_file, save_file
+from tiny_models import KINDS, TEXT, ids, make, noise, text
+from torch import nn
+
+import dcformer
+from dcformer.errors import DCFormerError
+from dcformer.modules import convert_attention, from_pretrained_converted, load_compose, save_compose
+from dcformer.modules.convert import IMPLEMENTATIONS
+
+TOLERANCE = 1e-6  # the specification's, in float32
+SIDES = ("compose", "compose_query", "compose_key")
+
+
+def generators(model):
+    """Every `DCFormerCompose` of a converted model, by its path."""
+    return {path: module for path, module in model.named_modules() if path.rpartition(".")[2] in SIDES}
+
+
+def stir(model, scale=1.0):
+    """Moves composition, and nothing else, well away from where it does nothing."""
+    for module in generators(model).values():
+        randomise(module, scale)
+    return model
+
+
+def converted(name, layers=2, **options):
+    return stir(convert_attention(make(name, layers), **options))
+
+
+def logits(model, inputs=None, name=None):
+    """The first output, of the tokens that are not padding."""
+    inputs = KINDS[name].inputs() if inputs is None else inputs
+    output = model(**inputs)[0]
+    if "attention_mask" in inputs and output.shape[:2] == inputs["attention_mask"].shape:
+        output = output[inputs["attention_mask"].bool()]
+    return output
+
+
+# --- every kind of model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_without_composition_it_is_the_model(name):
+    model = make(name)
+    expected = logits(model, name=name)
+    convert_attention(model)
+    assert len(generators(model)) == KINDS[name].generators
+    for implementation in IMPLEMENTATIONS:
+        if implementation == "dcmha_chunked" and name in ("swin", "beit", "t5"):  # they train a bias of the scores
+            continue
+        model.set_attn_implementation(implementation)
+        torch.testing.assert_close(logits(model, name=name), expected, rtol=0, atol=TOLERANCE)
+    stir(model)
+    assert (logits(model, name=name) - expected).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_composition_learns_with_all_else_frozen(name):
+    """Every generator gets a gradient in the first step; ten lower the loss; nothing else has changed."""
+    model = make(name)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    before = {path: p.clone() for path, p in model.named_parameters()}
+    convert_attention(model, compose_static=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=0.03)
+    target = torch.randn_like(logits(model, name=name).detach())
+    losses = []
+    for step in range(11):
+        loss = (logits(model, name=name) - target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            for path, module in generators(model).items():
+                for tensor, parameter in module.named_parameters():
+                    reached = tensor != "dw1_proj.weight"  # its gradient goes through what is zero at first
+                    assert bool(parameter.grad.any()) == reached, f"{path}.{tensor}"
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(p, before[path]) for path, p in model.named_parameters() if path in before)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_and_loaded(name, tmp_path):
+    kind, model = KINDS[name], converted(name, compose_rank=3)
+    expected = logits(model, name=name)
+    model.save_pretrained(tmp_path / "model")
+    assert "from_pretrained_converted" in (tmp_path / "model" / "README.md").read_text()
+    loaded = from_pretrained_converted(tmp_path / "model", kind.auto)
+    assert type(loaded).__name__ == type(model).__name__ and loaded.config.dcmha == model.config.dcmha
+    torch.testing.assert_close(logits(loaded.eval(), name=name), expected, rtol=0, atol=0)
+    save_compose(model, tmp_path / "compose.safetensors")
+    again = load_compose(make(name), tmp_path / "compose.safetensors")
+    torch.testing.assert_close(logits(again, name=name), expected, rtol=0, atol=0)
+    assert set(load_file(tmp_path / "compose.safetensors")) == set(again.state_dict()) - set(make(name).state_dict())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_chunked_is_eager(name):
+    model = converted(name)
+    expected = logits(model, name=name)
+    model.set_attn_implementation("dcmha_chunked")
+    if name in ("swin", "beit", "t5"):
+        with torch.no_grad():  # a bias of the scores that is not trained is any other mask
+            for path, parameter in model.named_parameters():
+                parameter.requires_grad_("relative" not in path)
+    torch.testing.assert_close(logits(model, name=name), expected, rtol=0, atol=1e-5)  # float32, scores of size 10
+
+
+# --- what may happen to a model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "siglip", "llama"])
+def test_copies(name):
+    """A copy has its own composition, and saves itself."""
+    model = converted(name)
+    expected = logits(model, name=name)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(logits(made, name=name), expected, rtol=0, atol=0)
+        stir(made)
+        assert not torch.allclose(logits(made, name=name), expected)
+        assert made.save_pretrained.args == (made,)
+    torch.testing.assert_close(logits(model, name=name), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["bert", "siglip"])
+def test_threads(name):
+    """One model in four threads, on inputs of their own: the weights of none are used by another."""
+    model, found = converted(name), {}
+    inputs = [KINDS[name].inputs() for _ in range(4)]
+    for seed, one in enumerate(inputs):
+        one["input_ids"] = ids(seed=seed)
+    barrier = threading.Barrier(4)
+
+    def run(place):
+        with torch.no_grad():
+            for _ in range(10):
+                barrier.wait()
+                found[place] = logits(model, inputs[place])
+
+    expected = [logits(model, one) for one in inputs]
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place, one in enumerate(expected):
+        torch.testing.assert_close(found[place], one, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "siglip"])
+def test_gradient_checkpointing_changes_nothing(name):
+    model, grads = converted(name).train(), []
+    for is_on in (False, True):
+        if is_on:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        logits(model, name=name).square().sum().backward()
+        grads.append({path: p.grad for path, p in model.named_parameters() if p.grad is not None})
+    assert set(grads[0]) == set(grads[1]) and any(".compose.qkw" in path for path in grads[0])
+    for path, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][path], grad, rtol=0, atol=0, msg=path)
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "siglip, vision"])
+def test_compiles(name):
+    """In one graph, forward and backward."""
+    model, inputs = converted(name, layers=1), KINDS[name].inputs()
+    expected = logits(model, inputs)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(logits(compiled, inputs), expected, rtol=0, atol=TOLERANCE)
+    logits(compiled, inputs).square().sum().backward()
+    assert all(p.grad.any() for module in generators(model).values() for p in module.parameters())
+
+
+def test_beside_lora(tmp_path):
+    """PEFT trains and saves its adapters and, named in `modules_to_save`, the composition."""
+    peft = pytest.importorskip("peft", reason='peft is not installed: pip install "dcformer[train]"')
+    options = {"target_modules": ["query", "value"], "modules_to_save": ["compose"], "init_lora_weights": False}
+    model = peft.get_peft_model(convert_attention(make("bert")), peft.LoraConfig(**options))
+    trained = {path for path, p in model.named_parameters() if p.requires_grad}
+    assert {"compose" in path for path in trained} == {True, False}
+    assert all("lora_" in path or "modules_to_save" in path for path in trained)
+    optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=0.03)
+    for _ in range(3):
+        loss = logits(model, text()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(p.grad.any() for path, p in model.named_parameters() if path in trained)
+    expected = logits(model.eval(), text())
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(convert_attention(make("bert")), tmp_path)
+    torch.testing.assert_close(logits(loaded.eval(), text()), expected, rtol=0, atol=0)
+
+
+def test_adapters_may_come_first():
+    peft = pytest.importorskip("peft", reason='peft is not installed: pip install "dcformer[train]"')
+    model = peft.get_peft_model(make("bert"), peft.LoraConfig(target_modules=["query", "value"]))
+    expected = logits(model, text())
+    torch.testing.assert_close(logits(convert_attention(model), text()), expected, rtol=0, atol=TOLERANCE)
+    logits(stir(model), text()).square().sum().backward()
+    trained = [path for path, p in model.named_parameters() if p.grad is not None]
+    assert any("lora_B" in path for path in trained) and any("compose" in path for path in trained)
+
+
+def test_trainer(tmp_path):
+    """The library's trainer, original weights frozen; its checkpoint is a folder that loads."""
+    pytest.importorskip("accelerate", reason='accelerate is not installed: pip install "dcformer[train]"')
+    model = make("bert")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    convert_attention(model)
+    row = {"input_ids": ids()[0], "labels": ids(seed=1)[0]}
+    arguments = t.TrainingArguments(
+        str(tmp_path), max_steps=10, learning_rate=0.05, report_to="none", use_cpu=True, logging_steps=1,
+        lr_scheduler_type="constant", disable_tqdm=True, per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer = t.Trainer(model, arguments, train_dataset=[row] * 20)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    trainer.save_model(str(tmp_path / "last"))
+    loaded = from_pretrained_converted(tmp_path / "last", t.AutoModelForMaskedLM)
+    torch.testing.assert_close(logits(loaded.eval(), text()), logits(model.eval(), text()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if "attention_mask" in kind.inputs()])
+def test_rows_that_see_nothing(name):
+    """One whole sequence is padding: its weights are zeros, and every gradient is finite, in both implementations."""
+    model, inputs = converted(name), KINDS[name].inputs()
+    inputs["attention_mask"][1] = 0
+    output = model(**inputs, output_attentions=True)
+    fields = ("attentions", "encoder_attentions", *["cross_attentions"] * (name in ("bart", "t5")))
+    maps = [one for field in fields for one in output.get(field) or ()]
+    assert maps or name in ("clip", "siglip")  # these return those of their parts
+    assert all(not one[1].any() and one[0].any() for one in maps)
+    for implementation in IMPLEMENTATIONS:
+        if implementation == "dcmha_chunked" and name == "t5":  # trains a bias of the scores
+            continue
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(**inputs)[0].square().sum().backward()
+        found = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+        assert all(grad.isfinite().all() for grad in found.values())
+        assert all(found[path].any() for path in found if path.endswith("qkw"))
+
+
+def test_low_precision():
+    """The generators take a model's dtype; autocast and bfloat16 are within bfloat16's rounding of float32."""
+    model = converted("bert")
+    exact = logits(model, text())
+    error = (logits(make("bert").bfloat16(), text()) - logits(make("bert"), text())).abs().max()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (logits(model, text()) - exact).abs().max() <= 2 * error
+    low = model.bfloat16()
+    assert {p.dtype for module in generators(low).values() for p in module.parameters()} == {torch.bfloat16}
+    assert (logits(low, text()) - exact).abs().max() <= 2 * error
+
+
+def test_attentions_are_the_composed_weights():
+    model = converted("bert")
+    maps = model(**text(), output_attentions=True).attentions
+    assert len(maps) == 2 and maps[0].shape == (2, 2, 9, 9) and (maps[0].sum(-1) - 1).abs().max() > 1e-3
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def greedy(model, **options):
+    return model.generate(
+        max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, **({"input_ids": ids()} | options)
+    )
+
+
+def test_generation_with_a_cache():
+    """Without key-wise weights a cached step is like any other; with them it is refused."""
+    model = converted("llama", compose_key=False)
+    for inputs in ({}, {"attention_mask": torch.cat([torch.zeros(2, 3), torch.ones(2, 6)], 1).long()}):
+        expected = greedy(model, use_cache=False, **inputs)
+        assert torch.equal(greedy(model, **inputs), expected)
+        assert len(expected[0].unique()) > 3
+    model = converted("llama")
+    assert greedy(model, use_cache=False).shape == (2, 21)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.self_attn: composition weights of 1 tokens, but .* over 10.*False"
+    ):
+        greedy(model)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_generation_of_encoder_decoders(name):
+    """Key-wise weights of the encoder's states are computed once for a generation, and anew for the next."""
+    model = converted(name, compose_key="uncached")
+    cross = [module for path, module in generators(model).items() if path.endswith("compose_key")]
+    selves = [module for path, module in generators(model).items() if "decoder" in path and path.endswith("compose")]
+    assert len(cross) == 1 and selves and all(("pre", "key") not in module.generators for module in selves)
+    calls = []
+    cross[0].register_forward_hook(lambda *_: calls.append(1))
+    for options in ({}, {"num_beams": 3}, {"input_ids": ids(seed=7)}):
+        calls.clear()
+        expected = greedy(model, use_cache=False, **options)
+        assert len(calls) == 12
+        calls.clear()
+        assert torch.equal(greedy(model, **options), expected)
+        assert len(calls) == 1
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def gpt_oss():
+    return t.GptOssForCausalLM(t.GptOssConfig(**TEXT, num_key_value_heads=1, head_dim=8, num_local_experts=2))
+
+
+def gemma2(softcap):
+    return t.Gemma2ForCausalLM(
+        t.Gemma2Config(**TEXT, num_key_value_heads=1, head_dim=8, attn_logit_softcapping=softcap, pad_token_id=0)
+    )
+
+
+def qwen2_vl():
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+    return Qwen2VisionTransformerPretrainedModel(
+        Qwen2VLVisionConfig(depth=1, embed_dim=16, hidden_size=16, num_heads=2)
+    )
+
+
+def deberta():
+    return t.DebertaV2Model(t.DebertaV2Config(**TEXT))
+
+
+def sam():
+    return t.SamModel(t.SamConfig(
+        vision_config={"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 32,
+                       "output_channels": 16, "window_size": 2, "global_attn_indexes": [0]},
+        mask_decoder_config={"hidden_size": 16, "num_attention_heads": 2, "mlp_dim": 16, "iou_head_hidden_dim": 16},
+        prompt_encoder_config={"hidden_size": 16},
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (deberta, r"DebertaV2Model has no attention that goes through Transformers' attention interface"),
+        (gpt_oss, r"layers\.0\.self_attn \(GptOssAttention\): uses attention sinks \(s_aux\), which is not supported"),
+        (lambda: gemma2(50.0), r"layers\.0\.self_attn \(Gemma2Attention\): uses soft-capped scores \(softcap\)"),
+        (qwen2_vl, r"blocks\.0\.attn \(VisionAttention\): uses packed sequences \(cu_seq_lens_q\)"),
+        (sam, r"\(SamAttention\): its forward has no argument 'hidden_states'"),
+        (lambda: dcformer.DCFormerModel(tiny_config()), r"has a submodule for composition of its own"),
+    ],
+    ids=["deberta", "gpt_oss", "gemma2", "qwen2_vl", "sam", "dcformer"],
+)
+def test_models_that_cannot_be_converted(model, message):
+    made = model()
+    tensors, implementation = list(made.state_dict()), made.config._attn_implementation
+    with pytest.raises(DCFormerError, match=message):
+        convert_attention(made)
+    assert list(made.state_dict()) == tensors and made.config._attn_implementation == implementation
+    assert not hasattr(made.config, "dcmha")
+
+
+class Sparse(nn.Module):
+    """Attention to chosen blocks, written as the library writes it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.q_proj = config, nn.Linear(16, 16)
+
+    def forward(self, hidden_states, block_indices=None, **kwargs):
+        attention_interface = t.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface("eager", None)
+        return attention_interface(self, hidden_states, block_indices=block_indices, **kwargs)
+
+
+def test_chosen_keys_are_refused():
+    model = make("bert")
+    model.bert.sparse = Sparse(model.config)
+    with pytest.raises(DCFormerError, match=r"bert\.sparse \(Sparse\): uses attention to chosen blocks of keys"):
+        convert_attention(model)
+
+
+def test_what_is_off_is_no_obstacle():
+    model = gemma2(None).eval()
+    model.set_attn_implementation("eager")
+    expected = logits(model, text())
+    torch.testing.assert_close(logits(convert_attention(model), text()), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compose_groups": 3}, r"attention\.self \(BertSelfAttention\): num_attention_heads=2 must be a multiple of"),
+        ({"compose_pre": False, "compose_post": False}, "turn one of them on"),
+        ({"rank": 2}, "rank unknown: expected some of compose_rank"),
+        ({"compose_key": "never"}, "compose_key='never' is unknown"),
+        ({"example": {"input_ids": ids(50)}}, "BertForMaskedLM does not run on the example"),
+    ],
+)
+def test_conversions_that_fail_leave_the_model_as_it_was(options, message):
+    model = make("bert")
+    expected, tensors = logits(model, text()), list(model.state_dict())
+    with pytest.raises(DCFormerError, match=message):
+        convert_attention(model, **options)
+    assert list(model.state_dict()) == tensors and model.config._attn_implementation == "eager"
+    assert not hasattr(model.config, "dcmha") and "save_pretrained" not in vars(model)
+    torch.testing.assert_close(logits(model, text()), expected, rtol=0, atol=0)
+    convert_attention(model)
+
+
+def test_an_example_uses_every_attention():
+    inputs = text()
+    with pytest.raises(DCFormerError, match=r"crossattention\.self, .* converted, but not used on the example"):
+        convert_attention(make("bert, cross"), example=inputs)
+    model = make("bert, cross").train()
+    convert_attention(model, example=KINDS["bert, cross"].inputs())
+    assert model.training and len(generators(model)) == 6
+
+
+def test_a_second_conversion_is_refused():
+    model = convert_attention(make("vit"))
+    with pytest.raises(DCFormerError, match="converted already"):
+        convert_attention(model)
+    assert len(generators(model)) == 2
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "paged|eager"])
+def test_other_implementations_do_not_silently_lose_the_composition(implementation):
+    model = convert_attention(make("llama"))
+    model.set_attn_implementation(implementation)
+    with pytest.raises(ValueError, match=r"would leave the composition out: call model\.set_attn_implementation"):
+        model(**text())
+    model.set_attn_implementation("dcmha_chunked")
+    model(**text())
+
+
+def test_offloaded_and_quantised_projections():
+    model = make("bert")
+    query = model.bert.encoder.layer[1].attention.self.query
+    query.weight = nn.Parameter(query.weight.detach().to(torch.int8), requires_grad=False)
+    with pytest.raises(
+        DCFormerError, match=r"layer\.1\.attention\.self: its projections are quantised \(torch\.int8\)"
+    ):
+        convert_attention(model)
+    with pytest.raises(DCFormerError, match=r"are offloaded: pass device and dtype"):
+        convert_attention(make("bert").to("meta"))
+    convert_attention(model, device="cpu", dtype=torch.bfloat16)
+    assert {p.dtype for module in generators(model).values() for p in module.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["siglip", "bert"])
+def test_calls_past_the_hooks(name):
+    model = converted(name)
+    attention = next(module for module in model.modules() if hasattr(module, "compose_call"))
+    with pytest.raises(ValueError, match="called past its hooks"):
+        attention.forward(noise(2, 5, 16))
+
+
+def test_attention_that_is_called_otherwise_than_it_was_converted():
+    model = converted("bart")
+    layer = model.model.decoder.layers[0]
+    with pytest.raises(ValueError, match=r"encoder_attn: converted as cross-attention, but called with no states"):
+        layer.encoder_attn(noise(2, 5, 16))
+    with pytest.raises(ValueError, match=r"self_attn: converted as self-attention, but called with encoder states"):
+        layer.self_attn(noise(2, 5, 16), key_value_states=noise(2, 4, 16))
+    with pytest.raises(ValueError, match="softcap asks for soft-capped scores"):
+        layer.self_attn(noise(2, 5, 16), softcap=3.0)
+
+
+def test_a_trained_bias_needs_maps():
+    model = converted("t5")
+    model.set_attn_implementation("dcmha_chunked")
+    with pytest.raises(ValueError, match="attention mask that requires gradients"):
+        logits(model, name="t5")
+
+
+def test_folders_that_cannot_be_loaded(tmp_path):
+    make("bert").save_pretrained(tmp_path / "plain")
+    with pytest.raises(DCFormerError, match=r"plain is not a converted model: its configuration has no 'dcmha'"):
+        from_pretrained_converted(tmp_path / "plain", t.AutoModelForMaskedLM)
+    converted("bert").save_pretrained(tmp_path / "model")
+    with pytest.raises(DCFormerError, match="'sdpa' cannot compose heads: use one of"):
+        from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM, attn_implementation="sdpa")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("qkw")}
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(DCFormerError, match=r"lacks 2 tensors of the composition, such as bert.*compose\.qkw"):
+        from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM)
+
+
+def test_a_plain_load_drops_the_composition(tmp_path):
+    """What docs/modules.md and the folder's README warn of; what the library warns of are its unexpected keys."""
+    model = converted("bert")
+    model.save_pretrained(tmp_path)
+    plain, info = t.AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert {".".join(key.split(".")[-3:-1]) for key in info["unexpected_keys"]} >= {"self.compose"}
+    torch.testing.assert_close(logits(plain.eval(), text()), logits(make("bert"), text()), rtol=0, atol=TOLERANCE)
+    assert not torch.allclose(logits(model, text()), logits(plain, text()), atol=1e-3)
+
+
+def test_loading_gives_what_is_asked(tmp_path):
+    converted("bert").save_pretrained(tmp_path)
+    model, info = from_pretrained_converted(
+        tmp_path, t.BertForMaskedLM, dtype=torch.bfloat16, attn_implementation="dcmha_chunked", output_loading_info=True
+    )
+    assert type(model) is t.BertForMaskedLM and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.config._attn_implementation == "dcmha_chunked" and not info["missing_keys"]
+    assert not info["unexpected_keys"] and dcformer.from_pretrained_converted is from_pretrained_converted
+
+
+def test_a_readme_that_is_there_is_kept(tmp_path):
+    (tmp_path / "README.md").write_text("mine")
+    converted("bert").save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_compositions_that_do_not_fit(tmp_path):
+    file = tmp_path / "compose.safetensors"
+    with pytest.raises(DCFormerError, match="BertForMaskedLM is not converted: call convert_attention first"):
+        save_compose(make("bert"), file)
+    with pytest.raises(DCFormerError, match="cannot be read"):
+        load_compose(make("bert"), file)
+    save_compose(converted("bert"), file)
+    assert [path.name for path in tmp_path.iterdir()] == ["compose.safetensors"]
+    with pytest.raises(DCFormerError, match="saved with other settings than the model's: compose_rank differ"):
+        load_compose(converted("bert", compose_rank=1), file)
+    for other, message in (("vit", "is of another model: .* is in only one"), ("roberta", "is of another model")):
+        model = make(other)
+        with pytest.raises(DCFormerError, match=message):
+            load_compose(model, file)
+        assert not generators(model)
+    wide = t.BertForMaskedLM(t.BertConfig(**TEXT | {"hidden_size": 32}))
+    with pytest.raises(DCFormerError, match=r"of another size: .* is \(32, 16\) in it and \(32, 32\) in the model"):
+        load_compose(wide, file)
+    save_file({"x": torch.zeros(1)}, file)
+    with pytest.raises(DCFormerError, match="is not a composition"):
+        load_compose(make("bert"), file)
