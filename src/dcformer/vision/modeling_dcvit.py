@@ -101,11 +101,13 @@ class DCViTEmbeddings(nn.Module):
         has_cls = config.pooling == "cls"
         self.register_parameter("cls_token", nn.Parameter(torch.zeros(1, 1, config.hidden_size)) if has_cls else None)
         self.is_learned = config.position_embedding_type == "learned"
-        shape = (1, self.grid[0] * self.grid[1] + (has_cls and self.is_learned), config.hidden_size)
-        if self.is_learned:  # the class token's first
-            self.position_embeddings = nn.Parameter(torch.empty(shape))
-        else:  # of the patches; the class token is at none
-            self.register_buffer("position_embeddings", torch.empty(shape), persistent=False)
+        if self.is_learned:  # [1, T, E], the class token's first
+            self.position_embeddings = nn.Parameter(
+                torch.empty(1, self.grid[0] * self.grid[1] + has_cls, config.hidden_size)
+            )
+        else:  # [1, patches, E]; the class token is nowhere
+            table = sincos_positions(*self.grid, config.hidden_size)[None]
+            self.register_buffer("position_embeddings", table, persistent=False)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def reset_positions(self) -> None:
