@@ -2,6 +2,7 @@
 
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
+from .big_vision import convert_big_vision
 from .configuration_dcvit import VISION_PRESETS, DCViTConfig
 from .image_processing_dcvit import DCViTImageProcessor, DCViTImageProcessorPil, ImageFolder, read_image_folder
 from .modeling_dcvit import DCViTForImageClassification, DCViTModel, DCViTPreTrainedModel, sincos_positions
@@ -25,6 +26,7 @@ __all__ = [
     "DCViTModel",
     "DCViTPreTrainedModel",
     "ImageFolder",
+    "convert_big_vision",
     "read_image_folder",
     "register",
     "sincos_positions",

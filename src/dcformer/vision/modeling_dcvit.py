@@ -61,6 +61,12 @@ def sincos_positions(rows: int, columns: int, size: int) -> torch.Tensor:
     return torch.cat(parts, dim=-1).flatten(0, 1).float()
 
 
+def _lecun_normal(weight: torch.Tensor) -> None:
+    """Flax's default for kernels: of std 1/√(fan in), cut off where the uncut distribution has two of its stds."""
+    std = weight[0].numel() ** -0.5 / 0.87962566103423978  # what cutting leaves of a standard normal's std
+    init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
 class DCViTPatchEmbeddings(nn.Module):
     """Cuts images into patches and projects them."""
 
@@ -308,13 +314,13 @@ class DCViTPreTrainedModel(PreTrainedModel):
             if module is getattr(self, "classifier", None):
                 init.zeros_(module.weight)
             elif module is getattr(getattr(self, "pooler", None), "dense", None):
-                init.lecun_normal_(module.weight)
+                _lecun_normal(module.weight)
             else:
                 init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
-            init.lecun_normal_(module.weight)
+            _lecun_normal(module.weight)
             init.zeros_(module.bias)
         elif isinstance(module, DCViTEmbeddings):
             module.reset_positions()
