@@ -5,6 +5,7 @@ Needs Pillow (extra `vision`) when used, and torchvision only where its transfor
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 from transformers.image_processing_backends import PilBackend, TorchvisionBackend
@@ -27,6 +28,10 @@ class _Preparation:
     do_center_crop = True
     do_rescale = True
     do_normalize = True
+
+    def __init__(self, **kwargs: Any):
+        require_extra("vision", type(self).__name__, "PIL")
+        super().__init__(**kwargs)
 
 
 class DCViTImageProcessorPil(_Preparation, PilBackend):
