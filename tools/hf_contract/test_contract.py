@@ -1,4 +1,4 @@
-"""Transformers' common tests of models, applied to DCFormer, DCPythia and DCViT. `run.py` beside this file runs them."""
+"""Transformers' common tests of models, on DCFormer, DCPythia and DCViT. `run.py` beside this file runs them."""
 
 import unittest
 
