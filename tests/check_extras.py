@@ -49,6 +49,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("!dcformer-serve " + CHECKPOINT, "dcformer[serve]"),
         ("!python examples/finetune.py", PIP_HINT.format("train")),
         ("!python examples/demo.py", PIP_HINT.format("synthetic")),
+        ("!python examples/digits.py --steps 2 --output digits", PIP_HINT.format("vision")),
         ("python -m dcformer.synthetic --output rows.jsonl --contexts-per-task 1", "Wrote 74 train contexts"),
         ("python -m dcformer.cache_report dcformer-405m", "dcformer-405m"),
         (f"python -m dcformer.publish {CHECKPOINT} hub --remote_code", "README.md"),
@@ -80,6 +81,9 @@ import torch
 print("logits", tuple(model(torch.tensor([[5, 6, 7]])).logits.shape))'""", "logits (1, 3, 288)"),
     ],
     "serve": [("serve", "")],
+    "vision": [
+        ("python examples/digits.py --steps 2 --seeds 0 --output digits", "wrote table.md and digits.svg"),
+    ],
     "analysis": [
         ("mkdir -p study && cp docs/study/results.json study/ && python examples/study.py --report --output study",
          "wrote tables.md and study.png"),

@@ -20,7 +20,7 @@ except ModuleNotFoundError:  # Python 3.10; pytest brings it there
 
 SOURCE = REPOSITORY / "src"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTIONS = {"lm_eval": "lm-eval", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"lm_eval": "lm-eval", "orbax": "orbax-checkpoint", "PIL": "pillow", "yaml": "pyyaml"}
 # Modules that need an extra as a whole. Elsewhere only functions may import what is not in the base.
 NEEDS = {
     "dcformer.training": "train",
@@ -43,6 +43,7 @@ USES = {
     "dcformer.scaling": "analysis",
     "dcformer.serving": "serve",
     "dcformer.synthetic": "synthetic",
+    "dcformer.vision": "vision",
     "dcformer_commands.eval": "eval",
     "dcformer_commands.serve": "serve",
 }

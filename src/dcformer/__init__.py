@@ -1,6 +1,6 @@
 """DCFormer for Transformers: dynamically composable multi-head attention as an ordinary model of the library.
 
-Importing the package registers "dcformer" and "dcpythia" with Transformers' Auto classes, and the attention
+Importing the package registers "dcformer", "dcpythia" and "dcvit" with Transformers' Auto classes, and the attention
 implementations "dcformer_chunked", where Triton is installed "dcformer_triton", and "dcmha" and "dcmha_chunked" for
 models that `modules.convert_attention` has converted. The first model that is made registers the names of tensors in
 the authors' repositories on the Hub.
@@ -35,6 +35,8 @@ from .modeling_dcformer import (
 from .modules import from_pretrained_converted
 from .optimization import parameter_groups
 from .remote_code import export_remote_code
+from .vision import DCViTConfig, DCViTForImageClassification, DCViTImageProcessor, DCViTModel, DCViTPreTrainedModel
+from .vision import register as register_vision
 
 __version__ = "0.1.0"
 
@@ -51,6 +53,7 @@ for _auto_class, _model_classes in _AUTO_CLASSES.items():
     for _model_class in _model_classes:
         _auto_class.register(_model_class.config_class, _model_class, exist_ok=True)
 register_kernels()
+register_vision()
 
 __all__ = [
     "ComposeSettings",
@@ -70,6 +73,11 @@ __all__ = [
     "DCPythiaForSequenceClassification",
     "DCPythiaForTokenClassification",
     "DCPythiaModel",
+    "DCViTConfig",
+    "DCViTForImageClassification",
+    "DCViTImageProcessor",
+    "DCViTModel",
+    "DCViTPreTrainedModel",
     "LayerTrace",
     "SideWeights",
     "__version__",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Runs Transformers' own tests of models on DCFormer and DCPythia: ``make hf-contract``, about four minutes.
+"""Runs Transformers' own tests of models on DCFormer, DCPythia and DCViT: ``make hf-contract``, about four minutes.
 
 The wheel of Transformers has no tests; the source distribution of the installed version has them, and is fetched once
 with pip (10 MB, its hash is in ``sdist.txt``) into ``build/hf_contract/``. Modules that it lacks are replaced by those
@@ -41,7 +41,7 @@ class Group:
     Args:
         why: the reason, for people.
         says: a part of the message that the test skips or fails with.
-        tests: names, for both families or with the class and "::" in front, and with the label of the subtest in
+        tests: names, for all families or with the class and "::" in front, and with the label of the subtest in
             brackets behind where only a subtest ends so.
         machine: the tests run on a machine that has what they need: passing is no surprise.
     """

@@ -1,4 +1,4 @@
-"""Transformers' common tests of models, applied to DCFormer and DCPythia. `run.py` beside this file runs them."""
+"""Transformers' common tests of models, on DCFormer, DCPythia and DCViT. `run.py` beside this file runs them."""
 
 import unittest
 
@@ -6,7 +6,7 @@ from tests import test_fsdp_mixin, test_tensor_parallel_mixin
 from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_configuration_common import ConfigTester
 from tests.test_fsdp_mixin import FSDPTesterMixin
-from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
+from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor, random_attention_mask
 from tests.test_tensor_parallel_mixin import TensorParallelTesterMixin
 from tests.test_training_mixin import TrainingTesterMixin
 from transformers.models.auto import modeling_auto
@@ -24,6 +24,13 @@ HEADS = {
 for family in ("DCFormer", "DCPythia"):
     for head, table in HEADS.items():
         getattr(modeling_auto, table)[family.lower()] = family + head
+
+VISION_HEADS = {
+    "Model": "MODEL_MAPPING_NAMES",
+    "ForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}
+for head, table in VISION_HEADS.items():
+    getattr(modeling_auto, table)["dcvit"] = "DCViT" + head
 
 # Their tests of several processes run for a list of model types unless it is None.
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
@@ -99,3 +106,53 @@ class DCPythiaTest(Contract, unittest.TestCase):
     """LayerNorm, biases, a plain MLP, a parallel residual: in one process, as the rest is the same code."""
 
     family = "DCPythia"
+
+
+class VisionTester:
+    """As `Tester`, for images."""
+
+    batch_size, seq_length, num_labels, is_training = 13, 16, 3, True
+    hidden_size, num_hidden_layers, num_attention_heads = 32, 2, 4
+
+    def get_config(self):
+        return dcformer.DCViTConfig(
+            image_size=16,
+            patch_size=4,
+            hidden_size=self.hidden_size,
+            intermediate_size=37,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_labels=self.num_labels,
+            compose_groups=2,
+        )
+
+    def prepare_config_and_inputs_for_common(self):
+        return self.get_config(), {"pixel_values": floats_tensor([self.batch_size, 3, 16, 16])}
+
+
+class DCViTTest(ModelTesterMixin, unittest.TestCase):
+    """The vision Transformer: no text, no cache, no generation."""
+
+    pipeline_model_mapping = {}  # noqa: RUF012 - theirs is a plain class attribute, too
+    test_can_init_all_missing_weights_before_2023 = True  # as in `Contract`
+    test_resize_embeddings = False
+    has_attentions = True
+
+    def setUp(self):
+        self.model_tester = VisionTester()
+        sizes = {"hidden_size": 32, "num_attention_heads": 4}
+        self.config_tester = ConfigTester(self, config_class=dcformer.DCViTConfig, has_text_modality=False, **sizes)
+
+    @property
+    def all_model_classes(self):
+        return tuple(getattr(dcformer, "DCViT" + head) for head in VISION_HEADS)
+
+    def test_config(self):
+        self.config_tester.run_common_tests()
+
+    def test_model_get_set_embeddings(self):
+        """Theirs wants an `nn.Embedding`; as in their own tests of vision models, what embeds patches is any module."""
+        for model_class in self.all_model_classes:
+            model = model_class(self.model_tester.get_config())
+            self.assertIs(model.get_input_embeddings(), model.base_model.embeddings.patch_embeddings)
+            self.assertIsNone(model.get_output_embeddings())
