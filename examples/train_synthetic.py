@@ -55,7 +55,8 @@ LOG_STEPS = 50  # over which it is taken
 AHEAD = 5  # steps from there to the next stage: rows of the first of them have been drawn already
 COMPOSE_RATE = 1.0  # learning rate of composition's parameters, relative to the others'
 EXAMPLES = 2  # in a row of the decay
-STEPS = 20_000
+STEPS = 5600
+DECAY_STEPS = 1000
 VARIANTS = {
     "dcformer": {},
     "talking-heads": {"compose_query": False, "compose_key": False, "compose_static": True},
@@ -380,7 +381,11 @@ def main(options: list[str] | None = None) -> None:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="written when the first variant is trained")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
-    parser.add_argument("--decay-steps", type=int, help="last steps, with a falling rate; a quarter when not given")
+    parser.add_argument(
+        "--decay-steps",
+        type=int,
+        help=f"last steps, with a falling rate; {DECAY_STEPS} when not given, or a quarter of fewer steps",
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="rows a step, some 130 answers")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
@@ -393,7 +398,7 @@ def main(options: list[str] | None = None) -> None:
     parser.add_argument("--cpu", action="store_true", help="do not use an accelerator that is there")
     arguments = parser.parse_args(options)
     if arguments.decay_steps is None:
-        arguments.decay_steps = arguments.steps // 4
+        arguments.decay_steps = DECAY_STEPS if arguments.steps >= STEPS else arguments.steps // 4
     for name in ("steps", "batch_size", "learning_rate", "save_steps", "test_contexts"):
         if not getattr(arguments, name) > 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected more than 0")

@@ -119,7 +119,7 @@ def test_finetune_yaml_evaluation_tensorboard_and_reload(tmp_path, capsys):
     summary = finetune.main(flags)
     printed = capsys.readouterr().out
     assert f"held-out accuracy: {summary['before']:.1%} before, {summary['after']:.1%} after" in printed
-    assert "trains 923,008 of 923,008 parameters" in printed
+    assert "trains 976,128 of 976,128 parameters" in printed
     curve = losses(out)
     assert len(curve) == 3 and curve[-1] < curve[0]
     assert list(out.glob("runs/*/events*"))

@@ -304,7 +304,7 @@ def test_mixed_precision_is_close_to_full(make_model, images):
         mixed = model(images).logits
     half = model.to(torch.bfloat16)(images).logits.float()
     size = full.abs().max()
-    # 2^-8 for each of the products, norms and sums on the way, some fifty of them in two layers, added as if independent;
+    # 2^-8 for each product, norm and sum on the way, some fifty of them in two layers, added as if independent;
     # three standard deviations
     for logits in (mixed, half):
         assert 0 < (logits - full).abs().max() < 2**-8 * math.sqrt(50) * 3 * size
