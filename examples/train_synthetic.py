@@ -5,11 +5,12 @@
     python examples/train_synthetic.py --steps 40000 --resume    # a longer run, from a checkpoint before the decay
     python examples/train_synthetic.py --variants plain talking-heads   # its twins, for the table of the card
 
-The twins have the same size, seed, data and steps: "plain" has all composition off, "talking-heads" only the static
-projection. Everything runs through `transformers.Trainer`, on a CPU. No row is ever seen twice: rows are drawn while
-training (`synthetic_rows`), from the training split alone: first what is easy, and the next thing when that is learned
-(`CURRICULUM`). In the last part of the run rows have examples as the demonstration's have, and the learning rate, which
-was constant, falls to 0. So a run can be made longer: `--resume` with more `--steps`, from a checkpoint before.
+The twins have the same size, seed and steps, and go through the same stages at their own pace: "plain" has all
+composition off, "talking-heads" only the static projection. Everything runs through `transformers.Trainer`, on a CPU.
+No row is ever seen twice: rows are drawn while training (`synthetic_rows`), from the training split alone: first what is
+easy, and the next thing when that is learned (`CURRICULUM`). In the last part of the run rows have examples as the
+demonstration's have, and the learning rate, which was constant, falls to 0. So a run can be made longer: `--resume` with
+more `--steps`, from a checkpoint before.
 """
 
 import argparse
@@ -324,8 +325,8 @@ ask("\\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Bor
 
 `python examples/train_synthetic.py --steps {steps} --decay-steps {decay_steps}`, seed {seed}. Accuracy is the share of
 {answers} held-out answers (contexts of three examples, no question line of which occurs in training) that are the
-model's first choice. Twins, where there are any, had the same data, seed, steps and size; one run each on a CPU:
-differences of a few points mean nothing.
+model's first choice. Twins, where there are any, had the same seed, steps and size, and went through the same stages,
+each to the next when it had learned the last; one run each on a CPU: differences of a few points mean nothing.
 
 | | parameters | held-out accuracy | held-out loss | processor minutes |
 |---|---|---|---|---|
