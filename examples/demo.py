@@ -10,6 +10,7 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
@@ -72,15 +73,46 @@ def main(arguments: list[str] | None = None) -> float:
         if number % max(1, len(asked) // max(1, options.show)) == 0 and options.show:
             print(f"\n[{question['task_id']}]{question['prompt']} ...")
             print(f"  answer: {given}    expected: {question['answer']}")
+    for name, wanted in (("a right answer", True), ("a wrong answer", False)):
+        for question, given in zip(asked, answers, strict=True):
+            if (given == question["answer"]) == wanted:
+                print(
+                    f"\n{name}, {given!r}, and where its heads look, in {question['prompt'].strip().splitlines()[-1]}"
+                )
+                print(_composed_heads(model, tokenizer, question["prompt"]))
+                break
     right = sum(sum(marks) for marks in by_task.values())
-    print(f"\nbest tasks:  {_tasks(by_task, reverse=True)}")
-    print(f"worst tasks: {_tasks(by_task, reverse=False)}")
+    print(f"\nworst tasks: {_worst(by_task)}")
+    by_pattern = defaultdict(list)
+    for task, marks in by_task.items():
+        by_pattern[task.partition(".")[0]] += marks
+    for pattern, marks in by_pattern.items():
+        print(f"{pattern:18}{sum(marks):4} of {len(marks)}")
     print(f"accuracy: {right} of {len(asked)} held-out questions = {right / len(asked):.1%}")
     return right / len(asked)
 
 
-def _tasks(by_task: dict[str, list[bool]], reverse: bool, count: int = 4) -> str:
-    ranked = sorted(by_task, key=lambda task: sum(by_task[task]) / len(by_task[task]), reverse=reverse)[:count]
+def _composed_heads(model, tokenizer, prompt: str, count: int = 4) -> str:
+    """The heads whose weights composition changes most when the answer is chosen: the key each looks at, and at which
+    it looks then. Composed weights need not add up to 1."""
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    trace, implementation = dcformer.ComposeTrace(), model.config._attn_implementation
+    model.set_attn_implementation("eager")  # which has all maps
+    with torch.no_grad():
+        model(**inputs, compose_trace=trace)
+    model.set_attn_implementation(implementation)
+    words = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
+    lines = []
+    for index, layer in enumerate(trace.layers):
+        before, after = layer.weights[0, :, -1], layer.composed_weights[0, :, -1]  # [H, S]
+        for head, change in enumerate((after - before).abs().sum(-1).tolist()):
+            looks = [f"{words[row[head].argmax()]!r} {row[head].max():.2f}" for row in (before, after)]
+            lines.append((change, f"  layer {index}, head {head}: {looks[0]}, composed {looks[1]}"))
+    return "\n".join(line for _, line in sorted(lines, reverse=True)[:count])
+
+
+def _worst(by_task: dict[str, list[bool]], count: int = 4) -> str:
+    ranked = sorted(by_task, key=lambda task: sum(by_task[task]) / len(by_task[task]))[:count]
     return ", ".join(f"{task} {sum(by_task[task])}/{len(by_task[task])}" for task in ranked)
 
 

@@ -7,10 +7,10 @@
 
 The twins have the same size, seed and steps, and go through the same stages at their own pace: "plain" has all
 composition off, "talking-heads" only the static projection. Everything runs through `transformers.Trainer`, on a CPU.
-No row is ever seen twice: rows are drawn while training (`synthetic_rows`), from the training split alone: first what is
-easy, and the next thing when that is learned (`CURRICULUM`). In the last part of the run rows have examples as the
-demonstration's have, and the learning rate, which was constant, falls to 0. So a run can be made longer: `--resume` with
-more `--steps`, from a checkpoint before.
+No row is ever seen twice. Rows are drawn while training (`synthetic_rows`), from the training split alone: first what
+is easy, and the next thing when that is learned (`CURRICULUM`). In the last part of the run rows have examples as the
+demonstration's have, and the learning rate, which was constant, falls to 0. So a run can be made longer: `--resume`
+with more `--steps`, from a checkpoint before.
 """
 
 import argparse

@@ -31,6 +31,10 @@ def test_demo_prints_what_the_model_answers(capsys):
     printed = capsys.readouterr().out
     assert printed.count("answer: ") == printed.count("expected: ") >= 3
     assert f"= {accuracy:.1%}" in printed and "of 74 held-out questions" in printed
+    families = re.findall(r"^[a-z-]+ +(\d+) of (\d+)$", printed, re.MULTILINE)
+    assert len(families) == 6 and sum(int(total) for _, total in families) == 74
+    assert sum(int(count) for count, _ in families) == round(accuracy * 74)
+    assert "a right answer" in printed and printed.count(", composed '") >= 4
 
     # the same questions, one at a time, without pipeline, padding or cache
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, attn_implementation="eager")
