@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY, authors_folder
+from helpers import REPOSITORY, authors_folder, documented_commands
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -251,6 +251,16 @@ def test_published_checkpoints_in_memory_and_errors(tmp_path, capsys):
         with pytest.raises(SystemExit):
             published_checkpoints.main(words)
         assert message in capsys.readouterr().err
+
+
+def test_documented_commands_of_published_checkpoints(capsys):
+    commands = [words for words in documented_commands(REPOSITORY / "docs" / "evaluation.md") if words[0] == "python"]
+    options = [words[2:] for words in commands if words[1] == "examples/published_checkpoints.py"]
+    assert len(options) == 3
+    with pytest.raises(SystemExit):
+        published_checkpoints.main(["--help"])
+    known = capsys.readouterr().out
+    assert all(word in known for words in options for word in words if word.startswith("--"))
 
 
 def test_published_checkpoints_ask_for_the_tasks_of_the_group():

@@ -214,7 +214,7 @@ def test_every_documented_command_is_run_here():
 
 @pytest.mark.parametrize("words", list(evaluations()), ids=lambda words: words[words.index("--tasks") + 1])
 def test_documented_command(work, lm_eval, monkeypatch, capsys, words):
-    (made,) = (words for words in COMMANDS if words[0] == "python")
+    (made,) = (words for words in COMMANDS if words[:2] == ["python", "-m"])
     assert made[:3] == ["python", "-m", "dcformer.synthetic"]
     synthetic([*made[3:], "--contexts-per-task", "1"])
     arguments = [*words, "--limit", "4"]

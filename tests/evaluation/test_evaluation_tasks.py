@@ -70,7 +70,7 @@ def test_heldout_accuracy_is_the_demonstrations(heldout, capsys):
     assert results["dcformer_synthetic_heldout"]["exact_match,first_word"] == accuracy
     assert results["dcformer_synthetic_heldout_answers"]["acc,none"] == accuracy
     assert heldout["n-samples"]["dcformer_synthetic_heldout"] == {"original": 296, "effective": 296}
-    assert 0.1 < accuracy < 0.9  # a comparison of two zeros would say nothing
+    assert 0.1 < accuracy < 1  # a comparison of two zeros or ones would say nothing
 
 
 def test_heldout_scores_are_the_direct_ones(heldout, direct):
