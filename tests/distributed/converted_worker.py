@@ -1,0 +1,63 @@
+"""Trains a converted ViT with Trainer and writes its losses: converted_worker.py OUTPUT --batch N."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+
+from dcformer.modules import convert_attention
+
+CONFIG = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_labels": 3,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--batch", type=int, required=True)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = convert_attention(ViTForImageClassification(ViTConfig(**CONFIG)), compose_rank=1)
+    frozen = {name for name, _ in model.named_parameters() if ".compose." not in name}
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen or name.startswith("classifier."))
+    rows = [{"pixel_values": torch.randn(3, 16, 16), "labels": torch.tensor(i % 3)} for i in range(24)]
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            str(options.output.with_suffix("")),
+            use_cpu=True,
+            max_steps=6,
+            per_device_train_batch_size=options.batch,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=rows,
+    )
+    trainer.train()
+    after = dict(model.named_parameters())
+    moved = sorted(name for name, value in before.items() if not torch.equal(value, after[name]))
+    found = {
+        "processes": trainer.accelerator.num_processes,
+        "history": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "moved": moved,
+    }
+    if trainer.is_world_process_zero():
+        options.output.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
