@@ -15,6 +15,8 @@ import json
 import sys
 from pathlib import Path
 
+from study import write_text
+
 MODELS = (
     "Caiyun-AI/DCFormer-2.8B",
     "Caiyun-AI/DCPythia-6.9B",
@@ -92,8 +94,6 @@ def evaluate(options: argparse.Namespace, model: str) -> None:
         )  # fmt: skip
         scores = {name: value for name, value in found["results"][task].items() if isinstance(value, float)}
         file = result_file(options.output, model, task, shots)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".tmp")
         content = {
             "model": model,
             "task": task,
@@ -102,8 +102,8 @@ def evaluate(options: argparse.Namespace, model: str) -> None:
             "dtype": options.dtype,
             **scores,
         }
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(content, indent=1) + "\n")
 
 
 def memory(models: list[str], dtype: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-LIMIT = 60000.0  # of a score times log2(e), as `Problem` has it
+LIMIT = 60000.0  # of a score times log2(e): `dcformer.kernels.overflow.LARGEST`
 PROCESSES = 3  # that run tests which need much memory, with pytest-xdist
 _ELEMENTS = 1 << 22  # of scores held at once
 _counts = {"counted": 0, "clamped": 0, "largest": 0.0}

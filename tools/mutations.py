@@ -1206,12 +1206,6 @@ _MODELING = _in(
         T_GENERATION + "test_early_initialisation_of_a_static_cache",
     ),
     (
-        "attention under autocast",
-        "with torch.autocast(device, enabled=False) if mixed_precision is not None else nullcontext():",
-        "with nullcontext():",
-        T_MODEL + "test_scores_stay_float32_under_autocast",
-    ),
-    (
         "saved under the authors' names unasked",
         'kwargs.get("save_original_format", False)',
         'kwargs.get("save_original_format", True)',
@@ -1223,6 +1217,12 @@ CHUNKED_IS_EAGER = T_ATTENTION + "test_chunked_is_eager_output_and_every_gradien
 _ATTENTION = _in(
     "attention",
     ATTENTION,
+    (
+        "attention under autocast",
+        "with torch.autocast(device, enabled=False) if mixed_precision is not None else nullcontext():",
+        "with nullcontext():",
+        T_MODEL + "test_scores_stay_float32_under_autocast",
+    ),
     (
         "rows that see nothing see everything",
         "return scores.softmax(dim=-1).masked_fill(empty, 0.0)",

@@ -10,6 +10,7 @@ What all implementations compute (paper section 3.1), composition inside groups 
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .compose_dcformer import ComposeWeights, accumulation_dtype, compose
+from .compose_dcformer import ComposeWeights, accumulation_dtype, autocast_dtype, compose
 from .masks_dcformer import causal_rows, visible_and_bias
 
 
@@ -158,4 +159,36 @@ def eager_attention(
     return output.transpose(1, 2).contiguous(), weights
 
 
-__all__ = ["ComposeTrace", "LayerTrace", "attend", "check_shapes", "eager_attention", "repeat_heads"]
+def attend_composed(
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *arguments: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Calls an attention function of the package as every module does.
+
+    Under autocast q, k and v take its dtype and the function runs without it: scores and softmax stay in float32.
+
+    Args:
+        function: with the signature of `eager_attention`.
+        module: the attention module.
+        query: [B, H, T, D].
+        key: [B, Hkv, S, D].
+        value: [B, Hkv, S, D].
+        arguments, options: the function's others.
+
+    Returns:
+        what the function returns.
+    """
+    device = query.device.type
+    mixed_precision = autocast_dtype(device)
+    if mixed_precision is not None:
+        query, key, value = (states.to(mixed_precision) for states in (query, key, value))
+    with torch.autocast(device, enabled=False) if mixed_precision is not None else nullcontext():
+        return function(module, query, key, value, *arguments, **options)
+
+
+__all__ = ["ComposeTrace", "LayerTrace", "attend", "attend_composed", "check_shapes", "eager_attention", "repeat_heads"]

@@ -19,6 +19,8 @@ COMPOSE_NORM_EPS = 1e-6
 
 # What `DCFormerCompose` makes: (stage, side) -> weights of a generator, and stage -> static projection [G, M, M].
 Generated = tuple[dict[tuple[str, str], "SideWeights"], dict[str, torch.Tensor]]
+# Composition of the scores and of the attention weights; None for a stage that does not compose.
+Stages = tuple["ComposeWeights | None", "ComposeWeights | None"]
 # What its linear layers make of the hidden states: `dw1_proj` [B, N, G·C·K] and `gate_proj` [B, N, G·C·M], None for an
 # absent layer; empty where they have not been asked yet.
 FirstLayer = Sequence[torch.Tensor | None]
@@ -569,6 +571,22 @@ class DCFormerCompose(nn.Module):
         return ComposeWeights(query, key, static, groups)
 
 
+def stages(generators: DCFormerCompose, *generated: Generated) -> Stages:
+    """Both stages' composition weights, from what one or two `DCFormerCompose` have made.
+
+    Args:
+        generators: any of them.
+        generated: what each returned.
+    """
+    dynamic = {at: side for sides, _ in generated for at, side in sides.items()}
+    static = {stage: projection for _, projections in generated for stage, projection in projections.items()}
+    pre, post = (
+        generators.stage_weights(dynamic.get((stage, "query")), dynamic.get((stage, "key")), static.get(stage))
+        for stage in ("pre", "post")
+    )
+    return pre, post
+
+
 def compose_init_std(settings: ComposeFields) -> dict[str, float]:
     """Standard deviations of composition's parameters at initialisation (paper section 4.1 and the training code).
 
@@ -606,9 +624,11 @@ __all__ = [
     "FusedAttention",
     "FusedGenerators",
     "SideWeights",
+    "Stages",
     "accumulation_dtype",
     "autocast_dtype",
     "compose",
     "compose_init_std",
     "default_implementation",
+    "stages",
 ]

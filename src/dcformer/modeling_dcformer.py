@@ -8,7 +8,6 @@ Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, F
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from transformers.utils import TransformersKwargs, auto_docstring, can_return_tu
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_dcformer import ComposeTrace, eager_attention
+from .attention_dcformer import ComposeTrace, attend_composed, eager_attention
 from .cache_dcformer import check_cache_layers, check_cache_rows, use_static_window_layers
 from .chunked_dcformer import CHUNKED
 from .compose_dcformer import (
@@ -42,7 +41,6 @@ from .compose_dcformer import (
     FUSED_GENERATORS,
     DCFormerCompose,
     accumulation_dtype,
-    autocast_dtype,
     compose_init_std,
     default_implementation,
 )
@@ -265,24 +263,20 @@ class DCFormerAttention(nn.Module):
             key, pre_key = self.compose.unpack(key, self.head_dim, "pre", gather)  # [B, Hkv, S, D], weights of S keys
             value, post_key = self.compose.unpack(value, self.head_dim, "post", gather)
 
-        device = query.device.type
-        mixed_precision = autocast_dtype(device)
-        if mixed_precision is not None:  # matmuls in its dtype, scores and softmax in float32, as everywhere
-            query, key, value = (states.to(mixed_precision) for states in (query, key, value))
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        with torch.autocast(device, enabled=False) if mixed_precision is not None else nullcontext():
-            output, weights = attention_interface(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                scaling=self.scaling,
-                dropout=self.attention_dropout if self.training else 0.0,
-                pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
-                post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
-                **kwargs,
-            )
+        output, weights = attend_composed(
+            attention_interface,
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
+            post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
+            **kwargs,
+        )
         return self.o_proj(output.reshape(*input_shape, -1)), weights
 
 

@@ -3,7 +3,6 @@
 Whether lower rates help is open: docs/training.md has what was measured. One rate for all is the default everywhere.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -73,7 +72,7 @@ def parameter_groups(
         new = {"name": group, "params": [], "lr": lr * ratio, "weight_decay": decay}
         groups.setdefault(group, new)["params"].append(parameter)
 
-    for parameter in _trainable(model.parameters()):
+    for parameter in (p for p in model.parameters() if p.requires_grad):
         name = composition.get(id(parameter))
         if name is not None:
             add(f"compose.{name.removesuffix('.weight')}", parameter, ratios.get(name, 1.0), 0.0)
@@ -82,10 +81,6 @@ def parameter_groups(
         else:
             add("vectors", parameter, 1.0, 0.0)
     return list(groups.values())
-
-
-def _trainable(parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
-    return (parameter for parameter in parameters if parameter.requires_grad)
 
 
 __all__ = ["composition_rate_ratios", "parameter_groups"]

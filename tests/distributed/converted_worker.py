@@ -1,11 +1,10 @@
 """Trains a converted ViT with Trainer and writes its losses: converted_worker.py OUTPUT --batch N."""
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
-from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+from small_run import parser, training_arguments
+from transformers import Trainer, ViTConfig, ViTForImageClassification
 
 from dcformer.modules import convert_attention
 
@@ -21,10 +20,7 @@ CONFIG = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--batch", type=int, required=True)
-    options = parser.parse_args()
+    options = parser().parse_args()
     torch.manual_seed(0)
     model = convert_attention(ViTForImageClassification(ViTConfig(**CONFIG)), compose_rank=1)
     frozen = {name for name, _ in model.named_parameters() if ".compose." not in name}
@@ -34,17 +30,7 @@ def main() -> None:
     rows = [{"pixel_values": torch.randn(3, 16, 16), "labels": torch.tensor(i % 3)} for i in range(24)]
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(
-            str(options.output.with_suffix("")),
-            use_cpu=True,
-            max_steps=6,
-            per_device_train_batch_size=options.batch,
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=training_arguments(options),
         train_dataset=rows,
     )
     trainer.train()

@@ -1,14 +1,13 @@
 """Trains a small DCFormer with Trainer and writes the losses: train_worker.py OUTPUT --batch N [--checkpointing]."""
 
-import argparse
 import json
 from collections import Counter
-from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType
 from collectives import Collectives
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from small_run import parser, training_arguments
+from transformers import Trainer, TrainerCallback
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 
@@ -57,28 +56,15 @@ def rows(count=24, length=21):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--checkpointing", action="store_true")
-    options = parser.parse_args()
+    arguments = parser()
+    arguments.add_argument("--checkpointing", action="store_true")
+    options = arguments.parse_args()
     torch.manual_seed(0)
     model = DCFormerForCausalLM(DCFormerConfig(**CONFIG))
     look = Look()
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(
-            str(options.output.with_suffix("")),
-            use_cpu=True,
-            max_steps=6,
-            per_device_train_batch_size=options.batch,
-            gradient_checkpointing=options.checkpointing,
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=training_arguments(options, gradient_checkpointing=options.checkpointing),
         train_dataset=rows(),
         callbacks=[look],
     )

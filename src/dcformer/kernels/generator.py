@@ -231,6 +231,26 @@ def _options(tile: dict[str, int]) -> dict[str, int]:
     }
 
 
+def _row_arguments(
+    rows: list[torch.Tensor], heads: int, width: int
+) -> tuple[list[torch.Tensor | None], list[int], dict[str, int]]:
+    """What the kernel takes for the rows of each stage: two pointers, six strides in units, and ROWS, REP, PAD, UNIT.
+
+    Args:
+        rows: of at most two stages, each [B, Hkv, N, channels]; with one, both pointers are to it.
+        heads: of the queries.
+        width: channels of a head's weights.
+    """
+    both = (rows * 2)[:2]
+    strides = [stride for x in both for stride in x.stride()[:3]] or [0] * 6
+    repeats = heads // rows[0].shape[1] if rows else 1
+    unit = 1 if any(stride % 8 for stride in strides) else 8
+    sizes = {"ROWS": int(bool(rows)), "REP": repeats, "PAD": 0, "UNIT": unit}
+    if rows:
+        sizes["PAD"] = rows[0].shape[-1] - repeats * width
+    return [*both] or [None, None], [stride // unit for stride in strides], sizes
+
+
 def _launch(
     hidden: torch.Tensor | None,
     gates: torch.Tensor | None,
@@ -250,25 +270,19 @@ def _launch(
     require_supported(device=weights.device)
     hidden, gates = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (hidden, gates))
     qkw = None if qkw is None else qkw.contiguous()
-    repeats, padding = 1, 0
-    if rows:
-        repeats = heads // rows[0].shape[1]
-        padding = rows[0].shape[-1] - repeats * width
-    row_pointers = (rows * 2)[:2]
-    row_strides = [stride for x in row_pointers for stride in x.stride()[:3]] or [0] * 6
-    unit = 1 if any(stride % 8 for stride in row_strides) else 8
+    row_pointers, row_strides, row_sizes = _row_arguments(rows, heads, width)
     programs = heads // heads_per_group * stages * sides
-    tile = _tile(heads_per_group, rank, gates is not None, padding, batch, length, programs)
+    tile = _tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, programs)
     with torch.cuda.device_of(weights):  # Triton launches on the current device
         generator_kernel[(batch * ceil_div(length, tile["B_N"]), programs)](
             hidden,
             gates,
             qkw,
             weights,
-            *(row_pointers if rows else (None, None)),
+            *row_pointers,
             *((0, 0) if hidden is None else hidden.stride()[:2]),
             *((0, 0) if gates is None else gates.stride()[:2]),
-            *(stride // unit for stride in row_strides),
+            *row_strides,
             batch,
             heads,
             length,
@@ -279,10 +293,7 @@ def _launch(
             TANH=approximate == "tanh",
             EPS=COMPOSE_NORM_EPS,
             SIDES=sides,
-            ROWS=int(bool(rows)),
-            REP=repeats,
-            PAD=padding,
-            UNIT=unit,
+            **row_sizes,
             **tile,
             **_options(tile),
         )

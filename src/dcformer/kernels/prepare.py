@@ -24,7 +24,7 @@ from torch import nn
 from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, Generated
 from ..fusion_dcformer import has_no_hooks
 from ..modeling_dcformer import DCFormerRMSNorm
-from .generator import APPROXIMATE, _axes, _generated, _options, _tile, can_replace, generator_kernel
+from .generator import APPROXIMATE, _axes, _generated, _options, _row_arguments, _tile, can_replace, generator_kernel
 from .limits import DTYPES, MAX_QUERIES, require_supported, unsupported_reason
 from .schemas import DEVICES, prepare_op, prepared_shapes
 from .sizes import power_of_2
@@ -156,14 +156,9 @@ def _prepare(
     if not batch or not length:
         return queries, keys, values, weights
     rows = [x[..., head_dim:] for x, count in ((keys, behind_keys), (values, behind_values)) if count]
-    repeats, padding = 1, 0
-    if rows:
-        repeats = heads // kv_heads
-        padding = rows[0].shape[-1] - repeats * width
-    row_strides = [stride for x in (rows * 2)[:2] for stride in x.stride()[:3]] or [0] * 6
-    unit = 1 if any(stride % 8 for stride in row_strides) else 8
+    row_pointers, row_strides, row_sizes = _row_arguments(rows, heads, width)
     generators = heads // heads_per_group * stages * sides
-    tile = _tile(heads_per_group, rank, gates is not None, padding, batch, length, generators)
+    tile = _tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, generators)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         prepare_kernel[(batch, generators + heads + 2 * kv_heads)](
             query,
@@ -180,13 +175,13 @@ def _prepare(
             keys,
             values,
             weights,
-            *((rows * 2)[:2] if rows else (None, None)),
+            *row_pointers,
             *query.stride()[:2],
             cos.stride(0) if cos.shape[0] > 1 else 0,
             cos.stride(1),
             *keys.stride()[:3],
             *values.stride()[:3],
-            *(stride // unit for stride in row_strides),
+            *row_strides,
             batch,
             heads,
             length,
@@ -203,10 +198,7 @@ def _prepare(
             TANH=approximate == "tanh",
             EPS=COMPOSE_NORM_EPS,
             SIDES=max(1, sides),
-            ROWS=int(bool(rows)),
-            REP=repeats,
-            PAD=padding,
-            UNIT=unit,
+            **row_sizes,
             B_T=1 if length == 1 else MAX_QUERIES,
             B_D=power_of_2(head_dim),
             **tile,

@@ -30,12 +30,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from ..attention_dcformer import eager_attention
+from ..attention_dcformer import attend_composed, eager_attention
 from ..chunked_dcformer import chunked_attention
-from ..compose_dcformer import ComposeSettings, Generated
+from ..compose_dcformer import ComposeSettings, Generated, Stages, stages
 from ..errors import DCFormerError
 from ..masks_dcformer import causal_rows
-from .dcmha import Stages, attend_composed, make_generators, one_side, stages
+from .dcmha import make_generators, one_side
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _STATES = "hidden_states"
@@ -114,15 +114,24 @@ class _Found:
 
 
 def _attention_call(module: nn.Module, path: str) -> tuple[ast.Call, Callable] | None:
-    """The call of the attention function in a module's `forward`, and that method; None where it has none."""
+    """The call of the attention function in a module's `forward`, and that method; None where it has none.
+
+    Raises:
+        DCFormerError: for a module that composes already, and one whose call is not found.
+    """
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     if code is None or _INTERFACE not in code.co_names:
         return None
+    where = f"{path} ({type(module).__name__})"
+    if hasattr(module, "compose_call"):
+        raise DCFormerError(f"{where}: converted already. Convert a model once, or start from the original.")
+    if any(hasattr(module, name) for name in _SUBMODULES):
+        raise DCFormerError(f"{where}: has a submodule for composition of its own.")
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError) as error:
-        raise DCFormerError(f"{path} ({type(module).__name__}): the source of its forward cannot be read.") from error
+        raise DCFormerError(f"{where}: the source of its forward cannot be read.") from error
     names = {
         target.id
         for node in ast.walk(tree)
@@ -133,16 +142,12 @@ def _attention_call(module: nn.Module, path: str) -> tuple[ast.Call, Callable] |
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
             return node, forward
-    raise DCFormerError(f"{path} ({type(module).__name__}): no call of the attention function is found in its forward.")
+    raise DCFormerError(f"{where}: no call of the attention function is found in its forward.")
 
 
 def _examine(module: nn.Module, path: str, call: ast.Call, forward: Callable, compose: dict[str, Any]) -> _Found:
     """What is needed to convert a module; raises a `DCFormerError` that names it where that is not possible."""
     where = f"{path} ({type(module).__name__})"
-    if hasattr(module, "compose_call"):
-        raise DCFormerError(f"{where}: converted already. Convert a model once, or start from the original.")
-    if any(hasattr(module, name) for name in _SUBMODULES):
-        raise DCFormerError(f"{where}: has a submodule for composition of its own.")
     parameters = inspect.signature(forward).parameters
     if _STATES not in parameters:
         raise DCFormerError(f"{where}: its forward has no argument {_STATES!r}, from which weights could be computed.")

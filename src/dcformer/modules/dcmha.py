@@ -7,8 +7,6 @@ made from different states: query-wise composition weights are computed from the
 Letters: B batch, T queries, S keys, E width of the queries, H heads, Hkv key/value heads, D head dim.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,21 +15,17 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention_dcformer import eager_attention
+from ..attention_dcformer import attend_composed, eager_attention
 from ..chunked_dcformer import CHUNKED
 from ..compose_dcformer import (
     FUSED_ATTENTION,
     ComposeSettings,
-    ComposeWeights,
     DCFormerCompose,
-    Generated,
-    autocast_dtype,
+    Stages,
     compose_init_std,
+    stages,
 )
 from ..errors import DCFormerError
-
-# Composition of the scores and of the attention weights; None for a stage that does not compose.
-Stages = tuple[ComposeWeights | None, ComposeWeights | None]
 
 
 def make_generators(settings: ComposeSettings, zero_init: bool) -> DCFormerCompose:
@@ -68,40 +62,6 @@ def one_side(settings: ComposeSettings, side: str, hidden_size: int) -> ComposeS
     if not (query or key or static):
         return None
     return replace(settings, hidden_size=hidden_size, compose_query=query, compose_key=key, compose_static=static)
-
-
-def stages(generators: DCFormerCompose, *generated: Generated) -> Stages:
-    """Both stages' composition weights, from what one or two `DCFormerCompose` have made.
-
-    Args:
-        generators: any of them.
-        generated: what each returned.
-    """
-    dynamic = {at: side for sides, _ in generated for at, side in sides.items()}
-    static = {stage: projection for _, projections in generated for stage, projection in projections.items()}
-    pre, post = (
-        generators.stage_weights(dynamic.get((stage, "query")), dynamic.get((stage, "key")), static.get(stage))
-        for stage in ("pre", "post")
-    )
-    return pre, post
-
-
-def attend_composed(
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *arguments: Any,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Calls an attention function of the package; under autocast q, k and v take its dtype, the rest is as without."""
-    device = query.device.type
-    mixed_precision = autocast_dtype(device)
-    if mixed_precision is not None:
-        query, key, value = (states.to(mixed_precision) for states in (query, key, value))
-    with torch.autocast(device, enabled=False) if mixed_precision is not None else nullcontext():
-        return function(module, query, key, value, *arguments, **options)
 
 
 class DCMHA(nn.Module):

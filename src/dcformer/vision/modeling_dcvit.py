@@ -8,7 +8,6 @@ Letters: B batch, T tokens (patches, and the class token in front if there is on
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,14 +24,13 @@ from transformers.utils import TransformersKwargs, auto_docstring, can_return_tu
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..attention_dcformer import eager_attention
+from ..attention_dcformer import attend_composed, eager_attention
 from ..compose_dcformer import (
     DEFAULT_ATTENTION,
-    ComposeWeights,
     DCFormerCompose,
-    autocast_dtype,
     compose_init_std,
     default_implementation,
+    stages,
 )
 from ..modeling_dcformer import DCFormerPreTrainedModel
 from .configuration_dcvit import DCViTConfig, pair
@@ -199,30 +197,21 @@ class DCViTAttention(nn.Module):
         implementation = self.config._attn_implementation
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             implementation = default_implementation(self, hidden_states, query, key, attention_mask)
-        generated, statics = self.compose(hidden_states, implementation)
-
-        def weights_of(stage: str) -> ComposeWeights | None:
-            query_side, key_side = generated.get((stage, "query")), generated.get((stage, "key"))
-            return self.compose.stage_weights(query_side, key_side, statics.get(stage))
-
-        device = query.device.type
-        mixed_precision = autocast_dtype(device)
-        if mixed_precision is not None:  # matmuls in its dtype, scores and softmax in float32, as everywhere
-            query, key, value = (states.to(mixed_precision) for states in (query, key, value))
+        pre, post = stages(self.compose, self.compose(hidden_states, implementation))
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        with torch.autocast(device, enabled=False) if mixed_precision is not None else nullcontext():
-            output, weights = attention_interface(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                scaling=self.scaling,
-                dropout=self.attention_dropout if self.training else 0.0,
-                pre=weights_of("pre"),
-                post=weights_of("post"),
-                **kwargs,
-            )
+        output, weights = attend_composed(
+            attention_interface,
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            pre=pre,
+            post=post,
+            **kwargs,
+        )
         return self.o_proj(output.flatten(2)), weights
 
 
