@@ -13,17 +13,14 @@ again: stop and start as you like. Every run is on one core.
 import argparse
 import json
 import math
-import os
-import platform
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
-from study import read_runs, spread, write_text
+from study import about_runs, read_runs, spread, write_text
 from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -207,13 +204,8 @@ def train(settings: dict, data) -> dict:
 
 
 def write_runs(path: Path, runs: list[dict]) -> None:
-    about = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; one core a run",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "scikit-learn", "dcformer")},
-    }
     runs = sorted(runs, key=lambda run: (list(COLUMNS).index(run["column"]), run["seed"]))
-    write_text(path, json.dumps({"about": about, "runs": runs}, indent=1) + "\n")
+    write_text(path, json.dumps({"about": about_runs("scikit-learn"), "runs": runs}, indent=1) + "\n")
 
 
 def train_missing(wanted: list[dict], path: Path, load) -> list[dict]:

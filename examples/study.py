@@ -251,15 +251,19 @@ def write_text(path: Path, text: str) -> None:
     os.replace(neighbour, path)
 
 
-def write_runs(path: Path, runs: list[dict]) -> None:
-    about = {
+def about_runs(*packages: str) -> dict[str, str]:
+    """Where runs were made: machine, and versions of what matters and of more packages."""
+    return {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; one core a run",
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "dcformer")},
+        **{name: version(name) for name in ("torch", "transformers", *packages, "dcformer")},
     }
+
+
+def write_runs(path: Path, runs: list[dict]) -> None:
     order = {"task": list(TASKS), "size": list(SIZES), "variant": list(VARIANTS)}
     runs = sorted(runs, key=lambda run: (*(names.index(run[key]) for key, names in order.items()), run["seed"]))
-    write_text(path, json.dumps({"about": about, "runs": runs}, indent=1) + "\n")
+    write_text(path, json.dumps({"about": about_runs(), "runs": runs}, indent=1) + "\n")
 
 
 def train_missing(wanted: list[dict], path: Path, workers: int) -> None:

@@ -3,10 +3,12 @@
     python examples/train_synthetic.py                       # from scratch, then writes checkpoints/dcformer-synthetic
     python examples/train_synthetic.py --resume              # goes on after an interruption
     python examples/train_synthetic.py --steps 40000 --resume    # a longer run, from a checkpoint before the decay
-    python examples/train_synthetic.py --variants plain talking-heads   # its twins, for the table of the card
+    python examples/train_synthetic.py --variants talking-heads plain-qk-norm   # its twins, for the table of the card
 
 The twins have the same size, seed and steps, and go through the same stages at their own pace: "plain" has all
-composition off, "talking-heads" only the static projection. Everything runs through `transformers.Trainer`, on a CPU.
+composition off and no norms of queries and keys, "plain-qk-norm" has the norms, "plain-wide" has them and an MLP that
+makes it as large as DCFormer, "talking-heads" only the static projection of composition. `synthetic_twins.py` compares
+them, each at its own rate. Everything runs through `transformers.Trainer`, on a CPU.
 No row is ever seen twice. Rows are drawn while training (`synthetic_rows`), from the training split alone: first what
 is easy, and the next thing when that is learned (`CURRICULUM`). In the last part of the run rows have examples as the
 demonstration's have, and the learning rate, which was constant, falls to 0. So a run can be made longer: `--resume`
@@ -60,7 +62,9 @@ DECAY_STEPS = 1000
 VARIANTS = {
     "dcformer": {},
     "talking-heads": {"compose_query": False, "compose_key": False, "compose_static": True},
-    "plain": PLAIN,
+    "plain-qk-norm": PLAIN,  # DCFormer has the norms, too
+    "plain": {**PLAIN, "qk_norm": False},
+    "plain-wide": {**PLAIN, "intermediate_size": 416},  # as many parameters as DCFormer
 }
 
 
@@ -75,7 +79,6 @@ def make_model(tokenizer, **switches) -> dcformer.DCFormerForCausalLM:
     config = dcformer.DCFormerConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=352,
         num_hidden_layers=4,
         num_attention_heads=8,
         sliding_window=WINDOW,
@@ -84,7 +87,7 @@ def make_model(tokenizer, **switches) -> dcformer.DCFormerForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **switches,
+        **{"intermediate_size": 352, **switches},
     )
     model = dcformer.DCFormerForCausalLM(config)
     nn.init.normal_(model.model.embed_tokens.weight, std=0.3)
@@ -373,7 +376,8 @@ def publish(runs: Path, checkpoint: Path) -> None:
     print(f"wrote {checkpoint}")
 
 
-def main(options: list[str] | None = None) -> None:
+def parse_options(options: list[str] | None = None) -> argparse.Namespace:
+    """The command line's options, checked; makes the folder of the runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["dcformer"])
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "synthetic", help="folder of the runs")
@@ -409,7 +413,11 @@ def main(options: list[str] | None = None) -> None:
         arguments.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--output {arguments.output}: {error.strerror}")
+    return arguments
 
+
+def main(options: list[str] | None = None) -> None:
+    arguments = parse_options(options)
     tokenizer = build_tokenizer(model_max_length=MAX_TOKENS)
     for variant in arguments.variants:
         train(variant, arguments, tokenizer)

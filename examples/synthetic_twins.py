@@ -1,0 +1,206 @@
+"""Fair twins of the bundled checkpoint: composition, talking heads and plain attention on the synthetic tasks.
+
+    python examples/synthetic_twins.py                 # what is missing of 25 runs; can be stopped and called again
+    python examples/synthetic_twins.py --limit 2       # two of them
+    python examples/synthetic_twins.py --report        # table and picture of what there is
+
+Every variant of `train_synthetic.py` gets the same rows, stages, steps and rates: each rate of `RATES` with seed 0, and
+the other seeds at the variant's own best. The rate is constant, as in the recipe before its decay. Measured every 200
+steps is the accuracy on validation questions, none of which is trained on; its mean over the run tells the best rate.
+"""
+
+import argparse
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import train_synthetic
+from study import about_runs, read_runs, spread, write_text
+from train_synthetic import REPOSITORY, TOKENS, VARIANTS, make_model
+
+from dcformer.analysis.overhead import training_flops
+from dcformer.synthetic import build_tokenizer
+
+RATES = (5e-4, 1e-3, 2e-3)
+SEEDS = (0, 1, 2)
+STEPS = 4600  # as many as the recipe has before its decay
+VALIDATE_STEPS = 200
+MARKS = (0.5, 0.75)
+LABELS = {
+    "dcformer": "DCFormer",
+    "talking-heads": "talking heads",
+    "plain-qk-norm": "plain, QK-norm",
+    "plain-wide": "plain, QK-norm, as many parameters",
+    "plain": "plain, no QK-norm",
+}
+OUTPUT = REPOSITORY / "docs" / "twins"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: which variant, at which learning rate, from which seed."""
+
+    variant: str
+    rate: float
+    seed: int
+
+
+def finished(runs: list[dict]) -> dict[Run, dict]:
+    return {Run(run["variant"], run["learning_rate"], run["seed"]): run for run in runs}
+
+
+def quality(run: dict) -> float:
+    """Mean accuracy over the run's validations."""
+    return statistics.mean(accuracy for _, accuracy in run["curve"])
+
+
+def best_rate(variant: str, done: dict[Run, dict]) -> float | None:
+    """The rate at which a variant is best with the first seed; None until all rates have run."""
+    first = [Run(variant, rate, SEEDS[0]) for rate in RATES]
+    if any(run not in done for run in first):
+        return None
+    return max(first, key=lambda run: quality(done[run])).rate
+
+
+def missing(done: dict[Run, dict]) -> list[Run]:
+    """What can be run next: first every rate of every variant, then the other seeds at the best of each."""
+    rates = [Run(variant, rate, SEEDS[0]) for rate in RATES[::-1] for variant in LABELS]
+    best = {variant: best_rate(variant, done) for variant in LABELS}
+    seeds = [Run(name, rate, seed) for seed in SEEDS[1:] for name, rate in best.items() if rate is not None]
+    return [run for run in rates + seeds if run not in done]
+
+
+def train(run: Run, folder: Path, steps: int) -> dict:
+    """One run, resumed if it was interrupted; returns what the report needs."""
+    options = train_synthetic.parse_options([
+        f"--learning-rate={run.rate}", f"--seed={run.seed}", f"--steps={steps}", "--decay-steps=0",
+        f"--save-steps={min(VALIDATE_STEPS, steps)}", "--test-contexts=1", "--resume", "--quiet", "--cpu",
+        f"--output={folder / f'{run.variant}-{run.rate}-{run.seed}'}",
+    ])  # fmt: skip
+    tokenizer = build_tokenizer(model_max_length=train_synthetic.MAX_TOKENS)
+    report = train_synthetic.train(run.variant, options, tokenizer)
+    config = make_model(tokenizer, **VARIANTS[run.variant]).config
+    return {
+        "variant": run.variant,
+        "learning_rate": run.rate,
+        "seed": run.seed,
+        "steps": steps,
+        "parameters": report["parameters"],
+        "flops_per_step": training_flops(config, TOKENS) * TOKENS * options.batch_size,
+        "minutes": report["minutes"],
+        "curve": [[line["step"], line["alone"]] for line in report["curve"]],
+        "losses": [[line["step"], line["stage"], line["loss"]] for line in report["curve"]],
+    }
+
+
+def steps_to(run: dict, mark: float) -> int | None:
+    """The first validation from which the accuracy stays at a mark or above; None if there is none."""
+    reached = None
+    for step, accuracy in run["curve"]:
+        if accuracy < mark:
+            reached = None
+        elif reached is None:
+            reached = step
+    return reached
+
+
+def _steps_cell(runs: list[dict], mark: float) -> str:
+    steps = sorted(found for run in runs if (found := steps_to(run, mark)) is not None)
+    never = len(runs) - len(steps)
+    told = [f"{step:,}" for step in steps] + [f"over {runs[0]['steps']:,}"] * never
+    return "; ".join(told)
+
+
+def table(done: dict[Run, dict]) -> str:
+    """Every variant at its best rate, and all rates with the first seed, in Markdown."""
+    lines = [
+        "| | parameters | rate | seeds | accuracy at the end | steps to 50 % | steps to 75 % | CPU minutes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for variant, label in LABELS.items():
+        if (rate := best_rate(variant, done)) is None:
+            continue
+        runs = [done[run] for seed in SEEDS if (run := Run(variant, rate, seed)) in done]
+        final = [100 * run["curve"][-1][1] for run in runs]
+        told = ", ".join(f"{value:.1f}" for value in final)
+        within = f" (mean {statistics.mean(final):.1f} ± {spread(final):.1f})" if len(final) > 1 else ""
+        minutes = statistics.mean(run["minutes"] for run in runs)
+        cells = [label, f"{runs[0]['parameters']:,}", f"{rate:g}", str(len(runs)), f"{told} %{within}"]
+        cells += [_steps_cell(runs, mark) for mark in MARKS] + [f"{minutes:.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "Seed 0 at each rate: accuracy at the end, and its mean over the run.", ""]
+    lines += ["| | " + " | ".join(f"{rate:g}" for rate in RATES) + " |", "|---|" + "---|" * len(RATES)]
+    for variant, label in LABELS.items():
+        found = [done.get(Run(variant, rate, SEEDS[0])) for rate in RATES]
+        cells = [f"{run['curve'][-1][1]:.1%}, {quality(run):.1%}" if run else "" for run in found]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(done: dict[Run, dict], file: Path) -> None:
+    """Accuracy against steps and against operations, a line for each run at its variant's best rate, in SVG."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "twins"  # the same file from the same runs
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
+    styles = ("-", "-.", "--", ":", (0, (5, 1, 1, 1, 1, 1)))
+    for (variant, label), color, style in zip(LABELS.items(), pyplot.cm.tab10.colors, styles, strict=False):
+        if (rate := best_rate(variant, done)) is None:
+            continue
+        for run in (done[run] for seed in SEEDS if (run := Run(variant, rate, seed)) in done):
+            steps, accuracy = zip(*run["curve"], strict=True)
+            scales = (1.0, run["flops_per_step"])
+            for axis, scale in zip(axes, scales, strict=True):
+                axis.plot([step * scale for step in steps], [100 * a for a in accuracy], color=color, ls=style, lw=1.4,
+                          label=f"{label}, {rate:g}" if run["seed"] == SEEDS[0] else None)  # fmt: skip
+    axes[0].set(xlabel="steps", ylabel="validation accuracy, %")
+    axes[1].set(xlabel="operations of training")
+    if axes[0].lines:
+        axes[0].legend(fontsize=8, frameon=False)
+    for axis in axes:
+        axis.grid(color="0.9")
+    neighbour = file.with_name(f".{file.name}")
+    figure.savefig(neighbour, format="svg", metadata={"Date": None, "Creator": None})
+    neighbour.replace(file)
+    pyplot.close(figure)
+
+
+def report(output: Path) -> None:
+    """Writes table.md and curves.svg beside results.json."""
+    done = finished(read_runs(output / "results.json"))
+    if not done:
+        raise SystemExit(f"error: {output / 'results.json'} has no runs; train some first, without --report")
+    write_text(output / "table.md", "<!-- written by examples/synthetic_twins.py -->\n" + table(done))
+    picture(done, output / "curves.svg")
+    print(table(done) + f"{len(missing(done))} runs can be added. Wrote table.md and curves.svg to {output}")
+
+
+def main(options: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of results.json, table and picture")
+    parser.add_argument("--runs", type=Path, default=REPOSITORY / "runs" / "twins", help="folder of the checkpoints")
+    parser.add_argument("--limit", type=int, help="how many runs at most; all that are missing when not given")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="no training")
+    arguments = parser.parse_args(options)
+    if arguments.limit is not None and arguments.limit < 1:
+        parser.error(f"--limit {arguments.limit}: expected more than 0")
+    results = arguments.output / "results.json"
+    runs = [] if arguments.report and not results.is_file() else read_runs(results)
+    if other := sorted({run["steps"] for run in runs} - {arguments.steps}):
+        parser.error(f"{results} has runs of {other[0]} steps, not {arguments.steps}: give --steps or another --output")
+    while not arguments.report and arguments.limit != 0 and (todo := missing(finished(runs))):
+        print(f"{todo[0]}, {len(todo)} known to be missing", flush=True)
+        runs.append(train(todo[0], arguments.runs, arguments.steps))
+        results.parent.mkdir(parents=True, exist_ok=True)
+        write_text(results, json.dumps({"about": about_runs(), "runs": runs}) + "\n")
+        arguments.limit = None if arguments.limit is None else arguments.limit - 1
+    report(arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The comparison of twins on the synthetic tasks: what is run next, what is measured, that it goes on."""
+
+import json
+import sys
+
+import pytest
+from helpers import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import synthetic_twins as twins
+import train_synthetic
+
+
+def a_run(variant, rate, seed, accuracies, steps=600):
+    curve = [[200 * (i + 1), accuracy] for i, accuracy in enumerate(accuracies)]
+    return {"variant": variant, "learning_rate": rate, "seed": seed, "steps": steps, "parameters": 10,
+            "flops_per_step": 1e9, "minutes": 1.0, "curve": curve}  # fmt: skip
+
+
+def all_rates(best=1e-3):
+    """The first seed of every variant at every rate; `best` is above the others throughout, though not at the end."""
+    return [
+        a_run(name, rate, twins.SEEDS[0], [0.6, 0.7, 0.8] if rate == best else [0.1, 0.2, 0.9])
+        for name in twins.LABELS
+        for rate in twins.RATES
+    ]
+
+
+def test_every_variant_of_the_recipe_is_compared():
+    assert set(twins.LABELS) == set(train_synthetic.VARIANTS)
+
+
+def test_wide_twin_has_as_many_parameters():
+    tokenizer = train_synthetic.build_tokenizer()
+    sizes = {
+        name: train_synthetic.make_model(tokenizer, **switches).num_parameters()
+        for name, switches in train_synthetic.VARIANTS.items()
+    }
+    assert sizes["plain-wide"] == sizes["dcformer"] > sizes["plain-qk-norm"] > sizes["plain"]
+
+
+def test_other_seeds_run_at_the_best_rate_of_the_first():
+    runs = all_rates()
+    first = twins.missing({})
+    assert len(first) == len(twins.LABELS) * len(twins.RATES) and {run.seed for run in first} == {twins.SEEDS[0]}
+    assert twins.missing(twins.finished(runs[1:]))[0] == next(iter(twins.finished(runs[:1])))
+    after = twins.missing(twins.finished(runs))
+    assert [(run.rate, run.seed) for run in after if run.variant == "plain"] == [
+        (1e-3, seed) for seed in twins.SEEDS[1:]
+    ]
+    assert len(after) == len(twins.LABELS) * (len(twins.SEEDS) - 1)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "steps"), [([0.1, 0.5, 0.6], 400), ([0.6, 0.4, 0.5], 600), ([0.6, 0.6, 0.4], None), ([0.5], 200)]
+)
+def test_steps_count_where_the_accuracy_stays(accuracies, steps):
+    assert twins.steps_to(a_run("plain", 1e-3, 0, accuracies), 0.5) == steps
+
+
+def test_table_says_what_was_not_reached():
+    runs = [*all_rates(), a_run("plain", 1e-3, 1, [0.1, 0.2, 0.3])]
+    told = twins.table(twins.finished(runs))
+    row = next(line for line in told.splitlines() if line.startswith(f"| {twins.LABELS['plain']} | 10"))
+    assert "| 0.001 | 2 |" in row and "80.0, 30.0 % (mean 55.0 ± 35.4)" in row
+    assert "200; over 600" in row and "600; over 600" in row
+
+
+def test_committed_table_is_that_of_the_results():
+    done = twins.finished(twins.read_runs(twins.OUTPUT / "results.json"))
+    assert (twins.OUTPUT / "table.md").read_text().partition("\n")[2] == twins.table(done)
+
+
+@pytest.mark.slow
+def test_runs_are_added_and_kept(tmp_path, capsys):
+    options = [f"--output={tmp_path / 'docs'}", f"--runs={tmp_path / 'runs'}", "--steps=2"]
+    twins.main([*options, "--limit=1"])
+    results = tmp_path / "docs" / "results.json"
+    first = json.loads(results.read_text())["runs"]
+    assert len(first) == 1 and first[0]["curve"][-1][0] == 2 and first[0]["losses"] == [[2, 0, None]]
+    twins.main([*options, "--limit=1"])
+    both = json.loads(results.read_text())["runs"]
+    assert both[0] == first[0] and len(both) == 2 and both[0]["variant"] != both[1]["variant"]
+    assert "13 runs can be added" in capsys.readouterr().out  # other seeds follow when all rates have run
+    with pytest.raises(SystemExit):
+        twins.main([f"--output={tmp_path / 'docs'}", "--report", "--steps=3"])
+    assert "has runs of 2 steps" in capsys.readouterr().err
