@@ -1458,6 +1458,180 @@ _LAYERS = _in(
     ),
 )
 
+T_DCMHA, T_CONVERTED = "tests/modules/test_dcmha.py::", "tests/modules/test_convert_attention.py::"
+_MODULES = [
+    *_in(
+        "modules",
+        "modules/dcmha.py",
+        (
+            "key-wise weights of the queries' states",
+            'states = {"query": query, "key": key}',
+            'states = {"query": query, "key": query}',
+            T_DCMHA + "test_a_key_changes_its_own_weights_only",
+            T_DCMHA + "test_it_is_the_formula",
+        ),
+        (
+            "nothing starts at zero",
+            "parameter[:, parameter.shape[1] // 2 :] = 0  # [G·C·K, 2·R·M]: down, then up",
+            "pass",
+            T_DCMHA + "test_without_composition_it_is_the_librarys",
+        ),
+        (
+            "both halves start at zero",
+            "parameter[:, parameter.shape[1] // 2 :] = 0  # [G·C·K, 2·R·M]: down, then up",
+            "parameter.zero_()",
+            T_DCMHA + "test_zero_init_can_learn",
+        ),
+        (
+            "causal without a mask",
+            "            is_causal=False,\n",
+            "            is_causal=True,\n",
+            T_DCMHA + "test_without_composition_it_is_the_librarys",
+        ),
+        (
+            "batch first always",
+            "elif not self.batch_first:\n            query, key, value",
+            "elif False:\n            query, key, value",
+            T_DCMHA + "test_without_composition_it_is_the_librarys",
+        ),
+        (
+            "training mode forgotten",
+            "return made.train(module.training)",
+            "return made",
+            T_DCMHA + "test_settings_of_the_module_are_taken_over",
+        ),
+    ),
+    *_in(
+        "modules",
+        "modules/convert.py",
+        (
+            "weights made for another module",
+            "weights = weights if owner is module else None",
+            "weights = weights",
+            T_CONVERTED + "test_weights_of_one_call_serve_no_other",
+        ),
+        (
+            "weights left for the next call",
+            "        _slot.weights = (None, None)\n        weights = weights if",
+            "        weights = weights if",
+            T_CONVERTED + "test_weights_of_one_call_serve_no_other",
+        ),
+        (
+            "key-wise weights of the last encoder states",
+            "if call.path not in kept or kept[call.path][0] is not states:",
+            "if call.path not in kept:",
+            T_CONVERTED + "test_a_cache_begun_anew_has_weights_of_the_new_states",
+        ),
+        (
+            "position bias without its mask",
+            'bias.masked_fill(~mask.bool(), float("-inf"))',
+            "bias",
+            T_CONVERTED + "test_masks_beside_a_position_bias",
+        ),
+        (
+            "scaling of the module",
+            "scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,",
+            "scaling=query.shape[-1] ** -0.5,",
+            T_CONVERTED + "test_without_composition_it_is_the_model",
+        ),
+        (
+            "composition of half the length",
+            "if side is None or side.packed.shape[-1] == states.shape[2]:",
+            "if True:",
+            T_CONVERTED + "test_generation_with_a_cache",
+        ),
+        (
+            "causality of cross-attention",
+            'is_causal = getattr(module, "is_causal", False)',
+            "is_causal = True",
+            T_CONVERTED + "test_without_composition_it_is_the_model",
+        ),
+        (
+            "hooks that stay after a failure",
+            "        handle.remove()\n        for name in (*one",
+            "        for name in (*one",
+            T_CONVERTED + "test_conversions_that_fail_leave_the_model_as_it_was",
+        ),
+    ),
+]
+
+T_DCVIT, T_BIG_VISION = "tests/vision/test_modeling_dcvit.py::", "tests/vision/test_big_vision.py::"
+_VISION = [
+    *_in(
+        "vision",
+        "vision/modeling_dcvit.py",
+        (
+            "a causal vision Transformer",
+            "    is_causal = False\n",
+            "    is_causal = True\n",
+            T_DCVIT + "test_attention_is_the_definition_without_causality",
+        ),
+        (
+            "rows and columns of positions",
+            "parts = [part.expand(rows, columns, quarter) for part in (x.sin(), x.cos(), y.sin(), y.cos())]",
+            "parts = [part.expand(rows, columns, quarter) for part in (y.sin(), y.cos(), x.sin(), x.cos())]",
+            T_DCVIT + "test_positions_are_the_formulas",
+        ),
+        (
+            "the class token has a patch's position",
+            "known = self.position_embeddings[:, -self.grid[0] * self.grid[1] :]",
+            "known = self.position_embeddings[:, : self.grid[0] * self.grid[1]]",
+            T_DCVIT + "test_learned_positions_are_interpolated_as_transformers_does",
+            T_DCVIT + "test_plain_setting_is_transformers_vit",
+        ),
+        (
+            "interpolation by corners",
+            'mode="bicubic", align_corners=False',
+            'mode="bicubic", align_corners=True',
+            T_DCVIT + "test_learned_positions_are_interpolated_as_transformers_does",
+        ),
+        (
+            "a cut normal distribution of less than its std",
+            "** -0.5 / 0.87962566103423978",
+            "** -0.5",
+            T_DCVIT + "test_initial_values_are_the_forks",
+        ),
+    ),
+    *_in(
+        "vision",
+        "vision/big_vision.py",
+        (
+            "position of the class token",
+            'torch.cat([nowhere, found["pos_embedding"]], dim=1)',
+            'torch.cat([found["pos_embedding"], nowhere], dim=1)',
+            T_BIG_VISION + "test_logits_are_the_forks",
+        ),
+        (
+            "transposed static projections",
+            'f"{layer}attention.compose.{stage}_static", "(g m) n"',
+            'f"{layer}attention.compose.{stage}_static", "(g n) m"',
+            T_BIG_VISION + "test_logits_are_the_forks",
+        ),
+        (
+            "rank of the rows",
+            '"compose_rank": rows // 2}',
+            '"compose_rank": rows}',
+            T_BIG_VISION + "test_configuration_comes_from_the_shapes",
+        ),
+        (
+            "arrays left over",
+            "if arrays or wanted - state.keys():",
+            "if wanted - state.keys():",
+            T_BIG_VISION + "test_what_is_no_checkpoint_of_it",
+        ),
+    ),
+    *_in(
+        "vision",
+        "vision/image_processing_dcvit.py",
+        (
+            "broken images among the files",
+            "            found.unreadable.append(path)\n        else:",
+            "            found.files.append(path)\n        else:",
+            "tests/vision/test_image_processing_dcvit.py::test_unreadable_images_stop_or_are_skipped",
+        ),
+    ),
+]
+
 MUTATIONS = [
     *_COMPOSE,
     *_CACHE,
@@ -1470,4 +1644,6 @@ MUTATIONS = [
     *_ATTENTION,
     *_MASKS,
     *_CHUNKED,
+    *_MODULES,
+    *_VISION,
 ]

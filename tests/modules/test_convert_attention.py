@@ -317,6 +317,31 @@ def test_generation_of_encoder_decoders(name):
         assert len(calls) == 1
 
 
+@torch.no_grad()
+def test_a_cache_begun_anew_has_weights_of_the_new_states():
+    model = converted("bart", compose_key="uncached")
+    decoder, cache = model.model.decoder, t.EncoderDecoderCache(t.DynamicCache(), t.DynamicCache())
+    inputs = {"input_ids": ids(), "encoder_hidden_states": noise(2, 4, 16)}
+    decoder(**inputs, past_key_values=cache)
+    inputs["encoder_hidden_states"] = noise(2, 8, 16)[:, 4:]
+    expected = decoder(**inputs, use_cache=False)[0]
+    cache.self_attention_cache, cache.cross_attention_cache, cache.is_updated = t.DynamicCache(), t.DynamicCache(), {}
+    torch.testing.assert_close(decoder(**inputs, past_key_values=cache)[0], expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masks_beside_a_position_bias(implementation):
+    """A boolean mask hides what an additive one with -inf hides."""
+    query, key, value, bias = noise(2, 3, 5, 8), noise(2, 3, 6, 8), noise(2, 3, 6, 8), noise(1, 3, 5, 6)
+    visible = noise(2, 1, 5, 6) > -0.5
+    additive = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
+    attend, module = IMPLEMENTATIONS[implementation], nn.Identity()
+    one, other = (attend(module, query, key, value, mask, position_bias=bias)[0] for mask in (visible, additive))
+    torch.testing.assert_close(one, other)
+    without = attend(module, query, key, value, visible)[0]
+    assert not torch.allclose(one, without, atol=1e-3)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -466,6 +491,26 @@ def test_calls_past_the_hooks(name):
     attention = next(module for module in model.modules() if hasattr(module, "compose_call"))
     with pytest.raises(ValueError, match="called past its hooks"):
         attention.forward(noise(2, 5, 16))
+
+
+def test_weights_of_one_call_serve_no_other(monkeypatch):
+    """Where weights are handed over beside the call: neither a second call has them, nor another after a failure."""
+    model = converted("siglip")
+    first, second, *_ = (module for module in model.modules() if hasattr(module, "compose_call"))
+    assert not first.compose_call.passes_kwargs
+    states = noise(2, 5, 16)
+    first(states)
+    with pytest.raises(ValueError, match="called past its hooks"):
+        first.forward(states)
+
+    def fails(*_):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(first.q_proj, "forward", fails)
+        first(states)
+    with pytest.raises(ValueError, match="called past its hooks"):
+        second.forward(states)
 
 
 def test_attention_that_is_called_otherwise_than_it_was_converted():
