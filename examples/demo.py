@@ -7,6 +7,7 @@ The checkpoint is bundled (checkpoints/dcformer-synthetic); examples/train_synth
 """
 
 import argparse
+import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def main(arguments: list[str] | None = None) -> float:
         by_pattern[task.partition(".")[0]] += marks
     for pattern, marks in by_pattern.items():
         print(f"{pattern:18}{sum(marks):4} of {len(marks)}")
+    if told := _twins(Path(options.checkpoint)):
+        print(told)
     print(f"accuracy: {right} of {len(asked)} held-out questions = {right / len(asked):.1%}")
     return right / len(asked)
 
@@ -109,6 +112,16 @@ def _composed_heads(model, tokenizer, prompt: str, count: int = 4) -> str:
             looks = [f"{words[row[head].argmax()]!r} {row[head].max():.2f}" for row in (before, after)]
             lines.append((change, f"  layer {index}, head {head}: {looks[0]}, composed {looks[1]}"))
     return "\n".join(line for _, line in sorted(lines, reverse=True)[:count])
+
+
+def _twins(checkpoint: Path) -> str | None:
+    """What `training.json` says of models trained alike without composition; None where there are none."""
+    file = checkpoint / "training.json"
+    reports = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if len(reports) < 2:
+        return None
+    told = ", ".join(f"{name} {report['test_accuracy']:.1%}" for name, report in reports.items())
+    return f"after training, on {next(iter(reports.values()))['test_answers']:,} other held-out questions: {told}"
 
 
 def _worst(by_task: dict[str, list[bool]], count: int = 4) -> str:
