@@ -6,7 +6,7 @@ with pip (10 MB, its hash is in ``sdist.txt``) into ``build/hf_contract/``. Modu
 of ``stand_ins/`` and by empty classes. ``expected.toml`` lists every test that skips or fails, with the reason; any
 other skip or failure, and a listed one that did not come, is an error.
 
-Arguments are pytest's, e.g. ``-k 'not fsdp' -x``.
+Arguments are pytest's, e.g. ``-k 'not fsdp' -x``, or ``-n 0`` for one process instead of two.
 """
 
 import shutil
@@ -179,6 +179,7 @@ def main(arguments: list[str]) -> int:
     prepare(folder)
     outcomes = Outcomes()
     options = ["-q", "--no-header", "--tb=no", "--no-summary", "-W", "ignore", "-p", "no:cacheprovider"]
+    options += ["-n", "2", "--dist", "worksteal"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
