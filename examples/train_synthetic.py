@@ -326,11 +326,11 @@ ask("\\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Bor
 
 `python examples/train_synthetic.py --steps {steps} --decay-steps {decay_steps}`, seed {seed}. Accuracy is the share of
 {answers} held-out answers (contexts of three examples, no question line of which occurs in training) that are the
-model's first choice. Twins, where there are any, had the same seed, steps and size, and went through the same stages,
-each to the next when it had learned the last; one run each on a CPU: differences of a few points mean nothing.
+model's first choice. Twins had the same seed and steps and went through the same stages, each to the next when it had
+learned the last, at a learning rate that suits them; one run each: differences of a few points mean nothing.
 
-| | parameters | held-out accuracy | held-out loss | processor minutes |
-|---|---|---|---|---|
+| | parameters | learning rate | held-out accuracy | held-out loss | processor minutes |
+|---|---|---|---|---|---|
 {rows}
 
 For comparison: looking up a random fact of the question's statement (one of three people's, one of two items of a set)
@@ -355,7 +355,8 @@ def publish(runs: Path, checkpoint: Path) -> None:
     model = dcformer.DCFormerForCausalLM.from_pretrained(runs / "dcformer")
     tokenizer = AutoTokenizer.from_pretrained(runs / "dcformer")
     rows = "\n".join(
-        f"| {variant} | {r['parameters']:,} | {r['test_accuracy']:.1%} | {r['test_loss']:.3f} | {r['minutes']} |"
+        f"| {variant} | {r['parameters']:,} | {r['learning_rate']:g} | {r['test_accuracy']:.1%} | "
+        f"{r['test_loss']:.3f} | {r['minutes']} |"
         for variant, r in reports.items()
     )
     card = CARD.format(
