@@ -1,8 +1,8 @@
 """DCFormer for Transformers: dynamically composable multi-head attention as an ordinary model of the library.
 
-Importing the package registers "dcformer", "dcpythia", "dcvit" and "dcformer_heads" with Transformers' Auto classes, and the attention
-implementations "dcformer_chunked", where Triton is installed "dcformer_triton", and "dcmha" and "dcmha_chunked" for
-models that `modules.convert_attention` has converted. The first model that is made registers the names of tensors in
+Importing the package registers "dcformer", "dcpythia", "dcvit" and "dcformer_heads" with Transformers' Auto classes,
+and the attention implementations "dcformer_chunked", where Triton is installed "dcformer_triton", and "dcmha" and
+"dcmha_chunked" for models that `modules.convert_attention` has converted. The first model that is made registers the names of tensors in
 the authors' repositories on the Hub.
 """
 

@@ -27,9 +27,7 @@ def register() -> None:
     AutoConfig.register(HeadSystemsConfig.model_type, HeadSystemsConfig, exist_ok=True)
     AutoModel.register(HeadSystemsConfig, HeadSystemsModel, exist_ok=True)
     AutoModelForCausalLM.register(HeadSystemsConfig, HeadSystemsForCausalLM, exist_ok=True)
-    AutoModelForSequenceClassification.register(
-        HeadSystemsConfig, HeadSystemsForSequenceClassification, exist_ok=True
-    )
+    AutoModelForSequenceClassification.register(HeadSystemsConfig, HeadSystemsForSequenceClassification, exist_ok=True)
 
 
 __all__ = [

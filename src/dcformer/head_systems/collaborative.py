@@ -49,10 +49,8 @@ class CollaborativeOptions(HeadSystemOptions):
             if sizes.rotary_dim and dims % 2:
                 raise ValueError(f"{name}={dims} must be even, from 2 to {most}: RoPE rotates channels in pairs.")
             if sizes.qk_norm and dims % sizes.head_dim:
-                raise ValueError(
-                    f"{name}={dims} must be a multiple of head_dim={sizes.head_dim}, up to {most}: qk_norm normalises "
-                    "blocks of head_dim channels. Choose one, or qk_norm=False."
-                )
+                blocks = f"head_dim={sizes.head_dim}, up to {most}: qk_norm normalises blocks of them"
+                raise ValueError(f"{name}={dims} must be a multiple of {blocks}. Choose one, or qk_norm=False.")
         if self.mixing_init not in ("normal", "ones", "concatenate"):
             raise ValueError(f"mixing_init={self.mixing_init!r}: expected 'normal', 'ones' or 'concatenate'.")
         if self.scaling is not None:
@@ -66,23 +64,21 @@ class Collaborative(HeadSystem):
     keeps_shapes = False
 
     def __init__(self, sizes: HeadSizes, options: CollaborativeOptions):
-        self.dims = options.shared_key_query_dim or sizes.num_heads * sizes.head_dim  # before they are checked
         super().__init__(sizes, options)
         self.scaling = sizes.head_dim**-0.5 if options.scaling is None else options.scaling
-        behind = sizes.num_heads if options.content_bias else 0
-        self.cache_heads = 1
-        self.cache_widths = (self.dims + behind, sizes.num_kv_heads * sizes.head_dim)
-        self.map_widths = (self.dims + behind, sizes.head_dim)
+        key_width = self.dims + (sizes.num_heads if options.content_bias else 0)
+        self.cache_heads, self.cache_widths = 1, (key_width, sizes.num_kv_heads * sizes.head_dim)
+        self.map_widths = (key_width, sizes.head_dim)
 
     def make_projections(self) -> None:
         """Shared queries and keys, values for each head, mixing weights for each head and pair of channels."""
         s = self.sizes
+        self.dims = self.options.shared_key_query_dim or s.num_heads * s.head_dim
         self.keeps_biases = s.bias and bool(s.rotary_dim or s.qk_norm)
         self.q_proj = nn.Linear(s.hidden_size, self.dims, bias=self.keeps_biases)
         self.k_proj = nn.Linear(s.hidden_size, self.dims, bias=self.keeps_biases)
         self.v_proj = nn.Linear(s.hidden_size, s.num_kv_heads * s.head_dim, bias=s.bias)
-        has_bias = self.options.content_bias
-        self.content_bias = nn.Linear(s.hidden_size, s.num_heads, bias=False) if has_bias else None
+        self.content_bias = nn.Linear(s.hidden_size, s.num_heads, bias=False) if self.options.content_bias else None
         self.mixing = Mixing(s, self.dims, self.options.mixing_init)
 
     def project(self, x_q: torch.Tensor, x_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -94,12 +90,7 @@ class Collaborative(HeadSystem):
 
     def position(self, states: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Norm and RoPE of blocks of D channels, and of what is left; the content bias passes."""
-        whole = self.dims - self.dims % self.sizes.head_dim
-        blocks, rest, behind = states.split([whole, self.dims - whole, states.shape[-1] - self.dims], dim=-1)
-        if whole:
-            blocks = turn(blocks[:, 0].unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2))  # [B, Dk / D, N, D]
-            blocks = blocks.transpose(1, 2).flatten(2)[:, None]  # [B, 1, N, whole]
-        return torch.cat([blocks, turn(rest) if rest.shape[-1] else rest, behind], dim=-1)
+        return torch.cat([self.mixing.turned(states[..., : self.dims], turn), states[..., self.dims :]], dim=-1)
 
     def expand(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -114,15 +105,19 @@ class Collaborative(HeadSystem):
 
     def from_mha(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear) -> torch.Tensor:
         """A copy at Dk = H·D, exact with `content_bias` where biases are not kept; else a CP decomposition."""
-        s = self.sizes
-        if s.num_kv_heads != s.num_heads:
-            raise ValueError(f"num_key_value_heads={s.num_kv_heads}, of {s.num_heads} heads: grouped keys are not shared dims.")
+        s, repeats = self.sizes, self.sizes.num_heads // self.sizes.num_kv_heads
         if self.keeps_biases and self.content_bias is not None:
-            raise ValueError("content_bias=True with biases under RoPE or qk_norm: b_Q is no content bias there. Use False.")
+            raise ValueError("content_bias=True: under RoPE or qk_norm b_Q is no content bias and is kept; use False.")
         copy_linears((v, self.v_proj))
-        queries, keys = (linear.weight.T.unflatten(1, (s.num_heads, -1)).transpose(0, 1) for linear in (q, k))
+        queries = q.weight.T.unflatten(1, (s.num_heads, -1)).transpose(0, 1)  # [H, E, D]
+        keys = k.weight.T.unflatten(1, (s.num_kv_heads, -1)).transpose(0, 1).repeat_interleave(repeats, dim=0)
         if self.dims == s.num_heads * s.head_dim:
-            copy_linears((q, self.q_proj), (k, self.k_proj))
+            copy_linears((q, self.q_proj))
+            self.k_proj.weight.copy_(keys.transpose(0, 1).flatten(1).T)
+            if self.k_proj.bias is not None:
+                self.k_proj.bias.copy_(
+                    k.bias.unflatten(0, (s.num_kv_heads, -1)).repeat_interleave(repeats, 0).flatten()
+                )
             self.mixing.init_weights("concatenate")
         elif s.rotary_dim or s.qk_norm:
             raise ValueError(
@@ -130,7 +125,7 @@ class Collaborative(HeadSystem):
                 f"{s.num_heads * s.head_dim}; a decomposition of W_Q W_Kᵀ knows nothing of what is between the two."
             )
         else:
-            found = decompose(queries, keys, self.dims)  # of [H, E, D] each
+            found = decompose(queries, keys, self.dims)
             self.q_proj.weight.copy_(found.query.T)
             self.k_proj.weight.copy_(found.key.T)
             self.mixing.set(found.mixing)
@@ -144,15 +139,14 @@ class Collaborative(HeadSystem):
         s = self.sizes
         values = s.num_kv_heads * s.head_dim
         biases = self.keeps_biases * 2 * self.dims + s.bias * (values + s.hidden_size)
-        width = 2 * self.dims + values + s.num_heads * s.head_dim + (s.num_heads if self.options.content_bias else 0)
-        return s.hidden_size * width + self.mixing.weight.numel() + biases
+        width = self.dims + self.map_widths[0] + values + s.num_heads * s.head_dim
+        return s.hidden_size * width + s.num_heads * self.mixing.stored + biases
 
     def flops(self, length: int) -> int:
         """4·E·Dk + 4·E·H·D + 2·S·H·Dk + 2·S·H·D: scores cost Dk/D times as much as before, and H more for B."""
         s = self.sizes
-        behind = s.num_heads if self.options.content_bias else 0
-        width = 2 * self.dims + behind + (s.num_kv_heads + s.num_heads) * s.head_dim
-        return 2 * s.hidden_size * width + 2 * length * s.num_heads * (self.dims + behind + s.head_dim)
+        width = self.dims + self.map_widths[0] + (s.num_kv_heads + s.num_heads) * s.head_dim
+        return 2 * s.hidden_size * width + 2 * length * s.num_heads * sum(self.map_widths)
 
 
 __all__ = ["Collaborative", "CollaborativeOptions"]

@@ -102,8 +102,12 @@ def _alternate(core: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[to
     m = torch.zeros(heads, a.shape[1], dtype=core.dtype, device=core.device)
     for _ in range(_STEPS):
         m = _solve(torch.einsum("hxy,xc,yc->hc", core, a, b), (a.T @ a) * (b.T @ b))
-        a = torch.nn.functional.normalize(_solve(torch.einsum("hxy,hc,yc->xc", core, m, b), (m.T @ m) * (b.T @ b)), dim=0)
-        b = torch.nn.functional.normalize(_solve(torch.einsum("hxy,hc,xc->yc", core, m, a), (m.T @ m) * (a.T @ a)), dim=0)
+        a = torch.nn.functional.normalize(
+            _solve(torch.einsum("hxy,hc,yc->xc", core, m, b), (m.T @ m) * (b.T @ b)), dim=0
+        )
+        b = torch.nn.functional.normalize(
+            _solve(torch.einsum("hxy,hc,xc->yc", core, m, a), (m.T @ m) * (a.T @ a)), dim=0
+        )
         m = _solve(torch.einsum("hxy,xc,yc->hc", core, a, b), (a.T @ a) * (b.T @ b))
         error = float((core - _product(a, b, m)).norm() / norm)
         if last - error < _PATIENCE * max(error, 1e-12) or error < 1e-12:

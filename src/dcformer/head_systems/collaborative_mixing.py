@@ -5,6 +5,8 @@ narrower. One weight is stored for each pair and each channel that is not rotate
 Letters: H heads, D head dim, Dk shared dims.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -26,8 +28,8 @@ class Mixing(nn.Module):
         self.start = start
         self.width, self.rotary_dim, self.dims = sizes.head_dim, sizes.rotary_dim, dims
         self.blocks, self.rest = divmod(dims, sizes.head_dim)
-        stored = self.blocks * (self.width - self._half(self.width)) + self.rest - self._half(self.rest)
-        self.weight = nn.Parameter(torch.ones(sizes.num_heads, stored))
+        self.stored = self.blocks * (self.width - self._half(self.width)) + self.rest - self._half(self.rest)
+        self.weight = nn.Parameter(torch.ones(sizes.num_heads, self.stored))
 
     def _half(self, width: int) -> int:
         """Rotated pairs in a block."""
@@ -47,6 +49,14 @@ class Mixing(nn.Module):
         if self.rest:
             parts.append(self._spread(self.weight[:, start:], self.rest))
         return torch.cat(parts, dim=-1)
+
+    def turned(self, states: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Shared channels [B, 1, N, Dk] with `turn` applied to each block, as heads [B, any, N, at most D]."""
+        blocks, rest = states.split([self.blocks * self.width, self.rest], dim=-1)
+        if self.blocks:
+            heads = turn(blocks[:, 0].unflatten(-1, (self.blocks, -1)).transpose(1, 2))  # [B, blocks, N, D]
+            blocks = heads.transpose(1, 2).flatten(2)[:, None]
+        return torch.cat([blocks, turn(rest)], dim=-1) if self.rest else blocks
 
     @torch.no_grad()
     def set(self, mixing: torch.Tensor) -> None:

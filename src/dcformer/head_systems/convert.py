@@ -45,7 +45,9 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
             model that has a head system already is refused by the name of both.
     """
     if (own := getattr(model.config, "head_system", None)) is not None and own != "plain":
-        raise ValueError(f"the model has head_system={own!r}: {name!r} is made from a plain one, not from another system.")
+        raise ValueError(
+            f"the model has head_system={own!r}: {name!r} is made from a plain one, not from another system."
+        )
     made_class = next((made for source, made in _CLASSES.items() if isinstance(model, source)), None)
     if made_class is None:
         raise TypeError(
@@ -60,9 +62,7 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         stages = {"compose_pre": True, "compose_post": True}
         is_composed = model.config.compose_pre or model.config.compose_post
         fields |= SETTINGS | ({} if is_composed else stages)
-    config = HeadSystemsConfig(
-        **fields, head_system=name, head_system_options=_DEFAULTS.get(name, {}) | options
-    )
+    config = HeadSystemsConfig(**fields, head_system=name, head_system_options=_DEFAULTS.get(name, {}) | options)
     made: Any = made_class._from_config(
         config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
     ).to(model.device)

@@ -11,7 +11,6 @@ Letters: B batch, T queries, S keys, H heads, H' heads kept, D head dim, E hidde
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,11 +41,13 @@ class HeadPruningOptions(HeadSystemOptions):
         if self.kept_heads is None:
             return
         if len(self.kept_heads) != sizes.num_layers:
-            raise ValueError(f"kept_heads has {len(self.kept_heads)} lists: expected one for each of {sizes.num_layers} layers.")
+            raise ValueError(
+                f"kept_heads has {len(self.kept_heads)} lists: expected one for each of {sizes.num_layers} layers."
+            )
         kept = self.kept_heads[sizes.layer]
         if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= sizes.num_heads:
             raise ValueError(
-                f"kept_heads[{sizes.layer}]={kept}: expected at least one head, in order, from 0 to {sizes.num_heads - 1}."
+                f"kept_heads[{sizes.layer}]={kept}: expected one or more of 0 to {sizes.num_heads - 1}, in order."
             )
 
 

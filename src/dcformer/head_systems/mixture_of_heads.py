@@ -6,9 +6,9 @@
     out = Σ_h g_h z_h W_O^h;      balance loss: Σ_i mean_t p_i · mean_t on_i, in "code" times Hr
 
 "code" is what the authors trained: uniform routing gives gates of 1, so that it begins as plain attention. Without
-shared heads there is no W_s and W_h; one shared head has no W_s. The choice has no gradient, p has. Routers are computed
-in float32. Router "query_norm" (section 4.4, for pretrained models) has no parameters: logits are the norms of the
-heads' queries over their standard deviation, gates are 0 or 1 forwards and p backwards.
+shared heads there is no W_s and W_h; one shared head has no W_s. The choice has no gradient, p has. Routers are in
+float32. Router "query_norm" (section 4.4, for pretrained models) has no parameters: logits are the norms of the heads'
+queries over their standard deviation, gates are 0 or 1 forwards and p backwards.
 
 All heads are computed: a dense implementation saves nothing, and keys and values of all heads are needed anyway.
 Letters: B batch, T queries, H heads: Hs shared ones first, then Hr routed ones; E hidden size.
@@ -56,7 +56,9 @@ class MixtureOfHeadsOptions(HeadSystemOptions):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}.")
         if self.router == "query_norm" and routed < 2:
-            raise ValueError(f"router='query_norm' with {routed} routed head: expected at least 2, which have a spread.")
+            raise ValueError(
+                f"router='query_norm' with {routed} routed head: expected at least 2, which have a spread."
+            )
         check_range("router_aux_loss_coef", self.router_aux_loss_coef, 0.0, 1e6, "a factor of the loss")
 
 
@@ -70,18 +72,12 @@ class MixtureOfHeads(HeadSystem):
         self.shared, self.routed = options.num_shared_heads, sizes.num_heads - options.num_shared_heads
         self.kept = options.num_routed_heads_per_tok or self.routed
         self.aux_loss_coef = options.router_aux_loss_coef
-        rows = {"router": self.routed, "shared_router": self.shared if self.shared > 1 else 0}
-        rows["balance_router"] = 2 if self.shared else 0  # [a1, a2]
-        self.router_rows = {name: n if options.router == "linear" else 0 for name, n in rows.items()}
+        is_linear, shared = options.router == "linear", self.shared if self.shared > 1 else 0
+        rows = {"router": self.routed, "shared_router": shared, "balance_router": 2 if self.shared else 0}  # [a1, a2]
+        self.router_rows = {name: n * is_linear for name, n in rows.items()}
         for name, n in self.router_rows.items():
             setattr(self, name, nn.Linear(sizes.hidden_size, n, bias=False) if n else None)
         self._routed_by: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def _softmax(self, router: nn.Linear | None, x: torch.Tensor) -> torch.Tensor:
-        """Softmax of a router's logits [B, T, n] in float32; ones [B, T, 1] without a router."""
-        if router is None:
-            return x.new_ones(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32))
-        return self._logits(router, x).softmax(dim=-1)
 
     @staticmethod
     def _logits(router: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -94,8 +90,8 @@ class MixtureOfHeads(HeadSystem):
         if self.router is not None:
             logits = self._logits(self.router, x)  # [B, T, Hr]
         else:
-            norms = query[:, self.shared :].to(torch.promote_types(query.dtype, torch.float32)).norm(dim=-1)
-            norms = norms.transpose(1, 2)  # [B, T, Hr]
+            wide = query[:, self.shared :].to(torch.promote_types(query.dtype, torch.float32))
+            norms = wide.norm(dim=-1).transpose(1, 2)  # [B, T, Hr]
             logits = norms / norms.std(dim=-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
         p = logits.softmax(dim=-1)
         on = torch.zeros_like(p).scatter(-1, p.topk(self.kept, dim=-1).indices, 1.0)
@@ -108,7 +104,9 @@ class MixtureOfHeads(HeadSystem):
         routed = taken * (self.kept / taken.sum(-1, keepdim=True)) if is_code else taken
         if not self.shared:
             return routed
-        shared, parts = self._softmax(self.shared_router, x), self._softmax(self.balance_router, x)
+        parts = self._logits(self.balance_router, x).softmax(dim=-1)
+        has_one = self.shared_router is None  # whose softmax is 1
+        shared = torch.ones_like(p[..., :1]) if has_one else self._logits(self.shared_router, x).softmax(dim=-1)
         if is_code:
             shared, parts = shared * self.shared, 2 * parts
         return torch.cat([parts[..., :1] * shared, parts[..., 1:] * routed], dim=-1)

@@ -46,7 +46,7 @@ class OutputGateOptions(HeadSystemOptions):
     def check_config(self, config: Any) -> None:
         """Warns where composition has a gate at the same place."""
         if config.compose_gate and ("post", "query") in config.compose_generators:
-            logger.warning(
+            logger.warning_once(
                 "head_system='output_gate' and compose_gate=True with compose_post and compose_query: two gates of one "
                 "kind scale the heads' outputs, output_gate and the query-wise gate of composition after the softmax."
             )

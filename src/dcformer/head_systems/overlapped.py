@@ -48,7 +48,9 @@ class OverlappedOptions(HeadSystemOptions):
         """The overlap of a layer, unchecked."""
         if isinstance(self.overlap, str):
             if self.overlap not in PARADIGMS:
-                raise ValueError(f"overlap={self.overlap!r} is unknown: expected a number, a list or {list(PARADIGMS)}.")
+                raise ValueError(
+                    f"overlap={self.overlap!r} is unknown: expected a number, a list or {list(PARADIGMS)}."
+                )
             return PARADIGMS[self.overlap](sizes.layer, sizes.num_layers)
         if isinstance(self.overlap, list | tuple):
             if len(self.overlap) != sizes.num_layers:
@@ -66,7 +68,7 @@ class OverlappedOptions(HeadSystemOptions):
         if sizes.num_kv_heads != sizes.num_heads:
             raise ValueError(
                 f"head_system='overlapped' with num_key_value_heads={sizes.num_kv_heads} and num_attention_heads="
-                f"{sizes.num_heads}: overlapped heads need as many keys and values as queries; grouped ones are refused."
+                f"{sizes.num_heads}: overlapped heads need as many keys and values as queries, not grouped ones."
             )
 
 

@@ -22,7 +22,9 @@ from .head_pruning import HeadPruning
 def _attentions(model: Any) -> list[Any]:
     found = [layer.self_attn for layer in model.base_model.layers]
     if not found or not all(isinstance(getattr(attention, "system", None), HeadPruning) for attention in found):
-        raise ValueError("the model's head_system is not 'head_pruning': to_head_system(model, 'head_pruning') makes it so.")
+        raise ValueError(
+            "the model's head_system is not 'head_pruning': to_head_system(model, 'head_pruning') makes it so."
+        )
     return found
 
 
