@@ -2,8 +2,8 @@
 
 Importing the package registers "dcformer", "dcpythia", "dcvit" and "dcformer_heads" with Transformers' Auto classes,
 and the attention implementations "dcformer_chunked", where Triton is installed "dcformer_triton", and "dcmha" and
-"dcmha_chunked" for models that `modules.convert_attention` has converted. The first model that is made registers the names of tensors in
-the authors' repositories on the Hub.
+"dcmha_chunked" for models that `modules.convert_attention` has converted. The first model that is made registers the
+names of tensors in the authors' repositories on the Hub.
 """
 
 from transformers import (

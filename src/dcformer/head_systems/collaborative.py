@@ -53,8 +53,7 @@ class CollaborativeOptions(HeadSystemOptions):
                 raise ValueError(f"{name}={dims} must be a multiple of {blocks}. Choose one, or qk_norm=False.")
         if self.mixing_init not in ("normal", "ones", "concatenate"):
             raise ValueError(f"mixing_init={self.mixing_init!r}: expected 'normal', 'ones' or 'concatenate'.")
-        if self.scaling is not None:
-            check_range("scaling", self.scaling, 1e-6, 1e6, "a factor of the scores")
+        check_range("scaling", self.scaling or 1.0, 1e-6, 1e6, "a factor of the scores")
 
 
 class Collaborative(HeadSystem):
@@ -66,7 +65,7 @@ class Collaborative(HeadSystem):
     def __init__(self, sizes: HeadSizes, options: CollaborativeOptions):
         super().__init__(sizes, options)
         self.scaling = sizes.head_dim**-0.5 if options.scaling is None else options.scaling
-        key_width = self.dims + (sizes.num_heads if options.content_bias else 0)
+        key_width = self.dims + options.content_bias * sizes.num_heads
         self.cache_heads, self.cache_widths = 1, (key_width, sizes.num_kv_heads * sizes.head_dim)
         self.map_widths = (key_width, sizes.head_dim)
 
@@ -75,8 +74,7 @@ class Collaborative(HeadSystem):
         s = self.sizes
         self.dims = self.options.shared_key_query_dim or s.num_heads * s.head_dim
         self.keeps_biases = s.bias and bool(s.rotary_dim or s.qk_norm)
-        self.q_proj = nn.Linear(s.hidden_size, self.dims, bias=self.keeps_biases)
-        self.k_proj = nn.Linear(s.hidden_size, self.dims, bias=self.keeps_biases)
+        self.q_proj, self.k_proj = (nn.Linear(s.hidden_size, self.dims, bias=self.keeps_biases) for _ in "qk")
         self.v_proj = nn.Linear(s.hidden_size, s.num_kv_heads * s.head_dim, bias=s.bias)
         self.content_bias = nn.Linear(s.hidden_size, s.num_heads, bias=False) if self.options.content_bias else None
         self.mixing = Mixing(s, self.dims, self.options.mixing_init)
@@ -95,7 +93,7 @@ class Collaborative(HeadSystem):
     def expand(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Mixed queries [B, H, T, Dk (+ H)], the key for every value head, values [B, Hkv, S, D]."""
+        """Mixed queries [B, H, T, Dk (+ H)], the key for each value head, values [B, Hkv, S, D]."""
         query = query * self.mixing().to(query.dtype)[:, None]  # [B, H, T, Dk]
         if self.content_bias is not None:
             own = torch.eye(self.sizes.num_heads, dtype=query.dtype, device=query.device)[:, None]

@@ -4,6 +4,7 @@ The stack is a tensor [H, E, E] whose matrices have rank D, and is never made: e
 Letters: H heads, D head dim, E hidden size, C components (Dk), r = min(E, H·D).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +75,9 @@ def _product(a: torch.Tensor, b: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     return (a * m[:, None]) @ b.T
 
 
-def _starts(core: torch.Tensor, left: torch.Tensor, right: torch.Tensor, small: torch.Tensor, components: int):
+def _starts(
+    core: torch.Tensor, left: torch.Tensor, right: torch.Tensor, small: torch.Tensor, components: int
+) -> Iterator:
     """(a, b) to begin with, [r, C] each."""
     generator = torch.Generator().manual_seed(0)
     made = []

@@ -1,7 +1,5 @@
 """`HeadSystemsConfig`: a DCFormer whose heads interact in another way, too."""
 
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
 
 from ..configuration_dcformer import DCFormerConfig
@@ -28,7 +26,7 @@ class HeadSystemsConfig(DCFormerConfig):
     head_system: str = "plain"
     head_system_options: dict | None = None
 
-    def __post_init__(self, **kwargs: Any):
+    def __post_init__(self, **kwargs):
         if self.head_system_options is None:
             self.head_system_options = {}
         super().__post_init__(**kwargs)
@@ -46,6 +44,9 @@ class HeadSystemsConfig(DCFormerConfig):
     def validate_architecture(self):
         """As `DCFormerConfig`'s, and checks the head system and its options for every layer."""
         super().validate_architecture()
+        maps = [name for name in ("key_head_map", "value_head_map") if getattr(self, name, None) is not None]
+        if maps:
+            raise ValueError(f"{' and '.join(maps)} are of the attention without a head system: leave them unset.")
         options = options_of(self)
         for layer in range(self.num_hidden_layers):
             options.check(sizes_of(self, layer))

@@ -88,7 +88,7 @@ class HeadPruning(HeadSystem):
         """[H'] in [0, 1]; drawn anew in training."""
         if self.fixed_gates is not None:
             return self.fixed_gates
-        logits = self.log_alpha
+        logits: torch.Tensor = self.log_alpha
         if self.training:
             u = torch.empty_like(logits).uniform_(1e-6, 1 - 1e-6)
             logits = (u.log() - (-u).log1p() + logits) / BETA

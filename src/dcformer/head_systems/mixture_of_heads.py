@@ -15,6 +15,7 @@ Letters: B batch, T queries, H heads: Hs shared ones first, then Hr routed ones;
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,9 @@ class MixtureOfHeads(HeadSystem):
     """Heads of which every token takes the shared ones and K others."""
 
     options_class = MixtureOfHeadsOptions
+    router: nn.Linear | None
+    shared_router: nn.Linear | None
+    balance_router: nn.Linear
 
     def __init__(self, sizes: HeadSizes, options: MixtureOfHeadsOptions):
         super().__init__(sizes, options)
@@ -90,9 +94,8 @@ class MixtureOfHeads(HeadSystem):
         if self.router is not None:
             logits = self._logits(self.router, x)  # [B, T, Hr]
         else:
-            wide = query[:, self.shared :].to(torch.promote_types(query.dtype, torch.float32))
-            norms = wide.norm(dim=-1).transpose(1, 2)  # [B, T, Hr]
-            logits = norms / norms.std(dim=-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
+            norms = query[:, self.shared :].to(torch.promote_types(query.dtype, torch.float32)).norm(dim=-1).mT
+            logits = norms / norms.std(dim=-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)  # [B, T, Hr]
         p = logits.softmax(dim=-1)
         on = torch.zeros_like(p).scatter(-1, p.topk(self.kept, dim=-1).indices, 1.0)
         self.router_logits, self._routed_by = logits, (p, on)
@@ -131,9 +134,10 @@ class MixtureOfHeads(HeadSystem):
 
     def from_mha(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear) -> torch.Tensor:
         """Routers of zeros: exact in the form "code" while all heads are taken."""
-        for router in (self.router, self.shared_router, self.balance_router):
-            if router is not None:
-                nn.init.zeros_(router.weight)
+        router: Any
+        for router in self.children():
+            if router not in (self.q_proj, self.k_proj, self.v_proj):
+                router.weight.zero_()
         return super().from_mha(q, k, v, o)
 
     def num_parameters(self) -> int:

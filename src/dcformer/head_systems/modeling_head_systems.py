@@ -50,7 +50,7 @@ class HeadSystemsPreTrainedModel(DCFormerPreTrainedModel):
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """As for DCFormer, with the widths that the system gives queries, keys and values."""
-        name = super().get_correct_attn_implementation(requested_attention, is_init_check)
+        name: str = super().get_correct_attn_implementation(requested_attention, is_init_check)
         if name in FUSED_ATTENTION:
             widths = [w for i in range(self.config.num_hidden_layers) for w in make_system(self.config, i).map_widths]
             wide = copy.copy(self.config)
@@ -100,7 +100,8 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
         wants_gates = kwargs.get("output_attentions", self.config.output_attentions)
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         outputs = super().forward(*args, **kwargs, return_dict=True)
-        systems = [layer.self_attn.system for layer in self.layers[: self.config.num_hidden_layers]]
+        layers: Any = self.layers[: self.config.num_hidden_layers]
+        systems = [layer.self_attn.system for layer in layers]
         if wants_logits is None:
             wants_logits = bool(systems) and getattr(systems[0].options, "output_router_logits", False)
         self._extras = {

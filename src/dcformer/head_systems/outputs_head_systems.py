@@ -62,7 +62,7 @@ def aux_loss(systems: list[HeadSystem], attention_mask: Any, is_training: bool) 
     """
     is_padding = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
     mask = attention_mask if is_padding else None
-    found = [sum(losses.values()) for system in systems if (losses := system.losses(mask))]
+    found = [loss for system in systems for loss in system.losses(mask).values()]
     if not found:
         return None
     trains = is_training and torch.is_grad_enabled() and any(p.requires_grad for p in systems[0].parameters())
