@@ -26,7 +26,13 @@ CASES = {
     "gate_elementwise": ("output_gate", {"output_gate": "elementwise", "output_gate_bias": True}),
     "pruning": ("head_pruning", {}),
 }
-TALKING = {"compose_static": True, "compose_query": False, "compose_key": False, "compose_pre": True, "compose_post": True}
+TALKING = {
+    "compose_static": True,
+    "compose_query": False,
+    "compose_key": False,
+    "compose_pre": True,
+    "compose_post": True,
+}
 
 
 def heads_config(case: str, composed: bool = False, **fields) -> HeadSystemsConfig:

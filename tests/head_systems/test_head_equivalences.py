@@ -6,11 +6,14 @@ from head_cases import attend, by_definition, converted, make_bare, masks, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcformer import DCFormerForCausalLM, compose_dcformer
+from dcformer import compose_dcformer
 from dcformer.compose_dcformer import ComposeWeights, SideWeights
 from dcformer.head_systems import HeadSizes, from_talking_heads
+from dcformer.head_systems.attention_head_systems import HeadSystemsAttention
 from dcformer.head_systems.collaborative_cp import decompose
+from dcformer.head_systems.modeling_head_systems import HeadSystemsDecoderLayer
 from dcformer.head_systems.overlapped import PARADIGMS
+from dcformer.modeling_dcformer import DCFormerAttention, DCFormerDecoderLayer, apply_rotary
 
 SIZES = HeadSizes(hidden_size=24, num_heads=4, num_kv_heads=4, head_dim=6)
 BIASED = HeadSizes(hidden_size=24, num_heads=4, num_kv_heads=4, head_dim=6, bias=True)
@@ -23,7 +26,7 @@ def states(rows=2, length=9, size=24):
 
 
 def largest(one, other):
-    return float((one - other).abs().max())
+    return float((one - other).detach().abs().max())
 
 
 @pytest.mark.parametrize("kind", masks(2, 9))
@@ -128,8 +131,6 @@ def rotated(dim, positions, dtype=torch.float64):
         half = min(dim, heads.shape[-1]) // 2
         angles = positions.to(dtype)[:, None] * 100.0 ** (-2 * torch.arange(dim // 2, dtype=dtype)[:half] / dim)
         cos, sin = (torch.cat([f(angles)] * 2, dim=-1)[None] for f in (torch.cos, torch.sin))
-        from dcformer.modeling_dcformer import apply_rotary
-
         return apply_rotary(heads, cos, sin)
 
     return turn
@@ -367,13 +368,10 @@ def test_hard_concrete_gates():
     # 400,000 draws of at most variance 1/4: a standard error of 2000 · 0.0008 = 1.6
     assert abs(float(system.losses()["l0"]) - float(open_)) < 8
     expected = (system.log_alpha.sigmoid() * 1.2 - 0.1).clamp(0, 1)
-    assert torch.equal(system.eval().head_gates(), expected)
+    assert largest(system.eval().head_gates(), expected) < EXACT
 
 
 def test_core_names_its_attention_in_one_line():
-    from dcformer.head_systems.modeling_head_systems import HeadSystemsDecoderLayer
-    from dcformer.modeling_dcformer import DCFormerAttention, DCFormerDecoderLayer
-
     assert DCFormerDecoderLayer.attention_class is DCFormerAttention
-    assert set(vars(HeadSystemsDecoderLayer)) - {"__module__", "__doc__"} == {"attention_class"}
-    assert DCFormerForCausalLM.decoder_class.layer_class is DCFormerDecoderLayer
+    assert HeadSystemsDecoderLayer.attention_class is HeadSystemsAttention
+    assert HeadSystemsDecoderLayer.__init__ is DCFormerDecoderLayer.__init__
