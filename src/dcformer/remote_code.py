@@ -46,9 +46,10 @@ def export_remote_code(path: str | os.PathLike) -> None:
     if config.get("model_type") == HeadSystemsConfig.model_type:
         prefix, module, tasks = "HeadSystems", modeling_head_systems, _HEAD_SYSTEMS_TASKS
     if prefix is None or "hidden_size" not in config:
+        known = sorted([*_PREFIXES, HeadSystemsConfig.model_type])
         raise ValueError(
             f"{config_file} has model_type={config.get('model_type')!r} and is not a configuration of this package: "
-            f"expected one of {sorted([*_PREFIXES, HeadSystemsConfig.model_type])} with native keys, as save_pretrained writes them."
+            f"expected one of {known} with native keys, as save_pretrained writes them."
         )
     modeling = Path(str(module.__file__))
     for source in _with_imports(modeling):

@@ -42,7 +42,7 @@ def heads_config(case: str, composed: bool = False, **fields) -> HeadSystemsConf
     kv_heads = 4 if name == "overlapped" else 2
     base = tiny_config(**({"num_key_value_heads": kv_heads} | switches | fields)).to_dict()
     base.pop("model_type")
-    return HeadSystemsConfig(**base, head_system=name, head_system_options=options)
+    return HeadSystemsConfig(**base, head_system=name, head_system_options=dict(options))
 
 
 def heads_model(case: str, composed: bool = False, dtype=torch.float64, **fields) -> HeadSystemsForCausalLM:

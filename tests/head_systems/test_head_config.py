@@ -30,7 +30,7 @@ BASE = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, **P
         ("overlapped", {"overlap": 9}, "overlap=9: the overlap of layer 0=9 must be a whole number from 0 to 8"),
         ("overlapped", {"overlap": [0, 1]}, "overlap=[0, 1] has 2 entries: expected one for each of the 3 layers"),
         ("overlapped", {"overlap": [0, 1, 9]}, "the overlap of layer 2=9 must be a whole number from 0 to 8"),
-        ("overlapped", {"overlap": "deep"}, "overlap='deep' is unknown: expected an integer, a list or one of"),
+        ("overlapped", {"overlap": "deep"}, "overlap='deep': expected an integer, a list or one of"),
         ("mixture_of_heads", {"num_shared_heads": 4}, "num_shared_heads=4 must be a whole number from 0 to 3"),
         ("mixture_of_heads", {"num_shared_heads": -1}, "num_shared_heads=-1 must be a whole number from 0 to 3"),
         (
@@ -41,7 +41,7 @@ BASE = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, **P
         (
             "mixture_of_heads",
             {"num_routed_heads_per_tok": 0},
-            "num_routed_heads_per_tok=0 must be a whole number from 1",
+            "num_routed_heads_per_tok=0 must be a whole number",
         ),
         ("mixture_of_heads", {"router": "mlp"}, "router='mlp': expected one of ('linear', 'query_norm')"),
         ("mixture_of_heads", {"routing_form": "x"}, "routing_form='x': expected one of ('code', 'paper')"),
@@ -67,9 +67,7 @@ def test_overlapped_heads_are_not_grouped():
 
 
 def test_talking_heads_are_static_alone():
-    with pytest.raises(
-        ValueError, match="compose_query=True, compose_key=True: talking heads are static.*Set compose_"
-    ):
+    with pytest.raises(ValueError, match=r"compose_query=True, compose_key=True: talking heads.*Set compose_"):
         HeadSystemsConfig(head_system="talking_heads", compose_static=True)
 
 

@@ -11,8 +11,8 @@ from dcformer.compose_dcformer import ComposeWeights, SideWeights
 from dcformer.head_systems import HeadSizes, from_talking_heads
 from dcformer.head_systems.attention_head_systems import HeadSystemsAttention
 from dcformer.head_systems.collaborative_cp import decompose
-from dcformer.head_systems.modeling_head_systems import HeadSystemsDecoderLayer
 from dcformer.head_systems.overlapped import PARADIGMS
+from dcformer.head_systems.pretrained_head_systems import HeadSystemsDecoderLayer
 from dcformer.modeling_dcformer import DCFormerAttention, DCFormerDecoderLayer, apply_rotary
 
 SIZES = HeadSizes(hidden_size=24, num_heads=4, num_kv_heads=4, head_dim=6)
@@ -164,7 +164,7 @@ def test_untied_mixing_is_refused_and_changes_scores():
     assert torch.equal(system.mixing(), 2 * mixing)
     untied = mixing.clone()
     untied[1, 2] += 1.0  # channel 2 is rotated with channel 0
-    with pytest.raises(ValueError, match="tie channels c and c [+] 2 of each block of 6"):
+    with pytest.raises(ValueError, match=r"tie channels c and c \+ 2 of each block of 6"):
         system.mixing.set(untied)
     assert torch.equal(system.mixing(), 2 * mixing)
     free = mixing.clone()

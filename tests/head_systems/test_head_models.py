@@ -20,13 +20,14 @@ sys.path.append(sys.argv[1])
 import importlib.util
 assert importlib.util.find_spec("dcformer") is None, "the package can be imported here, so this would show nothing"
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 ids = torch.arange(40)[None]
 for folder in sys.argv[3:]:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules."), type(model)
     with torch.no_grad():
         torch.save(model(ids).logits, folder + "/logits.pt")
+AutoModel.from_pretrained(sys.argv[3], trust_remote_code=True)  # makes the class of the decoder known, as for DCFormer
 AutoModelForSequenceClassification.from_pretrained(sys.argv[3], trust_remote_code=True)
 """
 
@@ -144,8 +145,9 @@ def test_exported_folders_load_without_the_package(tmp_path):
     for case, model in models.items():
         model.save_pretrained(tmp_path / case)
         dcformer.export_remote_code(tmp_path / case)
+    folders = [str(tmp_path / case) for case in cases]
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", LOADER, sysconfig.get_paths()["purelib"], "", *(str(tmp_path / c) for c in cases)],
+        [sys.executable, "-I", "-S", "-c", LOADER, sysconfig.get_paths()["purelib"], "", *folders],
         env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PATH": "", "OMP_NUM_THREADS": "1"},
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
@@ -273,7 +275,7 @@ def test_a_checkpoint_of_another_system_is_refused(name):
 
 def test_loading_a_checkpoint_of_another_system_is_refused(tmp_path):
     heads_model("gate").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="head_system='output_gate'.*head_system='mixture_of_heads'"):
+    with pytest.raises(ValueError, match=r"head_system='output_gate'.*head_system='mixture_of_heads'"):
         HeadSystemsForCausalLM.from_pretrained(tmp_path, config=heads_config("mixture"))
 
 

@@ -14,9 +14,9 @@ from .modeling_head_systems import (
     HeadSystemsForCausalLM,
     HeadSystemsForSequenceClassification,
     HeadSystemsModel,
-    HeadSystemsPreTrainedModel,
 )
 from .options import HeadSizes, HeadSystemOptions
+from .pretrained_head_systems import HeadSystemsPreTrainedModel
 from .pruning import head_importance, prune_heads
 from .registry import HEAD_SYSTEMS, make_system, sizes_of
 from .talking_heads import from_talking_heads

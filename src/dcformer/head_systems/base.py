@@ -9,11 +9,14 @@ Letters: B batch, T queries, S keys, E hidden size, H query heads, Hkv key/value
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from ..compose_dcformer import autocast_dtype
 from .options import HeadSizes, HeadSystemOptions
 
 
@@ -134,4 +137,12 @@ def copy_linears(*pairs: tuple[nn.Linear, nn.Linear]) -> None:
             target.bias.copy_(source.bias)
 
 
-__all__ = ["HeadSystem", "copy_linears"]
+def float32_linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """[..., in] -> [..., out] without bias, in float32 (float64 for float64) whatever autocast says, as routers are."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    is_mixed = autocast_dtype(x.device.type) is not None
+    with torch.autocast(x.device.type, enabled=False) if is_mixed else nullcontext():
+        return F.linear(x.to(wide), linear.weight.to(wide))
+
+
+__all__ = ["HeadSystem", "copy_linears", "float32_linear"]

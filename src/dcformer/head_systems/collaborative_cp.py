@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-_STEPS, _PATIENCE = 2000, 1e-9
+_STEPS, _PATIENCE = 500, 1e-6
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def decompose(query: torch.Tensor, key: torch.Tensor, components: int) -> Decomp
     Returns:
         the decomposition, in float64.
     """
-    query, key = query.double(), key.double()
+    query, key = query.detach().double(), key.detach().double()
     bases, factors = [], []
     for matrices in (query, key):  # an orthonormal basis [E, r] of all heads, and the heads in it [H, r, D]
         basis = torch.linalg.qr(matrices.permute(1, 0, 2).flatten(1))[0]
@@ -66,7 +67,7 @@ def decompose(query: torch.Tensor, key: torch.Tensor, components: int) -> Decomp
     assert best is not None  # there is always a start
     a, b, m = best
     lengths = a.norm(dim=0) * b.norm(dim=0)
-    a, b = (torch.nn.functional.normalize(matrix, dim=0) for matrix in (a, b))
+    a, b = (F.normalize(matrix, dim=0) for matrix in (a, b))
     return Decomposition(bases[0] @ a, bases[1] @ b, m * lengths, least, bound)
 
 
@@ -84,33 +85,27 @@ def _starts(
     for basis in (left, right):
         missing = components - basis.shape[1]  # more components than dims
         extra = torch.randn(len(basis), missing, generator=generator, dtype=basis.dtype).to(basis.device)
-        made.append(torch.cat([basis, torch.nn.functional.normalize(extra, dim=0)], dim=1))
+        made.append(torch.cat([basis, F.normalize(extra, dim=0)], dim=1))
     yield tuple(made)
-    if len(core) < 2 or small.shape[1] < components or small.shape[2] < components:
+    if len(core) < 2 or min(small.shape[1:]) < components:
         return
     one, two = torch.randn(2, len(core), generator=generator, dtype=core.dtype).to(core.device)
     first, second = torch.einsum("h,hab->ab", one, small), torch.einsum("h,hab->ab", two, small)
     # first = X diag Yᵀ, second likewise: the eigenvectors of first · second⁻¹ are X
     _, vectors = torch.linalg.eig(torch.linalg.lstsq(second.T, first.T).solution.T)
-    x = torch.cat([vectors.real + vectors.imag], dim=1)
+    x = vectors.real + vectors.imag  # of a complex pair both parts, which span the same plane
     y = torch.linalg.lstsq(x, first).solution.T
     if torch.isfinite(x).all() and torch.isfinite(y).all():
-        yield left @ x, right @ torch.nn.functional.normalize(y, dim=0)
+        yield left @ x, right @ F.normalize(y, dim=0)
 
 
 def _alternate(core: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Least squares for mixing, queries and keys in turn, until the error no longer falls."""
-    heads = core.shape[0]
     norm, last = core.norm(), float("inf")
-    m = torch.zeros(heads, a.shape[1], dtype=core.dtype, device=core.device)
+    m = _solve(torch.einsum("hxy,xc,yc->hc", core, a, b), (a.T @ a) * (b.T @ b))
     for _ in range(_STEPS):
-        m = _solve(torch.einsum("hxy,xc,yc->hc", core, a, b), (a.T @ a) * (b.T @ b))
-        a = torch.nn.functional.normalize(
-            _solve(torch.einsum("hxy,hc,yc->xc", core, m, b), (m.T @ m) * (b.T @ b)), dim=0
-        )
-        b = torch.nn.functional.normalize(
-            _solve(torch.einsum("hxy,hc,xc->yc", core, m, a), (m.T @ m) * (a.T @ a)), dim=0
-        )
+        a = F.normalize(_solve(torch.einsum("hxy,hc,yc->xc", core, m, b), (m.T @ m) * (b.T @ b)), dim=0)
+        b = F.normalize(_solve(torch.einsum("hxy,hc,xc->yc", core, m, a), (m.T @ m) * (a.T @ a)), dim=0)
         m = _solve(torch.einsum("hxy,xc,yc->hc", core, a, b), (a.T @ a) * (b.T @ b))
         error = float((core - _product(a, b, m)).norm() / norm)
         if last - error < _PATIENCE * max(error, 1e-12) or error < 1e-12:
@@ -120,8 +115,9 @@ def _alternate(core: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[to
 
 
 def _solve(right: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-    """X of X · gram = right, [n, C]; gram may be singular."""
-    return torch.linalg.lstsq(gram, right.T, driver="gelsd" if right.device.type == "cpu" else None).solution.T
+    """X of X · gram = right, [n, C]; a ridge of a few roundings helps where gram is singular."""
+    ridge = 1e-14 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve(gram + ridge, right.T).T
 
 
 __all__ = ["Decomposition", "decompose"]

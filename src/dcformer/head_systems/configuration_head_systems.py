@@ -27,8 +27,7 @@ class HeadSystemsConfig(DCFormerConfig):
     head_system_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        if self.head_system_options is None:
-            self.head_system_options = {}
+        self.head_system_options = dict(self.head_system_options or {})
         super().__post_init__(**kwargs)
 
     @property

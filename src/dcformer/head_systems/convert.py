@@ -44,15 +44,15 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         ValueError: on an unknown system, on options that do not fit, and where the system cannot be made from it. A
             model that has a head system already is refused by the name of both.
     """
-    if (own := getattr(model.config, "head_system", None)) is not None and own != "plain":
-        raise ValueError(
-            f"the model has head_system={own!r}: {name!r} is made from a plain one, not from another system."
-        )
     made_class = next((made for source, made in _CLASSES.items() if isinstance(model, source)), None)
     if made_class is None:
         raise TypeError(
             f"model is a {type(model).__name__}: expected a causal language model, sequence classifier or decoder of "
             "DCFormer or DCPythia."
+        )
+    if (own := getattr(model.config, "head_system", None)) is not None and own != "plain":
+        raise ValueError(
+            f"the model has head_system={own!r}: {name!r} is made from a plain one, not from another system."
         )
     system_class(name)
     fields = model.config.to_dict()

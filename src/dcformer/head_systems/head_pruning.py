@@ -41,9 +41,7 @@ class HeadPruningOptions(HeadSystemOptions):
         if self.kept_heads is None:
             return
         if len(self.kept_heads) != sizes.num_layers:
-            raise ValueError(
-                f"kept_heads has {len(self.kept_heads)} lists: expected one for each of {sizes.num_layers} layers."
-            )
+            raise ValueError(f"kept_heads has {len(self.kept_heads)} lists: expected {sizes.num_layers}, one a layer.")
         kept = self.kept_heads[sizes.layer]
         if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= sizes.num_heads:
             raise ValueError(

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from .base import HeadSystem
+from .base import HeadSystem, float32_linear
 from .options import HeadSizes, HeadSystemOptions, check_range
 
 
@@ -83,16 +82,10 @@ class MixtureOfHeads(HeadSystem):
             setattr(self, name, nn.Linear(sizes.hidden_size, n, bias=False) if n else None)
         self._routed_by: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @staticmethod
-    def _logits(router: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(wide), router.weight.to(wide))
-
     def route(self, x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """States [B, T, E] and queries [B, H, T, D] -> gates [B, T, H] in float32."""
         if self.router is not None:
-            logits = self._logits(self.router, x)  # [B, T, Hr]
+            logits = float32_linear(self.router, x)  # [B, T, Hr]
         else:
             norms = query[:, self.shared :].to(torch.promote_types(query.dtype, torch.float32)).norm(dim=-1).mT
             logits = norms / norms.std(dim=-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)  # [B, T, Hr]
@@ -107,9 +100,9 @@ class MixtureOfHeads(HeadSystem):
         routed = taken * (self.kept / taken.sum(-1, keepdim=True)) if is_code else taken
         if not self.shared:
             return routed
-        parts = self._logits(self.balance_router, x).softmax(dim=-1)
+        parts = float32_linear(self.balance_router, x).softmax(dim=-1)
         has_one = self.shared_router is None  # whose softmax is 1
-        shared = torch.ones_like(p[..., :1]) if has_one else self._logits(self.shared_router, x).softmax(dim=-1)
+        shared = torch.ones_like(p[..., :1]) if has_one else float32_linear(self.shared_router, x).softmax(dim=-1)
         if is_code:
             shared, parts = shared * self.shared, 2 * parts
         return torch.cat([parts[..., :1] * shared, parts[..., 1:] * routed], dim=-1)

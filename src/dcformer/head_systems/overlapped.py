@@ -48,9 +48,7 @@ class OverlappedOptions(HeadSystemOptions):
         """The overlap of a layer, unchecked."""
         if isinstance(self.overlap, str):
             if self.overlap not in PARADIGMS:
-                raise ValueError(
-                    f"overlap={self.overlap!r} is unknown: expected a number, a list or {list(PARADIGMS)}."
-                )
+                raise ValueError(f"overlap={self.overlap!r}: expected an integer, a list or one of {[*PARADIGMS]}.")
             return PARADIGMS[self.overlap](sizes.layer, sizes.num_layers)
         if isinstance(self.overlap, list | tuple):
             if len(self.overlap) != sizes.num_layers:
