@@ -1,9 +1,9 @@
 """DCFormer for Transformers: dynamically composable multi-head attention as an ordinary model of the library.
 
-Importing the package registers "dcformer", "dcpythia" and "dcvit" with Transformers' Auto classes, and the attention
-implementations "dcformer_chunked", where Triton is installed "dcformer_triton", and "dcmha" and "dcmha_chunked" for
-models that `modules.convert_attention` has converted. The first model that is made registers the names of tensors in
-the authors' repositories on the Hub.
+Importing the package registers "dcformer", "dcpythia", "dcvit" and "dcformer_heads" with Transformers' Auto classes,
+and the attention implementations "dcformer_chunked", where Triton is installed "dcformer_triton", and "dcmha" and
+"dcmha_chunked" for models that `modules.convert_attention` has converted. The first model that is made registers the
+names of tensors in the authors' repositories on the Hub.
 """
 
 from transformers import (
@@ -18,6 +18,15 @@ from transformers import (
 from .attention_dcformer import ComposeTrace, LayerTrace
 from .compose_dcformer import ComposeSettings, ComposeWeights, DCFormerCompose, SideWeights, compose
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .head_systems import (
+    HeadSystemsConfig,
+    HeadSystemsForCausalLM,
+    HeadSystemsForSequenceClassification,
+    HeadSystemsModel,
+    HeadSystemsPreTrainedModel,
+    to_head_system,
+)
+from .head_systems import register as register_head_systems
 from .kernels import register as register_kernels
 from .modeling_dcformer import (
     DCFormerForCausalLM,
@@ -54,6 +63,7 @@ for _auto_class, _model_classes in _AUTO_CLASSES.items():
         _auto_class.register(_model_class.config_class, _model_class, exist_ok=True)
 register_kernels()
 register_vision()
+register_head_systems()
 
 __all__ = [
     "ComposeSettings",
@@ -78,6 +88,11 @@ __all__ = [
     "DCViTImageProcessor",
     "DCViTModel",
     "DCViTPreTrainedModel",
+    "HeadSystemsConfig",
+    "HeadSystemsForCausalLM",
+    "HeadSystemsForSequenceClassification",
+    "HeadSystemsModel",
+    "HeadSystemsPreTrainedModel",
     "LayerTrace",
     "SideWeights",
     "__version__",
@@ -85,4 +100,5 @@ __all__ = [
     "export_remote_code",
     "from_pretrained_converted",
     "parameter_groups",
+    "to_head_system",
 ]

@@ -2,13 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
-from transformers.dynamic_module_utils import get_relative_import_files
-
 from . import modeling_dcformer
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .head_systems import HeadSystemsConfig, modeling_head_systems
 
 _PREFIXES = {config.model_type: config.__name__.removesuffix("Config") for config in (DCFormerConfig, DCPythiaConfig)}
 _TASKS = {
@@ -18,6 +18,8 @@ _TASKS = {
     "AutoModelForTokenClassification": "ForTokenClassification",
     "AutoModelForQuestionAnswering": "ForQuestionAnswering",
 }
+_HEAD_SYSTEMS_TASKS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
+_IMPORT = re.compile(r"^from (\.{1,2})(\w+) import", re.MULTILINE)
 
 
 def export_remote_code(path: str | os.PathLike) -> None:
@@ -40,19 +42,35 @@ def export_remote_code(path: str | os.PathLike) -> None:
     if not config_file.is_file():
         raise FileNotFoundError(f"{config_file} does not exist: save a model there with save_pretrained first.")
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    prefix = _PREFIXES.get(config.get("model_type"))
+    prefix, module, tasks = _PREFIXES.get(config.get("model_type")), modeling_dcformer, tuple(_TASKS)
+    if config.get("model_type") == HeadSystemsConfig.model_type:
+        prefix, module, tasks = "HeadSystems", modeling_head_systems, _HEAD_SYSTEMS_TASKS
     if prefix is None or "hidden_size" not in config:
+        known = sorted([*_PREFIXES, HeadSystemsConfig.model_type])
         raise ValueError(
             f"{config_file} has model_type={config.get('model_type')!r} and is not a configuration of this package: "
-            f"expected one of {sorted(_PREFIXES)} with native keys, as save_pretrained writes them."
+            f"expected one of {known} with native keys, as save_pretrained writes them."
         )
-    modeling = str(modeling_dcformer.__file__)
-    for source in map(Path, [modeling, *get_relative_import_files(modeling)]):
-        _replace(folder / source.name, source.read_bytes())
-    config["auto_map"] = {"AutoConfig": f"configuration_dcformer.{prefix}Config"} | {
-        auto_class: f"modeling_dcformer.{prefix}{task}" for auto_class, task in _TASKS.items()
+    modeling = Path(str(module.__file__))
+    for source in _with_imports(modeling):
+        flat = _IMPORT.sub(r"from .\2 import", source.read_text(encoding="utf-8"))  # all files lie in one folder there
+        _replace(folder / source.name, flat.encode())
+    configuration = modeling.stem.replace("modeling", "configuration")
+    config["auto_map"] = {"AutoConfig": f"{configuration}.{prefix}Config"} | {
+        auto_class: f"{modeling.stem}.{prefix}{_TASKS[auto_class]}" for auto_class in tasks
     }
     _replace(config_file, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _with_imports(source: Path) -> list[Path]:
+    """A file of the package and those that it imports by relative names, directly or not."""
+    found = [source]
+    for file in found:  # grows meanwhile
+        for dots, name in _IMPORT.findall(file.read_text(encoding="utf-8")):
+            other = file.parents[len(dots) - 1] / f"{name}.py"
+            if other not in found:
+                found.append(other)
+    return found
 
 
 def _replace(target: Path, content: bytes) -> None:

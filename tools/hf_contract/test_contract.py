@@ -1,4 +1,4 @@
-"""Transformers' common tests of models, on DCFormer, DCPythia and DCViT. `run.py` beside this file runs them."""
+"""Transformers' common tests of models, on DCFormer, DCPythia, head systems and DCViT. `run.py` beside this file runs them."""
 
 import unittest
 
@@ -25,6 +25,10 @@ for family in ("DCFormer", "DCPythia"):
     for head, table in HEADS.items():
         getattr(modeling_auto, table)[family.lower()] = family + head
 
+SYSTEM_HEADS = ("Model", "ForCausalLM", "ForSequenceClassification")
+for head in SYSTEM_HEADS:
+    getattr(modeling_auto, HEADS[head])["dcformer_heads"] = "HeadSystems" + head
+
 VISION_HEADS = {
     "Model": "MODEL_MAPPING_NAMES",
     "ForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
@@ -41,13 +45,15 @@ class Tester:
     """What their tests ask about a model: its classes, a small configuration, and inputs for it.
 
     Args:
-        family: "DCFormer" or "DCPythia".
+        family: "DCFormer", "DCPythia" or "HeadSystems".
+        fields: of the configuration, beside those below.
     """
 
     batch_size, seq_length, num_labels, is_training = 13, 7, 3, True
     hidden_size, num_hidden_layers, num_attention_heads, vocab_size = 64, 2, 4, 99
 
-    def __init__(self, family: str):
+    def __init__(self, family: str, **fields):
+        self.fields = fields
         self.config_class = getattr(dcformer, f"{family}Config")
         self.base_model_class = getattr(dcformer, f"{family}Model")
         self.causal_lm_class = getattr(dcformer, f"{family}ForCausalLM")
@@ -65,6 +71,7 @@ class Tester:
             pad_token_id=0,
             bos_token_id=1,
             eos_token_id=2,
+            **self.fields,
         )
 
     def prepare_config_and_inputs_for_common(self):
@@ -106,6 +113,49 @@ class DCPythiaTest(Contract, unittest.TestCase):
     """LayerNorm, biases, a plain MLP, a parallel residual: in one process, as the rest is the same code."""
 
     family = "DCPythia"
+
+
+class SystemContract(Contract):
+    """A head system, composed: in one process, as what is split over several is DCFormer's."""
+
+    family = "HeadSystems"
+    system: tuple[str, dict] = ("plain", {})
+
+    def setUp(self):
+        super().setUp()
+        name, options = self.system
+        fields = {"head_system": name, "head_system_options": options}
+        if name == "talking_heads":
+            fields |= {"compose_static": True, "compose_query": False, "compose_key": False}
+        self.model_tester = Tester(self.family, **fields)
+
+    @property
+    def all_model_classes(self):
+        return tuple(getattr(dcformer, self.family + head) for head in SYSTEM_HEADS)
+
+
+class TalkingHeadsTest(SystemContract, unittest.TestCase):
+    system = ("talking_heads", {})
+
+
+class CollaborativeTest(SystemContract, unittest.TestCase):
+    system = ("collaborative", {"shared_key_query_dim": 32, "content_bias": True})
+
+
+class OverlappedTest(SystemContract, unittest.TestCase):
+    system = ("overlapped", {"overlap": "depth1"})
+
+
+class MixtureOfHeadsTest(SystemContract, unittest.TestCase):
+    system = ("mixture_of_heads", {"num_shared_heads": 1, "num_routed_heads_per_tok": 2})
+
+
+class OutputGateTest(SystemContract, unittest.TestCase):
+    system = ("output_gate", {"output_gate": "elementwise", "output_gate_bias": True})
+
+
+class HeadPruningTest(SystemContract, unittest.TestCase):
+    system = ("head_pruning", {})
 
 
 class VisionTester:

@@ -1,0 +1,55 @@
+"""`HeadSystemsConfig`: a DCFormer whose heads interact in another way, too."""
+
+from huggingface_hub.dataclasses import strict
+
+from ..configuration_dcformer import DCFormerConfig
+from .registry import options_of, sizes_of
+
+
+@strict
+class HeadSystemsConfig(DCFormerConfig):
+    """Configuration of a DCFormer with a head system, model type "dcformer_heads".
+
+    All fields of `DCFormerConfig` stay, composition among them, which is on unless it is switched off.
+
+    Args:
+        head_system (`str`): a name of `HEAD_SYSTEMS`, such as "collaborative".
+        head_system_options (`dict`, *optional*): options of the system's own dataclass.
+
+    Raises:
+        ValueError: on an unknown system or option, and on options that do not fit the model.
+    """
+
+    model_type = "dcformer_heads"
+    keys_to_ignore_at_inference = ["past_key_values", "aux_loss", "router_logits", "head_gates"]
+
+    head_system: str = "plain"
+    head_system_options: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        self.head_system_options = dict(self.head_system_options or {})
+        super().__post_init__(**kwargs)
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # as in DCFormerConfig
+        """Module or parameter of the decoder -> style of tensor parallelism; the system holds the projections."""
+        plan: dict[str, str] = super().base_model_tp_plan
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plan[f"layers.*.self_attn.system.{name}"] = plan.pop(f"layers.*.self_attn.{name}")
+        if self.head_system == "output_gate":
+            plan["layers.*.self_attn.system.gate_proj"] = "colwise"
+        return plan
+
+    def validate_architecture(self):
+        """As `DCFormerConfig`'s, and checks the head system and its options for every layer."""
+        super().validate_architecture()
+        maps = [name for name in ("key_head_map", "value_head_map") if getattr(self, name, None) is not None]
+        if maps:
+            raise ValueError(f"{' and '.join(maps)} are of the attention without a head system: leave them unset.")
+        options = options_of(self)
+        for layer in range(self.num_hidden_layers):
+            options.check(sizes_of(self, layer))
+        options.check_config(self)
+
+
+__all__ = ["HeadSystemsConfig"]

@@ -1,0 +1,93 @@
+"""`to_head_system`: from a plain checkpoint to a model with a head system, which is trained further."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..modeling_dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel
+from .configuration_head_systems import HeadSystemsConfig
+from .modeling_head_systems import HeadSystemsForCausalLM, HeadSystemsForSequenceClassification, HeadSystemsModel
+from .registry import system_class
+from .talking_heads import SETTINGS
+
+_CLASSES = {
+    DCFormerForCausalLM: HeadSystemsForCausalLM,
+    DCFormerForSequenceClassification: HeadSystemsForSequenceClassification,
+    DCFormerModel: HeadSystemsModel,
+}
+# What a conversion sets where the caller does not: what makes it exact, or as near as it can be.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "collaborative": {"mixing_init": "concatenate"},
+    "output_gate": {"output_gate_scale": 2.0},
+}
+
+
+@torch.no_grad()
+def to_head_system(model: Any, name: str, **options: Any) -> Any:
+    """A model with a head system that has the parameters of a DCFormer, composed or plain.
+
+    Exact, that is with the logits of `model` in evaluation: "plain"; "talking_heads" of a model without composition;
+    "collaborative" at its full number of shared dims; "overlapped" at 0; "mixture_of_heads" in the form "code" with all
+    routed heads taken; "output_gate" with scale 2, which is the default here; "head_pruning" before heads are removed.
+
+    Args:
+        model: a `DCFormerForCausalLM`, `DCFormerForSequenceClassification` or `DCFormerModel`, or DCPythia's.
+        name: the system.
+        options: the system's.
+
+    Returns:
+        a new model with memory of its own, on the device and in the dtype and mode of `model`.
+
+    Raises:
+        TypeError: on a model of another kind.
+        ValueError: on an unknown system, on options that do not fit, and where the system cannot be made from it. A
+            model that has a head system already is refused by the name of both.
+    """
+    made_class = next((made for source, made in _CLASSES.items() if isinstance(model, source)), None)
+    if made_class is None:
+        raise TypeError(
+            f"model is a {type(model).__name__}: expected a causal language model, sequence classifier or decoder of "
+            "DCFormer or DCPythia."
+        )
+    if (own := getattr(model.config, "head_system", None)) is not None and own != "plain":
+        raise ValueError(
+            f"the model has head_system={own!r}: {name!r} is made from a plain one, not from another system."
+        )
+    system_class(name)
+    fields = model.config.to_dict()
+    for key in ("model_type", "architectures", "dtype", "transformers_version", "head_system", "head_system_options"):
+        fields.pop(key, None)
+    if name == "talking_heads":
+        stages = {"compose_pre": True, "compose_post": True}
+        is_composed = model.config.compose_pre or model.config.compose_post
+        fields |= SETTINGS | ({} if is_composed else stages)
+    config = HeadSystemsConfig(**fields, head_system=name, head_system_options=_DEFAULTS.get(name, {}) | options)
+    made: Any = made_class._from_config(
+        config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
+    ).to(model.device)
+    state = {key: value for key, value in model.state_dict().items() if ".self_attn." not in key}
+    made.load_state_dict(state, strict=False)
+    for source, target in zip(model.base_model.layers, made.base_model.layers, strict=True):
+        _convert(source.self_attn, target.self_attn)
+    made.tie_weights()
+    return made.train(model.training)
+
+
+def _convert(source: Any, target: Any) -> None:
+    """Fills a layer's attention from that of a DCFormer."""
+    holder = getattr(source, "system", source)  # plain attention of "dcformer_heads"
+    target.o_proj.weight.copy_(target.system.from_mha(holder.q_proj, holder.k_proj, holder.v_proj, source.o_proj))
+    if source.o_proj.bias is not None:
+        target.o_proj.bias.copy_(source.o_proj.bias)
+    for name in ("q_norm", "k_norm"):
+        getattr(target, name).load_state_dict(getattr(source, name).state_dict())
+    state = source.compose.state_dict()
+    for name, parameter in target.compose.named_parameters():
+        if name in state:
+            parameter.copy_(state[name])
+        else:
+            nn.init.zeros_(parameter)  # static projections of talking heads: the identity
+
+
+__all__ = ["to_head_system"]

@@ -1,0 +1,82 @@
+"""DCFormer models whose attention layers hold a `HeadSystem`. Everything but the attention module is inherited.
+
+Letters: B batch, T queries.
+"""
+
+from functools import wraps
+from typing import Any
+
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.utils import can_return_tuple
+
+from ..modeling_dcformer import DCFormerForCausalLM, DCFormerModel
+from .configuration_head_systems import HeadSystemsConfig
+from .outputs_head_systems import (
+    HeadSystemsCausalLMOutput,
+    HeadSystemsModelOutput,
+    HeadSystemsSequenceClassifierOutput,
+    aux_loss,
+    collected,
+    finished,
+)
+from .pretrained_head_systems import HeadSystemsDecoderLayer, HeadSystemsPreTrainedModel
+
+
+class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
+    """The decoder, with a head system in every layer."""
+
+    layer_class = HeadSystemsDecoderLayer
+
+    def __init__(self, config: HeadSystemsConfig):
+        super().__init__(config)
+        self._extras: dict[str, Any] = {}  # of the last forward pass, for the heads
+
+    @can_return_tuple
+    @wraps(DCFormerModel.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> HeadSystemsModelOutput:
+        wants_logits = kwargs.pop("output_router_logits", None)
+        wants_gates = kwargs.get("output_attentions", self.config.output_attentions)
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        outputs = super().forward(*args, **kwargs, return_dict=True)
+        layers: Any = self.layers[: self.config.num_hidden_layers]
+        systems = [layer.self_attn.system for layer in layers]
+        if wants_logits is None:
+            wants_logits = bool(systems) and getattr(systems[0].options, "output_router_logits", False)
+        self._extras = {
+            "aux_loss": aux_loss(systems, mask, self.training),
+            "router_logits": collected([system.router_logits for system in systems]) if wants_logits else None,
+            "head_gates": collected([system.gates for system in systems]) if wants_logits or wants_gates else None,
+        }
+        for system in systems:  # graphs are not kept longer than the outputs
+            system.router_logits = system.gates = None
+        return HeadSystemsModelOutput(**outputs, **self._extras)
+
+
+class HeadSystemsForCausalLM(HeadSystemsPreTrainedModel, DCFormerForCausalLM):
+    """The language model."""
+
+    decoder_class = HeadSystemsModel
+
+    @can_return_tuple
+    @wraps(DCFormerForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> HeadSystemsCausalLMOutput:
+        return finished(self, HeadSystemsCausalLMOutput, super().forward(*args, **kwargs, return_dict=True))
+
+    def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
+        """None, to allocate static caches on the first forward, where the cache is not that of plain attention."""
+        systems = [layer.self_attn.system for layer in self.model.layers]
+        plain = (self.config.num_key_value_heads, (self.config.head_dim, self.config.head_dim))
+        is_plain = all((system.cache_heads, system.cache_widths) == plain for system in systems)
+        return super()._get_static_cache_init_shape() if is_plain else None
+
+
+class HeadSystemsForSequenceClassification(GenericForSequenceClassification, HeadSystemsPreTrainedModel):
+    """The decoder with a classifier of whole sequences."""
+
+    @can_return_tuple
+    @wraps(GenericForSequenceClassification.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> HeadSystemsSequenceClassifierOutput:
+        return finished(self, HeadSystemsSequenceClassifierOutput, super().forward(*args, **kwargs, return_dict=True))
+
+
+__all__ = ["HeadSystemsForCausalLM", "HeadSystemsForSequenceClassification", "HeadSystemsModel"]

@@ -1,0 +1,69 @@
+"""What a head system is made from: the sizes of an attention layer, and the base of the systems' options.
+
+Letters: E hidden size, H query heads, Hkv key/value heads, D head dim.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """The attention layer that a system is for.
+
+    Attributes:
+        hidden_size, num_heads, num_kv_heads, head_dim: E, H, Hkv and D of plain attention.
+        bias: whether the projections have biases.
+        rotary_dim: the first channels of a head that RoPE rotates in pairs (c, c + rotary_dim / 2); 0 without RoPE.
+        qk_norm: whether queries and keys are normalised over the head dim.
+        layer, num_layers: which layer it is, from 0, of how many.
+        composed: whether composition mixes the heads' maps, so that every head needs the maps of all.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool = False
+    rotary_dim: int = 0
+    qk_norm: bool = False
+    layer: int = 0
+    num_layers: int = 1
+    composed: bool = False
+
+
+@dataclass(frozen=True)
+class HeadSystemOptions:
+    """Options of a system: a subclass has a field for each, `check` for what fits, and `check_config` for the model."""
+
+    @classmethod
+    def of(cls, options: dict[str, Any] | None) -> "HeadSystemOptions":
+        """Options from a dictionary, as configurations store them.
+
+        Raises:
+            ValueError: on an unknown option.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options or {}:
+            if name not in known:
+                raise ValueError(f"{name!r} is no option of {cls.__name__}: expected {', '.join(known) or 'none'}.")
+        return cls(**(options or {}))
+
+    def check(self, sizes: HeadSizes) -> None:
+        """Raises a ValueError that names field, value and range where the options do not fit a layer."""
+
+    def check_config(self, config: Any) -> None:
+        """Raises a ValueError, or warns, where the system does not go with other fields of a configuration."""
+
+
+def check_range(name: str, value: Any, least: float, most: float, why: str) -> None:
+    """Raises a ValueError that names an option, its value and its range; `why` says where the range comes from."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    whole = isinstance(least, int) and isinstance(most, int)
+    if not is_number or (whole and not isinstance(value, int)) or not least <= value <= most:
+        kind = "a whole number" if whole else "a number"
+        raise ValueError(f"{name}={value!r} must be {kind} from {least} to {most} ({why}).")
+
+
+__all__ = ["HeadSizes", "HeadSystemOptions", "check_range"]

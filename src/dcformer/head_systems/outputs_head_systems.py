@@ -1,0 +1,100 @@
+"""What models with a head system return: Transformers' outputs, and the systems' losses, routing and gates."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+
+from .base import HeadSystem
+
+
+@dataclass
+class HeadSystemsModelOutput(BaseModelOutputWithPast):
+    """As `BaseModelOutputWithPast`, and what the head systems have to say.
+
+    Args:
+        aux_loss: the systems' loss, a mean or sum over layers, without its coefficient.
+        router_logits: of each layer, [B, T, routed heads].
+        head_gates: of each layer, the factors of the heads' outputs [B, T, H].
+    """
+
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    head_gates: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class HeadSystemsCausalLMOutput(CausalLMOutputWithPast):
+    """As `CausalLMOutputWithPast`, and the last fields of `HeadSystemsModelOutput`; `loss` contains `aux_loss`."""
+
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    head_gates: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class HeadSystemsSequenceClassifierOutput(SequenceClassifierOutputWithPast):
+    """As `SequenceClassifierOutputWithPast`, and as in `HeadSystemsCausalLMOutput`."""
+
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    head_gates: tuple[torch.Tensor, ...] | None = None
+
+
+def aux_loss(systems: list[HeadSystem], attention_mask: Any, is_training: bool) -> torch.Tensor | None:
+    """The systems' losses of the last forward pass over all layers, without their coefficient.
+
+    Args:
+        systems: of the layers.
+        attention_mask: [B, S] with 0 for padding; of other masks no padding is known.
+        is_training: whether the loss is to be differentiated.
+
+    Returns:
+        their mean or sum, or None where there are none.
+
+    Raises:
+        ValueError: when it should have a gradient and has none.
+    """
+    is_padding = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
+    mask = attention_mask if is_padding else None
+    found = [loss for system in systems for loss in system.losses(mask).values()]
+    if not found:
+        return None
+    trains = is_training and torch.is_grad_enabled() and any(p.requires_grad for p in systems[0].parameters())
+    if trains and not found[0].requires_grad:
+        raise ValueError(
+            "the head systems' loss has no gradient, as with reentrant gradient checkpointing: pass "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+        )
+    total = torch.stack([loss.to(found[0].device) for loss in found]).sum()
+    return total / len(found) if systems[0].aux_loss_is_mean else total
+
+
+def collected(tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
+    """The tensors that there are; None for none."""
+    return tuple(tensor for tensor in tensors if tensor is not None) or None
+
+
+def finished(model: Any, output_class: type, outputs: Any) -> Any:
+    """Outputs of a head with what the decoder's systems have to say, and their loss in its loss."""
+    decoder = model.base_model
+    extras, decoder._extras = decoder._extras, {}
+    if outputs.loss is not None and extras["aux_loss"] is not None:
+        coefficient = decoder.layers[0].self_attn.system.aux_loss_coef
+        outputs.loss = outputs.loss + coefficient * extras["aux_loss"].to(outputs.loss.device)
+    return output_class(**outputs, **extras)
+
+
+__all__ = [
+    "HeadSystemsCausalLMOutput",
+    "HeadSystemsModelOutput",
+    "HeadSystemsSequenceClassifierOutput",
+    "aux_loss",
+    "collected",
+    "finished",
+]

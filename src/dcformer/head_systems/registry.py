@@ -1,0 +1,79 @@
+"""The head systems by name, and their making from a configuration."""
+
+from typing import Any
+
+from .base import HeadSystem
+from .collaborative import Collaborative
+from .head_pruning import HeadPruning
+from .mixture_of_heads import MixtureOfHeads
+from .options import HeadSizes, HeadSystemOptions
+from .output_gate import OutputGate
+from .overlapped import Overlapped
+from .talking_heads import TalkingHeads
+
+HEAD_SYSTEMS: dict[str, type[HeadSystem]] = {
+    "plain": HeadSystem,
+    "talking_heads": TalkingHeads,
+    "collaborative": Collaborative,
+    "overlapped": Overlapped,
+    "mixture_of_heads": MixtureOfHeads,
+    "output_gate": OutputGate,
+    "head_pruning": HeadPruning,
+}
+
+
+def system_class(name: str) -> type[HeadSystem]:
+    """The class of a system.
+
+    Raises:
+        ValueError: on an unknown name.
+    """
+    if name not in HEAD_SYSTEMS:
+        raise ValueError(f"head_system={name!r} is unknown: expected one of {', '.join(HEAD_SYSTEMS)}.")
+    return HEAD_SYSTEMS[name]
+
+
+def options_of(config: Any) -> HeadSystemOptions:
+    """The options of a configuration's system.
+
+    Args:
+        config: with `head_system` and `head_system_options`.
+
+    Raises:
+        ValueError: on an unknown system or option.
+    """
+    return system_class(config.head_system).options_class.of(config.head_system_options)
+
+
+def sizes_of(config: Any, layer: int = 0) -> HeadSizes:
+    """The sizes of a layer of a language model.
+
+    Args:
+        config: a `DCFormerConfig`.
+        layer: which, from 0.
+    """
+    return HeadSizes(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        bias=config.attention_bias,
+        rotary_dim=int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)),
+        qk_norm=bool(config.qk_norm),
+        layer=layer,
+        num_layers=config.num_hidden_layers,
+        composed=bool(config.compose_generators) or config.compose_static,
+    )
+
+
+def make_system(config: Any, layer: int = 0) -> HeadSystem:
+    """The system of a layer of a language model.
+
+    Args:
+        config: a `HeadSystemsConfig`.
+        layer: which, from 0.
+    """
+    return system_class(config.head_system)(sizes_of(config, layer), options_of(config))
+
+
+__all__ = ["HEAD_SYSTEMS", "make_system", "options_of", "sizes_of", "system_class"]

@@ -1,0 +1,299 @@
+"""Models of every head system: caches, implementations, generation, training, saving, conversion, exporting."""
+
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+import torch
+from head_cases import CASES, heads_config, heads_model, tokens
+from helpers import PLAIN, REPOSITORY, randomise, tiny_config
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+import dcformer
+from dcformer import DCFormerForCausalLM, HeadSystemsConfig, HeadSystemsForCausalLM, to_head_system
+from dcformer.head_systems import system_costs
+
+LOADER = """
+import sys
+sys.path.append(sys.argv[1])
+import importlib.util
+assert importlib.util.find_spec("dcformer") is None, "the package can be imported here, so this would show nothing"
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+ids = torch.arange(40)[None]
+for folder in sys.argv[3:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    with torch.no_grad():
+        torch.save(model(ids).logits, folder + "/logits.pt")
+AutoModel.from_pretrained(sys.argv[3], trust_remote_code=True)  # makes the class of the decoder known, as for DCFormer
+AutoModelForSequenceClassification.from_pretrained(sys.argv[3], trust_remote_code=True)
+"""
+
+
+def padded():
+    ids, mask = tokens(), torch.ones(2, 21, dtype=torch.long)
+    mask[0, :5] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("composed", [False, True], ids=["plain", "composed"])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_prefill_steps_and_implementations_agree(case, composed):
+    """Windowed and global layers, padded, in float64; chunks of several tokens and single ones; static caches."""
+    model = heads_model(case, composed)
+    ids, mask = padded()
+    model.set_attn_implementation("eager")
+    expected = model(ids, attention_mask=mask).logits
+    model.set_attn_implementation("dcformer_chunked")
+    found = model(ids, attention_mask=mask, use_cache=True, logits_to_keep=21)
+    seen = mask.bool()
+    assert float((found.logits - expected)[seen].abs().max()) < 1e-12
+    cache, parts, positions = None, [], torch.arange(21).expand(2, -1)
+    for start, stop in ((0, 9), (9, 12), *((t, t + 1) for t in range(12, 21))):
+        out = model(
+            ids[:, start:stop],
+            attention_mask=mask[:, :stop],
+            position_ids=positions[:, start:stop],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = out.past_key_values
+        parts.append(out.logits)
+    assert float((torch.cat(parts, dim=1) - expected)[seen].abs().max()) < 1e-12
+    held = sum(rows.shape[1] * rows.shape[3] for layer in cache.layers for rows in (layer.keys, layer.values))
+    assert held == system_costs(model.config).cache_channels
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    generated = model.generate(ids, **options)
+    assert torch.equal(generated, model.generate(ids, use_cache=False, **options))
+    for more in ({"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 7}):
+        assert torch.equal(generated, model.generate(ids, **options, **more))
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_bidirectional(case):
+    model = heads_model(case)
+    model.config.is_causal = False
+    ids, mask = padded()
+    chunked = model(ids, attention_mask=mask).logits
+    model.set_attn_implementation("eager")
+    assert float((model(ids, attention_mask=mask).logits - chunked)[mask.bool()].abs().max()) < 1e-12
+    turned = ids.clone()
+    turned[:, -1] += 1
+    assert float((model(turned, attention_mask=mask).logits - chunked)[1, -6:-1].abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunked_gradients_are_eager_ones(case):
+    model, ids = heads_model(case, composed=True), tokens(length=40)
+    found = []
+    for implementation in ("eager", "dcformer_chunked"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, grad in found[0].items():
+        assert float((grad - found[1][name]).abs().max()) < 1e-12, name
+        if "overlapped" not in case:
+            assert grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trainer_steps_and_saving(case, tmp_path):
+    model = HeadSystemsForCausalLM(heads_config(case, composed=True, pad_token_id=0))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ids = tokens(8)
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = TrainingArguments(
+        str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=4, learning_rate=1e-2, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True, gradient_checkpointing=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert not still
+    model.eval().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is HeadSystemsForCausalLM and loaded.config.head_system_options == CASES[case][1]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    assert type(AutoModel.from_pretrained(tmp_path)) is dcformer.HeadSystemsModel
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    outputs = classifier(ids, labels=torch.zeros(8, dtype=torch.long))
+    assert outputs.logits.shape == (8, 3) and (outputs.aux_loss is None) == (model(ids).aux_loss is None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_to_one_graph(case):
+    model, ids = heads_model(case, dtype=torch.float32), tokens()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    loss = compiled.train()(ids, labels=ids).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_exported_folders_load_without_the_package(tmp_path):
+    cases = ["collaborative_half", "overlapped", "mixture", "gate", "pruning", "talking_heads"]
+    models = {case: heads_model(case, composed=True, dtype=torch.float32) for case in cases}
+    for case, model in models.items():
+        model.save_pretrained(tmp_path / case)
+        dcformer.export_remote_code(tmp_path / case)
+    folders = [str(tmp_path / case) for case in cases]
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", LOADER, sysconfig.get_paths()["purelib"], "", *folders],
+        env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PATH": "", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for case, model in models.items():
+        with torch.no_grad():
+            found = torch.load(tmp_path / case / "logits.pt")
+            torch.testing.assert_close(found, model(torch.arange(40)[None]).logits, atol=1e-5, rtol=1e-5)
+
+
+# --- losses, routing, gates -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("case", "coefficient"), [("mixture", 0.01), ("pruning", 0.01)])
+def test_aux_loss_is_in_the_loss(case, coefficient):
+    model, (ids, mask) = heads_model(case), padded()
+    labels = ids.masked_fill(mask == 0, -100)
+    out = model(ids, attention_mask=mask, labels=labels)
+    bare = DCFormerForCausalLM.loss_function.fget(model)(logits=out.logits, labels=labels, vocab_size=97)
+    assert float(out.loss - bare - coefficient * out.aux_loss) == pytest.approx(0, abs=1e-12)
+    other = ids.clone()
+    other[0, :5] = 7
+    assert float(model(other, attention_mask=mask, labels=labels).aux_loss - out.aux_loss) == pytest.approx(
+        0, abs=1e-12
+    )
+    assert model(ids, return_dict=False)[-1].shape == () and model(ids, labels=ids, return_dict=False)[0].shape == ()
+
+
+def test_plain_systems_have_no_aux_loss():
+    out = heads_model("gate")(tokens(), labels=tokens())
+    assert out.aux_loss is None and out.router_logits is None and out.head_gates is None
+
+
+@torch.no_grad()
+def test_maps_of_all_heads_and_gates_apart():
+    model, ids = heads_model("mixture"), tokens()
+    model.set_attn_implementation("eager")
+    out = model(ids, output_attentions=True)
+    assert [maps.shape for maps in out.attentions] == [(2, 4, 21, 21)] * 2
+    assert [gates.shape for gates in out.head_gates] == [(2, 21, 4)] * 2
+    assert all((gates == 0).sum(-1).eq(1).all() for gates in out.head_gates)  # 4 heads, 2 shared, 1 of 2 taken
+    assert torch.allclose(out.attentions[1].sum(-1), torch.ones(2, 4, 21, dtype=torch.float64))
+    assert out.router_logits is None
+    logits = model(ids, output_router_logits=True).router_logits
+    assert [rows.shape for rows in logits] == [(2, 21, 2)] * 2
+
+
+def test_reentrant_checkpointing_is_named():
+    model = heads_model("mixture").train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant"):
+        model(tokens(), labels=tokens())
+
+
+# --- conversion -------------------------------------------------------------------------------------------------------
+
+EXACT = {
+    "plain": {},
+    "talking_heads": {},
+    "collaborative": {},
+    "overlapped": {"overlap": 0},
+    "mixture_of_heads": {"num_shared_heads": 2},
+    "output_gate": {},
+    "head_pruning": {},
+}
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    """The bundled checkpoint with composition off."""
+    folder = next((REPOSITORY / "checkpoints").iterdir())
+    return DCFormerForCausalLM.from_pretrained(folder, **PLAIN, use_cache=True)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@torch.no_grad()
+def test_the_bundled_checkpoint_generates_the_same(name, bundled):
+    model = to_head_system(bundled, name, **EXACT[name])
+    ids = torch.randint(4, 288, (2, 30), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(ids).logits, bundled(ids).logits, atol=1e-4, rtol=1e-4)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, **options), bundled.generate(ids, **options))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", [name for name in EXACT if name not in ("talking_heads", "overlapped")])
+@torch.no_grad()
+def test_composition_is_kept(name, biased):
+    """Grouped keys, biases, partial RoPE, tied embeddings; composed."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = tiny_config(attention_bias=biased, rope_parameters=rope, tie_word_embeddings=biased, qk_norm=biased)
+    source = randomise(DCFormerForCausalLM(config)).double()
+    model, ids = to_head_system(source, name, **EXACT[name]), tokens()
+    assert float((model(ids).logits - source(ids).logits).abs().max()) < 1e-12
+    assert model.dtype == torch.float64 and not model.training
+    assert float((to_head_system(source.model, name, **EXACT[name])(ids)[0] - source.model(ids)[0]).abs().max()) < 1e-12
+
+
+def test_a_sequence_classifier_is_converted():
+    source = dcformer.DCFormerForSequenceClassification(tiny_config(num_labels=3, pad_token_id=0)).double().eval()
+    model = to_head_system(source, "output_gate")
+    assert type(model) is dcformer.HeadSystemsForSequenceClassification
+    with torch.no_grad():
+        assert float((model(tokens()).logits - source(tokens()).logits).abs().max()) < 1e-12
+
+
+def test_shared_dims_shift_no_scores():
+    """Rotations by model positions: logits do not change when all positions do."""
+    model, ids = heads_model("collaborative_half"), tokens(1)
+    with torch.no_grad():
+        found = [model(ids, position_ids=torch.arange(21)[None] + shift).logits for shift in (0, 1000)]
+    # RoPE's angles are computed in float32, so that the shift itself is exact to 1e-4 of an angle only
+    assert float((found[0] - found[1]).abs().max()) < 1e-3
+    with torch.no_grad():
+        moved = model(ids, position_ids=torch.arange(21)[None] * 2).logits
+    assert float((found[0] - moved).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "plain"])
+def test_a_checkpoint_of_another_system_is_refused(name):
+    source = heads_model("gate" if name != "output_gate" else "mixture")
+    with pytest.raises(ValueError, match=rf"head_system='{source.config.head_system}'.*'{name}'"):
+        to_head_system(source, name)
+
+
+def test_loading_a_checkpoint_of_another_system_is_refused(tmp_path):
+    heads_model("gate").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"head_system='output_gate'.*head_system='mixture_of_heads'"):
+        HeadSystemsForCausalLM.from_pretrained(tmp_path, config=heads_config("mixture"))
+
+
+def test_other_models_are_refused(bundled):
+    with pytest.raises(TypeError, match="model is a Linear"):
+        to_head_system(torch.nn.Linear(2, 2), "plain")
+    with pytest.raises(ValueError, match="shared_key_query_dim=64: a pretrained layer with RoPE"):
+        to_head_system(bundled, "collaborative", shared_key_query_dim=64)
+    with pytest.raises(ValueError, match="content_bias=True"):
+        biased = DCFormerForCausalLM(tiny_config(attention_bias=True))
+        to_head_system(biased, "collaborative", content_bias=True)
+
+
+def test_fusing_is_refused():
+    with pytest.raises(ValueError, match="a head system has its own"):
+        heads_model("gate").fuse_projections()
+
+
+def test_default_composes():
+    """`HeadSystemsConfig` has DCFormer's defaults: composition is on unless switched off."""
+    assert len(HeadSystemsConfig().compose_generators) == 4

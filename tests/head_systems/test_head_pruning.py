@@ -1,0 +1,125 @@
+"""Removing heads leaves the logits; ranking them finds those that matter."""
+
+import pytest
+import torch
+from head_cases import heads_model, tokens
+from helpers import PLAIN, randomise, tiny_config
+from transformers import AutoModelForCausalLM
+
+from dcformer import DCFormerForCausalLM, to_head_system
+from dcformer.head_systems import head_importance, prune_heads, system_costs
+from dcformer.head_systems.pruning import main
+
+
+def closed(model, *heads):
+    """Closes some gates, (layer, head), and leaves others half open."""
+    for index, layer in enumerate(model.model.layers):
+        with torch.no_grad():
+            layer.self_attn.system.log_alpha.copy_(torch.linspace(-1, 3, 4))
+            layer.self_attn.system.log_alpha[[head for at, head in heads if at == index]] = -4.0
+    return model
+
+
+CLOSED = {
+    "some": [(0, 1), (1, 0), (1, 3)],
+    "a whole group": [(0, 0), (0, 1), (1, 3)],
+    "all of a layer": [(0, 0), (0, 1), (0, 2), (0, 3)],
+    "uneven groups": [(0, 2), (1, 1)],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("composed", [False, True], ids=["plain", "composed"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("heads", CLOSED.values(), ids=CLOSED)
+@torch.no_grad()
+def test_logits_stay(heads, kv_heads, composed, bias, tmp_path):
+    model = heads_model("pruning", composed, torch.float32, num_key_value_heads=kv_heads, attention_bias=bias)
+    ids, expected = tokens(), closed(model, *heads)(tokens()).logits
+    before = system_costs(model.config).parameters
+    removed = prune_heads(model)
+    found = model(ids).logits
+    assert float((found - expected).abs().max()) < 1e-6 * float(expected.abs().max().clamp(min=1))
+    assert removed == before - system_costs(model.config).parameters
+    assert (removed > 0) == bool(heads)
+    assert sum(p.numel() for p in model.parameters()) == before - removed
+    assert prune_heads(model) == 0  # also where a layer's last head is closed
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(ids).logits, found, atol=1e-6, rtol=1e-6)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(loaded.generate(ids, **options), loaded.generate(ids, use_cache=False, **options))
+
+
+def test_predicted_number():
+    """Two of four heads of one layer: their rows of q, k, v, their columns of o, and their gates."""
+    model = closed(heads_model("pruning", dtype=torch.float32, num_key_value_heads=4), (0, 1), (0, 2))
+    assert prune_heads(model) == 2 * (4 * 32 * 8 + 1)
+    assert model.config.head_system_options["kept_heads"] == [[0, 3], [0, 1, 2, 3]]
+
+
+def test_pruned_models_train():
+    model = closed(heads_model("pruning", dtype=torch.float32), (0, 1), (1, 0))
+    prune_heads(model)
+    model.train()(tokens(), labels=tokens()).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_other_systems_have_nothing_to_prune():
+    with pytest.raises(ValueError, match="head_system is not 'head_pruning'"):
+        prune_heads(heads_model("gate"))
+
+
+@pytest.mark.parametrize("switches", [PLAIN, {}], ids=["plain", "composed"])
+def test_importance_is_the_gradient_of_gates(switches):
+    """Against the difference of losses when a head's output is scaled a little; a dead head matters nothing."""
+    source = randomise(DCFormerForCausalLM(tiny_config(**switches))).double()
+    with torch.no_grad():
+        source.model.layers[1].self_attn.o_proj.weight[:, 8:16] = 0
+    batches = [{"input_ids": row[None], "labels": row[None]} for row in tokens(3)]
+    found = head_importance(source, batches)
+    assert found.shape == (2, 4) and found[1, 1] == 0 and (found.flatten().sort().values[1:] > 0).all()
+    step, total = 1e-5, 0.0
+    with torch.no_grad():
+        for batch in batches:
+            losses = []
+            for factor in (1 + step, 1 - step):
+                columns = source.model.layers[0].self_attn.o_proj.weight[:, 16:24]
+                kept = columns.clone()
+                columns.mul_(factor)
+                logits = source(batch["input_ids"]).logits[0, :-1]  # the model's own loss is in float32
+                losses.append(float(torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:])))
+                columns.copy_(kept)
+            total += abs(losses[0] - losses[1]) / (2 * step) / len(batches)
+    assert float(found[0, 2]) == pytest.approx(total, rel=1e-4)
+    with pytest.raises(ValueError, match="no batches"):
+        head_importance(source, [])
+
+
+def test_the_command_ranks_heads(tmp_path, capsys):
+    from helpers import REPOSITORY
+
+    folder = next((REPOSITORY / "checkpoints").iterdir())
+    text = tmp_path / "text.txt"
+    text.write_text("Peter owns the desk. Boris owns the tuna. " * 20)
+    main([str(folder), str(text), "--rows", "2", "--length", "32"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "over 2 rows of at most 32 tokens" in lines[0] and len(lines) == 1 + 4 * 8
+    values = [float(line.split(": ")[1]) for line in lines[1:]]
+    assert values == sorted(values, reverse=True) and values[0] > 0
+    for wrong in (
+        ["nowhere", str(text)],
+        [str(folder), str(tmp_path / "none.txt")],
+        [str(folder), str(text), "--rows", "0"],
+    ):
+        with pytest.raises(SystemExit):
+            main(wrong)
+
+
+def test_conversion_begins_with_open_gates():
+    source = randomise(DCFormerForCausalLM(tiny_config())).double()
+    model = to_head_system(source, "head_pruning")
+    assert prune_heads(model) == 0
+    with pytest.raises(ValueError, match="kept_heads: a conversion begins with all heads"):
+        to_head_system(source, "head_pruning", kept_heads=[[0], [0, 1]])
