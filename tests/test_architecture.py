@@ -16,9 +16,9 @@ LAYERS = (
     {"errors"},
     {"model"},  # all flat *_dcformer.py files, which remote-code export ships
     {"kernels"},
-    {"analysis", "loading", "modules", "optimization", "vision"},
+    {"analysis", "loading", "optimization"},
     {"head_systems"},
-    {"remote_code"},
+    {"modules", "remote_code", "vision"},
     {"dcformer"},  # the package's __init__: public names and registration
     {"cache_report", "export", "formats", "recipes", "scaling", "selfcheck", "synthetic"},
     {"conversion"},

@@ -26,6 +26,10 @@ from ..compose_dcformer import (
     stages,
 )
 from ..errors import DCFormerError
+from ..head_systems.base import HeadSystem
+from ..head_systems.collaborative_mixing import Mixing
+from ..head_systems.options import HeadSizes
+from ..head_systems.registry import system_class
 
 
 def make_generators(settings: ComposeSettings, zero_init: bool) -> DCFormerCompose:
@@ -85,6 +89,9 @@ class DCMHA(nn.Module):
         attn_implementation: "eager", "dcformer_chunked" or "dcformer_triton"; by default eager where weights are asked
             for or a mask is trained, and chunked, which holds no attention maps, elsewhere.
         zero_init: begin as attention without composition; see `make_generators`.
+        head_system, head_system_options: how heads interact beside composition, a name of `HEAD_SYSTEMS` and its
+            options. The parameters of its projections are below `system`, not those of `nn.MultiheadAttention`; keys
+            and values are made of the same states, of width E; its losses are `system.losses()` after a call.
         device, dtype: of the parameters.
 
     Raises:
@@ -125,6 +132,8 @@ class DCMHA(nn.Module):
         qk_norm: bool = False,
         attn_implementation: str | None = None,
         zero_init: bool = False,
+        head_system: str = "plain",
+        head_system_options: dict[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -151,7 +160,12 @@ class DCMHA(nn.Module):
 
         kv_width = num_kv_heads * self.head_dim
         self._widths = [embed_dim, kv_width, kv_width]  # of queries, keys and values
-        is_packed = kdim == vdim == embed_dim
+        is_packed, has_system = kdim == vdim == embed_dim, head_system != "plain"
+        if has_system and not is_packed:
+            raise DCFormerError(
+                f"head_system={head_system!r} with kdim={kdim} and vdim={vdim}: its keys and values are made of states "
+                f"as wide as the queries' ({embed_dim}); leave kdim and vdim out."
+            )
         shapes = {
             "in_proj_weight": (sum(self._widths), embed_dim) if is_packed else None,
             "q_proj_weight": None if is_packed else (embed_dim, embed_dim),
@@ -160,8 +174,8 @@ class DCMHA(nn.Module):
             "in_proj_bias": (sum(self._widths),) if bias else None,
         }
         for name, shape in shapes.items():
-            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape)))
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+            parameter = None if shape is None or has_system else nn.Parameter(torch.empty(shape))
+            self.register_parameter(name, parameter)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
         settings = ComposeSettings(
@@ -179,12 +193,43 @@ class DCMHA(nn.Module):
             compose_static=compose_static,
             compose_act=compose_act,
         )
+        self.system = None
+        if has_system:
+            self.system = self._make_system(head_system, head_system_options, settings, bias, qk_norm)
+        self.scaling = self.head_dim**-0.5 if self.system is None else self.system.scaling
+        width = embed_dim if self.system is None else self.system.output_width
+        self.out_proj = nn.Linear(width, embed_dim, bias=bias)
         self.compose = nn.ModuleDict()
         for side, width in (("query", embed_dim), ("key", kdim)):
             if (of_side := one_side(settings, side, width)) is not None:
                 self.compose[side] = make_generators(of_side, zero_init)
         self._reset_projections()
         self.to(device=device, dtype=dtype)
+
+    def _make_system(
+        self, name: str, options: dict[str, Any] | None, settings: ComposeSettings, bias: bool, qk_norm: bool
+    ) -> HeadSystem:
+        sizes = HeadSizes(
+            hidden_size=self.embed_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            bias=bias,
+            qk_norm=qk_norm,
+            composed=bool(settings.compose_generators) or settings.compose_static,
+        )
+        made_from = system_class(name)
+        checked = made_from.options_class.of(options)
+        checked.check_config(settings)
+        system = made_from(sizes, checked)
+        for module in system.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, HeadSystem | Mixing):
+                module.init_weights()
+        return system
 
     def _reset_projections(self) -> None:
         """The initial values of `nn.MultiheadAttention`."""
@@ -221,9 +266,26 @@ class DCMHA(nn.Module):
             "dtype": module.out_proj.weight.dtype,
         }
         made = cls(module.embed_dim, module.num_heads, **(own | options))
-        state = made.state_dict()
-        made.load_state_dict(module.state_dict() | {name: state[name] for name in state if _is_new(name)})
+        if made.system is not None:
+            made._take_over(module)
+        else:
+            state = made.state_dict()
+            made.load_state_dict(module.state_dict() | {name: state[name] for name in state if _is_new(name)})
         return made.train(module.training)
+
+    @torch.no_grad()
+    def _take_over(self, module: nn.MultiheadAttention) -> None:
+        """Copies the projections of plain attention to the head system."""
+        linears: list[Any] = [nn.Linear(self.embed_dim, self.embed_dim, device="meta") for _ in range(3)]
+        for linear, weight in zip(linears, module.in_proj_weight.chunk(3), strict=True):
+            linear.weight = nn.Parameter(weight)
+        biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+        for linear, bias in zip(linears, biases, strict=True):
+            linear.bias = None if bias is None else nn.Parameter(bias)
+        system: Any = self.system
+        self.out_proj.weight.copy_(system.from_mha(*linears, module.out_proj))
+        if self.out_proj.bias is not None:
+            self.out_proj.bias.copy_(module.out_proj.bias)
 
     def forward(
         self,
@@ -258,6 +320,8 @@ class DCMHA(nn.Module):
             DCFormerError: on shapes or dtypes that do not fit, and where weights are asked of an implementation without
                 maps.
         """
+        if self.system is not None and key is not value:
+            raise DCFormerError("a head system makes keys and values of the same states: pass one tensor for both.")
         is_batched = self._check_inputs(query, key, value)
         mask = self._mask(query, key, is_batched, key_padding_mask, attn_mask, is_causal)
         if not is_batched:
@@ -266,7 +330,7 @@ class DCMHA(nn.Module):
             query, key, value = (states.transpose(0, 1) for states in (query, key, value))
         implementation = self._implementation(need_weights, mask)
         pre, post = self._compose_weights(query, key, implementation)
-        q, k, v = self._project(query, key, value)  # [B, H, T, D], [B, Hkv, S, D]
+        q, k, v, *raw_query = self._project(query, key, value)  # [B, H, T, D], [B, Hkv, S, D]
         output, weights = attend_composed(
             ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention),
             self,
@@ -274,12 +338,14 @@ class DCMHA(nn.Module):
             k,
             v,
             mask,
-            scaling=self.head_dim**-0.5,
+            scaling=self.scaling,
             dropout=self.dropout if self.training else 0.0,
             pre=pre,
             post=post,
             is_causal=False,
         )
+        if self.system is not None:
+            output = self.system.output(output, query, *raw_query)
         output = self.out_proj(output.flatten(2))  # [B, T, E]
         if not is_batched:
             output = output[0]
@@ -298,7 +364,15 @@ class DCMHA(nn.Module):
         return stages(generators, *made) if made else (None, None)
 
     def _project(self, *states: torch.Tensor) -> list[torch.Tensor]:
-        """The states of queries, keys and values, [B, N, width], as heads [B, H(kv), N, D]."""
+        """The states of queries, keys and values, [B, N, width], as heads [B, H(kv), N, D].
+
+        With a head system, as it has them, and its queries before their norm.
+        """
+        if self.system is not None:
+            raw_query, key, value = self.system.project(*states[:2])
+            query = self.system.position(raw_query, self.q_norm or nn.Identity())
+            key = self.system.position(key, self.k_norm or nn.Identity())
+            return [*self.system.expand(query, key, value), raw_query]
         if self.in_proj_weight is not None:
             matrices: Any = self.in_proj_weight.split(self._widths)
         else:

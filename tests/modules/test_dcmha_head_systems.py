@@ -1,0 +1,111 @@
+"""DCMHA with a head system: it begins as plain attention where the system can, and computes what models compute."""
+
+import pytest
+import torch
+from helpers import randomise
+from torch import nn
+
+from dcformer.errors import DCFormerError
+from dcformer.modules import DCMHA
+
+# Systems with options at which they are plain attention when made from it.
+EXACT = {
+    "talking_heads": ({}, {"compose_query": False, "compose_key": False, "compose_static": True}),
+    "collaborative": ({"content_bias": True}, {}),
+    "overlapped": ({"overlap": 0}, {}),
+    "mixture_of_heads": ({}, {}),
+    "output_gate": ({"output_gate_scale": 2.0}, {}),
+    "head_pruning": ({}, {"compose_query": False, "compose_key": False, "compose_static": True}),
+}
+PLAIN = {"compose_query": False, "compose_key": False, "compose_static": True}
+
+
+def noise(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def plain(heads=4, width=32):
+    torch.manual_seed(1)
+    module = nn.MultiheadAttention(width, heads, batch_first=True, dtype=torch.float64).eval()
+    nn.init.normal_(module.in_proj_bias)
+    nn.init.normal_(module.out_proj.bias)
+    return module
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("length", [6, 9])
+def test_made_from_plain_attention(name, length):
+    """Nothing is composed at first, and the system changes nothing: outputs and weights are the library's."""
+    options, compose = EXACT[name]
+    module = plain()
+    made = DCMHA.from_torch(module, head_system=name, head_system_options=options, zero_init=True, **compose)
+    query, states = noise(2, 6, 32), noise(2, length, 32, seed=1)
+    hidden = torch.zeros(2, length, dtype=torch.bool)
+    hidden[1, -2:] = True
+    output, weights = made(query, states, states, key_padding_mask=hidden)
+    expected, expected_weights = module(query, states, states, key_padding_mask=hidden)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+    assert not any(name.startswith("in_proj") for name, _ in made.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("collaborative", {"shared_key_query_dim": 12}),
+        ("overlapped", {"overlap": 2}),
+        ("mixture_of_heads", {"num_shared_heads": 1, "num_routed_heads_per_tok": 2}),
+        ("output_gate", {"output_gate": "elementwise"}),
+    ],
+)
+def test_chunked_is_eager_with_every_gradient(name, options):
+    made = randomise(DCMHA(32, 4, batch_first=True, head_system=name, head_system_options=options)).double()
+    query, states = noise(2, 6, 32), noise(2, 9, 32, seed=1)
+    found = []
+    for implementation in ("eager", "dcformer_chunked"):
+        made.zero_grad()
+        made.attn_implementation = implementation
+        output = made(query, states, states, need_weights=False)[0]
+        (output * noise(*output.shape, seed=3)).sum().backward()
+        found.append({"": output.detach()} | {n: p.grad for n, p in made.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and any("compose" in n for n in found[0])
+    assert any(n.startswith("system.") for n in found[0])
+    for key in found[0]:
+        torch.testing.assert_close(found[1][key], found[0][key], rtol=1e-9, atol=1e-9, msg=key)
+
+
+def test_losses_are_the_systems():
+    made = DCMHA(32, 4, batch_first=True, head_system="mixture_of_heads", head_system_options={"routing_form": "paper"})
+    assert made.system.losses() == {}
+    states = noise(2, 6, 32).float()
+    made(states, states, states)
+    torch.testing.assert_close(made.system.losses()["load_balance"], torch.tensor(1.0))  # all of H heads: Σ p
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"head_system": "talkative"}, ValueError, "head_system='talkative' is unknown: expected one of plain"),
+        ({"head_system": "overlapped", "head_system_options": {"o": 1}}, ValueError, "'o' is no option"),
+        (
+            {"head_system": "overlapped", "head_system_options": {"overlap": 99}},
+            ValueError,
+            "the overlap of layer 0=99 must be",
+        ),
+        ({"head_system": "overlapped", "kdim": 8}, DCFormerError, "kdim=8 and vdim=32: .* as wide as the queries"),
+        ({"head_system": "talking_heads"}, ValueError, "talking heads are static composition alone"),
+    ],
+)
+def test_what_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DCMHA(32, 4, **arguments)
+
+
+def test_keys_and_values_of_other_states_are_refused():
+    made = DCMHA(32, 4, head_system="output_gate")
+    states = noise(5, 2, 32).float()
+    with pytest.raises(DCFormerError, match="keys and values of the same states"):
+        made(states, states, states.clone())
+    layer = nn.TransformerDecoderLayer(32, 4, 16)
+    layer.self_attn, layer.multihead_attn = made, DCMHA(32, 4, head_system="overlapped", **PLAIN)
+    assert layer(states, noise(7, 2, 32).float()).shape == (5, 2, 32)
