@@ -16,9 +16,9 @@ LAYERS = (
     {"errors"},
     {"model"},  # all flat *_dcformer.py files, which remote-code export ships
     {"kernels"},
-    {"analysis", "loading", "optimization"},
+    {"analysis", "loading", "optimization", "vision"},
     {"head_systems"},
-    {"modules", "remote_code", "vision"},
+    {"modules", "remote_code"},
     {"dcformer"},  # the package's __init__: public names and registration
     {"cache_report", "export", "formats", "recipes", "scaling", "selfcheck", "synthetic"},
     {"conversion"},

@@ -11,8 +11,6 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..compose_dcformer import ComposeFields
-from ..head_systems.options import HeadSizes
-from ..head_systems.registry import options_of
 
 POSITION_EMBEDDING_TYPES = ("sincos2d", "learned")
 POOLING_TYPES = ("mean", "cls")
@@ -77,8 +75,6 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
             off, the model is a plain vision Transformer.
         compose_gate_init (`float`): the gates' kernels start with this times sqrt(2 / (E + M)) as their standard
             deviation: 0.05 in the paper, 0.005 in the fork.
-        head_system (`str`): how heads interact beside composition, a name of `HEAD_SYSTEMS`; "plain" for not at all.
-        head_system_options (`dict`, *optional*): options of the head system.
 
     Raises:
         ValueError: on an invalid combination; the message names the fields.
@@ -118,8 +114,6 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
     compose_static: bool = True
     compose_act: str = "gelu_pytorch_tanh"
     compose_gate_init: float = 0.05
-    head_system: str = "plain"
-    head_system_options: dict | None = None
 
     def __post_init__(self, **kwargs):
         if isinstance(self.representation_size, bool):
@@ -142,20 +136,6 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
         """Rows and columns of patches in an image of `image_size`."""
         (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
         return height // patch_height, width // patch_width
-
-    def head_sizes(self, layer: int = 0) -> HeadSizes:
-        """The sizes of a layer, for its head system."""
-        return HeadSizes(
-            hidden_size=self.hidden_size,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            bias=self.qkv_bias,
-            qk_norm=self.qk_norm is not None,
-            layer=layer,
-            num_layers=self.num_hidden_layers,
-            composed=bool(self.compose_generators) or self.compose_static,
-        )
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "DCViTConfig":
@@ -214,10 +194,6 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
         if self.compose_gate_init < 0:
             raise ValueError(f"compose_gate_init={self.compose_gate_init} must not be negative.")
         self.check_composition()
-        options = options_of(self)
-        for layer in range(self.num_hidden_layers):
-            options.check(self.head_sizes(layer))
-        options.check_config(self)
 
 
 __all__ = ["VISION_PRESETS", "DCViTConfig"]

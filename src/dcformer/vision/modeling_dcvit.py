@@ -26,17 +26,12 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..attention_dcformer import attend_composed, eager_attention
 from ..compose_dcformer import (
-    CHUNKED,
     DEFAULT_ATTENTION,
     DCFormerCompose,
     compose_init_std,
     default_implementation,
     stages,
 )
-from ..head_systems.base import HeadSystem
-from ..head_systems.collaborative_mixing import Mixing
-from ..head_systems.outputs_head_systems import aux_loss
-from ..head_systems.registry import options_of, system_class
 from ..modeling_dcformer import DCFormerPreTrainedModel
 from .configuration_dcvit import DCViTConfig, pair
 
@@ -172,39 +167,19 @@ class DCViTAttention(nn.Module):
     is_causal = False
     _z3_leaf = True  # as in `DCFormerAttention`
 
-    def __init__(self, config: DCViTConfig, layer_idx: int = 0):
+    def __init__(self, config: DCViTConfig):
         super().__init__()
         self.config = config
         self.head_dim = config.head_dim
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_probs_dropout_prob
-        self._make_projections(config, layer_idx)
-        self.q_norm, self.k_norm = _make_qk_norm(config), _make_qk_norm(config)
-        self.compose = DCFormerCompose(config)
-
-    def _make_projections(self, config: DCViTConfig, layer_idx: int) -> None:
         size, bias = config.hidden_size, config.qkv_bias
         self.q_proj = nn.Linear(size, size, bias=bias)
         self.k_proj = nn.Linear(size, size, bias=bias)
         self.v_proj = nn.Linear(size, size, bias=bias)
         self.o_proj = nn.Linear(size, size)
-
-    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[B, T, E] -> normalised queries and keys, and values, [B, H, T, D], and perhaps queries before their norm."""
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
-        return query, key, self.v_proj(hidden_states).view(shape).transpose(1, 2)
-
-    def _implementation(self, *states: Any) -> str:
-        """The attention implementation; where none is named, decided where the tensors are."""
-        implementation: str = self.config._attn_implementation
-        return default_implementation(self, *states) if implementation == DEFAULT_ATTENTION else implementation
-
-    def _output(self, attended: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        """The heads' outputs [B, T, H, D] -> [B, T, E]; followed by the states that attended, and what `_project` has
-        of the queries."""
-        return self.o_proj(attended.flatten(2))
+        self.q_norm, self.k_norm = _make_qk_norm(config), _make_qk_norm(config)
+        self.compose = DCFormerCompose(config)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Unpack[TransformersKwargs]
@@ -215,8 +190,13 @@ class DCViTAttention(nn.Module):
             hidden_states: [B, T, E], normalised.
             attention_mask: what each query sees, as the implementation's mask function made it; None for all tokens.
         """
-        query, key, value, *raw_query = self._project(hidden_states)  # [B, H, T, D]
-        implementation = self._implementation(hidden_states, query, key, attention_mask)
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [B, H, T, D]
+        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)  # [B, H, T, D]
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)  # [B, H, T, D]
+        implementation = self.config._attn_implementation
+        if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
+            implementation = default_implementation(self, hidden_states, query, key, attention_mask)
         pre, post = stages(self.compose, self.compose(hidden_states, implementation))
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         output, weights = attend_composed(
@@ -232,29 +212,7 @@ class DCViTAttention(nn.Module):
             post=post,
             **kwargs,
         )
-        return self._output(output, hidden_states, *raw_query), weights
-
-
-class DCViTSystemAttention(DCViTAttention):
-    """Attention with a `HeadSystem`, which holds the projections, beside composition. See docs/head_systems.md."""
-
-    def _make_projections(self, config: DCViTConfig, layer_idx: int) -> None:
-        self.system = system_class(config.head_system)(config.head_sizes(layer_idx), options_of(config))
-        self.scaling = self.system.scaling
-        self.o_proj = nn.Linear(self.system.output_width, config.hidden_size)
-
-    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        raw_query, key, value = self.system.project(hidden_states, hidden_states)
-        query, key = self.system.position(raw_query, self.q_norm), self.system.position(key, self.k_norm)
-        return *self.system.expand(query, key, value), raw_query
-
-    def _implementation(self, *states: Any) -> str:
-        if self.config._attn_implementation == DEFAULT_ATTENTION and not self.system.keeps_shapes:
-            return CHUNKED  # kernels are chosen by the shapes of plain attention
-        return super()._implementation(*states)
-
-    def _output(self, attended: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
-        return super()._output(self.system.output(attended, *states))
+        return self.o_proj(output.flatten(2)), weights
 
 
 class DCViTMLP(nn.Module):
@@ -274,10 +232,9 @@ class DCViTMLP(nn.Module):
 class DCViTLayer(GradientCheckpointingLayer):
     """One layer: attention and MLP in sequence, each behind a norm."""
 
-    def __init__(self, config: DCViTConfig, layer_idx: int = 0):
+    def __init__(self, config: DCViTConfig):
         super().__init__()
-        attention_class = DCViTAttention if config.head_system == "plain" else DCViTSystemAttention
-        self.attention = attention_class(config, layer_idx)
+        self.attention = DCViTAttention(config)
         self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = DCViTMLP(config)
@@ -363,8 +320,6 @@ class DCViTPreTrainedModel(PreTrainedModel):
             std["gate_proj.weight"] = self.config.compose_gate_init * math.sqrt(2 / size)
             for name, parameter in module.named_parameters():
                 init.normal_(parameter, mean=0.0, std=std[name])
-        elif isinstance(module, HeadSystem | Mixing):
-            module.init_weights()
         else:
             super()._init_weights(module)
 
@@ -375,7 +330,7 @@ class DCViTModel(DCViTPreTrainedModel):
         config.validate_architecture()  # fields may have been set since it was made
         super().__init__(config)
         self.embeddings = DCViTEmbeddings(config)
-        self.layers = nn.ModuleList([DCViTLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([DCViTLayer(config) for _ in range(config.num_hidden_layers)])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.pooler = DCViTPooler(config)
         self.post_init()
@@ -459,17 +414,9 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         if labels is not None:
             self._check_labels(labels)
             loss = self.loss_function(labels, logits, self.config, **kwargs)
-        if self.config.head_system != "plain":
-            loss = self._with_losses_of_heads(loss)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-    def _with_losses_of_heads(self, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """A loss with what the head systems add to it, which is taken from them in any case."""
-        systems: list[Any] = [module for module in self.dcvit.modules() if isinstance(module, HeadSystem)]
-        added = aux_loss(systems, None, self.training) if systems else None
-        return loss if loss is None or added is None else loss + systems[0].aux_loss_coef * added
 
     def _check_labels(self, labels: torch.Tensor) -> None:
         """Names class labels that there are not. On the CPU: on a GPU, where reading values waits, PyTorch asserts."""
