@@ -163,12 +163,30 @@ def optimizer_of(model, lr: float):
 def train(settings: dict, data) -> dict:
     """One run: from nothing to its scores on the test set."""
     import torch
-    from transformers import get_cosine_schedule_with_warmup, set_seed
+    from transformers import set_seed
 
     torch.set_num_threads(1)
     (images, labels), (test_images, test_labels) = data
     set_seed(settings["seed"])
     model = make_model(settings["column"], images, labels)
+    loss, seconds = fit(model, settings, images, labels)
+    with torch.no_grad():
+        logits = torch.cat([model(pixel_values=part).logits for part in test_images.split(256)])
+    return settings | {
+        "parameters": model.num_parameters(),
+        "train_loss": loss,
+        "loss": torch.nn.functional.cross_entropy(logits, test_labels).item(),
+        "right": int((logits.argmax(-1) == test_labels).sum()),
+        "images": len(test_labels),
+        "seconds": round(seconds, 1),
+    }
+
+
+def fit(model, settings: dict, images, labels) -> tuple[float, float]:
+    """Trains a model and leaves it in evaluation: the last loss, and the seconds of the processor it took."""
+    import torch
+    from transformers import get_cosine_schedule_with_warmup
+
     steps = settings["steps"]
     optimizer = optimizer_of(model, settings["learning_rate"])
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 10, steps)
@@ -191,16 +209,7 @@ def train(settings: dict, data) -> dict:
         optimizer.zero_grad()
     seconds = time.process_time() - start
     model.eval()
-    with torch.no_grad():
-        logits = torch.cat([model(pixel_values=part).logits for part in test_images.split(256)])
-    return settings | {
-        "parameters": model.num_parameters(),
-        "train_loss": loss.item(),
-        "loss": torch.nn.functional.cross_entropy(logits, test_labels).item(),
-        "right": int((logits.argmax(-1) == test_labels).sum()),
-        "images": len(test_labels),
-        "seconds": round(seconds, 1),
-    }
+    return loss.item(), seconds
 
 
 def write_runs(path: Path, runs: list[dict]) -> None:

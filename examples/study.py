@@ -162,10 +162,9 @@ def mean_scores(prediction) -> dict[str, float]:
 def train(settings: dict, folder: Path) -> dict:
     """One run: from nothing to its scores on the test set. `folder` is Trainer's, which puts nothing there."""
     import torch
-    from transformers import DataCollatorForTokenClassification, PrinterCallback, Trainer, TrainingArguments, set_seed
+    from transformers import set_seed
 
     import dcformer
-    from dcformer.synthetic import build_tokenizer
 
     torch.set_num_threads(1)
     task, size = TASKS[settings["task"]], SIZES[settings["size"]]
@@ -185,12 +184,30 @@ def train(settings: dict, folder: Path) -> dict:
             attn_implementation="dcformer_chunked",
         )
     )
+    trainer, trained, seconds = fit(model, settings, train_rows, test_rows, folder)
+    scores = trainer.evaluate()
+    return settings | {
+        "parameters": model.num_parameters(),
+        "train_loss": trained.training_loss,
+        "loss": scores["eval_loss"],
+        "accuracy": scores["eval_accuracy"],
+        "tokens": scores["eval_tokens"],
+        "seconds": round(seconds, 1),
+    }
+
+
+def fit(model, settings: dict, train_rows: list[dict], test_rows: list[dict], folder: Path):
+    """Trains a model: the Trainer, what its `train` returned, and the seconds it took."""
+    from transformers import DataCollatorForTokenClassification, PrinterCallback, Trainer, TrainingArguments
+
+    from dcformer.synthetic import build_tokenizer
+
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(folder),
             max_steps=settings["steps"],
-            per_device_train_batch_size=task.batch_size,
+            per_device_train_batch_size=settings["batch_size"],
             per_device_eval_batch_size=74,
             learning_rate=settings["learning_rate"],
             adam_beta2=0.95,
@@ -216,16 +233,7 @@ def train(settings: dict, folder: Path) -> dict:
     trainer.remove_callback(PrinterCallback)  # one progress bar for the whole study
     start = time.perf_counter()
     trained = trainer.train()
-    seconds = time.perf_counter() - start
-    scores = trainer.evaluate()
-    return settings | {
-        "parameters": model.num_parameters(),
-        "train_loss": trained.training_loss,
-        "loss": scores["eval_loss"],
-        "accuracy": scores["eval_accuracy"],
-        "tokens": scores["eval_tokens"],
-        "seconds": round(seconds, 1),
-    }
+    return trainer, trained, time.perf_counter() - start
 
 
 def read_runs(path: Path) -> list[dict]:

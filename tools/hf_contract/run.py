@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Runs Transformers' own tests of models on DCFormer, DCPythia and DCViT: ``make hf-contract``, about four minutes.
+"""Runs Transformers' own tests of models on all of this package's: ``make hf-contract``, about six minutes.
 
 The wheel of Transformers has no tests; the source distribution of the installed version has them, and is fetched once
 with pip (10 MB, its hash is in ``sdist.txt``) into ``build/hf_contract/``. Modules that it lacks are replaced by those

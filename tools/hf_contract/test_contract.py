@@ -1,4 +1,4 @@
-"""Transformers' common tests of models, on DCFormer, DCPythia, head systems and DCViT. `run.py` beside this file runs them."""
+"""Transformers' common tests of models, on all of the package's. `run.py` beside this file runs them."""
 
 import unittest
 

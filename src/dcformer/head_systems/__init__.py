@@ -4,7 +4,13 @@
 `to_head_system` makes them from plain checkpoints.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+)
 
 from .base import HeadSystem
 from .configuration_head_systems import HeadSystemsConfig
@@ -20,10 +26,14 @@ from .pretrained_head_systems import HeadSystemsPreTrainedModel
 from .pruning import head_importance, prune_heads
 from .registry import HEAD_SYSTEMS, make_system, sizes_of
 from .talking_heads import from_talking_heads
+from .vision import HeadSystemsViTConfig, HeadSystemsViTForImageClassification, HeadSystemsViTModel
 
 
 def register() -> None:
-    """Registers "dcformer_heads" with Transformers' Auto classes."""
+    """Registers "dcformer_heads" and "dcvit_heads" with Transformers' Auto classes."""
+    AutoConfig.register(HeadSystemsViTConfig.model_type, HeadSystemsViTConfig, exist_ok=True)
+    AutoModel.register(HeadSystemsViTConfig, HeadSystemsViTModel, exist_ok=True)
+    AutoModelForImageClassification.register(HeadSystemsViTConfig, HeadSystemsViTForImageClassification, exist_ok=True)
     AutoConfig.register(HeadSystemsConfig.model_type, HeadSystemsConfig, exist_ok=True)
     AutoModel.register(HeadSystemsConfig, HeadSystemsModel, exist_ok=True)
     AutoModelForCausalLM.register(HeadSystemsConfig, HeadSystemsForCausalLM, exist_ok=True)
@@ -40,6 +50,9 @@ __all__ = [
     "HeadSystemsForSequenceClassification",
     "HeadSystemsModel",
     "HeadSystemsPreTrainedModel",
+    "HeadSystemsViTConfig",
+    "HeadSystemsViTForImageClassification",
+    "HeadSystemsViTModel",
     "SystemCosts",
     "from_talking_heads",
     "head_importance",

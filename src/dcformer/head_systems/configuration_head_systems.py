@@ -43,7 +43,11 @@ class HeadSystemsConfig(DCFormerConfig):
     def validate_architecture(self):
         """As `DCFormerConfig`'s, and checks the head system and its options for every layer."""
         super().validate_architecture()
-        maps = [name for name in ("key_head_map", "value_head_map") if getattr(self, name, None) is not None]
+        maps = [
+            name
+            for name in ("key_head_map", "value_head_map", "head_embeddings")
+            if getattr(self, name, None) is not None
+        ]
         if maps:
             raise ValueError(f"{' and '.join(maps)} are of the attention without a head system: leave them unset.")
         options = options_of(self)

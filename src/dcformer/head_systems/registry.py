@@ -66,14 +66,15 @@ def sizes_of(config: Any, layer: int = 0) -> HeadSizes:
     )
 
 
-def make_system(config: Any, layer: int = 0) -> HeadSystem:
-    """The system of a layer of a language model.
+def make_system(config: Any, layer: int = 0, sizes: HeadSizes | None = None) -> HeadSystem:
+    """The system of a layer.
 
     Args:
-        config: a `HeadSystemsConfig`.
+        config: with `head_system` and `head_system_options`.
         layer: which, from 0.
+        sizes: the layer's; by default those of a language model.
     """
-    return system_class(config.head_system)(sizes_of(config, layer), options_of(config))
+    return system_class(config.head_system)(sizes or sizes_of(config, layer), options_of(config))
 
 
 __all__ = ["HEAD_SYSTEMS", "make_system", "options_of", "sizes_of", "system_class"]

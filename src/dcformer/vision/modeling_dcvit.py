@@ -156,7 +156,8 @@ class DCViTEmbeddings(nn.Module):
         return self.dropout(tokens)
 
 
-def _make_qk_norm(config: DCViTConfig) -> nn.Module:
+def make_qk_norm(config: DCViTConfig) -> nn.Module:
+    """The norm of queries or keys, or nothing in its place."""
     has_norm = config.qk_norm is not None
     return nn.LayerNorm(config.head_dim, eps=config.layer_norm_eps, bias=False) if has_norm else nn.Identity()
 
@@ -167,7 +168,7 @@ class DCViTAttention(nn.Module):
     is_causal = False
     _z3_leaf = True  # as in `DCFormerAttention`
 
-    def __init__(self, config: DCViTConfig):
+    def __init__(self, config: DCViTConfig, layer_idx: int = 0):
         super().__init__()
         self.config = config
         self.head_dim = config.head_dim
@@ -178,7 +179,7 @@ class DCViTAttention(nn.Module):
         self.k_proj = nn.Linear(size, size, bias=bias)
         self.v_proj = nn.Linear(size, size, bias=bias)
         self.o_proj = nn.Linear(size, size)
-        self.q_norm, self.k_norm = _make_qk_norm(config), _make_qk_norm(config)
+        self.q_norm, self.k_norm = make_qk_norm(config), make_qk_norm(config)
         self.compose = DCFormerCompose(config)
 
     def forward(
@@ -232,9 +233,11 @@ class DCViTMLP(nn.Module):
 class DCViTLayer(GradientCheckpointingLayer):
     """One layer: attention and MLP in sequence, each behind a norm."""
 
-    def __init__(self, config: DCViTConfig):
+    attention_class: type[nn.Module] = DCViTAttention  # a variant's subclass of the layer names its own
+
+    def __init__(self, config: DCViTConfig, layer_idx: int = 0):
         super().__init__()
-        self.attention = DCViTAttention(config)
+        self.attention = self.attention_class(config, layer_idx)
         self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = DCViTMLP(config)
@@ -326,11 +329,13 @@ class DCViTPreTrainedModel(PreTrainedModel):
 
 @auto_docstring
 class DCViTModel(DCViTPreTrainedModel):
+    layer_class: type[nn.Module] = DCViTLayer
+
     def __init__(self, config: DCViTConfig):
         config.validate_architecture()  # fields may have been set since it was made
         super().__init__(config)
         self.embeddings = DCViTEmbeddings(config)
-        self.layers = nn.ModuleList([DCViTLayer(config) for _ in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.pooler = DCViTPooler(config)
         self.post_init()
@@ -381,10 +386,12 @@ class DCViTModel(DCViTPreTrainedModel):
     """
 )
 class DCViTForImageClassification(DCViTPreTrainedModel):
+    model_class: type[DCViTModel] = DCViTModel
+
     def __init__(self, config: DCViTConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.dcvit = DCViTModel(config)
+        self.dcvit = self.model_class(config)
         width = config.representation_size or config.hidden_size
         self.classifier = nn.Linear(width, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.post_init()

@@ -1,0 +1,480 @@
+"""Trains the head systems side by side, at equal parameters and at equal operations: is composition worth it?
+
+    python examples/compare_head_systems.py --output runs/heads  # what is not there yet, then table and picture
+    python examples/compare_head_systems.py --output runs/look --seeds 0 --steps 4 --tasks digits  # a look at it
+    python examples/compare_head_systems.py --output runs/heads --report  # table and picture of what is done
+
+Every column gets the same data, seeds, steps and grid of learning rates. The width of its MLP is set so that the model
+has as many parameters as plain attention with QK-norm, or needs as many operations a token. The rate of a column is the
+one of the grid with the lowest loss on one half of the held-out data, in a run with a seed of its own; the other half
+gives the reported losses. A run that is done is written to `results.json` at once, and not run again: stop and start as
+you like. Every run is on one core.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import digits
+import study
+from study import read_runs, spread, write_text
+from tqdm import tqdm
+
+RATES = (1e-3, 3e-3, 1e-2)
+SEEDS, RATE_SEED = (0, 1, 2, 3, 4), 100
+STEPS = {"synthetic": 600, "text": 600, "digits": 300}
+MATCHES = ("parameters", "flops")
+BASELINES = ("plain", "qk_norm")
+TOKENS = {"synthetic": study.LENGTH, "text": study.LENGTH, "digits": 16}  # keys at which operations are counted
+
+
+@dataclass(frozen=True)
+class Column:
+    """A way in which heads interact.
+
+    Attributes:
+        label: for the table.
+        system, options: of the head system.
+        switches: fields of composition that are on.
+        fields: other fields of the language models; a column that has some is not for images.
+        qk_norm: whether queries and keys are normalised.
+    """
+
+    label: str
+    system: str = "plain"
+    options: dict = field(default_factory=dict)
+    switches: tuple[str, ...] = ()
+    fields: dict = field(default_factory=dict)
+    qk_norm: bool = True
+
+
+HALF_OF_ALL = "half"  # of the H·D query and key channels, put into numbers for each model
+COLUMNS = {
+    "plain": Column("plain", qk_norm=False),
+    "qk_norm": Column("plain + QK-norm"),
+    "talking": Column("talking heads", "talking_heads", switches=("pre", "post", "static")),
+    "collaborative": Column("collaborative, Dk = HD", "collaborative"),
+    "collaborative_half": Column("collaborative, HD/2", "collaborative", {"shared_key_query_dim": HALF_OF_ALL}),
+    "overlapped": Column("overlapped, by depth", "overlapped", {"overlap": "depth1"}),
+    "mixture": Column("MoH, 3 of 4", "mixture_of_heads", {"num_shared_heads": 1, "num_routed_heads_per_tok": 2}),
+    "mixture_unbalanced": Column(
+        "MoH, no balance loss",
+        "mixture_of_heads",
+        {"num_shared_heads": 1, "num_routed_heads_per_tok": 2, "router_aux_loss_coef": 0.0},
+    ),
+    "gate": Column("gate, headwise", "output_gate"),
+    "gate_elementwise": Column("gate, elementwise", "output_gate", {"output_gate": "elementwise"}),
+    "mqa": Column("MQA", fields={"num_key_value_heads": 1}),
+    "mhe": Column("MHE", fields={"head_embeddings": "mul"}),
+    "dcformer": Column("DCFormer, R = 2", switches=("pre", "post", "query", "key")),
+    "dcformer_query": Column("DCFormer, query-wise", switches=("pre", "post", "query")),
+}
+
+
+@cache
+def columns_of(task: str) -> tuple[str, ...]:
+    """The columns that a task has: vision Transformers share no keys, and MHE is not in every version."""
+    import dcformer
+
+    known = dcformer.DCFormerConfig.__dataclass_fields__
+    runs = {name: column for name, column in COLUMNS.items() if all(key in known for key in column.fields)}
+    return tuple(name for name, column in runs.items() if task != "digits" or not column.fields)
+
+
+def make_config(task: str, column: str, width: int | None = None):
+    """The configuration of a column; `width` is that of the MLP, by default the plain model's."""
+    from dcformer.head_systems import HeadSystemsConfig, HeadSystemsViTConfig
+
+    what = COLUMNS[column]
+    size = digits.SMALL if task == "digits" else study.SIZES["small"]
+    options = dict(what.options)
+    if options.get("shared_key_query_dim") == HALF_OF_ALL:
+        options["shared_key_query_dim"] = size["hidden_size"] // 2
+    names = ("pre", "post", "query", "key", "static")
+    fields = {f"compose_{name}": name in what.switches for name in names} | what.fields
+    fields |= {"head_system": what.system, "head_system_options": options}
+    if task == "digits":
+        own = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+        own["qk_norm"] = "layernorm" if what.qk_norm else None
+        sizes = digits.SMALL | ({"intermediate_size": width} if width else {})
+        return HeadSystemsViTConfig(**sizes, **own, **fields)
+    hidden = size["hidden_size"]
+    return HeadSystemsConfig(
+        **size,
+        **fields,
+        qk_norm=what.qk_norm,
+        vocab_size=vocabulary(task),
+        intermediate_size=width or 8 * round(hidden / 3),
+        sliding_window=32,
+        max_position_embeddings=study.LENGTH,
+        tie_word_embeddings=True,
+        initializer_range=0.7 / math.sqrt(hidden),
+        attn_implementation="dcformer_chunked",
+    )
+
+
+@cache
+def vocabulary(task: str) -> int:
+    return study.make_data(task, 1)[2]
+
+
+def make_model(task: str, config):
+    from dcformer.head_systems import HeadSystemsForCausalLM, HeadSystemsViTForImageClassification
+
+    return (HeadSystemsViTForImageClassification if task == "digits" else HeadSystemsForCausalLM)(config)
+
+
+def count(task: str, config) -> tuple[int, int]:
+    """Parameters of a model, and operations of all matrix products per token, counted on a model without memory.
+
+    Operations are those of the definition ("eager"), in which every query meets all keys.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"):
+        model = make_model(task, config).eval().requires_grad_(False)
+        model.set_attn_implementation("eager")
+        tokens = TOKENS[task]
+        inputs = torch.empty(1, 1, 8, 8) if task == "digits" else torch.ones(1, tokens, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(inputs)
+    return sum(p.numel() for p in model.parameters()), counter.get_total_flops() // tokens
+
+
+@cache
+def matched_width(task: str, column: str, match: str) -> int:
+    """The width of the MLP at which a column costs what plain attention with QK-norm costs, as near as a width comes.
+
+    Raises:
+        ValueError: if the system alone costs more.
+    """
+    which = MATCHES.index(match)
+    budget = count(task, make_config(task, "qk_norm"))[which]
+    one, two = (count(task, make_config(task, column, width))[which] for width in (8, 16))  # linear in the width
+    width = 8 + round((budget - one) * 8 / (two - one))
+    if width < 1:
+        raise ValueError(f"{column} on {task} costs more {match} without any MLP than plain attention with its own.")
+    return width
+
+
+def settings_of(task: str, column: str, match: str, seed: int, rate: float, steps: int | None = None) -> dict:
+    """The settings of a run; a stored result is reused only if all of them are equal."""
+    return {
+        "task": task,
+        "column": column,
+        "match": match,
+        "seed": seed,
+        "learning_rate": rate,
+        "steps": steps or STEPS[task],
+        "batch_size": digits.BATCH_SIZE if task == "digits" else study.TASKS[task].batch_size,
+    }
+
+
+def head_load(model, inputs) -> list[list[float]] | None:
+    """Share of tokens that take each head of each layer; None for systems without a choice."""
+    import torch
+
+    from dcformer.head_systems.mixture_of_heads import MixtureOfHeads
+
+    systems = [module for module in model.modules() if isinstance(module, MixtureOfHeads)]
+    found: list[list[float]] = []
+
+    def keep(system, arguments, gates):
+        found.append((gates != 0).double().mean((0, 1)).tolist())
+
+    if not systems:
+        return None
+    for system in systems:
+        route = system.route
+        system.route = lambda *given, route=route: [gates := route(*given), keep(None, given, gates)][0]
+    with torch.no_grad():
+        model.eval()(inputs)
+    for system in systems:
+        del system.route
+        system.losses()
+    return found
+
+
+def train(settings: dict, folder: str) -> dict:
+    """One run: from nothing to its losses on both halves of the held-out data."""
+    import torch
+    from transformers import set_seed
+
+    torch.set_num_threads(1)
+    task, column = settings["task"], settings["column"]
+    config = make_config(task, column, matched_width(task, column, settings["match"]))
+    set_seed(settings["seed"])
+    model = make_model(task, config)
+    if task == "digits":
+        (images, labels), (test_images, test_labels) = digits.load_digits()
+        probe = test_images[:64]
+        before = head_load(model, probe)
+        _, seconds = digits.fit(model, settings, images, labels)
+        with torch.no_grad():
+            losses = torch.nn.functional.cross_entropy(model(test_images).logits, test_labels, reduction="none")
+        choice, report = float(losses[::2].mean()), float(losses[1::2].mean())
+    else:
+        rows, test, _ = study.make_data(task, settings["steps"] * settings["batch_size"])
+        length = min(len(row["input_ids"]) for row in test[:8])
+        probe = torch.tensor([row["input_ids"][:length] for row in test[:8]])
+        before = head_load(model, probe)
+        trainer, _, seconds = study.fit(model, settings, rows, test[::2], Path(folder))
+        choice = trainer.evaluate(test[::2])["eval_loss"]
+        report = trainer.evaluate(test[1::2])["eval_loss"]
+    parameters, flops = count(task, config)
+    load = head_load(model, probe)
+    return settings | {
+        "mlp_width": config.intermediate_size,
+        "parameters": parameters,
+        "flops": flops,
+        "cache_bytes": 0 if task == "digits" else cache_bytes(config),
+        "choice_loss": choice,
+        "loss": report,
+        "seconds": round(seconds, 1),
+        **({} if load is None else {"head_load": load, "head_load_before": before}),
+    }
+
+
+def cache_bytes(config) -> int:
+    """Bytes that a token takes in the cache, in float32."""
+    from dcformer.head_systems import system_costs
+
+    if getattr(config, "head_embeddings", None):
+        return 4 * 2 * config.num_hidden_layers * config.head_dim  # one key and value head
+    return 4 * system_costs(config).cache_channels
+
+
+_SAME = ("task", "column", "match", "seed", "learning_rate")
+
+
+def write_runs(path: Path, runs: list[dict]) -> None:
+    about = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; one core a run",
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "dcformer")},
+    }
+    orders = {"task": list(STEPS), "match": list(MATCHES), "column": list(COLUMNS)}
+    runs = sorted(runs, key=lambda run: [names.index(run[key]) for key, names in orders.items()] + [run["seed"]])
+    write_text(path, json.dumps({"about": about, "runs": runs}, indent=1) + "\n")
+
+
+def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> list[dict]:
+    """Trains what is wanted and not done, `workers` runs at a time; returns all that is done."""
+    done = read_runs(path)
+    missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in done)]
+    print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
+    if not missing:
+        return done
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool,
+        tqdm(total=len(missing), unit="run") as progress,
+    ):
+        futures = [pool.submit(train, settings, folder) for settings in missing]
+        for future in as_completed(futures):
+            if future.exception() is not None:
+                pool.shutdown(cancel_futures=True)
+            run = future.result()
+            done = [other for other in done if any(other[key] != run[key] for key in _SAME)] + [run]
+            write_runs(path, done)
+            progress.update()
+            progress.write("{task} {match} {column} seed {seed}: loss {loss:.4f}, {seconds:.0f} s".format(**run))
+    return done
+
+
+def chosen_rate(runs: list[dict], task: str, match: str, column: str, steps: int | None = None) -> float | None:
+    """The rate of the grid with the lowest loss on the half that is not reported; None before all are done."""
+    steps = steps or STEPS[task]
+    found = {
+        run["learning_rate"]: run["choice_loss"]
+        for run in runs
+        if (run["task"], run["match"], run["column"], run["seed"], run["steps"])
+        == (task, match, column, RATE_SEED, steps)
+    }
+    losses = {rate: loss if math.isfinite(loss) else math.inf for rate, loss in found.items() if rate in RATES}
+    return min(losses, key=losses.__getitem__) if len(losses) == len(RATES) else None
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def by_seed(runs: list[dict], task: str, match: str, column: str) -> dict[int, float]:
+    """Seed -> loss, at the column's own rate."""
+    steps = {run["steps"] for run in runs if (run["task"], run["match"], run["column"]) == (task, match, column)}
+    rates = {n: chosen_rate(runs, task, match, column, n) for n in steps}
+    return {
+        run["seed"]: run["loss"]
+        for run in runs
+        if (run["task"], run["match"], run["column"]) == (task, match, column)
+        and run["seed"] != RATE_SEED
+        and run["learning_rate"] == rates[run["steps"]]
+    }
+
+
+def verdict(ours: dict[int, float], base: dict[int, float]) -> str:
+    """Whether a difference can be told: its 95 % interval leaves 0 out."""
+    mean, half = digits.difference(ours, base)
+    if math.isnan(half) or abs(mean) <= half:
+        return "cannot be told"
+    return "better" if mean < 0 else "worse"
+
+
+def table(results: dict) -> str:
+    """All cells in Markdown: costs, losses with their spread over seeds, differences to both baselines."""
+    runs = results["runs"]
+    hours = sum(run["seconds"] for run in runs) / 3600
+    versions = ", ".join(f"{name} {value}" for name, value in results["about"].items())
+    lines = [
+        "<!-- written by examples/compare_head_systems.py -->",
+        "# Head systems: tables",
+        "",
+        f"{len(runs)} runs, {hours:.1f} hours of one core ({versions}). Losses in nats, mean over seeds and standard "
+        "deviation; differences seed by seed, with 95 % intervals of Student's distribution, bold where they leave 0 "
+        "out. No correction for the number of comparisons: of twenty one is bold by chance.",
+    ]
+    for task in STEPS:
+        for match in MATCHES:
+            names = [name for name in COLUMNS if by_seed(runs, task, match, name)]
+            if not names:
+                continue
+            bases = [name for name in BASELINES if name in names]
+            heads = [f"less {COLUMNS[name].label}" for name in bases]
+            lines += ["", f"## {task}, equal {match}", ""]
+            cells = ["", "loss", *heads, "verdict", "rate", "MLP", "parameters", "FLOPs a token", "cache bytes", "s"]
+            lines += ["| " + " | ".join(cells) + " |", "|---" * len(cells) + "|"]
+            for name in names:
+                loss = by_seed(runs, task, match, name)
+                mine = [run for run in runs if (run["task"], run["match"], run["column"]) == (task, match, name)]
+                cells = [
+                    COLUMNS[name].label,
+                    f"{statistics.mean(loss.values()):.4f} ± {spread(list(loss.values())):.4f} ({len(loss)})",
+                ]
+                for base in bases:
+                    cells.append("" if base == name else digits.shown(loss, by_seed(runs, task, match, base), 4))
+                base = bases[-1] if bases else name
+                cells.append("" if base == name else verdict(loss, by_seed(runs, task, match, base)))
+                rate = chosen_rate(runs, task, match, name, mine[0]["steps"])
+                cells += [f"{rate:g}", str(mine[0]["mlp_width"]), f"{mine[0]['parameters']:,}", f"{mine[0]['flops']:,}"]
+                cells += [str(mine[0]["cache_bytes"]), f"{statistics.median(run['seconds'] for run in mine):.0f}"]
+                lines.append("| " + " | ".join(cells) + " |")
+    lines += loads(runs)
+    return "\n".join(lines) + "\n"
+
+
+def loads(runs: list[dict]) -> list[str]:
+    """Share of tokens that take each head, before and after training, with and without the balance loss."""
+    found = [run for run in runs if "head_load" in run and run["seed"] == min(SEEDS) and run["match"] == MATCHES[0]]
+    if not found:
+        return []
+    lines = [
+        "",
+        "## Heads of MoH",
+        "",
+        "Share of tokens that take each head, shared ones first, layer by layer; seed 0.",
+    ]
+    lines += ["", "| | before | after |", "|---|---|---|"]
+    for run in found:
+        cells = [
+            "; ".join(" ".join(f"{share:.2f}" for share in layer) for layer in run[key])
+            for key in ("head_load_before", "head_load")
+        ]
+        lines.append(f"| {COLUMNS[run['column']].label}, {run['task']} | {cells[0]} | {cells[1]} |")
+    return lines
+
+
+def picture(runs: list[dict]) -> str:
+    """Loss less that of plain attention with QK-norm, a dot for each seed and a line for the mean, in SVG."""
+    cells = [(task, match) for task in STEPS for match in MATCHES if by_seed(runs, task, match, BASELINES[-1])]
+    names = [name for name in COLUMNS if any(by_seed(runs, *cell, name) for cell in cells)]
+    width, row, left = 190, 24, 170
+    full, height = left + (width + 20) * len(cells) + 10, 60 + row * len(names) + 20
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full} {height}" font-family="sans-serif" '
+        f'font-size="12"><rect width="{full}" height="{height}" fill="white"/>'
+    ]
+    for i, name in enumerate(names):
+        parts.append(f'<text x="{left - 10}" y="{64 + row * i}" text-anchor="end">{COLUMNS[name].label}</text>')
+    for panel, cell in enumerate(cells):
+        base, start = by_seed(runs, *cell, BASELINES[-1]), left + panel * (width + 20)
+        points = {
+            name: [loss[seed] - base[seed] for seed in sorted(loss.keys() & base.keys())]
+            for name in names
+            if (loss := by_seed(runs, *cell, name))
+        }
+        reach = 1.05 * max((abs(v) for values in points.values() for v in values), default=0) or 1e-6
+        middle = start + width / 2
+        parts.append(f'<text x="{middle}" y="20" text-anchor="middle" font-weight="bold">{cell[0]}</text>')
+        parts.append(f'<text x="{middle}" y="36" text-anchor="middle">equal {cell[1]}</text>')
+        parts.append(f'<path d="M{middle} 44V{height - 20}" stroke="#999"/>')
+        parts.append(f'<text x="{middle}" y="{height - 5}" text-anchor="middle" fill="#555">±{reach:.3f} nats</text>')
+        for i, name in enumerate(names):
+            y = 60 + row * i
+            if points.get(name):
+                x = [middle + width / 2 * value / reach for value in points[name]]
+                parts += [f'<circle cx="{at:.1f}" cy="{y}" r="3.5" fill="#1d4ed8" fill-opacity="0.5"/>' for at in x]
+                parts.append(f'<path d="M{statistics.mean(x):.1f} {y - 8}v16" stroke="#c2410c" stroke-width="2"/>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder of results.json, table and picture")
+    parser.add_argument("--tasks", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--matches", nargs="+", choices=MATCHES, default=list(MATCHES), help="what is equal")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="COLUMN",
+                        help=f"of {', '.join(COLUMNS)} (default: all)")  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--steps", type=int, help="of every run; else those of STEPS")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    options = parser.parse_args(arguments)
+    for name in ("steps", "workers"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name} {value}: expected at least 1")
+    if RATE_SEED in options.seeds:
+        parser.error(f"--seeds {RATE_SEED}: this seed chooses the learning rates; take others")
+    path, start = options.output / "results.json", time.perf_counter()
+    try:
+        runs = read_runs(path)
+        if any("match" not in run for run in runs):
+            raise ValueError(f"{path} is of another script: choose another --output")
+        if not options.report:
+            chosen = [
+                (task, column, match)
+                for match in options.matches
+                for task in options.tasks
+                for column in options.columns
+                if column in columns_of(task)
+            ]
+            wanted = [settings_of(*cell, RATE_SEED, rate, options.steps) for cell in chosen for rate in RATES]
+            runs = train_missing(wanted, path, options.workers, "learning rates")
+            rates = {cell: chosen_rate(runs, cell[0], cell[2], cell[1], options.steps) or min(RATES) for cell in chosen}
+            # seed by seed, so that whatever is done compares all columns
+            wanted = [settings_of(*cell, s, rates[cell], options.steps) for s in options.seeds for cell in chosen]
+            runs = train_missing(wanted, path, options.workers, "seeds")
+    except (OSError, ValueError, ImportError) as error:
+        sys.exit(f"error: {error}")
+    if not runs:
+        sys.exit(f"error: {path} has no runs; train some first, without --report")
+    text = table(json.loads(path.read_text()))
+    write_text(options.output / "table.md", text)
+    write_text(options.output / "head_systems.svg", picture(runs))
+    print(text + f"wrote table.md and head_systems.svg to {options.output} after {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""DCViT with a head system: the same systems on images, where all tokens see all others and nothing is cached.
+
+Letters: B batch, T tokens, E hidden size, H heads, D head dim.
+"""
+
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple
+
+from ..attention_dcformer import attend_composed, eager_attention
+from ..compose_dcformer import CHUNKED, DEFAULT_ATTENTION, DCFormerCompose, stages
+from ..vision.configuration_dcvit import DCViTConfig
+from ..vision.modeling_dcvit import DCViTAttention, DCViTForImageClassification, DCViTLayer, DCViTModel, make_qk_norm
+from .base import HeadSystem
+from .collaborative_mixing import Mixing
+from .options import HeadSizes
+from .outputs_head_systems import aux_loss
+from .registry import make_system, options_of
+
+
+def image_sizes_of(config: Any, layer: int = 0) -> HeadSizes:
+    """The sizes of a layer of a vision Transformer, which has no RoPE and as many keys and values as queries."""
+    return HeadSizes(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        bias=config.qkv_bias,
+        qk_norm=config.qk_norm is not None,
+        layer=layer,
+        num_layers=config.num_hidden_layers,
+        composed=bool(config.compose_generators) or config.compose_static,
+    )
+
+
+@strict
+class HeadSystemsViTConfig(DCViTConfig):
+    """Configuration of a DCViT with a head system, model type "dcvit_heads"; arguments as in `HeadSystemsConfig`."""
+
+    model_type = "dcvit_heads"
+
+    head_system: str = "plain"
+    head_system_options: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        self.head_system_options = dict(self.head_system_options or {})
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """As `DCViTConfig`'s, and checks the head system and its options for every layer."""
+        super().validate_architecture()
+        options = options_of(self)
+        for layer in range(self.num_hidden_layers):
+            options.check(image_sizes_of(self, layer))
+        options.check_config(self)
+
+
+class HeadSystemsViTAttention(DCViTAttention):
+    """Attention of all tokens to all tokens, as a head system has it."""
+
+    def __init__(self, config: HeadSystemsViTConfig, layer_idx: int = 0):
+        nn.Module.__init__(self)  # none of the projections of plain attention
+        self.config = config
+        self.attention_dropout = config.attention_probs_dropout_prob
+        self.system = make_system(config, sizes=image_sizes_of(config, layer_idx))
+        self.o_proj = nn.Linear(self.system.output_width, config.hidden_size)
+        self.q_norm, self.k_norm = make_qk_norm(config), make_qk_norm(config)
+        self.compose = DCFormerCompose(config)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `DCViTAttention.forward`."""
+        raw_query, key, value = self.system.project(hidden_states, hidden_states)
+        query, key = self.system.position(raw_query, self.q_norm), self.system.position(key, self.k_norm)
+        query, key, value = self.system.expand(query, key, value)
+        implementation = self.config._attn_implementation
+        implementation = CHUNKED if implementation == DEFAULT_ATTENTION else implementation
+        pre, post = stages(self.compose, self.compose(hidden_states, implementation))
+        output, weights = attend_composed(
+            ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention),
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.system.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            pre=pre,
+            post=post,
+            **kwargs,
+        )
+        return self.o_proj(self.system.output(output, hidden_states, raw_query).flatten(2)), weights
+
+
+class HeadSystemsViTLayer(DCViTLayer):
+    """A layer with a head system."""
+
+    attention_class = HeadSystemsViTAttention
+
+
+class HeadSystemsViTModel(DCViTModel):
+    """The vision Transformer."""
+
+    config: HeadSystemsViTConfig
+    layer_class = HeadSystemsViTLayer
+    _no_split_modules = ["DCViTEmbeddings", "HeadSystemsViTLayer"]
+    _can_record_outputs = {"hidden_states": HeadSystemsViTLayer, "attentions": HeadSystemsViTAttention}
+
+
+class HeadSystemsViTForImageClassification(DCViTForImageClassification):
+    """The vision Transformer with a classifier; the systems' loss is in `loss`."""
+
+    config: HeadSystemsViTConfig
+    model_class = HeadSystemsViTModel
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, HeadSystem | Mixing):
+            module.init_weights()
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """As `DCViTForImageClassification.forward`."""
+        outputs = super().forward(pixel_values, labels=labels, **kwargs, return_dict=True)
+        layers: Any = self.dcvit.layers
+        systems = [layer.attention.system for layer in layers]
+        visible = kwargs.get("attention_mask")
+        found = aux_loss(systems, visible, self.training)
+        if outputs.loss is not None and found is not None:
+            outputs.loss = outputs.loss + systems[0].aux_loss_coef * found
+        return outputs
+
+
+__all__ = ["HeadSystemsViTConfig", "HeadSystemsViTForImageClassification", "HeadSystemsViTModel"]

@@ -1,0 +1,71 @@
+"""Head systems on images: every one trains, equals DCViT where it should, and is saved and loaded."""
+
+import pytest
+import torch
+from head_cases import CASES, TALKING
+from helpers import randomise
+from transformers import AutoModelForImageClassification
+
+from dcformer import DCViTConfig, DCViTForImageClassification
+from dcformer.head_systems import HeadSystemsViTConfig, HeadSystemsViTForImageClassification
+
+SMALL = {
+    "image_size": 8, "patch_size": 2, "num_channels": 1, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 5, "representation_size": None, "qk_norm": None,
+}  # fmt: skip
+PLAIN = {f"compose_{name}": False for name in ("pre", "post", "query", "key", "static")}
+
+
+def images(count=6):
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("composed", [False, True], ids=["plain", "composed"])
+@pytest.mark.parametrize("case", CASES)
+def test_trains_and_loads(case, composed, tmp_path):
+    name, options = CASES[case]
+    switches = TALKING if name == "talking_heads" else {} if composed else PLAIN
+    config = HeadSystemsViTConfig(**SMALL, **switches, head_system=name, head_system_options=options)
+    torch.manual_seed(0)
+    model = randomise(HeadSystemsViTForImageClassification(config))
+    labels = torch.arange(6) % 5
+    model.train()(images(), labels=labels).loss.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    model.eval().save_pretrained(tmp_path)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert type(loaded) is HeadSystemsViTForImageClassification
+    with torch.no_grad():
+        expected = model(images()).logits
+        torch.testing.assert_close(loaded(images()).logits, expected, atol=1e-5, rtol=1e-5)
+        loaded.set_attn_implementation("eager")
+        torch.testing.assert_close(loaded(images()).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_plain_is_dcvit():
+    """The same parameters under other names: a plain system is DCViT's own attention, composed as it is."""
+    source = randomise(DCViTForImageClassification(DCViTConfig(**SMALL)))
+    model = HeadSystemsViTForImageClassification(HeadSystemsViTConfig(**SMALL)).eval()
+    state = source.state_dict()
+    for name in list(state):
+        for part in ("q_proj", "k_proj", "v_proj"):
+            if f"attention.{part}" in name:
+                state[name.replace(f"attention.{part}", f"attention.system.{part}")] = state.pop(name)
+    model.load_state_dict(state)
+    torch.testing.assert_close(model(images()).logits, source(images()).logits, atol=1e-6, rtol=1e-6)
+
+
+def test_the_balance_loss_is_in_the_loss():
+    options = {"num_routed_heads_per_tok": 2, "router_aux_loss_coef": 5.0}
+    config = HeadSystemsViTConfig(**SMALL, **PLAIN, head_system="mixture_of_heads", head_system_options=options)
+    model, labels = HeadSystemsViTForImageClassification(config).eval(), torch.arange(6) % 5
+    for layer in model.dcvit.layers:
+        torch.nn.init.zeros_(layer.attention.system.router.weight)
+    out = model(images(), labels=labels)
+    extra = float(out.loss - torch.nn.functional.cross_entropy(out.logits, labels)) / 5
+    assert extra == pytest.approx(2.0, rel=1e-5)  # K at uniform routing
+
+
+def test_bad_options_are_named():
+    with pytest.raises(ValueError, match="num_shared_heads=4 must be a whole number from 0 to 3"):
+        HeadSystemsViTConfig(**SMALL, head_system="mixture_of_heads", head_system_options={"num_shared_heads": 4})
