@@ -236,7 +236,7 @@ def attention_rows(
     numbers = chosen(heads, before.shape[0], "head")
     last = trace.positions[row] + 1 if trace.grid is None else trace.length
     count = 2 + (component is not None)
-    figure = _figure(colours, max(7.0, 1.8 + 0.36 * last), 1.0 + count * (1.1 + 0.3 * len(numbers)))
+    figure = _figure(colours, min(60.0, max(7.0, 1.8 + 0.36 * last)), 1.0 + count * (1.1 + 0.3 * len(numbers)))
     visible = trace.layer(layer).visible[min(batch, len(trace.layer(layer).visible) - 1), 0, row, :last].cpu()
     for place, (name, values) in enumerate(zip(MAP_NAMES[stage], (before, after), strict=True)):
         axes = figure.add_subplot(count, 1, place + 1)
