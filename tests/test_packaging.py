@@ -39,6 +39,7 @@ TOOLS = {"dcformer.analysis.transformer_lens": {"transformer_lens"}}
 # Extras that functions elsewhere ask for.
 USES = {
     "dcformer.analysis": "analysis",
+    "dcformer.analysis.cli": "vision",
     "dcformer.conversion": "jax",
     "dcformer.formats": "jax",
     "dcformer.evaluation": "eval",

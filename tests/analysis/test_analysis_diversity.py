@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,6 +149,19 @@ def test_circuit_weights_are_those_of_attention():
     z = layer.composed_weights @ values
     assert torch.allclose(z.transpose(1, 2), layer.z, atol=1e-10)
     assert torch.allclose(weights.W_O, layer.W_O) and weights.W_K.shape == weights.W_Q.shape
+
+
+def test_maps_say_which_heads_are_read():
+    """With as many key as value heads, a layer's own maps; consecutive ones are grouped-query attention."""
+    from dcformer.analysis.weights import _from_tensors
+
+    model = random_model(torch.float64, num_key_value_heads=2)
+    state = dict(model.model.layers[1].self_attn.named_parameters())
+    config = SimpleNamespace(num_attention_heads=4, head_dim=model.config.head_dim)
+    config.key_head_map, config.value_head_map = [None, [1, 0, 0, 1]], [None, [0, 0, 1, 1]]
+    found, grouped = _from_tensors(state.get, config, 1), circuit_weights(model, 1)
+    assert torch.equal(found.W_K, grouped.W_K[[2, 0, 0, 2]]) and torch.equal(found.W_V, grouped.W_V)
+    assert torch.equal(found.W_Q, grouped.W_Q)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

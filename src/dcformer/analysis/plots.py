@@ -347,7 +347,8 @@ def accuracy_bars(accuracies: Mapping[str, float], theme: str = "light", title: 
     axes.bar_label(bars, [f"{accuracies[name]:.1%}" for name in names], padding=4, color=colours.ink, fontsize=FONT)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlim(0, 112)
+    axes.set_xlim(0, 128)  # room for the numbers
+    axes.set_xticks(range(0, 101, 20))
     _dress(axes, colours, title, "right answers, %", "")
     return figure
 

@@ -29,7 +29,7 @@ class CircuitWeights:
     QK-norm's scales are folded into W_Q and W_K. The norm itself, RoPE, biases and the layer's input norm are left out.
 
     Attributes:
-        W_Q, W_K, W_V: [H, E, D]; key/value heads are repeated for grouped-query attention.
+        W_Q, W_K, W_V: [H, E, D]; shared key and value heads are repeated for each query head that reads them.
         W_O: [H, D, E].
         pre, post: [H, H], identity plus static projection, from head (row) to head (column); identity without one.
     """
@@ -82,7 +82,12 @@ def circuit_weights(model: nn.Module, layer: int) -> CircuitWeights:
 def _from_tensors(get: Callable[[str], torch.Tensor | None], config: Any, layer: int) -> CircuitWeights:
     """The matrices, from the tensors of an attention by their names in it."""
     heads, dim = config.num_attention_heads, config.head_dim
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    shared = heads // (getattr(config, "num_key_value_heads", None) or heads)
+
+    def read_by(kind: str) -> list[int]:
+        """The key or value head that each query head reads: of the layer's map, if the model has maps."""
+        maps = getattr(config, f"{kind}_head_map", None)
+        return [head // shared for head in range(heads)] if maps is None else list(maps[layer])
 
     def read(name: str) -> torch.Tensor | None:
         tensor = get(name)
@@ -111,8 +116,8 @@ def _from_tensors(get: Callable[[str], torch.Tensor | None], config: Any, layer:
         eye, matrix = torch.eye(heads, dtype=torch.float64), read(f"compose.{name}_static")  # [G·M, M]
         return eye if matrix is None else eye + torch.block_diag(*matrix.unflatten(0, (-1, matrix.shape[1])))
 
-    repeats = heads // kv_heads
-    key, value = (projection(name, kv_heads).repeat_interleave(repeats, dim=0) for name in ("k", "v"))
+    of_key, of_value = read_by("key"), read_by("value")
+    key, value = projection("k", max(of_key) + 1)[of_key], projection("v", max(of_value) + 1)[of_value]
     output = read("o_proj.weight")
     if output is None or output.shape[1] != heads * dim:
         raise DCFormerError(f"layer {layer}: o_proj.weight does not have {heads} heads of {dim} columns.")
