@@ -9,11 +9,13 @@ import sys
 import pytest
 from helpers import REPOSITORY
 
+from dcformer.analysis.diversity import FORMS
+from dcformer.analysis.plots import THEMES
 from dcformer.conversion.convert import DTYPES
 from dcformer.formats import FORMATS, array_formats
 from dcformer.planning import GPUS, IMPLEMENTATIONS, OPTIMIZERS
 from dcformer.presets_dcformer import PRESETS
-from dcformer_commands import convert, plan
+from dcformer_commands import analyze, convert, plan
 
 # Runs a command and reports what it has imported. `dcformer` itself is not there to be imported: nothing may need it.
 PROGRAM = """
@@ -35,6 +37,7 @@ HELP = [
     *(("convert", f"{name} --help", "--no-progress") for name in SUBCOMMANDS),
     ("plan", "--help", "--tensor-parallel"),
     ("selfcheck", "--help", "--preset"),
+    ("analyze", "--help", "--target"),
     ("eval", "--help", "validate"),
     ("eval", "", "validate"),
     ("eval", "run --help", "--model_args"),
@@ -49,6 +52,9 @@ WRONG = [
     ("convert", "verify a", "required: B"),
     ("plan", "--preset dcformer-7b", "invalid choice: 'dcformer-7b'.*dcformer-6.9b"),
     ("plan", "--dtype bf17", "bf17.*bfloat16.*float16.*float32"),
+    ("analyze", "m --output o", "give --text or --image, or --diversity"),
+    ("analyze", "m --text t", "--output is required"),
+    ("analyze", "m --diversity --target t", "--diversity looks at weights only"),
     ("plan", "--gpus many", "invalid int value: 'many'"),
     ("eval", "run --tasks a --no-such-option", "unrecognized arguments: --no-such-option"),
     ("serve", "--no-such-option", "No such option.*--no-such-option"),
@@ -82,6 +88,7 @@ def test_choices_are_those_of_the_package():
     assert set(convert._DTYPES) == set(DTYPES) and tuple(FORMATS) == convert._FORMATS
     assert tuple(format.name for format in array_formats()) == convert._ARRAY_FORMATS
     assert tuple(PRESETS) == plan._PRESETS and tuple(IMPLEMENTATIONS) == plan._IMPLEMENTATIONS
+    assert analyze._FORMS == FORMS and tuple(THEMES) == analyze._THEMES
     assert set(plan._OPTIMIZERS) == set(OPTIMIZERS) and set(plan._GPUS) == set(GPUS)
 
 
@@ -106,7 +113,7 @@ def test_console_scripts():
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     found = re.findall(r'^(dcformer-\w+) = "(.*):(.*)"$', text, re.MULTILINE)
     assert {name for name, *_ in found} == {
-        f"dcformer-{name}" for name in ("convert", "eval", "plan", "selfcheck", "serve")
+        f"dcformer-{name}" for name in ("analyze", "convert", "eval", "plan", "selfcheck", "serve")
     }
     for name, module, function in found:
         assert module == f"dcformer_commands.{name.removeprefix('dcformer-')}"

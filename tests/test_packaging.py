@@ -34,8 +34,12 @@ NEEDS = {
     "dcformer.kernels.triton": "kernels",
     "dcformer.kernels.tuning": "kernels",
 }
+# Adapters for other people's tools, which load them; functions there import the tool, and no extra brings it.
+TOOLS = {"dcformer.analysis.transformer_lens": {"transformer_lens"}}
 # Extras that functions elsewhere ask for.
 USES = {
+    "dcformer.analysis": "analysis",
+    "dcformer.analysis.cli": "vision",
     "dcformer.conversion": "jax",
     "dcformer.formats": "jax",
     "dcformer.evaluation": "eval",
@@ -109,7 +113,7 @@ def test_what_is_imported_is_declared(path):
     there = BASE | extra_of(module, NEEDS)
     for name, at_once in imports(path):
         if is_foreign(name):
-            allowed = there if at_once else there | extra_of(module, USES)
+            allowed = there if at_once else there | extra_of(module, USES) | TOOLS.get(module, set())
             assert distribution(name) in allowed, f"{module} imports {name}: declare it in pyproject.toml"
         elif at_once and name in OURS:
             assert extra_of(name, NEEDS) <= there, f"{module} imports {name}, which needs more than its extra brings"
@@ -191,10 +195,10 @@ def test_wheel_is_the_package(distributions):
     _, names, metadata, scripts = distributions
     expected = {path.relative_to(SOURCE).as_posix() for path in FILES}
     expected |= {path.relative_to(SOURCE).as_posix() for path in (SOURCE / "dcformer").rglob("*.yaml")}
-    expected |= {"dcformer/py.typed", "dcformer/publish/card.md"}
+    expected |= {"dcformer/py.typed", "dcformer/publish/card.md", "dcformer/analysis/head_view.html"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert scripts.count("dcformer_commands.") == 5
+    assert scripts.count("dcformer_commands.") == 6
     fields = email.message_from_string(metadata)
     assert set(fields.get_all("Provides-Extra")) == set(EXTRAS)
     urls = dict(url.split(", ") for url in fields.get_all("Project-URL"))

@@ -1,0 +1,277 @@
+"""What `dcformer-analyze` does: a folder with figures, a report, the head view and metrics."""
+
+import argparse
+import base64
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..errors import DCFormerError, refused, require_extra
+from .attribution import attribute_heads
+from .circuits import single_token
+from .diversity import Diversity, head_diversity
+from .html import MAX_TOKENS, head_view
+from .layers import chosen, layers_of
+from .maps import map_diversity
+from .summary import StageSummary, composition_summary
+from .terms import breakdown
+from .tracing import MAPS, AnalysisTrace, trace
+
+_SHARES = (0.5, 0.9, 0.99)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Analyses a model as the command line says.
+
+    Returns:
+        0, or 1 on input that cannot be analysed; then it prints one line, the reason.
+    """
+    try:
+        if options.diversity:
+            print(diversity_report(options.model, options.compare, options.form))
+        else:
+            _analyse(options)
+    except DCFormerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def diversity_report(model: str, other: str | None, form: str) -> str:
+    """Diversity of the heads of model folders as a table, and the mean curves as comma-separated numbers."""
+    lines = [f"Captured variance of circuits, form {form!r} (lower area, higher k: more diverse heads)", ""]
+    lines += ["| model | circuit | area | k50 | k90 | k99 | effective rank |", "|---|---|---|---|---|---|---|"]
+    curves = ["", "Mean curves, the share that k = 1, 2, ... directions capture:"]
+    for folder in [model, other] if other else [model]:
+        for circuit in ("qk", "ov"):
+            found = head_diversity(folder, circuit, form)
+            ks = " | ".join(f"{found.least(share).double().mean():.1f}" for share in _SHARES)
+            lines.append(f"| {folder} | {circuit} | {_mean(found.area)} | {ks} | {found.effective_rank.mean():.1f} |")
+            curves.append(f"{folder},{circuit}," + ",".join(f"{value:.4f}" for value in found.mean.tolist()))
+    return "\n".join(lines + curves)
+
+
+def _mean(values: torch.Tensor) -> str:
+    return f"{values.mean():.3f} ({values.min():.3f} to {values.max():.3f} over layers)"
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """A folder that appears as a whole, or not at all.
+
+    Raises:
+        DCFormerError: when it is there already, with something in it, or cannot be made.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise DCFormerError(f"--output {path} is there already: name a new folder.")
+    with refused(OSError, what=f"--output {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield work
+        work.chmod(0o755)
+        os.replace(work, path)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
+    from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+
+    model_class: Any = AutoModelForImageClassification if is_image else AutoModelForCausalLM
+    reader: Any = AutoImageProcessor if is_image else AutoTokenizer
+    with refused(OSError, ValueError, KeyError, RuntimeError, what=folder):
+        return model_class.from_pretrained(folder, attn_implementation="eager").eval(), reader.from_pretrained(folder)
+
+
+def _analyse(options: argparse.Namespace) -> None:
+    require_extra("analysis", "dcformer-analyze", "matplotlib")
+    output = Path(options.output)
+    with _new_folder(output) as work:
+        model, reader = _load(options.model, options.image is not None)
+        number = chosen([options.layer], len(layers_of(model)), "--layer")[0] if options.layer is not None else None
+        inputs, tokens = _read(options, reader)
+        found = trace(model, inputs)
+        found.tokens = tokens
+        summary = composition_summary(found)
+        metrics: dict[str, Any] = {"model": options.model, "tokens": tokens, "length": found.length}
+        metrics |= {"composition": [_plain(one) for one in summary]}
+        metrics["map_diversity"] = {
+            f"{metric} of {which}": map_diversity(found, which, metric).tolist()
+            for which in MAPS
+            for metric in (("js", "cosine") if which == "weights" else ("cosine",))
+        }
+        scores = None
+        if options.target is not None:
+            target = _target(options, model, reader)
+            scores, gap = attribute_heads(model, inputs, target, return_gap=True)
+            metrics["attribution"] = {"target": options.target, "scores": scores.tolist(), "completeness_gap": gap}
+        figures = _figures(options, model, found, summary, scores, number, metrics)
+        for name, figure in tqdm(figures.items(), desc="figures", leave=False, delay=2):
+            figure.savefig(work / f"{name}.png", dpi=110)
+        if found.length <= MAX_TOKENS:
+            (work / "heads.html").write_text(head_view(found, title=options.model), encoding="utf-8")
+        (work / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+        (work / "report.html").write_text(_report(options, figures, summary, metrics), encoding="utf-8")
+        written = sorted(file.name for file in work.iterdir())
+    print(f"wrote {', '.join(written)} to {output}")
+
+
+def _read(options: argparse.Namespace, reader: Any) -> tuple[Any, list[str] | None]:
+    """The model's inputs, and labels of tokens."""
+    if options.image is None:
+        inputs = reader(options.text.replace("\\n", "\n"), return_tensors="pt")
+        if not inputs["input_ids"].numel():
+            raise DCFormerError(f"--text {options.text!r} has no tokens.")
+        return inputs, reader.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+    require_extra("vision", "--image", "PIL")
+    from PIL import Image
+
+    with refused(OSError, what=f"--image {options.image}"):
+        image = Image.open(options.image).convert("RGB")
+    return reader(images=image, return_tensors="pt"), None
+
+
+def _target(options: argparse.Namespace, model: Any, reader: Any) -> int:
+    if options.image is None:
+        return single_token(reader, options.target)
+    labels = model.config.label2id
+    if options.target not in labels:
+        raise DCFormerError(
+            f"--target {options.target!r} is no label of the model: expected one of {list(labels)[:20]}."
+        )
+    return int(labels[options.target])
+
+
+def _plain(one: StageSummary) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in vars(one).items()}
+
+
+def _figures(
+    options: argparse.Namespace,
+    model: Any,
+    found: AnalysisTrace,
+    summary: list[StageSummary],
+    scores: torch.Tensor | None,
+    number: int | None,
+    metrics: dict[str, Any],
+) -> dict[str, Any]:
+    """File name -> figure. The entry shown is named in the metrics."""
+    from . import plots
+
+    if number is None:  # where heads contribute most, or composition is strongest
+        strength = scores.abs().sum(1) if scores is not None else _deviations(summary)
+        number = list(found.layers)[int(strength.argmax())]
+    (query,) = chosen([options.query], found.length, "--query")
+    before, after = found.layers[number].maps("post")
+    change = (after - before)[0, :, found.row(query)].abs().sum(0)  # [S]
+    key = int(change.argmax()) if options.key is None else chosen([options.key], found.length, "--key")[0]
+    metrics["shown"] = {"layer": number, "stage": "post", "query": query, "key": key}
+    entry = breakdown(found, number, "post", query, key)
+    metrics["shown"]["terms"] = {term: part.tolist() for term, part in entry.terms.items()}
+
+    models = {options.model: model} | ({options.compare: options.compare} if options.compare else {})
+    diversities: dict[str, tuple[Diversity, Diversity]] = {
+        Path(name).name: (head_diversity(one, "qk", options.form), head_diversity(one, "ov", options.form))
+        for name, one in models.items()
+    }
+    metrics["diversity"] = {
+        name: {one.circuit: {"form": one.form, "area": one.area.tolist(), "k90": one.k90.tolist()} for one in pair}
+        for name, pair in diversities.items()
+    }
+    weights = found.layers[number].post
+    component = ("key", 0, "down") if weights is not None and weights.key is not None and weights.key.rank else None
+    theme = options.theme
+    figures = {
+        "breakdown": plots.breakdown_strip(entry, found.tokens, theme=theme),
+        "terms": plots.term_shares(summary, theme=theme),
+        "mean_maps": plots.mean_maps(summary, theme=theme),
+        "diversity": plots.diversity_curves(diversities, theme=theme),
+    }
+    if scores is not None:
+        figures = {"attribution": plots.attribution_heatmap(scores, options.target, theme=theme)} | figures
+    if options.image is None:
+        figures["rows"] = plots.attention_rows(found, number, "post", query, component=component, theme=theme)
+    else:
+        from PIL import Image
+
+        picture = Image.open(options.image).convert("RGB")
+        figures["image"] = plots.attention_over_image(found, picture, number, query, theme=theme)
+    return figures
+
+
+def _deviations(summary: list[StageSummary]) -> torch.Tensor:
+    return torch.tensor([one.deviation for one in summary if one.stage == "post"])
+
+
+def _cell(value: float | None) -> str:
+    return "<td></td>" if value is None else f"<td>{value:.2f}</td>"
+
+
+_CAPTIONS = {
+    "attribution": "What each head contributed (integrated gradients of its output).",
+    "breakdown": "One entry of the attention weights: before, the parts of both projections, six terms, after.",
+    "rows": "The rows of this query, before and after composition, and a component of the key-wise projection.",
+    "image": "Where this patch looks, before and after composition.",
+    "terms": "The share of each term in what composition changes.",
+    "mean_maps": "The mean map from heads to heads, identity subtracted.",
+    "diversity": "Captured variance of the heads' circuits: thin lines are layers, thick ones their mean.",
+}
+
+
+def _report(
+    options: argparse.Namespace, figures: dict[str, Any], summary: list[StageSummary], metrics: dict[str, Any]
+) -> str:
+    """The report: one file, no network."""
+    parts = []
+    for name, figure in figures.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=110)
+        data = base64.b64encode(buffer.getvalue()).decode()
+        caption = escape(_CAPTIONS[name])
+        image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+        parts.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
+    rows = "".join(
+        f"<tr><th>{one.layer} {one.stage}</th><td>{one.deviation:.2f}</td>"
+        + "".join(f"<td>{share:.1%}</td>" for share in one.shares.values())
+        + "".join(map(_cell, (one.row_sum, one.most_negative, one.borrowed)))
+        + "</tr>"
+        for one in summary
+    )
+    head = "".join(f"<th>{name}</th>" for name in summary[0].shares)
+    subject = escape(options.text if options.image is None else options.image)
+    link = 'To look around: <a href="heads.html">heads.html</a>.' if metrics["length"] <= MAX_TOKENS else ""
+    gap = metrics.get("attribution", {}).get("completeness_gap")
+    ground, ink = ("#16181d", "#f0f0f0") if options.theme == "dark" else ("#ffffff", "#1a1a1a")
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(options.model)}: composed heads</title><style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: auto; padding: 1rem; }}
+html {{ background: {ground}; color: {ink}; }}
+img {{ max-width: 100%; }} figure {{ margin: 1.5rem 0; }} td, th {{ padding: .2rem .6rem; text-align: right; }}
+a {{ color: inherit; }} div {{ overflow-x: auto; }} pre {{ white-space: pre-wrap; }}
+</style></head><body>
+<h1>{escape(options.model)}: composed heads</h1>
+<pre>{subject}</pre>
+<p>{f"Completeness gap of the attribution: {gap:.2%}. " if gap is not None else ""}Composed weights are not
+probabilities: rows need not add up to 1, and entries may be negative. Numbers: metrics.json. {link}</p>
+{"".join(parts)}
+<div><table><caption>Per layer and stage: deviation from the identity, shares of terms; of composed weights the mean row
+sum, the least entry, and the share of patterns that a head's circuit takes from others</caption>
+<tr><th></th><th>deviation</th>{head}<th>row sum</th><th>least</th><th>borrowed</th></tr>{rows}</table></div>
+</body></html>
+"""
+
+
+__all__ = ["diversity_report", "run"]

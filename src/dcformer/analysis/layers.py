@@ -1,0 +1,88 @@
+"""Where the parts are that analysis looks at: layers, attention and generators of any model of this package.
+
+A layer is a module with an attention that has a `DCFormerCompose`. That describes DCFormer, DCPythia, DCViT and every
+variant of attention, and nothing else has to be known of the model.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..compose_dcformer import DCFormerCompose
+from ..errors import DCFormerError
+
+
+class Layer(NamedTuple):
+    """A layer and its attention."""
+
+    module: Any
+    attention: Any
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.attention.config.num_attention_heads
+
+    def output_weights(self) -> torch.Tensor:
+        """[H, D, E]: what each head's output z_h is multiplied by, a view of `o_proj`."""
+        return self.attention.o_proj.weight.T.unflatten(0, (self.heads, -1))
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The layers of a model, in order.
+
+    Raises:
+        DCFormerError: on a model without attention of this package.
+    """
+    found = [
+        Layer(module, child)
+        for module in model.modules()
+        for child in module.children()
+        if isinstance(getattr(child, "compose", None), DCFormerCompose) and hasattr(child, "o_proj")
+    ]
+    if not found:
+        raise DCFormerError(
+            f"{type(model).__name__} has no layer with composable attention of this package: expected a DCFormer, "
+            "DCPythia or DCViT model. A model wrapped by another library has the original inside."
+        )
+    return found
+
+
+def chosen(numbers: Iterable[int] | int | None, count: int, what: str) -> list[int]:
+    """Numbers counted from 0, or from the end where negative, as numbers from 0.
+
+    Args:
+        numbers: of layers, heads or positions; None for all.
+        count: how many there are.
+        what: they are, for the message.
+
+    Raises:
+        DCFormerError: on a number out of range.
+    """
+    if numbers is None:
+        return list(range(count))
+    result = []
+    for number in [numbers] if isinstance(numbers, int) else numbers:
+        if not -count <= number < count:
+            raise DCFormerError(f"{what} {number} is out of range: there are {count}, numbered 0 to {count - 1}.")
+        result.append(int(number) % count)
+    return result
+
+
+def require_finite(model: nn.Module, number: int, layer: Layer) -> None:
+    """Refuses NaN and infinity among a layer's parameters.
+
+    Raises:
+        DCFormerError: naming the layer and the parameter.
+    """
+    for name, parameter in layer.module.named_parameters():
+        if not parameter.isfinite().all():
+            raise DCFormerError(
+                f"layer {number}: {name} of {type(model).__name__} holds NaN or infinity. Load the checkpoint again, "
+                "or find the training step after which it was saved."
+            )
+
+
+__all__ = ["Layer", "chosen", "layers_of", "require_finite"]

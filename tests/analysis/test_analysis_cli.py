@@ -1,0 +1,113 @@
+"""`dcformer-analyze`: what it writes, and that it writes nothing on bad input."""
+
+import json
+import re
+
+import pytest
+import torch
+from analysis_models import CHECKPOINT, PROMPT
+from test_analysis_html import parsed
+
+from dcformer.analysis import attribute_heads, composition_summary, head_diversity, single_token, trace
+from dcformer_commands.analyze import main
+
+TEXT = PROMPT.replace("\n", "\\n")
+
+
+@pytest.fixture
+def no_heavy_import():
+    pytest.importorskip("matplotlib")
+
+
+def test_a_text(tmp_path, capsys, bundled, prompt, no_heavy_import):
+    model, tokenizer = bundled
+    output = tmp_path / "a" / "out"
+    arguments = [str(CHECKPOINT), "--text", TEXT, "--target", " fish", "--output", str(output)]
+    assert main([*arguments, "--compare", str(CHECKPOINT), "--theme", "dark"]) == 0
+    names = {"attribution", "breakdown", "diversity", "mean_maps", "rows", "terms"}
+    files = {f"{name}.png" for name in names} | {"report.html", "heads.html", "metrics.json"}
+    assert (
+        {file.name for file in output.iterdir()}
+        == files
+        == set(re.findall(r"[\w]+\.\w+", capsys.readouterr().out)) & files
+    )
+    metrics = json.loads((output / "metrics.json").read_text())
+    run = trace(model, prompt)
+    scores = attribute_heads(model, prompt, single_token(tokenizer, "fish"))
+    assert torch.allclose(torch.tensor(metrics["attribution"]["scores"]), scores, atol=1e-4)
+    assert metrics["attribution"]["completeness_gap"] < 0.01
+    assert metrics["diversity"]["dcformer-synthetic"]["qk"]["area"] == head_diversity(model, "qk").area.tolist()
+    for found, expected in zip(metrics["composition"], composition_summary(run), strict=True):
+        assert found["shares"] == pytest.approx(expected.shares)
+    shown = metrics["shown"]
+    assert shown["layer"] == int(scores.abs().sum(1).argmax()) and shown["query"] == 23
+    after = run.layers[shown["layer"]].composed_weights[0, :, 23, shown["key"]]
+    assert torch.allclose(torch.tensor(list(shown["terms"].values())).sum(0), after, atol=1e-4)
+    report = (output / "report.html").read_text()
+    assert report.count("data:image/png;base64,") == len(names) and "http" not in report
+    assert parsed((output / "heads.html").read_text())[0]["tokens"][-1] == "of"
+    assert main(arguments) == 1 and "is there already: name a new folder" in capsys.readouterr().err
+
+
+def test_an_image(tmp_path, capsys, no_heavy_import):
+    image = pytest.importorskip("PIL.Image")
+    from dcformer import DCViTConfig, DCViTForImageClassification, DCViTImageProcessor
+
+    config = DCViTConfig(
+        image_size=16, patch_size=4, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        id2label={0: "cat", 1: "dog"}, label2id={"cat": 0, "dog": 1},
+    )  # fmt: skip
+    model = DCViTForImageClassification(config)
+    with torch.no_grad():
+        model.classifier.weight.normal_()
+    model.save_pretrained(tmp_path / "model")
+    size = {"height": 16, "width": 16}
+    DCViTImageProcessor(size={"shortest_edge": 16}, crop_size=size).save_pretrained(tmp_path / "model")
+    image.new("RGB", (20, 30), (200, 10, 60)).save(tmp_path / "i.png")
+    arguments = [str(tmp_path / "model"), "--image", str(tmp_path / "i.png"), "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--target", "dog", "--query", "5"]) == 0
+    assert (tmp_path / "out" / "image.png").is_file() and (tmp_path / "out" / "attribution.png").is_file()
+    arguments[-1] = str(tmp_path / "other")
+    assert main([*arguments, "--target", "cow"]) == 1
+    assert "--target 'cow' is no label of the model: expected one of ['cat', 'dog']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--target", " a fish"], "' a fish' is 2 tokens, ['a', 'fish']"),
+        (["--target", "zebra"], "'zebra' is unknown to the tokenizer"),
+        (["--layer", "4"], "--layer 4 is out of range"),
+        (["--query", "24"], "--query 24 is out of range"),
+        (["--key", "-25"], "--key -25 is out of range"),
+        (["--text", " "], "has no tokens"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_writes_nothing(tmp_path, capsys, change, message, no_heavy_import):
+    assert main([str(CHECKPOINT), "--text", TEXT, "--output", str(tmp_path / "out"), *change]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_model(tmp_path, capsys, no_heavy_import):
+    assert main([str(tmp_path / "no"), "--text", "a", "--output", str(tmp_path / "out")]) == 1
+    assert str(tmp_path / "no") in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_diversity_of_a_folder(capsys, bundled, monkeypatch):
+    """From safetensors; the model is never built."""
+    from dcformer import DCFormerForCausalLM
+
+    monkeypatch.setattr(DCFormerForCausalLM, "__init__", lambda *_: pytest.fail("the model is built"))
+    assert main([str(CHECKPOINT), "--diversity", "--compare", str(CHECKPOINT)]) == 0
+    out = capsys.readouterr().out
+    monkeypatch.undo()
+    for circuit in ("qk", "ov"):
+        found = head_diversity(bundled[0], circuit)
+        assert (
+            out.count(f"| {circuit} | {found.area.mean():.3f} ({found.area.min():.3f} to {found.area.max():.3f}") == 2
+        )
+        assert f"{CHECKPOINT},{circuit}," + ",".join(f"{v:.4f}" for v in found.mean.tolist()) in out
+    assert main(["nowhere", "--diversity"]) == 1 and "there is no config.json" in capsys.readouterr().err
