@@ -235,6 +235,10 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         field = "key_head_map" if stage == "pre" else "value_head_map"
         return self.num_key_value_heads if getattr(self, field) is None else max(self.head_map(field, layer_idx)) + 1
 
+    def cache_width(self, stage: str, layer_idx: int = 0) -> int:
+        """Numbers that a layer caches for a token and a key head (stage "pre") or a value head ("post")."""
+        return self.head_dim + self.compose_cache_channels(stage, layer_idx)
+
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # one for all models of a class upstream
         """Module or parameter of the decoder -> style of tensor parallelism; read by Transformers."""

@@ -33,7 +33,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_dcformer import ComposeTrace, attend_composed, eager_attention
-from .cache_dcformer import check_cache_layers, check_cache_rows, use_static_window_layers
+from .cache_dcformer import check_cache_layers, check_cache_rows, use_static_layers
 from .chunked_dcformer import CHUNKED
 from .compose_dcformer import (
     DEFAULT_ATTENTION,
@@ -665,7 +665,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
         """The static cache of `generate`, with local layers that compile to a single graph."""
         cache: Any = super()._prepare_static_cache(*args, **kwargs)  # type: ignore[misc]  # as below
-        use_static_window_layers(cache, self.config.sliding_window)
+        use_static_layers(cache, self.config.sliding_window)
         return cache
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
@@ -684,11 +684,16 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
         """Head count and width for a static cache allocated before the first forward (`prefill_chunk_size`)."""
         shape: Any = super()._get_static_cache_init_shape()  # type: ignore[misc]  # the mixin's self is a protocol
-        pre, post = (self.config.compose_cache_channels(stage) for stage in ("pre", "post"))
-        if shape is None or pre != post:  # None: allocate on the first forward, from what it brings
+        config = self.config
+        parts = {
+            (config.cached_heads(stage, layer), config.cache_width(stage, layer))
+            for stage in ("pre", "post")
+            for layer in range(config.num_hidden_layers)
+        }
+        if shape is None or len(parts) != 1:  # None: allocate on the first forward, from what it brings
             return None
-        heads, head_dim = shape
-        return heads, head_dim + pre
+        (heads, width), (of_rank, _) = parts.pop(), shape
+        return heads * of_rank // config.num_key_value_heads, width
 
 
 class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):

@@ -184,7 +184,15 @@ class Format:
             generators: the number of stored weight generators.
             present: names in the checkpoint. They decide where a format has alternatives (fused or separate q, k, v;
                 tied embeddings).
+
+        Raises:
+            ConversionError: for a model with head maps, which no other format than the native one has.
         """
+        if config.key_head_map is not None or config.value_head_map is not None:
+            raise ConversionError(
+                f"the {self.title} format has no key_head_map and value_head_map: keep the model in this package's own "
+                "format."
+            )
         natives, present, count = native_shapes(config), set(present), config.num_hidden_layers
         parts = []
         for layout in self._layouts_for(config, present):
@@ -254,7 +262,7 @@ class FolderFormat(Format):
             raise ConversionError(f"{folder / 'config.json'} is not a valid configuration ({error}).") from error
         if not isinstance(config, DCFormerConfig):
             raise ConversionError(
-                f"{folder / 'config.json'} is of model_type {config.model_type!r}, expected dcformer or dcpythia."
+                f"{folder / 'config.json'} is of model_type {config.model_type!r}, expected dcformer, dcpythia or dha."
             )
         return config
 
