@@ -61,7 +61,7 @@ def measured_bytes_per_layer(config: DCFormerConfig, dtype: torch.dtype = torch.
     attention = DCFormerAttention(narrow, layer_idx).to(dtype).requires_grad_(False)
     for parameter in attention.parameters():
         torch.nn.init.zeros_(parameter)
-    cache, position = DynamicCache(), torch.zeros(1, 1, config.head_dim, dtype=dtype)
+    cache, position = DynamicCache(), torch.zeros(1, 1, config.rotary_dim, dtype=dtype)
     attention(torch.zeros(1, 1, narrow.hidden_size, dtype=dtype), (position, position), past_key_values=cache)
     layer: Any = cache.layers[layer_idx]
     return layer.keys.nbytes + layer.values.nbytes
