@@ -416,8 +416,8 @@ _CONFIGURATION = (
         OVERHEAD,
         (
             "q/k norms not counted",
-            " + 2 * d * config.qk_norm)\n",
-            ")\n",
+            " + 2 * d * config.qk_norm\n",
+            "\n",
             T_OVERHEAD + "test_counts_of_other_architectures",
         ),
         (
@@ -1091,12 +1091,6 @@ _MODELING = _in(
         MAXTEXT + "[default]",
     ),
     (
-        "rotated backwards",
-        "torch.cat([-second, first], dim=-1)",
-        "torch.cat([second, -first], dim=-1)",
-        MAXTEXT + "[default]",
-    ),
-    (
         "frequencies over the whole head",
         "torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim",
         "torch.arange(0, rotary_dim, 2, dtype=torch.float32) / config.head_dim",
@@ -1133,9 +1127,9 @@ _MODELING = _in(
         MAXTEXT + "[default]",
     ),
     (
-        "q and k norm after RoPE",
-        "apply_rotary(norm(states.transpose(1, 2)).transpose(1, 2), *position_embeddings)",
-        "norm(apply_rotary(states, *position_embeddings).transpose(1, 2)).transpose(1, 2)",
+        "q and k norm once more after RoPE",
+        "query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))",
+        "query, key = (self.k_norm(apply_rotary(s, *position_embeddings)) for s in (query, key))",
         MAXTEXT + "[default]",
     ),
     (
@@ -1267,6 +1261,12 @@ _ATTENTION = _in(
 _HEADS = _in(
     "attention",
     "heads_dcformer.py",
+    (
+        "rotated backwards",
+        "torch.cat([-second, first], dim=-1)",
+        "torch.cat([second, -first], dim=-1)",
+        MAXTEXT + "[default]",
+    ),
     (
         "key/value heads repeated in turn",
         "rows.unflatten(1, (count, -1)) if heads is None",

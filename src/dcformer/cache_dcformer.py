@@ -20,7 +20,7 @@ _ADVICE = "Pass a cache that this model filled, or none."
 
 # For every cache in use: what decides the form of the rows in it, in the model that used it last.
 _last_user: WeakKeyDictionary[Cache, dict[str, Any]] = WeakKeyDictionary()
-_ROW_FIELDS = ("compose_rank", "compose_projection", "compose_gate", *MAP_FIELDS)
+_ROW_FIELDS = ("compose_rank", "compose_projection", "compose_gate", *MAP_FIELDS, "head_embeddings")
 _LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
 
 

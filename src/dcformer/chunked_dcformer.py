@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from .attention_dcformer import ComposeTrace, attend, check_shapes
 from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION, ComposeWeights, SideWeights, accumulation_dtype
-from .heads_dcformer import HeadMap, matmul_shared
+from .heads_dcformer import HeadMap, add_value_bias, matmul_shared, with_ones
 from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
 
 # Scores of one block of queries: at most this many (a soft bound, per group).
@@ -83,8 +83,8 @@ def chunked_attention(
             mask = causal_rows(length, key_length, sliding_window, query.device)[:, None]
         mask = None if mask is None else mask.to(query.device)
         return _attend_few(query, key, value, mask, scaling, pre, post, key_heads, value_heads, value_bias), None
-    if value_bias is not None:  # a channel of ones makes the sums of the weights
-        value = torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
+    if value_bias is not None:
+        value = with_ones(value)
     if key_heads is not None and value_heads is not None:  # little beside the work on maps
         key, value = key_heads.gather(key), value_heads.gather(value)  # [B, H, S, D]
     weights = flatten_weights(pre, post)
@@ -106,7 +106,7 @@ def chunked_attention(
         torch.randint(2**31, ()) if dropout else None,
     )
     if value_bias is not None:
-        output = output[..., :-1] + output[..., -1:] * value_bias.to(output.dtype)
+        output = add_value_bias(output, value_bias)
     return output, None
 
 

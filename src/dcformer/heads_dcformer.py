@@ -93,6 +93,15 @@ def matmul_shared(rows: torch.Tensor, shared: torch.Tensor, heads: HeadMap | Non
     return product.flatten(1, 2) if heads is None else heads.by_query_head(product)
 
 
+def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the first r channels of queries or keys [B, H, T, D], half-split, by angles [B or 1, T, r]."""
+    rotary_dim = cos.shape[-1]
+    turned, passed = states[..., :rotary_dim], states[..., rotary_dim:]
+    first, second = turned[..., : rotary_dim // 2], turned[..., rotary_dim // 2 :]
+    turned = turned * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+    return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned
+
+
 def head_maps(config: Any, layer_idx: int) -> tuple[HeadMap | None, HeadMap | None]:
     """The maps of a layer's keys and values; both None in a model without maps.
 
@@ -178,8 +187,8 @@ def shared_scores(
     A key head is R_s psi(k, e), where R_s turns by the key's position s; psi does not commute with it. "mul": of a
     turned pair of channels, diag(u1, u2) = m + d·diag(1, -1) with m and d half the sum and half the difference, and
     R_s diag(1, -1) = diag(1, -1) R_(-s): the key also holds R_(-s) k. "add": R_s e is linear in the cosines and sines
-    of the key's angles: the key also holds these. A channel that is not turned has its factor in the query, or a summand
-    that is the same for all keys, which is left out (`unturned_scores`).
+    of the key's angles: the key also holds these. A channel that is not turned has its factor in the query, or adds the
+    same to the scores of all keys, which is left out (`unturned_scores`).
 
     Args:
         query: turned, [B, H, T, D].
@@ -191,21 +200,22 @@ def shared_scores(
     Returns:
         queries [B, H, T, D + r] and keys [B, 1, T, D + r].
     """
-    cos, sin = (angles[:, None] for angles in rope)  # [B or 1, 1, T, r]
+    cos, sin = rope
     turned = cos.shape[-1]
     half, e = turned // 2, embeddings[:, None]  # [H, 1, D]
     if mode == "add":
         first, second = query[..., :half], query[..., half:turned]
         e1, e2 = e[..., :half], e[..., half:turned]
         more = torch.cat([first * e1 + second * e2, second * e1 - first * e2], dim=-1)  # [B, H, T, r]
-        angles = torch.cat([cos[..., :half], sin[..., :half]], dim=-1).expand(key.shape[0], -1, -1, -1)
-        return torch.cat([query, more], dim=-1), torch.cat([turn(key, cos, sin), angles], dim=-1)
+        angles = torch.cat([cos[..., :half], sin[..., :half]], dim=-1)[:, None]  # [B or 1, 1, T, r]
+        angles = angles.expand(key.shape[0], -1, -1, -1)
+        return torch.cat([query, more], dim=-1), torch.cat([apply_rotary(key, cos, sin), angles], dim=-1)
     u1, u2 = e[..., :half] + 1, e[..., half:turned] + 1
     mean, difference = (u1 + u2) / 2, (u1 - u2) / 2
     factors = torch.cat([mean, mean, e[..., turned:] + 1], dim=-1)  # [H, 1, D]
     mirrored = query[..., :turned] * torch.cat([difference, -difference], dim=-1)
-    back = turn(key[..., :turned], cos, -sin)
-    return torch.cat([query * factors, mirrored], dim=-1), torch.cat([turn(key, cos, sin), back], dim=-1)
+    back = apply_rotary(key[..., :turned], cos, -sin)
+    return torch.cat([query * factors, mirrored], dim=-1), torch.cat([apply_rotary(key, cos, sin), back], dim=-1)
 
 
 def unturned_scores(query: torch.Tensor, embeddings: torch.Tensor, turned: int) -> torch.Tensor:
@@ -216,13 +226,15 @@ def unturned_scores(query: torch.Tensor, embeddings: torch.Tensor, turned: int) 
     return (query[..., turned:] * embeddings[:, None, turned:]).sum(-1, keepdim=True)
 
 
-def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the first r channels of [B, H, T, D], half-split, by angles [B or 1, 1, T, r]; the others pass."""
-    rotary_dim = cos.shape[-1]
-    turned, passed = states[..., :rotary_dim], states[..., rotary_dim:]
-    first, second = turned[..., : rotary_dim // 2], turned[..., rotary_dim // 2 :]
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned
+def with_ones(states: torch.Tensor) -> torch.Tensor:
+    """[B, G, S, D] -> [B, G, S, D + 1]: a channel of ones, which sums the weights where values are multiplied."""
+    return torch.cat([states, torch.ones_like(states[..., :1])], dim=-1)
+
+
+def add_value_bias(output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """What attention makes of values `with_ones`, [B, T, H, D + 1 or more] -> with a bias [H, D] of the values."""
+    width = bias.shape[-1]
+    return output[..., :width] + output[..., width : width + 1] * bias.to(output.dtype)
 
 
 def embedding_init_std(config: Any) -> float:
@@ -248,7 +260,9 @@ def check_head_embeddings(config: Any) -> None:
         ValueError: naming the field and what fits.
     """
     if config.head_embeddings is not None and config.head_embeddings not in EMBEDDINGS:
-        raise ValueError(f"head_embeddings={config.head_embeddings!r} is unknown: expected one of {EMBEDDINGS} or None.")
+        raise ValueError(
+            f"head_embeddings={config.head_embeddings!r} is unknown: expected one of {EMBEDDINGS} or None."
+        )
     std = config.head_embedding_init_std
     if std is not None and not 0 <= std < math.inf:
         raise ValueError(f"head_embedding_init_std={std} must be at least 0, or None for the default.")
@@ -268,6 +282,8 @@ __all__ = [
     "EMBEDDINGS",
     "MAP_FIELDS",
     "HeadMap",
+    "add_value_bias",
+    "apply_rotary",
     "check_head_embeddings",
     "check_head_maps",
     "embed",
@@ -275,6 +291,6 @@ __all__ = [
     "head_maps",
     "matmul_shared",
     "shared_scores",
-    "turn",
     "unturned_scores",
+    "with_ones",
 ]

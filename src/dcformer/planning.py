@@ -132,7 +132,7 @@ def _build(setup: Setup, layers: int = 1, split_vocabulary: bool = True) -> DCFo
         "num_hidden_layers": layers,
         "layer_types": (kinds * layers)[:layers] if config.layer_types else None,
         "num_attention_heads": config.num_attention_heads // parts,
-        "num_key_value_heads": config.num_key_value_heads // parts,
+        "num_key_value_heads": 1 if config.head_embeddings else config.num_key_value_heads // parts,
         "head_dim": config.head_dim,
         "compose_groups": max(1, config.compose_groups // parts),
         # multi-gate MLPs stay whole; logits are gathered

@@ -19,6 +19,7 @@ _DECISIVE = (
     "num_key_value_heads",
     "key_head_map",
     "value_head_map",
+    "head_embeddings",
     "head_dim",
     "layer_types",
     "sliding_window",

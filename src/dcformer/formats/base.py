@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
+from ..heads_dcformer import MAP_FIELDS
 from ..layouts_dcformer import TensorLayout, foreign_shape, from_native, layer_dims, to_native
 from ..modeling_dcformer import DCFormerForCausalLM
 from .arrays import LazyArray
@@ -186,12 +187,11 @@ class Format:
                 tied embeddings).
 
         Raises:
-            ConversionError: for a model with head maps, which no other format than the native one has.
+            ConversionError: for a model with head maps or embeddings, which no other format than the native one has.
         """
-        if config.key_head_map is not None or config.value_head_map is not None:
+        if fields := [name for name in (*MAP_FIELDS, "head_embeddings") if getattr(config, name) is not None]:
             raise ConversionError(
-                f"the {self.title} format has no key_head_map and value_head_map: keep the model in this package's own "
-                "format."
+                f"the {self.title} format has no {fields[0]}: keep the model in this package's own format."
             )
         natives, present, count = native_shapes(config), set(present), config.num_hidden_layers
         parts = []
