@@ -146,8 +146,8 @@ _COMPOSE = _in(
     ),
     (
         "channels behind another head's keys",
-        "packed.unflatten(1, (-1, self.key_value_repeats[stage]))",
-        "packed.unflatten(1, (self.key_value_repeats[stage], -1)).transpose(1, 2)",
+        "packed.unflatten(1, (states.shape[1], -1))",
+        "packed.unflatten(1, (-1, states.shape[1])).transpose(1, 2)",
         T_COMPOSE + "test_a_query_heads_channels_sit_behind_its_own_key_head",
     ),
     ("padding of ones", "packed.new_zeros(())", "packed.new_ones(())", PACKING),
@@ -1134,8 +1134,8 @@ _MODELING = _in(
     ),
     (
         "value channels unpacked as a key's",
-        'self.compose.unpack(value, self.head_dim, "post", gather)',
-        'self.compose.unpack(value, self.head_dim, "pre", gather)',
+        'self.compose.unpack(value, self.head_dim, "post", gather, heads)',
+        'self.compose.unpack(value, self.head_dim, "pre", gather, heads)',
         T_GENERATION + "test_continue_from_past_key_values",
     ),
     (

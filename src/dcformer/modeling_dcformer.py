@@ -295,9 +295,9 @@ class DCFormerAttention(nn.Module):
                 check_cache_rows(past_key_values, key, value, self.head_dim)
             key, value = past_key_values.update(key, value, layer_idx)
             gather = implementation not in FUSED_ATTENTION  # whose kernels read them where they are
-            key_dim = self.config.cached_head_dim("pre")
-            key, pre_key = self.compose.unpack(key, key_dim, "pre", gather)  # [B, Hkv, S, D], weights of S keys
-            value, post_key = self.compose.unpack(value, self.head_dim, "post", gather)
+            key_dim, heads = self.config.cached_head_dim("pre"), query.shape[1]
+            key, pre_key = self.compose.unpack(key, key_dim, "pre", gather, heads)  # [B, Hkv, S, D], weights of S keys
+            value, post_key = self.compose.unpack(value, self.head_dim, "post", gather, heads)
 
         output, weights = self._attend(
             implementation,

@@ -92,7 +92,8 @@ def check_tensor_parallel(config: Any, size: int) -> None:
     Raises:
         ValueError: when a group of heads, or the query heads of a key or value head, would be split.
     """
-    if config.composes and config.compose_groups % size:
+    composed = config.composes
+    if composed and config.compose_groups % size:
         raise ValueError(
             f"compose_groups={config.compose_groups} is not a multiple of the tensor-parallel size {size}: heads of a "
             "group are mixed with each other, so a group must stay on one device. Use a size that divides "
@@ -102,16 +103,16 @@ def check_tensor_parallel(config: Any, size: int) -> None:
     if config.head_embeddings is not None:
         if config.num_attention_heads % size:
             raise ValueError(
-                f"num_attention_heads={config.num_attention_heads} is not a multiple of the tensor-parallel size {size}: "
-                "a head must stay on one device. Use a size that divides it, or FSDP."
+                f"num_attention_heads={config.num_attention_heads} is not a multiple of the tensor-parallel size "
+                f"{size}: a head must stay on one device. Use a size that divides it, or FSDP."
             )
         return
     for field in MAP_FIELDS:
         for layer, row in enumerate(getattr(config, field) or ()):
             if any(_block(row, rank, size) is None for rank in range(size)):
                 raise ValueError(
-                    f"{field}[{layer}] cannot be cut for the tensor-parallel size {size}: query heads of one device read "
-                    "heads of another. Search with head_blocks of that size, use another size, or FSDP."
+                    f"{field}[{layer}] cannot be cut for the tensor-parallel size {size}: query heads of one device "
+                    "read heads of another. Search with head_blocks of that size, use another size, or FSDP."
                 )
     if config.num_key_value_heads % size:
         raise ValueError(
