@@ -146,8 +146,8 @@ _COMPOSE = _in(
     ),
     (
         "channels behind another head's keys",
-        "side.by_head.unflatten(1, (-1, self.key_value_repeats))",
-        "side.by_head.unflatten(1, (self.key_value_repeats, -1)).transpose(1, 2)",
+        "packed.unflatten(1, (states.shape[1], -1))",
+        "packed.unflatten(1, (-1, states.shape[1])).transpose(1, 2)",
         T_COMPOSE + "test_a_query_heads_channels_sit_behind_its_own_key_head",
     ),
     ("padding of ones", "packed.new_zeros(())", "packed.new_ones(())", PACKING),
@@ -248,14 +248,14 @@ _CACHE = _in(
         "capacity beyond what was asked for",
         "max_cache_len=layer.max_cache_len, sliding_window",
         "max_cache_len=sliding_window, sliding_window",
-        T_CACHE + "test_only_sliding_layers_are_replaced",
+        T_CACHE + "test_only_sliding_and_empty_layers_are_replaced",
         "tests/test_export.py::test_cache_shorter_than_the_window",
     ),
     (
         "memory allocated ahead is lost",
         "        if layer.is_initialized:  # generate",
         "        if False:  # generate",
-        T_CACHE + "test_only_sliding_layers_are_replaced",
+        T_CACHE + "test_only_sliding_and_empty_layers_are_replaced",
     ),
     (
         "cache of another batch accepted",
@@ -277,8 +277,8 @@ _CACHE = _in(
     ),
     (
         "an emptied cache belongs to who filled it",
-        "if found != expected and int(cache.get_seq_length()):",
-        "if found != expected:",
+        "if wrong and int(cache.get_seq_length()):",
+        "if wrong:",
         T_CACHE + "test_an_emptied_cache_is_anyones",
     ),
     (
@@ -444,7 +444,7 @@ _CONFIGURATION = (
         ),
         (
             "cache channels of one query head",
-            "used = per_head * (self.num_attention_heads // self.num_key_value_heads)",
+            "used = per_head * (self.num_attention_heads // self.cached_heads(stage, layer_idx))",
             "used = per_head",
             T_CONFIG + "test_cache_channels",
         ),
@@ -1091,12 +1091,6 @@ _MODELING = _in(
         MAXTEXT + "[default]",
     ),
     (
-        "rotated backwards",
-        "torch.cat([-second, first], dim=-1)",
-        "torch.cat([second, -first], dim=-1)",
-        MAXTEXT + "[default]",
-    ),
-    (
         "frequencies over the whole head",
         "torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim",
         "torch.arange(0, rotary_dim, 2, dtype=torch.float32) / config.head_dim",
@@ -1133,15 +1127,15 @@ _MODELING = _in(
         MAXTEXT + "[default]",
     ),
     (
-        "q and k norm after RoPE",
-        "apply_rotary(norm(states.transpose(1, 2)).transpose(1, 2), *position_embeddings)",
-        "norm(apply_rotary(states, *position_embeddings).transpose(1, 2)).transpose(1, 2)",
+        "q and k norm once more after RoPE",
+        "query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))",
+        "query, key = (self.k_norm(apply_rotary(s, *position_embeddings)) for s in (query, key))",
         MAXTEXT + "[default]",
     ),
     (
         "value channels unpacked as a key's",
-        'self.compose.unpack(value, self.head_dim, "post", gather)',
-        'self.compose.unpack(value, self.head_dim, "pre", gather)',
+        'self.compose.unpack(value, self.head_dim, "post", gather, heads)',
+        'self.compose.unpack(value, self.head_dim, "pre", gather, heads)',
         T_GENERATION + "test_continue_from_past_key_values",
     ),
     (
@@ -1195,13 +1189,13 @@ _MODELING = _in(
     ),
     (
         "static cache of the library's sliding layers",
-        "        use_static_window_layers(cache, self.config.sliding_window)\n",
+        "        use_static_layers(cache, self.config.sliding_window)\n",
         "",
         T_GENERATION + "test_compiled_static_decoding",
     ),
     (
         "one width for keys and values",
-        "if shape is None or pre != post:",
+        "if shape is None or len(parts) != 1:",
         "if shape is None:",
         T_GENERATION + "test_early_initialisation_of_a_static_cache",
     ),
@@ -1237,21 +1231,14 @@ _ATTENTION = _in(
     ),
     (
         "scores not scaled",
-        "key.to(compute).transpose(-1, -2)) * scaling",
-        "key.to(compute).transpose(-1, -2))",
+        "key.to(compute).transpose(-1, -2), key_heads) * scaling",
+        "key.to(compute).transpose(-1, -2), key_heads)",
         CHUNKED_IS_EAGER,
-    ),
-    (
-        "key/value heads repeated in turn",
-        "states.repeat_interleave(repeats, dim=1)",
-        "states.repeat(1, repeats, 1, 1)",
-        CHUNKED_IS_EAGER,
-        MAXTEXT + "[LGLL, six heads]",
     ),
     (
         "scores in the model's dtype",
-        "torch.matmul(query.to(compute), key.to(compute).transpose(-1, -2)) * scaling",
-        "torch.matmul(query, key.transpose(-1, -2)).to(compute) * scaling",
+        "matmul_shared(query.to(compute), key.to(compute).transpose(-1, -2), key_heads) * scaling",
+        "matmul_shared(query, key.transpose(-1, -2), key_heads).to(compute) * scaling",
         T_ATTENTION + "test_low_precision_is_no_worse_than_computing_in_it",
         T_ATTENTION + "test_a_trace_holds_the_maps_of_the_definition",
     ),
@@ -1265,9 +1252,27 @@ _ATTENTION = _in(
     ("weights not composed", "weights, mix(weights, post))", "weights, weights)", CHUNKED_IS_EAGER),
     (
         "batches that do not fit",
-        "heads_fit = query.shape[0] == key.shape[0] and query.shape[1]",
-        "heads_fit = query.shape[1]",
+        "heads_fit and batch == key.shape[0] == value.shape[0]",
+        "heads_fit",
         T_ATTENTION + "test_ill_fitting_shapes_are_refused",
+    ),
+)
+
+_HEADS = _in(
+    "attention",
+    "heads_dcformer.py",
+    (
+        "rotated backwards",
+        "torch.cat([-second, first], dim=-1)",
+        "torch.cat([second, -first], dim=-1)",
+        MAXTEXT + "[default]",
+    ),
+    (
+        "key/value heads repeated in turn",
+        "rows.unflatten(1, (count, -1)) if heads is None",
+        "rows.unflatten(1, (-1, count)).transpose(1, 2) if heads is None",
+        CHUNKED_IS_EAGER,
+        MAXTEXT + "[LGLL, six heads]",
     ),
 )
 
@@ -1642,6 +1647,7 @@ MUTATIONS = [
     *_MODELING,
     *_LAYERS,
     *_ATTENTION,
+    *_HEADS,
     *_MASKS,
     *_CHUNKED,
     *_MODULES,
