@@ -43,22 +43,22 @@ def export_remote_code(path: str | os.PathLike) -> None:
     if not config_file.is_file():
         raise FileNotFoundError(f"{config_file} does not exist: save a model there with save_pretrained first.")
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    prefix, module, tasks = _PREFIXES.get(config.get("model_type")), modeling_dcformer, tuple(_TASKS)
+    prefix, modeling, tasks = _PREFIXES.get(config.get("model_type")), modeling_dcformer.__file__, tuple(_TASKS)
     if config.get("model_type") == HeadSystemsConfig.model_type:
-        prefix, module, tasks = "HeadSystems", modeling_head_systems, _HEAD_SYSTEMS_TASKS
+        prefix, modeling, tasks = "HeadSystems", modeling_head_systems.__file__, _HEAD_SYSTEMS_TASKS
     if prefix is None or "hidden_size" not in config:
         known = sorted([*_PREFIXES, HeadSystemsConfig.model_type])
         raise ValueError(
             f"{config_file} has model_type={config.get('model_type')!r} and is not a configuration of this package: "
             f"expected one of {known} with native keys, as save_pretrained writes them."
         )
-    modeling = Path(str(module.__file__))
-    for source in _with_imports(modeling):
+    entry = Path(str(modeling))
+    for source in _with_imports(entry):
         flat = _IMPORT.sub(r"from .\2 import", source.read_text(encoding="utf-8"))  # all files lie in one folder there
         _replace(folder / source.name, flat.encode())
-    configuration = modeling.stem.replace("modeling", "configuration")
+    configuration = entry.stem.replace("modeling", "configuration")
     config["auto_map"] = {"AutoConfig": f"{configuration}.{prefix}Config"} | {
-        auto_class: f"{modeling.stem}.{prefix}{_TASKS[auto_class]}" for auto_class in tasks
+        auto_class: f"{entry.stem}.{prefix}{_TASKS[auto_class]}" for auto_class in tasks
     }
     _replace(config_file, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 

@@ -7,7 +7,7 @@ from helpers import randomise
 from transformers import AutoModelForImageClassification
 
 from dcformer import DCViTConfig, DCViTForImageClassification
-from dcformer.head_systems import HeadSystemsViTConfig, HeadSystemsViTForImageClassification
+from dcformer.head_systems import HeadSystemsViTConfig, HeadSystemsViTForImageClassification, HeadSystemsViTModel
 
 SMALL = {
     "image_size": 8, "patch_size": 2, "num_channels": 1, "hidden_size": 32, "intermediate_size": 64,
@@ -64,6 +64,18 @@ def test_the_balance_loss_is_in_the_loss():
     out = model(images(), labels=labels)
     extra = float(out.loss - torch.nn.functional.cross_entropy(out.logits, labels)) / 5
     assert extra == pytest.approx(2.0, rel=1e-5)  # K at uniform routing
+
+
+def test_initial_values():
+    config = HeadSystemsViTConfig(**SMALL, **PLAIN, head_system="head_pruning")
+    for model_class in (HeadSystemsViTForImageClassification, HeadSystemsViTModel):
+        layers = model_class(config).base_model.layers
+        assert all((layer.attention.system.log_alpha == 3).all() for layer in layers)
+    torch.manual_seed(0)
+    config = HeadSystemsViTConfig(**SMALL, **PLAIN, head_system="collaborative")
+    for model_class in (HeadSystemsViTForImageClassification, HeadSystemsViTModel):
+        mixing = model_class(config).base_model.layers[0].attention.system.mixing.weight
+        assert float(mixing.std()) == pytest.approx(0.2, rel=0.25)
 
 
 def test_bad_options_are_named():

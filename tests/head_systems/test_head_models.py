@@ -68,7 +68,8 @@ def test_prefill_steps_and_implementations_agree(case, composed):
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
     generated = model.generate(ids, **options)
     assert torch.equal(generated, model.generate(ids, use_cache=False, **options))
-    for more in ({"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 7}):
+    static = {"cache_implementation": "static", "disable_compile": True}
+    for more in (static, {"prefill_chunk_size": 7}, static | {"prefill_chunk_size": 7}):
         assert torch.equal(generated, model.generate(ids, **options, **more))
 
 
@@ -127,7 +128,13 @@ def test_trainer_steps_and_saving(case, tmp_path):
     assert outputs.logits.shape == (8, 3) and (outputs.aux_loss is None) == (model(ids).aux_loss is None)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in ("collaborative_half", "mixture") else pytest.param(case, marks=pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_compiles_to_one_graph(case):
     model, ids = heads_model(case, dtype=torch.float32), tokens()
     torch._dynamo.reset()
@@ -139,6 +146,7 @@ def test_compiles_to_one_graph(case):
     assert torch.isfinite(loss)
 
 
+@pytest.mark.slow
 def test_exported_folders_load_without_the_package(tmp_path):
     cases = ["collaborative_half", "overlapped", "mixture", "gate", "pruning", "talking_heads"]
     models = {case: heads_model(case, composed=True, dtype=torch.float32) for case in cases}
@@ -292,6 +300,20 @@ def test_other_models_are_refused(bundled):
 def test_fusing_is_refused():
     with pytest.raises(ValueError, match="a head system has its own"):
         heads_model("gate").fuse_projections()
+
+
+def test_initial_values():
+    torch.manual_seed(0)
+    model = HeadSystemsForCausalLM(heads_config("collaborative", hidden_size=64, head_dim=64))
+    assert float(model.model.layers[1].self_attn.system.mixing.weight.std()) == pytest.approx(0.2, rel=0.15)
+    system = HeadSystemsForCausalLM(heads_config("pruning")).model.layers[0].self_attn.system
+    assert (system.log_alpha == 3).all() and (system.eval().head_gates() == 1).all()
+    config = HeadSystemsConfig(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=16, intermediate_size=8, **PLAIN,
+        head_system="collaborative", head_system_options={"mixing_init": "concatenate"},
+    )  # fmt: skip
+    mixing = HeadSystemsForCausalLM(config).model.layers[0].self_attn.system.mixing()
+    assert torch.equal(mixing, torch.eye(4).repeat_interleave(16, dim=1))
 
 
 def test_default_composes():

@@ -14,7 +14,14 @@ from transformers.utils import can_return_tuple
 from ..attention_dcformer import attend_composed, eager_attention
 from ..compose_dcformer import CHUNKED, DEFAULT_ATTENTION, DCFormerCompose, stages
 from ..vision.configuration_dcvit import DCViTConfig
-from ..vision.modeling_dcvit import DCViTAttention, DCViTForImageClassification, DCViTLayer, DCViTModel, make_qk_norm
+from ..vision.modeling_dcvit import (
+    DCViTAttention,
+    DCViTForImageClassification,
+    DCViTLayer,
+    DCViTModel,
+    DCViTPreTrainedModel,
+    make_qk_norm,
+)
 from .base import HeadSystem
 from .collaborative_mixing import Mixing
 from .options import HeadSizes
@@ -103,26 +110,30 @@ class HeadSystemsViTLayer(DCViTLayer):
     attention_class = HeadSystemsViTAttention
 
 
-class HeadSystemsViTModel(DCViTModel):
-    """The vision Transformer."""
+class HeadSystemsViTPreTrainedModel(DCViTPreTrainedModel):
+    """What both models have in common."""
 
     config: HeadSystemsViTConfig
-    layer_class = HeadSystemsViTLayer
     _no_split_modules = ["DCViTEmbeddings", "HeadSystemsViTLayer"]
     _can_record_outputs = {"hidden_states": HeadSystemsViTLayer, "attentions": HeadSystemsViTAttention}
-
-
-class HeadSystemsViTForImageClassification(DCViTForImageClassification):
-    """The vision Transformer with a classifier; the systems' loss is in `loss`."""
-
-    config: HeadSystemsViTConfig
-    model_class = HeadSystemsViTModel
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, HeadSystem | Mixing):
             module.init_weights()
+
+
+class HeadSystemsViTModel(HeadSystemsViTPreTrainedModel, DCViTModel):
+    """The vision Transformer."""
+
+    layer_class = HeadSystemsViTLayer
+
+
+class HeadSystemsViTForImageClassification(HeadSystemsViTPreTrainedModel, DCViTForImageClassification):
+    """The vision Transformer with a classifier; the systems' loss is in `loss`."""
+
+    model_class = HeadSystemsViTModel
 
     @can_return_tuple
     def forward(

@@ -1,0 +1,114 @@
+"""The comparison: equal costs, one grid of rates, halves of the held-out data, resuming, and its verdicts."""
+
+import json
+import sys
+
+import pytest
+from helpers import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import compare_head_systems as compare
+
+SMALL = ["--tasks", "digits", "--matches", "parameters", "--columns", "qk_norm", "mixture", "--workers", "1"]
+
+
+def run_of(column, seed, rate, choice, loss, task="text", match="flops", steps=None):
+    costs = {"mlp_width": 8, "parameters": 100, "flops": 10, "cache_bytes": 4, "seconds": 1.0}
+    settings = compare.settings_of(task, column, match, seed, rate, steps)
+    return settings | costs | {"choice_loss": choice, "loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("task", "column", "match"),
+    [("text", "collaborative", "flops"), ("text", "dcformer", "parameters"), ("digits", "overlapped", "flops")],
+)
+def test_costs_are_equal(task, column, match):
+    """As near as a width of the MLP comes: within half of what one more costs."""
+    which = compare.MATCHES.index(match)
+    width = compare.matched_width(task, column, match)
+    budget = compare.count(task, compare.make_config(task, "qk_norm"))[which]
+    costs = [compare.count(task, compare.make_config(task, column, width + more))[which] for more in (-1, 0, 1)]
+    assert abs(costs[1] - budget) < min(abs(costs[0] - budget), abs(costs[2] - budget))
+
+
+def test_columns_fit_their_tasks():
+    assert "mqa" in compare.columns_of("text") and "mqa" not in compare.columns_of("digits")
+    for task in ("text", "digits"):
+        for column in compare.columns_of(task):
+            config = compare.make_config(task, column)
+            assert config.head_system == compare.COLUMNS[column].system
+    options = compare.make_config("text", "collaborative_half").head_system_options
+    assert options == {"shared_key_query_dim": 32}
+
+
+def test_rate_is_chosen_by_the_half_that_is_not_reported():
+    runs = [
+        run_of("gate", compare.RATE_SEED, rate, choice, -choice)
+        for rate, choice in zip(compare.RATES, (3, 1, 2), strict=True)
+    ]
+    assert compare.chosen_rate(runs[:2], "text", "flops", "gate") is None
+    assert compare.chosen_rate(runs, "text", "flops", "gate") == compare.RATES[1]
+    runs[1]["choice_loss"] = float("nan")
+    assert compare.chosen_rate(runs, "text", "flops", "gate") == compare.RATES[2]
+
+
+def test_reported_losses_are_those_of_the_chosen_rate_and_other_seeds():
+    runs = [
+        run_of("gate", compare.RATE_SEED, rate, choice, 9.0)
+        for rate, choice in zip(compare.RATES, (3, 1, 2), strict=True)
+    ]
+    runs += [run_of("gate", seed, rate, 0.0, seed + rate) for seed in (0, 1) for rate in compare.RATES]
+    rate = compare.RATES[1]
+    assert compare.by_seed(runs, "text", "flops", "gate") == {0: rate, 1: 1 + rate}
+
+
+@pytest.mark.parametrize(
+    ("ours", "says"),
+    [((1.0, 1.1, 1.05), "better"), ((3.0, 3.1, 3.05), "worse"), ((1.0, 3.1, 2.0), "cannot be told")],
+)
+def test_verdicts(ours, says):
+    assert compare.verdict(dict(enumerate(ours)), dict.fromkeys(range(3), 2.0)) == says
+    assert compare.verdict({0: 1.0}, {0: 2.0}) == "cannot be told"
+
+
+@pytest.mark.slow
+def test_trains_resumes_and_reports(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "RATES", (1e-3,))
+    arguments = ["--output", str(tmp_path), *SMALL, "--seeds", "0", "--steps", "2"]
+    compare.main(arguments)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["runs"]) == 4  # two columns: a rate, a seed
+    mixture = [run for run in results["runs"] if run["column"] == "mixture"]
+    for run in mixture:
+        for key in ("head_load_before", "head_load"):
+            assert all(load[0] == 1.0 and sum(load) == pytest.approx(3.0) for load in run[key])
+    table = (tmp_path / "table.md").read_text()
+    assert "| MoH, 3 of 4 | " in table and "cannot be told" in table and "## Heads of MoH" in table
+    assert (tmp_path / "head_systems.svg").read_text().count("<circle") == 2
+    capsys.readouterr()
+    compare.main(arguments)
+    said = capsys.readouterr().out
+    assert "learning rates: 2 of 2 runs" in said and "seeds: 2 of 2 runs" in said
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    compare.main(["--output", str(tmp_path), "--report"])
+    assert (tmp_path / "table.md").read_text() == table
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--seeds", "100"], ["--tasks", "speech"], ["--report"]])
+def test_wrong_usage(arguments, tmp_path):
+    with pytest.raises(SystemExit):
+        compare.main(["--output", str(tmp_path), *arguments])
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_of_another_script_are_refused(tmp_path):
+    (tmp_path / "results.json").write_text('{"runs": [{"column": "vit"}]}')
+    with pytest.raises(SystemExit, match="another script"):
+        compare.main(["--output", str(tmp_path), "--report"])
+
+
+def test_the_page_says_that_there_are_no_results():
+    """As long as no results are committed."""
+    page = (REPOSITORY / "docs" / "head_systems.md").read_text(encoding="utf-8")
+    has_results = (REPOSITORY / "docs" / "head_systems" / "results.json").exists()
+    assert ("There are no results yet" in page) != has_results
