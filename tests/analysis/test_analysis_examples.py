@@ -74,6 +74,15 @@ def test_case_study(tmp_path, monkeypatch, capsys):
     assert "--questions 0: expected at least 1" in capsys.readouterr().err
 
 
+def test_image_heads(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    right = example("image_heads")["main"](["--steps", "3", "--output", str(tmp_path / "digit.png")])
+    assert (tmp_path / "digit.png").stat().st_size > 10_000
+    assert f"{right:.1%} of 797 test images right" in capsys.readouterr().out
+
+
 def test_the_documented_study_is_the_one_of_its_results():
     """The table in docs/analysis.md is that of the last run's results."""
     folder = REPOSITORY / "docs" / "analysis"

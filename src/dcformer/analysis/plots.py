@@ -401,7 +401,7 @@ def attention_over_image(
     picture.imshow(np.asarray(image), cmap="gray", extent=(-0.5, trace.grid[1] - 0.5, trace.grid[0] - 0.5, -0.5))
     picture.set_xticks([])
     picture.set_yticks([])
-    _dress(picture, colours, "image, and the query")
+    _dress(picture, colours, "image")
     for place, (name, values) in enumerate(zip(MAP_NAMES[stage], maps, strict=True)):
         limit = float(values[numbers].abs().max()) or 1.0
         row_axes = []
