@@ -14,6 +14,7 @@ from dcformer.analysis import trace
 EXAMPLES = REPOSITORY / "examples"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(REPOSITORY)
@@ -41,6 +42,7 @@ def test_nnsight(bundled, prompt):
     assert not torch.equal(found["ablated"], found["logits"])
 
 
+@pytest.mark.slow
 def test_captum():
     pytest.importorskip("captum")
     run = example("with_captum")["run"]
@@ -56,6 +58,7 @@ def test_circuitsvis(bundled, prompt):
     assert f'"minValue": {-limit}' in page and f'"maxValue": {limit}' in page
 
 
+@pytest.mark.slow
 def test_case_study(tmp_path, monkeypatch, capsys):
     """A small run: what is written is what was measured, and the model is right without changes."""
     pytest.importorskip("matplotlib")
