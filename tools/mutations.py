@@ -1462,6 +1462,173 @@ _LAYERS = _in(
         T_SURGERY + "test_generate_in_training_with_gradient_checkpointing_keeps_its_cache",
     ),
 )
+_T = "tests/analysis/test_analysis_"
+_ANALYSIS = (
+    _in(
+        "analysis",
+        "analysis/terms.py",
+        (
+            "term: groups mix",
+            "(low_rank * same_group).unsqueeze(dim)",
+            "low_rank.unsqueeze(dim)",
+            _T + "terms.py::test_terms_are_those_of_compose",
+        ),
+        (
+            "term: map from column to row",
+            '"jnr,mnr->njm"',
+            '"jnr,mnr->nmj"',
+            _T + "terms.py::test_terms_are_those_of_compose",
+        ),
+        (
+            "term: key weights of the query",
+            '(("q", weights.query, queries, 1), ("k", weights.key, keys, 0))',
+            '(("q", weights.query, queries, 1), ("k", weights.key, queries, 0))',
+            _T + "terms.py::test_terms_are_those_of_compose",
+        ),
+        (
+            "term: gates left out",
+            "if chosen_side.gate is not None:",
+            "if False:",
+            _T + "terms.py::test_terms_are_those_of_compose",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/tracing.py",
+        (
+            "trace: maps normalised",
+            "self.maps[self.current] = LayerTrace(**kept)",
+            "self.maps[self.current] = LayerTrace(**kept)\n"
+            "            kept_maps = self.maps[self.current]\n"
+            "            kept_maps.composed_weights = kept_maps.composed_weights.softmax(-1)",
+            _T + "tracing.py::test_maps_are_those_of_compose_trace",
+        ),
+        (
+            "trace: keeps all rows",
+            "return tensor.detach().index_select(dim, torch.tensor(self.positions, device=tensor.device))",
+            "return tensor.detach()",
+            _T + "tracing.py::test_layers_and_positions",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/diversity.py",
+        (
+            "diversity: centred",
+            "return torch.linalg.eigvalsh(gram)",
+            "gram = gram - gram.mean(0)\n    return torch.linalg.eigvalsh(gram)",
+            _T + "diversity.py::test_gram_form_is_the_svd",
+        ),
+        (
+            "diversity: variance not squared",
+            "curves.append((values.cumsum(1) / total).mean(0))",
+            "curves.append((values.sqrt().cumsum(1) / values.sqrt().sum(1, keepdim=True)).mean(0))",
+            _T + "diversity.py::test_gram_form_is_the_svd",
+        ),
+        (
+            "diversity: sides of the stack swapped",
+            'if form == "stack" else (flat_b, flat_a)',
+            'if form != "stack" else (flat_b, flat_a)',
+            _T + "diversity.py::test_gram_form_is_the_svd",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/weights.py",
+        (
+            "circuits: theorem 2.2 as 2.1",
+            'return self.pre if circuit == "qk" else self.post.T',
+            'return self.pre if circuit == "qk" else self.post',
+            _T + "diversity.py::test_gram_form_is_the_svd",
+        ),
+        (
+            "circuits: grouped heads interleaved",
+            "[head // shared for head in range(heads)]",
+            "[head % (heads // shared) for head in range(heads)]",
+            _T + "diversity.py::test_circuit_weights_are_those_of_attention",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/maps.py",
+        (
+            "maps: first queries count",
+            "[visible.sum(-1) > 1]",
+            "[visible.sum(-1) > 0]",
+            _T + "diversity.py::test_divergence_is_its_definition",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/summary.py",
+        (
+            "summary: padding counts",
+            "return visible & real & trace.real[:, None, :]",
+            "return visible.expand_as(visible & real)",
+            _T + "summary.py::test_summary_is_the_mean_of_breakdowns",
+        ),
+        (
+            "summary: flow into head from column",
+            "inflow=others.sum(0)",
+            "inflow=others.sum(1)",
+            _T + "summary.py::test_summary_is_the_mean_of_breakdowns",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/attribution.py",
+        (
+            "attribution: integral not weighted",
+            "else g * weight for",
+            "else g / steps for",
+            _T + "attribution.py::test_complete_on_the_bundled_checkpoint",
+        ),
+        (
+            "attribution: gradients times z, not the way from the baseline",
+            "((z - b) * g).sum(-1)",
+            "(z * g).sum(-1)",
+            _T + "attribution.py::test_exact_on_a_model_linear_in_z",
+        ),
+        (
+            "attribution: last position of padded rows",
+            "logits.shape[1] - 1 - mask.flip(1).long().argmax(1)",
+            "logits.shape[1] - 1 + 0 * mask.flip(1).long().argmax(1)",
+            _T + "attribution.py::test_batches_and_padding",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/interventions.py",
+        (
+            "ablation: gate of the projection's scale",
+            "torch.where(is_up, projection, torch.where(is_gate, gate, factors))",
+            "torch.where(is_up | is_gate, projection, factors)",
+            _T + "interventions.py::test_a_trace_sees_the_ablation",
+        ),
+        (
+            "ablation: hooks left behind",
+            "            handle.remove()",
+            "            pass",
+            _T + "borrowing.py::test_ablation_and_patching",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/circuits.py",
+        (
+            "OV table: norm of the MLP in front of attention",
+            "here.input_layernorm(x)",
+            "here.post_attention_layernorm(x)",
+            _T + "circuits.py::test_table_is_the_equation",
+        ),
+        (
+            "copying: sizes of the real parts",
+            "size = values.abs().sum()",
+            "size = values.real.abs().sum()",
+            _T + "circuits.py::test_scores_are_those_of_the_large_products",
+        ),
+    )
+)
 
 T_DCMHA, T_CONVERTED = "tests/modules/test_dcmha.py::", "tests/modules/test_convert_attention.py::"
 _MODULES = [
@@ -1652,4 +1819,5 @@ MUTATIONS = [
     *_CHUNKED,
     *_MODULES,
     *_VISION,
+    *_ANALYSIS,
 ]

@@ -67,7 +67,7 @@ def test_tokens_that_are_not_one(bundled):
         (lambda: ov_table(model, tokenizer, 4, 0, ["tuna"]), "layer 4 is out of range"),
         (lambda: ov_table(model, tokenizer, 0, 8, ["tuna"]), "head 8 is out of range"),
         (lambda: ov_table(model, tokenizer, 0, 0, [288]), "token id 288 is out of range"),
-        (lambda: ov_table(model, tokenizer, 0, 0, []), "tokens is empty"),
+        (lambda: ov_table(model, tokenizer, 0, 0, []), "no token id is named"),
         (lambda: circuit_scores(DCFormerModel(model.config), 0, 0), "DCFormerModel has no lm_head"),
     ):
         with pytest.raises(DCFormerError, match=message):

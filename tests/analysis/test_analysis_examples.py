@@ -14,6 +14,7 @@ from dcformer.analysis import trace
 EXAMPLES = REPOSITORY / "examples"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(REPOSITORY)
@@ -41,6 +42,7 @@ def test_nnsight(bundled, prompt):
     assert not torch.equal(found["ablated"], found["logits"])
 
 
+@pytest.mark.slow
 def test_captum():
     pytest.importorskip("captum")
     run = example("with_captum")["run"]
@@ -56,6 +58,7 @@ def test_circuitsvis(bundled, prompt):
     assert f'"minValue": {-limit}' in page and f'"maxValue": {limit}' in page
 
 
+@pytest.mark.slow
 def test_case_study(tmp_path, monkeypatch, capsys):
     """A small run: what is written is what was measured, and the model is right without changes."""
     pytest.importorskip("matplotlib")
@@ -72,6 +75,15 @@ def test_case_study(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         example("case_study")["main"](["--questions", "0"])
     assert "--questions 0: expected at least 1" in capsys.readouterr().err
+
+
+def test_image_heads(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    right = example("image_heads")["main"](["--steps", "3", "--output", str(tmp_path / "digit.png")])
+    assert (tmp_path / "digit.png").stat().st_size > 10_000
+    assert f"{right:.1%} of 797 test images right" in capsys.readouterr().out
 
 
 def test_the_documented_study_is_the_one_of_its_results():

@@ -89,6 +89,17 @@ def test_colours_can_be_told_apart(theme):
         assert contrast(colour, theme.ground) > 3
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_numbers_can_be_read(drawn, theme):
+    """Each number stands out from the colour of its cell."""
+    axes = drawn[0]["breakdown_strip"](theme).axes[0]
+    image = axes.get_images()[0]
+    for text in axes.texts:
+        column, row = (round(place) for place in text.get_position())
+        cell = image.cmap(image.norm(image.get_array()[row, column]))
+        assert contrast(matplotlib.colors.to_hex(cell), text.get_color()) > 3.9
+
+
 def texts(figure):
     return [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
 

@@ -12,7 +12,7 @@ from dcformer.analysis import TERMS, breakdown, compose_map, composition_summary
 def test_summary_is_the_mean_of_breakdowns(padded):
     model, ids = random_model(torch.float64, compose_static=True, sliding_window=4), torch.randint(97, (2, 7))
     mask = torch.ones_like(ids)
-    mask[1, : 2 * padded] = 0
+    mask[1, : 4 * padded] = 0  # the first of the queries that are kept, and its keys
     run = trace(model, {"input_ids": ids, "attention_mask": mask}, positions=[3, 6])
     found = {(one.layer, one.stage): one for one in composition_summary(run)}
     assert list(found) == [(layer, stage) for layer in (0, 1) for stage in ("pre", "post")]
@@ -22,7 +22,7 @@ def test_summary_is_the_mean_of_breakdowns(padded):
             for b in range(2)
             for t in (3, 6)
             for s in range(t + 1)
-            if mask[b, s] and (layer == 1 or t - s < 4)  # the first layer is local
+            if mask[b, t] and mask[b, s] and (layer == 1 or t - s < 4)  # the first layer is local
         ]
         eye = torch.eye(4, dtype=torch.float64)
         maps = torch.stack([matrix for _, matrix in entries])
@@ -43,7 +43,8 @@ def test_summary_is_the_mean_of_breakdowns(padded):
         assert torch.allclose(one.flow, flow / flow.sum())
         assert one.borrowed == pytest.approx((one.flow * (1 - eye)).sum().item())
         weights = run.layers[layer].composed_weights
-        assert one.row_sum == pytest.approx(weights.sum(-1).mean().item()) and one.most_negative == weights.min().item()
+        sums = weights.sum(-1).transpose(1, 2)[mask[:, [3, 6]].bool()]  # [real queries, H]
+        assert one.row_sum == pytest.approx(sums.mean().item()) and one.most_negative == weights.min().item()
 
 
 def test_without_composition():

@@ -85,17 +85,17 @@ def test_float64_is_exact():
 
 def test_terms_are_those_of_compose():
     """Each term is what `compose` adds when the stage has this branch alone."""
-    run = trace(random_model(torch.float64, compose_static=True, num_key_value_heads=4), torch.randint(97, (1, 6)))
+    run = trace(random_model(torch.float64, compose_static=True, compose_groups=2), torch.randint(97, (1, 6)))
     layer = run.layers[1]
     weights = layer.post
     query, key = weights.query, weights.key
     side, whole = type(query), type(weights)
     branches = {
-        "static": whole(static=weights.static, groups=weights.groups),
-        "q_proj": whole(query=side.of(query.down, query.up)),
-        "q_gate": whole(query=side.of(gate=query.gate)),
-        "k_proj": whole(key=side.of(key.down, key.up)),
-        "k_gate": whole(key=side.of(gate=key.gate)),
+        "static": whole(static=weights.static, groups=2),
+        "q_proj": whole(query=side.of(query.down, query.up), groups=2),
+        "q_gate": whole(query=side.of(gate=query.gate), groups=2),
+        "k_proj": whole(key=side.of(key.down, key.up), groups=2),
+        "k_gate": whole(key=side.of(gate=key.gate), groups=2),
     }
     found = breakdown(run, 1, "post", 4, 2)
     for term, branch in branches.items():

@@ -3,6 +3,7 @@
 import itertools
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from analysis_models import PROMPT, random_model
@@ -12,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from dcformer import (
     ComposeTrace,
+    DCFormerForQuestionAnswering,
+    DCFormerForSequenceClassification,
+    DCFormerForTokenClassification,
     DCFormerModel,
     DCPythiaConfig,
     DCPythiaForCausalLM,
@@ -160,6 +164,7 @@ def test_bad_input():
     for call, message in (
         (lambda: trace(model, ids, layers=[2]), "layer 2 is out of range: there are 2, numbered 0 to 1"),
         (lambda: trace(model, ids, positions=[3]), "position 3 is out of range"),
+        (lambda: trace(model, ids, positions=[]), "no position is named: name some, or None for all"),
         (lambda: trace(model, "text"), "inputs of type str: expected what a tokenizer returns"),
         (lambda: trace(model, {"attention_mask": ids}), "inputs without tokens"),
         (lambda: trace(model, {"input_ids": ids, "past_key_values": 1}), "whole texts, without a cache"),
@@ -188,6 +193,9 @@ def test_every_model_of_the_package(bundled):
     run = trace(randomise(DCPythiaForCausalLM(pythia)), ids)
     layer = run.layers[1]
     assert torch.allclose(layer.head_outputs.sum(2) + layer.b_O, layer.attention_output, atol=1e-5)
+    for head in (DCFormerForSequenceClassification, DCFormerForTokenClassification, DCFormerForQuestionAnswering):
+        config = random_model(pad_token_id=0).config
+        assert len(trace(randomise(head(config)), ids, layers=np.arange(1, 2)).layers) == 1
     decoder = trace(randomise(DCFormerModel(random_model().config)), ids)
     assert decoder.logits is None and len(decoder.layers) == 2
     config = DCViTConfig(

@@ -97,8 +97,6 @@ def ov_table(
     found = layers_of(model)
     (layer,), (head,) = chosen([layer], len(found), "layer"), chosen([head], found[0].heads, "head")
     ids = [token if isinstance(token, int) else single_token(tokenizer, token) for token in tokens]
-    if not ids:
-        raise DCFormerError("tokens is empty: expected at least one.")
     device, dtype = unembed.weight.device, unembed.weight.dtype
     first, here = found[0].module, found[layer].module
     x = decoder.embed_tokens(torch.tensor(chosen(ids, decoder.embed_tokens.num_embeddings, "token id"), device=device))

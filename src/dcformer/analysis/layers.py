@@ -59,15 +59,17 @@ def chosen(numbers: Iterable[int] | int | None, count: int, what: str) -> list[i
         what: they are, for the message.
 
     Raises:
-        DCFormerError: on a number out of range.
+        DCFormerError: on a number out of range, and on no number.
     """
     if numbers is None:
         return list(range(count))
     result = []
-    for number in [numbers] if isinstance(numbers, int) else numbers:
+    for number in numbers if isinstance(numbers, Iterable) else [numbers]:
         if not -count <= number < count:
             raise DCFormerError(f"{what} {number} is out of range: there are {count}, numbered 0 to {count - 1}.")
         result.append(int(number) % count)
+    if not result:
+        raise DCFormerError(f"no {what} is named: name some, or None for all.")
     return result
 
 

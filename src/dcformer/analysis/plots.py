@@ -93,6 +93,20 @@ def _diverging(theme: Theme) -> Any:
     return LinearSegmentedColormap.from_list("sign", [theme.negative, theme.ground, theme.positive])
 
 
+def _readable(image: Any, value: float, theme: Theme) -> str:
+    """The theme's ink or ground, whichever stands out more from the colour of a value."""
+
+    def luminance(rgb: Any) -> float:
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in rgb[:3]]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    from matplotlib.colors import to_rgb
+
+    behind = luminance(image.cmap(image.norm(value))) + 0.05
+    ratios = {ink: (luminance(to_rgb(ink)) + 0.05) / behind for ink in (theme.ink, theme.ground)}
+    return max(ratios, key=lambda ink: max(ratios[ink], 1 / ratios[ink]))
+
+
 def _heat(axes: Any, values: Any, theme: Theme, limit: float | None = None, numbers: bool | None = None) -> Any:
     """A heat map of signed values, centred at 0; negative cells bear a minus or, where there is room, the number."""
     values = np.asarray(values, dtype=float)
@@ -101,14 +115,13 @@ def _heat(axes: Any, values: Any, theme: Theme, limit: float | None = None, numb
     numbers = values.size <= 80 if numbers is None else numbers
     for row, column in np.ndindex(values.shape):
         value = values[row, column]
-        strong = abs(value) > 0.55 * limit
         if numbers:
             text = f"{value:.2g}" if abs(value) >= 0.005 * limit else "0"
         elif value < -0.04 * limit:
             text = "-"
         else:
             continue
-        colour = theme.ground if strong else theme.ink
+        colour = _readable(image, value, theme)
         weight = "normal" if numbers else "bold"
         axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=FONT - 1, weight=weight)
     return image
@@ -186,11 +199,10 @@ def breakdown_strip(found: Breakdown, tokens: Sequence[str] | None = None, theme
     axes = figure.add_subplot()
     scaled = values.clone()  # coloured on two scales, each printed with its numbers
     scaled[:, groups[1]] *= maps_limit / (parts_limit or 1.0)
-    axes.imshow(scaled, cmap=_diverging(colours), vmin=-maps_limit, vmax=maps_limit, aspect="auto")
+    image = axes.imshow(scaled, cmap=_diverging(colours), vmin=-maps_limit, vmax=maps_limit, aspect="auto")
     for head in range(heads):
         for column in range(len(columns)):
-            strong = abs(scaled[head, column]) > 0.55 * maps_limit
-            ink = colours.ground if strong else colours.ink
+            ink = _readable(image, float(scaled[head, column]), colours)
             number = float(values[head, column])
             text = "0" if abs(number) < 0.005 else f"{number:.2f}" if abs(number) < 99.5 else f"{number:.0f}"
             axes.text(column, head, text, ha="center", va="center", color=ink, fontsize=FONT - 1)
@@ -281,8 +293,9 @@ def mean_maps(summary: Sequence[StageSummary], theme: str = "light") -> Figure:
         heads = range(one.mean_map.shape[0])
         axes.set_xticks(heads, [str(head) for head in heads])
         _heads(axes, heads)
-        _dress(axes, colours, f"layer {one.layer}, {one.stage}", "to head", "from head")
-        _scale(figure, image, axes, colours, "mean of C - I")
+        is_first, is_last = one.layer == layers[0], one.layer == layers[-1]
+        _dress(axes, colours, f"layer {one.layer}, {one.stage}", "to head", "from head" if is_first else "")
+        _scale(figure, image, axes, colours, "mean of C - I" if is_last else "")
     return figure
 
 
@@ -388,7 +401,7 @@ def attention_over_image(
     picture.imshow(np.asarray(image), cmap="gray", extent=(-0.5, trace.grid[1] - 0.5, trace.grid[0] - 0.5, -0.5))
     picture.set_xticks([])
     picture.set_yticks([])
-    _dress(picture, colours, "image, and the query")
+    _dress(picture, colours, "image")
     for place, (name, values) in enumerate(zip(MAP_NAMES[stage], maps, strict=True)):
         limit = float(values[numbers].abs().max()) or 1.0
         row_axes = []
