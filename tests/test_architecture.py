@@ -25,6 +25,7 @@ LAYERS = (
 )
 # The flat files, in the same way: each imports those of its own line or of earlier ones.
 MODEL_LAYERS = (
+    {"heads_dcformer"},
     {"fusion_dcformer", "peft_dcformer", "legacy_dcformer", "presets_dcformer", "parallel_dcformer"},
     {"configuration_dcformer", "compose_dcformer"},
     {"masks_dcformer"},

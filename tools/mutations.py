@@ -146,8 +146,8 @@ _COMPOSE = _in(
     ),
     (
         "channels behind another head's keys",
-        "side.by_head.unflatten(1, (-1, self.key_value_repeats))",
-        "side.by_head.unflatten(1, (self.key_value_repeats, -1)).transpose(1, 2)",
+        "packed.unflatten(1, (-1, self.key_value_repeats[stage]))",
+        "packed.unflatten(1, (self.key_value_repeats[stage], -1)).transpose(1, 2)",
         T_COMPOSE + "test_a_query_heads_channels_sit_behind_its_own_key_head",
     ),
     ("padding of ones", "packed.new_zeros(())", "packed.new_ones(())", PACKING),
@@ -444,7 +444,7 @@ _CONFIGURATION = (
         ),
         (
             "cache channels of one query head",
-            "used = per_head * (self.num_attention_heads // self.num_key_value_heads)",
+            "used = per_head * (self.num_attention_heads // self.cached_heads(stage, layer_idx))",
             "used = per_head",
             T_CONFIG + "test_cache_channels",
         ),
@@ -1237,21 +1237,14 @@ _ATTENTION = _in(
     ),
     (
         "scores not scaled",
-        "key.to(compute).transpose(-1, -2)) * scaling",
-        "key.to(compute).transpose(-1, -2))",
+        "key.to(compute).transpose(-1, -2), key_heads) * scaling",
+        "key.to(compute).transpose(-1, -2), key_heads)",
         CHUNKED_IS_EAGER,
-    ),
-    (
-        "key/value heads repeated in turn",
-        "states.repeat_interleave(repeats, dim=1)",
-        "states.repeat(1, repeats, 1, 1)",
-        CHUNKED_IS_EAGER,
-        MAXTEXT + "[LGLL, six heads]",
     ),
     (
         "scores in the model's dtype",
-        "torch.matmul(query.to(compute), key.to(compute).transpose(-1, -2)) * scaling",
-        "torch.matmul(query, key.transpose(-1, -2)).to(compute) * scaling",
+        "matmul_shared(query.to(compute), key.to(compute).transpose(-1, -2), key_heads) * scaling",
+        "matmul_shared(query, key.transpose(-1, -2), key_heads).to(compute) * scaling",
         T_ATTENTION + "test_low_precision_is_no_worse_than_computing_in_it",
         T_ATTENTION + "test_a_trace_holds_the_maps_of_the_definition",
     ),
@@ -1265,9 +1258,21 @@ _ATTENTION = _in(
     ("weights not composed", "weights, mix(weights, post))", "weights, weights)", CHUNKED_IS_EAGER),
     (
         "batches that do not fit",
-        "heads_fit = query.shape[0] == key.shape[0] and query.shape[1]",
-        "heads_fit = query.shape[1]",
+        "heads_fit and batch == key.shape[0] == value.shape[0]",
+        "heads_fit",
         T_ATTENTION + "test_ill_fitting_shapes_are_refused",
+    ),
+)
+
+_HEADS = _in(
+    "attention",
+    "heads_dcformer.py",
+    (
+        "key/value heads repeated in turn",
+        "rows.unflatten(1, (count, -1)) if heads is None",
+        "rows.unflatten(1, (-1, count)).transpose(1, 2) if heads is None",
+        CHUNKED_IS_EAGER,
+        MAXTEXT + "[LGLL, six heads]",
     ),
 )
 
@@ -1468,6 +1473,7 @@ MUTATIONS = [
     *_MODELING,
     *_LAYERS,
     *_ATTENTION,
+    *_HEADS,
     *_MASKS,
     *_CHUNKED,
 ]

@@ -1,9 +1,9 @@
 """DCFormer for Transformers: dynamically composable multi-head attention as an ordinary model of the library.
 
-Importing the package registers "dcformer", "dcpythia" and "dcvit" with Transformers' Auto classes, and the attention
-implementations "dcformer_chunked", where Triton is installed "dcformer_triton", and "dcmha" and "dcmha_chunked" for
-models that `modules.convert_attention` has converted. The first model that is made registers the names of tensors in
-the authors' repositories on the Hub.
+Importing the package registers "dcformer", "dcpythia", "dha" and "dcvit" with Transformers' Auto classes, and the
+attention implementations "dcformer_chunked", where Triton is installed "dcformer_triton", and "dcmha" and
+"dcmha_chunked" for models that `modules.convert_attention` has converted. The first model that is made registers the
+names of tensors in the authors' repositories on the Hub.
 """
 
 from transformers import (
@@ -17,7 +17,7 @@ from transformers import (
 
 from .attention_dcformer import ComposeTrace, LayerTrace
 from .compose_dcformer import ComposeSettings, ComposeWeights, DCFormerCompose, SideWeights, compose
-from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
 from .kernels import register as register_kernels
 from .modeling_dcformer import (
     DCFormerForCausalLM,
@@ -31,6 +31,11 @@ from .modeling_dcformer import (
     DCPythiaForSequenceClassification,
     DCPythiaForTokenClassification,
     DCPythiaModel,
+    DHAForCausalLM,
+    DHAForQuestionAnswering,
+    DHAForSequenceClassification,
+    DHAForTokenClassification,
+    DHAModel,
 )
 from .modules import from_pretrained_converted
 from .optimization import parameter_groups
@@ -41,13 +46,25 @@ from .vision import register as register_vision
 __version__ = "0.1.0"
 
 _AUTO_CLASSES = {
-    AutoModel: (DCFormerModel, DCPythiaModel),
-    AutoModelForCausalLM: (DCFormerForCausalLM, DCPythiaForCausalLM),
-    AutoModelForSequenceClassification: (DCFormerForSequenceClassification, DCPythiaForSequenceClassification),
-    AutoModelForTokenClassification: (DCFormerForTokenClassification, DCPythiaForTokenClassification),
-    AutoModelForQuestionAnswering: (DCFormerForQuestionAnswering, DCPythiaForQuestionAnswering),
+    AutoModel: (DCFormerModel, DCPythiaModel, DHAModel),
+    AutoModelForCausalLM: (DCFormerForCausalLM, DCPythiaForCausalLM, DHAForCausalLM),
+    AutoModelForSequenceClassification: (
+        DCFormerForSequenceClassification,
+        DCPythiaForSequenceClassification,
+        DHAForSequenceClassification,
+    ),
+    AutoModelForTokenClassification: (
+        DCFormerForTokenClassification,
+        DCPythiaForTokenClassification,
+        DHAForTokenClassification,
+    ),
+    AutoModelForQuestionAnswering: (
+        DCFormerForQuestionAnswering,
+        DCPythiaForQuestionAnswering,
+        DHAForQuestionAnswering,
+    ),
 }
-for _config_class in (DCFormerConfig, DCPythiaConfig):
+for _config_class in (DCFormerConfig, DCPythiaConfig, DHAConfig):
     AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
 for _auto_class, _model_classes in _AUTO_CLASSES.items():
     for _model_class in _model_classes:
@@ -78,6 +95,12 @@ __all__ = [
     "DCViTImageProcessor",
     "DCViTModel",
     "DCViTPreTrainedModel",
+    "DHAConfig",
+    "DHAForCausalLM",
+    "DHAForQuestionAnswering",
+    "DHAForSequenceClassification",
+    "DHAForTokenClassification",
+    "DHAModel",
     "LayerTrace",
     "SideWeights",
     "__version__",

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .compose_dcformer import ComposeWeights, accumulation_dtype, autocast_dtype, compose
+from .heads_dcformer import HeadMap, matmul_shared
 from .masks_dcformer import causal_rows, visible_and_bias
 
 
@@ -60,18 +61,26 @@ def _masked_softmax(
     return scores.softmax(dim=-1).masked_fill(empty, 0.0)
 
 
-def repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, Hkv, S, D] -> [B, H, S, D] for grouped-query attention."""
-    repeats = heads // states.shape[1]
-    return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
-
-
-def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> None:
-    heads_fit = query.shape[0] == key.shape[0] and query.shape[1] % key.shape[1] == 0
-    if not heads_fit or key.shape[:3] != value.shape[:3] or query.shape[-1] != key.shape[-1]:
+def check_shapes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    key_heads: HeadMap | None = None,
+    value_heads: HeadMap | None = None,
+) -> None:
+    """Raises a `ValueError` on shapes that do not fit; the arguments are those of `eager_attention`."""
+    batch, heads = query.shape[:2]
+    heads_fit = heads % key.shape[1] == 0 and key.shape[1] == value.shape[1]
+    if key_heads is not None and value_heads is not None:
+        heads_fit = (key.shape[1], value.shape[1]) == (key_heads.count, value_heads.count)
+    if not (heads_fit and batch == key.shape[0] == value.shape[0]) or (
+        key.shape[2] != value.shape[2] or query.shape[-1] != key.shape[-1]
+    ):
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together: "
-            "expected [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv] with H a multiple of Hkv."
+            "expected [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv] with H a multiple of Hkv, or, with head maps, "
+            "the numbers of heads that they read."
         )
     if attention_mask is not None:
         expected = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -97,11 +106,11 @@ def attend(
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
     mix: Callable[[torch.Tensor, ComposeWeights | None], torch.Tensor] = compose,
+    key_heads: HeadMap | None = None,
 ) -> LayerTrace:
     """The definition of composed attention up to the composed weights; see the head of this file."""
     compute = accumulation_dtype(query.dtype)
-    key = repeat_heads(key, query.shape[1])
-    scores = torch.matmul(query.to(compute), key.to(compute).transpose(-1, -2)) * scaling  # [B, H, T, S]
+    scores = matmul_shared(query.to(compute), key.to(compute).transpose(-1, -2), key_heads) * scaling  # [B, H, T, S]
     composed_scores = mix(scores, pre)
     weights = _masked_softmax(composed_scores, visible, bias)
     return LayerTrace(scores, composed_scores, weights, mix(weights, post))
@@ -120,6 +129,8 @@ def eager_attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     compose_trace: ComposeTrace | None = None,
+    key_heads: HeadMap | None = None,
+    value_heads: HeadMap | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Composed attention by its definition: every map is materialised. The yardstick for all other implementations.
@@ -137,6 +148,8 @@ def eager_attention(
         sliding_window: keys a query sees, its own included; read when `attention_mask` is None.
         is_causal: read then too; `module.is_causal` when not given.
         compose_trace: collects this layer's maps.
+        key_heads, value_heads: which of the keys' and values' heads each query head reads, whose numbers may then
+            differ; None: consecutive query heads share one.
 
     Returns:
         output [B, T, H, D] and composed weights [B, H, T, S], both in the dtype of `query`.
@@ -144,18 +157,18 @@ def eager_attention(
     Raises:
         ValueError: on shapes that do not fit.
     """
-    check_shapes(query, key, value, attention_mask)
+    check_shapes(query, key, value, attention_mask, key_heads, value_heads)
     visible = bias = None
     if attention_mask is not None:
         visible, bias = visible_and_bias(attention_mask)
     elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
         visible = causal_rows(query.shape[2], key.shape[2], sliding_window, query.device)[:, None]
-    maps = attend(query, key, value, visible, bias, scaling, pre, post)
+    maps = attend(query, key, value, visible, bias, scaling, pre, post, key_heads=key_heads)
     if compose_trace is not None:
         compose_trace.layers.append(maps)
     weights = maps.composed_weights.to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
-    output = torch.matmul(weights, repeat_heads(value, query.shape[1]))  # [B, H, T, D]
+    output = matmul_shared(weights, value, value_heads)  # [B, H, T, D]
     return output.transpose(1, 2).contiguous(), weights
 
 
@@ -191,4 +204,4 @@ def attend_composed(
         return function(module, query, key, value, *arguments, **options)
 
 
-__all__ = ["ComposeTrace", "LayerTrace", "attend", "attend_composed", "check_shapes", "eager_attention", "repeat_heads"]
+__all__ = ["ComposeTrace", "LayerTrace", "attend", "attend_composed", "check_shapes", "eager_attention"]

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from .attention_dcformer import ComposeTrace, attend, check_shapes, repeat_heads
+from .attention_dcformer import ComposeTrace, attend, check_shapes
 from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION, ComposeWeights, SideWeights, accumulation_dtype
+from .heads_dcformer import HeadMap, matmul_shared
 from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
 
 # Scores of one block of queries: at most this many (a soft bound, per group).
@@ -50,6 +51,8 @@ def chunked_attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     compose_trace: ComposeTrace | None = None,
+    key_heads: HeadMap | None = None,
+    value_heads: HeadMap | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Composed attention by blocks of queries, forward and backward in memory linear in T and S. Same numbers as eager.
@@ -63,7 +66,7 @@ def chunked_attention(
         ValueError: on shapes that do not fit, when a trace of the maps is asked for, or for a mask to be trained.
         NotImplementedError: under transforms of `torch.func`, in forward mode, and by differentiating twice.
     """
-    check_shapes(query, key, value, attention_mask)
+    check_shapes(query, key, value, attention_mask, key_heads, value_heads)
     if compose_trace is not None:
         raise ValueError(f"compose_trace cannot be filled: {_NO_MAPS}")
     if isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad:
@@ -78,7 +81,9 @@ def chunked_attention(
         if causal and (length > 1 or (sliding_window is not None and key_length > sliding_window)):
             mask = causal_rows(length, key_length, sliding_window, query.device)[:, None]
         mask = None if mask is None else mask.to(query.device)
-        return _attend_few(query, key, value, mask, scaling, pre, post), None
+        return _attend_few(query, key, value, mask, scaling, pre, post, key_heads, value_heads), None
+    if key_heads is not None and value_heads is not None:  # little beside the work on maps
+        key, value = key_heads.gather(key), value_heads.gather(value)  # [B, H, S, D]
     weights = flatten_weights(pre, post)
     _refuse_transforms(query, key, value, *weights)
     if attention_mask is None:
@@ -122,12 +127,14 @@ def _attend_few(
     scaling: float,
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
+    key_heads: HeadMap | None,
+    value_heads: HeadMap | None,
 ) -> torch.Tensor:
     """A few queries against many keys: the definition, one map of [B, H, few, S]. Returns [B, T, H, D]."""
     visible, bias = (None, None) if mask is None else visible_and_bias(mask)
-    maps = attend(query, key, value, visible, bias, scaling, pre, post, mix=_compose_few)
+    maps = attend(query, key, value, visible, bias, scaling, pre, post, mix=_compose_few, key_heads=key_heads)
     weights = maps.composed_weights.to(query.dtype)
-    return torch.matmul(weights, repeat_heads(value, query.shape[1])).transpose(1, 2).contiguous()
+    return matmul_shared(weights, value, value_heads).transpose(1, 2).contiguous()
 
 
 def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from .heads_dcformer import HeadMap
+
 COMPOSE_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
 COMPOSE_NORM_EPS = 1e-6
 
@@ -64,16 +66,29 @@ class ComposeFields:
         sides = [side for side in ("query", "key") if getattr(self, f"compose_{side}")]
         return tuple((stage, side) for stage in stages for side in sides)
 
-    def compose_cache_channels(self, stage: str) -> int:
+    @property
+    def composes(self) -> bool:
+        """Whether anything is composed: without composition a model is a plain Transformer."""
+        return bool(self.compose_generators) or self.compose_static
+
+    def cached_heads(self, stage: str, layer_idx: int = 0) -> int:
+        """Key heads (stage "pre") or value heads ("post") that a layer caches."""
+        return self.num_key_value_heads  # type: ignore[return-value]  # None only until __post_init__
+
+    def compose_cache_channels(self, stage: str, layer_idx: int = 0) -> int:
         """Channels that composition adds behind each cached key (stage "pre") or value (stage "post").
 
         The key-wise outputs of all query heads of a key/value head, 2R + 1 numbers each (low-rank pair and gate),
         padded to a multiple of 8 channels so that rows stay 16-byte aligned in 16-bit dtypes.
+
+        Args:
+            stage: "pre" or "post".
+            layer_idx: the layer's number; layers differ where `key_head_map` or `value_head_map` make them.
         """
         if (stage, "key") not in self.compose_generators:
             return 0
         per_head = 2 * self.compose_rank * self.compose_projection + self.compose_gate
-        used = per_head * (self.num_attention_heads // self.num_key_value_heads)
+        used = per_head * (self.num_attention_heads // self.cached_heads(stage, layer_idx))
         return -(-used // 8) * 8
 
     def check_composition(self) -> None:
@@ -365,18 +380,27 @@ class DCFormerCompose(nn.Module):
 
     Args:
         settings: a `ComposeSettings`, or a `DCFormerConfig`.
+        layer_idx: the layer's number; layers differ in what a cache holds where they have head maps.
+        key_heads, value_heads: which key and value head each query head reads; None: consecutive ones share one.
     """
 
     pre_static: nn.Parameter | None
     post_static: nn.Parameter | None
 
-    def __init__(self, settings: ComposeFields):
+    def __init__(
+        self,
+        settings: ComposeFields,
+        layer_idx: int = 0,
+        key_heads: HeadMap | None = None,
+        value_heads: HeadMap | None = None,
+    ):
         super().__init__()
+        self.pre_heads, self.post_heads = key_heads, value_heads
         heads, self.rank = settings.num_attention_heads, settings.compose_rank
         self.generators = settings.compose_generators
         self.heads_per_group = heads // settings.compose_groups
-        self.key_value_repeats = heads // settings.num_key_value_heads
-        self.channels = {stage: settings.compose_cache_channels(stage) for stage in ("pre", "post")}
+        self.key_value_repeats = {stage: heads // settings.cached_heads(stage, layer_idx) for stage in ("pre", "post")}
+        self.channels = {stage: settings.compose_cache_channels(stage, layer_idx) for stage in ("pre", "post")}
         rows = settings.compose_groups * len(self.generators)  # G·C
         hidden = 2 * self.rank * self.heads_per_group  # K
         has_low_rank = bool(rows) and settings.compose_projection
@@ -517,7 +541,11 @@ class DCFormerCompose(nn.Module):
         """
         if side is None:
             return states
-        packed = side.by_head.unflatten(1, (-1, self.key_value_repeats))  # [B, Hkv, rep, channels, N]
+        packed, heads = side.by_head, self._heads(stage)
+        if heads is None:
+            packed = packed.unflatten(1, (-1, self.key_value_repeats[stage]))  # [B, Hkv, rep, channels, N]
+        else:
+            packed = heads.by_shared_head(packed)  # likewise, ascending by query head
         packed = packed.permute(0, 1, 4, 2, 3).flatten(3)  # [B, Hkv, N, rep · channels]
         padding = self.channels[stage] - packed.shape[-1]
         return torch.cat([states, packed, packed.new_zeros(()).expand(*packed.shape[:-1], padding)], dim=-1)
@@ -540,13 +568,20 @@ class DCFormerCompose(nn.Module):
         """
         if (stage, "key") not in self.generators:
             return packed, None
-        repeats, low_rank = self.key_value_repeats, self.rank if self.dw1_proj is not None else 0
+        repeats, low_rank = self.key_value_repeats[stage], self.rank if self.dw1_proj is not None else 0
         width = 2 * low_rank + (self.gate_proj is not None)
         weights = packed[..., head_dim : head_dim + repeats * width]
         weights = weights.unflatten(-1, (repeats, width)).permute(0, 1, 3, 4, 2)  # [B, Hkv, rep, 2R + 1, S]
+        heads = self._heads(stage)
+        if heads is not None:
+            weights = heads.by_query_head(weights)  # [B, H, 2R + 1, S]
         if gather:
-            weights = weights.flatten(1, 2).contiguous()  # [B, H, 2R + 1, S]
+            weights = weights.flatten(1, -3).contiguous()  # [B, H, 2R + 1, S]
         return packed[..., :head_dim], SideWeights(weights)
+
+    def _heads(self, stage: str) -> HeadMap | None:
+        """Which of the heads behind which the stage's weights are packed each query head reads."""
+        return self.pre_heads if stage == "pre" else self.post_heads
 
     def stage_weights(
         self, query: SideWeights | None, key: SideWeights | None, static: torch.Tensor | None

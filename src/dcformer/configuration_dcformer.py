@@ -14,6 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from .compose_dcformer import ComposeFields
+from .heads_dcformer import MAP_FIELDS, check_head_maps
 from .legacy_dcformer import is_hub_config, native_fields, undecided_fields
 from .parallel_dcformer import tensor_parallel_plan
 from .peft_dcformer import register_peft_targets
@@ -22,6 +23,7 @@ from .presets_dcformer import PRESETS
 LAYER_TYPES = ("sliding_attention", "full_attention")
 NORM_TYPES = ("rmsnorm", "layernorm")
 MLP_TYPES = ("gated", "plain")
+_LAYER_LISTS = ("layer_types", *MAP_FIELDS)  # fields with an entry for each layer
 
 
 def _expand_pattern(pattern: str | list[str]) -> list[str]:
@@ -63,6 +65,9 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         num_attention_heads (`int`): number of query heads H.
         num_key_value_heads (`int`, *optional*): number of key/value heads; `num_attention_heads` when not given.
         head_dim (`int`, *optional*): width D of a head; `hidden_size // num_attention_heads` when not given.
+        key_head_map, value_head_map (`list[list[int]]`, *optional*): for each layer and query head, which of the
+            layer's key (value) heads it reads, as DHA makes them; by default consecutive query heads share one.
+            `num_key_value_heads` then stays what it was in the model that the heads come from.
         hidden_act (`str`): activation of the MLP, a name known to Transformers.
         mlp_type (`str`): "gated" (down(act(gate(x)) * up(x))) or "plain" (down(act(up(x)))).
         mlp_gates (`int`): number of softmax gates over equal slices of a gated MLP's activation; 0 for none.
@@ -121,6 +126,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     num_attention_heads: int = 16
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    key_head_map: list[list[int]] | None = None
+    value_head_map: list[list[int]] | None = None
     hidden_act: str = "silu"
     mlp_type: str = "gated"
     mlp_gates: int = 0
@@ -182,15 +189,51 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         self.validate_architecture()  # here too, so that the error is a plain ValueError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a field. Fewer layers keep the first layers' types; raising the number again restores the others."""
+        """Sets a field. Fewer layers keep the entries of the first; raising the number again restores the others."""
         super().__setattr__(name, value)
-        if name == "layer_types":
-            self.__dict__.pop("_all_layer_types", None)
-        elif name == "num_hidden_layers" and (types := self.__dict__.get("layer_types")) is not None:
-            types = self.__dict__.pop("_all_layer_types", types)
-            if 0 <= value < len(types):
-                self.__dict__["_all_layer_types"] = types
-            self.__dict__["layer_types"] = types[:value] if value >= 0 else types
+        if name in _LAYER_LISTS:
+            self.__dict__.pop(f"_all_{name}", None)
+        elif name == "num_hidden_layers":
+            for of_layers in _LAYER_LISTS:
+                if (kept := self.__dict__.get(of_layers)) is not None:
+                    kept = self.__dict__.pop(f"_all_{of_layers}", kept)
+                    if 0 <= value < len(kept):
+                        self.__dict__[f"_all_{of_layers}"] = kept
+                    self.__dict__[of_layers] = kept[:value] if value >= 0 else kept
+
+    def head_map(self, field: str, layer_idx: int) -> list[int]:
+        """For each query head of a layer the head that it reads.
+
+        Args:
+            field: "key_head_map" or "value_head_map".
+            layer_idx: the layer's number.
+        """
+        rows = getattr(self, field)
+        if rows is not None:
+            return rows[layer_idx]
+        sharing = self.num_attention_heads // self.num_key_value_heads
+        return [head // sharing for head in range(self.num_attention_heads)]
+
+    @property
+    def num_key_heads(self) -> list[int]:
+        """Key heads of each layer, [L]."""
+        return [max(self.head_map("key_head_map", layer)) + 1 for layer in range(self.num_hidden_layers)]
+
+    @property
+    def num_value_heads(self) -> list[int]:
+        """Value heads of each layer, [L]."""
+        return [max(self.head_map("value_head_map", layer)) + 1 for layer in range(self.num_hidden_layers)]
+
+    @property
+    def kv_saving(self) -> float:
+        """The share of keys and values that the maps save, against `num_key_value_heads` of each in every layer."""
+        cached = sum(self.num_key_heads) + sum(self.num_value_heads)
+        return 1 - cached / max(1, 2 * self.num_hidden_layers * self.num_key_value_heads)
+
+    def cached_heads(self, stage: str, layer_idx: int = 0) -> int:
+        """Key heads (stage "pre") or value heads ("post") that a layer caches."""
+        field = "key_head_map" if stage == "pre" else "value_head_map"
+        return self.num_key_value_heads if getattr(self, field) is None else max(self.head_map(field, layer_idx)) + 1
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # one for all models of a class upstream
@@ -244,7 +287,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         register_peft_targets(self.model_type)  # PEFT calls this just before it reads its tables
         fields = super().to_dict()
         fields.pop("undecided_fields", None)
-        fields.pop("_all_layer_types", None)
+        for name in _LAYER_LISTS:
+            fields.pop(f"_all_{name}", None)
         return fields
 
     def validate_architecture(self):
@@ -256,6 +300,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         self._validate_sizes()
         self._validate_layers()
         self.check_composition()
+        check_head_maps(self)
 
     def _validate_sizes(self) -> None:
         for name in (
@@ -346,4 +391,28 @@ class DCPythiaConfig(DCFormerConfig):
         super().__post_init__(**kwargs)
 
 
-__all__ = ["DCFormerConfig", "DCPythiaConfig"]
+@strict
+class DHAConfig(DCFormerConfig):
+    """Configuration of a DHA model: Llama's architecture with head maps of its own in every layer. Same fields.
+
+    Source: "DHA: Learning Decoupled-Head Attention from Transformer Checkpoints via Adaptive Heads Fusion" (arXiv
+    2406.06567). The defaults are those of Llama-2-7B, without maps: no composition, no QK-norm, global layers.
+    """
+
+    model_type = "dha"
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    norm_eps: float = 1e-6
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    compose_pre: bool = False
+    compose_post: bool = False
+    compose_query: bool = False
+    compose_key: bool = False
+
+
+__all__ = ["DCFormerConfig", "DCPythiaConfig", "DHAConfig"]

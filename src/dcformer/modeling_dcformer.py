@@ -44,12 +44,15 @@ from .compose_dcformer import (
     compose_init_std,
     default_implementation,
 )
-from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
 from .fusion_dcformer import FusedProjections, check_fusable
+from .heads_dcformer import HeadMap, head_maps
 from .hub_dcformer import IGNORED_ON_LOAD, load_hub_folder, register_hub_conversions, with_hub_config
 from .parallel_dcformer import check_tensor_parallel
 
 logger = logging.get_logger(__name__)
+
+_PLAIN_ATTENTION = ("sdpa", "flex_attention")  # of Transformers, beside flash attention: without composition
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -164,17 +167,20 @@ class DCFormerAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.key_heads, self.value_heads = head_maps(config, layer_idx)
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
-        heads, kv_heads, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        heads, bias = config.num_attention_heads, config.attention_bias
+        key_heads, value_heads = (config.cached_heads(stage, layer_idx) for stage in ("pre", "post"))
+        # Transformers' own attention functions repeat keys and values as often, unless each query head has its own
+        self.num_key_value_groups = heads // key_heads if self.key_heads is None else 1
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
         self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
-        self.compose = DCFormerCompose(config)
+        self.compose = DCFormerCompose(config, layer_idx, self.key_heads, self.value_heads)
         self.fused: FusedProjections | None = None  # `DCFormerPreTrainedModel.fuse_projections`
 
     def projections(self) -> dict[str, nn.Module | None]:
@@ -208,6 +214,11 @@ class DCFormerAttention(nn.Module):
                 "tensor is new): call model.unfuse(), and model.fuse_projections() if they are to be fused again."
             )
         return self.fused(hidden_states)
+
+    def _window(self, layer_idx: int) -> int | None:
+        """Keys that a query sees in a layer of this number, for functions that do not learn it from the mask."""
+        is_local = self.config.layer_types[layer_idx] == "sliding_attention"
+        return self.config.sliding_window if is_local else None
 
     def forward(
         self,
@@ -254,8 +265,8 @@ class DCFormerAttention(nn.Module):
                 key, value, (generated, statics) = self.compose.packed(
                     hidden_states, key, value, implementation, first_layer
                 )
+        layer_idx = self.layer_idx if layer_idx is None else layer_idx
         if past_key_values is not None:
-            layer_idx = self.layer_idx if layer_idx is None else layer_idx
             if layer_idx == 0:
                 check_cache_rows(past_key_values, key, value, self.head_dim)
             key, value = past_key_values.update(key, value, layer_idx)
@@ -263,6 +274,15 @@ class DCFormerAttention(nn.Module):
             key, pre_key = self.compose.unpack(key, self.head_dim, "pre", gather)  # [B, Hkv, S, D], weights of S keys
             value, post_key = self.compose.unpack(value, self.head_dim, "post", gather)
 
+        if implementation not in ("eager", CHUNKED, *FUSED_ATTENTION):  # one of Transformers' own
+            kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
+            kwargs["sliding_window"] = self._window(layer_idx)  # type: ignore[typeddict-unknown-key]  # flash's own
+        maps = {}
+        if self.key_heads is not None and self.value_heads is not None:
+            if implementation in ("eager", CHUNKED):  # which read each head once
+                maps = {"key_heads": self.key_heads, "value_heads": self.value_heads}
+            else:
+                key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         output, weights = attend_composed(
             attention_interface,
@@ -275,6 +295,7 @@ class DCFormerAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
             post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
+            **maps,
             **kwargs,
         )
         return self.o_proj(output.reshape(*input_shape, -1)), weights
@@ -333,6 +354,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: DCFormerConfig, *inputs: Any, **kwargs: Any):
         register_hub_conversions()
+        if not config.composes:
+            self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = True
         super().__init__(config, *inputs, **kwargs)
 
     def _why_no_maps(self) -> str | None:
@@ -348,6 +371,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        if isinstance(module, HeadMap):
+            module.fill()
         if isinstance(module, DCFormerCompose):
             std = compose_init_std(self.config)
             for name, parameter in module.named_parameters():
@@ -360,6 +385,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         "dcformer_triton" on CUDA devices whose self-check has passed, otherwise "dcformer_chunked". To return to it,
         call `model.set_attn_implementation(None)`.
 
+        A model without composition can also use those of Transformers: "sdpa", "flex_attention" and flash attention.
+
         Raises:
             ValueError: on a name that cannot compose heads, one whose requirements are missing here, or one whose
                 limits the model exceeds.
@@ -367,6 +394,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         if requested_attention is None or requested_attention == DEFAULT_ATTENTION:
             return DEFAULT_ATTENTION
         known = tuple(dict.fromkeys(("eager", CHUNKED, "dcformer_triton", *FUSED_ATTENTION)))
+        if not self.config.composes and ("flash" in requested_attention or requested_attention in _PLAIN_ATTENTION):
+            return super().get_correct_attn_implementation(requested_attention, is_init_check)
         if requested_attention not in known:
             raise ValueError(
                 f"attn_implementation={requested_attention!r} cannot compose attention heads, so "
@@ -707,6 +736,43 @@ class DCPythiaForQuestionAnswering(DCFormerForQuestionAnswering):
     config: DCPythiaConfig
 
 
+# DHA is a plain Transformer with head maps: Transformers' own attention functions serve it, too.
+
+
+class _PlainAttention:
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
+
+
+class DHAModel(_PlainAttention, DCFormerModel):
+    """DHA's decoder."""
+
+    config: DHAConfig
+
+
+class DHAForCausalLM(_PlainAttention, DCFormerForCausalLM):
+    """DHA language model."""
+
+    config: DHAConfig
+
+
+class DHAForSequenceClassification(_PlainAttention, DCFormerForSequenceClassification):
+    """DHA with a classifier of whole sequences."""
+
+    config: DHAConfig
+
+
+class DHAForTokenClassification(_PlainAttention, DCFormerForTokenClassification):
+    """DHA with a classifier of tokens."""
+
+    config: DHAConfig
+
+
+class DHAForQuestionAnswering(_PlainAttention, DCFormerForQuestionAnswering):
+    """DHA with a span predictor for extractive question answering."""
+
+    config: DHAConfig
+
+
 __all__ = [
     "DCFormerForCausalLM",
     "DCFormerForQuestionAnswering",
@@ -719,4 +785,9 @@ __all__ = [
     "DCPythiaForSequenceClassification",
     "DCPythiaForTokenClassification",
     "DCPythiaModel",
+    "DHAForCausalLM",
+    "DHAForQuestionAnswering",
+    "DHAForSequenceClassification",
+    "DHAForTokenClassification",
+    "DHAModel",
 ]

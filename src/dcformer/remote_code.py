@@ -8,9 +8,10 @@ from pathlib import Path
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from . import modeling_dcformer
-from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
 
-_PREFIXES = {config.model_type: config.__name__.removesuffix("Config") for config in (DCFormerConfig, DCPythiaConfig)}
+_CONFIGS = (DCFormerConfig, DCPythiaConfig, DHAConfig)
+_PREFIXES = {config.model_type: config.__name__.removesuffix("Config") for config in _CONFIGS}
 _TASKS = {
     "AutoModel": "Model",
     "AutoModelForCausalLM": "ForCausalLM",
@@ -29,11 +30,11 @@ def export_remote_code(path: str | os.PathLike) -> None:
     library's way, does the same for one class.)
 
     Args:
-        path: a folder written by `save_pretrained`, of either model type.
+        path: a folder written by `save_pretrained`, of any of these model types.
 
     Raises:
         FileNotFoundError: when there is no `config.json`.
-        ValueError: when it is not the native configuration of a DCFormer or DCPythia model.
+        ValueError: when it is not the native configuration of a DCFormer, DCPythia or DHA model.
     """
     folder = Path(path)
     config_file = folder / "config.json"

@@ -65,7 +65,13 @@ def _unsupported_model(config: DCFormerConfig) -> str | None:
     """What no device, dtype or mode of a model changes."""
     rank = config.compose_rank if config.compose_generators and config.compose_projection else 0
     heads = config.num_attention_heads // config.compose_groups
-    return unsupported_reason(head_dim=config.head_dim, heads=heads, rank=rank, activation=config.compose_act)
+    return unsupported_reason(
+        head_dim=config.head_dim,
+        heads=heads,
+        rank=rank,
+        activation=config.compose_act,
+        head_maps=config.key_head_map is not None or config.value_head_map is not None,
+    )
 
 
 def register() -> None:

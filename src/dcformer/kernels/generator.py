@@ -501,7 +501,7 @@ def generate_packed(
             "call it under torch.no_grad()."
         )
     _, batch, heads, _, length = generated_shape(tensors[0], tensors[1], len(compose.generators), options[1])
-    expected = (batch, heads // compose.key_value_repeats, length)
+    expected = (batch, heads // compose.key_value_repeats[stages[0]], length)
     rows: list[torch.Tensor | None] = [None, None]
     for i, stage in enumerate(stages):
         states, channels = (packed_key if stage == "pre" else packed_value), compose.channels[stage]

@@ -92,6 +92,11 @@ LIMITS = (
         {"mask": "gaps"},
     ),
     Limit("mask with gradients", "no", "`eager`", {"mask": "gradients"}),
+    Limit(
+        "keys and values of different numbers of heads (`key_head_map`, `value_head_map`)", "no",
+        "`dcformer_chunked`, `eager`",
+        {"head_maps": True},
+    ),
     Limit("maps (`compose_trace`)", "no", "`eager`", {"trace": True}),
 )  # fmt: skip
 
@@ -113,6 +118,7 @@ def unsupported_reason(
     activation: str | None = None,
     dropout: float = 0.0,
     mask: str | None = None,
+    head_maps: bool = False,
     trace: bool = False,
 ) -> str | None:
     """Why the fused kernels cannot do something. What is not given is not looked at.
@@ -126,6 +132,7 @@ def unsupported_reason(
         activation: of the weight generators, as `config.compose_act` names it.
         dropout: probability with which composed weights are dropped.
         mask: what an attention mask has: "per head", "bias", "gaps" or "gradients".
+        head_maps: whether the model says which key and value head each query head reads.
         trace: whether the maps are asked for.
 
     Returns:
@@ -149,6 +156,8 @@ def unsupported_reason(
         return f"attention_dropout={dropout} is not part of the fused kernels: set it to 0, or {_OTHERS}"
     if mask is not None:
         return _MASKS[mask]
+    if head_maps:
+        return f"key_head_map and value_head_map are beyond the fused kernels, which pair keys with values: {_OTHERS}"
     if trace:
         return f"the fused kernels never hold the maps that compose_trace collects: {_EAGER}"
     return None

@@ -158,7 +158,10 @@ def is_default(
     device = query.device
     if not is_gpu(device) or torch.compiler.is_exporting():
         return False
-    reason = unsupported_reason(dropout=attention.attention_dropout if attention.training else 0.0)
+    reason = unsupported_reason(
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        head_maps=attention.compose.pre_heads is not None,
+    )
     reason = reason or _mask_reason(attention_mask, query.shape[2], device)
     if reason is not None:
         return _stays(reason)
