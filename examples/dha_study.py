@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "dha"
 SEEDS, RATIOS = (0, 1, 2), (0.5, 0.25)
-STEPS, BASE_STEPS = 400, 1500
-FUSION, CLOSING, MARGIN = 160, 40, 50  # of 400 steps; other runs have them in proportion
+STEPS, BASE_STEPS = 300, 1200
+FUSION, CLOSING, MARGIN = 120, 30, 40  # of 300 steps; other runs have them in proportion
 LENGTH, BATCH, LR, BASE_LR = 64, 8, 1e-3, 3e-3
 MEASURED, HELD_OUT, PAGE = 10, 20, 4096  # points of a curve; every twentieth page of so many characters is held out
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -38,7 +38,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "n
 ARMS = {
     "mha": ("MHA continued, no saving", "plain"),
     "dha": ("**DHA: groups by weights, fusion**", "plain"),
-    "root": ("groups by weights, counts by root, fusion", "plain"),
     "consecutive": ("consecutive groups, fusion", "plain"),
     "open": ("groups by weights, fusion without closing", "plain"),
     "plan_mean": ("groups by weights, mean pooling", "plain"),
@@ -49,7 +48,7 @@ ARMS = {
     "copies_dha": ("copies: equal counts, fusion", "copies"),
     "copies_root": ("copies: counts by root, fusion", "copies"),
 }
-FUSED = ("dha", "root", "consecutive", "open", "copies_dha", "copies_root")
+FUSED = ("dha", "consecutive", "open", "copies_dha", "copies_root")
 
 
 @cache
@@ -76,11 +75,16 @@ def batches_of(seed: int, steps: int) -> list:
     return [rows[torch.randint(0, len(rows), (BATCH,), generator=order)] for _ in range(steps)]
 
 
+def held_out_batches() -> tuple:
+    """128 rows of the held-out pages, the same always."""
+    rows = load_text()[1]
+    return rows[:: max(1, len(rows) // 128)][:128].split(32)
+
+
 def held_out_loss(model) -> float:
-    """On 128 rows of the held-out pages, the same always."""
     from dcformer.dha import evaluate_loss
 
-    return evaluate_loss(model, load_text()[1][:: max(1, len(load_text()[1]) // 128)][:128].split(32))
+    return evaluate_loss(model, held_out_batches())
 
 
 def train(model, batches, lr: float, on_step=None) -> None:
@@ -153,11 +157,14 @@ def run(settings: dict, base) -> dict:
             plan = dha.search(base, **options)
         facts |= {"key_heads": plan.num_key_heads, "value_heads": plan.num_value_heads}
         facts["displacement"] = sum(plan.displacements)
+        if arm == "dha":  # what unequal counts would be
+            unequal = dha.search(base, **options, allocation="root")
+            facts |= {"root_key_heads": unequal.num_key_heads, "root_value_heads": unequal.num_value_heads}
         if arm in FUSED:
             closing = 0 if arm == "open" else scaled["closing"]
             fused = dha.fuse(
                 base, plan, batches[: scaled["fusion"]], scaled["fusion"], lr=LR, closing_steps=closing,
-                margin_steps=scaled["margin"], held_out=load_text()[1][:128].split(32), seed=seed, progress=False,
+                margin_steps=scaled["margin"], held_out=held_out_batches(), seed=seed, progress=False,
                 on_step=measure,
             )  # fmt: skip
             model = fused.fold(accept_gap=True)
@@ -165,7 +172,7 @@ def run(settings: dict, base) -> dict:
             with torch.no_grad():
                 soft, folded = fused.model.eval()(row).logits, model.eval()(row).logits
             facts |= {"folded_difference": (soft - folded).abs().max().item(), "gap": fused.gap}
-            facts |= {name: fused.summary[name] for name in ("source_loss", "soft_loss", "folded_loss", "small_at")}
+            facts |= {name: fused.summary[name] for name in ("soft_loss", "folded_loss", "small_at")}
             facts |= {"fusion": fused.losses[-1]["fusion"], "worst": fused.losses[-1]["worst"]}
             facts["soft_at_start"] = soft_at_start(base, plan)
             used = scaled["fusion"]

@@ -1,7 +1,7 @@
 """Folding: groups of heads become heads, by weights alone. And back: models of other libraries with the same function.
 
-Nothing here trains. `fold_folder` streams: it holds one tensor at a time. Source: arXiv 2406.06567, section 4.2. Letters:
-n heads of a part, G groups of g = n / G, D head dim, E hidden size, H query heads.
+Nothing here trains. `fold_folder` streams: it holds one tensor at a time. Source: arXiv 2406.06567, section 4.2.
+Letters: n heads of a part, G groups of g = n / G, D head dim, E hidden size, H query heads.
 """
 
 import copy
@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,7 @@ def fold_model(
     with no_init_weights():
         model: Any = model_class(folder.config)
     state = {name: tensor for stored in source.infos for name, tensor in folder.fold(stored).items()}
-    state |= {
-        name: torch.zeros(shape, dtype=folder.announced[name][1]) for name, shape in folder.additional.items()
-    }
+    state |= {name: torch.zeros(shape, dtype=folder.announced[name][1]) for name, shape in folder.additional.items()}
     return _with_state(model, {name: tensor.clone() for name, tensor in state.items()}, source.model)
 
 
@@ -157,7 +155,7 @@ def fold_folder(
     *,
     operators: Mapping[Part, torch.Tensor] | None = None,
     facts: Mapping[str, Any] | None = None,
-    card: str | None = None,
+    card: Callable[[DCFormerConfig], str] | None = None,
     check: bool = True,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
@@ -171,7 +169,7 @@ def fold_folder(
         output: the folder to create; it appears when complete.
         operators: [G, g, D] of every part; None pools by the mean.
         facts: what to write beside it as dha.json.
-        card: text of a README.
+        card: makes the text of a README from the folded configuration.
         check: compare the plan with the source's weights, not only with its sizes.
         max_shard_size: of a safetensors file.
         overwrite: replace an existing output.
@@ -215,7 +213,7 @@ def fold_folder(
         plan.save(work / "plan.json")
         (work / "dha.json").write_text(json.dumps(dict(facts or {}), indent=1) + "\n", encoding="utf-8")
         if card is not None:
-            (work / "README.md").write_text(card, encoding="utf-8")
+            (work / "README.md").write_text(card(config), encoding="utf-8")
     return config
 
 
@@ -256,7 +254,7 @@ def expand(model: PreTrainedModel) -> PreTrainedModel:
         for rows in maps.values()
         for read, row in zip(reads, rows, strict=True)
     )
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     config.key_head_map = config.value_head_map = None
     config.num_key_value_heads = count = n if shared else heads
     state = dict(model.state_dict())
@@ -297,7 +295,7 @@ def to_gqa(model: PreTrainedModel) -> PreTrainedModel:
             f"layers have {sorted(counts)} heads, or heads with unequal numbers of queries: a grouped-query model has "
             "one count. Search with tie=True and allocation='uniform', or use expand()."
         )
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     config.key_head_map = config.value_head_map = None
     config.num_key_value_heads = counts.pop()
     state = dict(model.state_dict())

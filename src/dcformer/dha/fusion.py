@@ -93,7 +93,8 @@ def batch_iterator(data: Any, batch_size: int, seed: int) -> Callable[[], Iterat
             )
         for repeat in itertools.count():
             found = 0
-            for found, batch in enumerate(source, 1):
+            for batch in source:
+                found += 1
                 yield _batch(batch)
             if not found:
                 what = "has no batches" if not repeat else "has ended and cannot be read again"
@@ -517,7 +518,7 @@ def fuse(
         raise DCFormerError(f"train={train!r} is unknown: expected one of {', '.join(TRAINED)}.")
     if stop_at_loss is not None and closing_steps:
         raise DCFormerError(
-            f"stop_at_loss={stop_at_loss} ends before closing_steps={closing_steps} do their work: give closing_steps=0."
+            f"stop_at_loss={stop_at_loss} would end before closing_steps={closing_steps} close: give closing_steps=0."
         )
     if closing_steps < 0 or margin_steps < 1:
         raise DCFormerError(f"closing_steps={closing_steps}, margin_steps={margin_steps}: expected 0 and 1 or more.")
@@ -545,7 +546,8 @@ def fuse(
         model.train()
         trained, accelerator, losses = train_mixers(
             model, mixers, batches, steps=steps, mixer_lr=mixer_lr, lr=lr, trained=chosen, penalty=penalty,
-            closing_steps=closing_steps, stop_at_loss=stop_at_loss, seed=seed, progress=progress, setup=setup, **training,
+            closing_steps=closing_steps, stop_at_loss=stop_at_loss, seed=seed, progress=progress, setup=setup,
+            **training,
         )  # fmt: skip
         soft_loss = evaluate_loss(trained, held)
     summary = {name: value for name, value in setup.items() if name != "plan"} | {
@@ -575,4 +577,15 @@ def _gathered(trained: Any, accelerator: Any, source: HeadSource, plan: HeadPlan
     return plain.train(source.model.training)
 
 
-__all__ = ["FusedModel", "ascend", "batch_iterator", "evaluate_loss", "fuse", "load_fused", "margin", "theta_lr", "train_mixers"]
+__all__ = [
+    "FusedModel",
+    "ascend",
+    "batch_iterator",
+    "evaluate_loss",
+    "fuse",
+    "load_fused",
+    "margin",
+    "theta_lr",
+    "train_mixers",
+    "train_search",
+]

@@ -2,8 +2,8 @@
 
 A mixed head takes each channel from the heads of its group with a weight per channel. The mixture acts on the
 projection's output, after its bias and before any QK-norm and RoPE, so it can be folded into the projection. At the
-start it changes nothing. Source: arXiv 2406.06567, section 4.2. Letters: n heads of a part, G groups of g = n / G, D head
-dim, B batch, T tokens.
+start it changes nothing. Source: arXiv 2406.06567, section 4.2. Letters: n heads of a part, G groups of g = n / G, D
+head dim, B batch, T tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -115,7 +115,7 @@ def attach_mixers(source: HeadSource, groups: Mapping[Part, Groups]) -> dict[Par
         DCFormerError: when the model has some already.
     """
     model, mixers = source.model, {}
-    head_dim = source.native_config().head_dim
+    head_dim = source.head_dim
     for (layer, kind), of_part in groups.items():
         name, slot = source.family.projection(layer, kind)
         attention, projection = model.get_submodule(name.rpartition(".")[0]), model.get_submodule(name)

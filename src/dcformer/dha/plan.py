@@ -289,4 +289,14 @@ def uniform_count(heads: int, kv_ratio: float, blocks: int = 1) -> int:
     return fitting[-1]
 
 
-__all__ = ["FORMAT", "KINDS", "Groups", "HeadPlan", "SourceSizes", "canonical", "check_ratio", "consecutive_groups", "uniform_count"]
+__all__ = [
+    "FORMAT",
+    "KINDS",
+    "Groups",
+    "HeadPlan",
+    "SourceSizes",
+    "canonical",
+    "check_ratio",
+    "consecutive_groups",
+    "uniform_count",
+]

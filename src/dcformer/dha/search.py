@@ -17,6 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import DCFormerError
+from .fusion import train_search
 from .plan import KINDS, Groups, HeadPlan, canonical, check_ratio, consecutive_groups, uniform_count
 from .sources import HeadSource, source_sizes
 
@@ -189,7 +190,7 @@ def divide_budget(costs: Sequence[Mapping[int, float]], budget: int) -> list[int
         budget: most heads in all.
 
     Returns:
-        head counts. Of choices with equal cost the one with the most equal counts, and of these the one with most heads.
+        head counts. Of choices with equal cost those that are most alike, and of these the ones with most heads.
 
     Raises:
         DCFormerError: when the budget is below the smallest counts.
@@ -271,8 +272,6 @@ def search(
             raise DCFormerError(f"{name}={value!r} is unknown: expected one of {', '.join(known)}.")
     if score in TRAINED_SCORES and batches is None:
         raise DCFormerError(f"score={score!r} trains: give batches, or use score='weights', which needs no data.")
-    if (score in TRAINED_SCORES) and not isinstance(model, PreTrainedModel):
-        raise DCFormerError(f"score={score!r} trains: load the model of {os.fspath(model)} and give it instead.")
     source = HeadSource(model)
     sizes = source.sizes
     layers = sizes.num_layers
@@ -280,12 +279,12 @@ def search(
         raise DCFormerError("tie=True needs a source whose keys and values have the same heads in every layer.")
     operators: dict[tuple[int, str], torch.Tensor] = {}
     if score in TRAINED_SCORES:
-        from .fusion import train_search
-
+        if not isinstance(model, PreTrainedModel):
+            raise DCFormerError(f"score={score!r} trains: load the model of {os.fspath(model)} and give it instead.")
         operators = train_search(model, batches, steps=steps, lr=lr, seed=seed, progress=progress, **training)
 
     # a part of the budget is a part of the model or, tied, both parts of a layer
-    parts = [(layer, (kind,)) for layer in range(layers) for kind in KINDS]
+    parts: list[tuple[int, tuple[str, ...]]] = [(layer, (kind,)) for layer in range(layers) for kind in KINDS]
     if tie:
         parts = [(layer, KINDS) for layer in range(layers)]
     choices: list[dict[int, tuple[Groups, float, float]]] = []  # count -> groups, cost, displacement

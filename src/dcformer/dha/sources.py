@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ _COMMON = (
 class Family:
     """A kind of model. This one has the modules and names of Llama, which are the native ones."""
 
-    def __init__(self, config_class: type[PreTrainedConfig], **given: Any):
+    def __init__(self, config_class: Any, **given: Any):
         self.config_class = config_class
         self.given = given  # native fields that this family's models always have
         self.model_type: str = config_class.model_type
@@ -261,7 +262,7 @@ class HeadSource:
     """
 
     def __init__(self, model: PreTrainedModel | str | os.PathLike):
-        self.infos: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        self.infos: dict[str, tuple[tuple[int, ...], Any]]
         self._read: Callable[[str], torch.Tensor]
         if isinstance(model, nn.Module):
             self.model: Any = model
@@ -294,10 +295,8 @@ class HeadSource:
 
     def native_config(self) -> DCFormerConfig:
         """The configuration of the same model in this package, with the source's heads."""
-        if self.family is _OWN:
-            config = copy.deepcopy(self.config)
-        else:
-            config = DHAConfig(**self.family.fields(self.config))
+        is_own = self.family is _OWN
+        config = copy.deepcopy(self.config) if is_own else DHAConfig(**self.family.fields(self.config))
         config._attn_implementation = None
         config.dtype = self.config.dtype
         return config
@@ -316,6 +315,11 @@ class HeadSource:
             natives.pop("lm_head.weight", None)
         return natives
 
+    @cached_property
+    def head_dim(self) -> int:
+        """Width D of a head."""
+        return self.native_config().head_dim  # type: ignore[return-value]  # None only until __post_init__
+
     @property
     def sizes(self) -> SourceSizes:
         """What plans are made for and checked against."""
@@ -324,12 +328,13 @@ class HeadSource:
     def heads(self, layer: int, kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of a part's heads: weight [n, D, E], and bias [n, D] or None."""
         module, slot = self.family.projection(layer, kind)
-        head_dim = self.native_config().head_dim
         parts = []
         for name in (f"{module}.weight", f"{module}.bias"):
             tensor = None
             if name in self.infos:
-                tensor = self.read(name).unflatten(0, (-1, self.family.slots, head_dim))[:, slot]  # [n, D, E] or [n, D]
+                tensor = self.read(name).unflatten(0, (-1, self.family.slots, self.head_dim))[
+                    :, slot
+                ]  # [n, D, E] or [n, D]
             parts.append(tensor)
         if parts[0] is None:
             raise DCFormerError(f"{self.location} has no tensor {module}.weight: its weights do not fit its config.")
@@ -350,7 +355,7 @@ def source_sizes(config: Any, fingerprint: str = "") -> SourceSizes:
         DCFormerError: when models of it cannot be sources.
     """
     family = find_family(config)
-    native = config if family is _OWN else DHAConfig(**family.fields(config))
+    native: Any = config if family is _OWN else DHAConfig(**family.fields(config))
     heads, n, layers = native.num_attention_heads, native.num_key_value_heads, native.num_hidden_layers
     if layers < 1:
         raise DCFormerError(f"num_hidden_layers={layers}: a source needs at least one layer.")
