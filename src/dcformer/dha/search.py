@@ -26,6 +26,7 @@ TRAINED_SCORES = ("function", "operator")
 ALLOCATIONS = ("uniform", "root", "score", "displacement")
 _PROPOSALS = 100  # swaps at a temperature
 _COOLING, _COLDEST = 0.9, 1e-5  # 110 temperatures
+_UNEQUAL = 1e-9  # of the largest cost: the most that all differences of counts are worth in the budget
 
 
 # --- distances between heads ------------------------------------------------------------------------------------------
@@ -190,34 +191,30 @@ def divide_budget(costs: Sequence[Mapping[int, float]], budget: int) -> list[int
         budget: most heads in all.
 
     Returns:
-        head counts. Of choices with equal cost those that are most alike, and of these the ones with most heads.
+        head counts, whose cost is the least to a billionth. Of choices with equal cost those that are most alike, and
+        of these the ones with most heads.
 
     Raises:
         DCFormerError: when the budget is below the smallest counts.
     """
     least = sum(map(min, costs))
     if budget < least:
-        raise DCFormerError(
-            f"the budget is {budget} heads, and the smallest choice has {least}: give a larger kv_ratio."
-        )
-    # integers, so that equal sums are equal in whatever order they are added
-    scale = max((abs(cost) for part in costs for cost in part.values()), default=0.0) or 1.0
+        raise DCFormerError(f"the budget of {budget} heads is below the fewest heads, {least}: give a larger kv_ratio.")
+    # Equal sums of costs differ in their last digits by the order of adding, so unequal counts cost a little.
     parts = len(costs)
-    table: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    scale = max((abs(cost) for part in costs for cost in part.values()), default=0.0) or 1.0
+    spread = sum(max((count - budget / parts) ** 2 for count in part) for part in costs) or 1.0
+    table: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for part in costs:
-        new: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        for used, (cost, spread, picks) in table.items():
-            for count, one in part.items():
+        new: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for used, (total, picks) in table.items():
+            for count, cost in part.items():
                 if (now := used + count) <= budget:
-                    entry = (
-                        cost + round(one / scale * 10**12),
-                        spread + (parts * count - budget) ** 2,
-                        (*picks, count),
-                    )
-                    if now not in new or entry[:2] < new[now][:2]:
-                        new[now] = entry
+                    extra = cost / scale + _UNEQUAL * (count - budget / parts) ** 2 / spread
+                    if now not in new or total + extra < new[now][0]:
+                        new[now] = (total + extra, (*picks, count))
         table = new
-    return list(min(table.items(), key=lambda item: (*item[1][:2], -item[0]))[1][2])
+    return list(min(table.items(), key=lambda item: (item[1][0], -item[0]))[1][1])
 
 
 # --- search -----------------------------------------------------------------------------------------------------------
