@@ -50,7 +50,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
 
 from dcformer import ComposeWeights, DCFormerCompose, DCFormerConfig, SideWeights, kernels
 from dcformer.attention_dcformer import eager_attention
-from dcformer.cache_dcformer import use_static_window_layers
+from dcformer.cache_dcformer import use_static_layers
 from dcformer.chunked_dcformer import chunked_attention
 
 SECTIONS = {
@@ -674,7 +674,7 @@ def decoding_step(
     ids = make_ids(bench, config, 1, bench.prompt)
     cache = StaticCache(config=model.config, max_cache_len=bench.prompt + bench.new_tokens + 16)
     if hasattr(model.config, "compose_rank"):
-        use_static_window_layers(cache, model.config.sliding_window)
+        use_static_layers(cache, model.config.sliding_window)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     with torch.no_grad():
         first = model(ids, **options).logits[:, -1].argmax(-1, keepdim=True)

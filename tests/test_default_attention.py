@@ -331,6 +331,7 @@ def test_limits_are_where_the_table_says():
     within = {
         "device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 256, "heads": 64, "rank": 4,
         "activation": "gelu", "dropout": 0.0, "mask": None, "trace": False, "head_maps": False,
+        "head_embeddings": False,
     }  # fmt: skip
     for limit in limits.LIMITS:
         ((name, _),) = limit.beyond.items()

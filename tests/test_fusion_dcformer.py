@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSequenceClassification, StaticCache
 
 from dcformer import ComposeTrace, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
-from dcformer.cache_dcformer import use_static_window_layers
+from dcformer.cache_dcformer import use_static_layers
 from dcformer.export import export_decoding_step
 
 IMPLEMENTATIONS = ("eager", "dcformer_chunked")
@@ -150,7 +150,7 @@ def test_compiles_to_one_graph():
         return graph.forward
 
     cache = StaticCache(config=model.config, max_cache_len=32)
-    use_static_window_layers(cache, model.config.sliding_window)
+    use_static_layers(cache, model.config.sliding_window)
     expected = make()(tokens(1), use_cache=False).logits[:, -1]
     with torch.no_grad():
         model(tokens(1)[:, :-2], past_key_values=cache)

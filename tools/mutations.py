@@ -146,8 +146,8 @@ _COMPOSE = _in(
     ),
     (
         "channels behind another head's keys",
-        "packed.unflatten(1, (-1, self.key_value_repeats[stage]))",
-        "packed.unflatten(1, (self.key_value_repeats[stage], -1)).transpose(1, 2)",
+        "packed.unflatten(1, (states.shape[1], -1))",
+        "packed.unflatten(1, (-1, states.shape[1])).transpose(1, 2)",
         T_COMPOSE + "test_a_query_heads_channels_sit_behind_its_own_key_head",
     ),
     ("padding of ones", "packed.new_zeros(())", "packed.new_ones(())", PACKING),
@@ -248,14 +248,14 @@ _CACHE = _in(
         "capacity beyond what was asked for",
         "max_cache_len=layer.max_cache_len, sliding_window",
         "max_cache_len=sliding_window, sliding_window",
-        T_CACHE + "test_only_sliding_layers_are_replaced",
+        T_CACHE + "test_only_sliding_and_empty_layers_are_replaced",
         "tests/test_export.py::test_cache_shorter_than_the_window",
     ),
     (
         "memory allocated ahead is lost",
         "        if layer.is_initialized:  # generate",
         "        if False:  # generate",
-        T_CACHE + "test_only_sliding_layers_are_replaced",
+        T_CACHE + "test_only_sliding_and_empty_layers_are_replaced",
     ),
     (
         "cache of another batch accepted",
@@ -277,8 +277,8 @@ _CACHE = _in(
     ),
     (
         "an emptied cache belongs to who filled it",
-        "if found != expected and int(cache.get_seq_length()):",
-        "if found != expected:",
+        "if wrong and int(cache.get_seq_length()):",
+        "if wrong:",
         T_CACHE + "test_an_emptied_cache_is_anyones",
     ),
     (
@@ -1091,12 +1091,6 @@ _MODELING = _in(
         MAXTEXT + "[default]",
     ),
     (
-        "rotated backwards",
-        "torch.cat([-second, first], dim=-1)",
-        "torch.cat([second, -first], dim=-1)",
-        MAXTEXT + "[default]",
-    ),
-    (
         "frequencies over the whole head",
         "torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim",
         "torch.arange(0, rotary_dim, 2, dtype=torch.float32) / config.head_dim",
@@ -1133,15 +1127,15 @@ _MODELING = _in(
         MAXTEXT + "[default]",
     ),
     (
-        "q and k norm after RoPE",
-        "apply_rotary(norm(states.transpose(1, 2)).transpose(1, 2), *position_embeddings)",
-        "norm(apply_rotary(states, *position_embeddings).transpose(1, 2)).transpose(1, 2)",
+        "q and k norm once more after RoPE",
+        "query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))",
+        "query, key = (self.k_norm(apply_rotary(s, *position_embeddings)) for s in (query, key))",
         MAXTEXT + "[default]",
     ),
     (
         "value channels unpacked as a key's",
-        'self.compose.unpack(value, self.head_dim, "post", gather)',
-        'self.compose.unpack(value, self.head_dim, "pre", gather)',
+        'self.compose.unpack(value, self.head_dim, "post", gather, heads)',
+        'self.compose.unpack(value, self.head_dim, "pre", gather, heads)',
         T_GENERATION + "test_continue_from_past_key_values",
     ),
     (
@@ -1195,13 +1189,13 @@ _MODELING = _in(
     ),
     (
         "static cache of the library's sliding layers",
-        "        use_static_window_layers(cache, self.config.sliding_window)\n",
+        "        use_static_layers(cache, self.config.sliding_window)\n",
         "",
         T_GENERATION + "test_compiled_static_decoding",
     ),
     (
         "one width for keys and values",
-        "if shape is None or pre != post:",
+        "if shape is None or len(parts) != 1:",
         "if shape is None:",
         T_GENERATION + "test_early_initialisation_of_a_static_cache",
     ),
@@ -1267,6 +1261,12 @@ _ATTENTION = _in(
 _HEADS = _in(
     "attention",
     "heads_dcformer.py",
+    (
+        "rotated backwards",
+        "torch.cat([-second, first], dim=-1)",
+        "torch.cat([second, -first], dim=-1)",
+        MAXTEXT + "[default]",
+    ),
     (
         "key/value heads repeated in turn",
         "rows.unflatten(1, (count, -1)) if heads is None",

@@ -131,6 +131,7 @@ def eager_attention(
     compose_trace: ComposeTrace | None = None,
     key_heads: HeadMap | None = None,
     value_heads: HeadMap | None = None,
+    value_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Composed attention by its definition: every map is materialised. The yardstick for all other implementations.
@@ -150,6 +151,7 @@ def eager_attention(
         compose_trace: collects this layer's maps.
         key_heads, value_heads: which of the keys' and values' heads each query head reads, whose numbers may then
             differ; None: consecutive query heads share one.
+        value_bias: [H, D] or None: what each query head adds to all values that it reads.
 
     Returns:
         output [B, T, H, D] and composed weights [B, H, T, S], both in the dtype of `query`.
@@ -169,6 +171,8 @@ def eager_attention(
     weights = maps.composed_weights.to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
     output = matmul_shared(weights, value, value_heads)  # [B, H, T, D]
+    if value_bias is not None:
+        output = output + weights.sum(-1, keepdim=True) * value_bias[:, None].to(output.dtype)
     return output.transpose(1, 2).contiguous(), weights
 
 

@@ -1,24 +1,26 @@
-"""Additions to the library's caches: one static layer, and checks for caches that another model filled.
+"""Additions to the library's caches: static layers, and checks for caches that another model filled.
 
-All caches are Transformers' own. Its static sliding layer keeps its length as a Python int, which makes a compiled
-decoding step a new graph when the window fills up, and a second one before that:
-`generate(cache_implementation="static")` uses `StaticWindowLayer` instead, whose state is tensors only.
+All caches are Transformers' own. Its static layers give values as many heads as keys, and the sliding one keeps its
+length as a Python int, which makes a compiled decoding step a new graph when the window fills up, and a second one
+before that. `generate(cache_implementation="static")` uses `StaticFullLayer` and `StaticWindowLayer` instead.
 """
 
+import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers.cache_utils import Cache, StaticCache, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from .configuration_dcformer import DCFormerConfig
+from .heads_dcformer import MAP_FIELDS
 
 _REFUSED = "past_key_values does not belong to this model"
 _ADVICE = "Pass a cache that this model filled, or none."
 
 # For every cache in use: what decides the form of the rows in it, in the model that used it last.
 _last_user: WeakKeyDictionary[Cache, dict[str, Any]] = WeakKeyDictionary()
-_ROW_FIELDS = ("compose_rank", "compose_projection", "compose_gate")
+_ROW_FIELDS = ("compose_rank", "compose_projection", "compose_gate", *MAP_FIELDS, "head_embeddings")
 _LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
 
 
@@ -37,8 +39,8 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
     layers, count = getattr(cache, "layers", None), config.num_hidden_layers
     if layers is None:
         raise ValueError(f"{_REFUSED}: a {type(cache).__name__} is not a Transformers cache of layers. {_ADVICE}")
-    user = {name: getattr(config, name) for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
-    user["layer_types"] = tuple(config.layer_types)  # a list may change in place
+    # lists may change in place
+    user = {name: copy.deepcopy(getattr(config, name)) for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
     last_user = _last_user.get(cache)
     if last_user == user:
         return
@@ -53,12 +55,20 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
                 f"{_REFUSED}: layer {index} of the cache keeps a window of {held or layer.max_cache_len} keys, but "
                 f"the model's layer is {kind!r} with sliding_window={window}. {_ADVICE}"
             )
-    # Ranks 1 to 3 are padded to the same width, so that shapes do not tell them apart.
-    found, expected = (tuple(fields[name] for name in _ROW_FIELDS) for fields in (last_user or user, user))
-    if found != expected and int(cache.get_seq_length()):
+        keys, values = (config.cached_heads(stage, index) for stage in ("pre", "post"))
+        if isinstance(layer, StaticLayer) and not isinstance(layer, _OwnValues) and keys != values:
+            raise ValueError(
+                f"past_key_values cannot hold layer {index}, which has {keys} key and {values} value heads: a "
+                f"{type(layer).__name__} gives values as many heads as keys. Call cache_dcformer.use_static_layers("
+                'cache, config.sliding_window) before its first use, or generate(cache_implementation="static").'
+            )
+    # Shapes do not tell everything apart: ranks 1 to 3 are padded to the same width.
+    found = last_user or user
+    wrong = [name for name in _ROW_FIELDS if found[name] != user[name]]
+    if wrong and int(cache.get_seq_length()):
         raise ValueError(
-            f"{_REFUSED}: (compose_rank, compose_projection, compose_gate) of the model that filled it are {found}, "
-            f"of this model {expected}. {_ADVICE}"
+            f"{_REFUSED}: {wrong[0]} of the model that filled it is {found[wrong[0]]}, of this model {user[wrong[0]]}. "
+            f"{_ADVICE}"
         )
     _last_user[cache] = user
 
@@ -102,7 +112,23 @@ def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, head_
             )
 
 
-class StaticWindowLayer(StaticSlidingWindowLayer):
+class _OwnValues(StaticLayer):
+    """A static layer whose values have a head count of their own, that of the first ones it gets."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes memory for keys [B, G_K, S, channels] and values [B, G_V, S, channels]."""
+        super().lazy_initialization(key_states, value_states)
+        if value_states.shape[1] != self.num_heads:
+            self.values = self.values.new_zeros(*value_states.shape[:2], *self.values.shape[2:])
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.values)  # as the library marks what this one replaces
+
+
+class StaticFullLayer(_OwnValues):
+    """All keys and values up to `max_cache_len`, [B, G, max_cache_len, channels], each with heads of their own."""
+
+
+class StaticWindowLayer(_OwnValues, StaticSlidingWindowLayer):
     """The last `sliding_window` keys and values, [B, Hkv, window, channels], in the library's layout.
 
     One token at a time, the length is the tensor `cumulative_length`, and filling up and moving on are the same
@@ -154,15 +180,24 @@ class StaticWindowLayer(StaticSlidingWindowLayer):
             self._int_is_stale = False
 
 
-def use_static_window_layers(cache: StaticCache, sliding_window: int) -> None:
-    """Puts a `StaticWindowLayer` in the place of each empty sliding layer of a static cache."""
+def use_static_layers(cache: StaticCache, sliding_window: int | None) -> None:
+    """Puts layers of this file in the place of the library's empty ones in a static cache.
+
+    Args:
+        cache: before its first use.
+        sliding_window: keys that a local layer's query sees, `config.sliding_window`.
+    """
     for index, layer in enumerate(cache.layers):
-        if type(layer) is not StaticSlidingWindowLayer:
+        own: StaticLayer
+        if type(layer) is StaticSlidingWindowLayer:
+            own = StaticWindowLayer(max_cache_len=layer.max_cache_len, sliding_window=sliding_window)
+        elif type(layer) is StaticLayer and not layer.is_initialized:
+            own = StaticFullLayer(max_cache_len=layer.max_cache_len)
+        else:
             continue
-        own = StaticWindowLayer(max_cache_len=layer.max_cache_len, sliding_window=sliding_window)
         if layer.is_initialized:  # generate allocates ahead for `prefill_chunk_size`
             own.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
         cache.layers[index] = own
 
 
-__all__ = ["StaticWindowLayer", "check_cache_layers", "check_cache_rows", "use_static_window_layers"]
+__all__ = ["StaticFullLayer", "StaticWindowLayer", "check_cache_layers", "check_cache_rows", "use_static_layers"]

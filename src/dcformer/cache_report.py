@@ -8,6 +8,7 @@ from the configuration, and in one layer, measured in a `DynamicCache` that such
 import argparse
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -31,13 +32,16 @@ def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfl
     Returns:
         bytes of plain keys and values, and bytes with composition's channels added.
     """
-    channels = sum(config.compose_cache_channels(stage) for stage in ("pre", "post"))
-    numbers = config.num_hidden_layers * config.num_key_value_heads  # of cached rows: one per layer and head
-    plain = 2 * config.head_dim
-    return numbers * plain * dtype.itemsize, numbers * (plain + channels) * dtype.itemsize
+    plain = composed = 0  # numbers
+    for layer in range(config.num_hidden_layers):
+        for stage in ("pre", "post"):
+            heads, width = config.cached_heads(stage, layer), config.cache_width(stage, layer)
+            plain += heads * (width - config.compose_cache_channels(stage, layer))
+            composed += heads * width
+    return plain * dtype.itemsize, composed * dtype.itemsize
 
 
-def measured_bytes_per_layer(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> int:
+def measured_bytes_per_layer(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16, layer_idx: int = 0) -> int:
     """Bytes that one token takes in one layer of a `DynamicCache`, after a forward pass of that layer's attention.
 
     The attention has the heads, head dim and composition of `config`, but reads a narrow residual stream, on which the
@@ -46,6 +50,7 @@ def measured_bytes_per_layer(config: DCFormerConfig, dtype: torch.dtype = torch.
     Args:
         config: any DCFormer or DCPythia configuration.
         dtype: dtype of the layer, and so of what it caches.
+        layer_idx: its number; layers differ where `key_head_map` or `value_head_map` make them.
 
     Returns:
         bytes held in keys and values.
@@ -53,13 +58,13 @@ def measured_bytes_per_layer(config: DCFormerConfig, dtype: torch.dtype = torch.
     narrow = copy.deepcopy(config)
     narrow.hidden_size = 8
     narrow._attn_implementation = "eager"
-    attention = DCFormerAttention(narrow, layer_idx=0).to(dtype).requires_grad_(False)
+    attention = DCFormerAttention(narrow, layer_idx).to(dtype).requires_grad_(False)
     for parameter in attention.parameters():
         torch.nn.init.zeros_(parameter)
-    cache, position = DynamicCache(), torch.zeros(1, 1, config.head_dim, dtype=dtype)
+    cache, position = DynamicCache(), torch.zeros(1, 1, config.rotary_dim, dtype=dtype)
     attention(torch.zeros(1, 1, narrow.hidden_size, dtype=dtype), (position, position), past_key_values=cache)
-    keys, values, _ = next(iter(cache))
-    return keys.nbytes + values.nbytes
+    layer: Any = cache.layers[layer_idx]
+    return layer.keys.nbytes + layer.values.nbytes
 
 
 def report(presets: Sequence[str] = tuple(PRESETS), dtype: torch.dtype = torch.bfloat16) -> str:

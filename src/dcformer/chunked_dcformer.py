@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from .attention_dcformer import ComposeTrace, attend, check_shapes
 from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION, ComposeWeights, SideWeights, accumulation_dtype
-from .heads_dcformer import HeadMap, matmul_shared
+from .heads_dcformer import HeadMap, add_value_bias, matmul_shared, with_ones
 from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
 
 # Scores of one block of queries: at most this many (a soft bound, per group).
@@ -53,6 +53,7 @@ def chunked_attention(
     compose_trace: ComposeTrace | None = None,
     key_heads: HeadMap | None = None,
     value_heads: HeadMap | None = None,
+    value_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Composed attention by blocks of queries, forward and backward in memory linear in T and S. Same numbers as eager.
@@ -81,7 +82,9 @@ def chunked_attention(
         if causal and (length > 1 or (sliding_window is not None and key_length > sliding_window)):
             mask = causal_rows(length, key_length, sliding_window, query.device)[:, None]
         mask = None if mask is None else mask.to(query.device)
-        return _attend_few(query, key, value, mask, scaling, pre, post, key_heads, value_heads), None
+        return _attend_few(query, key, value, mask, scaling, pre, post, key_heads, value_heads, value_bias), None
+    if value_bias is not None:
+        value = with_ones(value)
     if key_heads is not None and value_heads is not None:  # little beside the work on maps
         key, value = key_heads.gather(key), value_heads.gather(value)  # [B, H, S, D]
     weights = flatten_weights(pre, post)
@@ -102,6 +105,8 @@ def chunked_attention(
         dropout,
         torch.randint(2**31, ()) if dropout else None,
     )
+    if value_bias is not None:
+        output = add_value_bias(output, value_bias)
     return output, None
 
 
@@ -129,12 +134,16 @@ def _attend_few(
     post: ComposeWeights | None,
     key_heads: HeadMap | None,
     value_heads: HeadMap | None,
+    value_bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """A few queries against many keys: the definition, one map of [B, H, few, S]. Returns [B, T, H, D]."""
     visible, bias = (None, None) if mask is None else visible_and_bias(mask)
     maps = attend(query, key, value, visible, bias, scaling, pre, post, mix=_compose_few, key_heads=key_heads)
     weights = maps.composed_weights.to(query.dtype)
-    return matmul_shared(weights, value, value_heads).transpose(1, 2).contiguous()
+    output = matmul_shared(weights, value, value_heads)  # [B, H, T, D]
+    if value_bias is not None:
+        output = output + weights.sum(-1, keepdim=True) * value_bias[:, None].to(output.dtype)
+    return output.transpose(1, 2).contiguous()
 
 
 def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:

@@ -541,17 +541,14 @@ class DCFormerCompose(nn.Module):
         """
         if side is None:
             return states
-        packed, heads = side.by_head, self._heads(stage)
-        if heads is None:
-            packed = packed.unflatten(1, (-1, self.key_value_repeats[stage]))  # [B, Hkv, rep, channels, N]
-        else:
-            packed = heads.by_shared_head(packed)  # likewise, ascending by query head
+        head_map, packed = self._heads(stage), side.by_head  # [B, H, channels, N] -> [B, Hkv, rep, channels, N]
+        packed = packed.unflatten(1, (states.shape[1], -1)) if head_map is None else head_map.by_shared_head(packed)
         packed = packed.permute(0, 1, 4, 2, 3).flatten(3)  # [B, Hkv, N, rep · channels]
         padding = self.channels[stage] - packed.shape[-1]
         return torch.cat([states, packed, packed.new_zeros(()).expand(*packed.shape[:-1], padding)], dim=-1)
 
     def unpack(
-        self, packed: torch.Tensor, head_dim: int, stage: str, gather: bool = False
+        self, packed: torch.Tensor, head_dim: int, stage: str, gather: bool = False, heads: int | None = None
     ) -> tuple[torch.Tensor, SideWeights | None]:
         """Takes apart what `pack` made.
 
@@ -568,13 +565,13 @@ class DCFormerCompose(nn.Module):
         """
         if (stage, "key") not in self.generators:
             return packed, None
-        repeats, low_rank = self.key_value_repeats[stage], self.rank if self.dw1_proj is not None else 0
+        repeats = self.key_value_repeats[stage] if heads is None else heads // packed.shape[1]
+        low_rank = self.rank if self.dw1_proj is not None else 0
         width = 2 * low_rank + (self.gate_proj is not None)
         weights = packed[..., head_dim : head_dim + repeats * width]
         weights = weights.unflatten(-1, (repeats, width)).permute(0, 1, 3, 4, 2)  # [B, Hkv, rep, 2R + 1, S]
-        heads = self._heads(stage)
-        if heads is not None:
-            weights = heads.by_query_head(weights)  # [B, H, 2R + 1, S]
+        if (head_map := self._heads(stage)) is not None:
+            weights = head_map.by_query_head(weights)  # [B, H, 2R + 1, S]
         if gather:
             weights = weights.flatten(1, -3).contiguous()  # [B, H, 2R + 1, S]
         return packed[..., :head_dim], SideWeights(weights)

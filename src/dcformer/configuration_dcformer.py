@@ -14,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from .compose_dcformer import ComposeFields
-from .heads_dcformer import MAP_FIELDS, check_head_maps
+from .heads_dcformer import MAP_FIELDS, check_head_embeddings, check_head_maps
 from .legacy_dcformer import is_hub_config, native_fields, undecided_fields
 from .parallel_dcformer import tensor_parallel_plan
 from .peft_dcformer import register_peft_targets
@@ -68,6 +68,10 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         key_head_map, value_head_map (`list[list[int]]`, *optional*): for each layer and query head, which of the
             layer's key (value) heads it reads, as DHA makes them; by default consecutive query heads share one.
             `num_key_value_heads` then stays what it was in the model that the heads come from.
+        head_embeddings (`str`, *optional*): "add" or "mul" for MHE: one projection of queries, one of keys and one of
+            values, from which each head makes its own with embeddings of D numbers. `num_key_value_heads` is 1.
+        head_embedding_init_std (`float`, *optional*): standard deviation of these embeddings at initialisation; by
+            default `initializer_range * sqrt(hidden_size)` for "add" and 0.6 for "mul".
         hidden_act (`str`): activation of the MLP, a name known to Transformers.
         mlp_type (`str`): "gated" (down(act(gate(x)) * up(x))) or "plain" (down(act(up(x)))).
         mlp_gates (`int`): number of softmax gates over equal slices of a gated MLP's activation; 0 for none.
@@ -128,6 +132,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     head_dim: int | None = None
     key_head_map: list[list[int]] | None = None
     value_head_map: list[list[int]] | None = None
+    head_embeddings: str | None = None
+    head_embedding_init_std: float | int | None = None
     hidden_act: str = "silu"
     mlp_type: str = "gated"
     mlp_gates: int = 0
@@ -171,7 +177,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         self.undecided_fields: tuple[str, ...] = ()
         layer_pattern = kwargs.pop("layer_pattern", None)
         if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
+            self.num_key_value_heads = 1 if self.head_embeddings else self.num_attention_heads
         if self.head_dim is None:
             if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -234,6 +240,22 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         """Key heads (stage "pre") or value heads ("post") that a layer caches."""
         field = "key_head_map" if stage == "pre" else "value_head_map"
         return self.num_key_value_heads if getattr(self, field) is None else max(self.head_map(field, layer_idx)) + 1
+
+    def cache_width(self, stage: str, layer_idx: int = 0) -> int:
+        """Numbers that a layer caches for a token and a key head (stage "pre") or a value head ("post")."""
+        return self.cached_head_dim(stage) + self.compose_cache_channels(stage, layer_idx)
+
+    def cached_head_dim(self, stage: str) -> int:
+        """The part of `cache_width` that is the key (stage "pre") or the value ("post"), without composition weights.
+
+        D; head embeddings make a key wider by the rotary dim r, so that one serves all heads.
+        """
+        return self.head_dim + (self.rotary_dim if self.head_embeddings and stage == "pre" else 0)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that RoPE turns, r."""
+        return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # one for all models of a class upstream
@@ -301,6 +323,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         self._validate_layers()
         self.check_composition()
         check_head_maps(self)
+        check_head_embeddings(self)
 
     def _validate_sizes(self) -> None:
         for name in (

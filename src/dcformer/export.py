@@ -15,7 +15,7 @@ from torch import nn
 from transformers.cache_utils import StaticCache
 from transformers.integrations.executorch import TorchExportableModuleWithHybridCache
 
-from .cache_dcformer import use_static_window_layers
+from .cache_dcformer import use_static_layers
 from .compose_dcformer import DEFAULT_ATTENTION
 from .modeling_dcformer import DCFormerForCausalLM
 
@@ -33,12 +33,11 @@ class DecodingStep(TorchExportableModuleWithHybridCache):
         config: Any = model.config  # sizes are Optional only until __post_init__
         self.model = model
         self.cache = StaticCache(config=config, max_cache_len=max_cache_len)
-        use_static_window_layers(self.cache, config.sliding_window)
-        shape = (batch_size, config.num_key_value_heads, 0)
+        use_static_layers(self.cache, config.sliding_window)
         layer: Any
         for index, layer in enumerate(self.cache.layers):
-            widths = (config.head_dim + config.compose_cache_channels(stage) for stage in ("pre", "post"))
-            key, value = (torch.zeros(*shape, width, dtype=model.dtype, device=model.device) for width in widths)
+            shapes = ((config.cached_heads(s, index), 0, config.cache_width(s, index)) for s in ("pre", "post"))
+            key, value = (torch.zeros(batch_size, *shape, dtype=model.dtype, device=model.device) for shape in shapes)
             layer.lazy_initialization(key, value)
             for name, attribute in _BUFFERS.items():
                 self.register_buffer(f"{name}_{index}", getattr(layer, attribute), persistent=False)

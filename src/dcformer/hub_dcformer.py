@@ -328,6 +328,36 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
+def check_stored_embeddings(
+    model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
+) -> None:
+    """Refuses to load a checkpoint with other `head_embeddings` than it was trained with.
+
+    Args:
+        model_class: of the model to load.
+        path: a folder, the name of a repository on the Hub, or None.
+        arguments: those of `from_pretrained`.
+
+    Raises:
+        ValueError: naming both values.
+    """
+    config = arguments.get("config")
+    wanted = arguments.get("head_embeddings", getattr(config, "head_embeddings", None))
+    if path is None or wanted is None:  # without embeddings shapes differ, and Transformers says so
+        return
+    config_class: Any = model_class.config_class
+    try:
+        stored, _ = config_class.get_config_dict(path, **_hub_arguments(arguments))
+    except (OSError, ValueError):
+        return  # Transformers reports it, or finds it elsewhere
+    if stored and stored.get("head_embeddings") != wanted:
+        raise ValueError(
+            f"head_embeddings={wanted!r} does not fit {path}, which was trained with "
+            f"{stored.get('head_embeddings')!r}: such a model is trained from scratch, and no other becomes one by "
+            "loading. Leave head_embeddings to the checkpoint's configuration."
+        )
+
+
 def with_hub_config(
     model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
 ) -> dict[str, Any]:
@@ -533,6 +563,7 @@ __all__ = [
     "HubToNative",
     "NativeToHub",
     "StoredWeights",
+    "check_stored_embeddings",
     "complete_config",
     "follow_tokenizer",
     "hub_conversions",

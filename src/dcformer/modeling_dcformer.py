@@ -33,12 +33,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_dcformer import ComposeTrace, attend_composed, eager_attention
-from .cache_dcformer import check_cache_layers, check_cache_rows, use_static_window_layers
+from .cache_dcformer import check_cache_layers, check_cache_rows, use_static_layers
 from .chunked_dcformer import CHUNKED
 from .compose_dcformer import (
     DEFAULT_ATTENTION,
     FUSED_ATTENTION,
     FUSED_GENERATORS,
+    ComposeWeights,
     DCFormerCompose,
     accumulation_dtype,
     compose_init_std,
@@ -46,12 +47,29 @@ from .compose_dcformer import (
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
 from .fusion_dcformer import FusedProjections, check_fusable
-from .heads_dcformer import HeadMap, head_maps
-from .hub_dcformer import IGNORED_ON_LOAD, load_hub_folder, register_hub_conversions, with_hub_config
+from .heads_dcformer import (
+    HeadMap,
+    add_value_bias,
+    apply_rotary,
+    embed,
+    embedding_init_std,
+    head_maps,
+    shared_scores,
+    unturned_scores,
+    with_ones,
+)
+from .hub_dcformer import (
+    IGNORED_ON_LOAD,
+    check_stored_embeddings,
+    load_hub_folder,
+    register_hub_conversions,
+    with_hub_config,
+)
 from .parallel_dcformer import check_tensor_parallel
 
 logger = logging.get_logger(__name__)
 
+_MAX_FLASH_WIDTH = 256
 _PLAIN_ATTENTION = ("sdpa", "flex_attention")  # of Transformers, beside flash attention: without composition
 
 
@@ -122,15 +140,6 @@ class DCFormerRotaryEmbedding(nn.Module):
         )
 
 
-def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first rotary_dim channels of queries or keys [B, H, T, D], half-split; the others pass."""
-    rotary_dim = cos.shape[-1]
-    turned, passed = states[..., :rotary_dim], states[..., rotary_dim:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
-    return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned
-
-
 class DCFormerMLP(nn.Module):
     """Gated (SwiGLU), plain, or multi-gate feed-forward layer."""
 
@@ -158,6 +167,10 @@ class DCFormerMLP(nn.Module):
 class DCFormerAttention(nn.Module):
     """Dynamically composable multi-head attention (paper section 3)."""
 
+    q_embedding: nn.Parameter
+    k_embedding: nn.Parameter
+    v_embedding: nn.Parameter
+
     # DeepSpeed's ZeRO-3 gathers all parameters in here as one. Module by module it would gather them for the backward
     # pass by the tensors that a module returns, and find none in the `SideWeights` of `DCFormerCompose`.
     _z3_leaf = True
@@ -172,14 +185,18 @@ class DCFormerAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         heads, bias = config.num_attention_heads, config.attention_bias
         key_heads, value_heads = (config.cached_heads(stage, layer_idx) for stage in ("pre", "post"))
-        # Transformers' own attention functions repeat keys and values as often, unless each query head has its own
-        self.num_key_value_groups = heads // key_heads if self.key_heads is None else 1
-        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.num_key_value_groups = heads // key_heads  # read, and set just before, by functions of Transformers only
+        self.head_embeddings = config.head_embeddings
+        seeds = heads if self.head_embeddings is None else 1
+        self.q_proj = nn.Linear(config.hidden_size, seeds * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
         self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
+        for name in ("q_embedding", "k_embedding", "v_embedding"):
+            embeddings = nn.Parameter(torch.empty(heads, self.head_dim)) if self.head_embeddings else None
+            self.register_parameter(name, embeddings)
         self.compose = DCFormerCompose(config, layer_idx, self.key_heads, self.value_heads)
         self.fused: FusedProjections | None = None  # `DCFormerPreTrainedModel.fuse_projections`
 
@@ -248,6 +265,7 @@ class DCFormerAttention(nn.Module):
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             implementation = default_implementation(self, hidden_states, query, key, attention_mask)
 
+        shares_seeds = self.head_embeddings is not None and past_key_values is not None
         prepared = None  # by a kernel, if there is one
         if self.fused is not None and past_key_values is not None and implementation in FUSED_GENERATORS:
             prepared = FUSED_GENERATORS[implementation].prepare(self, hidden_states, projected, position_embeddings)
@@ -255,9 +273,15 @@ class DCFormerAttention(nn.Module):
             query, key, value, (generated, statics) = prepared
         else:
             query, key = (
-                apply_rotary(norm(states.transpose(1, 2)).transpose(1, 2), *position_embeddings)
+                norm(states.transpose(1, 2)).transpose(1, 2)
                 for norm, states in ((self.q_norm, query), (self.k_norm, key))
             )
+            if self.head_embeddings is None:
+                query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))
+            else:
+                query, key, value = self._embed_heads(
+                    query, key, value, position_embeddings, past_key_values is not None
+                )
             if past_key_values is None:
                 generated, statics = self.compose(hidden_states, implementation, first_layer)
                 pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
@@ -271,18 +295,93 @@ class DCFormerAttention(nn.Module):
                 check_cache_rows(past_key_values, key, value, self.head_dim)
             key, value = past_key_values.update(key, value, layer_idx)
             gather = implementation not in FUSED_ATTENTION  # whose kernels read them where they are
-            key, pre_key = self.compose.unpack(key, self.head_dim, "pre", gather)  # [B, Hkv, S, D], weights of S keys
-            value, post_key = self.compose.unpack(value, self.head_dim, "post", gather)
+            key_dim, heads = self.config.cached_head_dim("pre"), query.shape[1]
+            key, pre_key = self.compose.unpack(key, key_dim, "pre", gather, heads)  # [B, Hkv, S, D], weights of S keys
+            value, post_key = self.compose.unpack(value, self.head_dim, "post", gather, heads)
 
+        output, weights = self._attend(
+            implementation,
+            query,
+            key,
+            value,
+            attention_mask,
+            shares_seeds=shares_seeds,
+            window=self._window(layer_idx),
+            pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
+            post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*input_shape, -1)), weights
+
+    def _embed_heads(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        shares_seeds: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values [B, H, T, D] of all heads from seeds [B, 1, T, D], by the definition of MHE.
+
+        Where they share seeds (for a cache), keys are [B, 1, T, D + r], queries as wide, and values stay as they are.
+        """
+        mode = self.head_embeddings
+        query = apply_rotary(embed(query, self.q_embedding, mode), *rope)
+        if shares_seeds:
+            return *shared_scores(query, key, self.k_embedding, rope, mode), value
+        key = apply_rotary(embed(key, self.k_embedding, mode), *rope)
+        return query, key, embed(value, self.v_embedding, mode)
+
+    def _attend(
+        self,
+        implementation: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        shares_seeds: bool,
+        window: int | None,
+        pre: ComposeWeights | None,
+        post: ComposeWeights | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Calls the attention function with keys and values in the form that it takes.
+
+        Args:
+            implementation: its name.
+            query, key, value: [B, H, T, D], and [B, G, S, D] with the numbers of heads that the layer has.
+            attention_mask: as for `forward`.
+            shares_seeds: keys and values are the seeds of `_embed_heads`.
+            window: keys that a query sees, for functions that do not learn it from the mask.
+            pre, post: what to compose with.
+            kwargs: of `forward`.
+
+        Returns:
+            output [B, T, H, D], and the weights [B, H, T, S] or None.
+        """
+        reads_shared = implementation in ("eager", CHUNKED)  # each key and value once, whoever shares it
         if implementation not in ("eager", CHUNKED, *FUSED_ATTENTION):  # one of Transformers' own
             kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
-            kwargs["sliding_window"] = self._window(layer_idx)  # type: ignore[typeddict-unknown-key]  # flash's own
-        maps = {}
+            kwargs["sliding_window"] = window
         if self.key_heads is not None and self.value_heads is not None:
-            if implementation in ("eager", CHUNKED):  # which read each head once
-                maps = {"key_heads": self.key_heads, "value_heads": self.value_heads}
-            else:
+            if reads_shared:
+                kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
+            elif not (self.key_heads.is_consecutive and self.key_heads.heads == self.value_heads.heads):
                 key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
+        adds_seeds = shares_seeds and self.head_embeddings == "add"
+        if adds_seeds:
+            if pre is not None and pre.key is not None:
+                turned = self.config.rotary_dim
+                rest = unturned_scores(query[..., : self.head_dim], self.k_embedding, turned)
+                query, key = torch.cat([query, rest], dim=-1), with_ones(key)
+            if reads_shared:
+                kwargs["value_bias"] = self.v_embedding
+            else:
+                value = with_ones(value)
+        if "flash" in implementation:  # which takes one width
+            value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+        if self.num_key_value_groups != (groups := query.shape[1] // key.shape[1]):
+            self.num_key_value_groups = groups
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         output, weights = attend_composed(
             attention_interface,
@@ -293,12 +392,16 @@ class DCFormerAttention(nn.Module):
             attention_mask,
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
-            pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
-            post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
-            **maps,
+            pre=pre,
+            post=post,
             **kwargs,
         )
-        return self.o_proj(output.reshape(*input_shape, -1)), weights
+        if adds_seeds and not reads_shared:
+            output = add_value_bias(output, self.v_embedding)
+        output = output[..., : self.head_dim]
+        if shares_seeds and self.head_embeddings == "mul":
+            output = output * (self.v_embedding + 1)
+        return output, weights
 
 
 class DCFormerDecoderLayer(GradientCheckpointingLayer):
@@ -373,6 +476,9 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, HeadMap):
             module.fill()
+        if isinstance(module, DCFormerAttention) and module.head_embeddings:
+            for embeddings in (module.q_embedding, module.k_embedding, module.v_embedding):
+                init.normal_(embeddings, mean=0.0, std=embedding_init_std(self.config))
         if isinstance(module, DCFormerCompose):
             std = compose_init_std(self.config)
             for name, parameter in module.named_parameters():
@@ -395,6 +501,12 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             return DEFAULT_ATTENTION
         known = tuple(dict.fromkeys(("eager", CHUNKED, "dcformer_triton", *FUSED_ATTENTION)))
         if not self.config.composes and ("flash" in requested_attention or requested_attention in _PLAIN_ATTENTION):
+            width = self.config.cached_head_dim("pre")
+            if self.config.head_embeddings and "flash" in requested_attention and width > _MAX_FLASH_WIDTH:
+                raise ValueError(
+                    f"attn_implementation={requested_attention!r} takes up to {_MAX_FLASH_WIDTH} channels, and with "
+                    f"head_embeddings a cached key has head_dim + rotary dim = {width}. Use 'sdpa', or leave it unset."
+                )
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
         if requested_attention not in known:
             raise ValueError(
@@ -419,6 +531,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         The authors' PyTorch repositories on the Hub load like any other; see `hub_dcformer.load_hub_folder`.
         """
         path = pretrained_model_name_or_path
+        check_stored_embeddings(cls, path, kwargs)
         kwargs = with_hub_config(cls, path, kwargs)
         if not getattr(kwargs.get("config"), "undecided_fields", ()):
             return super().from_pretrained(path, *args, **kwargs)
@@ -665,7 +778,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
         """The static cache of `generate`, with local layers that compile to a single graph."""
         cache: Any = super()._prepare_static_cache(*args, **kwargs)  # type: ignore[misc]  # as below
-        use_static_window_layers(cache, self.config.sliding_window)
+        use_static_layers(cache, self.config.sliding_window)
         return cache
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
@@ -684,11 +797,16 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
         """Head count and width for a static cache allocated before the first forward (`prefill_chunk_size`)."""
         shape: Any = super()._get_static_cache_init_shape()  # type: ignore[misc]  # the mixin's self is a protocol
-        pre, post = (self.config.compose_cache_channels(stage) for stage in ("pre", "post"))
-        if shape is None or pre != post:  # None: allocate on the first forward, from what it brings
+        config = self.config
+        parts = {
+            (config.cached_heads(stage, layer), config.cache_width(stage, layer))
+            for stage in ("pre", "post")
+            for layer in range(config.num_hidden_layers)
+        }
+        if shape is None or len(parts) != 1:  # None: allocate on the first forward, from what it brings
             return None
-        heads, head_dim = shape
-        return heads, head_dim + pre
+        (heads, width), (of_rank, _) = parts.pop(), shape
+        return heads * of_rank // config.num_key_value_heads, width
 
 
 class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):

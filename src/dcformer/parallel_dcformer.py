@@ -3,12 +3,33 @@
 Composition is split by groups of heads, like the heads themselves, and so needs no collective of its own.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    ReplicatedWithGradAllReduce,
+    TensorParallelLayer,
+)
 
+from .heads_dcformer import MAP_FIELDS
+
+# With head embeddings: the seeds of queries, keys and values are whole on every device, each head's embeddings are not.
+_EMBEDDINGS_PLAN = {
+    "layers.*.self_attn": "local_params",
+    "layers.*.self_attn.q_proj": "dcformer_seed",
+    "layers.*.self_attn.k_proj": "dcformer_seed",
+    "layers.*.self_attn.v_proj": "dcformer_seed",
+    "layers.*.self_attn.q_embedding": "colwise",
+    "layers.*.self_attn.k_embedding": "colwise",
+    "layers.*.self_attn.v_embedding": "colwise",
+}
+_MAPS_PLAN = {
+    "layers.*.self_attn.key_heads": "dcformer_head_map",
+    "layers.*.self_attn.value_heads": "dcformer_head_map",
+}
 _PLAN = {
     "layers.*.input_layernorm": "dcformer_replicated_for_columns",
     "layers.*.self_attn.q_proj": "colwise",
@@ -53,7 +74,12 @@ def tensor_parallel_plan(config: Any) -> dict[str, str]:
         "mlp.down_proj": not config.mlp_gates,
     }
     absent = tuple("." + name for name, is_present in present.items() if not is_present)
-    return {name: style for name, style in _PLAN.items() if not name.endswith(absent)}
+    plan = dict(_PLAN)
+    if config.head_embeddings is not None:
+        plan |= _EMBEDDINGS_PLAN
+    if any(getattr(config, field) is not None for field in MAP_FIELDS):
+        plan |= _MAPS_PLAN
+    return {name: style for name, style in plan.items() if not name.endswith(absent)}
 
 
 def check_tensor_parallel(config: Any, size: int) -> None:
@@ -64,9 +90,9 @@ def check_tensor_parallel(config: Any, size: int) -> None:
         size: devices that share a layer.
 
     Raises:
-        ValueError: when a group of heads, or the query heads of a key/value head, would be split.
+        ValueError: when a group of heads, or the query heads of a key or value head, would be split.
     """
-    composed = bool(config.compose_generators) or config.compose_static
+    composed = config.composes
     if composed and config.compose_groups % size:
         raise ValueError(
             f"compose_groups={config.compose_groups} is not a multiple of the tensor-parallel size {size}: heads of a "
@@ -74,11 +100,72 @@ def check_tensor_parallel(config: Any, size: int) -> None:
             "compose_groups, or FSDP, which splits parameters and not heads. (A model trained with "
             "compose_groups=1 mixes all heads and cannot be split this way.)"
         )
+    if config.head_embeddings is not None:
+        if config.num_attention_heads % size:
+            raise ValueError(
+                f"num_attention_heads={config.num_attention_heads} is not a multiple of the tensor-parallel size "
+                f"{size}: a head must stay on one device. Use a size that divides it, or FSDP."
+            )
+        return
+    for field in MAP_FIELDS:
+        for layer, row in enumerate(getattr(config, field) or ()):
+            if any(_block(row, rank, size) is None for rank in range(size)):
+                raise ValueError(
+                    f"{field}[{layer}] cannot be cut for the tensor-parallel size {size}: query heads of one device "
+                    "read heads of another. Search with head_blocks of that size, use another size, or FSDP."
+                )
     if config.num_key_value_heads % size:
         raise ValueError(
             f"num_key_value_heads={config.num_key_value_heads} is not a multiple of the tensor-parallel size {size}: "
             "a head must stay on one device. Use a size that divides it, or FSDP."
         )
+
+
+def _block(row: Sequence[int], rank: int, size: int) -> list[int] | None:
+    """A device's part of a row of a head map, numbered from 0; None where it reads other devices' heads."""
+    queries, heads = len(row), max(row) + 1
+    if queries % size or heads % size:
+        return None
+    first = rank * heads // size
+    part = [head - first for head in row[rank * queries // size : (rank + 1) * queries // size]]
+    return part if all(0 <= head < heads // size for head in part) else None
+
+
+class SplitHeadMap(TensorParallelLayer):
+    """The style of a `HeadMap`: each device keeps its block of the query heads, and the heads that these read."""
+
+    def install_forward(self, module: Any, mesh: Any) -> nn.Module:
+        """Cuts the map; it has no forward."""
+        part = _block(module.heads, _rank(mesh), mesh.size() if mesh.ndim == 1 else mesh["tp"].size())
+        assert part is not None, "check_tensor_parallel lets no such map through"
+        module.take(part)
+        return module
+
+
+class Seed(ReplicatedWithGradAllReduce):
+    """The style of a linear layer that every device has whole, and whose output feeds its own heads only.
+
+    Gradients of its parameters and of its input are then sums over the devices.
+    """
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        """Takes inputs of column-wise layers, which the layers beside it are."""
+        module = super().install_forward(module, mesh)
+        forward = module.forward
+
+        def seed_forward(hidden_states: torch.Tensor) -> torch.Tensor:
+            from torch.distributed.tensor import DTensor, Partial  # not in every build of PyTorch
+
+            if isinstance(hidden_states, DTensor):
+                hidden_states = hidden_states.to_local(grad_placements=[Partial()])
+            return forward(hidden_states)
+
+        module.forward = seed_forward  # type: ignore[method-assign]  # as the library's styles do
+        return module
+
+
+def _rank(mesh: Any) -> int:
+    return mesh.get_local_rank() if mesh.ndim == 1 else mesh.get_local_rank("tp")
 
 
 class ReplicatedForColumns(TensorParallelLayer):
@@ -98,9 +185,12 @@ class ReplicatedForColumns(TensorParallelLayer):
         return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
 
 
-ALL_PARALLEL_STYLES.register(
-    "dcformer_replicated_for_columns",
-    ReplicatedForColumns(),  # type: ignore[arg-type]  # the registry is annotated as one of functions
-)
+_STYLES = {
+    "dcformer_replicated_for_columns": ReplicatedForColumns(),
+    "dcformer_head_map": SplitHeadMap(),
+    "dcformer_seed": Seed(),
+}
+for _name, _style in _STYLES.items():
+    ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]  # annotated as a registry of functions
 
-__all__ = ["ReplicatedForColumns", "check_tensor_parallel", "tensor_parallel_plan"]
+__all__ = ["ReplicatedForColumns", "Seed", "SplitHeadMap", "check_tensor_parallel", "tensor_parallel_plan"]

@@ -22,6 +22,7 @@ from .analysis import num_parameters
 from .chunked_dcformer import BLOCK_SCORES
 from .configuration_dcformer import DCFormerConfig
 from .errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
+from .heads_dcformer import MAP_FIELDS
 from .modeling_dcformer import DCFormerForCausalLM
 from .parallel_dcformer import check_tensor_parallel
 
@@ -122,11 +123,16 @@ def _build(setup: Setup, layers: int = 1, split_vocabulary: bool = True) -> DCFo
     """The first layers as one tensor-parallel GPU holds them, without data: fewer heads, a narrower MLP."""
     config, parts = setup.config, setup.tensor_parallel
     kinds = sorted(set(config.layer_types)) or [None]  # both types among the first two layers, for both masks
-    changed = {
+    maps = {
+        field: [row[: len(row) // parts] for row in rows[:layers]]
+        for field in MAP_FIELDS
+        if (rows := getattr(config, field)) is not None
+    }
+    changed = maps | {
         "num_hidden_layers": layers,
         "layer_types": (kinds * layers)[:layers] if config.layer_types else None,
         "num_attention_heads": config.num_attention_heads // parts,
-        "num_key_value_heads": config.num_key_value_heads // parts,
+        "num_key_value_heads": 1 if config.head_embeddings else config.num_key_value_heads // parts,
         "head_dim": config.head_dim,
         "compose_groups": max(1, config.compose_groups // parts),
         # multi-gate MLPs stay whole; logits are gathered
@@ -193,33 +199,47 @@ def gathered_units(setup: Setup) -> tuple[int, int, int]:
     Returns:
         for a layer; the input embedding; the last norm and the output layer (with the embedding, if tied).
     """
-    sizes = {name: parameter.numel() for name, parameter in _build(setup).named_parameters()}
-    layer = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
-    embedding = 0 if setup.config.tie_word_embeddings else sizes["model.embed_tokens.weight"]
-    return layer, embedding, sum(sizes.values()) - layer - embedding
+    model = _build(setup, _measured_layers(setup)[-1])
+    layer = max(sum(p.numel() for p in layer.parameters()) for layer in model.model.layers)
+    embedding = 0 if setup.config.tie_word_embeddings else model.model.embed_tokens.weight.numel()
+    tail = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("model.layers.")) - embedding
+    return layer, embedding, tail
+
+
+def _measured_layers(setup: Setup) -> tuple[int, ...]:
+    """Depths of the models that are measured: two where layers are alike, the model's where head maps differ."""
+    config = setup.config
+    return (2, 3) if config.key_head_map is None and config.value_head_map is None else (config.num_hidden_layers,)
 
 
 def memory(setup: Setup) -> Memory:
-    """Bytes on the fullest GPU, part by part. Layers are alike: models of two and three layers are extrapolated to all.
+    """Bytes on the fullest GPU, part by part.
+
+    Where layers are alike, models of two and three layers are extrapolated to all.
 
     A GPU holds ceil(rows / shards) rows of each parameter, as FSDP2's first rank does. FSDP gathers, in the compute
     dtype, the parameters of two layers (the running one and the next) and one layer's gradients before they are
     reduced, or the embedding's; and the output layer, which stays gathered, with its gradients.
     """
 
-    def of_all(two: int, three: int) -> int:
+    depths = _measured_layers(setup)
+
+    def of_all(measured: Sequence[int]) -> int:
+        if len(measured) == 1:
+            return measured[0]
+        two, three = measured
         return two + (setup.config.num_hidden_layers - 2) * (three - two)
 
     def rows(layers: int) -> int:
         shapes = [parameter.shape for parameter in _build(setup, layers).parameters()]
         return sum(-(-shape[0] // setup.shards) * math.prod(shape[1:]) for shape in shapes)
 
-    own = of_all(rows(2), rows(3))
+    own = of_all([rows(layers) for layers in depths])
     layer, embedding, tail = gathered_units(setup)
     gathered = setup.dtype.itemsize * (max(3 * layer, 2 * embedding) + 2 * tail) if setup.shards > 1 else 0
-    (two, _), (three, step) = measure_step(setup, 2), measure_step(setup, 3)
+    kept, steps = zip(*(measure_step(setup, layers) for layers in depths), strict=True)
     state = OPTIMIZERS[setup.optimizer] * own
-    return Memory(FP32 * own, FP32 * own, state, gathered, of_all(two, three), step, workspace_bytes(setup))
+    return Memory(FP32 * own, FP32 * own, state, gathered, of_all(kept), steps[-1], workspace_bytes(setup))
 
 
 # --- communication ---------------------------------------------------------------------------------------------------

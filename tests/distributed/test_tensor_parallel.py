@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import REPOSITORY, randomise, tiny_config
+from helpers import PLAIN, REPOSITORY, randomise, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from dcformer import DCPythiaConfig
+from dcformer import DCPythiaConfig, DHAConfig
 from dcformer.planning import Setup, collectives
 
 pytestmark = pytest.mark.distributed
@@ -42,12 +42,31 @@ EQUAL = {
         **(SIZES | {"num_key_value_heads": 4}), num_hidden_layers=2, compose_groups=2, sliding_window=8
     ),
     "tp_plan": dcformer(),
+    "head_maps": dcformer(
+        num_key_value_heads=4,
+        key_head_map=[[0, 0, 1, 1], [1, 0, 3, 2]],  # the layers' blocks of two
+        value_head_map=[[1, 0, 3, 2], [0, 0, 1, 1]],
+    ),
+    "dha": DHAConfig(
+        **(SIZES | {"num_key_value_heads": 4}),
+        num_hidden_layers=2,
+        attention_bias=True,
+        key_head_map=[[0, 0, 1, 1], [1, 0, 3, 2]],
+        value_head_map=[[1, 0, 3, 2], [0, 0, 1, 1]],
+    ),
+    "mhe_add": dcformer(head_embeddings="add", num_key_value_heads=None),
+    "mhe_mul": dcformer(head_embeddings="mul", num_key_value_heads=None, attention_bias=True),
+    "mhe_plain": dcformer(head_embeddings="mul", num_key_value_heads=None, **PLAIN),
 }
 REFUSED = {
     "one_group": (dcformer(compose_groups=1), r"compose_groups=1 is not a multiple of the tensor-parallel size 2"),
     "one_group_static": (
         dcformer(compose_groups=1, compose_query=False, compose_key=False, compose_static=True),
         r"compose_groups=1 is not a multiple",
+    ),
+    "crossing_map": (
+        dcformer(num_key_value_heads=4, value_head_map=[[0, 0, 1, 1], [0, 1, 0, 1]]),
+        r"value_head_map\[1\] cannot be cut for the tensor-parallel size 2",
     ),
     "one_kv_head": (dcformer(num_key_value_heads=1), r"num_key_value_heads=1 is not a multiple of the tensor-parallel"),
 }
@@ -93,7 +112,9 @@ def test_logits_and_gradients_are_those_of_one_process(found, name):
         )
     tokens = model.generate(ids[:, :5], max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert torch.equal(result["generated"], tokens)
-    assert result["compose_share"] == 0.5  # each process holds its own groups' parameters, all of them
+    assert result["compose_share"] == (
+        0.5 if model.config.composes else 0
+    )  # each process holds its own groups' parameters, all of them
     assert re.search(r"q_proj is more than a torch\.nn\.Linear .*remove .*tensor parallelism", result["fusing"])
 
 

@@ -20,7 +20,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter", allow_module_level=True)
 
 from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM  # noqa: E402  # after the skips
-from dcformer.cache_dcformer import use_static_window_layers  # noqa: E402
+from dcformer.cache_dcformer import use_static_layers  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTH = 20  # the window of local layers is 8
@@ -112,7 +112,7 @@ def make_cache(kind, config, total):
         return DynamicCache(config=config)
     cache = StaticCache(config=config, max_cache_len=total)
     if kind == "ring":
-        use_static_window_layers(cache, config.sliding_window)
+        use_static_layers(cache, config.sliding_window)
     return cache
 
 

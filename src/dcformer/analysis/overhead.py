@@ -37,12 +37,15 @@ def num_parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -> 
         exclude_embeddings: leave out the input embedding and the output projection.
     """
     e, d, f = config.hidden_size, config.head_dim, config.intermediate_size
-    q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
-    attention = e * (q + 2 * kv) + q * e + (q + 2 * kv + e) * config.attention_bias + 2 * d * config.qk_norm
+    q, kv = config.num_attention_heads * d, (sum(config.num_key_heads) + sum(config.num_value_heads)) * d
+    seeds = d if config.head_embeddings else q
+    attention = (config.num_hidden_layers * seeds + kv) * (e + config.attention_bias)  # q, k and v in all layers
+    others = 3 * q * bool(config.head_embeddings) + 2 * d * config.qk_norm
+    attention += config.num_hidden_layers * (q * e + e * config.attention_bias + others)
     matrices = 3 if config.mlp_type == "gated" else 2
     mlp = matrices * e * f + ((matrices - 1) * f + e) * config.mlp_bias + config.mlp_gates * e
     norm = e * (2 if config.norm_type == "layernorm" else 1)
-    total = config.num_hidden_layers * (attention + mlp + 2 * norm) + norm + num_compose_parameters(config)
+    total = attention + config.num_hidden_layers * (mlp + 2 * norm) + norm + num_compose_parameters(config)
     if not exclude_embeddings:
         total += config.vocab_size * e * (1 if config.tie_word_embeddings else 2)
     return total

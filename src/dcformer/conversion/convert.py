@@ -218,7 +218,7 @@ def write_safetensors(
         finally:
             writer.abort()
         config.dtype = _common_dtype([kind for _, kind in announced.values()])
-        config.architectures = ["DCPythiaForCausalLM" if config.model_type == "dcpythia" else "DCFormerForCausalLM"]
+        config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
         if loaded_tokenizer is not None:
             report.notes += _take_special_tokens(config, str(tokenizer), loaded_tokenizer)
             loaded_tokenizer.save_pretrained(folder)

@@ -17,6 +17,9 @@ from .checkpoint import Checkpoint
 _DECISIVE = (
     "num_attention_heads",
     "num_key_value_heads",
+    "key_head_map",
+    "value_head_map",
+    "head_embeddings",
     "head_dim",
     "layer_types",
     "sliding_window",

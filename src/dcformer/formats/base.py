@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
+from ..heads_dcformer import MAP_FIELDS
 from ..layouts_dcformer import TensorLayout, foreign_shape, from_native, layer_dims, to_native
 from ..modeling_dcformer import DCFormerForCausalLM
 from .arrays import LazyArray
@@ -184,7 +185,14 @@ class Format:
             generators: the number of stored weight generators.
             present: names in the checkpoint. They decide where a format has alternatives (fused or separate q, k, v;
                 tied embeddings).
+
+        Raises:
+            ConversionError: for a model with head maps or embeddings, which no other format than the native one has.
         """
+        if fields := [name for name in (*MAP_FIELDS, "head_embeddings") if getattr(config, name) is not None]:
+            raise ConversionError(
+                f"the {self.title} format has no {fields[0]}: keep the model in this package's own format."
+            )
         natives, present, count = native_shapes(config), set(present), config.num_hidden_layers
         parts = []
         for layout in self._layouts_for(config, present):
@@ -254,7 +262,7 @@ class FolderFormat(Format):
             raise ConversionError(f"{folder / 'config.json'} is not a valid configuration ({error}).") from error
         if not isinstance(config, DCFormerConfig):
             raise ConversionError(
-                f"{folder / 'config.json'} is of model_type {config.model_type!r}, expected dcformer or dcpythia."
+                f"{folder / 'config.json'} is of model_type {config.model_type!r}, expected dcformer, dcpythia or dha."
             )
         return config
 

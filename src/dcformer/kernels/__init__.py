@@ -71,6 +71,7 @@ def _unsupported_model(config: DCFormerConfig) -> str | None:
         rank=rank,
         activation=config.compose_act,
         head_maps=config.key_head_map is not None or config.value_head_map is not None,
+        head_embeddings=config.head_embeddings is not None,
     )
 
 

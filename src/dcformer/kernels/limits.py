@@ -97,6 +97,11 @@ LIMITS = (
         "`dcformer_chunked`, `eager`",
         {"head_maps": True},
     ),
+    Limit(
+        "keys that are wider than values (`head_embeddings`)", "no",
+        "`dcformer_chunked`, `eager`",
+        {"head_embeddings": True},
+    ),
     Limit("maps (`compose_trace`)", "no", "`eager`", {"trace": True}),
 )  # fmt: skip
 
@@ -119,6 +124,7 @@ def unsupported_reason(
     dropout: float = 0.0,
     mask: str | None = None,
     head_maps: bool = False,
+    head_embeddings: bool = False,
     trace: bool = False,
 ) -> str | None:
     """Why the fused kernels cannot do something. What is not given is not looked at.
@@ -133,6 +139,7 @@ def unsupported_reason(
         dropout: probability with which composed weights are dropped.
         mask: what an attention mask has: "per head", "bias", "gaps" or "gradients".
         head_maps: whether the model says which key and value head each query head reads.
+        head_embeddings: whether the model makes its heads with embeddings.
         trace: whether the maps are asked for.
 
     Returns:
@@ -158,6 +165,8 @@ def unsupported_reason(
         return _MASKS[mask]
     if head_maps:
         return f"key_head_map and value_head_map are beyond the fused kernels, which pair keys with values: {_OTHERS}"
+    if head_embeddings:
+        return f"head_embeddings are beyond the fused kernels, whose keys and values have one width: {_OTHERS}"
     if trace:
         return f"the fused kernels never hold the maps that compose_trace collects: {_EAGER}"
     return None

@@ -161,6 +161,7 @@ def is_default(
     reason = unsupported_reason(
         dropout=attention.attention_dropout if attention.training else 0.0,
         head_maps=attention.compose.pre_heads is not None,
+        head_embeddings=getattr(attention, "head_embeddings", None) is not None,  # other modules have none
     )
     reason = reason or _mask_reason(attention_mask, query.shape[2], device)
     if reason is not None:

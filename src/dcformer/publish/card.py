@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..analysis import compose_overhead, num_parameters
+from ..cache_report import cache_bytes_per_token
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import DCFormerError
 
@@ -169,7 +171,7 @@ def _sizes(config: DCFormerConfig) -> list[tuple[Any, ...]]:
         ("Hidden size", config.hidden_size),
         ("MLP width", config.intermediate_size),
         ("Query heads", config.num_attention_heads),
-        ("Key/value heads", config.num_key_value_heads),
+        ("Key/value heads", _key_value_heads(config)),
         ("Head dim", config.head_dim),
         ("Context", config.max_position_embeddings),
         ("Vocabulary", config.vocab_size),
@@ -177,15 +179,21 @@ def _sizes(config: DCFormerConfig) -> list[tuple[Any, ...]]:
     ]
 
 
+def _key_value_heads(config: DCFormerConfig) -> str:
+    keys, values = config.num_key_heads, config.num_value_heads
+    if config.key_head_map is None and config.value_head_map is None:
+        return f"{config.num_key_value_heads}"
+    return f"{sum(keys)} key and {sum(values)} value heads in all layers, {config.kv_saving:.1%} saved"
+
+
 def _overhead(config: DCFormerConfig) -> list[tuple[str, ...]]:
-    overhead, sizes = compose_overhead(config), config.to_dict()
-    channels = sum(config.compose_cache_channels(stage) for stage in ("pre", "post"))
-    numbers = channels * sizes["num_key_value_heads"] * sizes["num_hidden_layers"]
+    overhead = compose_overhead(config)
+    plain, composed = cache_bytes_per_token(config, torch.int8)  # a byte for each number
     flops = f"FLOPs of the forward pass, per token at {config.max_position_embeddings} tokens"
     return [
         ("Parameters (outside the embeddings)", f"{overhead.parameters:,}", f"{overhead.parameter_ratio:.2%}"),
         (flops, f"{overhead.flops_per_token:,}", f"{overhead.flops_ratio:.2%}"),
-        ("Cache, numbers per token", f"{numbers:,}", f"{channels / (2 * sizes['head_dim']):.2%}"),
+        ("Cache, numbers per token", f"{composed - plain:,}", f"{composed / plain - 1:.2%}"),
     ]
 
 
