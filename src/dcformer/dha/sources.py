@@ -204,11 +204,12 @@ TARGETS = ("llama", "mistral", "qwen3", "gpt_neox")
 _OWN = OwnFamily(DCFormerConfig)
 
 _LATENT = "its keys and values come from a latent vector (MLA), not from heads that could be pooled"
-_REFUSED = (  # (attribute of the configuration, whether its value matters, why)
+_REFUSED = (  # (attribute of the configuration, why a model that has it is no source)
     ("kv_lora_rank", _LATENT),
     ("is_encoder_decoder", "it has cross-attention"),
     ("add_cross_attention", "it has cross-attention"),
     ("num_kv_shared_layers", "its layers share keys and values"),
+    ("head_embeddings", "its heads share one seed already"),
     ("attn_logit_softcapping", "its scores are capped, which this package's attention does not do"),
 )
 _REFUSED_TYPES = {
