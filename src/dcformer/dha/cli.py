@@ -135,9 +135,9 @@ def _fuse(options: argparse.Namespace) -> str:
     rows, held_out = _rows(options, options.eval_data)
     fused = fuse(
         model, plan, rows, options.steps, lr=options.lr, mixer_lr=options.mixer_lr, train=options.train,
-        closing_steps=options.closing_steps, stop_at_loss=options.stop_at_loss, margin_steps=options.margin_steps, held_out=held_out, copy_model=False,
-        seed=options.seed, batch_size=options.batch_size, accumulation=options.accumulation,
-        checkpoint=_state(options), save_steps=options.save_steps,
+        closing_steps=options.closing_steps, stop_at_loss=options.stop_at_loss, margin_steps=options.margin_steps,
+        held_out=held_out, copy_model=False, seed=options.seed, batch_size=options.batch_size,
+        accumulation=options.accumulation, checkpoint=_state(options), save_steps=options.save_steps,
     )  # fmt: skip
     if fused.model is None or not _is_main():
         return "the main process writes"
