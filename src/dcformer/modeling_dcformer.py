@@ -509,6 +509,11 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                     f"head_embeddings a cached key has head_dim + rotary dim = {width}. Use 'sdpa', or leave it unset."
                 )
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        if requested_attention not in known and not self.config.composes:
+            raise ValueError(
+                f'Specified `attn_implementation="{requested_attention}"` is not supported by '
+                f"{self.__class__.__name__}: use one of {(*known, *_PLAIN_ATTENTION)}, flash attention, or none."
+            )
         if requested_attention not in known:
             raise ValueError(
                 f"attn_implementation={requested_attention!r} cannot compose attention heads, so "
