@@ -1,4 +1,6 @@
-"""One decoding step as a program of `torch.export`: a token in, logits out, the static cache inside as buffers.
+"""Models for other tools: a decoding step as a program, and models with head embeddings as plain ones.
+
+One decoding step as a program of `torch.export`: a token in, logits out, the static cache inside as buffers.
 
     program = export_decoding_step(model, batch_size=1, max_cache_len=512)
     torch.export.save(program, "step.pt2")
@@ -7,11 +9,13 @@ The calling convention and the forward are those of Transformers' recipe (`trans
 cache does not fit: it allocates keys and values as wide as the head dim; ours carry composition weights behind them.
 """
 
+import copy
 import warnings
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.cache_utils import StaticCache
 from transformers.integrations.executorch import TorchExportableModuleWithHybridCache
 
@@ -97,4 +101,75 @@ def export_decoding_step(
         return torch.export.export(DecodingStep(model, batch_size, length), args=(), kwargs=inputs, strict=True)
 
 
-__all__ = ["DecodingStep", "export_decoding_step"]
+def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
+    """A model with head embeddings as one of Transformers' own with separate heads: the same function, and no saving.
+
+    The weight of head i is diag(e_i + 1) W with "mul", its bias (e_i + 1) b; with "add" the weight is W and the bias
+    b + e_i (arXiv 2310.07911; docs/mhe.md).
+
+    Args:
+        model: a causal model with `head_embeddings`, without composition, and otherwise as a Llama is made.
+
+    Returns:
+        `LlamaForCausalLM`; with "add" and without biases `Qwen2ForCausalLM`, which has biases of q, k and v only. In
+        the dtype of `model`, on its device, with parameters of its own.
+
+    Raises:
+        ValueError: when the model has no head embeddings, or something that these have not; naming the field.
+    """
+    config = model.config
+    if config.head_embeddings is None:
+        raise ValueError("the model has no head_embeddings: its heads are separate already.")
+    wanted = {
+        "composes": False,
+        "qk_norm": False,
+        "norm_type": "rmsnorm",
+        "mlp_type": "gated",
+        "mlp_gates": 0,
+        "use_parallel_residual": False,
+        "rotary_dim": config.head_dim,
+        "hidden_dropout": 0,
+    }
+    for name, value in wanted.items():
+        if (found := getattr(config, name)) != value:
+            raise ValueError(f"{name}={found} has no counterpart in LlamaForCausalLM: expected {value}.")
+    if "sliding_attention" in (config.layer_types or ()):
+        raise ValueError("layer_types has 'sliding_attention', and LlamaForCausalLM has global layers only.")
+    is_qwen = config.head_embeddings == "add" and not config.attention_bias
+    if is_qwen and config.mlp_bias:
+        raise ValueError("mlp_bias=True without attention_bias has no counterpart where heads add embeddings.")
+    names = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+        *("hidden_act", "max_position_embeddings", "rope_parameters", "tie_word_embeddings", "attention_dropout"),
+        *("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id"),
+    )
+    fields: dict[str, Any] = {name: copy.deepcopy(getattr(config, name)) for name in names}
+    fields |= {"num_key_value_heads": config.num_attention_heads, "rms_norm_eps": config.norm_eps}
+    config_class: Any = Qwen2Config
+    model_class: Any = Qwen2ForCausalLM
+    if not is_qwen:
+        config_class, model_class = LlamaConfig, LlamaForCausalLM
+        fields |= {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    plain_config = config_class(**fields)
+    with torch.device("meta"):
+        plain = model_class(plain_config)
+    state: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for prefix in [name.removesuffix("q_embedding") for name in state if name.endswith("q_embedding")]:
+        for kind in ("q", "k", "v"):
+            e = state.pop(f"{prefix}{kind}_embedding")  # [H, D]
+            weight, bias = (state.pop(f"{prefix}{kind}_proj.{part}", None) for part in ("weight", "bias"))
+            if config.head_embeddings == "add":
+                state[f"{prefix}{kind}_proj.weight"] = weight.repeat(e.shape[0], 1)  # [H·D, E]
+                state[f"{prefix}{kind}_proj.bias"] = (e if bias is None else e + bias).flatten()
+            else:
+                state[f"{prefix}{kind}_proj.weight"] = ((e + 1)[..., None] * weight).flatten(0, 1)
+                if bias is not None:
+                    state[f"{prefix}{kind}_proj.bias"] = ((e + 1) * bias).flatten()
+    plain.load_state_dict(state, assign=True)
+    plain.tie_weights()
+    plain.model.rotary_emb = type(plain.model.rotary_emb)(plain_config).to(model.device)
+    plain.generation_config = copy.deepcopy(model.generation_config)
+    return plain.train(model.training)
+
+
+__all__ = ["DecodingStep", "export_decoding_step", "plain_model"]

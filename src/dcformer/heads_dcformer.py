@@ -162,6 +162,7 @@ def _problem(row: Sequence[int], queries: int, n: int) -> str:
 # --- head embeddings --------------------------------------------------------------------------------------------------
 
 EMBEDDINGS = ("add", "mul")
+EMBEDDING_NAMES = ("q_embedding", "k_embedding", "v_embedding")  # parameters of the attention
 
 
 def embed(seeds: torch.Tensor, embeddings: torch.Tensor, mode: str) -> torch.Tensor:
@@ -280,6 +281,7 @@ def check_head_embeddings(config: Any) -> None:
 
 __all__ = [
     "EMBEDDINGS",
+    "EMBEDDING_NAMES",
     "MAP_FIELDS",
     "HeadMap",
     "add_value_bias",

@@ -48,6 +48,7 @@ from .compose_dcformer import (
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
 from .fusion_dcformer import FusedProjections, check_fusable
 from .heads_dcformer import (
+    EMBEDDING_NAMES,
     HeadMap,
     add_value_bias,
     apply_rotary,
@@ -194,7 +195,7 @@ class DCFormerAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
         self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
-        for name in ("q_embedding", "k_embedding", "v_embedding"):
+        for name in EMBEDDING_NAMES:
             embeddings = nn.Parameter(torch.empty(heads, self.head_dim)) if self.head_embeddings else None
             self.register_parameter(name, embeddings)
         self.compose = DCFormerCompose(config, layer_idx, self.key_heads, self.value_heads)
@@ -477,8 +478,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         if isinstance(module, HeadMap):
             module.fill()
         if isinstance(module, DCFormerAttention) and module.head_embeddings:
-            for embeddings in (module.q_embedding, module.k_embedding, module.v_embedding):
-                init.normal_(embeddings, mean=0.0, std=embedding_init_std(self.config))
+            for name in EMBEDDING_NAMES:
+                init.normal_(getattr(module, name), mean=0.0, std=embedding_init_std(self.config))
         if isinstance(module, DCFormerCompose):
             std = compose_init_std(self.config)
             for name, parameter in module.named_parameters():
@@ -508,6 +509,11 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                     f"head_embeddings a cached key has head_dim + rotary dim = {width}. Use 'sdpa', or leave it unset."
                 )
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        if requested_attention not in known and not self.config.composes:
+            raise ValueError(
+                f'Specified `attn_implementation="{requested_attention}"` is not supported by '
+                f"{self.__class__.__name__}: use one of {(*known, *_PLAIN_ATTENTION)}, flash attention, or none."
+            )
         if requested_attention not in known:
             raise ValueError(
                 f"attn_implementation={requested_attention!r} cannot compose attention heads, so "

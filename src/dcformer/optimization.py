@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .compose_dcformer import DCFormerCompose, compose_init_std
+from .heads_dcformer import EMBEDDING_NAMES
 
 
 def composition_rate_ratios(config: Any) -> dict[str, float]:
@@ -39,14 +40,15 @@ def parameter_groups(
     Args:
         model: a model whose `config` describes its composition: one of this package's, or one with `DCFormerCompose`.
         lr: peak learning rate of everything outside composition.
-        weight_decay: of matrices outside composition, embeddings included. Composition, norms and biases get none.
+        weight_decay: of matrices outside composition, embeddings of tokens included. Composition, norms, biases and
+            head embeddings, which act as biases or scales, get none.
         ratios: learning rates of composition's parameters relative to `lr`, by their name within `DCFormerCompose`;
             `composition_rate_ratios(model.config)` when not given. {} means `lr` for all of them.
 
     Returns:
-        groups with "params", "lr", "weight_decay" and "name": "matrices", "vectors" (norms and biases) and one for each
-        kind of composition's parameters ("compose.qkw", ...). Every trainable parameter is in exactly one of them;
-        groups without parameters are left out.
+        groups with "params", "lr", "weight_decay" and "name": "matrices", "vectors" (norms, biases, head embeddings)
+        and one for each kind of composition's parameters ("compose.qkw", ...). Every trainable parameter is in exactly
+        one of them; groups without parameters are left out.
 
     Raises:
         ValueError: when `lr` or a ratio is not above 0, or a ratio is of no parameter of composition.
@@ -72,11 +74,12 @@ def parameter_groups(
         new = {"name": group, "params": [], "lr": lr * ratio, "weight_decay": decay}
         groups.setdefault(group, new)["params"].append(parameter)
 
+    head_embeddings = {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2] in EMBEDDING_NAMES}
     for parameter in (p for p in model.parameters() if p.requires_grad):
         name = composition.get(id(parameter))
         if name is not None:
             add(f"compose.{name.removesuffix('.weight')}", parameter, ratios.get(name, 1.0), 0.0)
-        elif parameter.ndim > 1:
+        elif parameter.ndim > 1 and id(parameter) not in head_embeddings:
             add("matrices", parameter, 1.0, weight_decay)
         else:
             add("vectors", parameter, 1.0, 0.0)

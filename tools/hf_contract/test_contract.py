@@ -1,4 +1,4 @@
-"""Transformers' common tests of models, on DCFormer, DCPythia and DCViT. `run.py` beside this file runs them."""
+"""Transformers' common tests of models, on our families of models. `run.py` beside this file runs them."""
 
 import unittest
 
@@ -21,7 +21,7 @@ HEADS = {
     "ForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "ForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
 }
-for family in ("DCFormer", "DCPythia"):
+for family in ("DCFormer", "DCPythia", "DHA"):
     for head, table in HEADS.items():
         getattr(modeling_auto, table)[family.lower()] = family + head
 
@@ -41,13 +41,15 @@ class Tester:
     """What their tests ask about a model: its classes, a small configuration, and inputs for it.
 
     Args:
-        family: "DCFormer" or "DCPythia".
+        family: "DCFormer", "DCPythia" or "DHA".
+        fields: of the configuration, beside the sizes.
     """
 
     batch_size, seq_length, num_labels, is_training = 13, 7, 3, True
     hidden_size, num_hidden_layers, num_attention_heads, vocab_size = 64, 2, 4, 99
 
-    def __init__(self, family: str):
+    def __init__(self, family: str, fields: dict):
+        self.fields = fields
         self.config_class = getattr(dcformer, f"{family}Config")
         self.base_model_class = getattr(dcformer, f"{family}Model")
         self.causal_lm_class = getattr(dcformer, f"{family}ForCausalLM")
@@ -65,6 +67,7 @@ class Tester:
             pad_token_id=0,
             bos_token_id=1,
             eos_token_id=2,
+            **self.fields,
         )
 
     def prepare_config_and_inputs_for_common(self):
@@ -76,14 +79,15 @@ class Tester:
 
 
 class Contract(ModelTesterMixin, GenerationTesterMixin):
-    """What both families are tested for."""
+    """What all families are tested for."""
 
     family = ""
+    fields: dict = {}  # noqa: RUF012 - as below
     pipeline_model_mapping = {}  # noqa: RUF012 - theirs is a plain class attribute, too
     test_can_init_all_missing_weights_before_2023 = True  # the copyright line that it reads a year from is theirs
 
     def setUp(self):
-        self.model_tester = Tester(self.family)
+        self.model_tester = Tester(self.family, self.fields)
         sizes = {"hidden_size": 64, "num_attention_heads": 4}
         self.config_tester = ConfigTester(self, config_class=self.model_tester.config_class, **sizes)
 
@@ -106,6 +110,35 @@ class DCPythiaTest(Contract, unittest.TestCase):
     """LayerNorm, biases, a plain MLP, a parallel residual: in one process, as the rest is the same code."""
 
     family = "DCPythia"
+
+
+class DHATest(Contract, unittest.TestCase):
+    """Other numbers of key than of value heads in every layer, and Transformers' own attention functions."""
+
+    family = "DHA"
+    fields = {  # noqa: RUF012 - as above
+        "key_head_map": [[0, 1, 1, 0], [0, 0, 0, 0]],
+        "value_head_map": [[0, 0, 0, 0], [3, 0, 2, 1]],
+    }
+
+
+PLAIN = dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False)
+
+
+class MHEAddTest(Contract, unittest.TestCase):
+    family, fields = "DCFormer", {"head_embeddings": "add"}
+
+
+class MHEMulTest(Contract, unittest.TestCase):
+    family, fields = "DCFormer", {"head_embeddings": "mul"}
+
+
+class PlainMHEAddTest(Contract, unittest.TestCase):
+    family, fields = "DCFormer", {"head_embeddings": "add", **PLAIN}
+
+
+class PlainMHEMulTest(Contract, unittest.TestCase):
+    family, fields = "DCFormer", {"head_embeddings": "mul", **PLAIN}
 
 
 class VisionTester:

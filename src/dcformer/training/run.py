@@ -26,6 +26,7 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from ..analysis import num_parameters
 from ..errors import DCFormerError, refused
+from ..heads_dcformer import EMBEDDING_NAMES
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
 from ..optimization import parameter_groups
@@ -254,6 +255,11 @@ class _Trainer(SFTTrainer):
             groups = parameter_groups(chosen, self.args.learning_rate, self.args.weight_decay)
             self.optimizer = optimizer_class(groups, **options)
         return super().create_optimizer(model)
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        """As the library's, and without head embeddings, which act as biases or scales."""
+        names = super().get_decay_parameter_names(model)
+        return [name for name in names if name.rpartition(".")[2] not in EMBEDDING_NAMES]
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         counts: list[int] = []
