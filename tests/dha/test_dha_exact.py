@@ -126,6 +126,7 @@ def test_expansion_has_the_same_function(name, tmp_path):
     folded, plain = (AutoModelForCausalLM.from_pretrained(tmp_path / which).eval() for which in ("folded", "plain"))
     assert different(logits(plain), logits(folded)) <= 1e-5 * scale
     given = {"input_ids": tokens(), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
     assert torch.equal(plain.generate(**given), folded.generate(**given))
 
 

@@ -1,4 +1,4 @@
-"""Fuses heads of a small Llama and folds it: dha_worker.py OUTPUT --accumulation N. Several processes share the batches."""
+"""Fuses heads of a small Llama and folds it: dha_worker.py OUTPUT --accumulation N. Processes share the batches."""
 
 import json
 import sys
