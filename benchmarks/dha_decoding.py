@@ -3,8 +3,8 @@
     python benchmarks/dha_decoding.py --context 4096 --rounds 7
 
 Both are made from one Llama with random weights. The caches hold random keys and values of `--context` tokens, so no
-prefill is needed. Before anything is timed, a step of the folded model is compared with that of its expansion. Rounds take
-turns; a row has the median of a step's time and of its ratio to the source's in that round.
+prefill is needed. Before anything is timed, a step of the folded model is compared with that of its expansion. Rounds
+take turns; a row has the median of a step's time and of its ratio to the source's in that round.
 """
 
 import argparse
@@ -87,9 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
             steps(model, cache, 1)
             times[name].append(steps(model, cache, options.steps))
     first = next(iter(times))
-    print(
-        f"| {options.context:,} tokens, {options.layers} layers | ms a step | ratio (range) | cache, MiB |\n|---|---|---|---|"
-    )
+    print(f"| {options.context:,} tokens, {options.layers} layers | ms a step | ratio (range) | cache, MiB |")
+    print("|---|---|---|---|")
     for name, (model, keys, values) in models.items():
         ratios = [a / b for a, b in zip(times[name], times[first], strict=True)]
         held = 4 * options.context * model.config.head_dim * sum(keys + values) / 2**20

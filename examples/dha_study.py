@@ -243,15 +243,19 @@ def table(runs: list[dict]) -> str:
             continue
         what = "" if base == "plain" else ", half of the layers with copies of heads"
         lines += [f"\n{100 * ratio:.0f} % of the heads{what}; {len(chosen[next(iter(chosen))])} seeds\n"]
-        lines += ["| | before further training | at the end | end less the source's | heads | CPU seconds |"]
-        lines += ["|---|---|---|---|---|---|"]
+        baseline = "gqa_mean" if base == "plain" else "copies_mean"
+        ends = {run["seed"]: run["loss"] for run in chosen.get(baseline, [])}
+        against = f"end less that of {ARMS[baseline][0]}, seed by seed"
+        lines += [f"| | before further training | at the end | end less the source's | {against} | heads | CPU seconds |"]
+        lines += ["|---|---|---|---|---|---|---|"]
         for arm, found in sorted(chosen.items(), key=lambda item: statistics.mean(run["loss"] for run in item[1])):
             less = [{"x": run["loss"] - run["source_loss"]} for run in found]
+            paired = [{"x": run["loss"] - ends[run["seed"]]} for run in found if run["seed"] in ends]
             heads = "; ".join(sorted({f"{r['key_heads']}, {r['value_heads']}" for r in found if "key_heads" in r}))
             seconds = statistics.median(run["seconds"] for run in found)
             lines.append(
-                f"| {ARMS[arm][0]} | {cell(found, 'start')} | {cell(found, 'loss')} | {cell(less, 'x')} "
-                f"| {heads.replace(' ', '')} | {seconds:.0f} |"
+                f"| {ARMS[arm][0]} | {cell(found, 'start')} | {cell(found, 'loss')} | {cell(less, 'x')} | "
+                f"{cell(paired, 'x') if arm != baseline else ''} | {heads.replace(' ', '')} | {seconds:.0f} |"
             )
     fused = [run for run in runs if "soft_loss" in run]
     if fused:
@@ -276,7 +280,7 @@ def picture(runs: list[dict], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(RATIOS), figsize=(10, 4), sharey=True)
+    figure, axes = pyplot.subplots(1, len(RATIOS), figsize=(10, 4.4), sharey=True)
     for axis, ratio in zip(axes, RATIOS, strict=True):
         for arm, (label, base) in ARMS.items():
             found = [run for run in runs if run["arm"] == arm and run["ratio"] in (ratio, 1.0)]
@@ -291,8 +295,8 @@ def picture(runs: list[dict], path: Path) -> None:
         if source:
             axis.set_ylim(statistics.mean(source) - 0.1, statistics.mean(source) + 0.6)
     axes[0].set_ylabel("held-out loss, nats per character", fontsize=9)
-    axes[-1].legend(fontsize=7)
-    figure.tight_layout()
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     neighbour = path.with_name(f".{path.name}")
     figure.savefig(neighbour, dpi=110, format="png", metadata={"Software": None})
     os.replace(neighbour, path)
