@@ -23,6 +23,7 @@ LAYERS = (
     {"cache_report", "export", "formats", "recipes", "scaling", "selfcheck", "synthetic"},
     {"conversion"},
     {"evaluation", "planning", "publish", "serving", "training"},
+    {"dha"},
 )
 # The flat files, in the same way: each imports those of its own line or of earlier ones.
 MODEL_LAYERS = (

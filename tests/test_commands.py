@@ -12,10 +12,12 @@ from helpers import REPOSITORY
 from dcformer.analysis.diversity import FORMS
 from dcformer.analysis.plots import THEMES
 from dcformer.conversion.convert import DTYPES
+from dcformer.dha.fusion import TRAINED
+from dcformer.dha.search import ALLOCATIONS, SCORES
 from dcformer.formats import FORMATS, array_formats
 from dcformer.planning import GPUS, IMPLEMENTATIONS, OPTIMIZERS
 from dcformer.presets_dcformer import PRESETS
-from dcformer_commands import analyze, convert, plan
+from dcformer_commands import analyze, convert, dha, plan
 
 # Runs a command and reports what it has imported. `dcformer` itself is not there to be imported: nothing may need it.
 PROGRAM = """
@@ -35,6 +37,8 @@ SUBCOMMANDS = ("jax-to-safetensors", "safetensors-to-jax", "hub-to-safetensors",
 HELP = [
     ("convert", "--help", "verify"),
     *(("convert", f"{name} --help", "--no-progress") for name in SUBCOMMANDS),
+    ("dha", "--help", "report"),
+    *(("dha", f"{name} --help", "--model") for name in ("search", "fuse", "fold", "expand", "report")),
     ("plan", "--help", "--tensor-parallel"),
     ("selfcheck", "--help", "--preset"),
     ("analyze", "--help", "--target"),
@@ -50,6 +54,9 @@ WRONG = [
     ("convert", "jax-to-safetensor", "invalid choice: 'jax-to-safetensor'"),
     ("convert", "hub-to-safetensors --checkpoint a --output b --dtype bf17", "bf17.*keep.*float32.*bfloat16.*float16"),
     ("convert", "verify a", "required: B"),
+    ("dha", "", "required: command"),
+    ("dha", "search --model a --output b --score mse", "mse.*weights.*function.*operator.*cka.*uniform"),
+    ("dha", "fuse --model a --plan b --output c", "required: --data"),
     ("plan", "--preset dcformer-7b", "invalid choice: 'dcformer-7b'.*dcformer-6.9b"),
     ("plan", "--dtype bf17", "bf17.*bfloat16.*float16.*float32"),
     ("analyze", "m --output o", "give --text or --image, or --diversity"),
@@ -89,6 +96,7 @@ def test_choices_are_those_of_the_package():
     assert tuple(format.name for format in array_formats()) == convert._ARRAY_FORMATS
     assert tuple(PRESETS) == plan._PRESETS and tuple(IMPLEMENTATIONS) == plan._IMPLEMENTATIONS
     assert analyze._FORMS == FORMS and tuple(THEMES) == analyze._THEMES
+    assert (dha._SCORES, dha._ALLOCATIONS, dha._TRAINED) == (SCORES, ALLOCATIONS, TRAINED)
     assert set(plan._OPTIMIZERS) == set(OPTIMIZERS) and set(plan._GPUS) == set(GPUS)
 
 
@@ -113,7 +121,7 @@ def test_console_scripts():
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     found = re.findall(r'^(dcformer-\w+) = "(.*):(.*)"$', text, re.MULTILINE)
     assert {name for name, *_ in found} == {
-        f"dcformer-{name}" for name in ("analyze", "convert", "eval", "plan", "selfcheck", "serve")
+        f"dcformer-{name}" for name in ("analyze", "convert", "dha", "eval", "plan", "selfcheck", "serve")
     }
     for name, module, function in found:
         assert module == f"dcformer_commands.{name.removeprefix('dcformer-')}"

@@ -476,6 +476,15 @@ def test_embeddings_get_no_weight_decay():
     assert sum(len(group["params"]) for group in groups.values()) == len(list(model.parameters()))
 
 
+def test_the_trainer_decays_no_embeddings():
+    pytest.importorskip("trl")
+    from dcformer.training.run import _Trainer
+
+    model = make("mul")
+    decayed = _Trainer.get_decay_parameter_names(SimpleNamespace(), model)
+    assert "model.layers.0.self_attn.q_proj.weight" in decayed and not any(n.endswith(EMBEDDING_NAMES) for n in decayed)
+
+
 @pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
 def test_other_heads_train(head):
     model_class = getattr(__import__("dcformer"), f"DCFormerFor{head}")

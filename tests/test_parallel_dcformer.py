@@ -9,7 +9,17 @@ from dcformer.parallel_dcformer import check_tensor_parallel
 
 
 @pytest.mark.parametrize("switches", [*VALID_SWITCHES[::5], PLAIN], ids=str)
-@pytest.mark.parametrize("fields", [{}, {"mlp_gates": 4}, {"mlp_type": "plain", "qk_norm": False}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"mlp_gates": 4},
+        {"mlp_type": "plain", "qk_norm": False},
+        {"num_key_value_heads": 4, "key_head_map": [[0, 0, 1, 1], [0, 0, 0, 0]]},
+        {"num_key_value_heads": None, "head_embeddings": "mul"},
+    ],
+    ids=str,
+)
 def test_tensor_parallel_plan_names_only_what_exists(switches, fields):
     config = tiny_config(**switches, **fields)
     with torch.device("meta"):
@@ -32,6 +42,9 @@ def test_tensor_parallel_plan_names_only_what_exists(switches, fields):
         ({"compose_groups": 1}, {1}),
         ({"compose_groups": 2, "compose_query": False, "compose_key": False, "compose_static": True}, {1, 2}),
         ({"compose_groups": 8, "num_key_value_heads": 2}, {1, 2}),
+        ({"compose_groups": 8, "num_key_value_heads": None, "head_embeddings": "add"}, {1, 2, 4, 8}),
+        ({"compose_groups": 4, "num_key_value_heads": None, "head_embeddings": "add"}, {1, 2, 4}),
+        ({"num_key_value_heads": None, "head_embeddings": "add", **PLAIN}, {1, 2, 4, 8}),
         (dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False), {1, 2, 4, 8}),
     ],
     ids=str,
@@ -43,4 +56,26 @@ def test_tensor_parallel_sizes_that_cut_nothing(fields, sizes):
             check_tensor_parallel(config, size)
         else:
             with pytest.raises(ValueError, match=f"is not a multiple of the tensor-parallel size {size}"):
+                check_tensor_parallel(config, size)
+
+
+@pytest.mark.parametrize(
+    ("row", "sizes"),
+    [
+        ([0, 0, 1, 1, 2, 2, 3, 3], {1, 2, 4}),
+        ([1, 0, 0, 1, 3, 2, 2, 3], {1, 2}),
+        ([0, 1, 2, 3, 0, 1, 2, 3], {1}),
+        ([0] * 8, {1}),
+        ([4, 5, 6, 7, 0, 1, 2, 3], {1}),  # the other rank's heads
+    ],
+)
+@pytest.mark.parametrize("field", ["key_head_map", "value_head_map"])
+def test_tensor_parallel_sizes_that_cut_no_map(field, row, sizes):
+    straight = list(range(8))
+    config = tiny_config(num_attention_heads=8, num_key_value_heads=8, **PLAIN, **{field: [straight, row]})
+    for size in (1, 2, 4, 8):
+        if size in sizes:
+            check_tensor_parallel(config, size)
+        else:
+            with pytest.raises(ValueError, match=rf"{field}\[1\] cannot be cut for the tensor-parallel size {size}"):
                 check_tensor_parallel(config, size)

@@ -42,6 +42,12 @@ VARIANTS = {
     "plain": {"compose_query": False, "compose_key": False, "compose_pre": False, "compose_post": False},
     "multi-gate": {"mlp_gates": 4},
     "pythia": {"norm_type": "layernorm", "qk_norm": False, "mlp_type": "plain", "use_parallel_residual": True},
+    "head maps": {
+        "key_head_map": [[0, 0, 1, 1], [0] * 4, [1, 0, 0, 1], [0, 0, 1, 1], [0, 1, 2, 3]],
+        "value_head_map": [[0] * 4, [0, 0, 1, 1], [0, 0, 1, 1], [3, 1, 2, 0], [0, 0, 1, 1]],
+    },
+    "head embeddings, add": {"head_embeddings": "add"},
+    "head embeddings, mul": {"head_embeddings": "mul"},
     "partial rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
 MEASURE = """

@@ -63,15 +63,21 @@ def _same_as(model, result):
     assert result["implementation"] == "dcformer_default"  # where no kernels are registered: chunked
 
 
-@pytest.mark.parametrize("pythia", [False, True])
-def test_exported_folder_loads_without_the_package(tmp_path, pythia):
+MAPS = {"key_head_map": [[0, 1, 1, 0], [0, 0, 0, 0]], "value_head_map": [[0, 0, 0, 0], [3, 0, 2, 1]]}
+
+
+@pytest.mark.parametrize("family", ["DCFormer", "DCPythia", "DHA", "MHE"])
+def test_exported_folder_loads_without_the_package(tmp_path, family):
     config = tiny_config()
-    model_class = dcformer.DCFormerForCausalLM
-    if pythia:
-        fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        config = dcformer.DCPythiaConfig(sliding_window=8, **{name: getattr(config, name) for name in fields})
-        model_class = dcformer.DCPythiaForCausalLM
-    model = randomise(model_class(config))
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: getattr(config, name) for name in fields}
+    if family == "DCPythia":
+        config = dcformer.DCPythiaConfig(sliding_window=8, **sizes)
+    elif family == "DHA":
+        config = dcformer.DHAConfig(**sizes, **MAPS)
+    elif family == "MHE":
+        config = tiny_config(head_embeddings="add", num_key_value_heads=None)
+    model = randomise(getattr(dcformer, type(config).__name__.replace("Config", "ForCausalLM"))(config))
     folder = tmp_path / "model"
     model.save_pretrained(folder)
     dcformer.export_remote_code(folder)

@@ -15,6 +15,8 @@ MASKS, CHUNKED = "masks_dcformer.py", "chunked_dcformer.py"
 T_COMPOSE, T_CACHE = "tests/test_compose_dcformer.py::", "tests/test_cache_dcformer.py::"
 T_CONFIG, T_HUB = "tests/test_configuration_dcformer.py::", "tests/test_hub_dcformer.py::"
 T_HUB_CONFIG, T_PARALLEL = "tests/test_legacy_dcformer.py::test_hub_", "tests/test_parallel_dcformer.py::"
+T_HEADS = "tests/test_heads_dcformer.py::"
+T_EMBEDDINGS = "tests/test_head_embeddings.py::"
 T_OVERHEAD = "tests/analysis/test_analysis_overhead.py::"
 T_MODEL, T_ATTENTION = "tests/test_modeling_dcformer.py::", "tests/test_attention_dcformer.py::"
 T_MASKS, T_CHUNKED = "tests/test_masks_dcformer.py::", "tests/test_chunked_dcformer.py::"
@@ -1273,6 +1275,73 @@ _HEADS = _in(
         "rows.unflatten(1, (-1, count)).transpose(1, 2) if heads is None",
         CHUNKED_IS_EAGER,
         MAXTEXT + "[LGLL, six heads]",
+    ),
+)
+
+_HEADS += _in(
+    "heads",
+    "heads_dcformer.py",
+    (
+        "query heads in their own order behind shared keys",
+        "states if self.is_consecutive else states.index_select(1, self.order)",
+        "states",
+        T_HEADS + "test_shared_products_are_those_with_copies",
+    ),
+    (
+        "heads of a map read unequally",
+        "if len(set(reads)) > 1:",
+        "if False:",
+        T_HEADS + "test_maps_that_do_not_fit_are_refused",
+    ),
+    (
+        "mirrored keys rotated forwards",
+        "back = apply_rotary(key[..., :turned], cos, -sin)",
+        "back = apply_rotary(key[..., :turned], cos, sin)",
+        T_EMBEDDINGS + "test_a_layer_is_an_ordinary_one_with_tied_weights",
+    ),
+    (
+        "factors of channels that do not rotate left out",
+        "factors = torch.cat([mean, mean, e[..., turned:] + 1], dim=-1)",
+        "factors = torch.cat([mean, mean, torch.ones_like(e[..., turned:])], dim=-1)",
+        T_EMBEDDINGS + "test_a_layer_is_an_ordinary_one_with_tied_weights",
+    ),
+    (
+        "embeddings start as small as matrices",
+        "config.initializer_range * math.sqrt(config.hidden_size)",
+        "config.initializer_range",
+        T_EMBEDDINGS + "test_heads_differ_at_first_as_much_as_ordinary_ones",
+    ),
+)
+_HEADS += _in(
+    "heads",
+    MODEL,
+    (
+        "summands of channels that do not rotate left out under key-wise composition",
+        "if pre is not None and pre.key is not None:",
+        "if False:",
+        T_EMBEDDINGS + "test_shared_keys_are_those_of_each_head_and_so_are_gradients",
+    ),
+    (
+        "a copy of the cache for each query head in every implementation",
+        'reads_shared = implementation in ("eager", CHUNKED)',
+        "reads_shared = False",
+        T_HEADS + "test_decoding_reads_the_cache_where_it_is",
+    ),
+    (
+        "cached values without their factors",
+        'if shares_seeds and self.head_embeddings == "mul":',
+        "if False:",
+        T_EMBEDDINGS + "test_a_layer_is_an_ordinary_one_with_tied_weights",
+    ),
+)
+_HEADS += _in(
+    "heads",
+    CACHE,
+    (
+        "values with as many heads as keys in a static cache",
+        "if value_states.shape[1] != self.num_heads:",
+        "if False:",
+        T_HEADS + "test_a_static_cache_of_the_librarys_is_refused",
     ),
 )
 

@@ -133,14 +133,16 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
     for name, value in wanted.items():
         if (found := getattr(config, name)) != value:
             raise ValueError(f"{name}={found} has no counterpart in LlamaForCausalLM: expected {value}.")
-    if "sliding_attention" in config.layer_types:
+    if "sliding_attention" in (config.layer_types or ()):
         raise ValueError("layer_types has 'sliding_attention', and LlamaForCausalLM has global layers only.")
     is_qwen = config.head_embeddings == "add" and not config.attention_bias
     if is_qwen and config.mlp_bias:
         raise ValueError("mlp_bias=True without attention_bias has no counterpart where heads add embeddings.")
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    names += ("hidden_act", "max_position_embeddings", "rope_parameters", "tie_word_embeddings", "attention_dropout")
-    names += ("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
+    names = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+        *("hidden_act", "max_position_embeddings", "rope_parameters", "tie_word_embeddings", "attention_dropout"),
+        *("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id"),
+    )
     fields: dict[str, Any] = {name: copy.deepcopy(getattr(config, name)) for name in names}
     fields |= {"num_key_value_heads": config.num_attention_heads, "rms_norm_eps": config.norm_eps}
     config_class: Any = Qwen2Config

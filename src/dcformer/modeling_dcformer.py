@@ -127,7 +127,7 @@ class DCFormerRotaryEmbedding(nn.Module):
         """Inverse frequencies [rotary_dim / 2] in float32, and the scaling of the default RoPE (1)."""
         rotary_dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        return config.rope_parameters["rope_theta"] ** -exponent, 1.0
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0  # rounded as in the library's models
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -509,6 +509,11 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                     f"head_embeddings a cached key has head_dim + rotary dim = {width}. Use 'sdpa', or leave it unset."
                 )
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        if requested_attention not in known and not self.config.composes:
+            raise ValueError(
+                f'Specified `attn_implementation="{requested_attention}"` is not supported by '
+                f"{self.__class__.__name__}: use one of {(*known, *_PLAIN_ATTENTION)}, flash attention, or none."
+            )
         if requested_attention not in known:
             raise ValueError(
                 f"attn_implementation={requested_attention!r} cannot compose attention heads, so "

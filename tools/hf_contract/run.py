@@ -75,9 +75,9 @@ class Outcomes:
 
 
 def read_expected(path: Path) -> dict[str, list[Group]]:
-    """The groups of ``expected.toml`` under "skipped" and "failed"."""
+    """The groups of ``expected.toml`` under "skipped", "failed", and "passed": exceptions of a class to the others."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {kind: [Group(**group) for group in tables.get(kind, [])] for kind in ("skipped", "failed")}
+    return {kind: [Group(**group) for group in tables.get(kind, [])] for kind in ("skipped", "failed", "passed")}
 
 
 def surprises(found: dict[str, tuple[str, str] | None], expected: dict[str, list[Group]]) -> dict[str, str]:

@@ -21,7 +21,7 @@ HEADS = {
     "ForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "ForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
 }
-for family in ("DCFormer", "DCPythia"):
+for family in ("DCFormer", "DCPythia", "DHA"):
     for head, table in HEADS.items():
         getattr(modeling_auto, table)[family.lower()] = family + head
 
@@ -45,14 +45,14 @@ class Tester:
     """What their tests ask about a model: its classes, a small configuration, and inputs for it.
 
     Args:
-        family: "DCFormer", "DCPythia" or "HeadSystems".
-        fields: of the configuration, beside those below.
+        family: "DCFormer", "DCPythia", "DHA" or "HeadSystems".
+        fields: of the configuration, beside the sizes.
     """
 
     batch_size, seq_length, num_labels, is_training = 13, 7, 3, True
     hidden_size, num_hidden_layers, num_attention_heads, vocab_size = 64, 2, 4, 99
 
-    def __init__(self, family: str, **fields):
+    def __init__(self, family: str, fields: dict):
         self.fields = fields
         self.config_class = getattr(dcformer, f"{family}Config")
         self.base_model_class = getattr(dcformer, f"{family}Model")
@@ -83,14 +83,15 @@ class Tester:
 
 
 class Contract(ModelTesterMixin, GenerationTesterMixin):
-    """What both families are tested for."""
+    """What all families are tested for."""
 
     family = ""
+    fields: dict = {}  # noqa: RUF012 - as below
     pipeline_model_mapping = {}  # noqa: RUF012 - theirs is a plain class attribute, too
     test_can_init_all_missing_weights_before_2023 = True  # the copyright line that it reads a year from is theirs
 
     def setUp(self):
-        self.model_tester = Tester(self.family)
+        self.model_tester = Tester(self.family, self.fields)
         sizes = {"hidden_size": 64, "num_attention_heads": 4}
         self.config_tester = ConfigTester(self, config_class=self.model_tester.config_class, **sizes)
 
@@ -127,7 +128,7 @@ class SystemContract(Contract):
         fields = {"head_system": name, "head_system_options": options}
         if name == "talking_heads":
             fields |= {"compose_static": True, "compose_query": False, "compose_key": False}
-        self.model_tester = Tester(self.family, **fields)
+        self.model_tester = Tester(self.family, fields)
 
     @property
     def all_model_classes(self):
@@ -156,6 +157,35 @@ class OutputGateTest(SystemContract, unittest.TestCase):
 
 class HeadPruningTest(SystemContract, unittest.TestCase):
     system = ("head_pruning", {})
+
+
+class DHATest(Contract, unittest.TestCase):
+    """Other numbers of key than of value heads in every layer, and Transformers' own attention functions."""
+
+    family = "DHA"
+    fields = {  # noqa: RUF012 - as above
+        "key_head_map": [[0, 1, 1, 0], [0, 0, 0, 0]],
+        "value_head_map": [[0, 0, 0, 0], [3, 0, 2, 1]],
+    }
+
+
+PLAIN = dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False)
+
+
+class MHEAddTest(Contract, unittest.TestCase):
+    family, fields = "DCFormer", {"head_embeddings": "add"}
+
+
+class MHEMulTest(Contract, unittest.TestCase):
+    family, fields = "DCFormer", {"head_embeddings": "mul"}
+
+
+class PlainMHEAddTest(Contract, unittest.TestCase):
+    family, fields = "DCFormer", {"head_embeddings": "add", **PLAIN}
+
+
+class PlainMHEMulTest(Contract, unittest.TestCase):
+    family, fields = "DCFormer", {"head_embeddings": "mul", **PLAIN}
 
 
 class VisionTester:

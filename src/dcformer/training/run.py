@@ -258,7 +258,7 @@ class _Trainer(SFTTrainer):
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """As the library's, and without head embeddings, which act as biases or scales."""
-        names = super().get_decay_parameter_names(model)
+        names = SFTTrainer.get_decay_parameter_names(self, model)
         return [name for name in names if name.rpartition(".")[2] not in EMBEDDING_NAMES]
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:

@@ -1,0 +1,259 @@
+"""What the subcommands of `dcformer-dha` do; `dcformer_commands.dha` has their arguments.
+
+Every stage writes what it was given beside its result. A stage whose result is there already, from the same arguments,
+does nothing; one that was interrupted continues when it is called again in the same way.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..conversion.output import complete_folder, refuse_to_replace
+from ..errors import DCFormerError, require_extra
+from .folding import copy_kept, expand, fold_folder, load_model, to_gqa
+from .fusion import CLOSED, fuse, load_fused
+from .plan import HeadPlan
+from .reporting import report
+from .search import TRAINED_SCORES, search
+from .sources import HeadSource
+
+_GIVEN = "dha.json"
+_FREE = {"command", "output", "overwrite", "save_steps"}  # what does not change a result
+_HELD_OUT = 64  # rows
+_CARD = """# {name}
+
+Made by dcformer-dha from {source}: {keys} key heads and {values} value heads in its layers, of {n} each
+({saving:.1%} of the cache saved). DHA, arXiv 2406.06567.
+
+{how}
+
+It loads with `import dcformer` and Transformers' Auto classes. `plan.json` has the groups of heads, `{given}` what the
+commands were given.
+"""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs a subcommand.
+
+    Args:
+        options: its name as `command`, and its arguments.
+
+    Returns:
+        0, or 1 on an error, which is printed.
+    """
+    try:
+        print(_COMMANDS[options.command](options))
+        return 0
+    except DCFormerError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; call it in the same way to continue", file=sys.stderr)
+        return 130
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that decide on a result."""
+    return {name: value for name, value in vars(options).items() if name not in _FREE}
+
+
+def _is_done(options: argparse.Namespace, record: Path, content: Any) -> bool:
+    """Whether the result is there from the same arguments.
+
+    Raises:
+        DCFormerError: when there is one from others, which is not to be replaced.
+    """
+    if not record.exists() or options.overwrite:
+        return False
+    try:
+        saved = content(record)
+    except (json.JSONDecodeError, KeyError, OSError):
+        saved = {}
+    now = _given(options)
+    if saved == now:
+        return True
+    names = sorted(name for name in {*saved, *now} if saved.get(name) != now.get(name))
+    raise DCFormerError(
+        f"{options.output} exists and was made with other arguments ({', '.join(names)}): choose another --output, or "
+        "give --overwrite."
+    )
+
+
+def _read_given(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))["given"]
+
+
+def _state(options: argparse.Namespace) -> Path:
+    """The folder of an unfinished stage's state, a hidden neighbour of its output."""
+    output = Path(options.output)
+    return output.with_name(f".{output.name}.run")
+
+
+def _search(options: argparse.Namespace) -> str:
+    record = Path(options.output).with_name(f".{Path(options.output).name}.given")
+    if Path(options.output).exists() and not options.overwrite and not record.exists():
+        raise DCFormerError(f"{options.output} exists: choose another --output, or give --overwrite.")
+    if Path(options.output).exists() and _is_done(options, record, _read_given):
+        return f"{options.output} is there already, from the same arguments"
+    model: Any = options.model
+    training: dict[str, Any] = {}
+    if options.score in TRAINED_SCORES:
+        if options.data is None:
+            raise DCFormerError(f"--score {options.score} trains: give --data, or use --score weights.")
+        model = load_model(options.model, options.dtype)
+        rows, _ = _rows(options, None)
+        training = {
+            "batches": rows, "batch_size": options.batch_size, "accumulation": options.accumulation,
+            "checkpoint": _state(options), "save_steps": options.save_steps,
+        }  # fmt: skip
+    plan = search(
+        model, options.kv_ratio, options.score, allocation=options.allocation, tie=options.tie,
+        head_blocks=options.head_blocks, seed=options.seed, steps=options.steps, lr=options.lr, **training,
+    )  # fmt: skip
+    if _is_main():
+        plan.save(options.output)
+        record.write_text(json.dumps({"given": _given(options)}) + "\n", encoding="utf-8")
+        shutil.rmtree(_state(options), ignore_errors=True)
+    counts = f"{plan.num_key_heads} key heads, {plan.num_value_heads} value heads"
+    return f"{options.output}: {counts}; {plan.kv_saving:.1%} of {plan.source.total} heads saved"
+
+
+def _fuse(options: argparse.Namespace) -> str:
+    output = Path(options.output)
+    if _is_done(options, output / _GIVEN, _read_given):
+        return f"{output} is there already, from the same arguments"
+    refuse_to_replace(options.model, output)
+    plan = HeadPlan.load(options.plan)
+    plan.check_source(HeadSource(options.model).sizes)
+    model = load_model(options.model, options.dtype)
+    rows, held_out = _rows(options, options.eval_data)
+    fused = fuse(
+        model, plan, rows, options.steps, lr=options.lr, mixer_lr=options.mixer_lr, train=options.train,
+        closing_steps=options.closing_steps, stop_at_loss=options.stop_at_loss, margin_steps=options.margin_steps,
+        held_out=held_out, copy_model=False, seed=options.seed, batch_size=options.batch_size,
+        accumulation=options.accumulation, checkpoint=_state(options), save_steps=options.save_steps,
+    )  # fmt: skip
+    if fused.model is None or not _is_main():
+        return "the main process writes"
+    with complete_folder(output, sum(p.nbytes for p in fused.model.parameters()), options.overwrite) as folder:
+        fused.save(folder)
+        copy_kept(options.model, folder)
+        (folder / _GIVEN).write_text(json.dumps({"given": _given(options)}, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(_state(options), ignore_errors=True)
+    losses = fused.summary
+    return (
+        f"{output}: loss on held-out text {losses['source_loss']:.4f} of the source, {losses['soft_loss']:.4f} before "
+        f"folding, {losses['folded_loss']:.4f} after; the operators' gap is {losses['gap']:.2g}"
+    )
+
+
+def _fold(options: argparse.Namespace) -> str:
+    output = Path(options.output)
+    if _is_done(options, output / _GIVEN, _read_given):
+        return f"{output} is there already, from the same arguments"
+    operators = None
+    facts: dict[str, Any] = {"given": _given(options)}
+    if options.plan is None:
+        plan, weights, record = load_fused(options.model)
+        summary = facts["fusion"] = record["summary"]
+        gap = max((weight - weight.mean(1, keepdim=True)).abs().max().item() for weight in weights.values())
+        if gap > CLOSED and not options.accept_gap:
+            raise DCFormerError(
+                f"the operators of {options.model} are not closed: mixtures in a group differ by up to {gap:.3g}, and "
+                f"folding raised the loss on held-out text from {summary['soft_loss']:.4f} to "
+                f"{summary['folded_loss']:.4f}. Fuse with --closing-steps, or give --accept-gap."
+            )
+        operators = {part: weight.mean(1) for part, weight in weights.items()}
+        losses = [f"{summary[f'{name}_loss']:.4f} {what}" for name, what in
+                  (("source", "of the source"), ("soft", "before folding"), ("folded", "after folding"))]  # fmt: skip
+        trained = {"all": "all parameters", "attention": "the parameters of attention only", "none": "no parameters"}
+        how = (
+            f"Heads were fused in {summary['steps']} steps that trained {trained[summary['train']]} and the mixtures "
+            f"of heads. Loss per token on held-out text: {', '.join(losses)}."
+        )
+    else:
+        plan = HeadPlan.load(options.plan)
+        how = "Heads of a group were pooled by their mean, without training: expect poor text until it is trained."
+
+    def card(folded: Any) -> str:
+        return _CARD.format(
+            name=output.name, source=Path(options.model).name, keys=folded.num_key_heads, values=folded.num_value_heads,
+            n=folded.num_key_value_heads, saving=folded.kv_saving, how=how, given=_GIVEN,
+        )  # fmt: skip
+
+    config = fold_folder(
+        options.model, plan, output, operators=operators, facts=facts, card=card, check=operators is None,
+        max_shard_size=options.max_shard_size, overwrite=options.overwrite,
+    )  # fmt: skip
+    return f"{output}: {config.num_key_heads} key heads, {config.num_value_heads} value heads"
+
+
+def _expand(options: argparse.Namespace) -> str:
+    output = Path(options.output)
+    if _is_done(options, output / _GIVEN, _read_given):
+        return f"{output} is there already, from the same arguments"
+    refuse_to_replace(options.model, output)
+    model = load_model(options.model)
+    plain = expand(model) if options.to == "mha" else to_gqa(model)
+    with complete_folder(output, sum(p.nbytes for p in plain.parameters()), options.overwrite) as folder:
+        plain.save_pretrained(folder)
+        copy_kept(options.model, folder)
+        (folder / _GIVEN).write_text(json.dumps({"given": _given(options)}, indent=1) + "\n", encoding="utf-8")
+    return f"{output}: {type(plain).__name__} with {plain.config.num_key_value_heads} key and value heads in each layer"
+
+
+def _report(options: argparse.Namespace) -> str:
+    return str(report(options.model, options.context, getattr(torch, options.dtype)))
+
+
+_COMMANDS = {"search": _search, "fuse": _fuse, "fold": _fold, "expand": _expand, "report": _report}
+
+
+def _is_main() -> bool:
+    """Whether this process writes: the first, where `accelerate launch` started several."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def _rows(options: argparse.Namespace, held_out: str | None) -> tuple[Any, list[torch.Tensor]]:
+    """Rows of `--length` tokens of the texts in `--data`, and held-out batches.
+
+    Raises:
+        DCFormerError: when there is not enough text.
+    """
+    require_extra("train", "reading --data", "datasets", "trl")
+    rows = _tokenised(options, options.data)
+    if held_out is not None:
+        held = _tokenised(options, held_out)[:_HELD_OUT]
+    else:
+        count = min(_HELD_OUT, len(rows) // 20)
+        rows, held = rows[: len(rows) - count], rows[len(rows) - count :]
+    if not rows:
+        raise DCFormerError(f"--data {options.data} has less than one row of {options.length} tokens: give more text.")
+    return [{"input_ids": row} for row in rows], [*torch.stack(held).split(options.batch_size)] if held else []
+
+
+def _tokenised(options: argparse.Namespace, source: str) -> list[torch.Tensor]:
+    """All texts, an end of text between them, cut into rows."""
+    from transformers import AutoTokenizer
+
+    from ..training.data import check_rows, load_rows
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        texts = check_rows(load_rows(source), options.column, source)
+    except (OSError, ValueError) as error:
+        raise DCFormerError(f"{error}") from error
+    if "text" not in texts.column_names:
+        raise DCFormerError(f"{source} has conversations: expected texts; name their column with --column.")
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = [token for row in texts for token in (*tokenizer(row["text"])["input_ids"], *end)]
+    return [*torch.tensor(ids).unfold(0, options.length, options.length)] if len(ids) >= options.length else []
+
+
+__all__ = ["run"]

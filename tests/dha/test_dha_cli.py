@@ -1,0 +1,202 @@
+"""dcformer-dha on folders: every stage, what it writes, that it resumes, and what it refuses; the examples."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import REPOSITORY
+from tiny_sources import llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dcformer import dha
+from dcformer_commands.dha import main
+
+pytest.importorskip("trl")
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import dha_study
+
+TOKENIZER = REPOSITORY / "checkpoints" / "dcformer-synthetic"
+TEXTS = REPOSITORY / "examples" / "data" / "text_test.jsonl"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    torch.manual_seed(0)
+    model = llama(vocab_size=len(tokenizer), max_position_embeddings=512)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def call(capsys, *words):
+    """Status and everything printed."""
+    status = main([str(word) for word in words])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+FUSE = ("--data", TEXTS, "--steps", 4, "--closing-steps", 2, "--length", 32, "--batch-size", 2, "--lr", "1e-3")
+
+
+def test_from_a_folder_to_a_folded_one(source, tmp_path, capsys):
+    plan, fused, model = (tmp_path / name for name in ("plan.json", "fused", "model"))
+    search = ("search", "--model", source, "--output", plan, "--kv-ratio", 0.25)
+    assert call(capsys, *search) == (0, f"{plan}: [2, 2] key heads, [2, 2] value heads; 75.0% of 32 heads saved\n") or (
+        "75.0% of 32 heads saved" in call(capsys, *search, "--overwrite")[1]
+    )
+    assert dha.HeadPlan.load(plan) == dha.search(source, 0.25, progress=False)
+    fuse = ("fuse", "--model", source, "--plan", plan, "--output", fused, *FUSE)
+    status, printed = call(capsys, *fuse)
+    assert status == 0 and "of the source" in printed and "before folding" in printed
+    status, printed = call(capsys, "fold", "--model", fused, "--output", model)
+    assert status == 0 and "[2, 2] key heads" in printed
+    folded = AutoModelForCausalLM.from_pretrained(model).eval()
+    soft = dha.FusedModel.load(fused).model.eval()
+    ids = AutoTokenizer.from_pretrained(model)("\n< Peter owns the desk", return_tensors="pt").input_ids
+    assert (folded(ids).logits - soft(ids).logits).abs().max() <= 1e-5
+    card = (model / "README.md").read_text()
+    assert "trained all parameters" in card and "75.0% of the cache saved" in card
+    assert json.loads((model / "dha.json").read_text())["fusion"]["steps"] == 4
+    assert json.loads((fused / "dha.json").read_text())["given"]["lr"] == 1e-3
+    status, printed = call(capsys, "report", "--model", model, "--context", 256)
+    assert status == 0 and "75.0% of 32 saved" in printed and "cache of 256 tokens" in printed
+    status, printed = call(capsys, "expand", "--model", model, "--output", tmp_path / "mha")
+    assert status == 0 and "LlamaForCausalLM with 8" in printed
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "mha").eval()
+    assert (folded(ids).logits - plain(ids).logits).abs().max() <= 1e-5
+
+    for stage in (search, fuse, ("fold", "--model", fused, "--output", model)):  # again: nothing to do
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        status, printed = call(capsys, *stage)
+        assert status == 0 and "there already" in printed
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    status, printed = call(capsys, *fuse[:-1], "2e-3")
+    assert status == 1 and "other arguments (lr)" in printed
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".run")]
+
+
+def test_a_tied_plan_is_exported(source, tmp_path, capsys):
+    plan, model = tmp_path / "plan.json", tmp_path / "model"
+    assert call(capsys, "search", "--model", source, "--output", plan, "--kv-ratio", 0.5, "--tie")[0] == 0
+    assert call(capsys, "fold", "--model", source, "--plan", plan, "--output", model)[0] == 0
+    assert "without training" in (model / "README.md").read_text()
+    status, printed = call(capsys, "expand", "--model", model, "--output", tmp_path / "gqa", "--to", "gqa")
+    assert status == 0 and "LlamaForCausalLM with 4" in printed
+    untied = ("search", "--model", source, "--output", tmp_path / "other.json", "--kv-ratio", 0.5)
+    call(capsys, *untied)
+    call(capsys, "fold", "--model", source, "--plan", tmp_path / "other.json", "--output", tmp_path / "other")
+    status, printed = call(capsys, "expand", "--model", tmp_path / "other", "--output", tmp_path / "no", "--to", "gqa")
+    assert status == 1 and "tie=True" in printed and not (tmp_path / "no").exists()
+
+
+def test_an_interrupted_fusion_continues(source, tmp_path, capsys, monkeypatch):
+    plan = tmp_path / "plan.json"
+    call(capsys, "search", "--model", source, "--output", plan)
+    straight = ("fuse", "--model", source, "--plan", plan, *FUSE, "--save-steps", 2)
+    assert call(capsys, *straight, "--output", tmp_path / "straight")[0] == 0
+    from dcformer.dha import fusion
+
+    original = fusion.ascend
+    steps = []
+
+    def ascend(*arguments):
+        steps.append(arguments)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(fusion, "ascend", ascend)
+    status, printed = call(capsys, *straight, "--output", tmp_path / "fused")
+    assert status == 130 and "continue" in printed and not (tmp_path / "fused").exists()
+    status, printed = call(capsys, *straight, "--output", tmp_path / "fused")
+    assert status == 0 and "continues after step 2 of 4" in printed
+    for file in ("model.safetensors", "operators.safetensors", "fusion.json"):
+        assert (tmp_path / "fused" / file).read_bytes() == (tmp_path / "straight" / file).read_bytes()
+
+
+def test_a_gap_is_refused_with_its_price(source, tmp_path, capsys):
+    plan, fused = tmp_path / "plan.json", tmp_path / "fused"
+    call(capsys, "search", "--model", source, "--output", plan)
+    fuse = ("fuse", "--model", source, "--plan", plan, "--output", fused, *FUSE, "--closing-steps", 0)
+    assert call(capsys, *fuse, "--train", "attention")[0] == 0
+    status, printed = call(capsys, "fold", "--model", fused, "--output", tmp_path / "model")
+    assert status == 1 and "not closed" in printed and "raised the loss" in printed
+    assert not (tmp_path / "model").exists()
+    assert call(capsys, "fold", "--model", fused, "--output", tmp_path / "model", "--accept-gap")[0] == 0
+    assert "the parameters of attention only" in (tmp_path / "model" / "README.md").read_text()
+
+
+def test_wrong_input_is_one_line(source, tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    call(capsys, "search", "--model", source, "--output", plan)
+    shutil.copytree(source, tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"model_type": "olmo2"}))
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    (tmp_path / "short.txt").write_text("Peter\n")
+    fuse = ("fuse", "--model", source, "--plan", plan, "--output", tmp_path / "out")
+    for words, message in (
+        (("search", "--model", tmp_path / "none", "--output", tmp_path / "p.json"), "no config.json"),
+        (("search", "--model", source, "--output", tmp_path / "p.json", "--kv-ratio", 1.5), "kv_ratio=1.5"),
+        (("search", "--model", source, "--output", tmp_path / "p.json", "--score", "function"), "give --data"),
+        (("search", "--model", tmp_path / "other", "--output", tmp_path / "p.json"), "QK-norm is over all heads"),
+        (("search", "--model", source, "--output", plan, "--kv-ratio", 0.5), "other arguments (kv_ratio)"),
+        ((*fuse, "--data", tmp_path / "none.jsonl"), "no file"),
+        ((*fuse, "--data", tmp_path / "talk.jsonl"), "conversations"),
+        ((*fuse, "--data", tmp_path / "short.txt"), "less than one row of 512 tokens"),
+        (("fuse", "--model", source, "--plan", source / "config.json", *fuse[5:], *FUSE), "not a plan"),
+        (("fold", "--model", source, "--output", tmp_path / "out"), "no plan.json"),
+        (("expand", "--model", source, "--output", tmp_path / "out"), "not a language model of this package"),
+        (("report", "--model", source), "no head maps"),
+    ):
+        status, printed = call(capsys, *words)
+        lines = [line for line in printed.splitlines() if line.startswith("error: ")]
+        assert status == 1 and len(lines) == 1 and message in lines[0], (words, printed)
+        assert not (tmp_path / "out").exists() and not (tmp_path / "p.json").exists()
+
+
+# --- the examples -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_story_runs(tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    import fewer_heads
+
+    fewer_heads.main(["--output", str(tmp_path), "--steps", "20", "--fusion-steps", "6", "--limit", "4"])
+    printed = capsys.readouterr().out
+    assert "75.0% of 64 saved" in printed and printed.count("exact_match") == 2
+    assert printed.splitlines()[-1].startswith("< Peter owns the desk.")
+
+
+@pytest.mark.slow
+def test_the_study_resumes(tmp_path, capsys):
+    arguments = ["--output", str(tmp_path), "--seeds", "0", "--steps", "10", "--base-steps", "2"]
+    dha_study.main(arguments)
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert len(runs) == len(dha_study.wanted_runs([0], 10, 2)) and (tmp_path / "study.png").stat().st_size > 10_000
+    capsys.readouterr()
+    dha_study.main(arguments)
+    assert f"{len(runs)} of {len(runs)} runs are in" in capsys.readouterr().out
+    assert json.loads((tmp_path / "results.json").read_text())["runs"] == runs
+
+
+COMMITTED = Path(dha_study.OUTPUT / "results.json")
+
+
+@pytest.mark.skipif(not COMMITTED.exists(), reason="the study has not been run")
+def test_the_committed_table_is_that_of_its_results():
+    runs = json.loads(COMMITTED.read_text())["runs"]
+    table = (dha_study.OUTPUT / "table.md").read_text(encoding="utf-8")
+    assert table == "<!-- written by examples/dha_study.py -->\n" + dha_study.table(runs)
+    for run in runs:
+        assert run["curve"][-1][1] == run["loss"] or run["arm"] == "open"
+        if "soft_at_start" in run:  # the soft model starts as its source
+            assert run["soft_at_start"] == pytest.approx(run["source_loss"], abs=1e-6)
+        if run["arm"] in dha_study.FUSED and run["arm"] != "open":  # and is what is folded
+            assert run["folded_difference"] <= 1e-4 and run["gap"] <= 1e-6

@@ -1,0 +1,269 @@
+"""Folding folders: streamed as in memory, what goes along, memory, and what is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import REPOSITORY
+from safetensors.torch import load_file, save_file
+from tiny_sources import MAKE, SIZES, llama, make, tokens
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3nTextConfig,
+    GptOssConfig,
+    LlamaForSequenceClassification,
+    Olmo2Config,
+    T5Config,
+)
+
+from dcformer import DCFormerConfig, DCFormerModel, DHAConfig, dha
+from dcformer.dha.folding import fold_folder
+from dcformer.dha.sources import find_family
+from dcformer.errors import DCFormerError
+
+TOKENIZER = REPOSITORY / "checkpoints" / "dcformer-synthetic"
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_folded_folder_is_the_model_folded_in_memory(name, tmp_path):
+    """From several shards; the search, too, needs no model, and both read the same."""
+    model = make(name)
+    model.generation_config.temperature = 0.25
+    model.generation_config.do_sample = True
+    model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    assert len([*(tmp_path / "source").glob("*.safetensors")]) > 1
+    plan = dha.search(tmp_path / "source", 0.5, allocation="root", progress=False)
+    assert plan == dha.search(model, 0.5, allocation="root", progress=False)
+    config = fold_folder(tmp_path / "source", plan, tmp_path / "folded", progress=False, max_shard_size=20_000)
+    folded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "folded", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    expected = dha.from_plan(model, plan)
+    assert type(folded) is type(expected) and folded.config.num_key_heads == plan.num_key_heads == config.num_key_heads
+    assert torch.equal(folded.eval()(tokens()).logits, expected(tokens()).logits)
+    assert folded.generation_config.temperature == 0.25
+    for saved in (folded, expected):
+        state = {name for name, _ in saved.named_parameters()}
+        assert state == {name for name, _ in expected.named_parameters()}
+    shapes = [layer.self_attn.k_proj.weight.shape[0] for layer in folded.model.layers]
+    assert shapes == [heads * config.head_dim for heads in plan.num_key_heads]
+
+
+def test_tokenizer_and_records_go_along(tmp_path):
+    model = llama(vocab_size=len(AutoTokenizer.from_pretrained(TOKENIZER)))
+    model.save_pretrained(tmp_path / "source")
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(tmp_path / "source")
+    plan = dha.uniform_plan(model, 0.25)
+    fold_folder(tmp_path / "source", plan, tmp_path / "folded", facts={"given": 1}, progress=False)
+    text = "Peter owns the desk."
+    same = [AutoTokenizer.from_pretrained(tmp_path / which)(text)["input_ids"] for which in ("source", "folded")]
+    assert same[0] == same[1]
+    assert dha.HeadPlan.load(tmp_path / "folded" / "plan.json") == plan
+    assert json.loads((tmp_path / "folded" / "dha.json").read_text()) == {"given": 1}
+
+
+def test_a_folded_model_without_its_maps_does_not_load(tmp_path):
+    model = make("llama")
+    dha.from_plan(model, dha.search(model, 0.25, progress=False)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("key_head_map", "value_head_map"):
+        config.pop(name)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match=r"size mismatch|ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+MAPS = {
+    "gap": [[0, 0, 0, 0, 2, 2, 2, 2]] * 2,
+    "negative": [[0, 0, 0, 0, -1, -1, 1, 1]] * 2,
+    "lengths": [[0] * 8, [0] * 7],
+    "layers": [[0] * 8],
+}
+
+
+@pytest.mark.parametrize("wrong", MAPS)
+def test_maps_that_do_not_fit_are_refused(wrong):
+    with pytest.raises(ValueError, match="key_head_map"):
+        DHAConfig(**SIZES, key_head_map=MAPS[wrong], value_head_map=[[0] * 8] * 2)
+
+
+def test_nothing_is_left_of_a_fold_that_fails(tmp_path):
+    model = make("llama")
+    model.save_pretrained(tmp_path / "source")
+    plan = dha.uniform_plan(model, 0.5)
+    state = load_file(tmp_path / "source" / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+    save_file(state, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DCFormerError, match=r"up_proj\.weight holds NaN"):
+        fold_folder(tmp_path / "source", plan, tmp_path / "folded", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    with pytest.raises(DCFormerError, match="holds the checkpoint"):
+        fold_folder(tmp_path / "source", plan, tmp_path / "source", overwrite=True, progress=False)
+    (tmp_path / "folded").mkdir()
+    (tmp_path / "folded" / "mine.txt").write_text("x")
+    with pytest.raises(DCFormerError, match="not empty"):
+        fold_folder(tmp_path / "source", plan, tmp_path / "folded", progress=False)
+
+
+# --- what cannot be a source ------------------------------------------------------------------------------------------
+
+NO_SOURCES = [
+    (Olmo2Config(), "QK-norm is over all heads"),
+    (DeepseekV3Config(), "MLA"),
+    (T5Config(), "cross-attention"),
+    (GptOssConfig(), "sinks"),
+    (Gemma2Config(), "capped"),
+    (Gemma3nTextConfig(), "share keys and values"),
+    (DCFormerConfig(**SIZES, head_embeddings="add"), "one seed"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), NO_SOURCES, ids=lambda value: getattr(value, "model_type", value))
+def test_other_attention_is_refused_with_its_reason(config, reason):
+    with pytest.raises(DCFormerError, match=reason) as error:
+        find_family(config)
+    assert config.model_type in str(error.value) and "supported are llama, mistral" in str(error.value)
+
+
+def test_unknown_models_are_refused(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=9))
+    with pytest.raises(DCFormerError, match="expected a \\.\\.\\.ForCausalLM"):
+        dha.search(model, 0.5)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(DCFormerError, match=r"add_cross_attention|'gpt2' is not known as a source"):
+        dha.search(tmp_path, 0.5)
+    with pytest.raises(DCFormerError, match=r"no config\.json"):
+        dha.search(tmp_path / "none", 0.5)
+    for other in (LlamaForSequenceClassification(make("llama").config), DCFormerModel(DCFormerConfig(**SIZES))):
+        with pytest.raises(DCFormerError, match="ForCausalLM"):
+            dha.search(other, 0.5)
+    with pytest.raises(DCFormerError, match="not a model of Transformers"):
+        dha.search(torch.nn.Linear(2, 2), 0.5)
+
+
+def test_quantized_sources_are_refused(tmp_path):
+    """4 and 8 bit: by the configuration, and by the tensors themselves."""
+    model = make("llama")
+    plan = dha.uniform_plan(model, 0.5)
+    model.save_pretrained(tmp_path / "bits")
+    config = json.loads((tmp_path / "bits" / "config.json").read_text())
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "bits" / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with pytest.raises(DCFormerError, match=r"quantized.*dequantize"):
+        fold_folder(tmp_path / "bits", plan, tmp_path / "folded", progress=False)
+    (tmp_path / "bits" / "config.json").write_text(json.dumps(config))
+    state = load_file(tmp_path / "bits" / "model.safetensors")
+    state["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(512, 1, dtype=torch.uint8)
+    save_file(state, tmp_path / "bits" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DCFormerError, match=r"k_proj\.weight is stored as .*quantized"):
+        fold_folder(tmp_path / "bits", plan, tmp_path / "folded", progress=False)
+    model.config.quantization_config = quantization
+    with pytest.raises(DCFormerError, match=r"quantized.*dequantize"):
+        dha.from_plan(model, plan)
+    assert not (tmp_path / "folded").exists()
+
+
+def test_adapters_are_to_be_merged_first(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, plain = make("llama"), make("llama")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["k_proj"]))
+    plan = dha.uniform_plan(plain, 0.5)
+    for wrapped in (adapted, model):
+        with pytest.raises(DCFormerError, match=r"merge|not a model of Transformers"):
+            dha.from_plan(wrapped, plan)
+    adapted.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(plain.config.to_json_string())
+    with pytest.raises(DCFormerError, match="adapters"):
+        dha.search(tmp_path, 0.5)
+    merged = adapted.merge_and_unload()
+    assert dha.from_plan(merged, plan).config.num_key_heads == [4, 4]
+
+
+def test_only_the_mean_is_made_without_training():
+    with pytest.raises(DCFormerError, match="init='random'"):
+        dha.from_plan(make("llama"), dha.uniform_plan(make("llama"), 0.5), init="random")
+
+
+# --- a report ---------------------------------------------------------------------------------------------------------
+
+
+def test_report_counts_what_a_cache_holds():
+    """Of a plain and a composed model, with a window; parameters by the models themselves."""
+    for name in ("llama", "mistral-window", "dcformer-composed-gqa", "qwen2-bias"):
+        model = make(name)
+        whole = dha.from_plan(model, dha.uniform_plan(model, 1.0))
+        folded = dha.from_plan(model, dha.search(model, 0.5, allocation="displacement", progress=False))
+        found = dha.report(folded, context=4, dtype=torch.float32)
+        with torch.no_grad():
+            caches = [m(tokens(1, 4)).past_key_values for m in (folded, whole)]
+        measured = [sum(k.nbytes + v.nbytes for k, v, *_ in cache) for cache in caches]
+        assert [found.cache_bytes, found.source_cache_bytes] == measured
+        assert 4 * found.token_bytes == measured[0]
+        assert found.parameters_removed == whole.num_parameters() - folded.num_parameters()
+        assert found.kv_saving == folded.config.kv_saving == 0.5
+    windowed = dha.report(folded_window(), context=1000, dtype=torch.float32)
+    assert windowed.cache_bytes == 6 * windowed.token_bytes  # all layers hold six tokens
+
+
+def folded_window():
+    model = make("mistral-window")
+    return dha.from_plan(model, dha.uniform_plan(model, 0.5))
+
+
+def test_report_as_text():
+    llama2 = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "head_dim": 128}
+    config = DHAConfig(**llama2)
+    quarter = [[head // 4 for head in range(32)]] * 32
+    config.key_head_map = config.value_head_map = quarter
+    found = dha.report(config)
+    # Llama-2-7B in bfloat16: 512 KiB per token
+    assert (found.source_token_bytes, found.token_bytes) == (512 * 1024, 128 * 1024)
+    assert found.parameters_removed == pytest.approx(0.81e9, rel=0.01)
+    text = str(found)
+    assert "256 key and 256 value heads, 75.0% of 2048 saved" in text
+    assert "131,072 bytes per token, 25.0% of 524,288" in text and "512.00 MiB of 2,048.00 MiB" in text
+    with pytest.raises(DCFormerError, match="a llama model has no head maps"):
+        dha.report(make("llama"))
+    with pytest.raises(DCFormerError, match="context=0"):
+        dha.report(config, context=0)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+FOLD = """
+import pathlib, re, sys
+from dcformer import dha
+
+def status(name):
+    return int(re.search(name + r":\\s*(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
+
+folder = pathlib.Path(sys.argv[1])
+plan = dha.HeadPlan.load(folder / "plan.json")
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before = status("VmRSS")
+dha.fold_folder(folder / "source", plan, folder / "folded", progress=False)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_folding_holds_less_than_a_shard_and_a_layer(tmp_path):
+    """In a process of its own, from 240 MB in shards of about 33 MB, a little more than a layer."""
+    fields = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 7, "num_attention_heads": 16}
+    model = llama(**fields).bfloat16()
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "source", max_shard_size="40MB")
+    shards = [file.stat().st_size for file in (tmp_path / "source").glob("*.safetensors")]
+    dha.uniform_plan(model, 0.25).save(tmp_path / "plan.json")
+    command = [sys.executable, "-c", FOLD, str(tmp_path)]
+    needed = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    largest = max(tensor.nbytes for tensor in model.parameters())
+    assert largest <= needed <= max(shards) + layer < whole / 2

@@ -1,0 +1,265 @@
+"""Fusion: its constraint, closing, resuming, what it refuses; folding of what it leaves."""
+
+import copy
+import itertools
+import json
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_sources import make, tokens
+
+from dcformer import dha
+from dcformer.dha.fusion import ascend, batch_iterator, margin, theta_lr
+from dcformer.dha.mixing import mixers_of
+from dcformer.errors import DCFormerError
+
+
+def batches(count=6, rows=4, length=16):
+    return [tokens(rows, length, seed) for seed in range(count)]
+
+
+def fuse(name="llama", steps=12, **options):
+    model = make(name)
+    plan = dha.search(model, 0.25, progress=False)
+    given = {"closing_steps": 4, "lr": 1e-3, "margin_steps": 4, "progress": False} | options
+    return model, dha.fuse(model, plan, given.pop("data", batches()), steps, **given)
+
+
+def test_margin():
+    assert margin(0) == 1 and margin(100) == pytest.approx(0.45240, abs=5e-6)
+    assert margin(200) == margin(300) == 0
+    assert all(margin(step) > margin(step + 1) for step in range(199))
+    # at the start the fusion loss of groups of four is 0.5: the penalty comes in when the margin passes under it
+    assert next(step for step in range(200) if margin(step) < 0.5) == 91
+
+
+@given(
+    losses=st.lists(st.floats(0, 2), min_size=1, max_size=50),
+    lr=st.floats(1e-4, 1),
+    steps=st.integers(1, 60),
+)
+def test_the_multiplier_never_falls_and_rests_below_the_margin(losses, lr, steps):
+    multiplier = 0.0
+    for step, loss in enumerate(losses):
+        after = ascend(multiplier, loss, margin(step, steps), lr)
+        assert after >= multiplier
+        assert (after == multiplier) == (multiplier + lr * max(loss - margin(step, steps), 0) == multiplier)
+        multiplier = after
+
+
+def test_the_multiplier_of_a_run():
+    """Zero until the loss exceeds its margin, then rising by what it exceeds it by."""
+    _, fused = fuse(margin_steps=8, closing_steps=0)
+    before = 0.0
+    for record in fused.losses:
+        expected = before + 1e-2 * max(record["fusion"] - record["margin"], 0)
+        assert record["lambda"] == pytest.approx(expected, abs=1e-12)
+        before = record["lambda"]
+    rests = [record for record in fused.losses if record["fusion"] <= record["margin"]]
+    assert rests and all(record["lambda"] == 0 for record in rests) and before > 0
+    assert fused.losses[0]["fusion"] == pytest.approx(0.5, abs=1e-6)  # 2/g of groups of four
+
+
+def test_learning_rates():
+    rates = [theta_lr(step, 100, 1.0) for step in range(100)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates[55] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
+    assert 0.1 < rates[-1] < 0.102 and all(a >= b for a, b in itertools.pairwise(rates[9:]))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-qk-norm", "neox-partial-rotary", "dcformer-composed-gqa"])
+def test_a_closed_model_folds_exactly(name):
+    model, fused = fuse(name)
+    assert fused.summary["source_loss"] == dha.evaluate_loss(model, fused.batches)  # the source's, at the start
+    assert fused.gap <= 1e-6 and fused.losses[-1]["fusion"] < fused.losses[0]["fusion"]
+    folded = fused.fold()
+    soft, hard = (m.eval()(tokens()).logits for m in (fused.model, folded))
+    assert (soft - hard).abs().max() <= 1e-5 * soft.abs().max()
+    assert fused.summary["soft_loss"] == pytest.approx(fused.summary["folded_loss"], abs=1e-5)
+    assert folded.config.kv_saving == 0.75
+    assert not torch.equal(soft, model(tokens()).logits)  # and it was trained
+
+
+def test_the_source_stays_as_it_was():
+    model, fused = fuse()
+    assert fused.model is not model and not mixers_of(dha.HeadSource(model))
+    again = make("llama")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    other, fused = fuse(copy_model=False)
+    assert fused.model is other and mixers_of(dha.HeadSource(other))
+
+
+def test_what_is_not_closed_is_not_folded_in_silence():
+    _, fused = fuse(closing_steps=0)
+    with pytest.raises(DCFormerError, match=r"not closed.*differ by up to 0\.\d+.*loss from \d+\.\d+ to \d+\.\d+"):
+        fused.fold()
+    with pytest.warns(UserWarning, match="not closed"):
+        folded = fused.fold(accept_gap=True)
+    assert folded.config.num_key_heads == [2, 2]
+    soft, hard = fused.summary["soft_loss"], fused.summary["folded_loss"]
+    assert hard == pytest.approx(dha.evaluate_loss(folded, fused.batches)) and abs(hard - soft) > 1e-4
+
+
+def test_which_parameters_are_trained():
+    for train in ("all", "attention", "none"):
+        model, fused = fuse(train=train, steps=3)
+        assert fused.summary["train"] == train
+        changed = {
+            name
+            for (name, before), after in zip(model.named_parameters(), of_source(fused.model), strict=True)
+            if not torch.equal(before, after)
+        }
+        attention = {name for name, _ in model.named_parameters() if ".self_attn." in name}
+        every = {name for name, _ in model.named_parameters()}
+        assert changed == {"all": every, "attention": attention, "none": set()}[train]
+        assert all(parameter.requires_grad for parameter in fused.model.parameters())
+
+
+def of_source(model):
+    return [parameter for name, parameter in model.named_parameters() if "_mixer" not in name]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-bias-tied", "dcformer-composed"])
+def test_an_interrupted_run_continues_bit_for_bit(name, tmp_path, capsys):
+    class Interrupted:
+        def __iter__(self):
+            yield from batches()
+            yield batches()[0]
+            raise InterruptedError
+
+    _, straight = fuse(name)
+    options = {"checkpoint": tmp_path / "run", "save_steps": 5}
+    with pytest.raises(InterruptedError):
+        fuse(name, data=Interrupted(), **options)
+    _, resumed = fuse(name, **options)
+    assert "continues after step 5 of 12" in capsys.readouterr().out
+    assert resumed.losses == straight.losses
+    for a, b in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(DCFormerError, match=r"holds another run of fusion: lr is 0\.001 there and 0\.002 now"):
+        fuse(name, lr=2e-3, **options)
+
+
+def test_an_interrupted_search_continues_bit_for_bit(tmp_path, capsys):
+    def interrupted():
+        yield from batches(4)
+        raise InterruptedError
+
+    class Data:
+        def __iter__(self):
+            return interrupted()
+
+    model = make("llama")
+    arguments = {"kv_ratio": 0.25, "score": "function", "allocation": "root", "steps": 6, "progress": False}
+    straight = dha.search(model, batches=batches(), **arguments)
+    arguments |= {"checkpoint": tmp_path / "run", "save_steps": 3}
+    with pytest.raises(InterruptedError):
+        dha.search(model, batches=Data(), **arguments)
+    assert not mixers_of(dha.HeadSource(model))
+    assert dha.search(model, batches=batches(), **arguments) == straight
+    assert "search continues after step 3 of 6" in capsys.readouterr().out
+
+
+def test_saved_and_loaded(tmp_path):
+    for name in ("llama-gqa-bias-tied", "neox-partial-rotary"):
+        _, fused = fuse(name, steps=3, closing_steps=0)
+        fused.save(tmp_path / name)
+        loaded = dha.FusedModel.load(tmp_path / name)
+        assert torch.equal(loaded.model.eval()(tokens()).logits, fused.model.eval()(tokens()).logits)
+        assert loaded.plan == fused.plan and loaded.losses == json.loads(json.dumps(fused.losses))
+        assert loaded.gap == fused.gap
+        with pytest.raises(DCFormerError, match="not known, as there are no batches"):
+            loaded.fold()
+    (tmp_path / name / "operators.safetensors").unlink()
+    with pytest.raises(DCFormerError, match=r"has no operators\.safetensors"):
+        dha.FusedModel.load(tmp_path / name)
+
+
+def test_the_papers_stop_rule():
+    _, fused = fuse(closing_steps=0, stop_at_loss=0.49, margin_steps=1, steps=200, mixer_lr=5e-2)
+    assert len(fused.losses) < 200 and fused.losses[-1]["fusion"] < 0.49 <= fused.losses[-2]["fusion"]
+    with pytest.raises(DCFormerError, match="closing_steps=0"):
+        fuse(stop_at_loss=1e-3)
+
+
+def test_accumulated_batches_are_one_step():
+    """Two batches of a step have the gradient of one of twice the rows."""
+    halves = [half for batch in batches(3) for half in batch.split(2)]
+    _, one = fuse(steps=3, closing_steps=0)
+    _, two = fuse(steps=3, closing_steps=0, data=halves, accumulation=2)
+    for a, b in zip(one.losses, two.losses, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a["fusion"] == pytest.approx(b["fusion"], abs=1e-5)
+
+
+def test_any_data():
+    rows = [{"input_ids": row} for row in tokens(10, 8)]
+    start = batch_iterator(rows, 4, seed=1)
+    first = [next(stream)["input_ids"] for stream in (start(), start())]
+    assert torch.equal(*first) and first[0].shape == (4, 8)
+    assert not torch.equal(first[0], next(batch_iterator(rows, 4, seed=2)())["input_ids"])
+    loader = torch.utils.data.DataLoader(rows, batch_size=5)
+    masked = {"input_ids": tokens(2, 6), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
+    for data in (loader, [tokens(5, 8)], [{"input_ids": tokens(5, 8)}], [masked]):
+        batch = next(batch_iterator(data, 1, 0)())
+        expected = batch["input_ids"]
+        if "attention_mask" in batch:
+            expected = expected.masked_fill(batch["attention_mask"] == 0, -100)
+        assert torch.equal(batch["labels"], expected)
+
+
+def test_data_that_ends():
+    with pytest.warns(UserWarning, match="ended after 2 batches and is repeated"):
+        stream = batch_iterator(batches(2), 1, 0)()
+        found = [next(stream)["input_ids"] for _ in range(5)]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(DCFormerError, match="cannot be read again"):
+            list(batch_iterator(iter(batches(2)), 1, 0)())
+    with pytest.raises(DCFormerError, match="has no batches"):
+        next(batch_iterator([], 1, 0)())
+    with pytest.raises(DCFormerError, match="expected input_ids"):
+        next(batch_iterator([{"ids": tokens()}], 1, 0)())
+
+
+def test_arguments_are_checked():
+    for options, message in (
+        ({"train": "mlp"}, "train='mlp'.*attention"),
+        ({"steps": 0, "closing_steps": 0}, "steps=0"),
+        ({"accumulation": 0}, "accumulation=0"),
+        ({"closing_steps": -1}, "closing_steps=-1"),
+    ):
+        with pytest.raises(DCFormerError, match=message):
+            fuse(**options)
+    model = make("llama", torch.float16)
+    with pytest.raises(DCFormerError, match="float16, which needs a gradient scaler"):
+        dha.fuse(model, dha.uniform_plan(model, 0.5), batches(), steps=1)
+
+
+def test_bfloat16_keeps_fine_operators():
+    model = make("llama", torch.bfloat16)
+    fused = dha.fuse(model, dha.search(model, 0.25, progress=False), batches(), 6, closing_steps=2, progress=False)
+    assert {mixer.weight.dtype for mixer in mixers_of(dha.HeadSource(fused.model)).values()} == {torch.float32}
+    assert fused.fold().dtype == torch.bfloat16 and fused.gap <= 1e-6
+
+
+def test_a_loss_that_is_not_finite_says_at_which_step():
+    model = make("llama")
+    plan = dha.search(model, 0.25, progress=False)
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("inf")
+    with pytest.raises(DCFormerError, match=r"fusion: the loss is (nan|inf) at step 0"):
+        dha.fuse(model, plan, batches(), 2, progress=False)
+
+
+def test_groups_of_one_have_nothing_to_fuse():
+    """Heads that keep to themselves, in all parts or in some."""
+    model = make("llama")
+    plan = dha.uniform_plan(model, 1.0)
+    fused = dha.fuse(model, plan, batches(), 2, closing_steps=1, train="none", progress=False)
+    assert all(record["fusion"] == 0 for record in fused.losses) and fused.gap == 0
+    assert copy.deepcopy(fused).fold().config.kv_saving == 0

@@ -1,0 +1,438 @@
+"""Distances, groups, costs, budgets and plans."""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_sources import MAKE, SIZES, llama, make, tokens
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dcformer import DCFormerConfig, DHAConfig, dha
+from dcformer.dha.plan import HeadPlan, canonical, consecutive_groups, uniform_count
+from dcformer.dha.search import (
+    ALLOCATIONS,
+    SCORES,
+    best_groups,
+    candidates,
+    cka_distances,
+    divide_budget,
+    group_score,
+    operator_distances,
+    part_cost,
+    weight_distances,
+)
+from dcformer.errors import DCFormerError
+
+
+def splits(heads, size):
+    """Every grouping of a list of heads into groups of a size."""
+    if not heads:
+        yield []
+        return
+    first, *rest = heads
+    for others in itertools.combinations(rest, size - 1):
+        for groups in splits([head for head in rest if head not in others], size):
+            yield [[first, *others], *groups]
+
+
+def symmetric(n, seed):
+    numbers = torch.rand(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return ((numbers + numbers.T) / 2).fill_diagonal_(0).tolist()
+
+
+# --- distances --------------------------------------------------------------------------------------------------------
+
+
+def test_weight_distances():
+    weight, bias = torch.randn(6, 4, 64, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    weight[4], bias[4] = weight[1], bias[1]
+    found = weight_distances(weight, bias)
+    rows = torch.cat([weight, bias[..., None]], -1).flatten(1)
+    expected = torch.cdist(rows, rows).square() / rows.square().sum(-1).mean()
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    assert found[1, 4] == 0 and found[0, 1] == pytest.approx(2, abs=0.5)
+    assert weight_distances(weight)[1, 4] == 0
+    bias[4] += 1  # equal weights, other biases
+    assert weight_distances(weight, bias)[1, 4] > 0.01
+    assert torch.equal(weight_distances(weight.bfloat16())[1], weight_distances(weight.bfloat16())[4])
+
+
+def test_operator_distances_at_the_start():
+    """2/n between all heads; displacement n - G, which is the paper's equation 7."""
+    for n, dim in ((8, 3), (6, 5)):
+        operator = torch.eye(n)[:, :, None].expand(n, n, dim)
+        distances = operator_distances(operator)
+        off = ~torch.eye(n, dtype=torch.bool)
+        assert (distances[off] - 2 / n).abs().max() <= 1e-12 and distances.diagonal().max() == 0
+        for count in (g for g in range(1, n + 1) if n % g == 0):
+            groups = consecutive_groups(n, count)
+            score = group_score(distances.tolist(), groups)
+            assert n * part_cost(score, n // count, "displacement") == pytest.approx(n - count, abs=1e-12)
+
+
+def test_displacement_is_what_mean_pooling_moves():
+    """Equation 7: the squared distance of the rows to their group's mean, of any operator and of weights."""
+    operator = torch.randn(8, 8, 3, dtype=torch.float64)
+    groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
+    moved = sum(
+        (operator[head] - operator[group].mean(0)).square().sum() for group in groups for head in group
+    ) / 3  # fmt: skip
+    found = 8 * part_cost(group_score(operator_distances(operator).tolist(), groups), 4, "displacement")
+    assert found == pytest.approx(moved.item(), abs=1e-11)
+    weight = torch.randn(8, 4, 9, dtype=torch.float64)
+    moved = sum((weight[head] - weight[group].mean(0)).square().sum() for group in groups for head in group)
+    share = 8 * moved / weight.square().sum()
+    found = part_cost(group_score(weight_distances(weight).tolist(), groups), 4, "displacement")
+    assert found == pytest.approx(share.item(), abs=1e-11)
+
+
+def test_cka_distances():
+    weight = torch.randn(5, 4, 32, dtype=torch.float64)
+    weight[3] = 2.5 * torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0] @ weight[0]  # turned and scaled
+    weight[4] = 0
+    found = cka_distances(weight)
+    assert found[0, 3] == pytest.approx(0, abs=1e-12) and 0.5 < found[0, 1] < 1
+    gram = [w.T @ w for w in weight]
+    expected = 1 - (gram[0] * gram[1]).sum() / (gram[0].norm() * gram[1].norm())
+    assert found[0, 1] == pytest.approx(expected.item(), abs=1e-12)
+    assert found[4].tolist() == [1, 1, 1, 1, 0]
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("count", [2, 4])
+def test_groups_of_eight_heads_are_the_best(count, seed):
+    for instance in range(4):
+        distances = symmetric(8, instance)
+        found = best_groups(distances, count, seed)
+        least = min(group_score(distances, groups) for groups in splits(list(range(8)), 8 // count))
+        assert group_score(distances, found) == pytest.approx(least, abs=1e-12)
+        assert found == best_groups(distances, count, seed)  # the same again
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_planted_groups_of_32_heads_are_found(count):
+    for seed in range(3):
+        heads = random.Random(seed).sample(range(32), 32)
+        planted = canonical([heads[i::count] for i in range(count)])
+        centre = torch.randn(count, 4, 16)
+        weight = torch.empty(32, 4, 16)
+        for group, middle in zip(planted, centre, strict=True):
+            for head in group:
+                weight[head] = middle + 0.5 * torch.randn(4, 16)
+        assert best_groups(weight_distances(weight).tolist(), count, seed) == planted
+
+
+@settings(deadline=None, max_examples=20)
+@given(n=st.sampled_from([1, 2, 3, 5, 6, 7, 12, 24, 40, 52]), data=st.data())
+def test_groups_are_a_partition(n, data):
+    count = data.draw(st.sampled_from([count for count in range(1, n + 1) if n % count == 0]))
+    blocks = data.draw(st.sampled_from([b for b in range(1, count + 1) if count % b == 0]))
+    distances = symmetric(n, data.draw(st.integers(0, 9)))
+    groups = best_groups(distances, count, blocks=blocks)
+    assert sorted(itertools.chain(*groups)) == list(range(n)) and {len(group) for group in groups} == {n // count}
+    assert groups == canonical(groups)
+    assert all(len({head // (n // blocks) for head in group}) == 1 for group in groups)
+    assert group_score(distances, groups) <= group_score(distances, consecutive_groups(n, count)) + 1e-12
+
+
+def test_heads_without_distances_stay_where_they_are():
+    assert best_groups(torch.zeros(8, 8).tolist(), 4) == consecutive_groups(8, 4)
+    with pytest.raises(DCFormerError, match="8 heads cannot be split into 3"):
+        best_groups(symmetric(8, 0), 3)
+
+
+# --- the budget -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_budget_is_the_best_of_all_choices(seed):
+    rng = random.Random(seed)
+    parts = [
+        {count: rng.random() / count for count in rng.choice([(1, 2, 4), (1, 2), (2, 4, 8), (1, 7)])} for _ in "abcdef"
+    ]
+    budget = rng.randint(sum(map(min, parts)), sum(map(max, parts)))
+    found = divide_budget(parts, budget)
+    choices = [choice for choice in itertools.product(*parts) if sum(choice) <= budget]
+    cost = {choice: sum(part[count] for part, count in zip(parts, choice, strict=True)) for choice in choices}
+    assert sum(found) <= budget
+    assert cost[tuple(found)] == pytest.approx(min(cost.values()), abs=1e-9)
+
+
+def test_without_a_signal_counts_are_equal():
+    for allocation in ("score", "root", "displacement"):
+        for n, share in ((32, 0.25), (32, 0.5), (24, 0.25), (40, 0.1)):
+            groups = {c: part_cost(c * math.comb(n // c, 2), n // c, allocation) for c in candidates(n, share)}
+            budget = math.floor(share * 12 * n + 1e-9)
+            if share * n == int(share * n) and int(share * n) in groups:
+                assert set(divide_budget([groups] * 12, budget)) == {int(share * n)}, (allocation, n)
+    assert divide_budget([dict.fromkeys((2, 4, 8), 0.0)] * 6, 24) == [4] * 6
+
+
+def test_a_signal_moves_the_budget():
+    """Values five times closer than keys give their heads to the keys."""
+    score = {c: c * math.comb(32 // c, 2) for c in (4, 8, 16)}
+    near, far = ({c: part_cost(x * s, 32 // c, "root") for c, s in score.items()} for x in (0.2, 1.0))
+    picked = divide_budget([far, near] * 4, 64)
+    assert sum(picked) <= 64 and sum(picked[::2]) > sum(picked[1::2])
+
+
+def test_candidates():
+    assert candidates(32, 0.25) == [4, 8, 16] and candidates(32, 0.5) == [8, 16, 32]
+    assert candidates(7, 0.5) == [1, 7] and candidates(13, 0.25) == [1] and candidates(7, 1.0) == [7]
+    assert candidates(40, 0.25) == [5, 8, 10, 20] and candidates(6, 0.4) == [2, 3]
+    assert candidates(32, 0.25, blocks=8) == [8, 16]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def source_of(n, layers=1, width=None):
+    fields = SIZES | {"num_hidden_layers": layers, "num_attention_heads": n, "hidden_size": width or 4 * n}
+    return llama(**fields)
+
+
+@pytest.mark.parametrize(("n", "ratio"), [(6, 0.3), (6, 1.0), (7, 0.5), (7, 0.25), (24, 0.3), (40, 0.25), (52, 0.3)])
+def test_any_number_of_heads_and_any_ratio(n, ratio):
+    model = source_of(n)
+    for allocation in ALLOCATIONS if n < 8 else ("uniform", "root"):
+        plan = dha.search(model, ratio, allocation=allocation, progress=False)
+        assert sum(plan.num_key_heads + plan.num_value_heads) <= ratio * 2 * n + 1e-9
+        assert all(n % count == 0 for count in plan.num_key_heads + plan.num_value_heads)
+        folded = dha.from_plan(model, plan)
+        assert folded.config.kv_saving == pytest.approx(plan.kv_saving)
+        assert folded(tokens(1, 5)).logits.isfinite().all()
+
+
+def test_one_key_head_and_all_value_heads():
+    """Planted: keys are all alike, values are not."""
+    model = make("llama")
+    for layer in model.model.layers:
+        weight = layer.self_attn.k_proj.weight
+        with torch.no_grad():
+            weight.copy_(weight[:4].repeat(8, 1))
+    plan = dha.search(model, 0.75, allocation="score", progress=False)
+    assert plan.num_key_heads == [4, 4] and plan.num_value_heads == [8, 8]  # candidates are 4 and 8
+    only = dha.HeadPlan(plan.source, [[list(range(8))]] * 2, [consecutive_groups(8, 8)] * 2, 0.6)
+    folded = dha.from_plan(model, only)
+    assert folded.config.num_key_heads == [1, 1] and folded.config.num_value_heads == [8, 8]
+    torch.testing.assert_close(folded(tokens()).logits, model(tokens()).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_duplicated_heads_are_found_in_every_part(name):
+    """Heads i and its twin, in random order: by weights they form the groups, and pooling them changes nothing."""
+    model = make(name, torch.float64)
+    source = dha.HeadSource(model)
+    twins = {}
+    for layer in range(2):
+        for kind in ("key", "value"):
+            n = source.sizes.heads(layer, kind)
+            heads = random.Random(f"{layer}{kind}").sample(range(n), n)
+            twins[layer, kind] = canonical([heads[i : i + 2] for i in range(0, n, 2)])
+            module, slot = source.family.projection(layer, kind)
+            for tensor in model.get_submodule(module).parameters():
+                rows = tensor.data.unflatten(0, (n, source.family.slots, -1))
+                for one, other in twins[layer, kind]:
+                    rows[other, slot] = rows[one, slot]
+    plan = dha.search(model, 0.5, progress=False)
+    assert {(layer, kind): groups for layer, kind, groups in plan.parts} == twins
+    folded, expected = dha.from_plan(model, plan), model(tokens()).logits
+    # the library's norms round to float32
+    assert (folded(tokens()).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert max(plan.displacements) == 0
+
+
+def test_copies_of_a_grouped_query_model_are_found():
+    """A GQA model whose heads were copied to MHA, at its own ratio: folding the copies costs nothing."""
+    gqa = make("llama-gqa-bias-tied")
+    config = LlamaConfig(**(SIZES | {"attention_bias": True, "tie_word_embeddings": True}))
+    mha, state = LlamaForCausalLM(config).eval(), gqa.state_dict()
+    for name in state:
+        if "k_proj" in name or "v_proj" in name:
+            state[name] = state[name].unflatten(0, (4, 4)).repeat_interleave(2, 0).flatten(0, 1)
+    mha.load_state_dict(state)
+    for score in ("weights", "cka"):
+        plan = dha.search(mha, 0.5, score=score, progress=False)
+        assert plan.key_groups == plan.value_groups == [consecutive_groups(8, 4)] * 2
+    folded = dha.from_plan(mha, plan)
+    assert folded.num_parameters() == gqa.num_parameters()
+    torch.testing.assert_close(folded(tokens()).logits, gqa(tokens()).logits, atol=1e-5, rtol=0)
+
+
+def test_a_head_of_zeros():
+    model = make("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[4:8] = 0
+        model.model.layers[1].self_attn.v_proj.weight.zero_()
+    for score in ("weights", "cka", "uniform"):
+        plan = dha.search(model, 0.5, score=score, progress=False)
+        assert dha.from_plan(model, plan)(tokens()).logits.isfinite().all()
+
+
+def test_bfloat16_and_float32_have_one_fingerprint():
+    model = make("qwen2-bias")
+    plan = dha.search(model, 0.5, progress=False)
+    half = make("qwen2-bias", torch.bfloat16)
+    folded = dha.from_plan(half, plan)
+    assert folded.dtype == torch.bfloat16 and folded(tokens()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_groups_stay_inside_blocks(blocks):
+    plan = dha.search(make("llama"), 0.5, head_blocks=blocks, progress=False)
+    for _, _, groups in plan.parts:
+        assert all(len({head // (8 // blocks) for head in group}) == 1 for group in groups)
+    with pytest.raises(DCFormerError, match=r"kv_ratio=0\.25"):
+        dha.search(make("llama"), 0.25, head_blocks=4, progress=False)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_every_score_makes_a_plan(score):
+    model = make("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batches = [tokens(2, 10, seed) for seed in range(3)]
+    plan = dha.search(model, 0.25, score, allocation="root", batches=batches, steps=3, progress=False)
+    assert plan.score == score and plan.steps == (3 if score in ("function", "operator") else 0)
+    after = model.state_dict()  # frozen, and without mixers
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert all(parameter.requires_grad for parameter in model.parameters()) and not model.training
+    again = dha.search(model, 0.25, score, allocation="root", batches=batches, steps=3, progress=False)
+    assert again == plan
+
+
+def test_a_plan_is_a_file_that_a_person_can_edit(tmp_path):
+    model = make("llama")
+    plan = dha.search(model, 0.25, allocation="root", progress=False)
+    plan.save(tmp_path / "plan.json")
+    assert HeadPlan.load(tmp_path / "plan.json") == plan
+    content = json.loads((tmp_path / "plan.json").read_text())
+    content["layers"][1]["value"] = {"heads": 8, "groups": [[i] for i in range(8)][::-1]}
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    edited = HeadPlan.load(tmp_path / "plan.json")
+    assert edited.num_value_heads == [plan.num_value_heads[0], 8] and edited.value_groups[1] == [[i] for i in range(8)]
+    assert dha.from_plan(model, edited).config.num_value_heads[1] == 8
+
+
+EDITS = {
+    "head 8 is out of range": lambda part: part.update(groups=[[0, 1, 2, 3], [4, 5, 6, 8]]),
+    "head 7 is in 0 groups": lambda part: part.update(groups=[[0, 1, 2, 3], [4, 5, 6]]),
+    "head 3 is in 2 groups": lambda part: part.update(groups=[[0, 1, 2, 3], [3, 5, 6, 7]]),
+    "groups of .2, 6. heads": lambda part: part.update(groups=[[0, 1], [2, 3, 4, 5, 6, 7]]),
+    "3 heads are said to be": lambda part: part.update(heads=3),
+    "is not a list of groups": lambda part: part.update(groups=[0, 1], heads=2),
+    "head 'a' is out of range": lambda part: part.update(groups=[["a", 1, 2, 3], [4, 5, 6, 7]]),
+    "KeyError": lambda part: part.pop("groups"),
+}
+
+
+@pytest.mark.parametrize("message", EDITS)
+def test_an_invalid_edit_is_refused_where_it_is(message, tmp_path):
+    plan = dha.uniform_plan(make("llama"), 0.25)
+    content = json.loads(plan.to_json())
+    EDITS[message](content["layers"][1]["key"])
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(DCFormerError, match=message) as error:
+        HeadPlan.load(tmp_path / "plan.json")
+    assert "KeyError" in message or "layer 1, key heads" in str(error.value)
+    assert "plan.json" in str(error.value)
+
+
+def test_other_broken_plans(tmp_path):
+    plan = dha.uniform_plan(make("llama"), 0.25)
+    for text, message in (("{", "not a plan"), ("[]", "not a plan"), ('{"format": "x"}', "not a plan")):
+        (tmp_path / "plan.json").write_text(text)
+        with pytest.raises(DCFormerError, match=message):
+            HeadPlan.load(tmp_path / "plan.json")
+    with pytest.raises(DCFormerError, match="cannot be read"):
+        HeadPlan.load(tmp_path / "none.json")
+    content = json.loads(plan.to_json())
+    content["layers"].pop()
+    with pytest.raises(DCFormerError, match="of 1 layers, its source has 2"):
+        HeadPlan.from_json(json.dumps(content))
+    content = json.loads(plan.to_json()) | {"tie": True}
+    content["layers"][0]["key"] = {"heads": 8, "groups": [[i] for i in range(8)]}
+    with pytest.raises(DCFormerError, match="tie is true"):
+        HeadPlan.from_json(json.dumps(content))
+
+
+def test_a_plan_for_another_source_is_refused():
+    model, other = make("llama"), make("llama")
+    plan = dha.search(model, 0.25, progress=False)
+    with torch.no_grad():
+        other.model.layers[0].self_attn.k_proj.weight.neg_()
+    with pytest.raises(DCFormerError, match="another source: fingerprint"):
+        dha.from_plan(other, plan)
+    with pytest.raises(DCFormerError, match="another source: fingerprint"):
+        dha.fuse(other, plan, [tokens()], steps=1, progress=False)
+    for name, field in (("mistral-window", "model_type"), ("llama-gqa-bias-tied", "key_heads")):
+        with pytest.raises(DCFormerError, match=f"another source: {field}"):
+            dha.from_plan(make(name), plan)
+    sizes_only = dha.uniform_plan(model.config, 0.25)
+    assert dha.from_plan(other, sizes_only).config.num_key_heads == [2, 2]  # made without weights, for any
+
+
+def test_uniform_plans():
+    plan = dha.uniform_plan(LlamaConfig(**SIZES), 0.25)
+    assert plan.key_groups == plan.value_groups == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2 and plan.kv_saving == 0.75
+    grouped = dha.uniform_plan(DCFormerConfig(**SIZES, num_key_value_heads=4), 0.5)
+    assert grouped.head_map("key") == [[0, 0, 0, 0, 1, 1, 1, 1]] * 2
+    assert uniform_count(6, 0.4) == 2 and uniform_count(7, 0.9) == 1 and uniform_count(52, 0.3) == 13
+    with pytest.raises(DCFormerError, match=r"below the fewest heads possible: give at least 0\.125"):
+        dha.uniform_plan(DHAConfig(**SIZES), 0.1)
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.01, float("nan"), None, True])
+def test_ratios_outside_are_refused(ratio):
+    with pytest.raises(DCFormerError, match="kv_ratio"):
+        dha.search(make("llama"), ratio, progress=False)
+
+
+def test_arguments_of_search_are_checked():
+    model = make("llama")
+    for arguments, message in (
+        ({"score": "mse"}, "score='mse'.*weights"),
+        ({"allocation": "even"}, "allocation='even'.*uniform"),
+        ({"score": "function"}, "give batches"),
+        ({"kv_ratio": 0.1}, "below the fewest heads"),
+        ({"kv_ratio": 0.1, "allocation": "root"}, "below the fewest heads"),
+        ({"head_blocks": 3}, "head_blocks"),
+    ):
+        with pytest.raises(DCFormerError, match=message):
+            dha.search(model, **arguments, progress=False)
+
+
+def test_a_search_whose_loss_is_not_finite_says_at_which_step():
+    model = make("llama")
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("inf")
+    with pytest.raises(DCFormerError, match=r"loss is (nan|inf) at step 0"):
+        dha.search(model, 0.5, "function", batches=[tokens()], steps=2, progress=False)
+    assert not any("mixer" in name for name, _ in model.named_modules())
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0] = float("nan")
+    with pytest.raises(DCFormerError, match="layer 1: the value projection holds NaN"):
+        dha.search(model, 0.5, progress=False)
+
+
+def test_trained_search_sees_the_function_but_the_operator_does_not():
+    """Twins of heads planted in every part, after training mixtures: by function all are found, by operator not."""
+    model = make("llama")
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            with torch.no_grad():
+                rows = projection.weight.unflatten(0, (8, -1))
+                rows[4:] = rows[:4]
+    twins = [[i, i + 4] for i in range(4)]
+    batches = [tokens(4, 16, seed) for seed in range(10)]
+    arguments = {"batches": batches, "steps": 10, "progress": False}
+    function, operator = (dha.search(model, 0.5, score, **arguments) for score in ("function", "operator"))
+    assert function.key_groups == function.value_groups == [twins] * 2
+    assert twins not in operator.key_groups + operator.value_groups
