@@ -5,7 +5,7 @@ from helpers import PLAIN, randomise, tiny_config
 from torch import nn
 
 from dcformer.attention_dcformer import eager_attention
-from dcformer.head_systems import HEAD_SYSTEMS, HeadSizes, HeadSystemsConfig, HeadSystemsForCausalLM
+from dcformer.head_systems import HeadSizes, HeadSystemsConfig, HeadSystemsForCausalLM
 from dcformer.head_systems.registry import system_class
 
 # Every system, with options that are not its defaults, by a name for the test.
@@ -114,6 +114,3 @@ def masks(rows: int, length: int):
         "causal, padded": (causal & padded) | keep,
         "bidirectional, padded": (everything & padded) | keep,
     }
-
-
-__all__ = ["CASES", "HEAD_SYSTEMS"]

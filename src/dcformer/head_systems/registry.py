@@ -66,6 +66,21 @@ def sizes_of(config: Any, layer: int = 0) -> HeadSizes:
     )
 
 
+def image_sizes_of(config: Any, layer: int = 0) -> HeadSizes:
+    """The sizes of a layer of a vision Transformer, which has no RoPE and as many keys and values as queries."""
+    return HeadSizes(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        bias=config.qkv_bias,
+        qk_norm=config.qk_norm is not None,
+        layer=layer,
+        num_layers=config.num_hidden_layers,
+        composed=bool(config.compose_generators) or config.compose_static,
+    )
+
+
 def make_system(config: Any, layer: int = 0, sizes: HeadSizes | None = None) -> HeadSystem:
     """The system of a layer.
 
@@ -77,4 +92,4 @@ def make_system(config: Any, layer: int = 0, sizes: HeadSizes | None = None) -> 
     return system_class(config.head_system)(sizes or sizes_of(config, layer), options_of(config))
 
 
-__all__ = ["HEAD_SYSTEMS", "make_system", "options_of", "sizes_of", "system_class"]
+__all__ = ["HEAD_SYSTEMS", "image_sizes_of", "make_system", "options_of", "sizes_of", "system_class"]

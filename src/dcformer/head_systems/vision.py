@@ -24,24 +24,8 @@ from ..vision.modeling_dcvit import (
 )
 from .base import HeadSystem
 from .collaborative_mixing import Mixing
-from .options import HeadSizes
 from .outputs_head_systems import aux_loss
-from .registry import make_system, options_of
-
-
-def image_sizes_of(config: Any, layer: int = 0) -> HeadSizes:
-    """The sizes of a layer of a vision Transformer, which has no RoPE and as many keys and values as queries."""
-    return HeadSizes(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        bias=config.qkv_bias,
-        qk_norm=config.qk_norm is not None,
-        layer=layer,
-        num_layers=config.num_hidden_layers,
-        composed=bool(config.compose_generators) or config.compose_static,
-    )
+from .registry import image_sizes_of, make_system, options_of
 
 
 @strict
