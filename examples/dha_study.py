@@ -246,7 +246,9 @@ def table(runs: list[dict]) -> str:
         baseline = "gqa_mean" if base == "plain" else "copies_mean"
         ends = {run["seed"]: run["loss"] for run in chosen.get(baseline, [])}
         against = f"end less that of {ARMS[baseline][0]}, seed by seed"
-        lines += [f"| | before further training | at the end | end less the source's | {against} | heads | CPU seconds |"]
+        lines += [
+            f"| | before further training | at the end | end less the source's | {against} | heads | CPU seconds |"
+        ]
         lines += ["|---|---|---|---|---|---|---|"]
         for arm, found in sorted(chosen.items(), key=lambda item: statistics.mean(run["loss"] for run in item[1])):
             less = [{"x": run["loss"] - run["source_loss"]} for run in found]
