@@ -82,11 +82,13 @@ class Study:
 
 
 def table(results: dict[str, float], count: int) -> str:
-    """The accuracies in Markdown, each with the half-width of its 95 % interval (of a share, from the count)."""
-    lines = ["| what was changed | right |", "|---|---|"]
+    """The accuracies in Markdown, with Wilson's 95 % interval of a share of `count`."""
+    lines = ["| what was changed | right | 95 % interval |", "|---|---|---|"]
+    z = 1.96**2 / count
     for name, share in results.items():
-        wide = 1.96 * (max(share * (1 - share), 0.25 / count) / count) ** 0.5
-        lines.append(f"| {name} | {share:.1%} ± {wide:.1%} |")
+        middle, wide = share + z / 2, (z * (share * (1 - share) + z / 4)) ** 0.5
+        low, high = ((middle + sign * wide) / (1 + z) for sign in (-1, 1))
+        lines.append(f"| {name} | {share:.1%} | {low:.1%} to {high:.1%} |")
     return "\n".join(lines) + "\n"
 
 
