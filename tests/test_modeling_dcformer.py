@@ -10,7 +10,7 @@ import accelerate
 import pytest
 import torch
 import transformers
-from helpers import randomise, tiny_config
+from helpers import PLAIN, randomise, tiny_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -287,6 +287,29 @@ def test_scores_stay_float32_under_autocast(implementation):
     rounded = copy.deepcopy(model).to(torch.bfloat16)(ids).logits
     # never further from float64 than the model whose weights and residual stream are bfloat16 too
     assert (logits - exact).norm() <= (rounded - exact).norm()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"compose_key": False}, {"compose_post": False}, PLAIN],
+    ids=["composed", "query-wise", "scores", "plain"],
+)
+def test_generation_under_autocast(switches, cache):
+    """Rotated keys are float32 there and values are not; caches take one dtype."""
+    model = randomise(DCFormerForCausalLM(tiny_config(**switches))).eval()
+    ids = _tokens(length=12)
+    with torch.autocast("cpu", torch.bfloat16):
+        options = {"cache_implementation": cache, "max_new_tokens": 6, "do_sample": False}
+        found = model.generate(ids, return_dict_in_generate=True, output_logits=True, **options)
+    logits = torch.stack(found.logits, dim=1)  # [B, 6, V]
+    with torch.no_grad():
+        exact, rounded = (
+            copy.deepcopy(model).to(dtype)(found.sequences[:, :-1]).logits[:, ids.shape[1] - 1 :]
+            for dtype in (torch.float64, torch.bfloat16)
+        )
+    # about as far as the model in bfloat16: which is nearer over so few tokens is chance
+    assert (logits - exact).norm() <= 1.2 * (rounded - exact).norm()
 
 
 @pytest.mark.parametrize("switches", [{}, {"compose_static": True}], ids=["dynamic", "static"])

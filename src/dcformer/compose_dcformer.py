@@ -515,7 +515,8 @@ class DCFormerCompose(nn.Module):
         else:
             key, value = self._widen(key, hidden_states.dtype, "pre"), self._widen(value, hidden_states.dtype, "post")
             generated, statics = fused.generate_packed(hidden_states, self, key, value, first_layer)
-        return key, value, (generated, statics)
+        cached = torch.promote_types(key.dtype, value.dtype)  # of caches, which have one: autocast leaves two
+        return key.to(cached), value.to(cached), (generated, statics)
 
     def _widen(self, states: torch.Tensor, dtype: torch.dtype, stage: str) -> torch.Tensor:
         """Keys or values [B, Hkv, N, D] with room for the stage's channels behind them, as `pack` leaves it."""
