@@ -46,7 +46,7 @@ class Column:
 
     Attributes:
         label: for the table.
-        system, options: of the head system.
+        system, options: of the head system; no name for DCFormer itself.
         switches: fields of composition that are on.
         fields: other fields of the language models; a column that has some is not for images.
         qk_norm: whether queries and keys are normalised.
@@ -77,7 +77,7 @@ COLUMNS = {
     "gate": Column("gate, headwise", "output_gate"),
     "gate_elementwise": Column("gate, elementwise", "output_gate", {"output_gate": "elementwise"}),
     "mqa": Column("MQA", fields={"num_key_value_heads": 1}),
-    "mhe": Column("MHE", fields={"head_embeddings": "mul"}),
+    "mhe": Column("MHE", "", fields={"head_embeddings": "mul"}),  # a field of DCFormer, not a head system
     "dcformer": Column("DCFormer, R = 2", switches=("pre", "post", "query", "key")),
     "dcformer_query": Column("DCFormer, query-wise", switches=("pre", "post", "query")),
 }
@@ -95,6 +95,7 @@ def columns_of(task: str) -> tuple[str, ...]:
 
 def make_config(task: str, column: str, width: int | None = None):
     """The configuration of a column; `width` is that of the MLP, by default the plain model's."""
+    from dcformer import DCFormerConfig
     from dcformer.head_systems import HeadSystemsConfig, HeadSystemsViTConfig
 
     what = COLUMNS[column]
@@ -104,14 +105,15 @@ def make_config(task: str, column: str, width: int | None = None):
         options["shared_key_query_dim"] = size["hidden_size"] // 2
     names = ("pre", "post", "query", "key", "static")
     fields = {f"compose_{name}": name in what.switches for name in names} | what.fields
-    fields |= {"head_system": what.system, "head_system_options": options}
+    if what.system:
+        fields |= {"head_system": what.system, "head_system_options": options}
     if task == "digits":
         own = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
         own["qk_norm"] = "layernorm" if what.qk_norm else None
         sizes = digits.SMALL | ({"intermediate_size": width} if width else {})
         return HeadSystemsViTConfig(**sizes, **own, **fields)
     hidden = size["hidden_size"]
-    return HeadSystemsConfig(
+    return (HeadSystemsConfig if what.system else DCFormerConfig)(
         **size,
         **fields,
         qk_norm=what.qk_norm,
@@ -131,9 +133,12 @@ def vocabulary(task: str) -> int:
 
 
 def make_model(task: str, config):
+    from dcformer import DCFormerForCausalLM
     from dcformer.head_systems import HeadSystemsForCausalLM, HeadSystemsViTForImageClassification
 
-    return (HeadSystemsViTForImageClassification if task == "digits" else HeadSystemsForCausalLM)(config)
+    if task == "digits":
+        return HeadSystemsViTForImageClassification(config)
+    return (HeadSystemsForCausalLM if hasattr(config, "head_system") else DCFormerForCausalLM)(config)
 
 
 def count(task: str, config) -> tuple[int, int]:
@@ -252,8 +257,9 @@ def cache_bytes(config) -> int:
     """Bytes that a token takes in the cache, in float32."""
     from dcformer.head_systems import system_costs
 
-    if getattr(config, "head_embeddings", None):
-        return 4 * 2 * config.num_hidden_layers * config.head_dim  # one key and value head
+    if not hasattr(config, "head_system"):
+        parts = [(stage, layer) for stage in ("pre", "post") for layer in range(config.num_hidden_layers)]
+        return 4 * sum(config.cached_heads(*part) * config.cache_width(*part) for part in parts)
     return 4 * system_costs(config).cache_channels
 
 

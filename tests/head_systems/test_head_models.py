@@ -297,6 +297,11 @@ def test_other_models_are_refused(bundled):
         to_head_system(biased, "collaborative", content_bias=True)
 
 
+def test_attention_of_the_library_is_refused():
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        heads_model("gate").set_attn_implementation("sdpa")
+
+
 def test_fusing_is_refused():
     with pytest.raises(ValueError, match="a head system has its own"):
         heads_model("gate").fuse_projections()
