@@ -38,6 +38,9 @@ class LayerAnalysis:
         attention_output: [B, N, E], what attention adds to it.
         W_O: [H, D, E], the heads' parts of the output projection.
         b_O: [E], its bias, or None.
+        gates: [B, N, H], factors of the heads' outputs, where a head system has them; z has them in it.
+        router_logits: [B, N, routed heads], where a head system chooses heads.
+        key_head_map, value_head_map: the key and value head that each query head reads, where the model has maps.
     """
 
     scores: torch.Tensor
@@ -53,6 +56,10 @@ class LayerAnalysis:
     attention_output: torch.Tensor
     W_O: torch.Tensor
     b_O: torch.Tensor | None  # noqa: N815  # the field's name for it
+    gates: torch.Tensor | None = None
+    router_logits: torch.Tensor | None = None
+    key_head_map: list[int] | None = None
+    value_head_map: list[int] | None = None
 
     @property
     def head_outputs(self) -> torch.Tensor:
@@ -161,7 +168,7 @@ def as_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
     arguments = {name: value for name, value in inputs.items() if value is not None}
     if "past_key_values" in arguments:
         raise DCFormerError("inputs with past_key_values: analysis takes whole texts, without a cache.")
-    if getattr(model.config, "model_type", "") != "dcvit":
+    if getattr(model, "main_input_name", "input_ids") != "pixel_values":
         arguments["use_cache"] = False
     return arguments
 
@@ -321,6 +328,12 @@ def _record_layer(number: int, layer: Layer, rows: _Rows, record: dict[str, Any]
 
     def after_attention(module: nn.Module, arguments: Any, output: Any) -> None:
         record["attention_output"] = rows.rows(output[0], dim=1)
+        for name in ("gates", "router_logits"):
+            tensor = getattr(getattr(module, "system", None), name, None)
+            record[name] = None if tensor is None else rows.rows(tensor, dim=1)
+        for kind in ("key", "value"):
+            heads_read = getattr(module, f"{kind}_heads", None)
+            record[f"{kind}_head_map"] = None if heads_read is None else list(heads_read.heads)
 
     def after_layer(module: nn.Module, arguments: Any, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output

@@ -26,7 +26,8 @@ CIRCUITS = ("qk", "ov")
 class CircuitWeights:
     """A layer's matrices per query head, in float64.
 
-    QK-norm's scales are folded into W_Q and W_K. The norm itself, RoPE, biases and the layer's input norm are left out.
+    QK-norm's scales are folded into W_Q and W_K, and so are multiplied head embeddings. The norm itself, RoPE, biases
+    and the layer's input norm are left out.
 
     Attributes:
         W_Q, W_K, W_V: [H, E, D]; shared key and value heads are repeated for each query head that reads them.
@@ -75,7 +76,9 @@ def circuit_weights(model: nn.Module, layer: int) -> CircuitWeights:
     layers = layers_of(model)
     (layer,) = chosen([layer], len(layers), "layer")
     attention = layers[layer].attention
-    state = {name: parameter for name, parameter in attention.named_parameters()}
+    state = dict(attention.named_parameters())
+    if getattr(getattr(attention, "system", None), "keeps_shapes", False):  # its projections are those of plain heads
+        state = {name.removeprefix("system."): parameter for name, parameter in state.items()}
     return _from_tensors(state.get, attention.config, layer)
 
 
@@ -83,9 +86,12 @@ def _from_tensors(get: Callable[[str], torch.Tensor | None], config: Any, layer:
     """The matrices, from the tensors of an attention by their names in it."""
     heads, dim = config.num_attention_heads, config.head_dim
     shared = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    embeddings = getattr(config, "head_embeddings", None)
 
     def read_by(kind: str) -> list[int]:
         """The key or value head that each query head reads: of the layer's map, if the model has maps."""
+        if embeddings:
+            return list(range(heads))
         maps = getattr(config, f"{kind}_head_map", None)
         return [head // shared for head in range(heads)] if maps is None else list(maps[layer])
 
@@ -102,6 +108,11 @@ def _from_tensors(get: Callable[[str], torch.Tensor | None], config: Any, layer:
 
     def projection(name: str, count: int) -> torch.Tensor:
         weight = read(f"{name}_proj.weight")
+        embedding = read(f"{name}_embedding") if embeddings else None  # [H, D]
+        if embedding is not None and weight is not None:  # one projection for all heads (arXiv 2310.07911)
+            factors = 1 + embedding if embeddings == "mul" else torch.ones_like(embedding)
+            weight = (factors[..., None] * weight).flatten(0, 1)  # [H·D, E]
+            count = heads
         if weight is None or len(weight) != count * dim:
             shape = None if weight is None else tuple(weight.shape)
             raise DCFormerError(

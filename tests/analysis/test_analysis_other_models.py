@@ -1,0 +1,115 @@
+"""Traces and circuits of the package's other models: head maps, head embeddings, head systems, images."""
+
+import pytest
+import torch
+from helpers import PLAIN, randomise, tiny_config
+
+import dcformer
+from dcformer import analysis
+from dcformer.errors import DCFormerError
+from dcformer.export import plain_model
+from dcformer.head_systems import HeadSystemsViTConfig, HeadSystemsViTForImageClassification
+
+IDS = torch.randint(1, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+KEYS, VALUES = [[0, 1, 1, 0], [0, 0, 0, 0]], [[0, 0, 0, 0], [3, 0, 2, 1]]
+
+
+def ready(model):
+    model = randomise(model).eval()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def with_system(name, options=None, **fields):
+    shape = {key: value for key, value in tiny_config().to_dict().items() if key not in ("model_type", "architectures")}
+    fields = shape | {"num_key_value_heads": 4, "head_system": name, "head_system_options": options} | fields
+    return ready(dcformer.HeadSystemsForCausalLM(dcformer.HeadSystemsConfig(**fields)))
+
+
+SYSTEMS = {
+    "collaborative": ({}, {}),
+    "overlapped": ({"overlap": 2}, {}),
+    "mixture_of_heads": ({"num_shared_heads": 1, "num_routed_heads_per_tok": 2}, {}),
+    "output_gate": ({}, {"compose_gate": False}),
+    "head_pruning": ({}, PLAIN),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_head_outputs_of_systems_add_up(name):
+    options, fields = SYSTEMS[name]
+    model = with_system(name, options, **fields)
+    run = analysis.trace(model, IDS)
+    torch.testing.assert_close(run.logits, model(IDS, use_cache=False).logits, rtol=0, atol=0)
+    for layer in run.layers.values():
+        torch.testing.assert_close(layer.head_outputs.sum(2), layer.attention_output, rtol=0, atol=1e-6)
+
+
+def test_routing_is_recorded():
+    """Gates are those by which the heads' outputs were multiplied, and follow from the routers' logits."""
+    model = with_system("mixture_of_heads", *SYSTEMS["mixture_of_heads"][:1])
+    run = analysis.trace(model, IDS, positions=[2, 7])
+    layer, whole = run.layer(1), analysis.trace(model, IDS).layer(1)
+    assert layer.gates.shape == (2, 2, 4) and layer.router_logits.shape == (2, 2, 3)
+    torch.testing.assert_close(layer.gates, whole.gates[:, [2, 7]], rtol=0, atol=0)
+    routed = layer.gates[..., 1:]
+    assert ((routed > 0).sum(-1) == 2).all()  # of three
+    weakest = layer.router_logits.argmin(-1, keepdim=True)
+    assert (routed.gather(-1, weakest) == 0).all() and (layer.z[:, :, 1:].norm(dim=-1)[routed == 0] == 0).all()
+    value = model.model.layers[1].self_attn.system
+    ungated = torch.einsum("bhns,bhsd->bnhd", whole.composed_weights, _values(model, value, IDS))
+    torch.testing.assert_close(whole.z, ungated * whole.gates[..., None], rtol=1e-5, atol=1e-5)
+    assert analysis.trace(ready(dcformer.DCFormerForCausalLM(tiny_config())), IDS).layer(0).gates is None
+
+
+def _values(model, system, ids):
+    seen = {}
+    handle = system.v_proj.register_forward_hook(lambda *call: seen.setdefault("v", call[2]))
+    model(ids, use_cache=False)
+    handle.remove()
+    return seen["v"].unflatten(-1, (4, -1)).transpose(1, 2)  # [B, H, S, D]
+
+
+def test_images_with_a_head_system():
+    config = HeadSystemsViTConfig(
+        hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, image_size=12, patch_size=4,
+        num_labels=3, head_system="mixture_of_heads",
+    )  # fmt: skip
+    run = analysis.trace(ready(HeadSystemsViTForImageClassification(config)), torch.randn(2, 3, 12, 12))
+    assert run.grid == (3, 3) and run.layer(0).gates.shape == (2, 9, 4)
+
+
+def test_maps_are_recorded_and_circuits_follow_them():
+    model = ready(
+        dcformer.DCFormerForCausalLM(tiny_config(num_key_value_heads=4, key_head_map=KEYS, value_head_map=VALUES))
+    )
+    layer = analysis.trace(model, IDS).layer(1)
+    assert (layer.key_head_map, layer.value_head_map) == (KEYS[1], VALUES[1])
+    found = analysis.circuit_weights(model, 1)
+    projected = model.model.layers[1].self_attn.v_proj.weight.detach().double().unflatten(0, (4, -1))
+    for head, read in enumerate(VALUES[1]):
+        torch.testing.assert_close(found.W_V[head], projected[read].T, rtol=0, atol=0)
+    assert (found.W_K[0] == found.W_K).all()
+
+
+@pytest.mark.parametrize("mode", ["add", "mul"])
+def test_circuits_of_head_embeddings_are_those_of_the_plain_model(mode):
+    fields = PLAIN | {"num_key_value_heads": 1, "qk_norm": False, "sliding_window": None, "head_embeddings": mode}
+    model = ready(dcformer.DCFormerForCausalLM(tiny_config(**fields)))
+    plain = plain_model(model).model.layers[0].self_attn
+    found = analysis.circuit_weights(model, 0)
+    for matrix, linear in ((found.W_Q, plain.q_proj), (found.W_K, plain.k_proj), (found.W_V, plain.v_proj)):
+        torch.testing.assert_close(matrix, linear.weight.detach().double().unflatten(0, (4, -1)).mT, rtol=0, atol=1e-6)
+    analysis.trace(model, IDS)
+
+
+def test_circuits_of_systems():
+    """Plain projections have circuits; heads that share channels do not."""
+    gated = with_system("output_gate", compose_gate=False)
+    weight = gated.model.layers[0].self_attn.system.q_proj.weight.detach().double()
+    scale = gated.model.layers[0].self_attn.q_norm.weight.detach().double()
+    expected = weight.unflatten(0, (4, -1)).mT * scale
+    torch.testing.assert_close(analysis.circuit_weights(gated, 0).W_Q, expected, rtol=0, atol=0)
+    for name in ("collaborative", "overlapped"):
+        with pytest.raises(DCFormerError, match="not separate"):
+            analysis.circuit_weights(with_system(name, SYSTEMS[name][0]), 0)
