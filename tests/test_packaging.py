@@ -42,6 +42,7 @@ USES = {
     "dcformer.analysis.cli": "vision",
     "dcformer.conversion": "jax",
     "dcformer.formats": "jax",
+    "dcformer.dha": "train",
     "dcformer.evaluation": "eval",
     "dcformer.kernels": "kernels",
     "dcformer.scaling": "analysis",
@@ -198,7 +199,7 @@ def test_wheel_is_the_package(distributions):
     expected |= {"dcformer/py.typed", "dcformer/publish/card.md", "dcformer/analysis/head_view.html"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert scripts.count("dcformer_commands.") == 6
+    assert scripts.count("dcformer_commands.") == 7
     fields = email.message_from_string(metadata)
     assert set(fields.get_all("Provides-Extra")) == set(EXTRAS)
     urls = dict(url.split(", ") for url in fields.get_all("Project-URL"))

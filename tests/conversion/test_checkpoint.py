@@ -269,7 +269,7 @@ def test_damaged_config(native):
 
 def test_foreign_config(native):
     (native / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConversionError, match="model_type 'llama', expected dcformer or dcpythia"):
+    with pytest.raises(ConversionError, match="model_type 'llama', expected dcformer, dcpythia or dha"):
         open_checkpoint(native)
 
 

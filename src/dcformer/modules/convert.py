@@ -32,7 +32,7 @@ from transformers.masking_utils import eager_mask
 
 from ..attention_dcformer import attend_composed, eager_attention
 from ..chunked_dcformer import chunked_attention
-from ..compose_dcformer import ComposeSettings, Generated, Stages, stages
+from ..compose_dcformer import ComposeSettings, DCFormerCompose, Generated, Stages, stages
 from ..errors import DCFormerError
 from ..masks_dcformer import causal_rows
 from .dcmha import make_generators, one_side
@@ -119,15 +119,17 @@ def _attention_call(module: nn.Module, path: str) -> tuple[ast.Call, Callable] |
     Raises:
         DCFormerError: for a module that composes already, and one whose call is not found.
     """
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or _INTERFACE not in code.co_names:
-        return None
     where = f"{path} ({type(module).__name__})"
     if hasattr(module, "compose_call"):
         raise DCFormerError(f"{where}: converted already. Convert a model once, or start from the original.")
-    if any(hasattr(module, name) for name in _SUBMODULES):
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    is_attention = code is not None and _INTERFACE in code.co_names
+    own = [getattr(module, name) for name in _SUBMODULES if hasattr(module, name)]
+    if own and (is_attention or any(isinstance(submodule, DCFormerCompose) for submodule in own)):
         raise DCFormerError(f"{where}: has a submodule for composition of its own.")
+    if not is_attention:
+        return None
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError) as error:
