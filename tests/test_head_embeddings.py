@@ -16,7 +16,7 @@ from dcformer.analysis import num_parameters
 from dcformer.cache_report import cache_bytes_per_token, measured_bytes_per_layer
 from dcformer.export import export_decoding_step, plain_model
 from dcformer.heads_dcformer import EMBEDDING_NAMES, embedding_init_std
-from dcformer.modeling_dcformer import DCFormerAttention
+from dcformer.modeling_dcformer import DCFormerAttention, attention_class_of
 
 MODES = ("add", "mul")
 LLAMA = PLAIN | {"qk_norm": False, "sliding_window": None, "num_key_value_heads": None}
@@ -63,7 +63,7 @@ def rope(length: int, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 def layer(mode: str | None, **fields) -> DCFormerAttention:
     config = tiny_config(**(LLAMA | {"head_embeddings": mode, "layer_types": ["full_attention"] * 2} | fields))
     config._attn_implementation = "eager"
-    attention = DCFormerAttention(config, 0).double()
+    attention = attention_class_of(config)(config, 0).double()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in attention.parameters():
@@ -372,7 +372,7 @@ def attention_millions(hidden: int, heads: int, sublayers: int, **fields) -> flo
     config = SimpleNamespace(hidden_size=hidden, num_attention_heads=heads, num_hidden_layers=1, vocab_size=1)
     config = DCFormerConfig(**vars(config), **(PLAIN | {"qk_norm": False} | fields))
     with torch.device("meta"):
-        attention = DCFormerAttention(config, 0)
+        attention = attention_class_of(config)(config, 0)
     return sublayers * sum(parameter.numel() for parameter in attention.parameters()) / 1e6
 
 

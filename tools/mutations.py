@@ -1130,8 +1130,8 @@ _MODELING = _in(
     ),
     (
         "q and k norm once more after RoPE",
-        "query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))",
-        "query, key = (self.k_norm(apply_rotary(s, *position_embeddings)) for s in (query, key))",
+        "return apply_rotary(query, *rope), apply_rotary(key, *rope), value",
+        "return self.k_norm(apply_rotary(query, *rope)), self.k_norm(apply_rotary(key, *rope)), value",
         MAXTEXT + "[default]",
     ),
     (
@@ -1179,8 +1179,8 @@ _MODELING = _in(
     ),
     (
         "every variant has the same attention",
-        "self.attention_class(config, layer_idx)",
-        "DCFormerAttention(config, layer_idx)",
+        "attention_class = self.attention_class\n",
+        "attention_class = DCFormerAttention\n",
         T_MODEL + "test_a_variant_changes_its_attention_only",
     ),
     (
@@ -1323,13 +1323,13 @@ _HEADS += _in(
     ),
     (
         "a copy of the cache for each query head in every implementation",
-        'reads_shared = implementation in ("eager", CHUNKED)',
-        "reads_shared = False",
+        'if implementation in ("eager", CHUNKED):  # which read each head once',
+        "if False:",
         T_HEADS + "test_decoding_reads_the_cache_where_it_is",
     ),
     (
         "cached values without their factors",
-        'if shares_seeds and self.head_embeddings == "mul":',
+        'if is_cached and self.head_embeddings == "mul":',
         "if False:",
         T_EMBEDDINGS + "test_a_layer_is_an_ordinary_one_with_tied_weights",
     ),

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from .configuration_dcformer import DCFormerConfig
-from .modeling_dcformer import DCFormerAttention
+from .modeling_dcformer import attention_class_of
 from .presets_dcformer import PRESETS
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -58,7 +58,7 @@ def measured_bytes_per_layer(config: DCFormerConfig, dtype: torch.dtype = torch.
     narrow = copy.deepcopy(config)
     narrow.hidden_size = 8
     narrow._attn_implementation = "eager"
-    attention = DCFormerAttention(narrow, layer_idx).to(dtype).requires_grad_(False)
+    attention = attention_class_of(narrow)(narrow, layer_idx).to(dtype).requires_grad_(False)
     for parameter in attention.parameters():
         torch.nn.init.zeros_(parameter)
     cache, position = DynamicCache(), torch.zeros(1, 1, config.rotary_dim, dtype=dtype)

@@ -39,7 +39,6 @@ from .compose_dcformer import (
     DEFAULT_ATTENTION,
     FUSED_ATTENTION,
     FUSED_GENERATORS,
-    ComposeWeights,
     DCFormerCompose,
     accumulation_dtype,
     compose_init_std,
@@ -168,9 +167,7 @@ class DCFormerMLP(nn.Module):
 class DCFormerAttention(nn.Module):
     """Dynamically composable multi-head attention (paper section 3)."""
 
-    q_embedding: nn.Parameter
-    k_embedding: nn.Parameter
-    v_embedding: nn.Parameter
+    head_embeddings: str | None = None  # `HeadEmbeddingAttention` has them
 
     # DeepSpeed's ZeRO-3 gathers all parameters in here as one. Module by module it would gather them for the backward
     # pass by the tensors that a module returns, and find none in the `SideWeights` of `DCFormerCompose`.
@@ -187,17 +184,12 @@ class DCFormerAttention(nn.Module):
         heads, bias = config.num_attention_heads, config.attention_bias
         key_heads, value_heads = (config.cached_heads(stage, layer_idx) for stage in ("pre", "post"))
         self.num_key_value_groups = heads // key_heads  # read, and set just before, by functions of Transformers only
-        self.head_embeddings = config.head_embeddings
-        seeds = heads if self.head_embeddings is None else 1
-        self.q_proj = nn.Linear(config.hidden_size, seeds * self.head_dim, bias=bias)
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
         self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
-        for name in EMBEDDING_NAMES:
-            embeddings = nn.Parameter(torch.empty(heads, self.head_dim)) if self.head_embeddings else None
-            self.register_parameter(name, embeddings)
         self.compose = DCFormerCompose(config, layer_idx, self.key_heads, self.value_heads)
         self.fused: FusedProjections | None = None  # `DCFormerPreTrainedModel.fuse_projections`
 
@@ -233,11 +225,6 @@ class DCFormerAttention(nn.Module):
             )
         return self.fused(hidden_states)
 
-    def _window(self, layer_idx: int) -> int | None:
-        """Keys that a query sees in a layer of this number, for functions that do not learn it from the mask."""
-        is_local = self.config.layer_types[layer_idx] == "sliding_attention"
-        return self.config.sliding_window if is_local else None
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -266,7 +253,6 @@ class DCFormerAttention(nn.Module):
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             implementation = default_implementation(self, hidden_states, query, key, attention_mask)
 
-        shares_seeds = self.head_embeddings is not None and past_key_values is not None
         prepared = None  # by a kernel, if there is one
         if self.fused is not None and past_key_values is not None and implementation in FUSED_GENERATORS:
             prepared = FUSED_GENERATORS[implementation].prepare(self, hidden_states, projected, position_embeddings)
@@ -277,12 +263,7 @@ class DCFormerAttention(nn.Module):
                 norm(states.transpose(1, 2)).transpose(1, 2)
                 for norm, states in ((self.q_norm, query), (self.k_norm, key))
             )
-            if self.head_embeddings is None:
-                query, key = (apply_rotary(states, *position_embeddings) for states in (query, key))
-            else:
-                query, key, value = self._embed_heads(
-                    query, key, value, position_embeddings, past_key_values is not None
-                )
+            query, key, value = self._place(query, key, value, position_embeddings, past_key_values is not None)
             if past_key_values is None:
                 generated, statics = self.compose(hidden_states, implementation, first_layer)
                 pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
@@ -306,29 +287,110 @@ class DCFormerAttention(nn.Module):
             key,
             value,
             attention_mask,
-            shares_seeds=shares_seeds,
-            window=self._window(layer_idx),
+            layer_idx=layer_idx,
+            is_cached=past_key_values is not None,
             pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
             post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
             **kwargs,
         )
         return self.o_proj(output.reshape(*input_shape, -1)), weights
 
-    def _embed_heads(
+    def _place(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
-        shares_seeds: bool,
+        is_cached: bool,
     ) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values [B, H, T, D] of all heads from seeds [B, 1, T, D], by the definition of MHE.
+        """Queries, keys and values [B, H(kv), T, D] at their positions."""
+        return apply_rotary(query, *rope), apply_rotary(key, *rope), value
 
-        Where they share seeds (for a cache), keys are [B, 1, T, D + r], queries as wide, and values stay as they are.
+    def _attend(
+        self,
+        implementation: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        layer_idx: int,
+        is_cached: bool,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Calls the attention function with keys and values in the form that it takes.
+
+        Args:
+            implementation: its name.
+            query, key, value: [B, H, T, D], and [B, G, S, D] with the numbers of heads that the layer has.
+            attention_mask: as for `forward`.
+            layer_idx: the layer's place in the model as it runs.
+            is_cached: keys and values come from a cache.
+            kwargs: `pre` and `post`, and those of `forward`.
+
+        Returns:
+            output [B, T, H, D], and the weights [B, H, T, S] or None.
+        """
+        if implementation not in ("eager", CHUNKED, *FUSED_ATTENTION):  # one of Transformers' own
+            kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
+            is_local = self.config.layer_types[layer_idx] == "sliding_attention"
+            kwargs["sliding_window"] = (
+                self.config.sliding_window if is_local else None
+            )  # some do not learn it from masks
+        if self.key_heads is not None and self.value_heads is not None:
+            if implementation in ("eager", CHUNKED):  # which read each head once
+                kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
+            elif not (self.key_heads.is_consecutive and self.key_heads.heads == self.value_heads.heads):
+                key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
+        if self.num_key_value_groups != (groups := query.shape[1] // key.shape[1]):
+            self.num_key_value_groups = groups
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        return attend_composed(
+            attention_interface,
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **kwargs,
+        )
+
+
+class HeadEmbeddingAttention(DCFormerAttention):
+    """Attention whose heads share one projection and differ by embeddings (MHE, arXiv 2310.07911).
+
+    Queries, keys and values are projected once, to seeds [B, 1, T, D]; each head makes its own of them. From a cache
+    the seeds are attended as they are: keys are wider by the rotary channels, and serve all heads. See docs/mhe.md.
+    """
+
+    q_embedding: nn.Parameter  # [H, D], as the others
+    k_embedding: nn.Parameter
+    v_embedding: nn.Parameter
+
+    def __init__(self, config: DCFormerConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.head_embeddings = config.head_embeddings
+        self.q_proj = nn.Linear(config.hidden_size, self.head_dim, bias=config.attention_bias)
+        for name in EMBEDDING_NAMES:
+            embeddings = nn.Parameter(torch.empty(config.num_attention_heads, self.head_dim))
+            self.register_parameter(name, embeddings)
+
+    def _place(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        is_cached: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values [B, H, T, D] of all heads from seeds [B, 1, T, D], by the definition.
+
+        For a cache, keys are [B, 1, T, D + r], queries [B, H, T, D + r], and values stay seeds.
         """
         mode = self.head_embeddings
         query = apply_rotary(embed(query, self.q_embedding, mode), *rope)
-        if shares_seeds:
+        if is_cached:
             return *shared_scores(query, key, self.k_embedding, rope, mode), value
         key = apply_rotary(embed(key, self.k_embedding, mode), *rope)
         return query, key, embed(value, self.v_embedding, mode)
@@ -340,69 +402,37 @@ class DCFormerAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: Any,
-        shares_seeds: bool,
-        window: int | None,
-        pre: ComposeWeights | None,
-        post: ComposeWeights | None,
+        layer_idx: int,
+        is_cached: bool,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Calls the attention function with keys and values in the form that it takes.
-
-        Args:
-            implementation: its name.
-            query, key, value: [B, H, T, D], and [B, G, S, D] with the numbers of heads that the layer has.
-            attention_mask: as for `forward`.
-            shares_seeds: keys and values are the seeds of `_embed_heads`.
-            window: keys that a query sees, for functions that do not learn it from the mask.
-            pre, post: what to compose with.
-            kwargs: of `forward`.
-
-        Returns:
-            output [B, T, H, D], and the weights [B, H, T, S] or None.
-        """
-        reads_shared = implementation in ("eager", CHUNKED)  # each key and value once, whoever shares it
-        if implementation not in ("eager", CHUNKED, *FUSED_ATTENTION):  # one of Transformers' own
-            kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
-            kwargs["sliding_window"] = window
-        if self.key_heads is not None and self.value_heads is not None:
-            if reads_shared:
-                kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
-            elif not (self.key_heads.is_consecutive and self.key_heads.heads == self.value_heads.heads):
-                key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
-        adds_seeds = shares_seeds and self.head_embeddings == "add"
-        if adds_seeds:
+        """As `DCFormerAttention` has it; what embeddings make of shared values follows behind their sums."""
+        adds, takes_bias = is_cached and self.head_embeddings == "add", implementation in ("eager", CHUNKED)
+        if adds:
+            pre = kwargs.get("pre")
             if pre is not None and pre.key is not None:
-                turned = self.config.rotary_dim
-                rest = unturned_scores(query[..., : self.head_dim], self.k_embedding, turned)
+                rest = unturned_scores(query[..., : self.head_dim], self.k_embedding, self.config.rotary_dim)
                 query, key = torch.cat([query, rest], dim=-1), with_ones(key)
-            if reads_shared:
+            if takes_bias:
                 kwargs["value_bias"] = self.v_embedding
             else:
                 value = with_ones(value)
         if "flash" in implementation:  # which takes one width
             value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
-        if self.num_key_value_groups != (groups := query.shape[1] // key.shape[1]):
-            self.num_key_value_groups = groups
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        output, weights = attend_composed(
-            attention_interface,
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            pre=pre,
-            post=post,
-            **kwargs,
+        output, weights = super()._attend(
+            implementation, query, key, value, attention_mask, layer_idx, is_cached, **kwargs
         )
-        if adds_seeds and not reads_shared:
+        if adds and not takes_bias:
             output = add_value_bias(output, self.v_embedding)
         output = output[..., : self.head_dim]
-        if shares_seeds and self.head_embeddings == "mul":
+        if is_cached and self.head_embeddings == "mul":
             output = output * (self.v_embedding + 1)
         return output, weights
+
+
+def attention_class_of(config: DCFormerConfig) -> type[DCFormerAttention]:
+    """The attention module that a configuration asks for."""
+    return DCFormerAttention if config.head_embeddings is None else HeadEmbeddingAttention
 
 
 class DCFormerDecoderLayer(GradientCheckpointingLayer):
@@ -413,7 +443,13 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__()
         self.parallel_residual = config.use_parallel_residual
-        self.self_attn = self.attention_class(config, layer_idx)
+        attention_class = self.attention_class
+        if attention_class is DCFormerAttention:
+            attention_class = attention_class_of(config)
+        elif config.head_embeddings is not None:
+            name = attention_class.__name__
+            raise ValueError(f"head_embeddings={config.head_embeddings!r} do not go with {name}: choose one of them.")
+        self.self_attn = attention_class(config, layer_idx)
         self.mlp = DCFormerMLP(config)
         self.input_layernorm = _make_norm(config)
         self.post_attention_layernorm = _make_norm(config)
@@ -477,7 +513,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, HeadMap):
             module.fill()
-        if isinstance(module, DCFormerAttention) and module.head_embeddings:
+        if isinstance(module, HeadEmbeddingAttention):
             for name in EMBEDDING_NAMES:
                 init.normal_(getattr(module, name), mean=0.0, std=embedding_init_std(self.config))
         if isinstance(module, DCFormerCompose):
