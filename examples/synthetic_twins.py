@@ -1,6 +1,6 @@
 """Fair twins of the bundled checkpoint: composition, talking heads and plain attention on the synthetic tasks.
 
-    python examples/synthetic_twins.py                 # what is missing of 25 runs; can be stopped and called again
+    python examples/synthetic_twins.py                 # what is missing of 30 runs; can be stopped and called again
     python examples/synthetic_twins.py --limit 2       # two of them
     python examples/synthetic_twins.py --report        # table and picture of what there is
 
@@ -22,7 +22,7 @@ from train_synthetic import REPOSITORY, TOKENS, VARIANTS, make_model
 from dcformer.analysis.overhead import training_flops
 from dcformer.synthetic import build_tokenizer
 
-RATES = (5e-4, 1e-3, 2e-3)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 SEEDS = (0, 1, 2)
 STEPS = 4600  # as many as the recipe has before its decay
 VALIDATE_STEPS = 200

@@ -81,7 +81,7 @@ def test_runs_are_added_and_kept(tmp_path, capsys):
     twins.main([*options, "--limit=1"])
     both = json.loads(results.read_text())["runs"]
     assert both[0] == first[0] and len(both) == 2 and both[0]["variant"] != both[1]["variant"]
-    assert "13 runs can be added" in capsys.readouterr().out  # other seeds follow when all rates have run
+    assert "18 runs can be added" in capsys.readouterr().out  # other seeds follow when all rates have run
     with pytest.raises(SystemExit):
         twins.main([f"--output={tmp_path / 'docs'}", "--report", "--steps=3"])
     assert "has runs of 2 steps" in capsys.readouterr().err
