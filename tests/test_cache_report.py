@@ -72,6 +72,7 @@ def test_command_line(capsys):
     assert "unknown preset 'dcformer-7b'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_command():
     command = [sys.executable, "-m", "dcformer.cache_report", "dcformer-405m"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

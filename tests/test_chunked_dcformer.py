@@ -148,6 +148,7 @@ def test_compiled_gradients_are_those_of_eager():
         torch.testing.assert_close(grads["compiled"][key], expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_a_dynamic_length(strict):
     network = model().eval()

@@ -209,6 +209,7 @@ def synthetic_file(tmp_path):
     return str(file)
 
 
+@pytest.mark.slow
 def test_published_checkpoints_are_evaluated_once_a_task(tmp_path, synthetic_file, monkeypatch, capsys):
     """The bundled checkpoint and a folder of the authors' in place of theirs; the tables have both."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'dcformer[eval]'")

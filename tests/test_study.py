@@ -97,6 +97,7 @@ def test_rank_correlation():
     assert study.rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(0.8)
 
 
+@pytest.mark.slow
 def test_a_study_resumes(tmp_path, capsys):
     """What is there is not trained again; what is missing is, and comes out the same."""
     arguments = [*SMALL, "--variants", "plain", "r1", "--output", str(tmp_path)]

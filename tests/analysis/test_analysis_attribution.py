@@ -47,6 +47,7 @@ def test_exact_on_a_model_linear_in_z(steps):
     assert torch.allclose(from_another, (direct - start).detach(), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_complete_on_the_bundled_checkpoint(bundled, prompt):
     model, tokenizer = bundled
     target, other = single_token(tokenizer, "fish"), single_token(tokenizer, "fruit")

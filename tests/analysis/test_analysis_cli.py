@@ -19,6 +19,7 @@ def no_heavy_import():
     pytest.importorskip("matplotlib")
 
 
+@pytest.mark.slow
 def test_a_text(tmp_path, capsys, bundled, prompt, no_heavy_import):
     model, tokenizer = bundled
     output = tmp_path / "a" / "out"
