@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..compose_dcformer import FUSED_ATTENTION, FUSED_GENERATORS, FusedAttention, FusedGenerators, Generated
 from ..configuration_dcformer import DCFormerConfig
+from ..heads_dcformer import MAP_FIELDS
 from ..masks_dcformer import chunked_mask
 from .limits import unsupported_reason
 
@@ -70,8 +71,9 @@ def _unsupported_model(config: DCFormerConfig) -> str | None:
         heads=heads,
         rank=rank,
         activation=config.compose_act,
-        head_maps=config.key_head_map is not None or config.value_head_map is not None,
-        head_embeddings=config.head_embeddings is not None,
+        # a DCViT has neither
+        head_maps=any(getattr(config, name, None) is not None for name in MAP_FIELDS),
+        head_embeddings=getattr(config, "head_embeddings", None) is not None,
     )
 
 
