@@ -41,7 +41,7 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
         layers: Any = self.layers[: self.config.num_hidden_layers]
         systems = [layer.self_attn.system for layer in layers]
         if wants_logits is None:
-            wants_logits = bool(systems) and getattr(systems[0].options, "output_router_logits", False)
+            wants_logits = len(systems) > 0 and getattr(systems[0].options, "output_router_logits", False)
         self._extras = {
             "aux_loss": aux_loss(systems, mask, self.training),
             "router_logits": collected([system.router_logits for system in systems]) if wants_logits else None,
