@@ -126,7 +126,7 @@ class DCFormerRotaryEmbedding(nn.Module):
         """Inverse frequencies [rotary_dim / 2] in float32, and the scaling of the default RoPE (1)."""
         rotary_dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0  # rounded as in the library's models
 
     @torch.no_grad()
     @dynamic_rope_update

@@ -248,7 +248,8 @@ def test_pax_to_pytorch(case, tmp_path):
     ids = tokens()
     expected = pax_forward(params, ids, settings)
     assert expected.std() > 0.5
-    tolerance = TOLERANCE_8_LAYERS if sizes.get("L") == 8 else TOLERANCE
+    # from float64, these random models are up to 5.1e-5 in torch and 5.8e-5 in JAX: two float32 results, two tolerances
+    tolerance = TOLERANCE_8_LAYERS if sizes.get("L") == 8 else 2 * TOLERANCE
     np.testing.assert_allclose(logits_of(tmp_path / "native", ids), expected, atol=tolerance, rtol=0)
 
 
