@@ -139,7 +139,7 @@ def table(done: dict[Run, dict]) -> str:
 
 
 def picture(done: dict[Run, dict], file: Path) -> None:
-    """Accuracy against steps and against operations, a line for each run at its variant's best rate, in SVG."""
+    """Accuracy against steps and against operations, a line for each run at its variant's best rate so far, in SVG."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -149,8 +149,10 @@ def picture(done: dict[Run, dict], file: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
     styles = ("-", "-.", "--", ":", (0, (5, 1, 1, 1, 1, 1)))
     for (variant, label), color, style in zip(LABELS.items(), pyplot.cm.tab10.colors, styles, strict=False):
-        if (rate := best_rate(variant, done)) is None:
+        first = [run for rate in RATES if (run := Run(variant, rate, SEEDS[0])) in done]
+        if not first:
             continue
+        rate = max(first, key=lambda run: quality(done[run])).rate  # the best so far
         for run in (done[run] for seed in SEEDS if (run := Run(variant, rate, seed)) in done):
             steps, accuracy = zip(*run["curve"], strict=True)
             scales = (1.0, run["flops_per_step"])
