@@ -39,8 +39,7 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
     layers, count = getattr(cache, "layers", None), config.num_hidden_layers
     if layers is None:
         raise ValueError(f"{_REFUSED}: a {type(cache).__name__} is not a Transformers cache of layers. {_ADVICE}")
-    # lists may change in place
-    user = {name: copy.deepcopy(getattr(config, name)) for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
+    user = {name: getattr(config, name) for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
     last_user = _last_user.get(cache)
     if last_user == user:
         return
@@ -70,7 +69,7 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
             f"{_REFUSED}: {wrong[0]} of the model that filled it is {found[wrong[0]]}, of this model {user[wrong[0]]}. "
             f"{_ADVICE}"
         )
-    _last_user[cache] = user
+    _last_user[cache] = copy.deepcopy(user)  # lists may change in place
 
 
 def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, head_dim: int) -> None:

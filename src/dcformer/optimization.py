@@ -74,12 +74,13 @@ def parameter_groups(
         new = {"name": group, "params": [], "lr": lr * ratio, "weight_decay": decay}
         groups.setdefault(group, new)["params"].append(parameter)
 
-    head_embeddings = {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2] in EMBEDDING_NAMES}
-    for parameter in (p for p in model.parameters() if p.requires_grad):
+    for path, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         name = composition.get(id(parameter))
         if name is not None:
             add(f"compose.{name.removesuffix('.weight')}", parameter, ratios.get(name, 1.0), 0.0)
-        elif parameter.ndim > 1 and id(parameter) not in head_embeddings:
+        elif parameter.ndim > 1 and path.rpartition(".")[2] not in EMBEDDING_NAMES:
             add("matrices", parameter, 1.0, weight_decay)
         else:
             add("vectors", parameter, 1.0, 0.0)
