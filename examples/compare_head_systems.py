@@ -16,7 +16,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,12 +23,11 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 import digits
 import study
-from study import read_runs, spread, write_text
+from study import about_runs, read_runs, spread, write_text
 from tqdm import tqdm
 
 RATES = (1e-3, 3e-3, 1e-2)
@@ -267,14 +265,9 @@ _SAME = ("task", "column", "match", "seed", "learning_rate")
 
 
 def write_runs(path: Path, runs: list[dict]) -> None:
-    about = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; one core a run",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "dcformer")},
-    }
     orders = {"task": list(STEPS), "match": list(MATCHES), "column": list(COLUMNS)}
     runs = sorted(runs, key=lambda run: [names.index(run[key]) for key, names in orders.items()] + [run["seed"]])
-    write_text(path, json.dumps({"about": about, "runs": runs}, indent=1) + "\n")
+    write_text(path, json.dumps({"about": about_runs(), "runs": runs}, indent=1) + "\n")
 
 
 def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> list[dict]:

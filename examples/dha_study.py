@@ -14,17 +14,14 @@ import argparse
 import copy
 import gzip
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 import warnings
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
-from study import CORPUS, read_runs, spread, write_text
+from study import CORPUS, about_runs, read_runs, save_figure, spread, write_text
 from tqdm import tqdm
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "dha"
@@ -202,13 +199,8 @@ def soft_at_start(base, plan) -> float:
 
 
 def write_runs(path: Path, runs: list[dict]) -> None:
-    about = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; one core a run",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "dcformer")},
-    }
     runs = sorted(runs, key=lambda run: (list(ARMS).index(run["arm"]), -run["ratio"], run["seed"]))
-    write_text(path, json.dumps({"about": about, "runs": runs}, indent=1) + "\n")
+    write_text(path, json.dumps({"about": about_runs(), "runs": runs}, indent=1) + "\n")
 
 
 def wanted_runs(seeds, steps: int, base_steps: int) -> list[dict]:
@@ -299,10 +291,7 @@ def picture(runs: list[dict], path: Path) -> None:
     axes[0].set_ylabel("held-out loss, nats per character", fontsize=9)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8)
     figure.tight_layout(rect=(0, 0.12, 1, 1))
-    neighbour = path.with_name(f".{path.name}")
-    figure.savefig(neighbour, dpi=110, format="png", metadata={"Software": None})
-    os.replace(neighbour, path)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -259,6 +260,17 @@ def write_text(path: Path, text: str) -> None:
     os.replace(neighbour, path)
 
 
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a figure of matplotlib's, PNG or SVG, completely or not at all, and closes it. No date is in the file."""
+    from matplotlib import pyplot
+
+    neighbour = path.with_name(f".{path.name}")
+    metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
+    figure.savefig(neighbour, dpi=110, format=path.suffix[1:], metadata=metadata)
+    os.replace(neighbour, path)
+    pyplot.close(figure)
+
+
 def about_runs(*packages: str) -> dict[str, str]:
     """Where runs were made: machine, and versions of what matters and of more packages."""
     return {
@@ -457,10 +469,7 @@ def plot(results: dict, path: Path) -> None:
         axis.tick_params(labelsize=8)
     axes[0].set_yticks(range(len(names)), [VARIANTS[name].label for name in reversed(names)])
     figure.tight_layout()
-    neighbour = path.with_name(f".{path.name}")
-    figure.savefig(neighbour, dpi=110, format="png", metadata={"Software": None})
-    os.replace(neighbour, path)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import train_synthetic
-from study import about_runs, read_runs, spread, write_text
+from study import about_runs, read_runs, save_figure, spread, write_text
 from train_synthetic import REPOSITORY, TOKENS, VARIANTS, make_model
 
 from dcformer.analysis.overhead import training_flops
@@ -165,10 +165,7 @@ def picture(done: dict[Run, dict], file: Path) -> None:
         axes[0].legend(fontsize=8, frameon=False)
     for axis in axes:
         axis.grid(color="0.9")
-    neighbour = file.with_name(f".{file.name}")
-    figure.savefig(neighbour, format="svg", metadata={"Date": None, "Creator": None})
-    neighbour.replace(file)
-    pyplot.close(figure)
+    save_figure(figure, file)
 
 
 def report(output: Path) -> None:
