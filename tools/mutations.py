@@ -267,7 +267,7 @@ _CACHE = _in(
     ),
     (
         "cache of another rank accepted",
-        "    _last_user[cache] = user\n",
+        "    _last_user[cache] = copy.deepcopy(user)  # lists may change in place\n",
         "    pass\n",
         T_GENERATION + "test_cache_of_another_model",
     ),
