@@ -1406,7 +1406,7 @@ _MASKS = _in(
         "a static cache's length read late",
         "q_offset = q_offset.clone()",
         "pass",
-        T_GENERATION + "test_static_cache_is_reusable",
+        T_GENERATION + "test_greedy_single_and_batched[gqa-large chunks, static]",
     ),
 )
 
