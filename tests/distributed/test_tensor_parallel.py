@@ -9,7 +9,7 @@ import torch
 from helpers import PLAIN, REPOSITORY, randomise, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from dcformer import DCPythiaConfig, DHAConfig
+from dcformer import DCPythiaConfig, DHAConfig, HeadSystemsConfig
 from dcformer.planning import Setup, collectives
 
 pytestmark = pytest.mark.distributed
@@ -27,6 +27,13 @@ SIZES = {
 
 def dcformer(**fields):
     return tiny_config(**({"vocab_size": 96, "compose_groups": 2} | fields))
+
+
+def system(name, fields=None, **options):
+    fields = {"num_hidden_layers": 2, "compose_groups": 2, "sliding_window": 8, "tie_word_embeddings": False} | (
+        fields or {}
+    )
+    return HeadSystemsConfig(**(SIZES | fields), head_system=name, head_system_options=options)
 
 
 EQUAL = {
@@ -57,6 +64,12 @@ EQUAL = {
     "mhe_add": dcformer(head_embeddings="add", num_key_value_heads=None),
     "mhe_mul": dcformer(head_embeddings="mul", num_key_value_heads=None, attention_bias=True),
     "mhe_plain": dcformer(head_embeddings="mul", num_key_value_heads=None, **PLAIN),
+    "gated_heads": system("output_gate", {"compose_gate": False}, output_gate_bias=True),
+    "gated_channels": system("output_gate", PLAIN, output_gate="elementwise"),
+    "talking_head_system": system(
+        "talking_heads", {"compose_query": False, "compose_key": False, "compose_static": True}
+    ),
+    "plain_head_system": system("plain", {"attention_bias": True}),
 }
 REFUSED = {
     "one_group": (dcformer(compose_groups=1), r"compose_groups=1 is not a multiple of the tensor-parallel size 2"),
@@ -68,6 +81,15 @@ REFUSED = {
         dcformer(num_key_value_heads=4, value_head_map=[[0, 0, 1, 1], [0, 1, 0, 1]]),
         r"value_head_map\[1\] cannot be cut for the tensor-parallel size 2",
     ),
+    "shared_channels": (
+        system("collaborative"),
+        r"head_system='collaborative' has no tensor parallelism: its heads share",
+    ),
+    "neighbours": (
+        system("overlapped", {"num_key_value_heads": 4}),
+        r"head_system='overlapped' has no tensor parallel",
+    ),
+    "chosen_heads": (system("mixture_of_heads"), r"head_system='mixture_of_heads' has no tensor parallelism"),
     "one_kv_head": (dcformer(num_key_value_heads=1), r"num_key_value_heads=1 is not a multiple of the tensor-parallel"),
 }
 COUNTED = {
@@ -115,7 +137,10 @@ def test_logits_and_gradients_are_those_of_one_process(found, name):
     assert result["compose_share"] == (
         0.5 if model.config.composes else 0
     )  # each process holds its own groups' parameters, all of them
-    assert re.search(r"q_proj is more than a torch\.nn\.Linear .*remove .*tensor parallelism", result["fusing"])
+    why = r"q_proj is more than a torch\.nn\.Linear .*remove .*tensor parallelism"
+    if isinstance(model.config, HeadSystemsConfig):  # of any kind
+        why = "fuse_projections fuses the projections of plain attention"
+    assert re.search(why, result["fusing"])
 
 
 @pytest.mark.parametrize("name", REFUSED)
