@@ -6,9 +6,9 @@
 
 Every column gets the same data, seeds, steps and grid of learning rates. The width of its MLP is set so that the model
 has as many parameters as plain attention with QK-norm, or needs as many operations a token. The rate of a column is the
-one of the grid with the lowest loss on one half of the held-out data, in a run with a seed of its own; the other half
-gives the reported losses. A run that is done is written to `results.json` at once, and not run again: stop and start as
-you like. Every run is on one core.
+one of the grid with the lowest loss on one half of the held-out data, in a run of equal parameters with a seed of its
+own; the other half gives the reported losses. A run that is done is written to `results.json` at once, and not run
+again: stop and start as you like. Every run is on one core.
 """
 
 import argparse
@@ -295,14 +295,17 @@ def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> li
     return done
 
 
-def chosen_rate(runs: list[dict], task: str, match: str, column: str, steps: int | None = None) -> float | None:
-    """The rate of the grid with the lowest loss on the half that is not reported; None before all are done."""
+def chosen_rate(runs: list[dict], task: str, column: str, steps: int | None = None) -> float | None:
+    """The rate of the grid with the lowest loss on the half that is not reported; None before all are done.
+
+    It is chosen at equal parameters: the MLP's width changes little when operations are equal instead.
+    """
     steps = steps or STEPS[task]
     found = {
         run["learning_rate"]: run["choice_loss"]
         for run in runs
         if (run["task"], run["match"], run["column"], run["seed"], run["steps"])
-        == (task, match, column, RATE_SEED, steps)
+        == (task, MATCHES[0], column, RATE_SEED, steps)
     }
     losses = {rate: loss if math.isfinite(loss) else math.inf for rate, loss in found.items() if rate in RATES}
     return min(losses, key=losses.__getitem__) if len(losses) == len(RATES) else None
@@ -314,7 +317,7 @@ def chosen_rate(runs: list[dict], task: str, match: str, column: str, steps: int
 def by_seed(runs: list[dict], task: str, match: str, column: str) -> dict[int, float]:
     """Seed -> loss, at the column's own rate."""
     steps = {run["steps"] for run in runs if (run["task"], run["match"], run["column"]) == (task, match, column)}
-    rates = {n: chosen_rate(runs, task, match, column, n) for n in steps}
+    rates = {n: chosen_rate(runs, task, column, n) for n in steps}
     return {
         run["seed"]: run["loss"]
         for run in runs
@@ -366,7 +369,7 @@ def table(results: dict) -> str:
                     cells.append("" if base == name else digits.shown(loss, by_seed(runs, task, match, base), 4))
                 base = bases[-1] if bases else name
                 cells.append("" if base == name else verdict(loss, by_seed(runs, task, match, base)))
-                rate = chosen_rate(runs, task, match, name, mine[0]["steps"])
+                rate = chosen_rate(runs, task, name, mine[0]["steps"])
                 cells += [f"{rate:g}", str(mine[0]["mlp_width"]), f"{mine[0]['parameters']:,}", f"{mine[0]['flops']:,}"]
                 cells += [str(mine[0]["cache_bytes"]), f"{statistics.median(run['seconds'] for run in mine):.0f}"]
                 lines.append("| " + " | ".join(cells) + " |")
@@ -452,18 +455,23 @@ def main(arguments: list[str] | None = None) -> None:
         if any("match" not in run for run in runs):
             raise ValueError(f"{path} is of another script: choose another --output")
         if not options.report:
-            chosen = [
-                (task, column, match)
-                for match in options.matches
-                for task in options.tasks
-                for column in options.columns
-                if column in columns_of(task)
+            cells = [
+                (task, column) for task in options.tasks for column in options.columns if column in columns_of(task)
             ]
-            wanted = [settings_of(*cell, RATE_SEED, rate, options.steps) for cell in chosen for rate in RATES]
+            wanted = [
+                settings_of(task, column, MATCHES[0], RATE_SEED, rate, options.steps)
+                for task, column in cells
+                for rate in RATES
+            ]
             runs = train_missing(wanted, path, options.workers, "learning rates")
-            rates = {cell: chosen_rate(runs, cell[0], cell[2], cell[1], options.steps) or min(RATES) for cell in chosen}
+            rates = {cell: chosen_rate(runs, *cell, options.steps) or min(RATES) for cell in cells}
             # seed by seed, so that whatever is done compares all columns
-            wanted = [settings_of(*cell, s, rates[cell], options.steps) for s in options.seeds for cell in chosen]
+            wanted = [
+                settings_of(task, column, match, seed, rate, options.steps)
+                for match in options.matches
+                for seed in options.seeds
+                for (task, column), rate in rates.items()
+            ]
             runs = train_missing(wanted, path, options.workers, "seeds")
     except (OSError, ValueError, ImportError) as error:
         sys.exit(f"error: {error}")

@@ -12,7 +12,7 @@ import compare_head_systems as compare
 SMALL = ["--tasks", "digits", "--matches", "parameters", "--columns", "qk_norm", "mixture", "--workers", "1"]
 
 
-def run_of(column, seed, rate, choice, loss, task="text", match="flops", steps=None):
+def run_of(column, seed, rate, choice, loss, task="text", match="parameters", steps=None):
     costs = {"mlp_width": 8, "parameters": 100, "flops": 10, "cache_bytes": 4, "seconds": 1.0}
     settings = compare.settings_of(task, column, match, seed, rate, steps)
     return settings | costs | {"choice_loss": choice, "loss": loss}
@@ -46,10 +46,10 @@ def test_rate_is_chosen_by_the_half_that_is_not_reported():
         run_of("gate", compare.RATE_SEED, rate, choice, -choice)
         for rate, choice in zip(compare.RATES, (3, 1, 2), strict=True)
     ]
-    assert compare.chosen_rate(runs[:2], "text", "flops", "gate") is None
-    assert compare.chosen_rate(runs, "text", "flops", "gate") == compare.RATES[1]
+    assert compare.chosen_rate(runs[:2], "text", "gate") is None
+    assert compare.chosen_rate(runs, "text", "gate") == compare.RATES[1]
     runs[1]["choice_loss"] = float("nan")
-    assert compare.chosen_rate(runs, "text", "flops", "gate") == compare.RATES[2]
+    assert compare.chosen_rate(runs, "text", "gate") == compare.RATES[2]
 
 
 def test_reported_losses_are_those_of_the_chosen_rate_and_other_seeds():
@@ -57,9 +57,11 @@ def test_reported_losses_are_those_of_the_chosen_rate_and_other_seeds():
         run_of("gate", compare.RATE_SEED, rate, choice, 9.0)
         for rate, choice in zip(compare.RATES, (3, 1, 2), strict=True)
     ]
-    runs += [run_of("gate", seed, rate, 0.0, seed + rate) for seed in (0, 1) for rate in compare.RATES]
+    for match in compare.MATCHES:
+        runs += [run_of("gate", seed, rate, 0.0, seed + rate, match=match) for seed in (0, 1) for rate in compare.RATES]
     rate = compare.RATES[1]
-    assert compare.by_seed(runs, "text", "flops", "gate") == {0: rate, 1: 1 + rate}
+    for match in compare.MATCHES:
+        assert compare.by_seed(runs, "text", match, "gate") == {0: rate, 1: 1 + rate}
 
 
 @pytest.mark.parametrize(
