@@ -7,7 +7,14 @@ import pytest
 import torch
 from helpers import randomise, tiny_config
 
-from dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaConfig, DCPythiaForCausalLM
+from dcformer import (
+    DCFormerForCausalLM,
+    DCFormerModel,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    HeadSystemsConfig,
+    HeadSystemsForCausalLM,
+)
 from dcformer.export import DecodingStep, export_decoding_step
 
 LENGTH = 20  # more than twice the window of the tiny model's local layers
@@ -65,6 +72,19 @@ def test_keys_and_values_of_different_width(overrides):
     program = export_decoding_step(model, max_cache_len=12)
     ids = torch.randint(0, 97, (1, 12))
     torch.testing.assert_close(run(program, ids), run_eagerly(model, ids), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("system", ["collaborative", "overlapped", "mixture_of_heads", "output_gate", "head_pruning"])
+def test_head_systems(system):
+    """Whose caches have other heads and channels than plain attention's."""
+    options = {"overlapped": {"overlap": 2}, "mixture_of_heads": {"num_routed_heads_per_tok": 2}}.get(system)
+    fields = {"num_key_value_heads": 4, "compose_gate": False, "head_system": system, "head_system_options": options}
+    config = HeadSystemsConfig(**tiny_config(**fields).to_diff_dict())
+    model = make(HeadSystemsForCausalLM, config)
+    ids = torch.randint(0, 97, (1, 12))
+    torch.testing.assert_close(
+        run(export_decoding_step(model, max_cache_len=12), ids), run_eagerly(model, ids), atol=1e-5, rtol=0
+    )
 
 
 def test_dcpythia():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.integrations.executorch import TorchExportableModuleWithHybridCache
 
 from .cache_dcformer import use_static_layers
@@ -38,11 +38,12 @@ class DecodingStep(TorchExportableModuleWithHybridCache):
         self.model = model
         self.cache = StaticCache(config=config, max_cache_len=max_cache_len)
         use_static_layers(self.cache, config.sliding_window)
+        probe, token = DynamicCache(), torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
+        model(token, past_key_values=probe)
         layer: Any
-        for index, layer in enumerate(self.cache.layers):
-            shapes = ((config.cached_heads(s, index), 0, config.cache_width(s, index)) for s in ("pre", "post"))
-            key, value = (torch.zeros(batch_size, *shape, dtype=model.dtype, device=model.device) for shape in shapes)
-            layer.lazy_initialization(key, value)
+        held: Any
+        for index, (layer, held) in enumerate(zip(self.cache.layers, probe.layers, strict=True)):
+            layer.lazy_initialization(held.keys[:, :, :0], held.values[:, :, :0])  # heads and channels, no token
             for name, attribute in _BUFFERS.items():
                 self.register_buffer(f"{name}_{index}", getattr(layer, attribute), persistent=False)
 
