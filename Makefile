@@ -12,6 +12,8 @@ UNFINISHED  := $(VENV)/.unfinished
 INSTALLED   := $(CURDIR) $(EXTRAS)
 PYTEST      := OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q
 TWO         := -n 2 --dist worksteal
+TRITON_TESTS := tests/kernels $(addprefix tests/tools/test_,decode_launches.py gpu_first_run.py kernel_report.py)
+NO_TRITON   := $(addprefix --ignore=,$(TRITON_TESTS))
 
 # A stamp counts only if the environment still runs and was installed from this folder with these extras.
 ifneq ($(shell $(VENV_PYTHON) -c pass 2>/dev/null && cat $(STAMP) 2>/dev/null),$(INSTALLED))
@@ -54,13 +56,13 @@ demo: $(STAMP) ## run the demonstration on the bundled checkpoint
 	$(VENV_PYTHON) examples/demo.py $(ARGS)
 
 test: $(STAMP) ## run all tests but the kernels' and those of several processes, two at a time, e.g. ARGS="-k cache -x"
-	$(PYTEST) $(TWO) --ignore=tests/kernels -m 'not distributed' $(ARGS)
+	$(PYTEST) $(TWO) $(NO_TRITON) -m 'not distributed' $(ARGS)
 
 test-fast: $(STAMP) ## run those of them that are not marked slow
-	$(PYTEST) $(TWO) --ignore=tests/kernels -m 'not slow and not distributed' $(ARGS)
+	$(PYTEST) $(TWO) $(NO_TRITON) -m 'not slow and not distributed' $(ARGS)
 
-test-kernels: $(STAMP) ## run the kernels' tests in Triton's interpreter, two at a time, e.g. ARGS="-k decode"
-	TRITON_INTERPRET=1 $(PYTEST) $(TWO) tests/kernels $(ARGS)
+test-kernels: $(STAMP) ## run the tests of kernels and their tools in Triton's interpreter, two at a time, e.g. ARGS="-k decode"
+	TRITON_INTERPRET=1 $(PYTEST) $(TWO) $(TRITON_TESTS) $(ARGS)
 
 test-distributed: $(STAMP) ## run the tests that start two processes (gloo, on CPUs): FSDP2, tensor parallelism, evaluation
 	$(PYTEST) -m distributed $(ARGS)
