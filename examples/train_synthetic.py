@@ -324,10 +324,11 @@ ask("\\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Bor
 
 ## As measured
 
-`python examples/train_synthetic.py --steps {steps} --decay-steps {decay_steps}`, seed {seed}. Accuracy is the share of
-{answers} held-out answers (contexts of three examples, no question line of which occurs in training) that are the
-model's first choice. Twins had the same seed and steps and went through the same stages, each to the next when it had
-learned the last, at a learning rate that suits them; one run each: differences of a few points mean nothing.
+`python examples/train_synthetic.py --steps {steps} --decay-steps {decay_steps}`, seed {seed}; twins with
+`--variants` and `--learning-rate` as in the table. Accuracy is the share of {answers} held-out answers (contexts of
+three examples, no question line of which occurs in training) that are the model's first choice. Twins had the same seed
+and steps and went through the same stages, each to the next when it had learned the last, at a learning rate that suits
+them; one run each: differences of a few points mean nothing.
 
 | | parameters | learning rate | held-out accuracy | held-out loss | processor minutes |
 |---|---|---|---|---|---|

@@ -1,5 +1,6 @@
 """Every Python block of the README and of docs/ runs, in order, in one namespace per file; links lead somewhere."""
 
+import ast
 import re
 import tomllib
 
@@ -42,6 +43,26 @@ def test_readme_names_the_make_targets():
     ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
     for command in re.findall(r"^make ([\w-]+)", ci, re.MULTILINE):
         assert f"| `make {command}` |" in contributing, f".ci/run calls make {command}: CONTRIBUTING.md does not say so"
+
+
+def test_index_lists_the_public_names():
+    """A row for each module with an `__all__`, and in it exactly these names; every page is linked."""
+    index = (REPOSITORY / "docs" / "index.md").read_text(encoding="utf-8")
+    documented = {
+        module: re.findall(r"`(\w+)`", names)
+        for module, names in re.findall(r"^\| \[?`(dcformer[.\w]*)`.*? \| (.*) \|$", index, re.M)
+    }
+    source = REPOSITORY / "src" / "dcformer"
+    rooms = [*source.glob("*/__init__.py"), *(f for f in source.glob("*.py") if not f.stem.endswith("_dcformer"))]
+    public = {}
+    for file in rooms:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                parts = file.relative_to(source.parent).with_suffix("").parts
+                public[".".join(part for part in parts if part != "__init__")] = ast.literal_eval(node.value)
+    assert documented == public
+    linked = set(LINK.findall(index))
+    assert {page.name for page in (REPOSITORY / "docs").glob("*.md")} - {"index.md"} <= linked
 
 
 def test_readme_begins_with_what_a_reader_decides_by():
