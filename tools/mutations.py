@@ -1629,12 +1629,34 @@ _ANALYSIS = (
     )
     + _in(
         "analysis",
+        "analysis/tracing.py",
+        (
+            "trace: padding is seen",
+            ".any(dim=0).cpu() & real & real[self.positions, None]",
+            ".any(dim=0).cpu()",
+            _T + "summary.py::test_summary_is_the_mean_of_breakdowns",
+        ),
+        (
+            "trace: looks ahead unseen",
+            'is_causal = getattr(attention, "is_causal", True) if is_causal is None else is_causal',
+            'is_causal = getattr(attention, "is_causal", True)',
+            _T + "tracing.py::test_visible_keys_are_those_that_have_weights",
+        ),
+        (
+            "trace: NaN after the last attention passes",
+            "if logits is not None and not logits.isfinite().all():",
+            "if False:",
+            _T + "tracing.py::test_nan_that_no_map_shows_is_named",
+        ),
+    )
+    + _in(
+        "analysis",
         "analysis/summary.py",
         (
-            "summary: padding counts",
-            "return visible & real & trace.real[:, None, :]",
-            "return visible.expand_as(visible & real)",
-            _T + "summary.py::test_summary_is_the_mean_of_breakdowns",
+            "summary: least weight of padding",
+            ".movedim(1, -1)[visible]",
+            ".movedim(1, -1).flatten(0, 2)",
+            _T + "summary.py::test_the_least_weight_is_no_paddings",
         ),
         (
             "summary: flow into head from column",
