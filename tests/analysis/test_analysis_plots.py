@@ -157,13 +157,20 @@ def test_rows_have_the_labels_of_their_sequence(bundled):
     assert any(text.startswith("Layer 3, query 'owns'") for text in texts(plots.attention_rows(run, -1, "post", 1)))
 
 
-def test_rows_of_a_model_that_looks_ahead():
+def test_rows_show_the_keys_that_are_seen():
     """All keys that the query sees are drawn, and none that it does not see."""
     ids, ahead = torch.randint(97, (1, 7)), random_model(is_causal=False, sliding_window=None)
-    for model, count in ((ahead, 7), (random_model(sliding_window=None), 3)):
+    for model, t, keys in (
+        (ahead, 2, slice(0, 7)),
+        (random_model(sliding_window=None), 2, slice(0, 3)),
+        (random_model(sliding_window=2), -1, slice(5, 7)),  # the first layer is local
+    ):
         run = trace(model, ids)
-        drawn = plots.attention_rows(run, 0, "post", 2).axes[0].get_images()[0].get_array()
-        assert np.allclose(drawn, run.layers[0].weights[0, :, 2, :count].numpy())
+        figure = plots.attention_rows(run, 0, "post", t, component=("key", 1, "up"))
+        shown = [axes.get_images()[0].get_array() for axes in figure.axes if axes.get_label() != "<colorbar>"]
+        assert np.allclose(shown[0], run.layers[0].weights[0, :, t, keys].numpy())
+        assert np.allclose(shown[1], run.layers[0].composed_weights[0, :, t, keys].numpy())
+        assert np.allclose(shown[2], run.layers[0].post.key.up[0, :, keys, 1].numpy())
 
 
 def test_signs_are_seen_beside_the_patch(drawn):

@@ -207,12 +207,12 @@ def _figures(
     metrics["shown"]["terms"] = {term: part.tolist() for term, part in entry.terms.items()}
 
     models = {options.model: model} | ({options.compare: options.compare} if options.compare else {})
-    short = {name: Path(name).resolve().name for name in models}
-    if len(set(short.values())) < len(models):
-        short = {name: name for name in models}
+    names = [Path(name).resolve().name for name in models]
+    if len(set(names)) < len(names):
+        names[1] += " (--compare)"
     diversities: dict[str, tuple[Diversity, Diversity]] = {
-        short[name]: (head_diversity(one, "qk", options.form), head_diversity(one, "ov", options.form))
-        for name, one in models.items()
+        name: (head_diversity(one, "qk", options.form), head_diversity(one, "ov", options.form))
+        for name, one in zip(names, models.values(), strict=True)
     }
     metrics["diversity"] = {
         name: {one.circuit: {"form": one.form, "area": one.area.tolist(), "k90": one.k90.tolist()} for one in pair}

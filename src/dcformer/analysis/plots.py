@@ -77,10 +77,10 @@ def _figure(theme: Theme, width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), facecolor=theme.ground, layout="constrained")
 
 
-def _dress(axes: Any, theme: Theme, title: str = "", x: str = "", y: str = "") -> None:
-    """Colours, sizes and names of an axes."""
+def _dress(axes: Any, theme: Theme, title: str = "", x: str = "", y: str = "", loc: str = "center") -> None:
+    """Colours, sizes and names of an axes; wide ones have their title on the left, where they are seen first."""
     axes.set_facecolor(theme.ground)
-    axes.set_title(title, color=theme.ink, fontsize=FONT + 1)
+    axes.set_title(title, color=theme.ink, fontsize=FONT + 1, loc=loc)
     axes.set_xlabel(x, color=theme.ink, fontsize=FONT)
     axes.set_ylabel(y, color=theme.ink, fontsize=FONT)
     axes.tick_params(colors=theme.ink, labelsize=FONT)
@@ -248,7 +248,7 @@ def attention_rows(
         component: (side, rank, "down" or "up") drawn below, along the sequence; None for nothing.
         tokens: labels; those of the trace by default.
 
-    Keys after the last one that the query sees are left out.
+    Keys before the first and after the last one that the query sees are left out.
     """
     colours, layer = _theme(theme), trace.number(layer)
     labels = ["\\n" if token == "\n" else token for token in trace.labels(batch, tokens)]
@@ -256,27 +256,27 @@ def attention_rows(
     before, after = (maps[batch, :, row].float().cpu() for maps in trace.layer(layer).maps(stage))  # [H, S]
     numbers = chosen(heads, before.shape[0], "head")
     visible = trace.visible(layer, batch)[row]  # [S]
-    last = max([trace.positions[row], *visible.nonzero()[:, 0].tolist()]) + 1
-    visible = visible[:last]
+    seen = [trace.positions[row], *visible.nonzero()[:, 0].tolist()]
+    keys = range(min(seen), max(seen) + 1)
     count = 2 + (component is not None)
-    figure = _figure(colours, min(60.0, max(7.0, 1.8 + 0.36 * last)), 1.0 + count * (1.1 + 0.3 * len(numbers)))
+    figure = _figure(colours, min(60.0, max(7.0, 1.8 + 0.36 * len(keys))), 1.0 + count * (1.1 + 0.3 * len(numbers)))
     for place, (name, values) in enumerate(zip(MAP_NAMES[stage], (before, after), strict=True)):
         axes = figure.add_subplot(count, 1, place + 1)
-        image = _heat(axes, (values[numbers, :last] * visible), colours, numbers=False)
+        image = _heat(axes, (values[numbers] * visible)[:, keys], colours, numbers=False)
         _heads(axes, numbers)
-        _ticks(axes, labels[:last])
-        _dress(axes, colours, f"Layer {layer}, query {labels[trace.positions[row]]!r}: {name}", "", "head")
+        _ticks(axes, [labels[key] for key in keys])
+        _dress(axes, colours, f"Layer {layer}, query {labels[trace.positions[row]]!r}: {name}", "", "head", loc="left")
         _scale(figure, image, axes, colours, name)
     if component is not None:
         side, rank, part = component
         values = component_over_keys(trace, layer, stage, side, rank, numbers, part, batch).float().cpu()
         at = list(range(trace.length)) if side == "key" else trace.positions
-        shown = [place for place, position in enumerate(at) if position < last]
+        shown = [place for place, position in enumerate(at) if position in keys]
         axes = figure.add_subplot(count, 1, 3)
         image = _heat(axes, values[:, shown], colours, numbers=False)
         _heads(axes, numbers)
         _ticks(axes, [labels[at[place]] for place in shown])
-        _dress(axes, colours, f"{side}-wise {part}, component {rank}, along the sequence", "", "head")
+        _dress(axes, colours, f"{side}-wise {part}, component {rank}, along the sequence", "", "head", loc="left")
         _scale(figure, image, axes, colours, part)
     return figure
 
