@@ -1676,14 +1676,14 @@ _ANALYSIS = (
         ),
         (
             "attribution: gradients times z, not the way from the baseline",
-            "((z - b) * g).sum(-1)",
-            "(z * g).sum(-1)",
+            "((z - b) * g).to(compute).sum(-1)",
+            "(z * g).to(compute).sum(-1)",
             _T + "attribution.py::test_exact_on_a_model_linear_in_z",
         ),
         (
             "attribution: last position of padded rows",
-            "logits.shape[1] - 1 - mask.flip(1).long().argmax(1)",
-            "logits.shape[1] - 1 + 0 * mask.flip(1).long().argmax(1)",
+            "logits.shape[1] - 1 - real.flip(1).long().argmax(1)",
+            "logits.shape[1] - 1 + 0 * real.flip(1).long().argmax(1)",
             _T + "attribution.py::test_batches_and_padding",
         ),
     )
@@ -1705,7 +1705,43 @@ _ANALYSIS = (
     )
     + _in(
         "analysis",
+        "analysis/html.py",
+        (
+            "head view: weights normalised",
+            'found: dict[str, Any] = {"before": _floats(before[:, visible])}',
+            'found: dict[str, Any] = {"before": _floats(before[:, visible] / before[:, visible].sum(0))}',
+            _T + "html.py::test_numbers_are_those_of_the_trace",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/plots.py",
+        (
+            "rows: rescaled to the largest",
+            "image = _heat(axes, (values[numbers] * visible)[:, keys], colours, numbers=False)",
+            "image = _heat(axes, (values[numbers] * visible)[:, keys] / values.abs().max(), colours, numbers=False)",
+            _T + "plots.py::test_numbers_are_those_given",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/maps.py",
+        (
+            "divergence of composed weights",
+            'if metric == "js" and which != "weights":',
+            'if metric == "js" and which not in ("weights", "composed_weights"):',
+            _T + "diversity.py::test_composed_maps_are_no_probabilities",
+        ),
+    )
+    + _in(
+        "analysis",
         "analysis/circuits.py",
+        (
+            "copying: shares without sign",
+            "return (values.sum().real / size).item()",
+            "return (values.sum().abs() / size).item()",
+            _T + "borrowing.py::test_a_copying_head",
+        ),
         (
             "OV table: norm of the MLP in front of attention",
             "here.input_layernorm(x)",
