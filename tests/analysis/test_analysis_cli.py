@@ -1,5 +1,6 @@
 """`dcformer-analyze`: what it writes, and that it writes nothing on bad input."""
 
+import copy
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ import torch
 from analysis_models import CHECKPOINT, PROMPT
 from test_analysis_html import parsed
 
-from dcformer.analysis import attribute_heads, composition_summary, head_diversity, single_token, trace
+from dcformer.analysis import attribute_heads, cli, composition_summary, head_diversity, single_token, trace
 from dcformer_commands.analyze import main
 
 TEXT = PROMPT.replace("\n", "\\n")
@@ -130,6 +131,13 @@ def test_bad_input_writes_nothing(tmp_path, capsys, change, message, no_heavy_im
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_models_are_read_in_float32(tmp_path, bundled):
+    copy.deepcopy(bundled[0]).to(torch.bfloat16).save_pretrained(tmp_path)
+    bundled[1].save_pretrained(tmp_path)
+    model, _ = cli._load(str(tmp_path), False)
+    assert model.dtype == torch.float32 and model.config._attn_implementation == "eager"
 
 
 def test_no_model(tmp_path, capsys, no_heavy_import):

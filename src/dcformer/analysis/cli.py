@@ -105,7 +105,9 @@ def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
     model_class: Any = AutoModelForImageClassification if is_image else AutoModelForCausalLM
     reader: Any = AutoImageProcessor if is_image else AutoTokenizer
     with refused(OSError, ValueError, KeyError, RuntimeError, what=folder):
-        return model_class.from_pretrained(folder, attn_implementation="eager").eval(), reader.from_pretrained(folder)
+        # in float32, whatever it is stored in: integrals of bfloat16 gradients do not add up
+        model = model_class.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+        return model, reader.from_pretrained(folder)
 
 
 def _analyse(options: argparse.Namespace) -> None:
