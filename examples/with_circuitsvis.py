@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dcformer.analysis import AnalysisTrace, trace
 from dcformer.analysis.plots import THEMES
+from dcformer.errors import DCFormerError
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "dcformer-synthetic"
 PROMPT = "\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Boris owns a kind of"
@@ -32,7 +33,7 @@ def signed_heads(run: AnalysisTrace, layer: int, which: str = "composed_weights"
     """
     from circuitsvis.attention import attention_heads
 
-    maps = getattr(run.layers[layer], which)[0]  # [H, T, T]
+    maps = getattr(run.layer(layer), which)[0]  # [H, T, T]
     limit = maps.abs().max().item()
     return attention_heads(
         attention=maps.numpy(),
@@ -55,6 +56,8 @@ def main() -> None:
     run = trace(model, tokenizer(PROMPT, return_tensors="pt"), tokenizer=tokenizer)
     try:
         view = signed_heads(run, options.layer)
+    except DCFormerError as error:
+        parser.error(str(error))
     except ImportError as error:
         parser.error(f'{error}: pip install "circuitsvis>=1.43"')
     options.output.write_text(str(view), encoding="utf-8")

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import dcformer  # noqa: F401  # registers the model type
+from dcformer.analysis.layers import chosen
+from dcformer.errors import DCFormerError
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "dcformer-synthetic"
 PROMPT = "\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Boris owns a kind of"
@@ -25,6 +26,8 @@ def run(checkpoint: str, layer: int, head: int) -> dict[str, torch.Tensor]:
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
+    (layer,) = chosen([layer], model.config.num_hidden_layers, "layer")
+    (head,) = chosen([head], model.config.num_attention_heads, "head")
     ids, size = tokenizer(PROMPT, return_tensors="pt")["input_ids"], model.config.head_dim
     wrapped = NNsight(model)
     with torch.no_grad(), wrapped.trace(ids, use_cache=False):
@@ -46,6 +49,8 @@ def main() -> None:
     options = parser.parse_args()
     try:
         found = run(options.checkpoint, options.layer, options.head)
+    except DCFormerError as error:
+        parser.error(str(error))
     except ImportError as error:
         parser.error(f'{error}: pip install "nnsight>=0.8"')
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)

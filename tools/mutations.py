@@ -1629,12 +1629,34 @@ _ANALYSIS = (
     )
     + _in(
         "analysis",
+        "analysis/tracing.py",
+        (
+            "trace: padding is seen",
+            ".any(dim=0).cpu() & real & real[self.positions, None]",
+            ".any(dim=0).cpu()",
+            _T + "summary.py::test_summary_is_the_mean_of_breakdowns",
+        ),
+        (
+            "trace: looks ahead unseen",
+            'is_causal = getattr(attention, "is_causal", True) if is_causal is None else is_causal',
+            'is_causal = getattr(attention, "is_causal", True)',
+            _T + "tracing.py::test_visible_keys_are_those_that_have_weights",
+        ),
+        (
+            "trace: NaN after the last attention passes",
+            "if logits is not None and not logits.isfinite().all():",
+            "if False:",
+            _T + "tracing.py::test_nan_that_no_map_shows_is_named",
+        ),
+    )
+    + _in(
+        "analysis",
         "analysis/summary.py",
         (
-            "summary: padding counts",
-            "return visible & real & trace.real[:, None, :]",
-            "return visible.expand_as(visible & real)",
-            _T + "summary.py::test_summary_is_the_mean_of_breakdowns",
+            "summary: least weight of padding",
+            ".movedim(1, -1)[visible]",
+            ".movedim(1, -1).flatten(0, 2)",
+            _T + "summary.py::test_the_least_weight_is_no_paddings",
         ),
         (
             "summary: flow into head from column",
@@ -1654,14 +1676,14 @@ _ANALYSIS = (
         ),
         (
             "attribution: gradients times z, not the way from the baseline",
-            "((z - b) * g).sum(-1)",
-            "(z * g).sum(-1)",
+            "((z - b) * g).to(compute).sum(-1)",
+            "(z * g).to(compute).sum(-1)",
             _T + "attribution.py::test_exact_on_a_model_linear_in_z",
         ),
         (
             "attribution: last position of padded rows",
-            "logits.shape[1] - 1 - mask.flip(1).long().argmax(1)",
-            "logits.shape[1] - 1 + 0 * mask.flip(1).long().argmax(1)",
+            "logits.shape[1] - 1 - real.flip(1).long().argmax(1)",
+            "logits.shape[1] - 1 + 0 * real.flip(1).long().argmax(1)",
             _T + "attribution.py::test_batches_and_padding",
         ),
     )
@@ -1683,7 +1705,43 @@ _ANALYSIS = (
     )
     + _in(
         "analysis",
+        "analysis/html.py",
+        (
+            "head view: weights normalised",
+            'found: dict[str, Any] = {"before": _floats(before[:, visible])}',
+            'found: dict[str, Any] = {"before": _floats(before[:, visible] / before[:, visible].sum(0))}',
+            _T + "html.py::test_numbers_are_those_of_the_trace",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/plots.py",
+        (
+            "rows: rescaled to the largest",
+            "image = _heat(axes, (values[numbers] * visible)[:, keys], colours, numbers=False)",
+            "image = _heat(axes, (values[numbers] * visible)[:, keys] / values.abs().max(), colours, numbers=False)",
+            _T + "plots.py::test_numbers_are_those_given",
+        ),
+    )
+    + _in(
+        "analysis",
+        "analysis/maps.py",
+        (
+            "divergence of composed weights",
+            'if metric == "js" and which != "weights":',
+            'if metric == "js" and which not in ("weights", "composed_weights"):',
+            _T + "diversity.py::test_composed_maps_are_no_probabilities",
+        ),
+    )
+    + _in(
+        "analysis",
         "analysis/circuits.py",
+        (
+            "copying: shares without sign",
+            "return (values.sum().real / size).item()",
+            "return (values.sum().abs() / size).item()",
+            _T + "borrowing.py::test_a_copying_head",
+        ),
         (
             "OV table: norm of the MLP in front of attention",
             "here.input_layernorm(x)",

@@ -39,8 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.diversity:
-        if options.text or options.image or options.target:
-            parser.error("--diversity looks at weights only: leave out --text, --target and --image")
+        others = ("text", "target", "image", "output", "layer", "key")
+        if given := [f"--{name}" for name in others if getattr(options, name) is not None]:
+            parser.error(f"--diversity prints, and looks at weights only: leave out {', '.join(given)}")
     elif (options.text is None) == (options.image is None):
         parser.error("give --text or --image, or --diversity")
     elif options.output is None:

@@ -45,6 +45,7 @@ def test_exact_on_a_model_linear_in_z(steps):
     begin = trace(model, ids.flip(1))
     start = torch.stack([layer.head_outputs[0, -1] @ model.lm_head.weight[5] for layer in begin.layers.values()])
     assert torch.allclose(from_another, (direct - start).detach(), atol=1e-12)
+    assert torch.equal(attribute_heads(model, ids, 5, steps, baseline=begin), from_another)
 
 
 @pytest.mark.slow
@@ -86,6 +87,25 @@ def test_batches_and_padding(bundled):
         assert torch.allclose(together, (alone[0] + alone[1]) / 2, atol=2e-4), side
 
 
+def test_masks_of_other_shapes():
+    """A mask [B, 1, T, S], or one a kind of layer, names no padding: the target's logit is the last token's."""
+    model, ids = random_model(sliding_window=None), torch.randint(97, (2, 6))
+    whole = torch.zeros(2, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), float("-inf"))
+    expected = attribute_heads(model, ids, 5, 4, tolerance=None)
+    for mask in (whole, {"full_attention": whole, "sliding_attention": whole}):
+        found = attribute_heads(model, {"input_ids": ids, "attention_mask": mask}, 5, 4, tolerance=None)
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_dtypes(dtype):
+    """Sums over channels and positions are never of less than float32."""
+    scores, gap = attribute_heads(
+        random_model(dtype), torch.randint(97, (1, 5)), 5, 16, tolerance=None, return_gap=True
+    )
+    assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and gap == gap
+
+
 def test_one_layer_equals_captum(bundled, prompt):
     captum = pytest.importorskip("captum.attr")
     model, tokenizer = bundled
@@ -123,6 +143,12 @@ def test_bad_input(bundled, prompt):
     model, _ = bundled
     for call, message in (
         (lambda: attribute_heads(model, prompt, 288), "target 288 is out of range: there are 288"),
+        (lambda: attribute_heads(model, prompt, -1), "target -1 is out of range"),
+        (lambda: attribute_heads(model, prompt, 5, versus=-100), "target -100 is out of range"),
+        (lambda: attribute_heads(model, prompt, 1.5), "target 1.5 is no whole number"),
+        (lambda: attribute_heads(model, prompt, " fish"), r"target ' fish' is a text: give its id, single_token"),
+        (lambda: attribute_heads(model, prompt, torch.tensor([1, 2])), r"target of shape \(2,\): expected one id, or"),
+        (lambda: attribute_heads(model.model, prompt, 5), "DCFormerModel has no logits"),
         (lambda: attribute_heads(model, prompt, 5, steps=0), "steps=0 must be at least 1"),
         (lambda: attribute_heads(model, prompt, 5, baseline="mean"), "baseline='mean' is unknown"),
         (

@@ -169,7 +169,10 @@ class Words:
         return {"input_ids": [int(word) for word in text.split()]}
 
     def convert_ids_to_tokens(self, ids):
-        return [str(number) for number in ids]
+        return [f"w{number}" for number in ids]
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -53,6 +53,22 @@ def test_scores_are_those_of_the_large_products():
             assert -1 <= score <= 1
 
 
+def test_one_text_is_one_token(bundled):
+    assert ov_table(*bundled, 0, 0, "tuna").tokens == ov_table(*bundled, 0, 0, ["tuna"]).tokens == ["tuna"]
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head"])
+def test_nan_outside_the_layers(name, bundled):
+    """It would be a score of 0 otherwise."""
+    model = random_model()
+    with torch.no_grad():
+        model.get_submodule(name).weight[7, 0] = float("nan")
+    with pytest.raises(DCFormerError, match=f"{name}.weight of DCFormerForCausalLM holds NaN or infinity"):
+        circuit_scores(model, 0, 0)
+    with pytest.raises(DCFormerError, match=f"{name}.weight of DCFormerForCausalLM holds NaN or infinity"):
+        ov_table(model, bundled[1], 0, 0, [7])
+
+
 def test_tokens_that_are_not_one(bundled):
     model, tokenizer = bundled
     assert single_token(tokenizer, " fish") == single_token(tokenizer, "fish")
@@ -67,7 +83,9 @@ def test_tokens_that_are_not_one(bundled):
         (lambda: ov_table(model, tokenizer, 4, 0, ["tuna"]), "layer 4 is out of range"),
         (lambda: ov_table(model, tokenizer, 0, 8, ["tuna"]), "head 8 is out of range"),
         (lambda: ov_table(model, tokenizer, 0, 0, [288]), "token id 288 is out of range"),
+        (lambda: ov_table(model, tokenizer, 0, 0, [-1]), "token id -1 is out of range"),
         (lambda: ov_table(model, tokenizer, 0, 0, []), "no token id is named"),
+        (lambda: ov_table(model, tokenizer, 0, 0, ["tuna"], k=0), "k=0 must be at least 1"),
         (lambda: circuit_scores(DCFormerModel(model.config), 0, 0), "DCFormerModel has no lm_head"),
     ):
         with pytest.raises(DCFormerError, match=message):

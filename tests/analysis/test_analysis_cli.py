@@ -1,14 +1,16 @@
 """`dcformer-analyze`: what it writes, and that it writes nothing on bad input."""
 
+import copy
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from analysis_models import CHECKPOINT, PROMPT
 from test_analysis_html import parsed
 
-from dcformer.analysis import attribute_heads, composition_summary, head_diversity, single_token, trace
+from dcformer.analysis import attribute_heads, cli, composition_summary, head_diversity, single_token, trace
 from dcformer_commands.analyze import main
 
 TEXT = PROMPT.replace("\n", "\\n")
@@ -19,12 +21,17 @@ def no_heavy_import():
     pytest.importorskip("matplotlib")
 
 
+NO_ROOM = pytest.mark.filterwarnings("error:constrained_layout not applied")  # what is beside the axes is too large
+
+
 @pytest.mark.slow
+@NO_ROOM
 def test_a_text(tmp_path, capsys, bundled, prompt, no_heavy_import):
     model, tokenizer = bundled
     output = tmp_path / "a" / "out"
     arguments = [str(CHECKPOINT), "--text", TEXT, "--target", " fish", "--output", str(output)]
-    assert main([*arguments, "--compare", str(CHECKPOINT), "--theme", "dark"]) == 0
+    other = shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name)  # another model of the same name
+    assert main([*arguments, "--compare", str(other), "--theme", "dark"]) == 0
     names = {"attribution", "breakdown", "diversity", "mean_maps", "rows", "terms"}
     files = {f"{name}.png" for name in names} | {"report.html", "heads.html", "metrics.json"}
     assert (
@@ -37,7 +44,8 @@ def test_a_text(tmp_path, capsys, bundled, prompt, no_heavy_import):
     scores = attribute_heads(model, prompt, single_token(tokenizer, "fish"))
     assert torch.allclose(torch.tensor(metrics["attribution"]["scores"]), scores, atol=1e-4)
     assert metrics["attribution"]["completeness_gap"] < 0.01
-    assert metrics["diversity"]["dcformer-synthetic"]["qk"]["area"] == head_diversity(model, "qk").area.tolist()
+    assert list(metrics["diversity"]) == [CHECKPOINT.name, f"{CHECKPOINT.name} (--compare)"]
+    assert metrics["diversity"][CHECKPOINT.name]["qk"]["area"] == head_diversity(model, "qk").area.tolist()
     for found, expected in zip(metrics["composition"], composition_summary(run), strict=True):
         assert found["shares"] == pytest.approx(expected.shares)
     shown = metrics["shown"]
@@ -46,6 +54,8 @@ def test_a_text(tmp_path, capsys, bundled, prompt, no_heavy_import):
     assert torch.allclose(torch.tensor(list(shown["terms"].values())).sum(0), after, atol=1e-4)
     report = (output / "report.html").read_text()
     assert report.count("data:image/png;base64,") == len(names) and "http" not in report
+    # figures keep their size: what is wider than the page is moved sideways, not made too small to read
+    assert "max-width: 100%" not in report and report.count('<div tabindex="0"><img') == len(names)
     assert parsed((output / "heads.html").read_text())[0]["tokens"][-1] == "of"
     assert main(arguments) == 1 and "is there already: name a new folder" in capsys.readouterr().err
 
@@ -71,6 +81,37 @@ def test_an_image(tmp_path, capsys, no_heavy_import):
     arguments[-1] = str(tmp_path / "other")
     assert main([*arguments, "--target", "cow"]) == 1
     assert "--target 'cow' is no label of the model: expected one of ['cat', 'dog']" in capsys.readouterr().err
+    texts = [str(tmp_path / "model"), "--text", "a", "--output", str(tmp_path / "other")]
+    assert main(texts) == 1
+    assert f"{tmp_path / 'model'} is a model of images (dcvit): give --image.\n" in capsys.readouterr().err
+    assert main([str(CHECKPOINT), *arguments[1:]]) == 1
+    assert f"{CHECKPOINT} is a model of texts (dcformer): give --text.\n" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+@NO_ROOM
+def test_one_token_and_the_folder_one_is_in(tmp_path, monkeypatch, no_heavy_import):
+    """Means of nothing are null: JSON has no NaN. Figures and the page are there all the same."""
+    output = tmp_path / "out"
+    monkeypatch.chdir(CHECKPOINT)
+    assert main([".", "--text", "tuna", "--output", str(output)]) == 0
+
+    def refuse(name):
+        pytest.fail(f"{name} is no JSON")
+
+    metrics = json.loads((output / "metrics.json").read_text(), parse_constant=refuse)
+    assert list(metrics["diversity"]) == [CHECKPOINT.name]
+    assert metrics["length"] == 1 and metrics["map_diversity"]["js of weights"] == [None] * 4
+    assert (output / "heads.html").is_file() and (output / "rows.png").is_file()
+
+
+def test_usage(capsys):
+    """What --diversity would not heed is refused."""
+    for others in (["--output", "x"], ["--text", ""], ["--layer", "0"], ["--target", "a", "--key", "0"]):
+        with pytest.raises(SystemExit) as stopped:
+            main([str(CHECKPOINT), "--diversity", *others])
+        assert stopped.value.code == 2
+        assert f"leave out {', '.join(word for word in others if word[:2] == '--')}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -90,6 +131,13 @@ def test_bad_input_writes_nothing(tmp_path, capsys, change, message, no_heavy_im
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_models_are_read_in_float32(tmp_path, bundled):
+    copy.deepcopy(bundled[0]).to(torch.bfloat16).save_pretrained(tmp_path)
+    bundled[1].save_pretrained(tmp_path)
+    model, _ = cli._load(str(tmp_path), False)
+    assert model.dtype == torch.float32 and model.config._attn_implementation == "eager"
 
 
 def test_no_model(tmp_path, capsys, no_heavy_import):

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from analysis_models import CHECKPOINT, random_model
-from helpers import authors_folder
+from helpers import authors_folder, randomise
 from safetensors.torch import load_file, save_file
 
-from dcformer import DCFormerForCausalLM
+from dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaConfig, DCPythiaForCausalLM, DCViTConfig
 from dcformer.analysis import (
     StoredModel,
     circuit_weights,
@@ -222,6 +222,26 @@ def test_folders_that_cannot_be_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4, "num_key_value_heads": 4}))
     with pytest.raises(DCFormerError, match="the heads of this attention are not separate"):
         head_diversity(tmp_path, "qk")
+
+
+def test_folders_of_other_models(tmp_path, recwarn):
+    """A decoder alone and DCPythia are read without a warning; folders of other models are refused by name."""
+    decoder = randomise(DCFormerModel(random_model().config))
+    decoder.save_pretrained(tmp_path / "decoder")
+    pythia = DCPythiaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    pythia_model = randomise(DCPythiaForCausalLM(pythia))
+    pythia_model.save_pretrained(tmp_path / "pythia")
+    for name, model in (("decoder", decoder), ("pythia", pythia_model)):
+        found = head_diversity(tmp_path / name, "qk")
+        assert torch.equal(found.curves, head_diversity(model, "qk").curves), name
+        assert type(StoredModel(tmp_path / name).config) is type(model.config)
+    DCViTConfig().save_pretrained(tmp_path / "images")
+    with pytest.raises(
+        DCFormerError, match="model_type is 'dcvit', and folders are read of dcformer and dcpythia only"
+    ):
+        head_diversity(tmp_path / "images", "qk")
 
 
 def test_bad_names(model):

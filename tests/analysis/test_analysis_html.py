@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from analysis_models import random_model
 from helpers import PLAIN
 
-from dcformer.analysis import trace
+from dcformer.analysis import breakdown, trace
 from dcformer.analysis.html import head_view
 from dcformer.errors import DCFormerError
 
@@ -138,3 +140,49 @@ def test_long_texts_need_positions():
     ):
         with pytest.raises(DCFormerError, match=message):
             call()
+
+
+SCRIPT = """
+const composed = layer => ["pre", "post"].map(stage => Array.from(values(layer, stage, "after")));
+const seen = { values: data.layers.map(composed) };
+const press = key => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+const state_now = () => [state.query, state.key, document.querySelectorAll("#lines path").length > 0];
+byId("queries").children[0].focus();
+seen.steps = ["ArrowDown", "ArrowRight", "ArrowDown", "ArrowLeft", "Escape"].map(key => (press(key), state_now()));
+byId("queries").children[3].click();
+byId("keys").children[2].click();
+seen.clicked = state_now();
+seen.table = [...document.querySelectorAll("#panel tr")].slice(1).map(row => [...row.children].map(x => x.textContent));
+byId("map").value = "pre after";
+byId("map").dispatchEvent(new Event("change"));
+seen.legend = byId("legend").textContent;
+byId("theme").click();
+seen.dark = document.documentElement.classList.contains("dark");
+document.body.append(make("pre", JSON.stringify(seen), { id: "seen" }));
+"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_browser_composes_and_obeys_keys_and_mouse(tmp_path):
+    """The page's own script gives the trace's numbers; arrows, Escape and clicks choose the entry shown."""
+    run = trace(random_model(compose_static=True, compose_groups=2), torch.randint(97, (1, 5)))
+    page = tmp_path / "page.html"
+    page.write_text(head_view(run).replace("</body>", f"<script>{SCRIPT}</script></body>"), encoding="utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    shown = subprocess.run(
+        [*command, "--dump-dom", f"{page.as_uri()}#light"], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    seen = json.loads(re.search(r'<pre id="seen">(.*?)</pre>', shown, re.DOTALL)[1])
+    for number, found in enumerate(seen["values"]):
+        visible = run.visible(number)
+        for stage, values in zip(("pre", "post"), found, strict=True):
+            expected = run.layers[number].maps(stage)[1][0, :, visible]  # [H, entries]
+            assert torch.allclose(torch.tensor(values).view_as(expected), expected, atol=1e-5)
+    assert seen["steps"] == [[1, None, True], [1, 0, True], [1, 1, True], [1, 1, True], [None, None, True]]
+    assert seen["clicked"] == [3, 2, True] and seen["dark"] and seen["legend"].startswith("composed scores, layer 1")
+    entry = breakdown(run, 1, "post", 3, 2)
+    for head, row in enumerate(seen["table"]):
+        numbers = [float(cell) for cell in row[1:8]]
+        expected = [*(part[head].item() for part in entry.terms.values()), entry.after[head].item()]
+        assert numbers == pytest.approx(expected, abs=1e-3)
+        assert row[8] == f"head {entry.largest(head)[1]}"

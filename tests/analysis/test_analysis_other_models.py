@@ -1,11 +1,14 @@
 """Traces and circuits of the package's other models: head maps, head embeddings, head systems, images."""
 
+import copy
+
 import pytest
 import torch
 from helpers import PLAIN, randomise, tiny_config
 
 import dcformer
 from dcformer import analysis
+from dcformer.analysis.html import head_view
 from dcformer.errors import DCFormerError
 from dcformer.export import plain_model
 from dcformer.head_systems import HeadSystemsViTConfig, HeadSystemsViTForImageClassification
@@ -101,6 +104,30 @@ def test_circuits_of_head_embeddings_are_those_of_the_plain_model(mode):
     for matrix, linear in ((found.W_Q, plain.q_proj), (found.W_K, plain.k_proj), (found.W_V, plain.v_proj)):
         torch.testing.assert_close(matrix, linear.weight.detach().double().unflatten(0, (4, -1)).mT, rtol=0, atol=1e-6)
     analysis.trace(model, IDS)
+
+
+@pytest.mark.gpu
+def test_models_on_a_gpu():
+    """Everything that is computed from a trace is on the CPU, and the same as of a model there."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model = ready(dcformer.DCFormerForCausalLM(tiny_config(compose_static=True))).double()
+    there = copy.deepcopy(model).cuda()
+    here, run = analysis.trace(model, IDS), analysis.trace(there, IDS.cuda())
+    found, expected = (analysis.breakdown(one, 1, "pre", 5, 2) for one in (run, here))
+    for term in analysis.TERMS:
+        torch.testing.assert_close(found.terms[term], expected.terms[term])
+    torch.testing.assert_close(*(analysis.compose_map(one, 0, "post", 5, 2) for one in (run, here)))
+    for one, other in zip(*map(analysis.composition_summary, (run, here)), strict=True):
+        assert one.shares == pytest.approx(other.shares)
+    torch.testing.assert_close(*(analysis.map_diversity(one, "weights") for one in (run, here)))
+    assert len(head_view(run)) == len(head_view(here))
+    torch.testing.assert_close(analysis.attribute_heads(there, IDS.cuda(), 5), analysis.attribute_heads(model, IDS, 5))
+    for change in ({"terms": "input"}, {"heads": [(0, 1)]}, {"terms": "static", "heads": [(1, 2)]}):
+        with torch.no_grad(), analysis.ablate(model, **change), analysis.ablate(there, **change):
+            torch.testing.assert_close(there(IDS.cuda()).logits.cpu(), model(IDS).logits)
+    with torch.no_grad(), analysis.patch_heads(there, here, [(0, 1)]):  # a trace of the other device
+        torch.testing.assert_close(there(IDS.cuda()).logits.cpu(), model(IDS).logits)
 
 
 def test_circuits_of_systems():

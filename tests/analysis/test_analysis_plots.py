@@ -133,18 +133,73 @@ def test_sign_is_shown_by_more_than_colour(drawn):
     figure = figures["mean_maps"]("light")
     for one in data["summary"]:
         (axes,) = (a for a in figure.axes if a.get_title() == f"layer {one.layer}, {one.stage}")
-        marked = {(round(t.get_position()[1]), round(t.get_position()[0])) for t in axes.texts if t.get_text() == "-"}
+        marked = {
+            (round(t.get_position()[1]), round(t.get_position()[0])) for t in axes.texts if t.get_text() == plots.MINUS
+        }
         limit = one.mean_map.abs().max()
         assert marked == {tuple(at) for at in (one.mean_map < -0.04 * limit).nonzero().tolist()}
+
+
+def test_numbers_are_not_below_the_legend():
+    """Terms of equal shares fill their axes: the legend is outside."""
+    summary = composition_summary(trace(random_model(num_hidden_layers=6), torch.randint(97, (1, 6))))
+    figure = plots.term_shares(summary)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert not figure.axes[0].get_window_extent().overlaps(legend.get_window_extent())
+    assert figure.axes[0].get_legend() is None
+
+
+def test_rows_have_the_labels_of_their_sequence(bundled):
+    model, tokenizer = bundled
+    run = trace(model, tokenizer(["Peter owns", "Boris owns"], return_tensors="pt"), tokenizer=tokenizer)
+    assert "Boris" in texts(plots.attention_rows(run, -1, "post", 1, batch=1))
+    assert any(text.startswith("Layer 3, query 'owns'") for text in texts(plots.attention_rows(run, -1, "post", 1)))
+
+
+def test_rows_show_the_keys_that_are_seen():
+    """All keys that the query sees are drawn, and none that it does not see."""
+    ids, ahead = torch.randint(97, (1, 7)), random_model(is_causal=False, sliding_window=None)
+    for model, t, keys in (
+        (ahead, 2, slice(0, 7)),
+        (random_model(sliding_window=None), 2, slice(0, 3)),
+        (random_model(sliding_window=2), -1, slice(5, 7)),  # the first layer is local
+    ):
+        run = trace(model, ids)
+        figure = plots.attention_rows(run, 0, "post", t, component=("key", 1, "up"))
+        shown = [axes.get_images()[0].get_array() for axes in figure.axes if axes.get_label() != "<colorbar>"]
+        assert np.allclose(shown[0], run.layers[0].weights[0, :, t, keys].numpy())
+        assert np.allclose(shown[1], run.layers[0].composed_weights[0, :, t, keys].numpy())
+        assert np.allclose(shown[2], run.layers[0].post.key.up[0, :, keys, 1].numpy())
+
+
+def test_signs_are_seen_beside_the_patch(drawn):
+    """What marks the query's patch is a frame around its cell, and covers no sign in it."""
+    figure = drawn[0]["attention_over_image"]("light")
+    frames = [patch for axes in figure.axes for patch in axes.patches]
+    assert len(frames) == 1 + 2 * 4 and not any(frame.get_fill() for frame in frames)
+    assert not any(axes.lines for axes in figure.axes if axes.get_label() != "<colorbar>")
 
 
 def test_plain_models_and_bad_input(drawn):
     run = trace(random_model(**PLAIN), torch.randint(97, (1, 5)))
     plots.term_shares(composition_summary(run))
+    seen, model = drawn[1]["seen"], random_model()
+    stack, sums = (tuple(head_diversity(model, circuit, form) for circuit in ("qk", "ov")) for form in ("stack", "sum"))
     plots.breakdown_strip(breakdown(run, 0, "pre", 3, 1))
     for call, message in (
         (lambda: plots.mean_maps(composition_summary(run), theme="sepia"), "theme='sepia' is unknown"),
         (lambda: plots.attention_rows(run, 0, "post", 1, tokens=["a"]), "1 tokens for a trace of 5"),
+        (lambda: plots.attention_rows(run, 0, "post", 1, batch=1), "batch index 1 is out of range"),
+        (lambda: plots.mean_maps([]), "the summary is empty"),
+        (lambda: plots.term_shares([]), "the summary is empty"),
+        (lambda: plots.breakdown_strip(breakdown(run, 0, "pre", 3, 1), tokens=["a"]), "position 3 is out of range"),
+        (lambda: plots.diversity_curves({}), "expected one at least"),
+        (lambda: plots.diversity_curves({"a": (stack[0], sums[1])}), r"forms \['stack', 'sum'\]"),
+        (lambda: plots.diversity_curves({"a": stack, "b": sums}), r"2 models .* forms \['stack', 'sum'\]"),
+        (lambda: plots.diversity_curves({"a": stack[::-1]}), r"circuits \(QK, OV\)"),
+        (lambda: plots.attention_over_image(seen, torch.rand(3, 16, 16), 0, 1), r"\(3, 16, 16\): .* channels last"),
+        (lambda: plots.attention_over_image(seen, torch.rand(16, 16), 0, 1, batch=2), "batch index 2 is out of range"),
         (lambda: plots.attribution_heatmap(torch.zeros(2, 3, 4)), r"scores of shape \(2, 3, 4\)"),
         (lambda: plots.attention_over_image(run, None, 0, 1), "needs a trace of a model of images"),
     ):

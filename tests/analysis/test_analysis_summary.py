@@ -1,5 +1,7 @@
 """The summary of a text equals what every entry's breakdown adds up to."""
 
+import math
+
 import pytest
 import torch
 from analysis_models import random_model
@@ -44,14 +46,28 @@ def test_summary_is_the_mean_of_breakdowns(padded):
         assert one.borrowed == pytest.approx((one.flow * (1 - eye)).sum().item())
         weights = run.layers[layer].composed_weights
         sums = weights.sum(-1).transpose(1, 2)[mask[:, [3, 6]].bool()]  # [real queries, H]
-        assert one.row_sum == pytest.approx(sums.mean().item()) and one.most_negative == weights.min().item()
+        assert one.row_sum == pytest.approx(sums.mean().item())
+        assert one.most_negative == min(entry.after.min().item() for entry, _ in entries)
+
+
+def test_the_least_weight_is_no_paddings():
+    """A query that is padding on the right sees keys, and may give them the least weight of all."""
+    model, ids, mask = random_model(torch.float64), torch.randint(97, (1, 7)), torch.ones(1, 7, dtype=torch.long)
+    mask[:, 4:] = 0
+    padded = composition_summary(trace(model, {"input_ids": ids, "attention_mask": mask}))
+    for one, other in zip(padded, composition_summary(trace(model, ids[:, :4])), strict=True):
+        assert one.most_negative == pytest.approx(other.most_negative), (one.layer, one.stage)
+    nothing = {"input_ids": ids, "attention_mask": torch.zeros_like(mask)}
+    assert all(
+        math.isnan(one.most_negative) for one in composition_summary(trace(model, nothing)) if one.stage == "post"
+    )
 
 
 def test_without_composition():
     for one in composition_summary(trace(random_model(**PLAIN), torch.randint(97, (1, 6)))):
         assert one.deviation == 0 and not any(one.shares.values()) and not one.inflow.any()
         if one.stage == "post":
-            assert one.borrowed == 0 and one.row_sum == pytest.approx(1) and one.most_negative == 0
+            assert one.borrowed == 0 and one.row_sum == pytest.approx(1) and one.most_negative > 0
 
 
 def test_the_bundled_checkpoint_is_far_from_probabilities(bundled, prompt):

@@ -130,6 +130,7 @@ def test_what_was_kept_is_found_by_position():
     for t in (2, 6, -1):
         one, other = breakdown(whole, 1, "pre", t, 1), breakdown(part, 1, "pre", t, 1)
         assert all(torch.equal(one.terms[term], other.terms[term]) for term in TERMS) and one.t == other.t
+    assert breakdown(part, -1, "pre", 2, 0).layer == 1
     for call, message in (
         (lambda: breakdown(part, 1, "pre", 3, 0), r"query position 3 was not kept: expected one of \[6, 2\]"),
         (lambda: breakdown(part, 0, "pre", 2, 0), r"layer 0 was not traced: expected one of \[1\]"),
@@ -137,6 +138,7 @@ def test_what_was_kept_is_found_by_position():
         (lambda: breakdown(part, 1, "pre", -8, 0), "position -8 is out of range"),
         (lambda: breakdown(part, 1, "middle", 2, 0), "stage='middle' is unknown"),
         (lambda: breakdown(part, 1, "pre", 2, 0, batch=1), "batch index 1 is out of range"),
+        (lambda: component_over_keys(part, 1, "pre", "key", 0, batch=1), "batch index 1 is out of range"),
         (lambda: component_over_keys(part, 1, "pre", "key", 2), "rank 2 is out of range"),
         (lambda: component_over_keys(part, 1, "pre", "keys", 0), "side='keys'"),
     ):

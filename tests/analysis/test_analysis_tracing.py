@@ -83,6 +83,16 @@ def test_maps_are_those_of_compose_trace(bundled, prompt):
     assert " ".join(run.tokens[-3:]) == "a kind of" and PROMPT.endswith("a kind of")
 
 
+@pytest.mark.parametrize("mask", [None, torch.tensor([[0, 0, 1, 1, 1, 1, 1]]), torch.tensor([[1, 1, 1, 1, 1, 0, 0]])])
+@pytest.mark.parametrize("given", [{}, {"is_causal": False}, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_visible_keys_are_those_that_have_weights(is_causal, given, mask):
+    """Local and global layers, masks, packed documents, and models and calls that look ahead."""
+    model, ids = random_model(is_causal=is_causal), torch.randint(97, (1, 7))
+    for layer in trace(model, {"input_ids": ids, "attention_mask": mask} | given).layers.values():
+        assert torch.equal(layer.visible.expand_as(layer.weights), layer.weights > 0)
+
+
 def test_residual_stream(bundled, prompt):
     """Each layer begins where the one before ends, and attention's output is what it adds."""
     model, _ = bundled
@@ -164,6 +174,9 @@ def test_bad_input():
     for call, message in (
         (lambda: trace(model, ids, layers=[2]), "layer 2 is out of range: there are 2, numbered 0 to 1"),
         (lambda: trace(model, ids, positions=[3]), "position 3 is out of range"),
+        (lambda: trace(model, ids, positions=[1.5]), "position 1.5 is no whole number"),
+        (lambda: trace(model, ids[:, :0]), "inputs of 1 sequences of 0 tokens"),
+        (lambda: trace(model, {"pixel_values": torch.rand(1, 3, 4, 4)}), "inputs without tokens"),
         (lambda: trace(model, ids, positions=[]), "no position is named: name some, or None for all"),
         (lambda: trace(model, "text"), "inputs of type str: expected what a tokenizer returns"),
         (lambda: trace(model, {"attention_mask": ids}), "inputs without tokens"),
@@ -182,6 +195,50 @@ def test_nan_is_named_by_layer():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
     with pytest.raises(DCFormerError, match=r"layer 1: self_attn.k_proj.weight of DCFormerForCausalLM holds NaN"):
         trace(model, ids)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj", "lm_head", "model.embed_tokens", "model.norm"])
+def test_nan_that_no_map_shows_is_named(name):
+    """What comes after the last attention, or before the first, is named as well."""
+    model = random_model()
+    with torch.no_grad():
+        model.get_submodule(name).weight.view(-1)[0] = float("nan")
+    where = name.replace("model.layers.1.", "layer 1: ")
+    with pytest.raises(DCFormerError, match=f"{where}.weight of DCFormerForCausalLM holds NaN"):
+        trace(model, torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_nan_of_no_parameter(bundled):
+    model = random_model()
+    states = torch.full((1, 3, model.config.hidden_size), float("nan"))
+    with pytest.raises(DCFormerError, match="hold NaN or infinity, and no parameter does"):
+        trace(model, {"inputs_embeds": states})
+
+
+def test_labels_are_those_of_the_sequence(bundled):
+    """Each sequence has its own tokens; a trace of many numbers is shown in a line."""
+    model, tokenizer = bundled
+    inputs = tokenizer(["Peter owns", "Boris owns"], return_tensors="pt")
+    run = trace(model, inputs, tokenizer=tokenizer)
+    assert run.labels() == run.tokens == ["Peter", "owns"] and run.labels(1) == run.labels(-1) == ["Boris", "owns"]
+    assert run.labels(1, ["a", "b"]) == ["a", "b"] and trace(model, inputs).labels(1) == ["0", "1"]
+    assert repr(run) == "AnalysisTrace(positions=[0, 1], length=2, grid=None)"
+    with pytest.raises(DCFormerError, match="batch index 2 is out of range"):
+        run.labels(2)
+
+
+def test_texts_of_byte_level_tokens():
+    """Spaces and letters of other scripts are shown as such, and half a letter by its name."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_of = {piece: number for number, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    words = {piece: len(bytes_of) + number for number, piece in enumerate(["Ġa", "Ã©"])}
+    own = Tokenizer(models.BPE(bytes_of | words, [("Ġ", "a"), ("Ã", "©")]))
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own)
+    ids = tokenizer("é a\n½")["input_ids"]
+    assert tracing.token_texts(tokenizer, ids) == ["é", " a", "\n", "Â", "½"]
 
 
 def test_every_model_of_the_package(bundled):
@@ -206,5 +263,7 @@ def test_every_model_of_the_package(bundled):
     run = trace(vision, pixels)
     with torch.no_grad():
         assert torch.equal(run.logits, vision(pixels).logits)
+    with pytest.raises(DCFormerError, match=r"pixel_values are \(1, 8\): expected images"):
+        trace(vision, ids)
     assert run.grid == (4, 4) and run.length == 16 and run.layers[0].visible.all()
     assert map_diversity(run, "weights").shape == (2,)

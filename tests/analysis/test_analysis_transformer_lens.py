@@ -65,6 +65,7 @@ def test_hooks_see_what_the_model_computes(name, tmp_path):
             assert close(cache[at + "hook_resid_mid"], layer.resid_pre + layer.attention_output)
 
 
+@pytest.mark.filterwarnings("error:Custom architecture adapter")
 def test_the_bundled_checkpoint_is_equal(bundled, prompt):
     pytest.importorskip("transformer_lens")
     from transformer_lens.model_bridge import TransformerBridge

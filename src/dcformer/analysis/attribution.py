@@ -21,7 +21,7 @@ from ..errors import DCFormerError
 from .interventions import change_terms, change_z, hooked
 from .layers import chosen, layers_of
 from .terms import TERMS
-from .tracing import STAGES, AnalysisTrace, as_arguments, require_eager, trace
+from .tracing import STAGES, AnalysisTrace, as_arguments, real_tokens, require_eager, trace
 
 TOLERATED_GAP = 0.05
 
@@ -30,18 +30,24 @@ def target_logits(
     model: nn.Module, arguments: dict[str, Any], target: int | torch.Tensor, versus: int | torch.Tensor | None
 ) -> torch.Tensor:
     """[B]: the target's logit at each sequence's last token (of a classifier: its logit), minus that of `versus`."""
-    logits = model(**arguments).logits
+    logits = getattr(model(**arguments), "logits", None)
+    if logits is None:
+        raise DCFormerError(f"{type(model).__name__} has no logits: expected a language model or a classifier.")
     if logits.ndim == 3:
-        mask = arguments.get("attention_mask")
-        last = torch.full((len(logits),), logits.shape[1] - 1, device=logits.device)
-        if mask is not None:  # the last token that is no padding
-            last = logits.shape[1] - 1 - mask.flip(1).long().argmax(1)
-        logits = logits[torch.arange(len(logits), device=logits.device), last]  # [B, V]
+        real = real_tokens(arguments, *logits.shape[:2])
+        last = logits.shape[1] - 1 - real.flip(1).long().argmax(1)  # the last token that is no padding
+        logits = logits[torch.arange(len(logits)), last]  # [B, V]
 
     def of(ids: int | torch.Tensor) -> torch.Tensor:
-        numbers = torch.as_tensor(ids, device=logits.device).expand(len(logits))
-        chosen(numbers.tolist(), logits.shape[1], "target")
-        return logits.gather(1, numbers[:, None])[:, 0]
+        if isinstance(ids, str):
+            raise DCFormerError(f"target {ids!r} is a text: give its id, single_token(tokenizer, {ids!r}).")
+        numbers = torch.as_tensor(ids)
+        if numbers.ndim > 1 or numbers.numel() not in (1, len(logits)):
+            raise DCFormerError(
+                f"target of shape {tuple(numbers.shape)}: expected one id, or one a sequence, {len(logits)}."
+            )
+        found = chosen(numbers.flatten().tolist(), logits.shape[1], "target", from_end=False)
+        return logits.gather(1, torch.tensor(found, device=logits.device).expand(len(logits))[:, None])[:, 0]
 
     return of(target) if versus is None else of(target) - of(versus)
 
@@ -87,8 +93,8 @@ def _gap(explained: float, change: float, tolerance: float | None, steps: int) -
     if tolerance is not None and not gap <= tolerance:
         raise DCFormerError(
             f"the attributions add up to {explained:.4f}, but the output changes by {change:.4f}: a completeness "
-            f"gap of {gap:.1%}, more than {tolerance:.0%}. Give more steps than {steps}, or "
-            "tolerance=None to take it as it is."
+            f"gap of {gap:.1%}, more than {tolerance:.0%}. Give more steps than {steps}, a model in float32 if it is "
+            "in less, or tolerance=None to take it as it is."
         )
     return gap
 
@@ -113,7 +119,8 @@ def attribute_heads(
         inputs: as for `trace`. The logit is the one at each sequence's last token.
         target: token id (class of an image), one for all sequences or [B]; `single_token` finds that of a text.
         steps: points of the integral.
-        baseline: "zero", or inputs of the same shape (another prompt) whose z the path begins at.
+        baseline: "zero", or where the path begins: inputs of the same shape (another prompt), or a trace of them with
+            all positions.
         versus: another token: the difference of the two logits is attributed.
         layers: whose heads go from the baseline to the run; all by default. Those of others compute as they do.
         per_position: keep positions.
@@ -121,8 +128,8 @@ def attribute_heads(
         return_gap: return the gap as well.
 
     Returns:
-        [L, H] (or [L, H, T]) in float32, the mean over sequences, for the layers asked for; with `return_gap` a pair
-        of it and the gap.
+        [L, H] (or [L, H, T]) in float32 (float64 for float64 models), the mean over sequences, for the layers asked
+        for; with `return_gap` a pair of it and the gap.
 
     Raises:
         DCFormerError: when the gap exceeds the tolerance, on a target out of range, and as `trace`.
@@ -138,8 +145,8 @@ def attribute_heads(
             raise DCFormerError(f"baseline={baseline!r} is unknown: expected 'zero', or inputs of another prompt.")
         starts = [torch.zeros_like(end) for end in ends]
     else:
-        other = trace(model, baseline, layers=numbers)
-        starts = [other.layers[number].z for number in numbers]
+        other = baseline if isinstance(baseline, AnalysisTrace) else trace(model, baseline, layers=numbers)
+        starts = [other.layer(number).z.to(end) for number, end in zip(numbers, ends, strict=True)]
         if starts[0].shape != ends[0].shape:
             raise DCFormerError(
                 f"the baseline has {starts[0].shape[0]} sequences of {starts[0].shape[1]} tokens, the inputs "
@@ -152,8 +159,9 @@ def attribute_heads(
             return target_logits(model, arguments, target, versus), leaves
 
     gradients, change = _integrate(at, steps, "heads")
+    compute = torch.promote_types(ends[0].dtype, torch.float32)
     parts = torch.stack(
-        [((z - b) * g).sum(-1) for z, b, g in zip(ends, starts, gradients, strict=True)]
+        [((z - b) * g).to(compute).sum(-1) for z, b, g in zip(ends, starts, gradients, strict=True)]
     )  # [L, B, T, H]
     gap = _gap(float(parts.double().sum()), change, tolerance, steps)
     result = parts.mean(1).transpose(1, 2).cpu()  # [L, H, T]

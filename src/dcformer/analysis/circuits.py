@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..errors import DCFormerError
-from .layers import chosen, layers_of
+from .layers import chosen, layers_of, refuse_nonfinite
+from .tracing import token_texts
 from .weights import circuit_weights
 
 
@@ -70,7 +71,7 @@ def ov_table(
     tokenizer: Any,
     layer: int,
     head: int,
-    tokens: Iterable[str | int],
+    tokens: Iterable[str | int] | str,
     k: int = 10,
     final_norm: bool = False,
 ) -> OVTable:
@@ -83,7 +84,7 @@ def ov_table(
         model: a causal language model of this package.
         tokenizer: its tokenizer.
         layer, head: which.
-        tokens: texts of one token each, or ids.
+        tokens: texts of one token each, or ids; a text stands for itself.
         k: how many to name.
         final_norm: put the model's final norm before the output layer; the equation has none.
 
@@ -91,28 +92,34 @@ def ov_table(
         `OVTable`; printed, it is a table in Markdown.
 
     Raises:
-        DCFormerError: on a token that is not one id, showing the tokenisation, and on numbers out of range.
+        DCFormerError: on a token that is not one id, showing the tokenisation, on numbers out of range, and NaN.
     """
     decoder, unembed = _language_model(model)
     found = layers_of(model)
     (layer,), (head,) = chosen([layer], len(found), "layer"), chosen([head], found[0].heads, "head")
-    ids = [token if isinstance(token, int) else single_token(tokenizer, token) for token in tokens]
+    tokens = [tokens] if isinstance(tokens, str) else tokens
+    ids = [single_token(tokenizer, token) if isinstance(token, str) else token for token in tokens]
+    ids = chosen(ids, decoder.embed_tokens.num_embeddings, "token id", from_end=False)
+    if k < 1:
+        raise DCFormerError(f"k={k} must be at least 1.")
     device, dtype = unembed.weight.device, unembed.weight.dtype
     first, here = found[0].module, found[layer].module
-    x = decoder.embed_tokens(torch.tensor(chosen(ids, decoder.embed_tokens.num_embeddings, "token id"), device=device))
+    x = decoder.embed_tokens(torch.tensor(ids, device=device))
     x = x + first.mlp(first.post_attention_layernorm(x))  # [N, E]
     weights = circuit_weights(model, layer)
     moved = here.input_layernorm(x).double().cpu() @ weights.W_V[head] @ weights.W_O[head]  # [N, E]
     moved = moved.to(device, dtype)
     logits = unembed(decoder.norm(moved) if final_norm else moved).float()  # [N, V]
+    if not logits.isfinite().all():
+        refuse_nonfinite(model, "the logits")
     best = logits.topk(min(k, logits.shape[-1]), dim=-1)
     return OVTable(
         layer,
         head,
-        tokenizer.convert_ids_to_tokens(ids),
+        token_texts(tokenizer, ids),
         best.indices.cpu(),
         best.values.cpu(),
-        [tokenizer.convert_ids_to_tokens(row) for row in best.indices.tolist()],
+        [token_texts(tokenizer, row) for row in best.indices.tolist()],
     )
 
 
@@ -151,7 +158,7 @@ def circuit_scores(model: nn.Module, layer: int, head: int) -> CircuitScores:
         layer, head: which.
 
     Raises:
-        DCFormerError: on numbers out of range.
+        DCFormerError: on numbers out of range, and NaN.
     """
     decoder, unembed = _language_model(model)
     found = layers_of(model)
@@ -159,6 +166,8 @@ def circuit_scores(model: nn.Module, layer: int, head: int) -> CircuitScores:
     weights = circuit_weights(model, layer)
     embed = decoder.embed_tokens.weight.detach().double().cpu()  # [V, E]
     output = unembed.weight.detach().double().cpu().T  # [E, V]
+    if not (embed.isfinite().all() and output.isfinite().all()):
+        refuse_nonfinite(model, "embeddings")
     return CircuitScores(
         copying=signed_share(embed @ weights.W_V[head], weights.W_O[head] @ output),
         self_match=signed_share(embed @ weights.W_Q[head], (embed @ weights.W_K[head]).T),

@@ -4,6 +4,7 @@ import argparse
 import base64
 import io
 import json
+import math
 import os
 import shutil
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..errors import DCFormerError, refused, require_extra
+from ..errors import CONFIG_ERRORS, DCFormerError, refused, require_extra
 from .attribution import attribute_heads
 from .circuits import single_token
 from .diversity import Diversity, head_diversity
@@ -88,12 +89,25 @@ def _new_folder(path: Path) -> Iterator[Path]:
 
 
 def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
-    from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoImageProcessor,
+        AutoModelForCausalLM,
+        AutoModelForImageClassification,
+        AutoTokenizer,
+    )
 
+    with refused(OSError, *CONFIG_ERRORS, what=folder):
+        config = AutoConfig.from_pretrained(folder)
+    if is_image != hasattr(config, "patch_size"):
+        reads, wants = ("texts", "--text") if is_image else ("images", "--image")
+        raise DCFormerError(f"{folder} is a model of {reads} ({config.model_type}): give {wants}.")
     model_class: Any = AutoModelForImageClassification if is_image else AutoModelForCausalLM
     reader: Any = AutoImageProcessor if is_image else AutoTokenizer
     with refused(OSError, ValueError, KeyError, RuntimeError, what=folder):
-        return model_class.from_pretrained(folder, attn_implementation="eager").eval(), reader.from_pretrained(folder)
+        # in float32, whatever it is stored in: integrals of bfloat16 gradients do not add up
+        model = model_class.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+        return model, reader.from_pretrained(folder)
 
 
 def _analyse(options: argparse.Namespace) -> None:
@@ -102,11 +116,10 @@ def _analyse(options: argparse.Namespace) -> None:
     with _new_folder(output) as work:
         model, reader = _load(options.model, options.image is not None)
         number = chosen([options.layer], len(layers_of(model)), "--layer")[0] if options.layer is not None else None
-        inputs, tokens = _read(options, reader)
-        found = trace(model, inputs)
-        found.tokens = tokens
+        inputs = _read(options, reader)
+        found = trace(model, inputs, tokenizer=reader if options.image is None else None)
         summary = composition_summary(found)
-        metrics: dict[str, Any] = {"model": options.model, "tokens": tokens, "length": found.length}
+        metrics: dict[str, Any] = {"model": options.model, "tokens": found.tokens, "length": found.length}
         metrics |= {"composition": [_plain(one) for one in summary]}
         metrics["map_diversity"] = {
             f"{metric} of {which}": map_diversity(found, which, metric).tolist()
@@ -123,25 +136,38 @@ def _analyse(options: argparse.Namespace) -> None:
             figure.savefig(work / f"{name}.png", dpi=110)
         if found.length <= MAX_TOKENS:
             (work / "heads.html").write_text(head_view(found, title=options.model), encoding="utf-8")
-        (work / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+        (work / "metrics.json").write_text(_json(metrics) + "\n", encoding="utf-8")
         (work / "report.html").write_text(_report(options, figures, summary, metrics), encoding="utf-8")
         written = sorted(file.name for file in work.iterdir())
     print(f"wrote {', '.join(written)} to {output}")
 
 
-def _read(options: argparse.Namespace, reader: Any) -> tuple[Any, list[str] | None]:
-    """The model's inputs, and labels of tokens."""
+def _json(metrics: Any) -> str:
+    """JSON, which has no NaN: null stands for it (the means of a text of one token)."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(metrics), indent=1, allow_nan=False)
+
+
+def _read(options: argparse.Namespace, reader: Any) -> Any:
+    """The model's inputs."""
     if options.image is None:
         inputs = reader(options.text.replace("\\n", "\n"), return_tensors="pt")
         if not inputs["input_ids"].numel():
             raise DCFormerError(f"--text {options.text!r} has no tokens.")
-        return inputs, reader.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+        return inputs
     require_extra("vision", "--image", "PIL")
     from PIL import Image
 
     with refused(OSError, what=f"--image {options.image}"):
         image = Image.open(options.image).convert("RGB")
-    return reader(images=image, return_tensors="pt"), None
+    return reader(images=image, return_tensors="pt")
 
 
 def _target(options: argparse.Namespace, model: Any, reader: Any) -> int:
@@ -183,9 +209,12 @@ def _figures(
     metrics["shown"]["terms"] = {term: part.tolist() for term, part in entry.terms.items()}
 
     models = {options.model: model} | ({options.compare: options.compare} if options.compare else {})
+    names = [Path(name).resolve().name for name in models]
+    if len(set(names)) < len(names):
+        names[1] += " (--compare)"
     diversities: dict[str, tuple[Diversity, Diversity]] = {
-        Path(name).name: (head_diversity(one, "qk", options.form), head_diversity(one, "ov", options.form))
-        for name, one in models.items()
+        name: (head_diversity(one, "qk", options.form), head_diversity(one, "ov", options.form))
+        for name, one in zip(names, models.values(), strict=True)
     }
     metrics["diversity"] = {
         name: {one.circuit: {"form": one.form, "area": one.area.tolist(), "k90": one.k90.tolist()} for one in pair}
@@ -241,7 +270,8 @@ def _report(
         figure.savefig(buffer, format="png", dpi=110)
         data = base64.b64encode(buffer.getvalue()).decode()
         caption = escape(_CAPTIONS[name])
-        image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+        # of its own size, so that its letters can be read: what is wider than the page is moved sideways
+        image = f'<div tabindex="0"><img alt="{caption}" src="data:image/png;base64,{data}"></div>'
         parts.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
     rows = "".join(
         f"<tr><th>{one.layer} {one.stage}</th><td>{one.deviation:.2f}</td>"
@@ -259,7 +289,7 @@ def _report(
 <html lang="en"><head><meta charset="utf-8"><title>{escape(options.model)}: composed heads</title><style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: auto; padding: 1rem; }}
 html {{ background: {ground}; color: {ink}; }}
-img {{ max-width: 100%; }} figure {{ margin: 1.5rem 0; }} td, th {{ padding: .2rem .6rem; text-align: right; }}
+figure {{ margin: 1.5rem 0; }} td, th {{ padding: .2rem .6rem; text-align: right; }}
 a {{ color: inherit; }} div {{ overflow-x: auto; }} pre {{ white-space: pre-wrap; }}
 </style></head><body>
 <h1>{escape(options.model)}: composed heads</h1>

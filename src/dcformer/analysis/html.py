@@ -31,7 +31,7 @@ def _bits(tensor: torch.Tensor) -> str:
 
 
 def _stage(layer: LayerAnalysis, stage: str, batch: int, rows: list[int], visible: torch.Tensor) -> dict[str, Any]:
-    before = layer.maps(stage)[0][batch, :, rows]  # [H, N, S]
+    before = layer.maps(stage)[0][batch, :, rows].cpu()  # [H, N, S]
     weights = layer.composition(stage)
     found: dict[str, Any] = {"before": _floats(before[:, visible])}
     if weights is None:
@@ -70,10 +70,7 @@ def head_view(
     Raises:
         DCFormerError: on more than 256 queries, and labels that do not fit.
     """
-    tokens = tokens or trace.tokens or [str(position) for position in range(trace.length)]
-    if len(tokens) != trace.length:
-        raise DCFormerError(f"{len(tokens)} tokens for a trace of {trace.length}: expected a label for each.")
-    chosen([batch], len(trace.real), "batch index")
+    labels = trace.labels(batch, tokens)
     shown = list(trace.positions) if positions is None else chosen(positions, trace.length, "position")
     if len(shown) > MAX_TOKENS:
         raise DCFormerError(
@@ -82,11 +79,10 @@ def head_view(
     rows = [trace.row(position) for position in shown]
     layers = []
     for number, layer in trace.layers.items():
-        visible = layer.visible[min(batch, len(layer.visible) - 1)].any(0)[rows].cpu()  # [N, S]
-        visible = visible & trace.real[batch] & trace.real[batch, shown, None]
+        visible = trace.visible(number, batch)[rows]  # [N, S]
         stages = {stage: _stage(layer, stage, batch, rows, visible) for stage in STAGES}
         layers.append({"number": number, "heads": layer.z.shape[2], "visible": _bits(visible), **stages})
-    data = {"title": title, "tokens": list(tokens), "positions": shown, "layers": layers}
+    data = {"title": title, "tokens": labels, "positions": shown, "layers": layers}
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("</", "<\\/").replace("<!", "<\\u0021")
     page = _TEMPLATE.read_text(encoding="utf-8")
     safe = title.replace("&", "&amp;").replace("<", "&lt;")

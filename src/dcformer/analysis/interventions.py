@@ -24,6 +24,8 @@ Heads = Iterable[tuple[int, int]]
 
 def _named(names: Iterable[str] | str | None, known: Sequence[str], what: str) -> list[str]:
     names = list(known) if names is None else [names] if isinstance(names, str) else list(names)
+    if not names:
+        raise DCFormerError(f"no {what} is named: expected some of {tuple(known)}.")
     if unknown := [name for name in names if name not in known]:
         raise DCFormerError(f"{what} {unknown[0]!r} is unknown: expected some of {tuple(known)}.")
     return names
@@ -47,6 +49,8 @@ def _heads_by_layer(layers: list[Layer], heads: Heads | None) -> dict[int, list[
             raise DCFormerError(f"heads holds {pair!r}: expected pairs (layer, head).")
         (number,) = chosen([pair[0]], len(layers), "layer")
         result.setdefault(number, []).extend(chosen([pair[1]], layers[number].heads, "head"))
+    if not result:
+        raise DCFormerError("heads is empty: name pairs (layer, head).")
     return result
 
 
@@ -135,8 +139,8 @@ def ablate(
 
     Args:
         model: of this package.
-        heads: pairs (layer, head). Alone: their outputs z are scaled. With `terms` or `stages`: the heads that receive
-            the terms.
+        heads: pairs (layer, head), one at least. Alone: their outputs z are scaled. With `terms` or `stages`: the heads
+            that receive the terms.
         terms: of "input", "static", "q_proj", "q_gate", "k_proj", "k_gate"; without them, a stage stands for all but
             "input", so that ablating it leaves attention without this composition.
         stages: "pre", "post" or both (the default with `terms`).
@@ -160,14 +164,15 @@ def ablate(
         names = _named(terms, TERMS, "term") if terms is not None else list(TERMS[1:])
         at_stages, by_layer = _named(stages, STAGES, "stage"), _heads_by_layer(found, heads)
         handles = []
-        for number in chosen(layers, len(found), "layer"):
-            receivers = by_layer.get(number, [])
-            values = torch.ones(found[number].heads)
-            values[receivers] = scale
+        numbers = chosen(layers, len(found), "layer")
+        if layers is not None and heads is not None and (missed := sorted(set(by_layer) - set(numbers))):
+            raise DCFormerError(f"heads of layer {missed[0]} are named, but layers={numbers}: leave layers out.")
+        for number in (number for number in numbers if number in by_layer):
+            values = torch.ones(found[number].heads, device=found[number].attention.o_proj.weight.device)
+            values[by_layer[number]] = scale
             ones = torch.ones_like(values)
             scales = {stage: {term: values if term in names else ones for term in TERMS} for stage in at_stages}
-            if receivers:
-                handles.append(change_terms(found[number], scales))
+            handles.append(change_terms(found[number], scales))
     with hooked(handles):
         yield
 

@@ -5,7 +5,7 @@ variant of attention, and nothing else has to be known of the model.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -50,13 +50,14 @@ def layers_of(model: nn.Module) -> list[Layer]:
     return found
 
 
-def chosen(numbers: Iterable[int] | int | None, count: int, what: str) -> list[int]:
+def chosen(numbers: Iterable[int] | int | None, count: int, what: str, from_end: bool = True) -> list[int]:
     """Numbers counted from 0, or from the end where negative, as numbers from 0.
 
     Args:
         numbers: of layers, heads or positions; None for all.
         count: how many there are.
         what: they are, for the message.
+        from_end: take negative numbers, which token ids are not to be.
 
     Raises:
         DCFormerError: on a number out of range, and on no number.
@@ -65,7 +66,9 @@ def chosen(numbers: Iterable[int] | int | None, count: int, what: str) -> list[i
         return list(range(count))
     result = []
     for number in numbers if isinstance(numbers, Iterable) else [numbers]:
-        if not -count <= number < count:
+        if int(number) != number:
+            raise DCFormerError(f"{what} {number} is no whole number.")
+        if not (-count if from_end else 0) <= number < count:
             raise DCFormerError(f"{what} {number} is out of range: there are {count}, numbered 0 to {count - 1}.")
         result.append(int(number) % count)
     if not result:
@@ -73,18 +76,28 @@ def chosen(numbers: Iterable[int] | int | None, count: int, what: str) -> list[i
     return result
 
 
-def require_finite(model: nn.Module, number: int, layer: Layer) -> None:
-    """Refuses NaN and infinity among a layer's parameters.
+def refuse_nonfinite(model: nn.Module, what: str) -> NoReturn:
+    """Says where NaN and infinity in a result come from.
+
+    Args:
+        model: that gave it.
+        what: the result, for the message.
 
     Raises:
-        DCFormerError: naming the layer and the parameter.
+        DCFormerError: naming the layer and the parameter; or the result, where all parameters are finite.
     """
-    for name, parameter in layer.module.named_parameters():
-        if not parameter.isfinite().all():
-            raise DCFormerError(
-                f"layer {number}: {name} of {type(model).__name__} holds NaN or infinity. Load the checkpoint again, "
-                "or find the training step after which it was saved."
-            )
+    places = [(f"layer {number}: ", layer.module) for number, layer in enumerate(layers_of(model))] + [("", model)]
+    for place, module in places:
+        for name, parameter in module.named_parameters():
+            if not parameter.isfinite().all():
+                raise DCFormerError(
+                    f"{place}{name} of {type(model).__name__} holds NaN or infinity. Load the checkpoint again, "
+                    "or find the training step after which it was saved."
+                )
+    raise DCFormerError(
+        f"{what} hold NaN or infinity, and no parameter does: either the inputs do, or the numbers are too large for "
+        "the model's dtype; load it in float32."
+    )
 
 
-__all__ = ["Layer", "chosen", "layers_of", "require_finite"]
+__all__ = ["Layer", "chosen", "layers_of", "refuse_nonfinite"]

@@ -6,7 +6,6 @@ Letters: B batch, N queries that were kept, S keys, H heads.
 import torch
 
 from ..errors import DCFormerError
-from .summary import visible_rows
 from .tracing import MAPS, AnalysisTrace
 
 
@@ -36,8 +35,8 @@ def map_diversity(trace: AnalysisTrace, which: str, metric: str = "js") -> torch
             "negative): take which='weights', or metric='cosine'."
         )
     results = []
-    for layer in trace.layers.values():
-        visible = visible_rows(trace, layer)  # [B, N, S]
+    for number, layer in trace.layers.items():
+        visible = torch.stack([trace.visible(number, b) for b in range(len(trace.real))])  # [B, N, S]
         maps = getattr(layer, which).double().cpu() * visible[:, None]  # [B, H, N, S]
         rows = maps.transpose(1, 2)[visible.sum(-1) > 1]  # [rows, H, S]
         results.append(_divergence(rows) if metric == "js" else _cosine_distance(rows))

@@ -23,6 +23,7 @@ from .tracing import AnalysisTrace
 Figure = Any  # matplotlib.figure.Figure, which is imported when one is made
 
 FONT = 11  # points
+MINUS = "\N{MINUS SIGN}"  # wider than a hyphen
 LABELS = {
     "input": "input",
     "static": "static",
@@ -76,10 +77,10 @@ def _figure(theme: Theme, width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), facecolor=theme.ground, layout="constrained")
 
 
-def _dress(axes: Any, theme: Theme, title: str = "", x: str = "", y: str = "") -> None:
-    """Colours, sizes and names of an axes."""
+def _dress(axes: Any, theme: Theme, title: str = "", x: str = "", y: str = "", loc: str = "center") -> None:
+    """Colours, sizes and names of an axes; wide ones have their title on the left, where they are seen first."""
     axes.set_facecolor(theme.ground)
-    axes.set_title(title, color=theme.ink, fontsize=FONT + 1)
+    axes.set_title(title, color=theme.ink, fontsize=FONT + 1, loc=loc)
     axes.set_xlabel(x, color=theme.ink, fontsize=FONT)
     axes.set_ylabel(y, color=theme.ink, fontsize=FONT)
     axes.tick_params(colors=theme.ink, labelsize=FONT)
@@ -118,12 +119,13 @@ def _heat(axes: Any, values: Any, theme: Theme, limit: float | None = None, numb
         if numbers:
             text = f"{value:.2g}" if abs(value) >= 0.005 * limit else "0"
         elif value < -0.04 * limit:
-            text = "-"
+            text = MINUS
         else:
             continue
         colour = _readable(image, value, theme)
         weight = "normal" if numbers else "bold"
-        axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=FONT - 1, weight=weight)
+        size = FONT - 1 if numbers else FONT + 3
+        axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=size, weight=weight)
     return image
 
 
@@ -134,43 +136,43 @@ def _scale(figure: Figure, image: Any, axes: Any, theme: Theme, label: str) -> N
     bar.outline.set_edgecolor(theme.quiet)
 
 
-def _legend(axes: Any, theme: Theme, **options: Any) -> None:
-    axes.legend(fontsize=FONT, labelcolor=theme.ink, facecolor=theme.ground, edgecolor=theme.quiet, **options)
+def _legend(place: Any, theme: Theme, **options: Any) -> None:
+    """Of an axes, or of a figure."""
+    place.legend(fontsize=FONT, labelcolor=theme.ink, facecolor=theme.ground, edgecolor=theme.quiet, **options)
 
 
 def _heads(axes: Any, numbers: Sequence[int]) -> None:
     axes.set_yticks(range(len(numbers)), [str(number) for number in numbers])
 
 
-def _tokens(trace: AnalysisTrace, tokens: Sequence[str] | None) -> list[str]:
-    tokens = trace.tokens if tokens is None else tokens
-    if tokens is None:
-        return [str(position) for position in range(trace.length)]
-    if len(tokens) != trace.length:
-        raise DCFormerError(f"{len(tokens)} tokens for a trace of {trace.length}: expected a label for each.")
-    return ["\\n" if token == "\n" else token for token in tokens]
-
-
 def diversity_curves(models: Mapping[str, tuple[Diversity, Diversity]], theme: str = "light") -> Figure:
     """Captured variance over the number of directions, of QK and OV circuits (paper Figure 5).
 
     Args:
-        models: name -> its diversities (QK, OV), of one form. A thin line is a layer, a thick one their mean.
+        models: name -> its diversities (QK, OV), all of one form. A thin line is a layer, a thick one their mean.
+
+    Raises:
+        DCFormerError: on no model, on several forms, and on circuits in another order.
     """
     colours = _theme(theme)
+    forms = {found.form for pair in models.values() for found in pair}
+    if len(forms) != 1 or any((qk.circuit, ov.circuit) != ("qk", "ov") for qk, ov in models.values()):
+        raise DCFormerError(
+            f"{len(models)} models with diversities of the forms {sorted(forms)}: expected one at least, each with its "
+            "circuits (QK, OV), and one form."
+        )
     figure = _figure(colours, 10, 4.2)
     for place, circuit in enumerate(("QK", "OV")):
         axes = figure.add_subplot(1, 2, place + 1)
         for number, (name, pair) in enumerate(models.items()):
             found, colour = pair[place], colours.series[number % len(colours.series)]
             k = np.arange(1, found.curves.shape[1] + 1)
-            axes.plot(k, found.curves.T, color=colour, linewidth=0.7, alpha=0.45)
+            axes.plot(k, found.curves.T.numpy(), color=colour, linewidth=0.7, alpha=0.45)
             label = f"{name}: area {found.area.mean():.3f}, k90 {found.k90.double().mean():.0f}"
-            axes.plot(k, found.mean, color=colour, linewidth=2.6, linestyle=_DASHES[number % 4], label=label)
+            axes.plot(k, found.mean.numpy(), color=colour, linewidth=2.6, linestyle=_DASHES[number % 4], label=label)
         axes.set_ylim(0, 1.02)
         axes.grid(color=colours.quiet, linewidth=0.5)
-        form = next(iter(models.values()))[place].form
-        _dress(axes, colours, f"{circuit} circuits, form “{form}”", "directions k", "captured variance")
+        _dress(axes, colours, f"{circuit} circuits, form “{forms.copy().pop()}”", "directions k", "captured variance")
         _legend(axes, colours)
     return figure
 
@@ -181,6 +183,9 @@ def breakdown_strip(found: Breakdown, tokens: Sequence[str] | None = None, theme
     Args:
         found: of `breakdown`.
         tokens: labels of all tokens, to name the pair in the title.
+
+    Raises:
+        DCFormerError: on fewer tokens than the entry's positions.
     """
     colours = _theme(theme)
     columns: list[tuple[str, torch.Tensor]] = [("before", found.before)]
@@ -199,7 +204,7 @@ def breakdown_strip(found: Breakdown, tokens: Sequence[str] | None = None, theme
     axes = figure.add_subplot()
     scaled = values.clone()  # coloured on two scales, each printed with its numbers
     scaled[:, groups[1]] *= maps_limit / (parts_limit or 1.0)
-    image = axes.imshow(scaled, cmap=_diverging(colours), vmin=-maps_limit, vmax=maps_limit, aspect="auto")
+    image = axes.imshow(scaled.numpy(), cmap=_diverging(colours), vmin=-maps_limit, vmax=maps_limit, aspect="auto")
     for head in range(heads):
         for column in range(len(columns)):
             ink = _readable(image, float(scaled[head, column]), colours)
@@ -212,6 +217,7 @@ def breakdown_strip(found: Breakdown, tokens: Sequence[str] | None = None, theme
     _heads(axes, range(heads))
     pair = f"query {found.t}, key {found.s}"
     if tokens is not None:
+        chosen([found.t, found.s], len(tokens), "position")
         pair = f"query {tokens[found.t]!r} ({found.t}), key {tokens[found.s]!r} ({found.s})"
     hidden = "; ".join(
         f"{name[0]} hidden " + ", ".join(f"{x:.2f}" for x in projection.hidden.flatten().tolist())
@@ -241,32 +247,36 @@ def attention_rows(
         heads: which; all by default.
         component: (side, rank, "down" or "up") drawn below, along the sequence; None for nothing.
         tokens: labels; those of the trace by default.
+
+    Keys before the first and after the last one that the query sees are left out.
     """
-    colours, labels = _theme(theme), _tokens(trace, tokens)
+    colours, layer = _theme(theme), trace.number(layer)
+    labels = ["\\n" if token == "\n" else token for token in trace.labels(batch, tokens)]
     row = trace.row(t)
-    before, after = (maps[batch, :, row].float() for maps in trace.layer(layer).maps(stage))  # [H, S]
+    before, after = (maps[batch, :, row].float().cpu() for maps in trace.layer(layer).maps(stage))  # [H, S]
     numbers = chosen(heads, before.shape[0], "head")
-    last = trace.positions[row] + 1 if trace.grid is None else trace.length
+    visible = trace.visible(layer, batch)[row]  # [S]
+    seen = [trace.positions[row], *visible.nonzero()[:, 0].tolist()]
+    keys = range(min(seen), max(seen) + 1)
     count = 2 + (component is not None)
-    figure = _figure(colours, min(60.0, max(7.0, 1.8 + 0.36 * last)), 1.0 + count * (1.1 + 0.3 * len(numbers)))
-    visible = trace.layer(layer).visible[min(batch, len(trace.layer(layer).visible) - 1), 0, row, :last].cpu()
+    figure = _figure(colours, min(60.0, max(7.0, 1.8 + 0.36 * len(keys))), 1.0 + count * (1.1 + 0.3 * len(numbers)))
     for place, (name, values) in enumerate(zip(MAP_NAMES[stage], (before, after), strict=True)):
         axes = figure.add_subplot(count, 1, place + 1)
-        image = _heat(axes, (values[numbers, :last] * visible), colours, numbers=False)
+        image = _heat(axes, (values[numbers] * visible)[:, keys], colours, numbers=False)
         _heads(axes, numbers)
-        _ticks(axes, labels[:last])
-        _dress(axes, colours, f"Layer {layer}, query {labels[trace.positions[row]]!r}: {name}", "", "head")
+        _ticks(axes, [labels[key] for key in keys])
+        _dress(axes, colours, f"Layer {layer}, query {labels[trace.positions[row]]!r}: {name}", "", "head", loc="left")
         _scale(figure, image, axes, colours, name)
     if component is not None:
         side, rank, part = component
-        values = component_over_keys(trace, layer, stage, side, rank, numbers, part, batch).float()
+        values = component_over_keys(trace, layer, stage, side, rank, numbers, part, batch).float().cpu()
         at = list(range(trace.length)) if side == "key" else trace.positions
-        shown = [place for place, position in enumerate(at) if position < last]
+        shown = [place for place, position in enumerate(at) if position in keys]
         axes = figure.add_subplot(count, 1, 3)
         image = _heat(axes, values[:, shown], colours, numbers=False)
         _heads(axes, numbers)
         _ticks(axes, [labels[at[place]] for place in shown])
-        _dress(axes, colours, f"{side}-wise {part}, component {rank}, along the sequence", "", "head")
+        _dress(axes, colours, f"{side}-wise {part}, component {rank}, along the sequence", "", "head", loc="left")
         _scale(figure, image, axes, colours, part)
     return figure
 
@@ -278,9 +288,15 @@ def _ticks(axes: Any, labels: Sequence[str]) -> None:
     )
 
 
+def _some(summary: Sequence[StageSummary]) -> Sequence[StageSummary]:
+    if not summary:
+        raise DCFormerError("the summary is empty: expected what composition_summary returns.")
+    return summary
+
+
 def mean_maps(summary: Sequence[StageSummary], theme: str = "light") -> Figure:
     """The mean map from heads to heads, identity subtracted, per layer (columns) and stage (rows)."""
-    colours = _theme(theme)
+    colours, summary = _theme(theme), _some(summary)
     stages = [stage for stage in MAP_NAMES if any(one.stage == stage for one in summary)]
     layers = sorted({one.layer for one in summary})
     size = max(2.7, 0.34 * summary[0].mean_map.shape[0])
@@ -301,9 +317,9 @@ def mean_maps(summary: Sequence[StageSummary], theme: str = "light") -> Figure:
 
 def term_shares(summary: Sequence[StageSummary], theme: str = "light") -> Figure:
     """The share of each term in what composition changes, per layer and stage; shares add up to 1."""
-    colours = _theme(theme)
+    colours, summary = _theme(theme), _some(summary)
     terms = [term for term in TERMS[1:] if any(one.shares[term] for one in summary)] or list(TERMS[1:])
-    figure = _figure(colours, max(7.5, 2.0 + 1.25 * len(summary)), 4.4)
+    figure = _figure(colours, max(7.5, 2.0 + 1.25 * len(summary)), 4.8)
     axes = figure.add_subplot()
     width = 0.8 / len(terms)
     for number, term in enumerate(terms):
@@ -316,10 +332,10 @@ def term_shares(summary: Sequence[StageSummary], theme: str = "light") -> Figure
         labels = [f"{height:.0%}" for height in heights]
         axes.bar_label(bars, labels, color=colours.ink, fontsize=FONT - 1, padding=2, rotation=90)
     axes.axhline(0, color=colours.ink, linewidth=1)
-    axes.margins(y=0.16)
+    axes.margins(y=0.2)  # room for the numbers
     axes.set_xticks(range(len(summary)), [f"layer {one.layer}\n{one.stage}" for one in summary])
     _dress(axes, colours, "Share of each term in E|A' - A|", "", "share")
-    _legend(axes, colours, ncols=len(terms))
+    _legend(figure, colours, ncols=len(terms), loc="outside lower center")
     return figure
 
 
@@ -376,7 +392,7 @@ def attention_over_image(
     batch: int = 0,
     theme: str = "light",
 ) -> Figure:
-    """Where a patch of an image looks, per head: a map before composition and after (DCViT).
+    """Where a patch of an image looks, per head: a map before composition and after (DCViT). A frame marks the patch.
 
     Args:
         trace: of a model of images.
@@ -386,19 +402,27 @@ def attention_over_image(
         heads: which; all by default.
 
     Raises:
-        DCFormerError: on a trace of a text.
+        DCFormerError: on a trace of a text, and an image of another shape.
     """
     if trace.grid is None:
         raise DCFormerError("attention_over_image needs a trace of a model of images.")
+    image = np.asarray(image)
+    if image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in (1, 3, 4)):
+        raise DCFormerError(
+            f"image of shape {image.shape}: expected [rows, columns] or [rows, columns, 3], channels last."
+        )
+    (batch,) = chosen([batch], len(trace.real), "batch index")
     colours = _theme(theme)
     row, patches = trace.row(t), trace.grid[0] * trace.grid[1]
     offset = trace.length - patches  # 1 with a class token
-    maps = [m[batch, :, row, offset:].float().unflatten(-1, trace.grid) for m in trace.layer(layer).maps(stage)]
+    maps = [m[batch, :, row, offset:].float().cpu().unflatten(-1, trace.grid) for m in trace.layer(layer).maps(stage)]
     numbers = chosen(heads, maps[0].shape[0], "head")
     figure = _figure(colours, 2.6 + 1.75 * len(numbers), 4.4)
+    from matplotlib.patches import Rectangle
+
     grid = figure.add_gridspec(2, len(numbers) + 1)
     picture = figure.add_subplot(grid[:, 0])
-    picture.imshow(np.asarray(image), cmap="gray", extent=(-0.5, trace.grid[1] - 0.5, trace.grid[0] - 0.5, -0.5))
+    picture.imshow(image, cmap="gray", extent=(-0.5, trace.grid[1] - 0.5, trace.grid[0] - 0.5, -0.5))
     picture.set_xticks([])
     picture.set_yticks([])
     _dress(picture, colours, "image")
@@ -417,7 +441,8 @@ def attention_over_image(
     for axes in figure.axes:
         if trace.positions[row] >= offset and axes.get_images() and axes.get_label() != "<colorbar>":
             y, x = divmod(trace.positions[row] - offset, trace.grid[1])
-            axes.plot([x], [y], "o", markersize=7, markerfacecolor="none", markeredgecolor=colours.series[2], mew=2)
+            frame = Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, fill=False, edgecolor=colours.series[2], linewidth=2.5)
+            axes.add_patch(frame)
     return figure
 
 

@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from .terms import TERMS, term_maps
-from .tracing import STAGES, AnalysisTrace, LayerAnalysis
+from .tracing import STAGES, AnalysisTrace
 
 
 @dataclass
@@ -59,18 +59,12 @@ def composition_summary(trace: AnalysisTrace) -> list[StageSummary]:
     return [_summarise(trace, *at) for at in tqdm(work, desc="summary", leave=False, delay=2)]
 
 
-def visible_rows(trace: AnalysisTrace, layer: LayerAnalysis) -> torch.Tensor:
-    """[B, N, S]: which keys each kept query sees; none for padding."""
-    visible = layer.visible.any(dim=1).cpu()  # [B or 1, N, S]
-    real = trace.real[:, trace.positions, None]  # [B, N, 1]
-    return visible & real & trace.real[:, None, :]
-
-
 def _summarise(trace: AnalysisTrace, number: int, stage: str) -> StageSummary:
     layer = trace.layers[number]
     before, after = layer.maps(stage)
     batch, heads = before.shape[:2]
-    weights, visible = layer.composition(stage), visible_rows(trace, layer)
+    weights = layer.composition(stage)
+    visible = torch.stack([trace.visible(number, b) for b in range(batch)])  # [B, N, S]
     count, deviation, change = 0, 0.0, 0.0
     signed, magnitude = dict.fromkeys(TERMS[1:], 0.0), dict.fromkeys(TERMS[1:], 0.0)
     total = torch.zeros(heads, heads, dtype=torch.float64)
@@ -115,8 +109,9 @@ def _summarise(trace: AnalysisTrace, number: int, stage: str) -> StageSummary:
         summary.borrowed = (summary.flow.sum() - summary.flow.diagonal().sum()).item()
         rows = visible.any(-1)[:, None].expand(batch, heads, -1)
         summary.row_sum = after.double().cpu().sum(-1)[rows].mean().item()
-        summary.most_negative = after.min().item()
+        seen = after.double().cpu().movedim(1, -1)[visible]  # [entries, H]
+        summary.most_negative = seen.min().item() if len(seen) else float("nan")
     return summary
 
 
-__all__ = ["StageSummary", "composition_summary", "visible_rows"]
+__all__ = ["StageSummary", "composition_summary"]

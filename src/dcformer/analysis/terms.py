@@ -4,7 +4,7 @@ Per query t and key s, composition is one H×H map, from head j (row) to head m 
 
     C = I + static + Σ_r q1 q2ᵀ + diag(q gate) + Σ_r k1 k2ᵀ + diag(k gate)        A'[m] = Σ_j A[j] C[j, m]
 
-Everything here is computed in float64.
+Everything here is computed in float64, on the CPU.
 Letters: B batch, N queries that were kept, S keys, H heads, R rank, G groups, M heads of a group.
 """
 
@@ -31,19 +31,17 @@ def term_maps(
         batch: index of the sequence.
         queries, keys: indices into the tokens of the query-wise and of the key-wise weights.
     """
-    device = queries.device
-    maps = {term: torch.zeros(1, 1, heads, heads, dtype=torch.float64, device=device) for term in TERMS}
-    maps["input"] = torch.eye(heads, dtype=torch.float64, device=device)[None, None]
+    maps = {term: torch.zeros(1, 1, heads, heads, dtype=torch.float64) for term in TERMS}
+    maps["input"] = torch.eye(heads, dtype=torch.float64)[None, None]
     if weights is None:
         return maps
     same_group = torch.block_diag(*[torch.ones(heads // weights.groups, heads // weights.groups)] * weights.groups)
-    same_group = same_group.to(device=device, dtype=torch.float64)
     if weights.static is not None:
-        maps["static"] = torch.block_diag(*weights.static.double())[None, None]
+        maps["static"] = torch.block_diag(*weights.static.double().cpu())[None, None]
     for letter, side, tokens, dim in (("q", weights.query, queries, 1), ("k", weights.key, keys, 0)):
         if side is None:
             continue
-        packed = side.by_head[batch, :, :, tokens].double()  # [H, channels, tokens]
+        packed = side.by_head[batch, :, :, tokens].double().cpu()  # [H, channels, tokens]
         chosen_side = SideWeights(packed[None])
         if chosen_side.down is not None and chosen_side.up is not None:
             low_rank = torch.einsum("jnr,mnr->njm", chosen_side.down[0], chosen_side.up[0])  # [tokens, H, H]
@@ -137,7 +135,7 @@ def breakdown(trace: AnalysisTrace, layer: int, stage: str, t: int, s: int, batc
     """
     analysis = trace.layer(layer)
     row, s, query, key = _at(trace, t, s, batch)
-    before, after = (maps[batch, :, row, s] for maps in analysis.maps(stage))  # [H]
+    before, after = (maps[batch, :, row, s].cpu() for maps in analysis.maps(stage))  # [H]
     weights, dtype = analysis.composition(stage), before.dtype
     maps = term_maps(weights, len(before), batch, query, key)
     sources = {term: before.double()[:, None] * matrix[0, 0] for term, matrix in maps.items()}  # [H, H]
@@ -146,12 +144,12 @@ def breakdown(trace: AnalysisTrace, layer: int, stage: str, t: int, s: int, batc
         for name, side, token in (("q_proj", weights.query, row), ("k_proj", weights.key, s)):
             if side is None or side.down is None or side.up is None:
                 continue
-            down, up = side.down[batch, :, token].double(), side.up[batch, :, token].double()  # [H, R]
+            down, up = (part[batch, :, token].double().cpu() for part in (side.down, side.up))  # [H, R]
             hidden = (before.double()[:, None] * down).unflatten(0, (weights.groups, -1)).sum(1)  # [G, R]
             hidden = hidden[0] if weights.groups == 1 else hidden
             projections[name] = Projection(down.to(dtype), hidden.to(dtype), up.to(dtype))
     return Breakdown(
-        layer=layer,
+        layer=trace.number(layer),
         stage=stage,
         t=trace.positions[row],
         s=s,
@@ -195,7 +193,7 @@ def component_over_keys(
     values = None if of_side is None else getattr(of_side, part)
     if values is None:
         raise DCFormerError(f"layer {layer} has no {side}-wise low-rank projection in stage {stage!r}.")
-    (rank,) = chosen([rank], values.shape[-1], "rank")
+    (rank,), (batch,) = chosen([rank], values.shape[-1], "rank"), chosen([batch], len(values), "batch index")
     return values[batch, chosen(heads, values.shape[1], "head"), :, rank]
 
 

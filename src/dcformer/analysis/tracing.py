@@ -3,9 +3,9 @@
 Letters: B batch, T queries, N queries that are kept, S keys, H heads, D head dim, E hidden size, V vocabulary.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..attention_dcformer import ComposeTrace, LayerTrace
 from ..compose_dcformer import ComposeWeights, SideWeights, stages
 from ..errors import DCFormerError
 from ..masks_dcformer import causal_rows, visible_and_bias
-from .layers import Layer, chosen, layers_of, require_finite
+from .layers import Layer, chosen, layers_of, refuse_nonfinite
 
 MAPS = ("scores", "composed_scores", "weights", "composed_weights")
 STAGES = ("pre", "post")
@@ -92,29 +92,58 @@ class AnalysisTrace:
         length: S, all tokens.
         real: [B, S], False for padding.
         logits: [B, N, V] of a language model, [B, labels] of a classifier of images; None without a head.
-        tokens: a label for each token of the first sequence, or None.
+        texts: [B][S], the text of each token, or None.
         grid: (rows, columns) of patches for images, else None.
     """
 
-    layers: dict[int, LayerAnalysis]
+    layers: dict[int, LayerAnalysis] = field(repr=False)
     positions: list[int]
     length: int
-    real: torch.Tensor
-    logits: torch.Tensor | None = None
-    tokens: list[str] | None = None
+    real: torch.Tensor = field(repr=False)
+    logits: torch.Tensor | None = field(default=None, repr=False)
+    texts: list[list[str]] | None = field(default=None, repr=False)
     grid: tuple[int, int] | None = None
 
-    def layer(self, number: int) -> LayerAnalysis:
-        """A layer by its number; negative numbers count the traced ones from the end.
+    @property
+    def tokens(self) -> list[str] | None:
+        """The text of each token of the first sequence, or None."""
+        return None if self.texts is None else self.texts[0]
+
+    def labels(self, batch: int = 0, given: Sequence[str] | None = None) -> list[str]:
+        """A label for each token of a sequence: those given, else the tokens' texts, else positions.
+
+        Raises:
+            DCFormerError: on an index out of range, and another number of labels than of tokens.
+        """
+        (batch,) = chosen([batch], len(self.real), "batch index")
+        if given is None:
+            given = [str(position) for position in range(self.length)] if self.texts is None else self.texts[batch]
+        if len(given) != self.length:
+            raise DCFormerError(f"{len(given)} tokens for a trace of {self.length}: expected a label for each.")
+        return list(given)
+
+    def visible(self, layer: int, batch: int = 0) -> torch.Tensor:
+        """[N, S], on the CPU: which keys the queries of a sequence see in a layer; padding sees and shows nothing."""
+        (batch,) = chosen([batch], len(self.real), "batch index")
+        mask = self.layer(layer).visible  # [B or 1, 1 or H, N, S]
+        real = self.real[batch]
+        return mask[batch if len(mask) > 1 else 0].any(dim=0).cpu() & real & real[self.positions, None]
+
+    def number(self, layer: int) -> int:
+        """The number of a layer; negative ones count the traced layers from the end.
 
         Raises:
             DCFormerError: when it was not traced.
         """
-        if number < 0 and -number <= len(self.layers):
-            return list(self.layers.values())[number]
-        if number not in self.layers:
-            raise DCFormerError(f"layer {number} was not traced: expected one of {list(self.layers)}.")
-        return self.layers[number]
+        if layer < 0 and -layer <= len(self.layers):
+            return list(self.layers)[layer]
+        if layer not in self.layers:
+            raise DCFormerError(f"layer {layer} was not traced: expected one of {list(self.layers)}.")
+        return layer
+
+    def layer(self, number: int) -> LayerAnalysis:
+        """A layer by its number, as of `number`."""
+        return self.layers[self.number(number)]
 
     def row(self, position: int) -> int:
         """Where a query position is in dimension N.
@@ -175,14 +204,22 @@ def as_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 def shape_of(model: Any, arguments: Mapping[str, Any]) -> tuple[int, int, tuple[int, int] | None]:
     """B, the number of tokens, and the grid of patches for images."""
-    if (pixels := arguments.get("pixel_values")) is not None:
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        pixels = arguments.get("pixel_values")
+        if pixels is None or pixels.ndim != 4:
+            shape = None if pixels is None else tuple(pixels.shape)
+            raise DCFormerError(f"pixel_values are {shape}: expected images, [B, channels, rows, columns].")
         patch = model.config.patch_size
         sizes = zip(pixels.shape[2:], (patch, patch) if isinstance(patch, int) else patch, strict=True)
         rows, columns = (size // of_patch for size, of_patch in sizes)
         return len(pixels), rows * columns + (model.config.pooling == "cls"), (rows, columns)
     tokens = next((arguments[name] for name in ("input_ids", "inputs_embeds") if name in arguments), None)
     if tokens is None or tokens.ndim < 2:
-        raise DCFormerError("inputs without tokens: expected input_ids [B, T], inputs_embeds or pixel_values.")
+        raise DCFormerError("inputs without tokens: expected input_ids [B, T] or inputs_embeds.")
+    if not tokens.shape[0] or not tokens.shape[1]:
+        raise DCFormerError(
+            f"inputs of {tokens.shape[0]} sequences of {tokens.shape[1]} tokens: expected one at least."
+        )
     return tokens.shape[0], tokens.shape[1], None
 
 
@@ -226,7 +263,7 @@ def trace(
         inputs: what a tokenizer or an image processor returns, or token ids [B, T].
         layers: numbers of the layers to keep; all by default.
         positions: query positions to keep, of all sequences; all by default. Keys are always all.
-        tokenizer: gives the trace labels of the first sequence's tokens.
+        tokenizer: gives the trace the tokens' texts, for labels.
 
     Returns:
         `AnalysisTrace`. The forward pass computes exactly what it does without a trace.
@@ -249,10 +286,8 @@ def trace(
     analyses = {}
     for number in wanted:
         record, maps = seen[number], rows.maps[number]
-        if not all(getattr(maps, name).isfinite().all() for name in MAPS):
-            for earlier, layer in enumerate(found[: number + 1]):
-                require_finite(model, earlier, layer)
-            raise DCFormerError(f"layer {number}: attention maps hold NaN or infinity: the inputs or embeddings do.")
+        if not all(tensor.isfinite().all() for tensor in (*vars(maps).values(), record["resid_post"])):
+            refuse_nonfinite(model, f"layer {number}: attention maps or hidden states")
         layer = found[number]
         analyses[number] = LayerAnalysis(
             **vars(maps),
@@ -260,16 +295,34 @@ def trace(
             W_O=layer.output_weights().detach(),
             b_O=None if layer.attention.o_proj.bias is None else layer.attention.o_proj.bias.detach(),
         )
-    real, mask = torch.ones(batch, length, dtype=torch.bool), arguments.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        real = mask.bool().cpu()
     logits = getattr(outputs, "logits", None)
     if logits is not None and logits.ndim == 3:
         logits = rows.rows(logits, dim=1)
-    labels = None
+    if logits is not None and not logits.isfinite().all():
+        refuse_nonfinite(model, "logits")
+    texts = None
     if tokenizer is not None and "input_ids" in arguments:
-        labels = tokenizer.convert_ids_to_tokens(arguments["input_ids"][0].tolist())
-    return AnalysisTrace(analyses, kept or list(range(length)), length, real, logits, labels, grid)
+        texts = [token_texts(tokenizer, row) for row in arguments["input_ids"].tolist()]
+    real = real_tokens(arguments, batch, length)
+    return AnalysisTrace(analyses, kept or list(range(length)), length, real, logits, texts, grid)
+
+
+def real_tokens(arguments: Mapping[str, Any], batch: int, length: int) -> torch.Tensor:
+    """[B, S], on the CPU: False for padding. Masks of other shapes than [B, S] have none."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return mask.bool().cpu()
+    return torch.ones(batch, length, dtype=torch.bool)
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text of each token; of tokens that are no text by themselves (part of a character), their name."""
+    names = tokenizer.convert_ids_to_tokens(list(ids))
+    texts = [tokenizer.decode([number]) for number in ids]
+    return [
+        name if not text or "\N{REPLACEMENT CHARACTER}" in text else text
+        for name, text in zip(names, texts, strict=True)
+    ]
 
 
 def _check_size(batch: int, heads: int, length: int, layers: int, kept: list[int] | None, model: nn.Module) -> None:
@@ -318,7 +371,9 @@ def _record_layer(number: int, layer: Layer, rows: _Rows, record: dict[str, Any]
         rows.current = number
         states = arguments[0] if arguments else options["hidden_states"]
         mask = options.get("attention_mask", arguments[1] if len(arguments) > 1 else None)
-        record["visible"] = rows.rows(_visible(attention, mask, states.shape[1], states.device))
+        is_causal = options.get("is_causal")
+        is_causal = getattr(attention, "is_causal", True) if is_causal is None else is_causal
+        record["visible"] = rows.rows(_visible(mask, is_causal, states.shape[1], states.device))
 
     def composition(module: Any, arguments: Any, generated: Any) -> None:
         record["pre"], record["post"] = (_query_rows(weights, rows) for weights in stages(module, generated))
@@ -349,11 +404,11 @@ def _record_layer(number: int, layer: Layer, rows: _Rows, record: dict[str, Any]
     ]
 
 
-def _visible(attention: Any, mask: Any, length: int, device: torch.device) -> torch.Tensor:
-    """[B or 1, 1 or H, T, S], as `eager_attention` reads the mask."""
+def _visible(mask: Any, is_causal: bool, length: int, device: torch.device) -> torch.Tensor:
+    """[B or 1, 1 or H, T, S], as `eager_attention` reads its arguments."""
     if isinstance(mask, torch.Tensor):
         return visible_and_bias(mask)[0]
-    if getattr(attention, "is_causal", True):
+    if is_causal:
         return causal_rows(length, length, None, device)[:, None]
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
 
@@ -378,7 +433,9 @@ __all__ = [
     "LayerAnalysis",
     "as_arguments",
     "map_bytes",
+    "real_tokens",
     "require_eager",
     "shape_of",
+    "token_texts",
     "trace",
 ]

@@ -115,6 +115,7 @@ def register() -> None:
     adapters = {architecture: __getattr__(name) for architecture, name in ARCHITECTURES.items()}
     from transformer_lens.factories import architecture_adapter_factory as factory
 
+    factory.ArchitectureAdapterFactory.discover_entry_points()  # before the tables have our names, as it warns of such
     for architecture, adapter in adapters.items():
         factory.ArchitectureAdapterFactory.register_adapter(architecture, adapter)
         factory.SUPPORTED_ARCHITECTURES[architecture] = adapter

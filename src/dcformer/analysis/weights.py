@@ -13,13 +13,14 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ..configuration_dcformer import DCFormerConfig
-from ..errors import DCFormerError, refused
+from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from ..errors import CONFIG_ERRORS, DCFormerError, refused
 from ..layouts_dcformer import foreign_shape, hub_layouts, to_native
 from ..legacy_dcformer import is_hub_config
 from .layers import chosen, layers_of
 
 CIRCUITS = ("qk", "ov")
+_CONFIGS = {config.model_type: config for config in (DCFormerConfig, DCPythiaConfig)}
 
 
 @dataclass
@@ -137,7 +138,7 @@ def _from_tensors(get: Callable[[str], torch.Tensor | None], config: Any, layer:
 
 
 class StoredModel:
-    """A model folder with safetensors, read one layer at a time; the model is never built.
+    """A folder of a DCFormer or DCPythia with safetensors, read one layer at a time; the model is never built.
 
     Args:
         folder: as `save_pretrained` writes it, or in the hub format.
@@ -146,7 +147,7 @@ class StoredModel:
         config: the configuration.
 
     Raises:
-        DCFormerError: on a folder without `config.json` or without safetensors.
+        DCFormerError: on a folder without `config.json` or without safetensors, and of another model.
     """
 
     def __init__(self, folder: str | Path):
@@ -155,8 +156,15 @@ class StoredModel:
             raise DCFormerError(f"{folder}: there is no config.json; expected a model folder.")
         with refused(OSError, ValueError):
             content = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-            self.config = DCFormerConfig.from_pretrained(self.folder)
         self.is_hub = is_hub_config(content)
+        kind = content.get("model_type", "dcformer")
+        if kind not in _CONFIGS:
+            raise DCFormerError(
+                f"{folder}: model_type is {kind!r}, and folders are read of {' and '.join(_CONFIGS)} only: load the "
+                "model, and give it instead of the folder."
+            )
+        with refused(OSError, *CONFIG_ERRORS):
+            self.config = _CONFIGS[kind].from_pretrained(self.folder)
         self.files: dict[str, Path] = {}
         for file in sorted(self.folder.glob("*.safetensors")):
             with refused(Exception), safe_open(file, "pt") as tensors:
@@ -176,6 +184,8 @@ class StoredModel:
         """As the function of the same name; reads the tensors of this layer's attention only."""
         (layer,) = chosen([layer], self.config.num_hidden_layers, "layer")
         prefix = f"model.layers.{layer}.self_attn."
+        if f"{prefix}o_proj.weight" not in self.files and not self.is_hub:  # of a decoder alone
+            prefix = prefix.removeprefix("model.")
         if not self.is_hub:
             return _from_tensors(lambda name: self._read(prefix + name), self.config, layer)
         natives: dict[str, torch.Tensor] = {}
