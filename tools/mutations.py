@@ -1136,9 +1136,15 @@ _MODELING = _in(
     ),
     (
         "value channels unpacked as a key's",
-        'self.compose.unpack(value, self.head_dim, "post", gather, heads)',
-        'self.compose.unpack(value, self.head_dim, "pre", gather, heads)',
+        'self.compose.unpack(value, value_width, "post", gather, heads)',
+        'self.compose.unpack(value, value_width, "pre", gather, heads)',
         T_GENERATION + "test_continue_from_past_key_values",
+    ),
+    (
+        "query heads counted before a head system has made them",
+        "heads = query.shape[1] if self.keeps_shapes else None",
+        "heads = query.shape[1]",
+        "tests/head_systems/test_head_models.py::test_prefill_steps_and_implementations_agree",
     ),
     (
         "parallel MLP behind the attention",
