@@ -814,13 +814,23 @@ _CONVERSION = (
     )
     + _in(
         "conversion",
-        "conversion/output.py",
+        "files.py",
         (
             "the old output does not come back",
-            "                aside.rename(output)\n",
+            "                aside.rename(target)\n",
             "",
             T_OUTPUT + "test_the_old_output_comes_back_when_renaming_fails",
         ),
+        (
+            "a half-written file is kept",
+            "        os.replace(unfinished, target)\n    finally:\n",
+            "    finally:\n        os.replace(unfinished, target)\n",
+            "tests/test_files.py::test_a_file_is_whole_or_as_it_was",
+        ),
+    )
+    + _in(
+        "conversion",
+        "conversion/output.py",
         (
             "header not aligned",
             'text += b" " * (-len(text) % 8)',
