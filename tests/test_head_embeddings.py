@@ -102,6 +102,20 @@ def tied(attention: DCFormerAttention) -> DCFormerAttention:
     return other
 
 
+def test_only_seeds_are_projected(monkeypatch):
+    """No layer of the size of ordinary queries is made, not even for a while."""
+    made, initialise = [], nn.Linear.reset_parameters
+
+    def noted(self: nn.Linear) -> None:
+        made.append(tuple(self.weight.shape))
+        initialise(self)
+
+    monkeypatch.setattr(nn.Linear, "reset_parameters", noted)
+    attention = layer("mul")
+    assert made == [(8, 32), (8, 32), (8, 32), (32, 32)]
+    assert made == [tuple(module.weight.shape) for module in attention.modules() if isinstance(module, nn.Linear)]
+
+
 # --- 1: the same layer, the same model --------------------------------------------------------------------------------
 
 

@@ -814,13 +814,23 @@ _CONVERSION = (
     )
     + _in(
         "conversion",
-        "conversion/output.py",
+        "files.py",
         (
             "the old output does not come back",
-            "                aside.rename(output)\n",
+            "                aside.rename(target)\n",
             "",
             T_OUTPUT + "test_the_old_output_comes_back_when_renaming_fails",
         ),
+        (
+            "a half-written file is kept",
+            "        os.replace(unfinished, target)\n    finally:\n",
+            "    finally:\n        os.replace(unfinished, target)\n",
+            "tests/test_files.py::test_a_file_is_whole_or_as_it_was",
+        ),
+    )
+    + _in(
+        "conversion",
+        "conversion/output.py",
         (
             "header not aligned",
             'text += b" " * (-len(text) % 8)',
@@ -1136,9 +1146,15 @@ _MODELING = _in(
     ),
     (
         "value channels unpacked as a key's",
-        'self.compose.unpack(value, self.head_dim, "post", gather, heads)',
-        'self.compose.unpack(value, self.head_dim, "pre", gather, heads)',
+        'self.compose.unpack(value, value_width, "post", gather, heads)',
+        'self.compose.unpack(value, value_width, "pre", gather, heads)',
         T_GENERATION + "test_continue_from_past_key_values",
+    ),
+    (
+        "query heads counted before a head system has made them",
+        "heads = query.shape[1] if self.keeps_shapes else None",
+        "heads = query.shape[1]",
+        "tests/head_systems/test_head_models.py::test_prefill_steps_and_implementations_agree",
     ),
     (
         "parallel MLP behind the attention",

@@ -72,18 +72,18 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
     _last_user[cache] = copy.deepcopy(user)  # lists may change in place
 
 
-def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, head_dim: int) -> None:
+def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, widths: tuple[int, int]) -> None:
     """Refuses a cache whose first layer holds keys or values of another form than the new ones.
 
     Args:
         cache: `past_key_values` of a forward pass.
         key, value: of the first layer, [B, Hkv, T, D + channels].
-        head_dim: D.
+        widths: channels of a key and of a value, without those of composition.
 
     Raises:
         ValueError: on another batch, head count, width, dtype or device.
     """
-    for name, new in (("keys", key), ("values", value)):
+    for name, new, width in (("keys", key, widths[0]), ("values", value, widths[1])):
         old = getattr(cache.layers[0], name, None) if cache.layers else None
         if old is None or old.dim() != 4 or not old.shape[2]:
             continue
@@ -91,7 +91,7 @@ def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, head_
         found = (old.shape[0], old.shape[1], old.shape[3])
         if expected != found:
             hint = ""
-            if found == (*expected[:2], head_dim):  # a plain model's, or PEFT's prefix tuning
+            if found == (*expected[:2], width):  # a plain model's, or PEFT's prefix tuning
                 hint = (
                     f" These {name} come without composition weights, which are made from the hidden state of each "
                     "token: a model without composition made them, or PEFT's prefix tuning, whose prefix has no "
@@ -99,8 +99,8 @@ def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, head_
                 )
             raise ValueError(
                 f"past_key_values does not belong to this model and batch: layer 0 of the cache holds {name} of "
-                f"(batch, heads, channels) {found}, the model makes {expected} (head_dim {head_dim} plus composition "
-                f"channels). Pass a cache that this model filled for the same batch, or none.{hint}"
+                f"(batch, heads, channels) {found}, the model makes {expected} ({width} channels plus those of "
+                f"composition). Pass a cache that this model filled for the same batch, or none.{hint}"
             )
         moves = getattr(cache, "offloading", False)  # between devices, by itself
         if old.dtype != new.dtype or (old.device != new.device and not moves):

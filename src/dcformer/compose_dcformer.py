@@ -316,14 +316,14 @@ def default_implementation(
     """The attention implementation for these tensors, where none is named: chunked, unless kernels say otherwise.
 
     Args:
-        attention: the layer's `DCFormerAttention`.
+        attention: the layer's `DCFormerAttention`, or another with its `keeps_shapes`.
         hidden_states: [B, T, E].
         query: [B, H, T, D], on the device that decides.
         key: [B, Hkv, T, D].
         attention_mask: what the layer was given.
     """
     for name, fused in FUSED_ATTENTION.items():
-        if fused.is_default(attention, hidden_states, query, key, attention_mask):
+        if attention.keeps_shapes and fused.is_default(attention, hidden_states, query, key, attention_mask):
             return name
     return CHUNKED
 

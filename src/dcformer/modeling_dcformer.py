@@ -7,7 +7,7 @@ Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, F
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -165,9 +165,14 @@ class DCFormerMLP(nn.Module):
 
 
 class DCFormerAttention(nn.Module):
-    """Dynamically composable multi-head attention (paper section 3)."""
+    """Dynamically composable multi-head attention (paper section 3).
+
+    Variants keep `forward`, which is the way past composition and cache, and override those of its steps in which they
+    differ: `_project`, `_place`, `_attend`, `_output`.
+    """
 
     head_embeddings: str | None = None  # `HeadEmbeddingAttention` has them
+    keeps_shapes = True  # queries, keys and values have those of plain attention, for which there are kernels
 
     # DeepSpeed's ZeRO-3 gathers all parameters in here as one. Module by module it would gather them for the backward
     # pass by the tensors that a module returns, and find none in the `SideWeights` of `DCFormerCompose`.
@@ -183,8 +188,9 @@ class DCFormerAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         heads, bias = config.num_attention_heads, config.attention_bias
         key_heads, value_heads = (config.cached_heads(stage, layer_idx) for stage in ("pre", "post"))
+        query_heads = heads if config.head_embeddings is None else 1  # the seed
         self.num_key_value_groups = heads // key_heads  # read, and set just before, by functions of Transformers only
-        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.q_proj = nn.Linear(config.hidden_size, query_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
@@ -192,6 +198,11 @@ class DCFormerAttention(nn.Module):
         self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.compose = DCFormerCompose(config, layer_idx, self.key_heads, self.value_heads)
         self.fused: FusedProjections | None = None  # `DCFormerPreTrainedModel.fuse_projections`
+
+    @property
+    def cache_widths(self) -> tuple[int, int]:
+        """Channels of a cached key and of a cached value, without composition weights."""
+        return self.config.cached_head_dim("pre"), self.config.cached_head_dim("post")
 
     def projections(self) -> dict[str, nn.Module | None]:
         """The layers that read the hidden states, in the order in which `fused` has them; None for absent ones."""
@@ -207,23 +218,6 @@ class DCFormerAttention(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "fused": None}  # copies have memory of their own
-
-    def _project(self, hidden_states: torch.Tensor) -> list[torch.Tensor | None]:
-        """[B, T, E] -> queries, keys, values, and the first layer of composition weights where it is there already."""
-        if self.fused is None:
-            return [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
-        if self.training or torch.is_grad_enabled():
-            raise ValueError(
-                f"the projections of layer {self.layer_idx} are fused, which is for inference only, and "
-                f"{'the model is in training mode' if self.training else 'gradients are enabled'}: call model.unfuse() "
-                "first, or model.eval() and compute under torch.no_grad()."
-            )
-        if not torch.compiler.is_compiling() and not self.fused.is_intact(self.projections().values()):
-            raise ValueError(
-                f"the projections of layer {self.layer_idx} have changed since they were fused (a module, hook or "
-                "tensor is new): call model.unfuse(), and model.fuse_projections() if they are to be fused again."
-            )
-        return self.fused(hidden_states)
 
     def forward(
         self,
@@ -244,42 +238,37 @@ class DCFormerAttention(nn.Module):
             past_key_values: cache of keys and values, which is updated.
             layer_idx: the layer's place in the cache; `self.layer_idx` when not given.
         """
-        input_shape = hidden_states.shape[:-1]
-        head_shape = (*input_shape, -1, self.head_dim)
-        projected = self._project(hidden_states)
-        first_layer = projected[3:]
-        query, key, value = (states.view(head_shape).transpose(1, 2) for states in projected[:3])  # [B, H(kv), T, D]
+        projected_query, key, value, *fused = self._project(hidden_states)  # [B, H(kv), T, D]
         implementation = self.config._attn_implementation
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
-            implementation = default_implementation(self, hidden_states, query, key, attention_mask)
+            implementation = default_implementation(self, hidden_states, projected_query, key, attention_mask)
+        layer_idx = self.layer_idx if layer_idx is None else layer_idx
+        is_cached = past_key_values is not None
 
         prepared = None  # by a kernel, if there is one
-        if self.fused is not None and past_key_values is not None and implementation in FUSED_GENERATORS:
-            prepared = FUSED_GENERATORS[implementation].prepare(self, hidden_states, projected, position_embeddings)
+        if fused and is_cached and implementation in FUSED_GENERATORS:
+            prepared = FUSED_GENERATORS[implementation].prepare(self, hidden_states, fused, position_embeddings)
         if prepared is not None:
             query, key, value, (generated, statics) = prepared
         else:
-            query, key = (
-                norm(states.transpose(1, 2)).transpose(1, 2)
-                for norm, states in ((self.q_norm, query), (self.k_norm, key))
-            )
-            query, key, value = self._place(query, key, value, position_embeddings, past_key_values is not None)
-            if past_key_values is None:
+            query, key, value = self._place(projected_query, key, value, position_embeddings, is_cached)
+            first_layer = fused[3:]
+            if not is_cached:
                 generated, statics = self.compose(hidden_states, implementation, first_layer)
                 pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
             else:  # weights of the keys ride behind keys and values: [B, Hkv, T or S, D + channels]
                 key, value, (generated, statics) = self.compose.packed(
                     hidden_states, key, value, implementation, first_layer
                 )
-        layer_idx = self.layer_idx if layer_idx is None else layer_idx
         if past_key_values is not None:
             if layer_idx == 0:
-                check_cache_rows(past_key_values, key, value, self.head_dim)
+                check_cache_rows(past_key_values, key, value, self.cache_widths)
             key, value = past_key_values.update(key, value, layer_idx)
-            gather = implementation not in FUSED_ATTENTION  # whose kernels read them where they are
-            key_dim, heads = self.config.cached_head_dim("pre"), query.shape[1]
-            key, pre_key = self.compose.unpack(key, key_dim, "pre", gather, heads)  # [B, Hkv, S, D], weights of S keys
-            value, post_key = self.compose.unpack(value, self.head_dim, "post", gather, heads)
+            key_width, value_width = self.cache_widths
+            gather = implementation not in FUSED_ATTENTION or not self.keeps_shapes  # kernels read them where they are
+            heads = query.shape[1] if self.keeps_shapes else None
+            key, pre_key = self.compose.unpack(key, key_width, "pre", gather, heads)  # [B, Hkv, S, D], S keys' weights
+            value, post_key = self.compose.unpack(value, value_width, "post", gather, heads)
 
         output, weights = self._attend(
             implementation,
@@ -288,12 +277,41 @@ class DCFormerAttention(nn.Module):
             value,
             attention_mask,
             layer_idx=layer_idx,
-            is_cached=past_key_values is not None,
+            is_cached=is_cached,
             pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
             post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
             **kwargs,
         )
-        return self.o_proj(output.reshape(*input_shape, -1)), weights
+        return self._output(output, hidden_states, projected_query), weights
+
+    def _project(self, hidden_states: torch.Tensor) -> Sequence[Any]:
+        """[B, T, E] -> queries, keys and values [B, H(kv), T, D], and all of `_project_fused` where that is used."""
+        fused = [] if self.fused is None else self._project_fused(hidden_states)
+        parts = fused[:3] or [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
+        head_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        return [*(states.view(head_shape).transpose(1, 2) for states in parts), *fused]
+
+    def _project_fused(self, hidden_states: torch.Tensor) -> list[torch.Tensor | None]:
+        """[B, T, E] -> the results of `projections`, [B, T, any], from one product; None for absent ones."""
+        if self.training or torch.is_grad_enabled():
+            raise ValueError(
+                f"the projections of layer {self.layer_idx} are fused, which is for inference only, and "
+                f"{'the model is in training mode' if self.training else 'gradients are enabled'}: call model.unfuse() "
+                "first, or model.eval() and compute under torch.no_grad()."
+            )
+        if not torch.compiler.is_compiling() and not self.fused.is_intact(self.projections().values()):
+            raise ValueError(
+                f"the projections of layer {self.layer_idx} have changed since they were fused (a module, hook or "
+                "tensor is new): call model.unfuse(), and model.fuse_projections() if they are to be fused again."
+            )
+        return self.fused(hidden_states)
+
+    def _normalise(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [B, H(kv), T, D] of `_project`, each head normalised."""
+        return (
+            self.q_norm(query.transpose(1, 2)).transpose(1, 2),
+            self.k_norm(key.transpose(1, 2)).transpose(1, 2),
+        )
 
     def _place(
         self,
@@ -302,8 +320,9 @@ class DCFormerAttention(nn.Module):
         value: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         is_cached: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values [B, H(kv), T, D] at their positions."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [B, H(kv), T, D] of `_project`, normalised and turned by their positions."""
+        query, key = self._normalise(query, key)
         return apply_rotary(query, *rope), apply_rotary(key, *rope), value
 
     def _attend(
@@ -313,6 +332,7 @@ class DCFormerAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: Any,
+        *,
         layer_idx: int,
         is_cached: bool,
         **kwargs: Any,
@@ -356,6 +376,10 @@ class DCFormerAttention(nn.Module):
             **kwargs,
         )
 
+    def _output(self, output: torch.Tensor, hidden_states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """[B, T, H, D] of the heads -> [B, T, E]; variants may read the hidden states and the queries of `_project`."""
+        return self.o_proj(output.flatten(2))
+
 
 class HeadEmbeddingAttention(DCFormerAttention):
     """Attention whose heads share one projection and differ by embeddings (MHE, arXiv 2310.07911).
@@ -371,7 +395,6 @@ class HeadEmbeddingAttention(DCFormerAttention):
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.head_embeddings = config.head_embeddings
-        self.q_proj = nn.Linear(config.hidden_size, self.head_dim, bias=config.attention_bias)
         for name in EMBEDDING_NAMES:
             embeddings = nn.Parameter(torch.empty(config.num_attention_heads, self.head_dim))
             self.register_parameter(name, embeddings)
@@ -383,12 +406,13 @@ class HeadEmbeddingAttention(DCFormerAttention):
         value: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         is_cached: bool,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [B, H, T, D] of all heads from seeds [B, 1, T, D], by the definition.
 
         For a cache, keys are [B, 1, T, D + r], queries [B, H, T, D + r], and values stay seeds.
         """
         mode = self.head_embeddings
+        query, key = self._normalise(query, key)
         query = apply_rotary(embed(query, self.q_embedding, mode), *rope)
         if is_cached:
             return *shared_scores(query, key, self.k_embedding, rope, mode), value
@@ -402,7 +426,7 @@ class HeadEmbeddingAttention(DCFormerAttention):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: Any,
-        layer_idx: int,
+        *,
         is_cached: bool,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -420,7 +444,7 @@ class HeadEmbeddingAttention(DCFormerAttention):
         if "flash" in implementation:  # which takes one width
             value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
         output, weights = super()._attend(
-            implementation, query, key, value, attention_mask, layer_idx, is_cached, **kwargs
+            implementation, query, key, value, attention_mask, is_cached=is_cached, **kwargs
         )
         if adds and not takes_bias:
             output = add_value_bias(output, self.v_embedding)

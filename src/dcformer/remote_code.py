@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 from . import modeling_dcformer
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
+from .files import whole_file
 from .head_systems import HeadSystemsConfig, modeling_head_systems
 
 _CONFIGS = (DCFormerConfig, DCPythiaConfig, DHAConfig)
@@ -55,12 +55,14 @@ def export_remote_code(path: str | os.PathLike) -> None:
     entry = Path(str(modeling))
     for source in _with_imports(entry):
         flat = _IMPORT.sub(r"from .\2 import", source.read_text(encoding="utf-8"))  # all files lie in one folder there
-        _replace(folder / source.name, flat.encode())
+        with whole_file(folder / source.name) as unfinished:
+            unfinished.write_bytes(flat.encode())
     configuration = entry.stem.replace("modeling", "configuration")
     config["auto_map"] = {"AutoConfig": f"{configuration}.{prefix}Config"} | {
         auto_class: f"{entry.stem}.{prefix}{_TASKS[auto_class]}" for auto_class in tasks
     }
-    _replace(config_file, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    with whole_file(config_file) as unfinished:
+        unfinished.write_bytes((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _with_imports(source: Path) -> list[Path]:
@@ -72,18 +74,6 @@ def _with_imports(source: Path) -> list[Path]:
             if other not in found:
                 found.append(other)
     return found
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Writes a file completely or not at all."""
-    neighbour = target.with_name(f".{target.name}.tmp")
-    try:
-        neighbour.write_bytes(content)
-        if target.exists():
-            shutil.copymode(target, neighbour)
-        os.replace(neighbour, target)
-    finally:
-        neighbour.unlink(missing_ok=True)
 
 
 __all__ = ["export_remote_code"]

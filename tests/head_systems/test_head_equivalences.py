@@ -13,7 +13,9 @@ from dcformer.head_systems.attention_head_systems import HeadSystemsAttention
 from dcformer.head_systems.collaborative_cp import decompose
 from dcformer.head_systems.overlapped import PARADIGMS
 from dcformer.head_systems.pretrained_head_systems import HeadSystemsDecoderLayer
+from dcformer.head_systems.vision import HeadSystemsViTAttention
 from dcformer.modeling_dcformer import DCFormerAttention, DCFormerDecoderLayer, apply_rotary
+from dcformer.vision.modeling_dcvit import DCViTAttention
 
 SIZES = HeadSizes(hidden_size=24, num_heads=4, num_kv_heads=4, head_dim=6)
 BIASED = HeadSizes(hidden_size=24, num_heads=4, num_kv_heads=4, head_dim=6, bias=True)
@@ -375,3 +377,8 @@ def test_core_names_its_attention_in_one_line():
     assert DCFormerDecoderLayer.attention_class is DCFormerAttention
     assert HeadSystemsDecoderLayer.attention_class is HeadSystemsAttention
     assert HeadSystemsDecoderLayer.__init__ is DCFormerDecoderLayer.__init__
+
+
+def test_a_system_changes_steps_of_the_attention_and_not_its_course():
+    assert HeadSystemsAttention.forward is DCFormerAttention.forward
+    assert HeadSystemsViTAttention.forward is DCViTAttention.forward

@@ -15,6 +15,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ConversionError
+from ..files import whole_folder
 
 # In the order in which safetensors lays out a file: wide dtypes first, so that every tensor is aligned.
 _SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -24,8 +25,7 @@ _SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat1
 def complete_folder(output: str | os.PathLike, nbytes: int, overwrite: bool = False) -> Iterator[Path]:
     """A folder to write into, which becomes `output` at the end if no error occurred.
 
-    Until then it is a hidden neighbour, `.<name>.incomplete`; a folder that it replaces is briefly `.<name>.replaced`.
-    A killed conversion leaves these behind; the next conversion to the same output removes them.
+    It is a `whole_folder` with the checks of a conversion, whose errors are the user's to correct.
 
     Args:
         output: must not exist, or be an empty folder, unless `overwrite`.
@@ -44,29 +44,15 @@ def complete_folder(output: str | os.PathLike, nbytes: int, overwrite: bool = Fa
             raise ConversionError(f"{output} exists and is not empty: choose another --output, or give --overwrite.")
         if output in (Path.cwd(), *Path.cwd().parents):
             raise ConversionError(f"{output} holds the current folder and is not replaced: choose another --output.")
-    work, aside = (output.with_name(f".{output.name}.{state}") for state in ("incomplete", "replaced"))
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        _remove(work)
-        free = shutil.disk_usage(output.parent).free
-        if nbytes > free:
-            raise ConversionError(
-                f"{output.parent} has {free / 1e9:.2f} GB free, {nbytes / 1e9:.2f} GB will be written: make room, or "
-                "choose another --output."
-            )
-        work.mkdir()
-        yield work
-        if output.exists():
-            _remove(aside)
-            output.rename(aside)
-            try:
-                work.rename(output)
-            except BaseException:
-                aside.rename(output)
-                raise
-        else:
-            work.rename(output)
-        _remove(aside)
+        with whole_folder(output) as work:
+            free = shutil.disk_usage(output.parent).free
+            if nbytes > free:
+                raise ConversionError(
+                    f"{output.parent} has {free / 1e9:.2f} GB free, {nbytes / 1e9:.2f} GB will be written: make room, "
+                    "or choose another --output."
+                )
+            yield work
     except ConversionError:
         raise
     except (OSError, ValueError) as error:
@@ -79,16 +65,6 @@ def complete_folder(output: str | os.PathLike, nbytes: int, overwrite: bool = Fa
                 f"Writing {output} failed: {reason}. Make room, or choose another --output; nothing was left."
             ) from error
         raise ConversionError(f"{output} cannot be written: {reason}.") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    """Removes a file or folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _os_error(error: Exception) -> int | None:

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, default_data_collator, set_seed
 
 from ..errors import DCFormerError, require_extra
+from ..files import whole_file
 from .folding import fold_model, load_model
 from .mixing import HeadMixer, Part, attach_mixers, detach_mixers, mixers_of, only_trains
 from .plan import KINDS, HeadPlan
@@ -306,9 +307,8 @@ class _State:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             run = {"setup": self.setup, "history": history}
-            unfinished = target / "run.json.incomplete"
-            unfinished.write_text(json.dumps(run), encoding="utf-8")
-            os.replace(unfinished, target / "run.json")
+            with whole_file(target / "run.json") as unfinished:
+                unfinished.write_text(json.dumps(run), encoding="utf-8")
             for other in self.folder.glob("step-*"):
                 if other != target:
                     shutil.rmtree(other, ignore_errors=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DCFormerError
+from ..files import whole_file
 
 KINDS = ("key", "value")
 FORMAT = "dcformer-dha-plan"
@@ -223,11 +224,9 @@ class HeadPlan:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes `to_json` to a file, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.incomplete")
-        unfinished.write_text(self.to_json(), encoding="utf-8")
-        os.replace(unfinished, path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as unfinished:
+            unfinished.write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "HeadPlan":

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
-from ..attention_dcformer import attend_composed, eager_attention
-from ..compose_dcformer import CHUNKED, DEFAULT_ATTENTION, DCFormerCompose, stages
+from ..compose_dcformer import DCFormerCompose
 from ..vision.configuration_dcvit import DCViTConfig
 from ..vision.modeling_dcvit import (
     DCViTAttention,
@@ -22,6 +20,7 @@ from ..vision.modeling_dcvit import (
     DCViTPreTrainedModel,
     make_qk_norm,
 )
+from .attention_head_systems import SystemProjections
 from .base import HeadSystem
 from .collaborative_mixing import Mixing
 from .outputs_head_systems import aux_loss
@@ -50,42 +49,27 @@ class HeadSystemsViTConfig(DCViTConfig):
         options.check_config(self)
 
 
-class HeadSystemsViTAttention(DCViTAttention):
+class HeadSystemsViTAttention(SystemProjections, DCViTAttention):
     """Attention of all tokens to all tokens, as a head system has it."""
+
+    keeps_shapes = False  # no kernels have been tried with any system
 
     def __init__(self, config: HeadSystemsViTConfig, layer_idx: int = 0):
         nn.Module.__init__(self)  # none of the projections of plain attention
         self.config = config
         self.attention_dropout = config.attention_probs_dropout_prob
         self.system = make_system(config, sizes=image_sizes_of(config, layer_idx))
+        self.scaling = self.system.scaling
         self.o_proj = nn.Linear(self.system.output_width, config.hidden_size)
         self.q_norm, self.k_norm = make_qk_norm(config), make_qk_norm(config)
         self.compose = DCFormerCompose(config)
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `DCViTAttention.forward`."""
-        raw_query, key, value = self.system.project(hidden_states, hidden_states)
-        query, key = self.system.position(raw_query, self.q_norm), self.system.position(key, self.k_norm)
-        query, key, value = self.system.expand(query, key, value)
-        implementation = self.config._attn_implementation
-        implementation = CHUNKED if implementation == DEFAULT_ATTENTION else implementation
-        pre, post = stages(self.compose, self.compose(hidden_states, implementation))
-        output, weights = attend_composed(
-            ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention),
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.system.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            pre=pre,
-            post=post,
-            **kwargs,
-        )
-        return self.o_proj(self.system.output(output, hidden_states, raw_query).flatten(2)), weights
+    def _place(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of `_project` for the attention function: normalised and expanded by the system."""
+        query, key = self.system.position(query, self.q_norm), self.system.position(key, self.k_norm)
+        return self.system.expand(query, key, value)
 
 
 class HeadSystemsViTLayer(DCViTLayer):

@@ -7,7 +7,6 @@ on wherever the variable is set.
 
 import json
 import os
-import tempfile
 import warnings
 from dataclasses import asdict, astuple, dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 import triton
 
+from ..files import whole_file
 from .triton.precision import INTERPRETED
 from .verdicts import cache_folder
 
@@ -159,9 +159,8 @@ def keep_tiles(gpu: str, tiles: dict[Key, Tile]) -> None:
     content.setdefault(machine, {}).update({key: list(astuple(tile)) for key, tile in added.items()})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".tiles-", delete=False) as file:
-            file.write(json.dumps(content, indent=1, sort_keys=True) + "\n")
-        os.replace(file.name, path)  # whole or not at all
+        with whole_file(path) as unfinished:
+            unfinished.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     except OSError as error:
         warnings.warn(f"found tiles are not kept, {path} cannot be written: {error}", stacklevel=2)
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from transformers.utils import logging
+
+from ..files import whole_file
 
 logger = logging.get_logger(__name__)
 
@@ -94,10 +95,8 @@ def keep_verdict(on: dict[str, str], kind: dict[str, Any], passed: bool, summary
     content = {"passed": passed, "summary": summary, "machine": on, "kind": kind}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
-            new = Path(folder) / path.name
-            new.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-            os.replace(new, path)  # whole or not at all
+        with whole_file(path) as unfinished:
+            unfinished.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     except OSError as error:
         logger.info(f"the verdict of the self-check is not kept, {path} cannot be written: {error}")
 

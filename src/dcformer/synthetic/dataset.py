@@ -6,10 +6,10 @@ import json
 import os
 import random
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import DCFormerError, require_extra
+from ..files import whole_file
 from .contexts import parse_context
 from .tasks import TASKS, Question, Task
 
@@ -218,12 +218,6 @@ def write_dataset(dataset: Iterable[dict[str, str]], path: str | os.PathLike[str
     Raises:
         OSError: if the file cannot be written, e.g. because its folder does not exist.
     """
-    target = Path(path)
-    neighbour = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(neighbour, "w", encoding="utf-8") as file:
-            for row in dataset:
-                file.write(json.dumps({key: row[key] for key in COLUMNS}, ensure_ascii=False) + "\n")
-        os.replace(neighbour, target)
-    finally:
-        neighbour.unlink(missing_ok=True)
+    with whole_file(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
+        for row in dataset:
+            file.write(json.dumps({key: row[key] for key in COLUMNS}, ensure_ascii=False) + "\n")

@@ -7,7 +7,7 @@ Letters: B batch, T tokens (patches, and the class token in front if there is on
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -166,7 +166,8 @@ class DCViTAttention(nn.Module):
     """Dynamically composable multi-head attention of all tokens to all tokens (paper section 3)."""
 
     is_causal = False
-    _z3_leaf = True  # as in `DCFormerAttention`
+    keeps_shapes = True  # as in `DCFormerAttention`
+    _z3_leaf = True  # as there
 
     def __init__(self, config: DCViTConfig, layer_idx: int = 0):
         super().__init__()
@@ -191,10 +192,8 @@ class DCViTAttention(nn.Module):
             hidden_states: [B, T, E], normalised.
             attention_mask: what each query sees, as the implementation's mask function made it; None for all tokens.
         """
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [B, H, T, D]
-        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)  # [B, H, T, D]
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)  # [B, H, T, D]
+        projected_query, key, value = self._project(hidden_states)  # [B, H, T, D]
+        query, key, value = self._place(projected_query, key, value)
         implementation = self.config._attn_implementation
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             implementation = default_implementation(self, hidden_states, query, key, attention_mask)
@@ -213,7 +212,23 @@ class DCViTAttention(nn.Module):
             post=post,
             **kwargs,
         )
-        return self.o_proj(output.flatten(2)), weights
+        return self._output(output, hidden_states, projected_query), weights
+
+    def _project(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
+        """[B, T, E] -> queries, keys and values [B, H, T, D]."""
+        shape, layers = (*hidden_states.shape[:-1], -1, self.head_dim), (self.q_proj, self.k_proj, self.v_proj)
+        return [layer(hidden_states).view(shape).transpose(1, 2) for layer in layers]
+
+    def _place(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [B, H, T, D] of `_project` for the attention function: normalised."""
+        query, key = self.q_norm(query.transpose(1, 2)), self.k_norm(key.transpose(1, 2))  # [B, T, H, D]
+        return query.transpose(1, 2), key.transpose(1, 2), value
+
+    def _output(self, output: torch.Tensor, hidden_states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """[B, T, H, D] of the heads -> [B, T, E]; variants may read the hidden states and the queries of `_project`."""
+        return self.o_proj(output.flatten(2))
 
 
 class DCViTMLP(nn.Module):

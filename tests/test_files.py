@@ -1,0 +1,75 @@
+"""Files and folders appear whole or not at all."""
+
+import stat
+import threading
+
+import pytest
+
+from dcformer.files import whole_file, whole_folder
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("before", [None, "old"], ids=["new", "replaced"])
+def test_a_file_is_whole_or_as_it_was(before, tmp_path):
+    path = tmp_path / "file.json"
+    if before is not None:
+        path.write_text(before)
+    with pytest.raises(KeyboardInterrupt), whole_file(path) as unfinished:
+        unfinished.write_text("half")
+        raise KeyboardInterrupt
+    assert names_in(tmp_path) == ([] if before is None else ["file.json"])
+    assert before is None or path.read_text() == before
+    with whole_file(path) as unfinished:
+        unfinished.write_text("new")
+        assert path.exists() == (before is not None) and unfinished.name.startswith(".file.json.")
+    assert path.read_text() == "new" and names_in(tmp_path) == ["file.json"]
+
+
+def test_a_file_hands_its_permissions_on(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    path.chmod(0o640)
+    with whole_file(path) as unfinished:
+        unfinished.write_text("new")
+    assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_folder_is_not_replaced_by_a_file(tmp_path):
+    (tmp_path / "taken" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError), whole_file(tmp_path / "taken") as unfinished:
+        unfinished.write_text("new")
+    assert names_in(tmp_path) == ["taken"] and names_in(tmp_path / "taken") == ["inside"]
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
+    path, barrier = tmp_path / "file", threading.Barrier(2, timeout=20)
+
+    def write(letter):
+        with whole_file(path) as unfinished:
+            barrier.wait()  # both have begun
+            unfinished.write_text(letter * 1000)
+            barrier.wait()  # both have written
+
+    threads = [threading.Thread(target=write, args=(letter,)) for letter in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_text() in ("a" * 1000, "b" * 1000) and names_in(tmp_path) == ["file"]
+
+
+def test_a_folder_is_whole_or_as_it_was(tmp_path):
+    """The other cases are those of conversions: tests/conversion/test_output.py."""
+    path = tmp_path / "above" / "out"
+    with pytest.raises(KeyboardInterrupt), whole_folder(path) as unfinished:
+        (unfinished / "file").write_text("half")
+        raise KeyboardInterrupt
+    assert names_in(tmp_path / "above") == []
+    for text in ("new", "newer"):
+        with whole_folder(path) as unfinished:
+            assert names_in(unfinished) == []
+            (unfinished / "file").write_text(text)
+        assert names_in(tmp_path / "above") == ["out"] and (path / "file").read_text() == text
