@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_sources import MAKE, SIZES, llama, make, tokens
+from tiny_sources import GROUPED, MAKE, SIZES, llama, make, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dcformer import DCFormerConfig, DHAConfig, dha
@@ -351,6 +351,9 @@ def test_other_broken_plans(tmp_path):
         (tmp_path / "plan.json").write_text(text)
         with pytest.raises(DCFormerError, match=message):
             HeadPlan.load(tmp_path / "plan.json")
+    for field, value, message in (("version", 2, "version 2 of plans"), ("kv_ratio", "half", "kv_ratio='half'")):
+        with pytest.raises(DCFormerError, match=message):
+            HeadPlan.from_json(json.dumps(json.loads(plan.to_json()) | {field: value}))
     with pytest.raises(DCFormerError, match="cannot be read"):
         HeadPlan.load(tmp_path / "none.json")
     content = json.loads(plan.to_json())
@@ -361,6 +364,39 @@ def test_other_broken_plans(tmp_path):
     content["layers"][0]["key"] = {"heads": 8, "groups": [[i] for i in range(8)]}
     with pytest.raises(DCFormerError, match="tie is true"):
         HeadPlan.from_json(json.dumps(content))
+
+
+WRONG = (None, True, -1, 99, 1.5, "x", [], {}, [[]], [0], [[0, 1], [2, 3]])
+
+
+def test_no_edit_of_a_plan_ends_in_an_error_of_ours():
+    """Every value of the file in turn becomes something else: it is refused by name, or still a plan."""
+    model = make("llama-gqa-bias-tied")
+    sizes, text = dha.HeadSource(model).sizes, dha.search(model, 0.5, progress=False).to_json()
+
+    def places(value):
+        for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+            yield (key,)
+            yield from ((key, *rest) for rest in places(value[key]))
+
+    refused = 0
+    for *above, last in places(json.loads(text)):
+        for wrong in WRONG:
+            content = json.loads(text)
+            parent = content
+            for key in above:
+                parent = parent[key]
+            parent[last] = wrong
+            try:
+                plan = HeadPlan.from_json(json.dumps(content))
+                plan.check_source(sizes)
+            except DCFormerError:
+                refused += 1
+                continue
+            assert 0 < plan.kv_saving < 1 and DHAConfig(
+                **GROUPED, **{f"{kind}_head_map": plan.head_map(kind) for kind in ("key", "value")}
+            )
+    assert refused > 800
 
 
 def test_a_plan_for_another_source_is_refused():

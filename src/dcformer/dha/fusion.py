@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, default_data_collator, set_seed
 from ..errors import DCFormerError, require_extra
 from .folding import fold_model, load_model
 from .mixing import HeadMixer, Part, attach_mixers, detach_mixers, mixers_of, only_trains
-from .plan import KINDS, HeadPlan
+from .plan import KINDS, HeadPlan, write_whole
 from .sources import HeadSource
 
 MARGIN_DECAY, MARGIN_STEPS = 0.999, 200
@@ -218,6 +218,7 @@ def train_mixers(
     model, optimizer = accelerator.prepare(model, optimizer)
     world, rank = accelerator.num_processes, accelerator.process_index
     setup = {**(setup or {}), "steps": steps, "seed": seed, "accumulation": accumulation, "processes": world}
+    setup["batch_size"] = batch_size
     history: list[dict[str, float]] = []
     state = _State(Path(checkpoint), setup, what) if checkpoint is not None else None
     if state is not None and (loaded := state.load(accelerator)) is not None:
@@ -305,10 +306,7 @@ class _State:
         accelerator.save_state(os.fspath(target))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            run = {"setup": self.setup, "history": history}
-            unfinished = target / "run.json.incomplete"
-            unfinished.write_text(json.dumps(run), encoding="utf-8")
-            os.replace(unfinished, target / "run.json")
+            write_whole(target / "run.json", json.dumps({"setup": self.setup, "history": history}))
             for other in self.folder.glob("step-*"):
                 if other != target:
                     shutil.rmtree(other, ignore_errors=True)
@@ -328,7 +326,7 @@ def train_search(
     """Trains mixtures over all heads of every part, with the model's parameters frozen; for `search`.
 
     Args:
-        model: as it is afterwards.
+        model: as it is afterwards. With several processes a copy is trained, as FSDP leaves a model in shards.
         batches: data; see `batch_iterator`.
         steps, lr, seed, progress: of the training.
         options: others of `train_mixers`.
@@ -337,6 +335,8 @@ def train_search(
         operators [n, n, D] by part.
     """
     _check_trainable(model)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        model = copy.deepcopy(model)
     source = HeadSource(model)
     sizes = source.sizes
     one_group = {

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import DCFormerError
 
 KINDS = ("key", "value")
-FORMAT = "dcformer-dha-plan"
+FORMAT, VERSION = "dcformer-dha-plan", 1
 
 Groups = list[list[int]]  # of one part: [G][g], members ascending, groups by first member
 
@@ -102,6 +102,7 @@ class HeadPlan:
     displacements: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        check_ratio(self.kv_ratio)
         for kind in KINDS:
             parts = self.key_groups if kind == "key" else self.value_groups
             if len(parts) != self.source.num_layers:
@@ -169,7 +170,7 @@ class HeadPlan:
 
     def to_json(self) -> str:
         """The plan as a person reads and edits it: a line per part."""
-        facts: dict[str, Any] = {"format": FORMAT, "version": 1}
+        facts: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         facts |= {name: value for name, value in asdict(self).items() if name not in _PER_PART}
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in facts.items()]
         layers = []
@@ -201,6 +202,8 @@ class HeadPlan:
             content = json.loads(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise DCFormerError(f"{name} is not a plan: expected JSON with format {FORMAT!r}; search makes one.")
+            if (version := content.get("version")) != VERSION:
+                raise DCFormerError(f"version {version!r} of plans is not known here: expected {VERSION}.")
             layers = content.pop("layers")
             given = {key: value for key, value in content.items() if key not in ("format", "version", "source")}
             for kind in KINDS:
@@ -218,16 +221,12 @@ class HeadPlan:
             return cls(source=SourceSizes(**content["source"]), **given)
         except DCFormerError as error:
             raise DCFormerError(f"{name}: {error}") from error
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (json.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
             raise DCFormerError(f"{name} is not a plan ({type(error).__name__}: {error}): search makes one.") from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes `to_json` to a file, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.incomplete")
-        unfinished.write_text(self.to_json(), encoding="utf-8")
-        os.replace(unfinished, path)
+        write_whole(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "HeadPlan":
@@ -244,6 +243,14 @@ class HeadPlan:
 
 
 _PER_PART = ("key_groups", "value_groups", "costs", "displacements")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.incomplete")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def _check_groups(groups: Any, heads: int, where: str, blocks: int) -> None:
@@ -299,4 +306,5 @@ __all__ = [
     "check_ratio",
     "consecutive_groups",
     "uniform_count",
+    "write_whole",
 ]
