@@ -263,6 +263,21 @@ def test_adapters_are_to_be_merged_first(tmp_path):
     assert dha.from_plan(merged, plan).config.num_key_heads == [4, 4]
 
 
+def test_a_model_in_shards_is_to_be_loaded_again(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make("llama")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(DCFormerError, match="in shards over several processes"):
+            dha.search(model, 0.5, progress=False)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_only_the_mean_is_made_without_training():
     with pytest.raises(DCFormerError, match="init='random'"):
         dha.from_plan(make("llama"), dha.uniform_plan(make("llama"), 0.5), init="random")

@@ -111,6 +111,11 @@ def _batch(batch: Any) -> dict[str, torch.Tensor]:
     if "input_ids" not in given:
         raise DCFormerError(f"a batch has {', '.join(given) or 'nothing'}: expected input_ids [B, T].")
     given = {name: torch.as_tensor(value) for name, value in given.items()}
+    if given["input_ids"].ndim != 2:
+        raise DCFormerError(
+            f"a batch has input_ids of shape {list(given['input_ids'].shape)}: expected [B, T]. Rows that come in a "
+            "stream become batches by torch.utils.data.DataLoader(stream, batch_size=...)."
+        )
     if "labels" not in given:
         given["labels"] = given["input_ids"]
         if "attention_mask" in given:
@@ -120,12 +125,16 @@ def _batch(batch: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def evaluate_loss(model: Any, batches: Iterable[Any]) -> float:
-    """The mean loss per batch of a model on batches, in evaluation mode."""
+    """The mean loss per predicted token of a model on batches, in evaluation mode."""
     training, device = model.training, next(model.parameters()).device
     model.eval()
-    losses = [model(**{k: v.to(device) for k, v in _batch(batch).items()}).loss.item() for batch in batches]
+    total = count = 0
+    for batch in batches:
+        given = {name: value.to(device) for name, value in _batch(batch).items()}
+        predicted = int((given["labels"][:, 1:] != -100).sum())
+        total, count = total + model(**given).loss.item() * predicted, count + predicted
     model.train(training)
-    return sum(losses) / max(1, len(losses))
+    return total / max(1, count)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
