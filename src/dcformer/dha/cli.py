@@ -18,7 +18,7 @@ import torch
 from ..conversion.output import complete_folder, refuse_to_replace
 from ..errors import DCFormerError, require_extra
 from .folding import copy_kept, expand, fold_folder, load_model, to_gqa
-from .fusion import CLOSED, fuse, load_fused
+from .fusion import CLOSED, SMALL_LOSS, fuse, load_fused
 from .plan import HeadPlan, write_whole
 from .reporting import report
 from .search import TRAINED_SCORES, search
@@ -174,10 +174,12 @@ def _fuse(options: argparse.Namespace) -> str:
         copy_kept(options.model, folder)
         (folder / _GIVEN).write_text(json.dumps({"given": _given(options)}, indent=1) + "\n", encoding="utf-8")
     shutil.rmtree(_state(options), ignore_errors=True)
-    losses = fused.summary
+    losses, last = fused.summary, fused.losses[-1]
+    small = "never" if losses["small_at"] is None else f"first at step {losses['small_at']}"
     return (
         f"{output}: loss on held-out text {losses['source_loss']:.4f} of the source, {losses['soft_loss']:.4f} before "
-        f"folding, {losses['folded_loss']:.4f} after; the operators' gap is {losses['gap']:.2g}"
+        f"folding, {losses['folded_loss']:.4f} after; fusion loss {last['fusion']:.2g}, of the worst part "
+        f"{last['worst']:.2g}, below {SMALL_LOSS:g} {small}; the operators' gap is {losses['gap']:.2g}"
     )
 
 
