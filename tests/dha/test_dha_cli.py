@@ -52,9 +52,9 @@ def test_from_a_folder_to_a_folded_one(source, tmp_path, capsys):
     fuse = ("fuse", "--model", source, "--plan", plan, "--output", fused, *FUSE)
     status, printed = call(capsys, *fuse)
     assert status == 0 and "of the source" in printed and "before folding" in printed
-    records = json.loads((fused / "fusion.json").read_text())
-    small = next(record["step"] for record in records["losses"] if record["fusion"] < 1e-3)
-    assert f"below 0.001 first at step {small}" in printed and records["summary"]["small_at"] == small
+    record = json.loads((fused / "fusion.json").read_text())
+    assert record["summary"]["small_at"] is None and f"fusion loss {record['losses'][-1]['fusion']:.2g}" in printed
+    assert "below 0.001 never" in printed
     status, printed = call(capsys, "fold", "--model", fused, "--output", model)
     assert status == 0 and "[2, 2] key heads" in printed
     folded = AutoModelForCausalLM.from_pretrained(model).eval()
