@@ -87,16 +87,18 @@ def held_out_loss(model) -> float:
     return evaluate_loss(model, held_out_batches())
 
 
-def train(model, batches, lr: float, on_step=None) -> None:
-    """Plain training: AdamW, warm-up and cosine as in fusion."""
+def train(model, batches, lr: float, on_step=None, parameters=None) -> None:
+    """Plain training: AdamW, warm-up and cosine as in fusion. Weight decay is 0.1, or what groups of parameters say."""
     import torch
 
     from dcformer.dha.fusion import theta_lr
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    parameters = model.parameters() if parameters is None else parameters
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     model.train()
     for step, batch in enumerate(batches):
-        optimizer.param_groups[0]["lr"] = theta_lr(step, len(batches), lr)
+        for group in optimizer.param_groups:
+            group["lr"] = theta_lr(step, len(batches), lr)
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
