@@ -2137,7 +2137,7 @@ _DHA = [
             "trained searches by the weights as they are",
             "weight, bias = mixed_weights(weight, bias, operators[layer, kind])",
             "pass",
-            DHA_SEARCH + "test_trained_search_sees_the_function_but_the_operator_does_not",
+            DHA_SEARCH + "test_function_is_the_distance_of_mixed_weights",
         ),
     ),
     *_in(

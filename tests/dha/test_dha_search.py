@@ -488,3 +488,17 @@ def test_trained_search_sees_the_function_but_the_operator_does_not():
     function, operator = (dha.search(model, 0.5, score, **arguments) for score in ("function", "operator"))
     assert function.key_groups == function.value_groups == [twins] * 2
     assert twins not in operator.key_groups + operator.value_groups
+
+
+def test_function_is_the_distance_of_mixed_weights(monkeypatch):
+    """Operators by which heads i and i + 4 come to be the same."""
+    model = llama(attention_bias=True)
+    operator = torch.zeros(8, 8, 4)  # [n, n, D]
+    for head in range(8):
+        operator[head, head % 4] = 1
+    parts = {(layer, kind): operator for layer in range(2) for kind in ("key", "value")}
+    monkeypatch.setattr(sys.modules[best_groups.__module__], "train_search", lambda *_, **__: parts)
+    plan = dha.search(model, 0.5, "function", batches=[tokens()], progress=False)
+    assert plan.key_groups == plan.value_groups == [[[0, 4], [1, 5], [2, 6], [3, 7]]] * 2
+    assert plan.displacements == [0] * 4  # the weights as they are tell the pairs apart
+    assert min(dha.search(model, 0.5, progress=False).displacements) > 1
