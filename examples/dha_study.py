@@ -1,13 +1,13 @@
-"""Fewer key and value heads from a trained model, six ways, at equal steps: curves and a table, on a CPU.
+"""Fewer key and value heads from a trained model, eight ways, at equal steps: curves and a table, on a CPU.
 
     python examples/dha_study.py                     # what is not in docs/dha/results.json yet, then table and picture
-    python examples/dha_study.py --output runs/dha   # all of it anew: about 25 minutes on one core
+    python examples/dha_study.py --output runs/dha   # all of it anew: about 30 minutes on one core
     python examples/dha_study.py --output runs/look --seeds 0 --steps 30 --base-steps 60  # a look at how it goes
 
 A small language model with as many key and value heads as query heads is trained on the text in examples/data. From it
-every arm takes the same number of steps, whatever it spends them on. A second base has copies of heads in its first
-layers, so that unequal counts have something to find. A run that is done is written to `results.json` at once, and not
-run again: stop and start as you like.
+every arm takes the same number of steps, whatever it spends them on, searching included. A second base has copies of
+heads in its first layers, so that unequal counts have something to find. A run that is done is written to
+`results.json` at once, and not run again: stop and start as you like.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tqdm import tqdm
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "dha"
 SEEDS, RATIOS = (0, 1, 2), (0.5, 0.25)
 STEPS, BASE_STEPS = 300, 1200
-FUSION, CLOSING, MARGIN = 120, 30, 40  # of 300 steps; other runs have them in proportion
+SEARCH, FUSION, CLOSING, MARGIN = 60, 120, 30, 40  # of 300 steps; other runs have them in proportion
 LENGTH, BATCH, LR, BASE_LR = 64, 8, 1e-3, 3e-3
 MEASURED, HELD_OUT, PAGE = 10, 20, 4096  # points of a curve; every twentieth page of so many characters is held out
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -36,6 +36,8 @@ ARMS = {
     "mha": ("MHA continued, no saving", "plain"),
     "dha": ("**DHA: groups by weights, fusion**", "plain"),
     "consecutive": ("consecutive groups, fusion", "plain"),
+    "function": ("trained search by functions, fusion", "plain"),
+    "operator": ("trained search by operators (the paper's), fusion", "plain"),
     "open": ("groups by weights, fusion without closing", "plain"),
     "plan_mean": ("groups by weights, mean pooling", "plain"),
     "gqa_mean": ("GQA: consecutive groups, mean pooling", "plain"),
@@ -45,7 +47,8 @@ ARMS = {
     "copies_dha": ("copies: equal counts, fusion", "copies"),
     "copies_root": ("copies: counts by root, fusion", "copies"),
 }
-FUSED = ("dha", "consecutive", "open", "copies_dha", "copies_root")
+SEARCHED = ("function", "operator")
+FUSED = ("dha", "consecutive", *SEARCHED, "open", "copies_dha", "copies_root")
 
 
 @cache
@@ -84,16 +87,18 @@ def held_out_loss(model) -> float:
     return evaluate_loss(model, held_out_batches())
 
 
-def train(model, batches, lr: float, on_step=None) -> None:
-    """Plain training: AdamW, warm-up and cosine as in fusion."""
+def train(model, batches, lr: float, on_step=None, parameters=None) -> None:
+    """Plain training: AdamW, warm-up and cosine as in fusion. Weight decay is 0.1, or what groups of parameters say."""
     import torch
 
     from dcformer.dha.fusion import theta_lr
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    parameters = model.parameters() if parameters is None else parameters
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     model.train()
     for step, batch in enumerate(batches):
-        optimizer.param_groups[0]["lr"] = theta_lr(step, len(batches), lr)
+        for group in optimizer.param_groups:
+            group["lr"] = theta_lr(step, len(batches), lr)
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -135,7 +140,7 @@ def run(settings: dict, base) -> dict:
     batches, curve, facts = batches_of(seed, steps), [], {}
     every = max(1, steps // MEASURED)
     scaled = {name: max(1, value * steps // STEPS) for name, value in
-              {"fusion": FUSION, "closing": CLOSING, "margin": MARGIN}.items()}  # fmt: skip
+              {"search": SEARCH, "fusion": FUSION, "closing": CLOSING, "margin": MARGIN}.items()}  # fmt: skip
     model, start = copy.deepcopy(base), time.process_time()
     used = 0
 
@@ -150,6 +155,9 @@ def run(settings: dict, base) -> dict:
             options["allocation"] = "root"
         if arm in ("consecutive", "gqa_mean", "random"):
             plan = dha.uniform_plan(base, ratio)
+        elif arm in SEARCHED:
+            used = scaled["search"]
+            plan = dha.search(base, **options, score=arm, batches=batches[:used], steps=used)
         else:
             plan = dha.search(base, **options)
         facts |= {"key_heads": plan.num_key_heads, "value_heads": plan.num_value_heads}
@@ -160,7 +168,7 @@ def run(settings: dict, base) -> dict:
         if arm in FUSED:
             closing = 0 if arm == "open" else scaled["closing"]
             fused = dha.fuse(
-                base, plan, batches[: scaled["fusion"]], scaled["fusion"], lr=LR, closing_steps=closing,
+                base, plan, batches[used : used + scaled["fusion"]], scaled["fusion"], lr=LR, closing_steps=closing,
                 margin_steps=scaled["margin"], held_out=held_out_batches(), seed=seed, progress=False,
                 on_step=measure,
             )  # fmt: skip
@@ -172,7 +180,7 @@ def run(settings: dict, base) -> dict:
             facts |= {name: fused.summary[name] for name in ("soft_loss", "folded_loss", "small_at")}
             facts |= {"fusion": fused.losses[-1]["fusion"], "worst": fused.losses[-1]["worst"]}
             facts["soft_at_start"] = soft_at_start(base, plan)
-            used = scaled["fusion"]
+            used += scaled["fusion"]
         else:
             model = dha.from_plan(base, plan)
             if arm == "random":

@@ -1,6 +1,6 @@
 """A Llama with a quarter of its key and value heads: trained, searched, fused, folded, evaluated, used.
 
-    python examples/fewer_heads.py --output runs/dha                  # five minutes on one core
+    python examples/fewer_heads.py --output runs/dha                  # two minutes on one core
     python examples/fewer_heads.py --output runs/dha --only-source    # the Llama folder alone, to try the commands on
 
 It prints every command before it runs it. The texts are those of examples/data, the tokenizer is that of the bundled

@@ -1,13 +1,15 @@
 """Head embeddings (MHE): the layer is an MHA layer with tied weights, and one key and one value serve all heads."""
 
 import copy
+import json
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from helpers import PLAIN, randomise, tiny_config
+from helpers import PLAIN, REPOSITORY, randomise, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -17,6 +19,9 @@ from dcformer.cache_report import cache_bytes_per_token, measured_bytes_per_laye
 from dcformer.export import export_decoding_step, plain_model
 from dcformer.heads_dcformer import EMBEDDING_NAMES, embedding_init_std
 from dcformer.modeling_dcformer import DCFormerAttention, attention_class_of
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import mhe_study
 
 MODES = ("add", "mul")
 LLAMA = PLAIN | {"qk_norm": False, "sliding_window": None, "num_key_value_heads": None}
@@ -605,3 +610,29 @@ def test_flash_attention_gets_one_width(monkeypatch):
         got = model(ids, attention_mask={"full_attention": None}, past_key_values=DynamicCache()).logits
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
         assert set(widths) == {(16, 16, 16)}
+
+
+# --- the study --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_study_resumes(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["--output", str(tmp_path), "--seeds", "0", "--steps", "10"]
+    mhe_study.main(arguments)
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert [run["arm"] for run in runs] == [*mhe_study.ARMS] and (tmp_path / "curves.png").stat().st_size > 10_000
+    assert [run["parameters"] for run in runs] == [32_768, 18_432, *[11_648] * 6, 4_096]
+    capsys.readouterr()
+    mhe_study.main(arguments)
+    assert "9 of 9 runs are in" in capsys.readouterr().out
+    assert json.loads((tmp_path / "results.json").read_text())["runs"] == runs
+
+
+@pytest.mark.skipif(not (mhe_study.OUTPUT / "results.json").exists(), reason="the study has not been run")
+def test_the_committed_table_is_that_of_its_results():
+    runs = json.loads((mhe_study.OUTPUT / "results.json").read_text())["runs"]
+    table = (mhe_study.OUTPUT / "table.md").read_text(encoding="utf-8")
+    assert table == "<!-- written by examples/mhe_study.py -->\n" + mhe_study.table(runs)
+    assert len(runs) == len(mhe_study.ARMS) * len(mhe_study.SEEDS) and len({run["steps"] for run in runs}) == 1
+    assert all(run["curve"][-1] == [run["steps"], run["loss"]] for run in runs)

@@ -339,6 +339,15 @@ def test_triton_says_that_it_has_no_maps():
     assert "key_head_map" in _unsupported_model(DHAConfig(**SIZES, **MAPS))
 
 
-def test_continuous_batching_is_refused():
-    with pytest.raises(NotImplementedError, match="continuous batching"):
-        dha().init_continuous_batching()
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (MAPS, "this model has head maps"),
+        (MAPS | COMPOSED, "carry composition weights"),
+        ({"head_embeddings": "mul"}, r"\(head_embeddings\) are 16 wide"),
+    ],
+)
+def test_continuous_batching_is_refused(fields, reason):
+    model = DHAForCausalLM(DHAConfig(**(SIZES | fields)))
+    with pytest.raises(NotImplementedError, match=rf"continuous batching: .*{reason}"):
+        model.init_continuous_batching()

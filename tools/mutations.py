@@ -1322,6 +1322,43 @@ _HEADS += _in(
         T_EMBEDDINGS + "test_a_layer_is_an_ordinary_one_with_tied_weights",
     ),
     (
+        "heads of a map put back in the order they were sorted in",
+        "return states if self.is_consecutive else states.index_select(1, self.places)",
+        "return states if self.is_consecutive else states.index_select(1, self.order)",
+        T_HEADS + "test_shared_products_are_those_with_copies",
+    ),
+    (
+        "gaps in a map",
+        "if missing := sorted(set(range(count)) - set(row)):",
+        "if missing := []:",
+        T_HEADS + "test_maps_that_do_not_fit_are_refused",
+    ),
+    (
+        "Mul by the embedding itself",
+        'seeds + own if mode == "add" else seeds * (own + 1)',
+        'seeds + own if mode == "add" else seeds * own',
+        T_EMBEDDINGS + "test_a_layer_is_an_ordinary_one_with_tied_weights",
+        T_EMBEDDINGS + "test_without_embeddings_both_are_one_map_used_by_every_head",
+    ),
+    (
+        "sines of the key's angle with the other sign",
+        "second * e1 - first * e2",
+        "first * e2 - second * e1",
+        T_EMBEDDINGS + "test_a_layer_is_an_ordinary_one_with_tied_weights",
+    ),
+    (
+        "half the difference without its sign on second channels",
+        "torch.cat([difference, -difference], dim=-1)",
+        "torch.cat([difference, difference], dim=-1)",
+        T_EMBEDDINGS + "test_a_layer_is_an_ordinary_one_with_tied_weights",
+    ),
+    (
+        "head maps beside head embeddings",
+        '        if getattr(config, field) is not None:\n            raise ValueError(f"{field} does not go with',
+        '        if False:\n            raise ValueError(f"{field} does not go with',
+        T_EMBEDDINGS + "test_what_does_not_fit_is_refused",
+    ),
+    (
         "embeddings start as small as matrices",
         "config.initializer_range * math.sqrt(config.hidden_size)",
         "config.initializer_range",
@@ -1947,6 +1984,312 @@ _VISION = [
     ),
 ]
 
+T_DHA = "tests/dha/test_dha_"
+DHA_EXACT, DHA_FUSION, DHA_SEARCH = T_DHA + "exact.py::", T_DHA + "fusion.py::", T_DHA + "search.py::"
+DHA_FOLDING, DHA_CLI = T_DHA + "folding.py::", T_DHA + "cli.py::"
+_DHA = [
+    *_in(
+        "dha",
+        "dha/mixing.py",
+        (
+            "heads mixed in the order of groups",
+            "return mixed.flatten(-3, -2)[..., self.places, :].to(heads.dtype)",
+            "return mixed.flatten(-3, -2).to(heads.dtype)",
+            DHA_EXACT + "test_mixers_that_are_not_trained_change_nothing",
+            DHA_EXACT + "test_equal_rows_fold_exactly",
+        ),
+        (
+            "transposed operators",
+            '"...mjd,mijd->...mid"',
+            '"...mjd,mjid->...mid"',
+            DHA_EXACT + "test_equal_rows_fold_exactly",
+        ),
+        (
+            "the keys' slot for the values of a fused projection",
+            "parts[self.slot] = self.mix(parts[self.slot])",
+            "parts[1 % self.slots] = self.mix(parts[1 % self.slots])",
+            DHA_EXACT + "test_equal_rows_fold_exactly",
+        ),
+        (
+            "fusion loss of ordered pairs",
+            "return squares * 2 / (count * size * (size - 1) * head_dim)",
+            "return squares / (count * size * (size - 1) * head_dim)",
+            DHA_EXACT + "test_fusion_loss_at_the_start",
+        ),
+        (
+            "operators closed to the mean over columns",
+            "weight.lerp_(weight.mean(1, keepdim=True).expand_as(weight), share)",
+            "weight.lerp_(weight.mean(2, keepdim=True).expand_as(weight), share)",
+            DHA_FUSION + "test_a_closed_model_folds_exactly",
+        ),
+        (
+            "frozen parameters stay frozen",
+            "parameter.requires_grad_(was)",
+            "pass",
+            DHA_FUSION + "test_which_parameters_are_trained",
+            DHA_SEARCH + "test_every_score_makes_a_plan",
+        ),
+    ),
+    *_in(
+        "dha",
+        "dha/folding.py",
+        (
+            "shares of the first member for every member",
+            "share = operator[number, place]",
+            "share = operator[number, 0]",
+            DHA_EXACT + "test_folding_is_the_sum_over_the_members",
+        ),
+        (
+            "rounded after each member",
+            "total = torch.zeros_like(heads[0], dtype=compute)",
+            "total = torch.zeros_like(heads[0])",
+            DHA_EXACT + "test_folding_rounds_once",
+        ),
+        (
+            "heads of the plan's other kind",
+            '_KIND = {"k": "key", "v": "value"}',
+            '_KIND = {"k": "value", "v": "key"}',
+            DHA_EXACT + "test_equal_rows_fold_exactly",
+        ),
+        (
+            "query heads change places, their outputs do not",
+            "state[name] = state[name].unflatten(1, (heads, -1))[:, order].flatten(1, 2)",
+            "pass",
+            DHA_EXACT + "test_a_tied_plan_becomes_a_plain_grouped_query_model",
+        ),
+        (
+            "heads repeated in the order of the first ones",
+            "repeated = row[:: heads // count]",
+            "repeated = row[:count]",
+            DHA_EXACT + "test_expansion_has_the_same_function",
+        ),
+        (
+            "a damaged tensor is folded",
+            "if not tensor.isfinite().all():",
+            "if False:",
+            DHA_FOLDING + "test_nothing_is_left_of_a_fold_that_fails",
+        ),
+        (
+            "a fold continues with another plan",
+            "repr((files, plan.to_json(), max_shard_size))",
+            "repr((files, max_shard_size))",
+            DHA_FOLDING + "test_an_interrupted_fold_of_something_else_starts_anew",
+        ),
+        (
+            "a fold continues with another source",
+            "repr((files, plan.to_json(), max_shard_size))",
+            "repr((plan.to_json(), max_shard_size))",
+            DHA_FOLDING + "test_an_interrupted_fold_of_something_else_starts_anew",
+        ),
+    ),
+    *_in(
+        "dha",
+        "conversion/output.py",
+        (
+            "a tensor counts as written by half a line",
+            '.split("\\n")[1:-1])',
+            '.split("\\n")[1:])',
+            DHA_FOLDING + "test_an_interrupted_fold_continues",
+        ),
+    ),
+    *_in(
+        "dha",
+        "files.py",
+        (
+            "an interrupted fold leaves nothing",
+            "stays = made_from is not None",
+            "stays = False",
+            DHA_FOLDING + "test_an_interrupted_fold_continues",
+        ),
+    ),
+    *_in(
+        "dha",
+        "dha/fusion.py",
+        (
+            "a margin that does not decay",
+            "decay**step * (1 - step / steps)",
+            "1 - step / steps",
+            DHA_FUSION + "test_margin",
+        ),
+        (
+            "the multiplier follows the loss below its margin",
+            "multiplier + lr * max(fusion_loss - tolerated, 0.0)",
+            "multiplier + lr * (fusion_loss - tolerated)",
+            DHA_FUSION + "test_the_multiplier_never_falls_and_rests_below_the_margin",
+        ),
+        (
+            "operators decay",
+            '"lr": mixer_lr, "weight_decay": 0.0}',
+            '"lr": mixer_lr, "weight_decay": 0.1}',
+            DHA_FUSION + "test_operators_do_not_decay",
+        ),
+        (
+            "the warm-up of the operators is the model's",
+            "for group in optimizer.param_groups[1:]:",
+            "for group in optimizer.param_groups:",
+            DHA_FUSION + "test_operators_do_not_decay",
+        ),
+        (
+            "a run continues with its first batches",
+            "rank + len(history) * accumulation * world",
+            "rank",
+            DHA_FUSION + "test_an_interrupted_run_continues_bit_for_bit",
+        ),
+        (
+            "a continued run starts with no penalty",
+            'penalty.multiplier = history[-1]["lambda"]',
+            "pass",
+            DHA_FUSION + "test_an_interrupted_run_continues_bit_for_bit",
+        ),
+        (
+            "padding is learnt",
+            '.masked_fill(given["attention_mask"] == 0, -100)',
+            "",
+            DHA_FUSION + "test_any_data",
+        ),
+        (
+            "closed a step early",
+            "(closing := step - steps + closing_steps + 1) > 0",
+            "(closing := step - steps + closing_steps) > 0",
+            DHA_FUSION + "test_a_closed_model_folds_exactly",
+        ),
+        (
+            "what is not closed is folded in silence",
+            "if (gap := self.gap) > CLOSED:",
+            "if (gap := self.gap) > 1:",
+            DHA_FUSION + "test_what_is_not_closed_is_not_folded_in_silence",
+        ),
+    ),
+    *_in(
+        "dha",
+        "dha/search.py",
+        (
+            "biases left out of distances",
+            "rows = weight if bias is None else",
+            "rows = weight if True else",
+            DHA_SEARCH + "test_weight_distances",
+        ),
+        (
+            "higher scores accepted, as printed",
+            "if delta > 0 and rng.random()",
+            "if delta < 0 and rng.random()",
+            DHA_SEARCH + "test_groups_of_eight_heads_are_the_best",
+        ),
+        (
+            "the last grouping, not the best",
+            "return canonical(best)",
+            "return canonical(groups)",
+            DHA_SEARCH + "test_the_best_grouping_seen_is_kept",
+        ),
+        (
+            "the change of a swap without the pair itself",
+            "- 2 * distances[i][j] - sums[i][one]",
+            "- sums[i][one]",
+            DHA_SEARCH + "test_groups_of_eight_heads_are_the_best",
+        ),
+        (
+            "root of the number of groups",
+            '"root": math.sqrt(size)',
+            '"root": size**0.25',
+            DHA_SEARCH + "test_costs_of_a_part",
+        ),
+        (
+            "a budget passed by one",
+            "if (now := used + count) <= budget:",
+            "if (now := used + count) <= budget + 1:",
+            DHA_SEARCH + "test_budget_is_the_best_of_all_choices",
+        ),
+        (
+            "ties in a budget fall anyhow",
+            "extra = cost / scale + _UNEQUAL",
+            "extra = cost / scale + 0 * _UNEQUAL",
+            DHA_SEARCH + "test_without_a_signal_counts_are_equal",
+        ),
+        (
+            "groups across blocks",
+            "if blocks > 1:",
+            "if False:",
+            DHA_SEARCH + "test_groups_stay_inside_blocks",
+        ),
+        (
+            "trained searches by the weights as they are",
+            "weight, bias = mixed_weights(weight, bias, operators[layer, kind])",
+            "pass",
+            DHA_SEARCH + "test_function_is_the_distance_of_mixed_weights",
+        ),
+    ),
+    *_in(
+        "dha",
+        "dha/plan.py",
+        (
+            "maps of a grouped-query source by query head",
+            "for head in self.source.head_map(layer, kind)])",
+            "for head in range(self.source.heads(layer, kind))])",
+            DHA_SEARCH + "test_uniform_plans",
+        ),
+        (
+            "plans for any source",
+            'if found != made_for and (name, made_for) != ("fingerprint", ""):',
+            'if found != made_for and name != "fingerprint":',
+            DHA_SEARCH + "test_a_plan_for_another_source_is_refused",
+        ),
+    ),
+    *_in(
+        "dha",
+        "dha/sources.py",
+        (
+            "rows of GPT-NeoX by kind, not by head",
+            "rows = tensor.unflatten(0, (config.num_attention_heads, 3, -1))",
+            "rows = tensor.unflatten(0, (3, config.num_attention_heads, -1)).transpose(0, 1)",
+            DHA_EXACT + "test_equal_rows_fold_exactly",
+        ),
+        (
+            "Qwen2's biases forgotten",
+            'return super().fields(config) | {"attention_bias": True}',
+            "return super().fields(config)",
+            DHA_EXACT + "test_equal_rows_fold_exactly",
+        ),
+        (
+            "windows of the source forgotten",
+            '"layer_types": list(kinds), "sliding_window": window if "sliding_attention" in kinds else None}',
+            '"layer_types": ["full_attention"] * len(kinds), "sliding_window": None}',
+            DHA_EXACT + "test_equal_rows_fold_exactly",
+        ),
+        (
+            "models in shards are taken",
+            'if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):',
+            "if False:",
+            DHA_FOLDING + "test_a_model_in_shards_is_to_be_loaded_again",
+        ),
+    ),
+    *_in(
+        "dha",
+        "dha/cli.py",
+        (
+            "an edited plan is the same plan",
+            'for file in (*files, *([Path(options.plan)] if getattr(options, "plan", None) else [])):',
+            "for file in files:",
+            DHA_CLI + "test_a_result_of_an_edited_plan_is_another",
+        ),
+        (
+            "a run continues with other rows",
+            "if (folder / _GIVEN).exists() and (names := _differing(_read_given(folder / _GIVEN), now)):",
+            'if (folder / _GIVEN).exists() and (names := ""):',
+            DHA_CLI + "test_an_interrupted_run_is_not_continued_with_other_arguments",
+        ),
+    ),
+    *_in(
+        "dha",
+        "dha/reporting.py",
+        (
+            "a local layer's cache holds everything",
+            'min(context, windows) if kind == "sliding_attention" else context',
+            "context",
+            DHA_FOLDING + "test_report_counts_what_a_cache_holds",
+        ),
+    ),
+]
+
 MUTATIONS = [
     *_COMPOSE,
     *_CACHE,
@@ -1963,4 +2306,5 @@ MUTATIONS = [
     *_MODULES,
     *_VISION,
     *_ANALYSIS,
+    *_DHA,
 ]

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+UNFINISHED = ".unfinished"  # in a folder that may be continued: what it is made from, then its writer's own lines
+
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
@@ -34,8 +36,15 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def write_whole(path: str | os.PathLike, text: str) -> None:
+    """Writes a file of text in UTF-8, whole or not at all; the folders above it are made."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
 @contextmanager
-def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
+def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Iterator[Path]:
     """A folder to write into, which becomes `path` at the end if no error occurred; otherwise it is removed.
 
     What is at `path` already, a file or a folder, is replaced then; it is briefly `.<name>.replaced`. A killed process
@@ -43,33 +52,46 @@ def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
 
     Args:
         path: the folder; those above it are made.
+        made_from: one line that says what the content is made from. With it, an interrupted or killed process leaves
+            what it has written, and the next one with the same line gets it to go on.
 
     Yields:
-        the folder to write into, `.<name>.incomplete`, empty.
+        the folder to write into, `.<name>.incomplete`: empty, but for the file `UNFINISHED` with the line `made_from`
+        where that is given; or with what was written before.
 
     Raises:
         OSError: when it cannot be made or renamed. What was there is there again.
     """
     target = Path(path)
-    unfinished, aside = (target.with_name(f".{target.name}.{state}") for state in ("incomplete", "replaced"))
+    work, aside = (target.with_name(f".{target.name}.{state}") for state in ("incomplete", "replaced"))
+    record, started = work / UNFINISHED, f"{made_from}\n".encode()
+    stays = False
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove(unfinished)
-        unfinished.mkdir()
-        yield unfinished
+        if made_from is None or not (record.is_file() and record.read_bytes().startswith(started)):
+            _remove(work)
+            work.mkdir()
+            if made_from is not None:
+                record.write_bytes(started)
+        yield work
+        record.unlink(missing_ok=True)
         if target.exists():
             _remove(aside)
             target.rename(aside)
             try:
-                unfinished.rename(target)
+                work.rename(target)
             except BaseException:
                 aside.rename(target)
                 raise
         else:
-            unfinished.rename(target)
+            work.rename(target)
         _remove(aside)
+    except KeyboardInterrupt:
+        stays = made_from is not None
+        raise
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if not stays:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
@@ -80,4 +102,4 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-__all__ = ["whole_file", "whole_folder"]
+__all__ = ["UNFINISHED", "whole_file", "whole_folder", "write_whole"]

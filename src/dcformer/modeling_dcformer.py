@@ -853,11 +853,22 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         Raises:
             NotImplementedError: always, with the reason.
         """
+        config = self.config
+        rows = f"its paged cache makes all rows head_dim={config.head_dim} wide, but"
+        if config.composes:
+            why = (
+                f"{rows} keys and values of this model carry composition weights behind them, and it accepts only "
+                "Transformers' own attention implementations, which do not compose heads"
+            )
+        elif config.head_embeddings is not None:
+            why = f"{rows} keys of this model (head_embeddings) are {config.cached_head_dim('pre')} wide"
+        elif config.key_head_map is not None or config.value_head_map is not None:
+            why = "its paged cache has one number of heads for all keys and values, but this model has head maps"
+        else:
+            why = "its cache does not go through this model's attention"
         raise NotImplementedError(
-            f"{self.__class__.__name__} does not support continuous batching: its paged cache makes all rows head_dim="
-            f"{self.config.head_dim} wide, but keys and values of this model carry composition weights behind them, "
-            "and it accepts only Transformers' own attention implementations, which do not compose heads. Use "
-            "generate() with a padded batch, or the server without --continuous-batching."
+            f"{self.__class__.__name__} does not support continuous batching: {why}. Use generate() with a padded "
+            "batch, or the server without --continuous-batching."
         )
 
     def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:

@@ -263,7 +263,8 @@ def collectives(setup: Setup) -> list[Collective]:
     for the backward pass, those of the output layer once; gradients are reduced and scattered once. Tensor parallelism,
     over t GPUs, on hidden states [B, T, E]: 2 all-reduces per layer and 1 for the embedding in the forward pass, and as
     many in the backward pass (for the inputs of attention, of the MLP and of the output layer). Logits are gathered
-    once. With checkpointing, layers run forward twice. Gradients of QK-norm scales (D numbers) are reduced, too.
+    once. With checkpointing, layers run forward twice. Gradients of QK-norm scales (D numbers) are
+    reduced, too, and with `head_embeddings` those of the three seeds (D·E numbers, and D of a bias), which are whole.
     """
     config, n, t, width, times = (
         setup.config, setup.shards, setup.tensor_parallel, setup.dtype.itemsize, setup.accumulation
@@ -286,6 +287,10 @@ def collectives(setup: Setup) -> list[Collective]:
         if config.qk_norm:
             small = times * 2 * layers
             found.append(Collective("all-reduce", "QK-norm", small, small * 2 * (t - 1) / t * config.head_dim * FP32))
+        if config.head_embeddings is not None:
+            numbers = 3 * layers * config.head_dim * (config.hidden_size + config.attention_bias)
+            small = times * 3 * layers * (1 + config.attention_bias)
+            found.append(Collective("all-reduce", "seeds", small, times * 2 * (t - 1) / t * numbers * FP32))
         logits = tokens * config.vocab_size * width
         found.append(Collective("all-gather", "tensor parallel", times, times * (t - 1) / t * logits))
     return found

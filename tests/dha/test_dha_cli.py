@@ -52,6 +52,9 @@ def test_from_a_folder_to_a_folded_one(source, tmp_path, capsys):
     fuse = ("fuse", "--model", source, "--plan", plan, "--output", fused, *FUSE)
     status, printed = call(capsys, *fuse)
     assert status == 0 and "of the source" in printed and "before folding" in printed
+    record = json.loads((fused / "fusion.json").read_text())
+    assert record["summary"]["small_at"] is None and f"fusion loss {record['losses'][-1]['fusion']:.2g}" in printed
+    assert "below 0.001 never" in printed
     status, printed = call(capsys, "fold", "--model", fused, "--output", model)
     assert status == 0 and "[2, 2] key heads" in printed
     folded = AutoModelForCausalLM.from_pretrained(model).eval()
@@ -116,6 +119,66 @@ def test_an_interrupted_fusion_continues(source, tmp_path, capsys, monkeypatch):
     assert status == 0 and "continues after step 2 of 4" in printed
     for file in ("model.safetensors", "operators.safetensors", "fusion.json"):
         assert (tmp_path / "fused" / file).read_bytes() == (tmp_path / "straight" / file).read_bytes()
+
+
+def test_an_interrupted_run_is_not_continued_with_other_arguments(source, tmp_path, capsys, monkeypatch):
+    """Other data or rows would otherwise go on unnoticed: the state of training does not know them."""
+    plan, output = tmp_path / "plan.json", tmp_path / "fused"
+    call(capsys, "search", "--model", source, "--output", plan)
+    from dcformer.dha import fusion
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    trained = ("search", "--model", source, "--output", tmp_path / "trained.json", "--score", "function")
+    for words, folder in ((("fuse", "--model", source, "--plan", plan, "--output", output), ".fused.run"),
+                          (trained, ".trained.json.run")):  # fmt: skip
+        words = (*words, *FUSE) if words[0] == "fuse" else (*words, *FUSE[:4], *FUSE[6:])
+        with monkeypatch.context() as patch:
+            patch.setattr(fusion._State, "load", stop)
+            assert call(capsys, *words)[0] == 130
+        assert (tmp_path / folder).is_dir()
+        status, printed = call(capsys, *words, "--length", 16)
+        assert status == 1 and "unfinished run with other arguments (length)" in printed
+        status, printed = call(capsys, *words, "--save-steps", 2)
+        assert status == 0 and not (tmp_path / folder).exists()
+
+
+def test_an_interrupted_fold_continues(source, tmp_path, capsys, monkeypatch):
+    from dcformer.dha import folding
+
+    plan, output = tmp_path / "plan.json", tmp_path / "model"
+    call(capsys, "search", "--model", source, "--output", plan)
+    fold = ("fold", "--model", source, "--plan", plan, "--output", output)
+    write = folding.SafetensorsWriter.write
+
+    def interrupted(self, name, tensor):
+        write(self, name, tensor)
+        if "layers.1." in name:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folding.SafetensorsWriter, "write", interrupted)
+        status, printed = call(capsys, *fold)
+    assert status == 130 and "call it in the same way to continue" in printed and not output.exists()
+    status, printed = call(capsys, *fold)
+    assert status == 0 and "folding continues" in printed and "key heads" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".plan.json.given", "model", "plan.json"]
+
+
+def test_a_result_of_an_edited_plan_is_another(source, tmp_path, capsys):
+    """Same words, other content: what is there is not what was asked for."""
+    plan, output = tmp_path / "plan.json", tmp_path / "model"
+    call(capsys, "search", "--model", source, "--output", plan)
+    fold = ("fold", "--model", source, "--plan", plan, "--output", output)
+    assert call(capsys, *fold)[0] == 0
+    content = json.loads(plan.read_text())
+    content["layers"][0]["key"] = {"heads": 8, "groups": [[head] for head in range(8)]}
+    plan.write_text(json.dumps(content))
+    status, printed = call(capsys, *fold)
+    assert status == 1 and "other arguments (content of plan.json)" in printed
+    status, printed = call(capsys, *fold, "--overwrite")
+    assert status == 0 and "[8, 2] key heads" in printed
 
 
 def test_a_gap_is_refused_with_its_price(source, tmp_path, capsys):

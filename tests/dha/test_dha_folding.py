@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from dcformer import DCFormerConfig, DCFormerModel, DHAConfig, dha
+from dcformer.dha import folding
 from dcformer.dha.folding import fold_folder
 from dcformer.dha.sources import find_family
 from dcformer.errors import DCFormerError
@@ -109,6 +110,83 @@ def test_nothing_is_left_of_a_fold_that_fails(tmp_path):
         fold_folder(tmp_path / "source", plan, tmp_path / "folded", progress=False)
 
 
+@pytest.mark.parametrize("name", ["llama-gqa-bias-tied", "qwen2-bias", "neox-partial-rotary"])
+@pytest.mark.parametrize("tensors", [1, 9])
+def test_an_interrupted_fold_continues(name, tensors, tmp_path, monkeypatch, capsys):
+    """In the middle of a stored tensor, too: GPT-NeoX's hold three. What is written is not written again."""
+    make(name).save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    plan = dha.search(tmp_path / "source", 0.5, progress=False)
+    options = {"max_shard_size": 20_000}
+    fold_folder(tmp_path / "source", plan, tmp_path / "straight", progress=False, **options)
+    write, written = folding.SafetensorsWriter.write, []
+
+    def interrupted(self, name, tensor):
+        if len(written) == tensors:
+            raise KeyboardInterrupt
+        write(self, name, tensor)
+        written.append(name)
+
+    monkeypatch.setattr(folding.SafetensorsWriter, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fold_folder(tmp_path / "source", plan, tmp_path / "folded", progress=False, **options)
+    assert not (tmp_path / "folded").exists()
+    with open(tmp_path / ".folded.incomplete" / ".unfinished", "a") as record:
+        record.write("model.layers.1.post_attention_layernorm.weight")  # no end of the line: it may not be written
+    before, again = list(written), []
+
+    def counting(self, name, tensor):
+        again.append(name)
+        write(self, name, tensor)
+
+    monkeypatch.setattr(folding.SafetensorsWriter, "write", counting)
+    fold_folder(tmp_path / "source", plan, tmp_path / "folded", **options)
+    assert f"folding continues: {tensors} of" in capsys.readouterr().out
+    assert not {*before} & {*again}
+    files = sorted(path.name for path in (tmp_path / "straight").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "folded").iterdir()) and "README.md" not in files
+    for file in files:
+        assert (tmp_path / "folded" / file).read_bytes() == (tmp_path / "straight" / file).read_bytes(), file
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("change", ["plan", "operators", "source", "shards"])
+def test_an_interrupted_fold_of_something_else_starts_anew(change, tmp_path, monkeypatch):
+    model = make("llama")
+    model.save_pretrained(tmp_path / "source")
+    plan = dha.search(model, 0.5, progress=False)
+    write = folding.SafetensorsWriter.write
+    arguments = {"plan": plan, "operators": None, "max_shard_size": "5GB"}
+
+    def fold():
+        return fold_folder(tmp_path / "source", output=tmp_path / "folded", progress=False, **arguments)
+
+    def interrupted(self, name, tensor):
+        write(self, name, tensor)
+        if "k_proj" in name:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(folding.SafetensorsWriter, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fold()
+    monkeypatch.setattr(folding.SafetensorsWriter, "write", write)
+    if change == "plan":
+        arguments["plan"] = plan = dha.uniform_plan(model, 0.5)
+    elif change == "operators":
+        width = plan.source.head_dim
+        groups = {(layer, kind): (len(of), len(of[0]), width) for layer, kind, of in plan.parts}
+        arguments["operators"] = {part: torch.full(shape, 0.25) for part, shape in groups.items()}
+    elif change == "shards":
+        arguments["max_shard_size"] = 20_000
+    else:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(2)  # of the same signs, so of the same fingerprint
+        model.save_pretrained(tmp_path / "source")
+    fold()
+    folded = AutoModelForCausalLM.from_pretrained(tmp_path / "folded")
+    expected = folding.fold_model(dha.HeadSource(model), arguments["plan"], arguments["operators"])
+    assert torch.equal(folded.eval()(tokens()).logits, expected(tokens()).logits)
+
+
 # --- what cannot be a source ------------------------------------------------------------------------------------------
 
 NO_SOURCES = [
@@ -183,6 +261,21 @@ def test_adapters_are_to_be_merged_first(tmp_path):
         dha.search(tmp_path, 0.5)
     merged = adapted.merge_and_unload()
     assert dha.from_plan(merged, plan).config.num_key_heads == [4, 4]
+
+
+def test_a_model_in_shards_is_to_be_loaded_again(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make("llama")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(DCFormerError, match="in shards over several processes"):
+            dha.search(model, 0.5, progress=False)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_only_the_mean_is_made_without_training():

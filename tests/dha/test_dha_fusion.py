@@ -211,6 +211,48 @@ def test_any_data():
         assert torch.equal(batch["labels"], expected)
 
 
+def test_a_stream_of_rows_is_to_be_batched():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([{"input_ids": row} for row in tokens(6, 8)])
+
+    with pytest.raises(DCFormerError, match=r"of shape \[8\]: expected \[B, T\].*DataLoader"):
+        next(batch_iterator(Stream(), 4, 0)())
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=3)
+    assert next(batch_iterator(loader, 4, 0)())["input_ids"].shape == (3, 8)
+
+
+def test_losses_are_per_token():
+    """A short last batch counts by its tokens; what is masked does not count."""
+    model, ids = make("llama"), tokens(5, 9)
+    parts = [*ids.split(4)]
+    assert dha.evaluate_loss(model, parts) == pytest.approx(dha.evaluate_loss(model, [ids]), rel=1e-6)
+    mask = torch.ones_like(ids)
+    mask[:2, :6] = 0
+    masked = [{"input_ids": ids[a:b], "attention_mask": mask[a:b]} for a, b in ((0, 2), (2, 5))]
+    with torch.no_grad():
+        logits = [model(**batch).logits[:, :-1] for batch in masked]
+    targets = [batch["input_ids"][:, 1:].masked_fill(batch["attention_mask"][:, 1:] == 0, -100) for batch in masked]
+    expected = torch.nn.functional.cross_entropy(torch.cat(logits).flatten(0, 1), torch.cat(targets).flatten())
+    assert dha.evaluate_loss(model, masked) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_operators_do_not_decay(monkeypatch):
+    """Nor does their learning rate warm up; the model's parameters decay, and theirs does."""
+    steps = []
+
+    class Recorded(torch.optim.AdamW):
+        def step(self, *arguments, **options):
+            names = ("lr", "weight_decay", "betas")
+            steps.append([tuple(group[name] for name in names) for group in self.param_groups])
+            return super().step(*arguments, **options)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Recorded)
+    fuse(steps=20, lr=1e-3, mixer_lr=3e-2)
+    assert all(mixers == (3e-2, 0.0, (0.9, 0.95)) for mixers, _ in steps)
+    assert [theta for _, theta in steps] == [(theta_lr(step, 20, 1e-3), 0.1, (0.9, 0.95)) for step in range(20)]
+
+
 def test_data_that_ends():
     with pytest.warns(UserWarning, match="ended after 2 batches and is repeated"):
         stream = batch_iterator(batches(2), 1, 0)()

@@ -97,6 +97,10 @@ COUNTED = {
     "qwen3": lambda layers: Qwen3Config(**SIZES, num_hidden_layers=layers),  # Llama's plan and QK-norm
     "composed": lambda layers: dcformer(num_hidden_layers=layers, qk_norm=False),
     "composed_norm": lambda layers: dcformer(num_hidden_layers=layers),
+    "mhe_norm": lambda layers: dcformer(num_hidden_layers=layers, head_embeddings="mul", num_key_value_heads=None),
+    "mhe_bias": lambda layers: dcformer(
+        num_hidden_layers=layers, head_embeddings="add", num_key_value_heads=None, qk_norm=False, attention_bias=True
+    ),
 }
 
 
@@ -171,17 +175,24 @@ def test_collectives_of_a_layer(found, ours, plain):
     assert per_layer(results, ours, "backward") == expected | {hidden: 2}
 
 
-def test_the_plan_counts_the_same(found):
+@pytest.mark.parametrize("name", ["composed_norm", "mhe_norm", "mhe_bias"])
+def test_the_plan_counts_the_same(found, name):
     """`dcformer-plan` against a pass of two processes."""
-    counts = found[1]["composed_norm_3"]["counts"]
+    counts = found[1][f"{name}_3"]["counts"]
     total = counts["forward"] + counts["backward"]
-    setup = Setup(COUNTED["composed_norm"](3), gpus=2, tensor_parallel=2, batch=2, length=13, dtype=torch.float64)
-    planned = Counter({(c.kind.replace("-", "_"), c.group): c.count for c in collectives(setup)})
-    assert planned == {
-        ("all_reduce", "tensor parallel"): total.pop(("all_reduce", (2, 13, 32))),
-        ("all_reduce", "QK-norm"): total.pop(("all_reduce", (8,))),
-        ("all_gather", "tensor parallel"): sum(total.values()),
-    }
+    config = COUNTED[name](3)
+    setup = Setup(config, gpus=2, tensor_parallel=2, batch=2, length=13, dtype=torch.float64)
+    planned = {(c.kind.replace("-", "_"), c.group): c for c in collectives(setup)}
+    expected = {("all_reduce", "tensor parallel"): total.pop(("all_reduce", (2, 13, 32)))}
+    small, seeds = total.pop(("all_reduce", (8,)), 0), total.pop(("all_reduce", (8, 32)), 0)
+    if config.head_embeddings:  # the seeds, and their biases or the norms' scales, which have as many numbers
+        biases = small if config.attention_bias else 0
+        expected["all_reduce", "seeds"] = seeds + biases
+        assert planned["all_reduce", "seeds"].sent == (seeds * 8 * 32 + biases * 8) * 4
+    if config.qk_norm:
+        expected["all_reduce", "QK-norm"] = small
+    expected["all_gather", "tensor parallel"] = sum(total.values())
+    assert {key: collective.count for key, collective in planned.items()} == expected
 
 
 # --- the example ------------------------------------------------------------------------------------------------------

@@ -8,21 +8,23 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ConversionError
-from ..files import whole_folder
+from ..files import UNFINISHED, whole_folder
 
 # In the order in which safetensors lays out a file: wide dtypes first, so that every tensor is aligned.
 _SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @contextmanager
-def complete_folder(output: str | os.PathLike, nbytes: int, overwrite: bool = False) -> Iterator[Path]:
+def complete_folder(
+    output: str | os.PathLike, nbytes: int, overwrite: bool = False, made_from: str | None = None
+) -> Iterator[Path]:
     """A folder to write into, which becomes `output` at the end if no error occurred.
 
     It is a `whole_folder` with the checks of a conversion, whose errors are the user's to correct.
@@ -31,6 +33,8 @@ def complete_folder(output: str | os.PathLike, nbytes: int, overwrite: bool = Fa
         output: must not exist, or be an empty folder, unless `overwrite`.
         nbytes: about how much will be written, to refuse at once what the disk cannot hold.
         overwrite: replace an existing folder, once the new one is complete.
+        made_from: one line that says what the content is made from. With it, an interrupted or killed run leaves what
+            it has written, and the next one that is made from the same gets it to go on (`SafetensorsWriter(resume)`).
 
     Yields:
         the folder to write into.
@@ -45,9 +49,9 @@ def complete_folder(output: str | os.PathLike, nbytes: int, overwrite: bool = Fa
         if output in (Path.cwd(), *Path.cwd().parents):
             raise ConversionError(f"{output} holds the current folder and is not replaced: choose another --output.")
     try:
-        with whole_folder(output) as work:
+        with whole_folder(output, made_from) as work:
             free = shutil.disk_usage(output.parent).free
-            if nbytes > free:
+            if nbytes > free and all(entry.name == UNFINISHED for entry in work.iterdir()):  # else it has most already
                 raise ConversionError(
                     f"{output.parent} has {free / 1e9:.2f} GB free, {nbytes / 1e9:.2f} GB will be written: make room, "
                     "or choose another --output."
@@ -107,6 +111,10 @@ class SafetensorsWriter:
         folder: where to write.
         tensors: name -> (shape, dtype) of everything that will be written.
         max_shard_size: largest size of a file, in bytes or like "5GB".
+        resume: the folder is a `complete_folder` with `made_from`: go on with what an interrupted run has written.
+
+    Attributes:
+        written: names of tensors that are there already.
     """
 
     def __init__(
@@ -114,9 +122,14 @@ class SafetensorsWriter:
         folder: Path,
         tensors: Mapping[str, tuple[torch.Size, torch.dtype]],
         max_shard_size: int | str = "5GB",
+        resume: bool = False,
     ):
         self.folder = folder
-        self._missing = set(tensors)
+        self._record = folder / UNFINISHED if resume else None
+        self.written: set[str] = set()
+        if self._record is not None:  # the last line is empty, or was not written to its end
+            self.written = tensors.keys() & set(self._record.read_text(encoding="utf-8").split("\n")[1:-1])
+        self._missing = tensors.keys() - self.written
         self._files: dict[str, BinaryIO] = {}
         self._places: dict[str, tuple[str, int, torch.Size, torch.dtype]] = {}
         meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
@@ -148,7 +161,8 @@ class SafetensorsWriter:
             self._places[name] = (file, start, shape, dtype)
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
-        opened = open(self.folder / file, "wb")  # noqa: SIM115  # closed in `close`
+        mode: Literal["r+b", "wb"] = "r+b" if self.written else "wb"
+        opened = open(self.folder / file, mode)  # noqa: SIM115  # closed in `close`
         self._files[file] = opened
         opened.write(len(text).to_bytes(8, "little") + text)
         opened.truncate(8 + len(text) + end)
@@ -166,6 +180,11 @@ class SafetensorsWriter:
         self._files[file].seek(offset)
         self._files[file].write(flat.view(torch.uint8).numpy().data)
         self._missing.remove(name)
+        if self._record is not None:
+            self._files[file].flush()
+            os.fsync(self._files[file].fileno())  # the tensor is on the disk before its name is
+            with open(self._record, "a", encoding="utf-8") as record:
+                record.write(f"{name}\n")
 
     def close(self) -> list[str]:
         """Finishes the files.

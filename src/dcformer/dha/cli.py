@@ -5,6 +5,7 @@ does nothing; one that was interrupted continues when it is called again in the 
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -16,8 +17,9 @@ import torch
 
 from ..conversion.output import complete_folder, refuse_to_replace
 from ..errors import DCFormerError, require_extra
+from ..files import write_whole
 from .folding import copy_kept, expand, fold_folder, load_model, to_gqa
-from .fusion import CLOSED, fuse, load_fused
+from .fusion import CLOSED, SMALL_LOSS, fuse, load_fused
 from .plan import HeadPlan
 from .reporting import report
 from .search import TRAINED_SCORES, search
@@ -59,8 +61,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that decide on a result."""
-    return {name: value for name, value in vars(options).items() if name not in _FREE}
+    """The arguments that decide on a result; of small files that they name, the content."""
+    given = {name: value for name, value in vars(options).items() if name not in _FREE}
+    files = [Path(options.model) / name for name in ("config.json", _GIVEN, "operators.safetensors")]
+    for file in (*files, *([Path(options.plan)] if getattr(options, "plan", None) else [])):
+        if file.is_file():
+            given[f"content of {file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return given
 
 
 def _is_done(options: argparse.Namespace, record: Path, content: Any) -> bool:
@@ -78,11 +85,15 @@ def _is_done(options: argparse.Namespace, record: Path, content: Any) -> bool:
     now = _given(options)
     if saved == now:
         return True
-    names = sorted(name for name in {*saved, *now} if saved.get(name) != now.get(name))
     raise DCFormerError(
-        f"{options.output} exists and was made with other arguments ({', '.join(names)}): choose another --output, or "
-        "give --overwrite."
+        f"{options.output} exists and was made with other arguments ({_differing(saved, now)}): choose another "
+        "--output, or give --overwrite."
     )
+
+
+def _differing(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    """Names of the arguments that differ."""
+    return ", ".join(sorted(name for name in {*saved, *now} if saved.get(name) != now.get(name)))
 
 
 def _read_given(file: Path) -> dict[str, Any]:
@@ -93,6 +104,24 @@ def _state(options: argparse.Namespace) -> Path:
     """The folder of an unfinished stage's state, a hidden neighbour of its output."""
     output = Path(options.output)
     return output.with_name(f".{output.name}.run")
+
+
+def _started(options: argparse.Namespace) -> Path:
+    """`_state`, with a record of the arguments.
+
+    Raises:
+        DCFormerError: when it is that of a run with others.
+    """
+    folder, now = _state(options), _given(options)
+    if not _is_main():
+        return folder
+    if (folder / _GIVEN).exists() and (names := _differing(_read_given(folder / _GIVEN), now)):
+        raise DCFormerError(
+            f"{folder} holds an unfinished run with other arguments ({names}): give the same to continue it, or remove "
+            "the folder to start anew."
+        )
+    write_whole(folder / _GIVEN, json.dumps({"given": now}) + "\n")
+    return folder
 
 
 def _search(options: argparse.Namespace) -> str:
@@ -110,7 +139,7 @@ def _search(options: argparse.Namespace) -> str:
         rows, _ = _rows(options, None)
         training = {
             "batches": rows, "batch_size": options.batch_size, "accumulation": options.accumulation,
-            "checkpoint": _state(options), "save_steps": options.save_steps,
+            "checkpoint": _started(options), "save_steps": options.save_steps,
         }  # fmt: skip
     plan = search(
         model, options.kv_ratio, options.score, allocation=options.allocation, tie=options.tie,
@@ -118,7 +147,7 @@ def _search(options: argparse.Namespace) -> str:
     )  # fmt: skip
     if _is_main():
         plan.save(options.output)
-        record.write_text(json.dumps({"given": _given(options)}) + "\n", encoding="utf-8")
+        write_whole(record, json.dumps({"given": _given(options)}) + "\n")
         shutil.rmtree(_state(options), ignore_errors=True)
     counts = f"{plan.num_key_heads} key heads, {plan.num_value_heads} value heads"
     return f"{options.output}: {counts}; {plan.kv_saving:.1%} of {plan.source.total} heads saved"
@@ -137,7 +166,7 @@ def _fuse(options: argparse.Namespace) -> str:
         model, plan, rows, options.steps, lr=options.lr, mixer_lr=options.mixer_lr, train=options.train,
         closing_steps=options.closing_steps, stop_at_loss=options.stop_at_loss, margin_steps=options.margin_steps,
         held_out=held_out, copy_model=False, seed=options.seed, batch_size=options.batch_size,
-        accumulation=options.accumulation, checkpoint=_state(options), save_steps=options.save_steps,
+        accumulation=options.accumulation, checkpoint=_started(options), save_steps=options.save_steps,
     )  # fmt: skip
     if fused.model is None or not _is_main():
         return "the main process writes"
@@ -146,10 +175,12 @@ def _fuse(options: argparse.Namespace) -> str:
         copy_kept(options.model, folder)
         (folder / _GIVEN).write_text(json.dumps({"given": _given(options)}, indent=1) + "\n", encoding="utf-8")
     shutil.rmtree(_state(options), ignore_errors=True)
-    losses = fused.summary
+    losses, last = fused.summary, fused.losses[-1]
+    small = "never" if losses["small_at"] is None else f"first at step {losses['small_at']}"
     return (
         f"{output}: loss on held-out text {losses['source_loss']:.4f} of the source, {losses['soft_loss']:.4f} before "
-        f"folding, {losses['folded_loss']:.4f} after; the operators' gap is {losses['gap']:.2g}"
+        f"folding, {losses['folded_loss']:.4f} after; fusion loss {last['fusion']:.2g}, of the worst part "
+        f"{last['worst']:.2g}, below {SMALL_LOSS:g} {small}; the operators' gap is {losses['gap']:.2g}"
     )
 
 

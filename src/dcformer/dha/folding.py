@@ -5,6 +5,7 @@ Letters: n heads of a part, G groups of g = n / G, D head dim, E hidden size, H 
 """
 
 import copy
+import hashlib
 import json
 import os
 import re
@@ -68,8 +69,11 @@ class _Folder:
         self.source, self.plan, self.operators = source, plan, operators
         self.config = source.folded_config(plan)
         self.announced: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self.natives: dict[str, list[str]] = {}  # stored tensor -> those of the folded model in it
         for name, (shape, dtype) in source.infos.items():
-            for native, tensor in source.natives(name, torch.empty(shape, dtype=dtype, device="meta")).items():
+            natives = source.natives(name, torch.empty(shape, dtype=dtype, device="meta"))
+            self.natives[name] = [*natives]
+            for native, tensor in natives.items():
                 self.announced[native] = (self._fold(native, tensor).shape, dtype)
         self.additional = source.family.additional(source.config)
         if self.additional:
@@ -163,6 +167,8 @@ def fold_folder(
 ) -> DCFormerConfig:
     """Folds a model folder into another, a tensor at a time: no model is made, and memory is that of one tensor.
 
+    Interrupted or killed, it leaves a hidden neighbour of the output, from which the same call goes on.
+
     Args:
         model: folder of the source.
         plan: for this source.
@@ -187,20 +193,25 @@ def fold_folder(
     plan.check_source(source.sizes if check else _sizes_with(source, plan))
     folder = _Folder(source, plan, operators)
     total = sum(shape.numel() * dtype.itemsize for shape, dtype in folder.announced.values())
-    with complete_folder(output, total, overwrite) as work:
-        writer = SafetensorsWriter(work, folder.announced, max_shard_size)
+    with complete_folder(output, total, overwrite, _made_from(model, plan, operators, max_shard_size)) as work:
+        writer = SafetensorsWriter(work, folder.announced, max_shard_size, resume=True)
+        there = sum(s.numel() * dtype.itemsize for s, dtype in (folder.announced[name] for name in writer.written))
+        if there and progress:
+            print(f"folding continues: {len(writer.written)} of {len(folder.announced)} tensors are written")
         try:
-            with tqdm(total=total, desc="folding", unit="B", unit_scale=True, disable=not progress) as bar:
-                for stored in source.infos:
-                    tensors = folder.fold(stored)
+            with tqdm(None, "folding", total, initial=there, unit="B", unit_scale=True, disable=not progress) as bar:
+                for stored, natives in folder.natives.items():
+                    tensors = folder.fold(stored) if {*natives} - writer.written else {}
                     for name in list(tensors):
                         tensor = tensors.pop(name)
+                        if name in writer.written:
+                            continue
                         if not tensor.isfinite().all():
                             raise DCFormerError(f"{os.fspath(model)}: {name} holds NaN or infinity: it is damaged.")
                         writer.write(name, tensor)
                         bar.update(tensor.nbytes)
-                for name, shape in folder.additional.items():
-                    writer.write(name, torch.zeros(shape, dtype=folder.announced[name][1]))
+                for name in folder.additional.keys() - writer.written:
+                    writer.write(name, torch.zeros(folder.additional[name], dtype=folder.announced[name][1]))
             writer.close()
         finally:
             writer.abort()
@@ -215,6 +226,18 @@ def fold_folder(
         if card is not None:
             (work / "README.md").write_text(card(config), encoding="utf-8")
     return config
+
+
+def _made_from(
+    model: str | os.PathLike, plan: HeadPlan, operators: Mapping[Part, torch.Tensor] | None, max_shard_size: int | str
+) -> str:
+    """A digest of all that decides on the tensors of a folded folder; of the source's files their size and time."""
+    states = [(file.name, file.stat()) for file in sorted(Path(model).iterdir()) if file.is_file()]
+    files = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+    digest = hashlib.sha256(repr((files, plan.to_json(), max_shard_size)).encode())
+    for part, operator in sorted((operators or {}).items()):
+        digest.update(repr(part).encode() + operator.detach().cpu().float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _sizes_with(source: HeadSource, plan: HeadPlan) -> Any:

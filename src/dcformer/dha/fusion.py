@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, default_data_collator, set_seed
 
 from ..errors import DCFormerError, require_extra
-from ..files import whole_file
+from ..files import write_whole
 from .folding import fold_model, load_model
 from .mixing import HeadMixer, Part, attach_mixers, detach_mixers, mixers_of, only_trains
 from .plan import KINDS, HeadPlan
@@ -112,6 +112,11 @@ def _batch(batch: Any) -> dict[str, torch.Tensor]:
     if "input_ids" not in given:
         raise DCFormerError(f"a batch has {', '.join(given) or 'nothing'}: expected input_ids [B, T].")
     given = {name: torch.as_tensor(value) for name, value in given.items()}
+    if given["input_ids"].ndim != 2:
+        raise DCFormerError(
+            f"a batch has input_ids of shape {list(given['input_ids'].shape)}: expected [B, T]. Rows that come in a "
+            "stream become batches by torch.utils.data.DataLoader(stream, batch_size=...)."
+        )
     if "labels" not in given:
         given["labels"] = given["input_ids"]
         if "attention_mask" in given:
@@ -121,12 +126,16 @@ def _batch(batch: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def evaluate_loss(model: Any, batches: Iterable[Any]) -> float:
-    """The mean loss per batch of a model on batches, in evaluation mode."""
+    """The mean loss per predicted token of a model on batches, in evaluation mode."""
     training, device = model.training, next(model.parameters()).device
     model.eval()
-    losses = [model(**{k: v.to(device) for k, v in _batch(batch).items()}).loss.item() for batch in batches]
+    total = count = 0
+    for batch in batches:
+        given = {name: value.to(device) for name, value in _batch(batch).items()}
+        predicted = int((given["labels"][:, 1:] != -100).sum())
+        total, count = total + model(**given).loss.item() * predicted, count + predicted
     model.train(training)
-    return sum(losses) / max(1, len(losses))
+    return total / max(1, count)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -219,6 +228,7 @@ def train_mixers(
     model, optimizer = accelerator.prepare(model, optimizer)
     world, rank = accelerator.num_processes, accelerator.process_index
     setup = {**(setup or {}), "steps": steps, "seed": seed, "accumulation": accumulation, "processes": world}
+    setup["batch_size"] = batch_size
     history: list[dict[str, float]] = []
     state = _State(Path(checkpoint), setup, what) if checkpoint is not None else None
     if state is not None and (loaded := state.load(accelerator)) is not None:
@@ -306,9 +316,7 @@ class _State:
         accelerator.save_state(os.fspath(target))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            run = {"setup": self.setup, "history": history}
-            with whole_file(target / "run.json") as unfinished:
-                unfinished.write_text(json.dumps(run), encoding="utf-8")
+            write_whole(target / "run.json", json.dumps({"setup": self.setup, "history": history}))
             for other in self.folder.glob("step-*"):
                 if other != target:
                     shutil.rmtree(other, ignore_errors=True)
@@ -328,7 +336,7 @@ def train_search(
     """Trains mixtures over all heads of every part, with the model's parameters frozen; for `search`.
 
     Args:
-        model: as it is afterwards.
+        model: as it is afterwards. With several processes a copy is trained, as FSDP leaves a model in shards.
         batches: data; see `batch_iterator`.
         steps, lr, seed, progress: of the training.
         options: others of `train_mixers`.
@@ -337,6 +345,8 @@ def train_search(
         operators [n, n, D] by part.
     """
     _check_trainable(model)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        model = copy.deepcopy(model)
     source = HeadSource(model)
     sizes = source.sizes
     one_group = {

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DCFormerError
-from ..files import whole_file
+from ..files import write_whole
 
 KINDS = ("key", "value")
-FORMAT = "dcformer-dha-plan"
+FORMAT, VERSION = "dcformer-dha-plan", 1
 
 Groups = list[list[int]]  # of one part: [G][g], members ascending, groups by first member
 
@@ -103,6 +103,7 @@ class HeadPlan:
     displacements: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        check_ratio(self.kv_ratio)
         for kind in KINDS:
             parts = self.key_groups if kind == "key" else self.value_groups
             if len(parts) != self.source.num_layers:
@@ -170,7 +171,7 @@ class HeadPlan:
 
     def to_json(self) -> str:
         """The plan as a person reads and edits it: a line per part."""
-        facts: dict[str, Any] = {"format": FORMAT, "version": 1}
+        facts: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         facts |= {name: value for name, value in asdict(self).items() if name not in _PER_PART}
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in facts.items()]
         layers = []
@@ -202,6 +203,8 @@ class HeadPlan:
             content = json.loads(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise DCFormerError(f"{name} is not a plan: expected JSON with format {FORMAT!r}; search makes one.")
+            if (version := content.get("version")) != VERSION:
+                raise DCFormerError(f"version {version!r} of plans is not known here: expected {VERSION}.")
             layers = content.pop("layers")
             given = {key: value for key, value in content.items() if key not in ("format", "version", "source")}
             for kind in KINDS:
@@ -219,14 +222,12 @@ class HeadPlan:
             return cls(source=SourceSizes(**content["source"]), **given)
         except DCFormerError as error:
             raise DCFormerError(f"{name}: {error}") from error
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (json.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
             raise DCFormerError(f"{name} is not a plan ({type(error).__name__}: {error}): search makes one.") from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes `to_json` to a file, whole or not at all."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as unfinished:
-            unfinished.write_text(self.to_json(), encoding="utf-8")
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "HeadPlan":
