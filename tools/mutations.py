@@ -1744,7 +1744,7 @@ _MODULES = [
     ),
     *_in(
         "modules",
-        "modules/convert.py",
+        "modules/interface.py",
         (
             "weights made for another module",
             "weights = weights if owner is module else None",
@@ -1787,6 +1787,10 @@ _MODULES = [
             "is_causal = True",
             T_CONVERTED + "test_without_composition_it_is_the_model",
         ),
+    ),
+    *_in(
+        "modules",
+        "modules/convert.py",
         (
             "hooks that stay after a failure",
             "        handle.remove()\n        for name in (*one",

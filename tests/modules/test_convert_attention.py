@@ -15,7 +15,7 @@ from torch import nn
 import dcformer
 from dcformer.errors import DCFormerError
 from dcformer.modules import convert_attention, from_pretrained_converted, load_compose, save_compose
-from dcformer.modules.convert import IMPLEMENTATIONS
+from dcformer.modules.interface import IMPLEMENTATIONS
 
 TOLERANCE = 1e-6  # the specification's, in float32
 SIDES = ("compose", "compose_query", "compose_key")
