@@ -117,7 +117,7 @@ _COMPOSE = _in(
     ("up is down", "up = pair[1].flatten(2, 3)", "up = pair[0].flatten(2, 3)", GENERATORS),
     (
         "rows of down and up interleaved",
-        "pair = pair.view(-1, count, batch, length, 2, r, m)  # [G, C, B, N, 2, R, M]\n"
+        "pair = pair.view(len(pair) // count, count, batch, length, 2, r, m)  # [G, C, B, N, 2, R, M]\n"
         "            pair = pair.permute(4, 1, 2, 0, 6, 3, 5)",
         "pair = pair.view(-1, count, batch, length, r, 2, m)\n            pair = pair.permute(5, 1, 2, 0, 6, 3, 4)",
         GENERATORS,
@@ -130,8 +130,8 @@ _COMPOSE = _in(
     ),
     (
         "generators lead the groups of gates",
-        "gate.view(batch, length, -1, count, m).permute(3, 0, 2, 4, 1)",
-        "gate.view(batch, length, count, -1, m).permute(2, 0, 3, 4, 1)",
+        "gate.unflatten(-1, (-1, count, m)).permute(3, 0, 2, 4, 1)",
+        "gate.unflatten(-1, (count, -1, m)).permute(2, 0, 3, 4, 1)",
         GENERATORS,
     ),
     (

@@ -538,6 +538,10 @@ def test_folders_that_cannot_be_loaded(tmp_path):
     converted("bert").save_pretrained(tmp_path / "model")
     with pytest.raises(DCFormerError, match="'sdpa' cannot compose heads: use one of"):
         from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM, attn_implementation="sdpa")
+    with pytest.raises(
+        DCFormerError, match=r"is of a bert model \(BertConfig\), but ViTModel takes a ViTConfig: give the"
+    ):
+        from_pretrained_converted(tmp_path / "model", t.ViTModel)
     file = tmp_path / "model" / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("qkw")}
     save_file(tensors, file, {"format": "pt"})
@@ -565,6 +569,19 @@ def test_loading_gives_what_is_asked(tmp_path):
     assert not info["unexpected_keys"] and dcformer.from_pretrained_converted is from_pretrained_converted
 
 
+@pytest.mark.parametrize("auto", [t.AutoModelForSequenceClassification, t.BertForSequenceClassification])
+def test_loading_takes_fields_of_the_configuration(tmp_path, auto):
+    """As `from_pretrained` does: a new head of another size, on the composed body."""
+    saved = converted("bert")
+    saved.save_pretrained(tmp_path)
+    model, info = from_pretrained_converted(tmp_path, auto, num_labels=5, output_loading_info=True, dtype="auto")
+    assert model.classifier.out_features == model.config.num_labels == 5 and model.dtype == torch.float32
+    assert all(key.startswith(("classifier.", "bert.pooler.")) for key in info["missing_keys"])
+    composed = ({path: p for path, p in m.named_parameters() if ".compose." in path} for m in (model, saved))
+    for (path, one), (other_path, other) in zip(*(found.items() for found in composed), strict=True):
+        assert path == other_path and torch.equal(one, other)
+
+
 def test_a_readme_that_is_there_is_kept(tmp_path):
     (tmp_path / "README.md").write_text("mine")
     converted("bert").save_pretrained(tmp_path)
@@ -577,10 +594,18 @@ def test_compositions_that_do_not_fit(tmp_path):
         save_compose(make("bert"), file)
     with pytest.raises(DCFormerError, match="cannot be read"):
         load_compose(make("bert"), file)
+    part = make("clip")
+    convert_attention(part.vision_model)
+    with pytest.raises(DCFormerError, match="If a part of it is, give that one"):
+        save_compose(part, file)
+    with pytest.raises(DCFormerError, match=r"bert\..*compose\.qkw is offloaded"):
+        save_compose(convert_attention(make("bert"), device="meta", dtype=torch.float32), file)
     save_compose(converted("bert"), file)
     assert [path.name for path in tmp_path.iterdir()] == ["compose.safetensors"]
     with pytest.raises(DCFormerError, match="saved with other settings than the model's: compose_rank differ"):
         load_compose(converted("bert", compose_rank=1), file)
+    with pytest.raises(DCFormerError, match=r"settings than the model's: compose_act, .*compose_static differ"):
+        load_compose(part, file)
     for other, message in (("vit", "is of another model: .* is in only one"), ("roberta", "is of another model")):
         model = make(other)
         with pytest.raises(DCFormerError, match=message):

@@ -99,6 +99,8 @@ KINDS = {
         t.AutoModelForImageClassification,
         3,
     ),
+    "sam3, vision": vision(t.Sam3ViTModel, t.Sam3ViTConfig, window_size=2, global_attn_indexes=[1],
+                           pretrain_image_size=16),
     "clip": clip(t.CLIPConfig, t.CLIPModel),
     "siglip": clip(t.SiglipConfig, t.SiglipModel),
     "siglip, vision": vision(t.SiglipVisionModel, t.SiglipVisionConfig),

@@ -162,7 +162,7 @@ def _save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, 
     """`save_pretrained` of a converted model: the library's, and a README that says how to load the folder."""
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if (readme := Path(save_directory) / "README.md").parent.is_dir() and not readme.exists():
-        readme.write_text(_README.format(auto_class=type(model).__name__), encoding="utf-8")
+        readme.write_text(_README.format(auto_class=type(model).__name__.removeprefix("FSDP")), encoding="utf-8")
 
 
 __all__ = ["all_settings", "attach", "convert_attention"]

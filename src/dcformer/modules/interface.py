@@ -37,6 +37,8 @@ def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
             f"model.set_attn_implementation with one of {tuple(IMPLEMENTATIONS)}."
         )
     states = call.argument(args, kwargs, STATES)
+    if states.dim() > 3:  # a grid of tokens, [B, rows, columns, E]
+        states = states.flatten(1, -2)
     key_states = call.argument(args, kwargs, *KEY_STATES)
     if (key_states is not None) != call.is_cross:
         kind, got = ("cross-attention", "no") if call.is_cross else ("self-attention", "encoder")
@@ -145,8 +147,8 @@ def _weights_of(
                 continue
             raise ValueError(
                 f"{call.path}: composition weights of {side.packed.shape[-1]} tokens, but attention is over "
-                f"{states.shape[2]}. Cached keys have no composition weights: pass use_cache=False, or convert with "
-                "compose_key=False, or in models with cross-attention 'uncached'."
+                f"{states.shape[2]}. Keys that are cached, or fewer than the states, have no composition weights: pass "
+                "use_cache=False, or convert with compose_key=False, or in models with cross-attention 'uncached'."
             )
     return weights
 

@@ -17,6 +17,17 @@ from .dcmha import make_generators
 from .finding import SUBMODULES, find_attention
 from .interface import IMPLEMENTATIONS
 
+_HUB_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+_NOT_OF_CONFIG = ("attn_implementation", "dtype", "torch_dtype")  # options that would change a configuration
+
 
 def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwargs: Any) -> Any:
     """Loads what `save_pretrained` of a converted model has written.
@@ -24,19 +35,22 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
     Args:
         folder: the folder, or a repository on the Hub.
         auto_class: such as `AutoModelForSequenceClassification`, or a model's class.
-        kwargs: as for `from_pretrained`; fields are overridden in a `config`. `attn_implementation` is "dcmha" or
+        kwargs: as for `from_pretrained`, fields of the configuration among them. `attn_implementation` is "dcmha" or
             "dcmha_chunked".
 
     Returns:
         the model, converted.
 
     Raises:
-        DCFormerError: when the folder's model is not a converted one, or tensors of its composition are missing.
+        DCFormerError: when the folder's model is not a converted one, or of another class, or tensors of its
+            composition are missing.
     """
-    hub = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+    hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
+    own = {name: kwargs.pop(name) for name in _NOT_OF_CONFIG if name in kwargs}
     config = kwargs.pop("config", None)
     if config is None:
-        config = AutoConfig.from_pretrained(folder, **{name: kwargs[name] for name in hub if name in kwargs})
+        config, kwargs = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **hub, **kwargs)
+    kwargs |= hub | own
     compose = getattr(config, "dcmha", None)
     if compose is None:
         raise DCFormerError(
@@ -46,6 +60,11 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
         raise DCFormerError(f"attn_implementation={name!r} cannot compose heads: use one of {tuple(IMPLEMENTATIONS)}.")
     if isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel):
         model_class = auto_class
+        if not isinstance(config, takes := model_class.config_class or object):
+            raise DCFormerError(
+                f"{folder} is of a {config.model_type} model ({type(config).__name__}), but {model_class.__name__} "
+                f"takes a {takes.__name__}: give the class of the model that was saved, or an Auto class."
+            )
     else:
         with torch.device("meta"):
             model_class = type(auto_class.from_config(config))
@@ -77,23 +96,37 @@ def _names(model: nn.Module) -> list[str]:
     ]
 
 
+def _settings_of(model: nn.Module) -> dict[str, Any] | None:
+    """What `convert_attention` left in a model's configuration; None where it was not called with this model."""
+    return getattr(getattr(model, "config", None), "dcmha", None)
+
+
 def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
     """Writes only the composition of a converted model, 1-3 % of its parameters, with its settings.
 
     Args:
-        model: a converted model.
+        model: a converted model. One that FSDP2 has sharded is saved by the first process; all must call this.
         path: the file, in safetensors format.
 
     Raises:
-        DCFormerError: when the model is not converted.
+        DCFormerError: when the model is not converted, or its composition is offloaded.
     """
-    if not (names := _names(model)):
-        raise DCFormerError(f"{type(model).__name__} is not converted: call convert_attention first.")
+    names, settings = _names(model), _settings_of(model)
+    if not names or settings is None:
+        raise DCFormerError(
+            f"{type(model).__name__} is not converted: call convert_attention first. If a part of it is, give that one."
+        )
     state = model.state_dict()
-    tensors = {name: state[name].detach().cpu().contiguous() for name in names}
+    if offloaded := [name for name in names if state[name].is_meta]:
+        raise DCFormerError(f"{offloaded[0]} is offloaded: load the model without offloading to save its composition.")
+    is_sharded = any(hasattr(state[name], "full_tensor") for name in names)
+    whole = {name: state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name] for name in names}
+    if is_sharded and torch.distributed.get_rank():
+        return
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
     path = Path(path)
     unfinished = path.with_name(path.name + ".unfinished")
-    save_file(tensors, unfinished, {"format": "pt", "dcmha": json.dumps(model.config.dcmha)})
+    save_file(tensors, unfinished, {"format": "pt", "dcmha": json.dumps(settings)})
     os.replace(unfinished, path)
 
 
@@ -120,7 +153,8 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
         raise DCFormerError(f"{path} is not a composition: save_compose writes one.")
     compose, names = json.loads(settings), _names(model)
     if names:
-        if differ := sorted(name for name in compose if compose[name] != model.config.dcmha[name]):
+        of_model = _settings_of(model) or {}
+        if differ := sorted(n for n in compose | of_model if compose.get(n) != of_model.get(n)):
             raise DCFormerError(f"{path} was saved with other settings than the model's: {', '.join(differ)} differ.")
         own = {name: model.get_parameter(name).shape for name in names}
     else:
