@@ -11,6 +11,7 @@ from helpers import randomise, tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, TEXT, ids, make, noise, text
 from torch import nn
+from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 
 import dcformer
 from dcformer.errors import DCFormerError
@@ -445,6 +446,18 @@ def test_conversions_that_fail_leave_the_model_as_it_was(options, message):
     convert_attention(model)
 
 
+def test_a_conversion_that_fails_leaves_every_part_as_it_was():
+    """Attention modules may hold a copy of a configuration, which the model does not set with its own."""
+    model = make("encoder-decoder")
+    attentions = [module for module in model.modules() if isinstance(module, BertSelfAttention | BertCrossAttention)]
+    before = [module.config._attn_implementation for module in attentions]
+    with pytest.raises(DCFormerError, match="EncoderDecoderModel does not run on the example"):
+        convert_attention(model, example={"input_ids": ids(50)})
+    assert [module.config._attn_implementation for module in attentions] == before
+    convert_attention(model)
+    assert {module.config._attn_implementation for module in attentions} == {"dcmha"}
+
+
 def test_an_example_uses_every_attention():
     inputs = text()
     with pytest.raises(DCFormerError, match=r"crossattention\.self, .* converted, but not used on the example"):
@@ -567,6 +580,19 @@ def test_loading_gives_what_is_asked(tmp_path):
     assert type(model) is t.BertForMaskedLM and {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.config._attn_implementation == "dcmha_chunked" and not info["missing_keys"]
     assert not info["unexpected_keys"] and dcformer.from_pretrained_converted is from_pretrained_converted
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama"])
+def test_device_maps_may_offload(name, tmp_path):
+    """Generators are read from disk when they run, static projections among them."""
+    pytest.importorskip("accelerate", reason='accelerate is not installed: pip install "dcformer[train]"')
+    model = converted(name, compose_static=True)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained_converted(
+        tmp_path, KINDS[name].auto, device_map="auto", max_memory={"cpu": 12000}, offload_folder=tmp_path / "offloaded"
+    )
+    assert all(p.is_meta for module in generators(loaded).values() for p in module.parameters())
+    torch.testing.assert_close(logits(loaded.eval(), name=name), logits(model, name=name), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("auto", [t.AutoModelForSequenceClassification, t.BertForSequenceClassification])

@@ -82,6 +82,13 @@ def gpt2_with_cross_attention() -> t.PreTrainedModel:
     )
 
 
+def encoder_decoder() -> t.PreTrainedModel:
+    """Two models in one, whose attention modules hold copies of their configurations."""
+    encoder, decoder = t.BertConfig(**TEXT), t.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True)
+    fields = {"decoder_start_token_id": 1, "pad_token_id": 0}
+    return t.EncoderDecoderModel(t.EncoderDecoderConfig(encoder=encoder.to_dict(), decoder=decoder.to_dict(), **fields))
+
+
 def encoder_states() -> dict[str, Any]:
     return text() | {"encoder_hidden_states": noise(2, 5, E)}
 
@@ -121,6 +128,7 @@ KINDS = {
     ),
     "esm": language(t.EsmForMaskedLM, t.EsmConfig, t.AutoModelForMaskedLM, pad_token_id=0, mask_token_id=1,
                     position_embedding_type="rotary", token_dropout=False),
+    "encoder-decoder": Kind(encoder_decoder, seq2seq, t.AutoModelForSeq2SeqLM, 8),
     "bart": Kind(
         lambda: t.BartForConditionalGeneration(t.BartConfig(**SEQ2SEQ, max_position_embeddings=40)),
         seq2seq,

@@ -53,8 +53,9 @@ def attach(
     zero_init: bool,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    implementation: str = "dcmha",
 ) -> list[RemovableHandle]:
-    """Gives every module that was found its generators and its hook; returns the hooks' handles."""
+    """Gives every module that was found its generators, its hook and the implementation; returns the hooks' handles."""
     handles = []
     for one in found:
         for name, settings in one.settings.items():
@@ -62,20 +63,25 @@ def attach(
             one.module.add_module(name, generators.to(device or one.weight.device, dtype or one.weight.dtype))
             generators.train(one.module.training)
         one.module.compose_call = one.call  # type: ignore[assignment]
+        # a part's own copy of a configuration (ViT-MAE, EncoderDecoderModel) is not one that the model would set
+        one.module.config._attn_implementation = implementation  # type: ignore[union-attr]
         handles.append(one.module.register_forward_pre_hook(compose_hook, with_kwargs=True))
     model.config.dcmha = compose
     model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[method-assign]
     return handles
 
 
-def _detach(model: PreTrainedModel, found: list[Found], handles: list[RemovableHandle], implementation: str) -> None:
-    """Undoes a conversion that did not succeed."""
+def _detach(
+    model: PreTrainedModel, found: list[Found], handles: list[RemovableHandle], implementations: list[tuple[Any, str]]
+) -> None:
+    """Undoes a conversion that did not succeed; `implementations` are those of every configuration before it."""
     for one, handle in zip(found, handles, strict=True):
         handle.remove()
         for name in (*one.settings, "compose_call"):
             delattr(one.module, name)
     del model.config.dcmha, model.save_pretrained
-    model.set_attn_implementation(implementation)
+    for config, implementation in implementations:
+        config._attn_implementation = implementation  # and of those below it, which come later
 
 
 def convert_attention(
@@ -119,17 +125,16 @@ def convert_attention(
             raise DCFormerError(
                 f"{one.call.path}: its projections are {what}: pass device and dtype of the generators."
             )
-    implementation = model.config._attn_implementation
+    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs += [one.module.config for one in found]  # type: ignore[misc]
+    implementations = [(config, config._attn_implementation) for config in configs]
     handles = attach(model, found, settings, zero_init, device, dtype)
     try:
         model.set_attn_implementation("dcmha")
-        for one in found:
-            if (now := one.module.config._attn_implementation) != "dcmha":  # type: ignore[union-attr]
-                raise DCFormerError(f"{one.call.path}: its attention implementation cannot be set; it stays {now!r}.")
         if example is not None:
             _try(model, found, example)
-    except DCFormerError:
-        _detach(model, found, handles, implementation)
+    except Exception:
+        _detach(model, found, handles, implementations)
         raise
     return model
 
