@@ -582,15 +582,18 @@ def test_loading_gives_what_is_asked(tmp_path):
     assert not info["unexpected_keys"] and dcformer.from_pretrained_converted is from_pretrained_converted
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "llama"])
-def test_device_maps_may_offload(name, tmp_path):
+@pytest.mark.parametrize(("name", "layers"), [("bert", "bert.encoder"), ("llama", "model.layers")])
+def test_device_maps_may_offload(name, layers, tmp_path):
     """Generators are read from disk when they run, static projections among them."""
     pytest.importorskip("accelerate", reason='accelerate is not installed: pip install "dcformer[train]"')
     model = converted(name, compose_static=True)
     model.save_pretrained(tmp_path)
-    loaded = from_pretrained_converted(
-        tmp_path, KINDS[name].auto, device_map="auto", max_memory={"cpu": 12000}, offload_folder=tmp_path / "offloaded"
-    )
+    parent = layers.partition(".")[0]
+    parts = [part for part, _ in model.named_children() if part != parent]
+    parts += [f"{parent}.{part}" for part, _ in model.get_submodule(parent).named_children()]
+    device_map = {part: "disk" if part == layers else "cpu" for part in parts}
+    options = {"device_map": device_map, "offload_folder": tmp_path / "offloaded"}
+    loaded = from_pretrained_converted(tmp_path, KINDS[name].auto, **options)
     assert all(p.is_meta for module in generators(loaded).values() for p in module.parameters())
     torch.testing.assert_close(logits(loaded.eval(), name=name), logits(model, name=name), rtol=0, atol=0)
 
