@@ -1744,6 +1744,32 @@ _MODULES = [
     ),
     *_in(
         "modules",
+        "compose_dcformer.py",
+        (
+            "weights of no token",
+            "hidden.view(batch * length, hidden.shape[-1] // k, k)",
+            "hidden.view(batch * length, -1, k)",
+            T_DCMHA + "test_nothing_to_attend",
+        ),
+    ),
+    *_in(
+        "modules",
+        "modules/saving.py",
+        (
+            "fields of a configuration are left out",
+            "return_unused_kwargs=True, **hub, **kwargs)",
+            "return_unused_kwargs=True, **hub)",
+            T_CONVERTED + "test_loading_takes_fields_of_the_configuration",
+        ),
+        (
+            "any class loads",
+            "if not isinstance(config, takes := model_class.config_class or object):",
+            "if (takes := model_class.config_class or object) is None:",
+            T_CONVERTED + "test_folders_that_cannot_be_loaded",
+        ),
+    ),
+    *_in(
+        "modules",
         "modules/interface.py",
         (
             "weights made for another module",
@@ -1756,6 +1782,12 @@ _MODULES = [
             "        _slot.weights = (None, None)\n        weights = weights if",
             "        weights = weights if",
             T_CONVERTED + "test_weights_of_one_call_serve_no_other",
+        ),
+        (
+            "states of a grid of tokens",
+            "    if states.dim() > 3:  # a grid",
+            "    if False:  # a grid",
+            T_CONVERTED + "test_without_composition_it_is_the_model",
         ),
         (
             "key-wise weights of the last encoder states",
@@ -1791,6 +1823,18 @@ _MODULES = [
     *_in(
         "modules",
         "modules/convert.py",
+        (
+            "parts with a configuration of their own",
+            "        one.module.config._attn_implementation = implementation  #",
+            "        pass  #",
+            T_CONVERTED + "test_a_conversion_that_fails_leaves_every_part_as_it_was",
+        ),
+        (
+            "a failed conversion leaves parts switched",
+            "        config._attn_implementation = implementation  # and",
+            "        pass  # and",
+            T_CONVERTED + "test_a_conversion_that_fails_leaves_every_part_as_it_was",
+        ),
         (
             "hooks that stay after a failure",
             "        handle.remove()\n        for name in (*one",

@@ -201,6 +201,8 @@ def test_beside_lora(tmp_path):
         optimizer.step()
     assert all(p.grad.any() for path, p in model.named_parameters() if path in trained)
     expected = logits(model.eval(), text())
+    with pytest.raises(DCFormerError, match="is PEFT's to save"):
+        save_compose(model, tmp_path / "compose.safetensors")
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(convert_attention(make("bert")), tmp_path)
     torch.testing.assert_close(logits(loaded.eval(), text()), expected, rtol=0, atol=0)

@@ -109,13 +109,15 @@ def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
         path: the file, in safetensors format.
 
     Raises:
-        DCFormerError: when the model is not converted, or its composition is offloaded.
+        DCFormerError: when the model is not converted, or its composition is offloaded or in the hands of PEFT.
     """
     names, settings = _names(model), _settings_of(model)
     if not names or settings is None:
         raise DCFormerError(
             f"{type(model).__name__} is not converted: call convert_attention first. If a part of it is, give that one."
         )
+    if any(".modules_to_save." in name for name in names):
+        raise DCFormerError("the composition is PEFT's to save, which trains a copy of it: call its save_pretrained.")
     state = model.state_dict()
     if offloaded := [name for name in names if state[name].is_meta]:
         raise DCFormerError(f"{offloaded[0]} is offloaded: load the model without offloading to save its composition.")
