@@ -84,9 +84,10 @@ def gpt2_with_cross_attention() -> t.PreTrainedModel:
 
 def encoder_decoder() -> t.PreTrainedModel:
     """Two models in one, whose attention modules hold copies of their configurations."""
-    encoder, decoder = t.BertConfig(**TEXT), t.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True)
-    fields = {"decoder_start_token_id": 1, "pad_token_id": 0}
-    return t.EncoderDecoderModel(t.EncoderDecoderConfig(encoder=encoder.to_dict(), decoder=decoder.to_dict(), **fields))
+    decoder = t.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True)
+    model = t.EncoderDecoderModel(encoder=t.BertModel(t.BertConfig(**TEXT)), decoder=t.BertLMHeadModel(decoder))
+    model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+    return model
 
 
 def encoder_states() -> dict[str, Any]:
