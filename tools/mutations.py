@@ -117,7 +117,7 @@ _COMPOSE = _in(
     ("up is down", "up = pair[1].flatten(2, 3)", "up = pair[0].flatten(2, 3)", GENERATORS),
     (
         "rows of down and up interleaved",
-        "pair = pair.view(-1, count, batch, length, 2, r, m)  # [G, C, B, N, 2, R, M]\n"
+        "pair = pair.view(len(pair) // count, count, batch, length, 2, r, m)  # [G, C, B, N, 2, R, M]\n"
         "            pair = pair.permute(4, 1, 2, 0, 6, 3, 5)",
         "pair = pair.view(-1, count, batch, length, r, 2, m)\n            pair = pair.permute(5, 1, 2, 0, 6, 3, 4)",
         GENERATORS,
@@ -130,8 +130,8 @@ _COMPOSE = _in(
     ),
     (
         "generators lead the groups of gates",
-        "gate.view(batch, length, -1, count, m).permute(3, 0, 2, 4, 1)",
-        "gate.view(batch, length, count, -1, m).permute(2, 0, 3, 4, 1)",
+        "gate.unflatten(-1, (-1, count, m)).permute(3, 0, 2, 4, 1)",
+        "gate.unflatten(-1, (count, -1, m)).permute(2, 0, 3, 4, 1)",
         GENERATORS,
     ),
     (
@@ -1855,7 +1855,33 @@ _MODULES = [
     ),
     *_in(
         "modules",
-        "modules/convert.py",
+        "compose_dcformer.py",
+        (
+            "weights of no token",
+            "hidden.view(batch * length, hidden.shape[-1] // k, k)",
+            "hidden.view(batch * length, -1, k)",
+            T_DCMHA + "test_nothing_to_attend",
+        ),
+    ),
+    *_in(
+        "modules",
+        "modules/saving.py",
+        (
+            "fields of a configuration are left out",
+            "return_unused_kwargs=True, **hub, **kwargs)",
+            "return_unused_kwargs=True, **hub)",
+            T_CONVERTED + "test_loading_takes_fields_of_the_configuration",
+        ),
+        (
+            "any class loads",
+            "if not isinstance(config, takes := model_class.config_class or object):",
+            "if (takes := model_class.config_class or object) is None:",
+            T_CONVERTED + "test_folders_that_cannot_be_loaded",
+        ),
+    ),
+    *_in(
+        "modules",
+        "modules/interface.py",
         (
             "weights made for another module",
             "weights = weights if owner is module else None",
@@ -1867,6 +1893,12 @@ _MODULES = [
             "        _slot.weights = (None, None)\n        weights = weights if",
             "        weights = weights if",
             T_CONVERTED + "test_weights_of_one_call_serve_no_other",
+        ),
+        (
+            "states of a grid of tokens",
+            "    if states.dim() > 3:  # a grid",
+            "    if False:  # a grid",
+            T_CONVERTED + "test_without_composition_it_is_the_model",
         ),
         (
             "key-wise weights of the last encoder states",
@@ -1897,6 +1929,22 @@ _MODULES = [
             'is_causal = getattr(module, "is_causal", False)',
             "is_causal = True",
             T_CONVERTED + "test_without_composition_it_is_the_model",
+        ),
+    ),
+    *_in(
+        "modules",
+        "modules/convert.py",
+        (
+            "parts with a configuration of their own",
+            "        one.module.config._attn_implementation = implementation  #",
+            "        pass  #",
+            T_CONVERTED + "test_a_conversion_that_fails_leaves_every_part_as_it_was",
+        ),
+        (
+            "a failed conversion leaves parts switched",
+            "        config._attn_implementation = implementation  # and",
+            "        pass  # and",
+            T_CONVERTED + "test_a_conversion_that_fails_leaves_every_part_as_it_was",
         ),
         (
             "hooks that stay after a failure",

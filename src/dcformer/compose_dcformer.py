@@ -443,9 +443,9 @@ class DCFormerCompose(nn.Module):
             hidden = self.act_fn(hidden)  # [B, N, G·C·K]
             k = 2 * r * m
             self._check_whole_groups(hidden.shape[-1], count * k)
-            hidden = hidden.view(batch * length, -1, k).transpose(0, 1)  # [G·C, B·N, K]
+            hidden = hidden.view(batch * length, hidden.shape[-1] // k, k).transpose(0, 1)  # [G·C, B·N, K]
             pair = torch.bmm(hidden, self.qkw.view(-1, k, k))  # [G·C, B·N, 2·R·M]
-            pair = pair.view(-1, count, batch, length, 2, r, m)  # [G, C, B, N, 2, R, M]
+            pair = pair.view(len(pair) // count, count, batch, length, 2, r, m)  # [G, C, B, N, 2, R, M]
             pair = pair.permute(4, 1, 2, 0, 6, 3, 5)  # [2, C, B, G, M, N, R]
             down = pair[0].to(compute)
             mean_square = down.pow(2).mean(dim=3, keepdim=True)  # over the heads of a group
@@ -455,7 +455,7 @@ class DCFormerCompose(nn.Module):
         if gate is not None:
             gate = torch.tanh(gate.to(compute)).to(dtype)  # [B, N, G·C·M]
             self._check_whole_groups(gate.shape[-1], count * m)
-            gate = gate.view(batch, length, -1, count, m).permute(3, 0, 2, 4, 1)  # [C, B, G, M, N]
+            gate = gate.unflatten(-1, (-1, count, m)).permute(3, 0, 2, 4, 1)  # [C, B, G, M, N]
             parts.append(gate.flatten(2, 3).unsqueeze(3))
         packed = torch.cat(parts, dim=3).unbind() if parts else ()  # each [B, H, channels, N]
         dynamic = {generator: SideWeights(w) for generator, w in zip(self.generators, packed, strict=True)}

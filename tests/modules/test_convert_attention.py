@@ -11,11 +11,12 @@ from helpers import randomise, tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, TEXT, ids, make, noise, text
 from torch import nn
+from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 
 import dcformer
 from dcformer.errors import DCFormerError
 from dcformer.modules import convert_attention, from_pretrained_converted, load_compose, save_compose
-from dcformer.modules.convert import IMPLEMENTATIONS
+from dcformer.modules.interface import IMPLEMENTATIONS
 
 TOLERANCE = 1e-6  # the specification's, in float32
 SIDES = ("compose", "compose_query", "compose_key")
@@ -200,6 +201,8 @@ def test_beside_lora(tmp_path):
         optimizer.step()
     assert all(p.grad.any() for path, p in model.named_parameters() if path in trained)
     expected = logits(model.eval(), text())
+    with pytest.raises(DCFormerError, match="is PEFT's to save"):
+        save_compose(model, tmp_path / "compose.safetensors")
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(convert_attention(make("bert")), tmp_path)
     torch.testing.assert_close(logits(loaded.eval(), text()), expected, rtol=0, atol=0)
@@ -445,6 +448,18 @@ def test_conversions_that_fail_leave_the_model_as_it_was(options, message):
     convert_attention(model)
 
 
+def test_a_conversion_that_fails_leaves_every_part_as_it_was():
+    """Attention modules may hold a copy of a configuration, which the model does not set with its own."""
+    model = make("encoder-decoder")
+    attentions = [module for module in model.modules() if isinstance(module, BertSelfAttention | BertCrossAttention)]
+    before = [module.config._attn_implementation for module in attentions]
+    with pytest.raises(DCFormerError, match="EncoderDecoderModel does not run on the example"):
+        convert_attention(model, example={"input_ids": ids(50)})
+    assert [module.config._attn_implementation for module in attentions] == before
+    convert_attention(model)
+    assert {module.config._attn_implementation for module in attentions} == {"dcmha"}
+
+
 def test_an_example_uses_every_attention():
     inputs = text()
     with pytest.raises(DCFormerError, match=r"crossattention\.self, .* converted, but not used on the example"):
@@ -538,6 +553,10 @@ def test_folders_that_cannot_be_loaded(tmp_path):
     converted("bert").save_pretrained(tmp_path / "model")
     with pytest.raises(DCFormerError, match="'sdpa' cannot compose heads: use one of"):
         from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM, attn_implementation="sdpa")
+    with pytest.raises(
+        DCFormerError, match=r"is of a bert model \(BertConfig\), but ViTModel takes a ViTConfig: give the"
+    ):
+        from_pretrained_converted(tmp_path / "model", t.ViTModel)
     file = tmp_path / "model" / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("qkw")}
     save_file(tensors, file, {"format": "pt"})
@@ -565,6 +584,35 @@ def test_loading_gives_what_is_asked(tmp_path):
     assert not info["unexpected_keys"] and dcformer.from_pretrained_converted is from_pretrained_converted
 
 
+@pytest.mark.parametrize(("name", "layers"), [("bert", "bert.encoder"), ("llama", "model.layers")])
+def test_device_maps_may_offload(name, layers, tmp_path):
+    """Generators are read from disk when they run, static projections among them."""
+    pytest.importorskip("accelerate", reason='accelerate is not installed: pip install "dcformer[train]"')
+    model = converted(name, compose_static=True)
+    model.save_pretrained(tmp_path)
+    parent = layers.partition(".")[0]
+    parts = [part for part, _ in model.named_children() if part != parent]
+    parts += [f"{parent}.{part}" for part, _ in model.get_submodule(parent).named_children()]
+    device_map = {part: "disk" if part == layers else "cpu" for part in parts}
+    options = {"device_map": device_map, "offload_folder": tmp_path / "offloaded"}
+    loaded = from_pretrained_converted(tmp_path, KINDS[name].auto, **options)
+    assert all(p.is_meta for module in generators(loaded).values() for p in module.parameters())
+    torch.testing.assert_close(logits(loaded.eval(), name=name), logits(model, name=name), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("auto", [t.AutoModelForSequenceClassification, t.BertForSequenceClassification])
+def test_loading_takes_fields_of_the_configuration(tmp_path, auto):
+    """As `from_pretrained` does: a new head of another size, on the composed body."""
+    saved = converted("bert")
+    saved.save_pretrained(tmp_path)
+    model, info = from_pretrained_converted(tmp_path, auto, num_labels=5, output_loading_info=True, dtype="auto")
+    assert model.classifier.out_features == model.config.num_labels == 5 and model.dtype == torch.float32
+    assert all(key.startswith(("classifier.", "bert.pooler.")) for key in info["missing_keys"])
+    composed = ({path: p for path, p in m.named_parameters() if ".compose." in path} for m in (model, saved))
+    for (path, one), (other_path, other) in zip(*(found.items() for found in composed), strict=True):
+        assert path == other_path and torch.equal(one, other)
+
+
 def test_a_readme_that_is_there_is_kept(tmp_path):
     (tmp_path / "README.md").write_text("mine")
     converted("bert").save_pretrained(tmp_path)
@@ -577,10 +625,18 @@ def test_compositions_that_do_not_fit(tmp_path):
         save_compose(make("bert"), file)
     with pytest.raises(DCFormerError, match="cannot be read"):
         load_compose(make("bert"), file)
+    part = make("clip")
+    convert_attention(part.vision_model)
+    with pytest.raises(DCFormerError, match="If a part of it is, give that one"):
+        save_compose(part, file)
+    with pytest.raises(DCFormerError, match=r"bert\..*compose\.qkw is offloaded"):
+        save_compose(convert_attention(make("bert"), device="meta", dtype=torch.float32), file)
     save_compose(converted("bert"), file)
     assert [path.name for path in tmp_path.iterdir()] == ["compose.safetensors"]
     with pytest.raises(DCFormerError, match="saved with other settings than the model's: compose_rank differ"):
         load_compose(converted("bert", compose_rank=1), file)
+    with pytest.raises(DCFormerError, match=r"settings than the model's: compose_act, .*compose_static differ"):
+        load_compose(part, file)
     for other, message in (("vit", "is of another model: .* is in only one"), ("roberta", "is of another model")):
         model = make(other)
         with pytest.raises(DCFormerError, match=message):

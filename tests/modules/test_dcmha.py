@@ -291,6 +291,17 @@ def test_chunked_is_eager(query, key, kv_heads, groups, rank, static, mask, leng
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)  # sums of 1e5 float64 products, each of size 10
 
 
+@pytest.mark.parametrize("lengths", [(0, 3, 2), (3, 0, 2), (3, 3, 0)], ids=["no query", "no key", "no sequence"])
+def test_nothing_to_attend(lengths):
+    """Empty inputs are inputs, as they are for the library's module."""
+    queries, keys, batch = lengths
+    theirs, ours = pair("self", torch.float32)
+    states = torch.randn(queries, batch, E), *[torch.randn(keys, batch, E)] * 2
+    for one, other in zip(ours(*states), theirs(*states), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(ours(*states, need_weights=False)[0], theirs(*states)[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked", None])
 def test_rows_that_see_nothing_are_zeros(implementation):
     """As no key is seen, the output is the output projection's bias; every gradient is finite."""

@@ -82,6 +82,14 @@ def gpt2_with_cross_attention() -> t.PreTrainedModel:
     )
 
 
+def encoder_decoder() -> t.PreTrainedModel:
+    """Two models in one, whose attention modules hold copies of their configurations."""
+    decoder = t.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True)
+    model = t.EncoderDecoderModel(encoder=t.BertModel(t.BertConfig(**TEXT)), decoder=t.BertLMHeadModel(decoder))
+    model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+    return model
+
+
 def encoder_states() -> dict[str, Any]:
     return text() | {"encoder_hidden_states": noise(2, 5, E)}
 
@@ -99,6 +107,8 @@ KINDS = {
         t.AutoModelForImageClassification,
         3,
     ),
+    "sam3, vision": vision(t.Sam3ViTModel, t.Sam3ViTConfig, window_size=2, global_attn_indexes=[1],
+                           pretrain_image_size=16),
     "clip": clip(t.CLIPConfig, t.CLIPModel),
     "siglip": clip(t.SiglipConfig, t.SiglipModel),
     "siglip, vision": vision(t.SiglipVisionModel, t.SiglipVisionConfig),
@@ -119,6 +129,7 @@ KINDS = {
     ),
     "esm": language(t.EsmForMaskedLM, t.EsmConfig, t.AutoModelForMaskedLM, pad_token_id=0, mask_token_id=1,
                     position_embedding_type="rotary", token_dropout=False),
+    "encoder-decoder": Kind(encoder_decoder, seq2seq, t.AutoModelForSeq2SeqLM, 8),
     "bart": Kind(
         lambda: t.BartForConditionalGeneration(t.BartConfig(**SEQ2SEQ, max_position_embeddings=40)),
         seq2seq,

@@ -1,0 +1,171 @@
+"""What converted modules run: the hook that makes composition weights, and the attention functions that use them.
+
+Attention modules of the library end in one call, `attention_interface(self, query, key, value, mask, ...)`, of what
+`config._attn_implementation` names. A hook in front of such a module computes composition weights from the states that
+it is called with and puts them among its keyword arguments, which it passes on to the attention function; that
+function, registered as "dcmha", composes. Where a module passes no keyword arguments on, the weights wait in a slot of
+the thread.
+
+Letters: B batch, T queries, S keys, H heads.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from ..attention_dcformer import attend_composed, eager_attention
+from ..chunked_dcformer import chunked_attention
+from ..compose_dcformer import Generated, Stages, stages
+from ..masks_dcformer import causal_rows
+from .finding import CACHES, KEY_STATES, STATES, SUBMODULES, UNSUPPORTED, Call
+
+_slot = threading.local()
+
+
+def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The hook: puts `compose_weights` among the arguments of a converted module."""
+    call: Call = module.compose_call  # type: ignore[assignment]
+    implementation = module.config._attn_implementation  # type: ignore[union-attr]
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{call.path}: attn_implementation={implementation!r} would leave the composition out: call "
+            f"model.set_attn_implementation with one of {tuple(IMPLEMENTATIONS)}."
+        )
+    states = call.argument(args, kwargs, STATES)
+    if states.dim() > 3:  # a grid of tokens, [B, rows, columns, E]
+        states = states.flatten(1, -2)
+    key_states = call.argument(args, kwargs, *KEY_STATES)
+    if (key_states is not None) != call.is_cross:
+        kind, got = ("cross-attention", "no") if call.is_cross else ("self-attention", "encoder")
+        raise ValueError(f"{call.path}: converted as {kind}, but called with {got} states to make keys from.")
+    made: list[tuple[nn.Module, Generated]] = []
+    for name in SUBMODULES:
+        if (generators := getattr(module, name, None)) is None:
+            continue
+        if name == "compose_key":
+            made.append((generators, _of_keys(generators, call, key_states, args, kwargs)))
+        else:
+            made.append((generators, generators(states)))
+    weights = stages(made[0][0], *(generated for _, generated in made)) if made else (None, None)  # type: ignore[arg-type]
+    if call.passes_kwargs:
+        return args, {**kwargs, "compose_weights": weights}
+    _slot.weights = (module, weights)
+    return args, kwargs
+
+
+def _of_keys(generators: nn.Module, call: Call, states: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> Generated:
+    """Key-wise weights of encoder states, kept in the cache of a generation for as long as the states are the same."""
+    cache = call.argument(args, kwargs, *CACHES)
+    if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return generators(states)
+    kept = cache.__dict__.setdefault("dcmha_keys", {})
+    if call.path not in kept or kept[call.path][0] is not states:
+        kept[call.path] = (states, generators(states))
+    return kept[call.path][1]
+
+
+def _attend(
+    function: Callable,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    compose_weights: Stages | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An attention function of Transformers that composes heads, in converted modules, by one of the package's.
+
+    Args:
+        function: `eager_attention` or `chunked_attention`.
+        query, key, value: [B, H, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
+        attention_mask: [B or 1, 1 or H, T or 1, S], boolean (True: visible) or additive.
+        position_bias: [B or 1, H, T or 1, S], added to the composed scores.
+        compose_weights: from the hook.
+
+    Returns:
+        output [B, T, H, Dv], and from eager attention the composed weights [B, H, T, S].
+    """
+    if unsupported := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
+        raise ValueError(
+            f"{unsupported[0]} asks for {UNSUPPORTED[unsupported[0]]}, which composition does not support."
+        )
+    call: Call | None = getattr(module, "compose_call", None)
+    pre, post = (None, None) if call is None else _weights_of(module, call, compose_weights, query, key)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", False)
+    maps = (query.shape[2], key.shape[2])
+    if attention_mask is None and position_bias is not None and is_causal:
+        attention_mask = causal_rows(*maps, kwargs.get("sliding_window"), query.device)[:, None]
+    parts = [m.expand(*m.shape[:2], *maps) for m in (attention_mask, position_bias) if m is not None]
+    if len(parts) == 2:
+        mask, bias = parts
+        attention_mask = mask + bias if mask.is_floating_point() else bias.masked_fill(~mask.bool(), float("-inf"))
+    else:
+        attention_mask = parts[0] if parts else None
+    return attend_composed(
+        function,
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dropout=dropout,
+        pre=pre,
+        post=post,
+        is_causal=is_causal,
+        **kwargs,
+    )
+
+
+def _weights_of(
+    module: nn.Module, call: Call, weights: Stages | None, query: torch.Tensor, key: torch.Tensor
+) -> Stages:
+    """The composition weights of a call, checked against its queries and keys."""
+    if weights is None and not call.passes_kwargs:
+        owner, weights = getattr(_slot, "weights", (None, None))
+        _slot.weights = (None, None)
+        weights = weights if owner is module else None
+    if weights is None:
+        raise ValueError(f"{call.path}: its forward was called past its hooks; call the module itself.")
+    if query.shape[1] != call.heads:
+        raise ValueError(f"{call.path}: converted for {call.heads} heads, but attention has {query.shape[1]}.")
+    for stage in weights:
+        sides = () if stage is None else ((stage.query, query), (stage.key, key))
+        for side, states in sides:
+            if side is None or side.packed.shape[-1] == states.shape[2]:
+                continue
+            raise ValueError(
+                f"{call.path}: composition weights of {side.packed.shape[-1]} tokens, but attention is over "
+                f"{states.shape[2]}. Keys that are cached, or fewer than the states, have no composition weights: pass "
+                "use_cache=False, or convert with compose_key=False, or in models with cross-attention 'uncached'."
+            )
+    return weights
+
+
+def _eager(*args: Any, **kwargs: Any) -> Any:
+    return _attend(eager_attention, *args, **kwargs)
+
+
+def _chunked(*args: Any, **kwargs: Any) -> Any:
+    return _attend(chunked_attention, *args, **kwargs)
+
+
+# Attention implementations of converted models.
+# Attention implementations of converted models.
+IMPLEMENTATIONS = {"dcmha": _eager, "dcmha_chunked": _chunked}
+for _name, _function in IMPLEMENTATIONS.items():
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, eager_mask)
+
+__all__ = ["IMPLEMENTATIONS", "compose_hook"]

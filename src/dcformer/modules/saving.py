@@ -1,0 +1,184 @@
+"""Converted models in files: whole folders, and the composition alone."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from ..errors import DCFormerError
+from .convert import all_settings, attach, convert_attention
+from .dcmha import make_generators
+from .finding import SUBMODULES, find_attention
+from .interface import IMPLEMENTATIONS
+
+_HUB_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+_NOT_OF_CONFIG = ("attn_implementation", "dtype", "torch_dtype")  # options that would change a configuration
+
+
+def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwargs: Any) -> Any:
+    """Loads what `save_pretrained` of a converted model has written.
+
+    Args:
+        folder: the folder, or a repository on the Hub.
+        auto_class: such as `AutoModelForSequenceClassification`, or a model's class.
+        kwargs: as for `from_pretrained`, fields of the configuration among them. `attn_implementation` is "dcmha" or
+            "dcmha_chunked".
+
+    Returns:
+        the model, converted.
+
+    Raises:
+        DCFormerError: when the folder's model is not a converted one, or of another class, or tensors of its
+            composition are missing.
+    """
+    hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
+    own = {name: kwargs.pop(name) for name in _NOT_OF_CONFIG if name in kwargs}
+    config = kwargs.pop("config", None)
+    if config is None:
+        config, kwargs = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **hub, **kwargs)
+    kwargs |= hub | own
+    compose = getattr(config, "dcmha", None)
+    if compose is None:
+        raise DCFormerError(
+            f"{folder} is not a converted model: its configuration has no 'dcmha'. Use from_pretrained."
+        )
+    if (name := kwargs.setdefault("attn_implementation", "dcmha")) not in IMPLEMENTATIONS:
+        raise DCFormerError(f"attn_implementation={name!r} cannot compose heads: use one of {tuple(IMPLEMENTATIONS)}.")
+    if isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel):
+        model_class = auto_class
+        if not isinstance(config, takes := model_class.config_class or object):
+            raise DCFormerError(
+                f"{folder} is of a {config.model_type} model ({type(config).__name__}), but {model_class.__name__} "
+                f"takes a {takes.__name__}: give the class of the model that was saved, or an Auto class."
+            )
+    else:
+        with torch.device("meta"):
+            model_class = type(auto_class.from_config(config))
+
+    def make(self: PreTrainedModel, *args: Any, **options: Any) -> None:
+        model_class.__init__(self, *args, **options)
+        attach(self, find_attention(self, all_settings(compose)), compose, zero_init=False, implementation=name)
+
+    converted: Any = type(
+        model_class.__name__, (model_class,), {"__init__": make, "__module__": model_class.__module__}
+    )
+    wants_info = kwargs.pop("output_loading_info", False)
+    model, info = converted.from_pretrained(folder, config=config, output_loading_info=True, **kwargs)
+    model.__class__ = model_class
+    if missing := sorted(set(info["missing_keys"]) & set(_names(model))):
+        raise DCFormerError(f"{folder} lacks {len(missing)} tensors of the composition, such as {missing[0]}.")
+    return (model, info) if wants_info else model
+
+
+def _names(model: nn.Module) -> list[str]:
+    """The tensors of a converted model's composition."""
+    return [
+        f"{path}.{name}.{tensor}"
+        for path, module in model.named_modules()
+        if hasattr(module, "compose_call")
+        for name in SUBMODULES
+        if hasattr(module, name)
+        for tensor in module.get_submodule(name).state_dict()
+    ]
+
+
+def _settings_of(model: nn.Module) -> dict[str, Any] | None:
+    """What `convert_attention` left in a model's configuration; None where it was not called with this model."""
+    return getattr(getattr(model, "config", None), "dcmha", None)
+
+
+def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
+    """Writes only the composition of a converted model, 1-3 % of its parameters, with its settings.
+
+    Args:
+        model: a converted model. One that FSDP2 has sharded is saved by the first process; all must call this.
+        path: the file, in safetensors format.
+
+    Raises:
+        DCFormerError: when the model is not converted, or its composition is offloaded or in the hands of PEFT.
+    """
+    names, settings = _names(model), _settings_of(model)
+    if not names or settings is None:
+        raise DCFormerError(
+            f"{type(model).__name__} is not converted: call convert_attention first. If a part of it is, give that one."
+        )
+    if any(".modules_to_save." in name for name in names):
+        raise DCFormerError("the composition is PEFT's to save, which trains a copy of it: call its save_pretrained.")
+    state = model.state_dict()
+    if offloaded := [name for name in names if state[name].is_meta]:
+        raise DCFormerError(f"{offloaded[0]} is offloaded: load the model without offloading to save its composition.")
+    is_sharded = any(hasattr(state[name], "full_tensor") for name in names)
+    whole = {name: state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name] for name in names}
+    if is_sharded and torch.distributed.get_rank():
+        return
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
+    path = Path(path)
+    unfinished = path.with_name(path.name + ".unfinished")
+    save_file(tensors, unfinished, {"format": "pt", "dcmha": json.dumps(settings)})
+    os.replace(unfinished, path)
+
+
+def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedModel:
+    """Puts a composition that `save_compose` wrote into a model, which is converted if it is not yet.
+
+    Args:
+        model: of the architecture and sizes of the one that was saved.
+        path: the file.
+
+    Returns:
+        `model`.
+
+    Raises:
+        DCFormerError: when the file is none, or does not fit. The model is then unchanged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            settings = (file.metadata() or {}).get("dcmha")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    except (OSError, SafetensorError) as error:
+        raise DCFormerError(f"{path} cannot be read: {error}") from error
+    if settings is None:
+        raise DCFormerError(f"{path} is not a composition: save_compose writes one.")
+    compose, names = json.loads(settings), _names(model)
+    if names:
+        of_model = _settings_of(model) or {}
+        if differ := sorted(n for n in compose | of_model if compose.get(n) != of_model.get(n)):
+            raise DCFormerError(f"{path} was saved with other settings than the model's: {', '.join(differ)} differ.")
+        own = {name: model.get_parameter(name).shape for name in names}
+    else:
+        with torch.device("meta"):
+            own = {
+                f"{one.call.path}.{name}.{tensor}": parameter.shape
+                for one in find_attention(model, all_settings(compose))
+                for name, of_one in one.settings.items()
+                for tensor, parameter in make_generators(of_one, zero_init=True).named_parameters()
+            }
+    if odd := sorted(set(own) ^ set(tensors)):
+        raise DCFormerError(f"{path} is of another model: {odd[0]} is in only one of them.")
+    for name, shape in own.items():
+        if shape != tensors[name].shape:
+            shapes = f"{tuple(tensors[name].shape)} in it and {tuple(shape)} in the model"
+            raise DCFormerError(f"{path} is of a model of another size: {name} is {shapes}.")
+    if not names:
+        convert_attention(model, **compose)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            model.get_parameter(name).copy_(tensor)
+    return model
+
+
+__all__ = ["from_pretrained_converted", "load_compose", "save_compose"]
