@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ..errors import DCFormerError
+from ..files import whole_file
 from .convert import all_settings, attach, convert_attention
 from .dcmha import make_generators
 from .finding import SUBMODULES, find_attention
@@ -126,10 +126,8 @@ def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
     if is_sharded and torch.distributed.get_rank():
         return
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
-    path = Path(path)
-    unfinished = path.with_name(path.name + ".unfinished")
-    save_file(tensors, unfinished, {"format": "pt", "dcmha": json.dumps(settings)})
-    os.replace(unfinished, path)
+    with whole_file(path) as unfinished:
+        save_file(tensors, unfinished, {"format": "pt", "dcmha": json.dumps(settings)})
 
 
 def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedModel:
