@@ -265,10 +265,21 @@ def write_runs(path: Path, runs: list[dict]) -> None:
     write_text(path, json.dumps({"about": about_runs(), "runs": runs}, indent=1) + "\n")
 
 
+def same_model(settings: dict, done: list[dict]) -> dict | None:
+    """The result of a run that differs in what is equal alone, if the MLP is as wide for both: it is the same run."""
+    others = {key: value for key, value in settings.items() if key != "match"}
+    width = matched_width(settings["task"], settings["column"], settings["match"])
+    twins = [run | settings for run in done if others.items() <= run.items() and run["mlp_width"] == width]
+    return twins[0] if twins else None
+
+
 def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> list[dict]:
     """Trains what is wanted and not done, `workers` runs at a time; returns all that is done."""
     done = read_runs(path)
     missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in done)]
+    if known := [run for settings in missing if (run := same_model(settings, done))]:
+        write_runs(path, done + known)
+        done, missing = done + known, [s for s in missing if not any(s.items() <= run.items() for run in known)]
     print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
     if not missing:
         return done

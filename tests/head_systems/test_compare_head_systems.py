@@ -64,6 +64,18 @@ def test_reported_losses_are_those_of_the_chosen_rate_and_other_seeds():
         assert compare.by_seed(runs, "text", match, "gate") == {0: rate, 1: 1 + rate}
 
 
+def test_the_same_model_is_not_trained_twice(tmp_path, monkeypatch):
+    """Plain attention with QK-norm is as wide whatever is equal; another column is not."""
+    monkeypatch.setattr(compare, "train", None)  # would not be called
+    run = run_of("qk_norm", 0, 1e-3, 2.0, 1.0) | {"mlp_width": compare.matched_width("text", "qk_norm", "flops")}
+    compare.write_runs(tmp_path / "results.json", [run])
+    wanted = compare.settings_of("text", "qk_norm", "flops", 0, 1e-3)
+    assert compare.same_model(wanted | {"seed": 1}, [run]) is None
+    assert compare.same_model(wanted, [run | {"mlp_width": 7}]) is None
+    done = compare.train_missing([wanted], tmp_path / "results.json", 1, "seeds")
+    assert done == [run, run | {"match": "flops"}] and compare.read_runs(tmp_path / "results.json") == done
+
+
 @pytest.mark.parametrize(
     ("ours", "says"),
     [((1.0, 1.1, 1.05), "better"), ((3.0, 3.1, 3.05), "worse"), ((1.0, 3.1, 2.0), "cannot be told")],
