@@ -61,7 +61,7 @@ WRONG = [
     ("plan", "--dtype bf17", "bf17.*bfloat16.*float16.*float32"),
     ("analyze", "m --output o", "give --text or --image, or --diversity"),
     ("analyze", "m --text t", "--output is required"),
-    ("analyze", "m --diversity --target t", "--diversity looks at weights only"),
+    ("analyze", "m --diversity --target t", "--diversity prints, and looks at weights only: leave out --target"),
     ("plan", "--gpus many", "invalid int value: 'many'"),
     ("eval", "run --tasks a --no-such-option", "unrecognized arguments: --no-such-option"),
     ("serve", "--no-such-option", "No such option.*--no-such-option"),
