@@ -30,7 +30,7 @@ import study
 from study import about_runs, read_runs, spread, write_text
 from tqdm import tqdm
 
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 SEEDS, RATE_SEED = (0, 1, 2, 3, 4), 100
 STEPS = {"synthetic": 600, "text": 600, "digits": 300}
 MATCHES = ("parameters", "flops")
@@ -216,11 +216,13 @@ def train(settings: dict, folder: str) -> dict:
     config = make_config(task, column, matched_width(task, column, settings["match"]))
     set_seed(settings["seed"])
     model = make_model(task, config)
+    start = time.process_time()
     if task == "digits":
         (images, labels), (test_images, test_labels) = digits.load_digits()
         probe = test_images[:64]
         before = head_load(model, probe)
-        _, seconds = digits.fit(model, settings, images, labels)
+        digits.fit(model, settings, images, labels)
+        seconds = time.process_time() - start
         with torch.no_grad():
             losses = torch.nn.functional.cross_entropy(model(test_images).logits, test_labels, reduction="none")
         choice, report = float(losses[::2].mean()), float(losses[1::2].mean())
@@ -229,7 +231,8 @@ def train(settings: dict, folder: str) -> dict:
         length = min(len(row["input_ids"]) for row in test[:8])
         probe = torch.tensor([row["input_ids"][:length] for row in test[:8]])
         before = head_load(model, probe)
-        trainer, _, seconds = study.fit(model, settings, rows, test[::2], Path(folder))
+        trainer, _, _ = study.fit(model, settings, rows, test[::2], Path(folder))
+        seconds = time.process_time() - start
         choice = trainer.evaluate(test[::2])["eval_loss"]
         report = trainer.evaluate(test[1::2])["eval_loss"]
     parameters, flops = count(task, config)
@@ -241,7 +244,7 @@ def train(settings: dict, folder: str) -> dict:
         "cache_bytes": 0 if task == "digits" else cache_bytes(config),
         "choice_loss": choice,
         "loss": report,
-        "seconds": round(seconds, 1),
+        "cpu_seconds": round(seconds, 1),
         **({} if load is None else {"head_load": load, "head_load_before": before}),
     }
 
@@ -297,7 +300,7 @@ def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> li
             done = [other for other in done if any(other[key] != run[key] for key in _SAME)] + [run]
             write_runs(path, done)
             progress.update()
-            progress.write("{task} {match} {column} seed {seed}: loss {loss:.4f}, {seconds:.0f} s".format(**run))
+            progress.write("{task} {match} {column} seed {seed}: loss {loss:.4f}, {cpu_seconds:.0f} s".format(**run))
     return done
 
 
@@ -344,13 +347,12 @@ def verdict(ours: dict[int, float], base: dict[int, float]) -> str:
 def table(results: dict) -> str:
     """All cells in Markdown: costs, losses with their spread over seeds, differences to both baselines."""
     runs = results["runs"]
-    hours = sum(run["seconds"] for run in runs) / 3600
     versions = ", ".join(f"{name} {value}" for name, value in results["about"].items())
     lines = [
         "<!-- written by examples/compare_head_systems.py -->",
         "# Head systems: tables",
         "",
-        f"{len(runs)} runs, {hours:.1f} hours of one core ({versions}). Losses in nats, mean over seeds and standard "
+        f"{len(runs)} runs, each on one core ({versions}). Losses in nats, mean over seeds and standard "
         "deviation; differences seed by seed, with 95 % intervals of Student's distribution, bold where they leave 0 "
         "out. No correction for the number of comparisons: of twenty one is bold by chance.",
     ]
@@ -362,25 +364,44 @@ def table(results: dict) -> str:
             bases = [name for name in BASELINES if name in names]
             heads = [f"less {COLUMNS[name].label}" for name in bases]
             lines += ["", f"## {task}, equal {match}", ""]
-            cells = ["", "loss", *heads, "verdict", "rate", "MLP", "parameters", "FLOPs a token", "cache bytes", "s"]
+            cells = [
+                "",
+                "loss",
+                *heads,
+                "verdict",
+                "rate",
+                "MLP",
+                "parameters",
+                "FLOPs a token",
+                "cache bytes",
+                "CPU s",
+            ]
             lines += ["| " + " | ".join(cells) + " |", "|---" * len(cells) + "|"]
             for name in names:
                 loss = by_seed(runs, task, match, name)
                 mine = [run for run in runs if (run["task"], run["match"], run["column"]) == (task, match, name)]
                 cells = [
                     COLUMNS[name].label,
-                    f"{statistics.mean(loss.values()):.4f} ± {spread(list(loss.values())):.4f} ({len(loss)})",
+                    spread_of(loss),
                 ]
                 for base in bases:
-                    cells.append("" if base == name else digits.shown(loss, by_seed(runs, task, match, base), 4))
+                    others = by_seed(runs, task, match, base)
+                    is_spread = base != name and len(loss.keys() & others.keys()) > 1
+                    cells.append(digits.shown(loss, others, 4) if is_spread else "")
                 base = bases[-1] if bases else name
                 cells.append("" if base == name else verdict(loss, by_seed(runs, task, match, base)))
                 rate = chosen_rate(runs, task, name, mine[0]["steps"])
                 cells += [f"{rate:g}", str(mine[0]["mlp_width"]), f"{mine[0]['parameters']:,}", f"{mine[0]['flops']:,}"]
-                cells += [str(mine[0]["cache_bytes"]), f"{statistics.median(run['seconds'] for run in mine):.0f}"]
+                cells += [str(mine[0]["cache_bytes"]), f"{statistics.median(run['cpu_seconds'] for run in mine):.0f}"]
                 lines.append("| " + " | ".join(cells) + " |")
     lines += loads(runs)
     return "\n".join(lines) + "\n"
+
+
+def spread_of(loss: dict[int, float]) -> str:
+    """Mean, standard deviation and number of seeds."""
+    around = f" ± {spread(list(loss.values())):.4f}" if len(loss) > 1 else ""
+    return f"{statistics.mean(loss.values()):.4f}{around} ({len(loss)})"
 
 
 def loads(runs: list[dict]) -> list[str]:

@@ -13,7 +13,7 @@ SMALL = ["--tasks", "digits", "--matches", "parameters", "--columns", "qk_norm",
 
 
 def run_of(column, seed, rate, choice, loss, task="text", match="parameters", steps=None):
-    costs = {"mlp_width": 8, "parameters": 100, "flops": 10, "cache_bytes": 4, "seconds": 1.0}
+    costs = {"mlp_width": 8, "parameters": 100, "flops": 10, "cache_bytes": 4, "cpu_seconds": 1.0}
     settings = compare.settings_of(task, column, match, seed, rate, steps)
     return settings | costs | {"choice_loss": choice, "loss": loss}
 
@@ -44,7 +44,7 @@ def test_columns_fit_their_tasks():
 def test_rate_is_chosen_by_the_half_that_is_not_reported():
     runs = [
         run_of("gate", compare.RATE_SEED, rate, choice, -choice)
-        for rate, choice in zip(compare.RATES, (3, 1, 2), strict=True)
+        for rate, choice in zip(compare.RATES, (3, 1, 2, 4), strict=True)
     ]
     assert compare.chosen_rate(runs[:2], "text", "gate") is None
     assert compare.chosen_rate(runs, "text", "gate") == compare.RATES[1]
@@ -55,7 +55,7 @@ def test_rate_is_chosen_by_the_half_that_is_not_reported():
 def test_reported_losses_are_those_of_the_chosen_rate_and_other_seeds():
     runs = [
         run_of("gate", compare.RATE_SEED, rate, choice, 9.0)
-        for rate, choice in zip(compare.RATES, (3, 1, 2), strict=True)
+        for rate, choice in zip(compare.RATES, (3, 1, 2, 4), strict=True)
     ]
     for match in compare.MATCHES:
         runs += [run_of("gate", seed, rate, 0.0, seed + rate, match=match) for seed in (0, 1) for rate in compare.RATES]
