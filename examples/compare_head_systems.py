@@ -216,11 +216,11 @@ def train(settings: dict, folder: str) -> dict:
     config = make_config(task, column, matched_width(task, column, settings["match"]))
     set_seed(settings["seed"])
     model = make_model(task, config)
-    start = time.process_time()
     if task == "digits":
         (images, labels), (test_images, test_labels) = digits.load_digits()
         probe = test_images[:64]
         before = head_load(model, probe)
+        start = time.process_time()
         digits.fit(model, settings, images, labels)
         seconds = time.process_time() - start
         with torch.no_grad():
@@ -231,6 +231,7 @@ def train(settings: dict, folder: str) -> dict:
         length = min(len(row["input_ids"]) for row in test[:8])
         probe = torch.tensor([row["input_ids"][:length] for row in test[:8]])
         before = head_load(model, probe)
+        start = time.process_time()
         trainer, _, _ = study.fit(model, settings, rows, test[::2], Path(folder))
         seconds = time.process_time() - start
         choice = trainer.evaluate(test[::2])["eval_loss"]
@@ -392,7 +393,8 @@ def table(results: dict) -> str:
                 cells.append("" if base == name else verdict(loss, by_seed(runs, task, match, base)))
                 rate = chosen_rate(runs, task, name, mine[0]["steps"])
                 cells += [f"{rate:g}", str(mine[0]["mlp_width"]), f"{mine[0]['parameters']:,}", f"{mine[0]['flops']:,}"]
-                cells += [str(mine[0]["cache_bytes"]), f"{statistics.median(run['cpu_seconds'] for run in mine):.0f}"]
+                timed = [run["cpu_seconds"] for run in mine if "cpu_seconds" in run]
+                cells += [str(mine[0]["cache_bytes"]), f"{statistics.median(timed):.0f}" if timed else ""]
                 lines.append("| " + " | ".join(cells) + " |")
     lines += loads(runs)
     return "\n".join(lines) + "\n"
