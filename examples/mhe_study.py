@@ -1,13 +1,14 @@
 """Head embeddings beside ordinary heads at one shape: attention's parameters, curves and a table, on a CPU.
 
     python examples/mhe_study.py                         # what is not in docs/mhe/results.json yet, table and picture
-    python examples/mhe_study.py --steps 2000            # longer, instead of what is there
+    python examples/mhe_study.py --steps 5000            # longer, instead of what is there
     python examples/mhe_study.py --output runs/look --seeds 0 --steps 20  # a look at how it goes
 
 Small language models on the text in examples/data, by characters, with the same batches for every arm of a seed. Arms:
 heads of their own (MHA), shared keys and values (MQA), head embeddings that are added or multiplied, with the default
-standard deviation at initialisation, 0.02 and 0, and a single head. A run that is done is written to `results.json` at
-once, and not run again: stop and start as you like.
+standard deviation at initialisation, 0.02 and 0, and a single head. The learning rate of an arm is the one of the grid
+with the lowest loss in a run with a seed of its own. A run that is done is written to `results.json` at once, and not
+run again: stop and start as you like.
 """
 
 import argparse
@@ -22,7 +23,8 @@ from study import about_runs, read_runs, save_figure, spread, write_text
 from tqdm import tqdm
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "mhe"
-SEEDS, STEPS, LR, MEASURED = (0, 1, 2), 300, 3e-3, 10
+SEEDS, RATE_SEED, STEPS, MEASURED = (0, 1, 2), 100, 2000, 10
+RATES = (1e-3, 3e-3, 1e-2)
 PLAIN = dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False)
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 # arm -> fields of the configuration
@@ -58,22 +60,34 @@ def run(settings: dict) -> dict:
         if step % every == 0 or step == steps:
             curve.append([step, held_out_loss(model)])
 
-    train(
-        model, batches_of(seed, steps), settings["lr"], measure, parameter_groups(model, lr=LR)
-    )  # embeddings: no decay
+    groups = parameter_groups(model, lr=settings["lr"])  # head embeddings do not decay
+    train(model, batches_of(seed, steps), settings["lr"], measure, groups)
     attention = sum(p.numel() for name, p in model.named_parameters() if ".self_attn." in name)
     seconds = round(time.process_time() - start, 1)
     return settings | {"parameters": attention, "loss": curve[-1][1], "curve": curve, "seconds": seconds}
 
 
+def chosen_rate(runs: list[dict], arm: str) -> float | None:
+    """The rate of the grid with the lowest loss; None before all have been run."""
+    losses = {run["lr"]: run["loss"] for run in runs if (run["arm"], run["seed"]) == (arm, RATE_SEED)}
+    return min(RATES, key=losses.__getitem__) if losses.keys() >= set(RATES) else None
+
+
+def reported(runs: list[dict]) -> list[dict]:
+    """The runs at their arm's own rate, those that chose it left out."""
+    rates = {arm: chosen_rate(runs, arm) for arm in ARMS}
+    return [run for run in runs if run["seed"] != RATE_SEED and run["lr"] == rates[run["arm"]]]
+
+
 def table(runs: list[dict]) -> str:
     """Means over seeds with standard deviations."""
+    runs = reported(runs)
     steps, seeds = sorted({run["steps"] for run in runs}), {run["seed"] for run in runs}
     base = {run["seed"]: run["loss"] for run in runs if run["arm"] == BASELINE}
     lines = [f"{steps[-1]} steps, {len(seeds)} seeds; differences seed by seed\n"]
     lines += [
-        f"| | attention's parameters | held-out loss | less that of {BASELINE} | CPU seconds |",
-        "|---|---|---|---|---|",
+        f"| | attention's parameters | rate | held-out loss | less that of {BASELINE} | CPU seconds |",
+        "|---|---|---|---|---|---|",
     ]
     for arm in ARMS:
         found = [run for run in runs if run["arm"] == arm]
@@ -83,7 +97,8 @@ def table(runs: list[dict]) -> str:
         less = [run["loss"] - base[run["seed"]] for run in found if run["seed"] in base]
         paired = f"{statistics.mean(less):+.3f} ± {spread(less):.3f}" if less and arm != BASELINE else ""
         lines.append(
-            f"| {arm} | {found[0]['parameters']:,} | {statistics.mean(losses):.3f} ± {spread(losses):.3f} | {paired} "
+            f"| {arm} | {found[0]['parameters']:,} | {found[0]['lr']:g} "
+            f"| {statistics.mean(losses):.3f} ± {spread(losses):.3f} | {paired} "
             f"| {statistics.median(run['seconds'] for run in found):.0f} |"
         )
     return "\n".join(lines) + "\n"
@@ -98,7 +113,7 @@ def picture(runs: list[dict], path: Path) -> None:
 
     figure, axis = pyplot.subplots(figsize=(7, 4.4))
     for arm in ARMS:
-        found = [run["curve"][1:] for run in runs if run["arm"] == arm]
+        found = [run["curve"][1:] for run in reported(runs) if run["arm"] == arm]
         if found:
             line = [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*found, strict=True)]
             axis.plot(*zip(*line, strict=True), label=arm, linewidth=1.2)
@@ -107,6 +122,23 @@ def picture(runs: list[dict], path: Path) -> None:
     axis.legend(fontsize=8)
     figure.tight_layout()
     save_figure(figure, path)
+
+
+def run_missing(cells: list[tuple], options: argparse.Namespace, done: list[dict]) -> list[dict]:
+    """Runs what is not done of (arm, seed, rate), unless only a report is wanted; returns all that is done."""
+    import torch
+
+    path = options.output / "results.json"
+    wanted = [dict(zip(("arm", "seed", "lr"), cell, strict=True)) | {"steps": options.steps} for cell in cells]
+    missing = [one for one in wanted if not any(one.items() <= run.items() for run in done)]
+    print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
+    if missing and not options.report:
+        torch.set_num_threads(1)
+        options.output.mkdir(parents=True, exist_ok=True)
+        for one in tqdm(missing, unit="run"):
+            done = [*done, run(one)]
+            write_text(path, json.dumps({"about": about_runs(), "runs": done}, indent=1) + "\n")
+    return done
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -123,18 +155,10 @@ def main(arguments: list[str] | None = None) -> None:
         done = [run for run in read_runs(path) if run["steps"] == options.steps or options.report]
     except ValueError as error:
         sys.exit(f"error: {error}")
-    wanted = [{"arm": arm, "seed": s, "steps": options.steps, "lr": LR} for s in options.seeds for arm in ARMS]
-    missing = [one for one in wanted if not any(one.items() <= run.items() for run in done)]
-    print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
-    if missing and not options.report:
-        import torch
-
-        torch.set_num_threads(1)
-        options.output.mkdir(parents=True, exist_ok=True)
-        for one in tqdm(missing, unit="run"):
-            done.append(run(one))
-            write_text(path, json.dumps({"about": about_runs(), "runs": done}, indent=1) + "\n")
-    if done:
+    cells = [(arm, RATE_SEED, rate) for arm in ARMS for rate in RATES]
+    done = run_missing(cells, options, done)
+    done = run_missing([(arm, s, chosen_rate(done, arm)) for s in options.seeds for arm in ARMS], options, done)
+    if reported(done):
         write_text(options.output / "table.md", "<!-- written by examples/mhe_study.py -->\n" + table(done))
         picture(done, options.output / "curves.png")
         print(table(done))
