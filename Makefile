@@ -12,8 +12,8 @@ UNFINISHED  := $(VENV)/.unfinished
 INSTALLED   := $(CURDIR) $(EXTRAS)
 PYTEST      := OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q
 TWO         := -n 2 --dist worksteal
-TRITON_TESTS := tests/kernels $(addprefix tests/tools/test_,decode_launches.py gpu_first_run.py kernel_report.py)
-NO_TRITON   := $(addprefix --ignore=,$(TRITON_TESTS))
+KERNEL_TOOLS := $(addprefix tests/tools/test_,decode_launches.py gpu_first_run.py kernel_report.py)
+NO_TRITON    := $(addprefix --ignore=,tests/kernels $(KERNEL_TOOLS))
 
 # A stamp counts only if the environment still runs and was installed from this folder with these extras.
 ifneq ($(shell $(VENV_PYTHON) -c pass 2>/dev/null && cat $(STAMP) 2>/dev/null),$(INSTALLED))
@@ -22,7 +22,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-kernels test-distributed test-min test-extras test-gpu lint format docs-check bench bench-gpu gpu-first-run kernel-report kernel-roofline hf-contract clean mutation-check test-deepspeed
+.PHONY: help setup demo test test-fast test-kernels test-kernel-tools test-distributed test-min test-extras test-gpu lint format docs-check bench bench-gpu gpu-first-run kernel-report kernel-roofline hf-contract clean mutation-check test-deepspeed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,20 +49,23 @@ $(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
 	@rm -f $(UNFINISHED) && echo '$(INSTALLED)' > $@
 
 # Nothing here may reach for the network; the tokenizers' threads would fight with the data loaders' processes.
-demo test test-fast test-kernels test-distributed test-gpu docs-check bench bench-gpu hf-contract: export HF_HUB_OFFLINE = 1
-demo test test-fast test-kernels test-distributed test-gpu docs-check bench bench-gpu hf-contract: export TOKENIZERS_PARALLELISM = false
+demo test test-fast test-kernels test-kernel-tools test-distributed test-gpu docs-check bench bench-gpu hf-contract: export HF_HUB_OFFLINE = 1
+demo test test-fast test-kernels test-kernel-tools test-distributed test-gpu docs-check bench bench-gpu hf-contract: export TOKENIZERS_PARALLELISM = false
 
 demo: $(STAMP) ## run the demonstration on the bundled checkpoint
 	$(VENV_PYTHON) examples/demo.py $(ARGS)
 
-test: $(STAMP) ## run all tests but the kernels' and those of several processes, two at a time, e.g. ARGS="-k cache -x"
+test: $(STAMP) ## run all tests but those of the next targets, two at a time, e.g. ARGS="-k cache -x"
 	$(PYTEST) $(TWO) $(NO_TRITON) -m 'not distributed' $(ARGS)
 
 test-fast: $(STAMP) ## run those of them that are not marked slow
 	$(PYTEST) $(TWO) $(NO_TRITON) -m 'not slow and not distributed' $(ARGS)
 
-test-kernels: $(STAMP) ## run the tests of kernels and their tools in Triton's interpreter, two at a time, e.g. ARGS="-k decode"
-	TRITON_INTERPRET=1 $(PYTEST) $(TWO) $(TRITON_TESTS) $(ARGS)
+test-kernels: $(STAMP) ## run the kernels' tests in Triton's interpreter, two at a time, e.g. ARGS="-k decode"
+	TRITON_INTERPRET=1 $(PYTEST) $(TWO) tests/kernels $(ARGS)
+
+test-kernel-tools: $(STAMP) ## run the tests of the kernels' tools: first GPU run, report of registers, launches
+	$(PYTEST) $(TWO) $(KERNEL_TOOLS) $(ARGS)
 
 test-distributed: $(STAMP) ## run the tests that start two processes (gloo, on CPUs): FSDP2, tensor parallelism, evaluation
 	$(PYTEST) -m distributed $(ARGS)
