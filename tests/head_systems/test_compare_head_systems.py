@@ -122,7 +122,7 @@ def test_results_of_another_script_are_refused(tmp_path):
 
 
 def test_the_page_says_that_there_are_no_results():
-    """As long as no results are committed."""
+    """As long as no table is committed."""
     page = (REPOSITORY / "docs" / "head_systems.md").read_text(encoding="utf-8")
-    has_results = (REPOSITORY / "docs" / "head_systems" / "results.json").exists()
+    has_results = (REPOSITORY / "docs" / "head_systems" / "table.md").exists()
     assert ("There are no results yet" in page) != has_results
