@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "mhe"
 SEEDS, RATE_SEED, STEPS, MEASURED = (0, 1, 2), 100, 2000, 10
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 PLAIN = dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False)
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 # arm -> fields of the configuration

@@ -634,7 +634,7 @@ def test_the_study_resumes(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     mhe_study.main(arguments)
     said = capsys.readouterr().out
-    assert "9 of 9 runs are in" in said and "3 of 3 runs are in" in said
+    assert "12 of 12 runs are in" in said and "3 of 3 runs are in" in said
     assert json.loads((tmp_path / "results.json").read_text())["runs"] == runs
 
 
