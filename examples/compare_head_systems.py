@@ -27,7 +27,7 @@ from pathlib import Path
 
 import digits
 import study
-from study import about_runs, read_runs, spread, write_text
+from study import about_runs, best_rate, read_runs, spread, write_text
 from tqdm import tqdm
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -220,9 +220,7 @@ def train(settings: dict, folder: str) -> dict:
         (images, labels), (test_images, test_labels) = digits.load_digits()
         probe = test_images[:64]
         before = head_load(model, probe)
-        start = time.process_time()
-        digits.fit(model, settings, images, labels)
-        seconds = time.process_time() - start
+        _, seconds = digits.fit(model, settings, images, labels)
         with torch.no_grad():
             losses = torch.nn.functional.cross_entropy(model(test_images).logits, test_labels, reduction="none")
         choice, report = float(losses[::2].mean()), float(losses[1::2].mean())
@@ -260,7 +258,8 @@ def cache_bytes(config) -> int:
     return 4 * system_costs(config).cache_channels
 
 
-_SAME = ("task", "column", "match", "seed", "learning_rate")
+_CELL = ("task", "column", "match")
+_SAME = (*_CELL, "seed", "learning_rate")
 
 
 def write_runs(path: Path, runs: list[dict]) -> None:
@@ -272,9 +271,10 @@ def write_runs(path: Path, runs: list[dict]) -> None:
 def same_model(settings: dict, done: list[dict]) -> dict | None:
     """The result of a run that differs in what is equal alone, if the MLP is as wide for both: it is the same run."""
     others = {key: value for key, value in settings.items() if key != "match"}
-    width = matched_width(settings["task"], settings["column"], settings["match"])
-    twins = [run | settings for run in done if others.items() <= run.items() and run["mlp_width"] == width]
-    return twins[0] if twins else None
+    for run in done:
+        if others.items() <= run.items() and run["mlp_width"] == matched_width(*(settings[name] for name in _CELL)):
+            return run | settings
+    return None
 
 
 def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> list[dict]:
@@ -317,8 +317,7 @@ def chosen_rate(runs: list[dict], task: str, column: str, steps: int | None = No
         if (run["task"], run["match"], run["column"], run["seed"], run["steps"])
         == (task, MATCHES[0], column, RATE_SEED, steps)
     }
-    losses = {rate: loss if math.isfinite(loss) else math.inf for rate, loss in found.items() if rate in RATES}
-    return min(losses, key=losses.__getitem__) if len(losses) == len(RATES) else None
+    return best_rate(found, RATES)
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------
@@ -365,26 +364,13 @@ def table(results: dict) -> str:
             bases = [name for name in BASELINES if name in names]
             heads = [f"less {COLUMNS[name].label}" for name in bases]
             lines += ["", f"## {task}, equal {match}", ""]
-            cells = [
-                "",
-                "loss",
-                *heads,
-                "verdict",
-                "rate",
-                "MLP",
-                "parameters",
-                "FLOPs a token",
-                "cache bytes",
-                "CPU s",
-            ]
+            costs = ["rate", "MLP", "parameters", "FLOPs a token", "cache bytes", "CPU s"]
+            cells = ["", "loss", *heads, "verdict", *costs]
             lines += ["| " + " | ".join(cells) + " |", "|---" * len(cells) + "|"]
             for name in names:
                 loss = by_seed(runs, task, match, name)
                 mine = [run for run in runs if (run["task"], run["match"], run["column"]) == (task, match, name)]
-                cells = [
-                    COLUMNS[name].label,
-                    spread_of(loss),
-                ]
+                cells = [COLUMNS[name].label, spread_of(loss)]
                 for base in bases:
                     others = by_seed(runs, task, match, base)
                     is_spread = base != name and len(loss.keys() & others.keys()) > 1

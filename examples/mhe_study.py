@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from dha_study import LENGTH, batches_of, held_out_loss, load_text, train
-from study import about_runs, read_runs, save_figure, spread, write_text
+from study import about_runs, best_rate, read_runs, save_figure, spread, write_text
 from tqdm import tqdm
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "mhe"
@@ -70,7 +70,7 @@ def run(settings: dict) -> dict:
 def chosen_rate(runs: list[dict], arm: str) -> float | None:
     """The rate of the grid with the lowest loss; None before all have been run."""
     losses = {run["lr"]: run["loss"] for run in runs if (run["arm"], run["seed"]) == (arm, RATE_SEED)}
-    return min(RATES, key=losses.__getitem__) if losses.keys() >= set(RATES) else None
+    return best_rate(losses, RATES)
 
 
 def reported(runs: list[dict]) -> list[dict]:

@@ -328,6 +328,13 @@ def collect(runs: list[dict], measure: str) -> dict[Cell, dict[str, dict[int, fl
     return found
 
 
+def best_rate(losses: dict[float, float], rates: tuple[float, ...]) -> float | None:
+    """The learning rate of a grid with the lowest loss; None before all have been run. One without a loss is last."""
+    if not losses.keys() >= set(rates):
+        return None
+    return min(rates, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+
+
 def spread(values: list[float]) -> float:
     """Standard deviation over seeds; of one seed, not a number."""
     return statistics.stdev(values) if len(values) > 1 else math.nan

@@ -1685,8 +1685,8 @@ _ANALYSIS = (
         "analysis/tracing.py",
         (
             "trace: padding is seen",
-            ".any(dim=0).cpu() & real & real[self.positions, None]",
-            ".any(dim=0).cpu()",
+            "mask & self.real[:, None] & self.real[:, self.positions, None]",
+            "mask.expand(len(self.real), -1, -1)",
             _T + "summary.py::test_summary_is_the_mean_of_breakdowns",
         ),
         (

@@ -261,10 +261,10 @@ class DCFormerAttention(nn.Module):
                     hidden_states, key, value, implementation, first_layer
                 )
         if past_key_values is not None:
+            key_width, value_width = widths = self.cache_widths
             if layer_idx == 0:
-                check_cache_rows(past_key_values, key, value, self.cache_widths)
+                check_cache_rows(past_key_values, key, value, widths)
             key, value = past_key_values.update(key, value, layer_idx)
-            key_width, value_width = self.cache_widths
             gather = implementation not in FUSED_ATTENTION or not self.keeps_shapes  # kernels read them where they are
             heads = query.shape[1] if self.keeps_shapes else None
             key, pre_key = self.compose.unpack(key, key_width, "pre", gather, heads)  # [B, Hkv, S, D], S keys' weights
@@ -352,10 +352,8 @@ class DCFormerAttention(nn.Module):
         """
         if implementation not in ("eager", CHUNKED, *FUSED_ATTENTION):  # one of Transformers' own
             kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
-            is_local = self.config.layer_types[layer_idx] == "sliding_attention"
-            kwargs["sliding_window"] = (
-                self.config.sliding_window if is_local else None
-            )  # some do not learn it from masks
+            is_local = self.config.layer_types[layer_idx] == "sliding_attention"  # some do not learn it from masks
+            kwargs["sliding_window"] = self.config.sliding_window if is_local else None
         if self.key_heads is not None and self.value_heads is not None:
             if implementation in ("eager", CHUNKED):  # which read each head once
                 kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from . import modeling_dcformer
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
-from .files import whole_file
+from .files import write_whole
 from .head_systems import HeadSystemsConfig, modeling_head_systems
 
 _CONFIGS = (DCFormerConfig, DCPythiaConfig, DHAConfig)
@@ -55,14 +55,12 @@ def export_remote_code(path: str | os.PathLike) -> None:
     entry = Path(str(modeling))
     for source in _with_imports(entry):
         flat = _IMPORT.sub(r"from .\2 import", source.read_text(encoding="utf-8"))  # all files lie in one folder there
-        with whole_file(folder / source.name) as unfinished:
-            unfinished.write_bytes(flat.encode())
+        write_whole(folder / source.name, flat)
     configuration = entry.stem.replace("modeling", "configuration")
     config["auto_map"] = {"AutoConfig": f"{configuration}.{prefix}Config"} | {
         auto_class: f"{entry.stem}.{prefix}{_TASKS[auto_class]}" for auto_class in tasks
     }
-    with whole_file(config_file) as unfinished:
-        unfinished.write_bytes((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    write_whole(config_file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _with_imports(source: Path) -> list[Path]:

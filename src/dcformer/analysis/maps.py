@@ -36,7 +36,7 @@ def map_diversity(trace: AnalysisTrace, which: str, metric: str = "js") -> torch
         )
     results = []
     for number, layer in trace.layers.items():
-        visible = torch.stack([trace.visible(number, b) for b in range(len(trace.real))])  # [B, N, S]
+        visible = trace.visible_rows(number)  # [B, N, S]
         maps = getattr(layer, which).double().cpu() * visible[:, None]  # [B, H, N, S]
         rows = maps.transpose(1, 2)[visible.sum(-1) > 1]  # [rows, H, S]
         results.append(_divergence(rows) if metric == "js" else _cosine_distance(rows))

@@ -172,7 +172,7 @@ def diversity_curves(models: Mapping[str, tuple[Diversity, Diversity]], theme: s
             axes.plot(k, found.mean.numpy(), color=colour, linewidth=2.6, linestyle=_DASHES[number % 4], label=label)
         axes.set_ylim(0, 1.02)
         axes.grid(color=colours.quiet, linewidth=0.5)
-        _dress(axes, colours, f"{circuit} circuits, form “{forms.copy().pop()}”", "directions k", "captured variance")
+        _dress(axes, colours, f"{circuit} circuits, form “{next(iter(forms))}”", "directions k", "captured variance")
         _legend(axes, colours)
     return figure
 

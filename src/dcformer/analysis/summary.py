@@ -64,7 +64,7 @@ def _summarise(trace: AnalysisTrace, number: int, stage: str) -> StageSummary:
     before, after = layer.maps(stage)
     batch, heads = before.shape[:2]
     weights = layer.composition(stage)
-    visible = torch.stack([trace.visible(number, b) for b in range(batch)])  # [B, N, S]
+    visible = trace.visible_rows(number)  # [B, N, S]
     count, deviation, change = 0, 0.0, 0.0
     signed, magnitude = dict.fromkeys(TERMS[1:], 0.0), dict.fromkeys(TERMS[1:], 0.0)
     total = torch.zeros(heads, heads, dtype=torch.float64)

@@ -123,11 +123,14 @@ class AnalysisTrace:
         return list(given)
 
     def visible(self, layer: int, batch: int = 0) -> torch.Tensor:
-        """[N, S], on the CPU: which keys the queries of a sequence see in a layer; padding sees and shows nothing."""
+        """[N, S], on the CPU: which keys the queries of a sequence see in a layer, a row of `visible_rows`."""
         (batch,) = chosen([batch], len(self.real), "batch index")
-        mask = self.layer(layer).visible  # [B or 1, 1 or H, N, S]
-        real = self.real[batch]
-        return mask[batch if len(mask) > 1 else 0].any(dim=0).cpu() & real & real[self.positions, None]
+        return self.visible_rows(layer)[batch]
+
+    def visible_rows(self, layer: int) -> torch.Tensor:
+        """[B, N, S], on the CPU: which keys each query sees in a layer; padding sees and shows nothing."""
+        mask = self.layer(layer).visible.any(dim=1).cpu()  # [B or 1, N, S]
+        return mask & self.real[:, None] & self.real[:, self.positions, None]
 
     def number(self, layer: int) -> int:
         """The number of a layer; negative ones count the traced layers from the end.

@@ -75,8 +75,7 @@ class HeadSystemsPreTrainedModel(DCFormerPreTrainedModel):
         """
         name = model.config.head_system
         is_split = mesh_manager is not None and distributed_config.tp_size > 1 and distributed_config.tp_plan != {}
-        system = system_class(name)
-        if is_split and not (system is HeadSystem or system.splits_by_heads):  # HeadSystem itself is "plain"
+        if is_split and not system_class(name).splits_by_heads:
             raise ValueError(
                 f"head_system={name!r} has no tensor parallelism: its heads share channels, or a choice among all of "
                 "them, so that they cannot be divided over devices. Use FSDP, which splits parameters."

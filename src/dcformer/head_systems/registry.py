@@ -9,10 +9,11 @@ from .mixture_of_heads import MixtureOfHeads
 from .options import HeadSizes, HeadSystemOptions
 from .output_gate import OutputGate
 from .overlapped import Overlapped
+from .plain import Plain
 from .talking_heads import TalkingHeads
 
 HEAD_SYSTEMS: dict[str, type[HeadSystem]] = {
-    "plain": HeadSystem,
+    "plain": Plain,
     "talking_heads": TalkingHeads,
     "collaborative": Collaborative,
     "overlapped": Overlapped,

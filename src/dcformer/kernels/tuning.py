@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import triton
 
-from ..files import whole_file
+from ..files import write_whole
 from .triton.precision import INTERPRETED
 from .verdicts import cache_folder
 
@@ -158,9 +158,7 @@ def keep_tiles(gpu: str, tiles: dict[Key, Tile]) -> None:
     content = _read(path)  # another process may have written meanwhile
     content.setdefault(machine, {}).update({key: list(astuple(tile)) for key, tile in added.items()})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as unfinished:
-            unfinished.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         warnings.warn(f"found tiles are not kept, {path} cannot be written: {error}", stacklevel=2)
 

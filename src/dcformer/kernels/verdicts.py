@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..files import whole_file
+from ..files import write_whole
 
 logger = logging.get_logger(__name__)
 
@@ -94,9 +94,7 @@ def keep_verdict(on: dict[str, str], kind: dict[str, Any], passed: bool, summary
     path = verdict_file(on, kind)
     content = {"passed": passed, "summary": summary, "machine": on, "kind": kind}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as unfinished:
-            unfinished.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         logger.info(f"the verdict of the self-check is not kept, {path} cannot be written: {error}")
 

@@ -162,7 +162,6 @@ def _chunked(*args: Any, **kwargs: Any) -> Any:
 
 
 # Attention implementations of converted models.
-# Attention implementations of converted models.
 IMPLEMENTATIONS = {"dcmha": _eager, "dcmha_chunked": _chunked}
 for _name, _function in IMPLEMENTATIONS.items():
     AttentionInterface.register(_name, _function)
