@@ -26,6 +26,7 @@ T_CHECKPOINT, T_INFERENCE = "tests/conversion/test_checkpoint.py::", "tests/conv
 T_OUTPUT, T_ROUND_TRIP = "tests/conversion/test_output.py::", "tests/conversion/test_round_trip.py::"
 T_VERIFY, T_CLI = "tests/conversion/test_verification.py::", "tests/conversion/test_cli.py::"
 T_GENERATOR, T_DECODE = "tests/kernels/test_generator.py::", "tests/kernels/test_decode.py::"
+T_REPEATED = "tests/kernels/test_repeated.py::"
 T_KERNEL = "tests/kernels/test_attention.py::test_output_and_gradients"
 FORMULA, GENERATORS = T_COMPOSE + "test_compose_is_its_formula", T_COMPOSE + "test_generators_are_their_formulas"
 PACKING = T_COMPOSE + "test_pack_and_unpack_are_inverse"
@@ -935,6 +936,34 @@ _KERNELS = (
             "o_h // REP * stride_wh + o_h % REP * stride_wr",
             "o_h % REP * stride_wh + o_h // REP * stride_wr",
             T_DECODE + "test_packed_cache",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/repeated.py",
+        (
+            "launches of other alignment",
+            "(t.shape, t.stride(), t.dtype, t.data_ptr() & 15)",
+            "(t.shape, t.stride(), t.dtype)",
+            T_REPEATED + "test_alignment_is_part_of_a_geometry",
+        ),
+        (
+            "launches of other numbers",
+            "key = (device, numbers, geometry(tensors))",
+            "key = (device, geometry(tensors))",
+            T_REPEATED + "test_a_repeated_launch_is_the_chosen_one",
+        ),
+        (
+            "a tensor that is given twice is taken for one",
+            "[None if t is None else t.detach() for t in tensors]",
+            "list(tensors)",
+            T_REPEATED + "test_a_repeated_launch_is_the_chosen_one",
+        ),
+        (
+            "part of what was made without its place",
+            "tensor.as_strided(*self.part)",
+            "tensor.as_strided(*self.part[:2], 0)",
+            T_REPEATED + "test_a_repeated_launch_is_the_chosen_one",
         ),
     )
     + _in(

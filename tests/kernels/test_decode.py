@@ -317,7 +317,7 @@ def test_packed_cache(KV, gate, projection):
 def launches(q, k, v, pre, post):
     """What one call launches."""
     weights = six(*packed_weights(pre, post, k.shape[1]))
-    return decode._launches(q, k, v, weights, None, 1, 1.0, 1).launches
+    return decode._launches(q, k, v, *weights, None, 1, 1.0, 1)[1]
 
 
 def test_any_strides():

@@ -41,3 +41,66 @@ def test_host_time_is_measured_without_a_gpu():
     assert "prepare_kernel 1.00, scores_kernel 1.00, output_kernel 1.00" in run.stdout
     times = [float(time) for time in re.findall(r"(\d+) us$", run.stdout, re.MULTILINE)]
     assert len(times) == 7 and min(times) > 0
+
+
+SECOND_LAYERS = """
+import sys
+from collections import Counter
+from unittest import mock
+
+import torch
+from triton.runtime import driver
+
+sys.path.insert(0, "tools")
+from decode_host_time import decode, fake_driver
+from dcformer import DCFormerConfig, DCFormerForCausalLM
+
+def look(argument):
+    if not isinstance(argument, torch.Tensor):  # profilers' hooks and what is for them are objects of each launch
+        return argument if isinstance(argument, (int, float, tuple, type(None))) else type(argument)
+    return argument.dtype, argument.shape, argument.stride(), argument.data_ptr() % 16
+
+launched, stand_in = [], fake_driver(Counter())
+plain = stand_in.launcher_cls
+class Launcher(plain):
+    def __call__(self, *arguments):
+        launched.append((self.name, [look(argument) for argument in arguments]))
+stand_in.launcher_cls = Launcher
+driver.set_active(stand_in)
+sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+for fields in ({}, {"num_key_value_heads": 2, "compose_static": True}):
+    config = DCFormerConfig(**sizes, num_attention_heads=4, sliding_window=None, **fields)
+    model = DCFormerForCausalLM(config).to(torch.bfloat16).eval()
+    model.set_attn_implementation("dcformer_triton")
+    for fuse in (False, True):
+        if fuse:
+            model.fuse_projections()
+        launched.clear()
+        with mock.patch("dcformer.kernels.limits._device_reason", lambda *_: None):
+            decode(model, 40)
+        half = sum(name == "scores_kernel" for name, _ in launched) // 2
+        assert half == 80, half
+        steps, step = [], []
+        for name, arguments in launched:
+            if step and name in ("prepare_kernel", "generator_kernel") and "scores_kernel" in [n for n, _ in step]:
+                steps.append(step)
+                step = []
+            step.append((name, arguments))
+        steps.append(step)
+        assert len(steps) == 160, len(steps)
+        for first, second in zip(steps[::2], steps[1::2], strict=True):
+            assert first == second, (first, second)
+        print("equal:", Counter(name for name, _ in launched))
+"""
+
+
+@pytest.mark.slow
+def test_the_launcher_gets_of_a_repeated_launch_what_triton_would_give_it():
+    """Of two layers the first chooses its launches in each step, and Triton looks at them; the second repeats them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", SECOND_LAYERS]
+    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    assert run.stdout.count("equal:") == 4
+    assert run.stdout.count("prepare_kernel") == 2 and run.stdout.count("generator_kernel") == 2

@@ -25,7 +25,6 @@ after the other), t queries, s keys, d channels of a head, c channels of key-wis
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ import triton.language as tl
 from ..compose_dcformer import ComposeWeights
 from .layout import Layout, Part, check_weights, packed_weights, six
 from .limits import MAX_QUERIES, require_supported
+from .repeated import Launch, Repeated
 from .schemas import DEVICES, decode_op
 from .sizes import ceil_div, power_of_2
 from .triton.heads import GATE, KEY, QUERY, STATIC
@@ -376,24 +376,6 @@ def add_kernel(p_parts, p_out, n_p, n_out, B_P: tl.constexpr, B_N: tl.constexpr)
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Launch:
-    """One kernel launch: everything that compilation and the launcher need to know."""
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    num_warps: int = 8
-    num_stages: int = 3
-    maxnreg: int = 128  # two programs of 8 warps per multiprocessor; left alone, ptxas may spill to squeeze in more
-
-    def run(self) -> None:
-        """Launches the kernel."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
-        self.kernel[(self.programs,)](**self.arguments, **self.constants, **options)
-
-
 def split_keys(
     programs: int, queries: int, keys: int, row_bytes: float, num_splits: int | None = None
 ) -> tuple[int, int]:
@@ -442,24 +424,22 @@ def _stage_arguments(
         # a pair is neighbours of aligned memory, and a power of two of them: one load
         align, width = _alignment(key, neighbours=3), 2 * layout.rank
         wide = min(width, 16 // key.element_size())
-        is_aligned = align >= wide and key.storage_offset() * key.element_size() % 16 == 0
+        address = key.storage_offset() * key.element_size() if key.is_meta else key.data_ptr()
+        is_aligned = align >= wide and address % 16 == 0
         pairs = key.stride(3) == 1 and width > 0 and width == power_of_2(width) and is_aligned
         arguments |= _strides("w", "bhrcs", key, align) | {"stride_wc": key.stride(3)}
     constants = {"FLAGS": flags, "R": layout.rank, "C": layout.channels, "PAIRS": pairs, "ALIGN_W": align}
     return arguments, constants
 
 
-@dataclass
-class _Launches:
-    """The launches of one call, the output [B, T, H, Dv], and nothing that depends on more than shapes and strides."""
+def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]]:
+    """Allocates the output [B, T, H, Dv] and what lies in between, and chooses tiles, by shapes and strides only.
 
-    output: torch.Tensor
-    launches: list[_Launch] = field(default_factory=list)
-
-
-def _launches(query, key, value, weights, visible, groups, scale, num_splits) -> _Launches:
-    """Allocates the output and what lies in between, and chooses tiles, by shapes and strides only; `weights` are the
-    six of `schemas`."""
+    Args:
+        query, key, value: as for `decode_op`.
+        rest: the six weights of `schemas`; `visible` as uint8 or None; G, scale, and the most splits or None.
+    """
+    *weights, visible, groups, scale, num_splits = rest
     layout = Layout.of(weights, groups)
     (B, H, T, D), S, DV = query.shape, key.shape[2], value.shape[3]
     M, repeats, item = H // groups, H // key.shape[1], query.element_size()
@@ -471,7 +451,6 @@ def _launches(query, key, value, weights, visible, groups, scale, num_splits) ->
     b_m = power_of_2(M)
     visible_strides = (0, 0, 0)
     if visible is not None:
-        visible = visible.view(torch.uint8)
         visible_strides = (visible.stride(0) if visible.shape[0] > 1 else 0, visible.stride(2), visible.stride(3))
 
     def tile(dim: int) -> dict[str, int]:
@@ -519,49 +498,56 @@ def _launches(query, key, value, weights, visible, groups, scale, num_splits) ->
     }
     stage_arguments, stage_constants = _stage_arguments(weights[:3], layout.pre, layout)
     align_q, align = _alignment(query), _alignment(key)
-    scores = _Launch(
+    options = {"num_warps": 8, "num_stages": 3}
+    scores = Launch(
         scores_kernel,
-        n_p * B * groups,
+        (n_p * B * groups,),
         {"p_q": query, "p_k": key, **arguments, **stage_arguments, "scale": scale}
         | _strides("q", "bht", query, align_q)
         | _strides("k", "bhs", key, align),
         constants | stage_constants | tile(D) | {"D": D, "ALIGN_Q": align_q, "ALIGN": align},
+        options,
     )
     stage_arguments, stage_constants = _stage_arguments(weights[3:], layout.post, layout)
     align = _alignment(value)
     b_p = min(power_of_2(n_p), max(16, _STATISTICS_TILE // b_m))
-    weighted = _Launch(
+    weighted = Launch(
         output_kernel,
-        n_p * B * groups,
+        (n_p * B * groups,),
         {"p_v": value, "p_out": parts, **arguments, **stage_arguments, "n_out": output.numel()}
         | _strides("v", "bhs", value, align),
         constants | stage_constants | tile(DV) | {"D": DV, "ALIGN": align, "B_P": b_p},
+        options,
     )
-    for launch in (scores, weighted):  # cases that need more registers: one program per multiprocessor
+    launches = [scores, weighted]
+    for launch in launches:
+        # two programs of 8 warps per multiprocessor, for left alone, ptxas may spill to squeeze in more; one program
+        # in cases that need more registers
         many_rows = dot and (launch.constants["B_R"] > 16 or b_m > 32)
-        if many_rows or launch.constants["FLAGS"] & Part.STATIC or item == 4:
-            launch.maxnreg = 255
-    found = _Launches(output, [scores, weighted])
+        needs_more = many_rows or launch.constants["FLAGS"] & Part.STATIC or item == 4
+        launch.options = options | {"maxnreg": 255 if needs_more else 128}
     if n_p > 1:
         b_p = min(128, power_of_2(n_p))
         b_n = 4096 // b_p
         constants = {"B_P": b_p, "B_N": b_n}
         arguments = {"p_parts": parts, "p_out": output, "n_p": n_p, "n_out": output.numel()}
-        found.launches.append(_Launch(add_kernel, ceil_div(output.numel(), b_n), arguments, constants))
-    return found
+        grid = (ceil_div(output.numel(), b_n),)
+        launches.append(Launch(add_kernel, grid, arguments, constants, options | {"maxnreg": 128}))
+    return [output, maps, tops, sums, *([parts] if n_p > 1 else [])], launches
 
 
-@decode_op.register_kernel(DEVICES)
+_RUN = Repeated(_launches)
+
+
+@torch.library.impl(decode_op.name(), DEVICES)
 def _decode(query, key, value, weights, visible, plan, scale):
     groups, num_splits, *places = plan
     if 0 in (query.shape[0], key.shape[2]):
         return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+    if visible is not None:
+        visible = visible.view(torch.uint8)
     splits = None if num_splits < 0 else num_splits
-    found = _launches(query, key, value, six(weights, places), visible, groups, scale, splits)
-    with torch.cuda.device_of(query):  # Triton launches on the current device
-        for launch in found.launches:
-            launch.run()
-    return found.output
+    return _RUN([query, key, value, *six(weights, places), visible], groups, scale, splits)[0]
 
 
 def composed_decode(
@@ -612,7 +598,6 @@ def composed_decode(
 
 def _check(query, key, value, pre, post, visible, num_splits) -> int:
     """Refuses what the kernels cannot do. Returns the number of groups of heads that mix."""
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
     if (
         {query.dim(), key.dim(), value.dim()} != {4}
         or query.shape[0] != key.shape[0]
@@ -622,8 +607,8 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
         or query.shape[1] % key.shape[1]
     ):
         raise ValueError(
-            f"{shapes} do not fit together: expected [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv] with H a "
-            "multiple of Hkv."
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together: "
+            "expected [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv] with H a multiple of Hkv."
         )
     B, H, T, D = query.shape
     S = key.shape[2]
@@ -632,9 +617,9 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
             f"composed_decode takes 1 to {MAX_QUERIES} queries per sequence, not {T}. Longer pieces (a prefill) are "
             "for the forward kernels or attn_implementation='dcformer_chunked'."
         )
-    for dim in (D, value.shape[3]):
+    for dim in {D, value.shape[3]}:
         require_supported(device=query.device, dtype=query.dtype, head_dim=dim)
-    if {key.dtype, value.dtype} != {query.dtype}:
+    if not key.dtype == value.dtype == query.dtype:
         raise ValueError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype.")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.stride(3) != 1:
@@ -660,11 +645,9 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
             "composed_decode has no backward pass and one of its inputs requires gradients. Decode under "
             "torch.no_grad(), or use attn_implementation='dcformer_chunked'."
         )
-    devices = {str(t.device) for t in given}
-    if len(devices) > 1:
-        raise ValueError(
-            f"tensors are on {', '.join(sorted(devices))}: expected all on one device. Move them together."
-        )
+    if any(t.device != query.device for t in given):
+        devices = sorted({str(t.device) for t in given})
+        raise ValueError(f"tensors are on {', '.join(devices)}: expected all on one device. Move them together.")
     return groups
 
 
@@ -689,8 +672,7 @@ def kernel_specs(
     for name, heads, dim in shapes:
         for batch, queries in ((1, 1), (64, 1), (1, 8)):
             example = _example(batch, heads, queries, keys, dim, dtype)
-            found = _launches(**example, groups=1, scale=dim**-0.5, num_splits=None)
-            for launch in found.launches:
+            for launch in _launches(*example, 1, dim**-0.5, None)[1]:
                 label = f"decode {launch.kernel.__name__.removesuffix('_kernel')} {name} B={batch} T={queries}"
                 specs.append({"label": label, **_spec(launch)})
     return specs
@@ -708,12 +690,11 @@ def _example(batch, heads, queries, keys, dim, dtype):
         return rows[..., :dim], [new(batch, heads, 5, queries), key_side, None]
 
     (key, pre), (value, post) = stage(), stage()
-    visible = torch.empty((batch, 1, queries, keys), dtype=torch.bool, device="meta")
-    query = new(batch, heads, queries, dim)
-    return {"query": query, "key": key, "value": value, "weights": [*pre, *post], "visible": visible}
+    visible = torch.empty((batch, 1, queries, keys), dtype=torch.uint8, device="meta")
+    return new(batch, heads, queries, dim), key, value, *pre, *post, visible
 
 
-def _spec(launch: _Launch) -> dict[str, Any]:
+def _spec(launch: Launch) -> dict[str, Any]:
     signature, constants, attrs = {}, dict(launch.constants), {}
     for i, name in enumerate(launch.kernel.arg_names):
         argument = launch.arguments.get(name)
@@ -732,9 +713,7 @@ def _spec(launch: _Launch) -> dict[str, Any]:
         "signature": signature,
         "constexprs": constants,
         "attrs": attrs,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-        "maxnreg": launch.maxnreg,
+        **launch.options,
     }
 
 

@@ -43,6 +43,7 @@ from ..compose_dcformer import (
 )
 from ..fusion_dcformer import has_no_hooks, is_plain_linear
 from .limits import ACTIVATIONS, require_supported, unsupported_reason
+from .repeated import Launch, Repeated
 from .schemas import DEVICES, generate_packed_op, generate_weights_op, generated_shape
 from .sizes import ceil_div, power_of_2
 from .triton.precision import product, rounded
@@ -251,52 +252,68 @@ def _row_arguments(
     return [*both] or [None, None], [stride // unit for stride in strides], sizes
 
 
+def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
+    """The launch of the kernel, which makes no tensors.
+
+    Args:
+        given: `weights`, as the ops return them; hidden, gates and qkw, as they take them, contiguous but for the first
+            two axes; the rows of the first and of the second stage, None where there are none; and the numbers stages,
+            sides, M, R and GELU's flavour.
+    """
+    weights, hidden, gates, qkw, rows_0, rows_1, stages, sides, heads_per_group, rank, approximate = given
+    _, batch, heads, width, length = weights.shape
+    rows = [x for x in (rows_0, rows_1) if x is not None]
+    row_pointers, row_strides, row_sizes = _row_arguments(rows, heads, width)
+    programs = heads // heads_per_group * stages * sides
+    tile = _tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, programs)
+    arguments = (
+        hidden,
+        gates,
+        qkw,
+        weights,
+        *row_pointers,
+        *((0, 0) if hidden is None else hidden.stride()[:2]),
+        *((0, 0) if gates is None else gates.stride()[:2]),
+        *row_strides,
+        batch,
+        heads,
+        length,
+    )
+    constants = {
+        "C": stages * sides,
+        "M": heads_per_group,
+        "R": rank,
+        "GATE": int(gates is not None),
+        "TANH": approximate == "tanh",
+        "EPS": COMPOSE_NORM_EPS,
+        "SIDES": sides,
+        **row_sizes,
+        **tile,
+    }
+    grid = (batch * ceil_div(length, tile["B_N"]), programs)
+    named = dict(zip(generator_kernel.arg_names, arguments, strict=False))
+    return [], [Launch(generator_kernel, grid, named, constants, _options(tile))]
+
+
+_RUN = Repeated(_launches)
+
+
 def _launch(
     hidden: torch.Tensor | None,
     gates: torch.Tensor | None,
     qkw: torch.Tensor | None,
     weights: torch.Tensor,
     rows: list[torch.Tensor],
-    stages: int,
-    sides: int,
-    heads_per_group: int,
-    rank: int,
-    approximate: str,
+    *numbers: Any,
 ) -> None:
-    """Runs the kernel: the ops' arguments, `weights` as they return them and each stage's `rows`, if any."""
-    _, batch, heads, width, length = weights.shape
-    if not batch or not length:
+    """Runs the kernel: the ops' tensors, `weights` as they return them, each stage's `rows`, if any; stages, sides, M,
+    R and GELU's flavour."""
+    if not weights.shape[1] or not weights.shape[4]:
         return
     require_supported(device=weights.device)
     hidden, gates = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (hidden, gates))
     qkw = None if qkw is None else qkw.contiguous()
-    row_pointers, row_strides, row_sizes = _row_arguments(rows, heads, width)
-    programs = heads // heads_per_group * stages * sides
-    tile = _tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, programs)
-    with torch.cuda.device_of(weights):  # Triton launches on the current device
-        generator_kernel[(batch * ceil_div(length, tile["B_N"]), programs)](
-            hidden,
-            gates,
-            qkw,
-            weights,
-            *row_pointers,
-            *((0, 0) if hidden is None else hidden.stride()[:2]),
-            *((0, 0) if gates is None else gates.stride()[:2]),
-            *row_strides,
-            batch,
-            heads,
-            length,
-            C=stages * sides,
-            M=heads_per_group,
-            R=rank,
-            GATE=int(gates is not None),
-            TANH=approximate == "tanh",
-            EPS=COMPOSE_NORM_EPS,
-            SIDES=sides,
-            **row_sizes,
-            **tile,
-            **_options(tile),
-        )
+    _RUN([weights, hidden, gates, qkw, *[*rows, None, None][:2]], *numbers)
 
 
 # --- ops --------------------------------------------------------------------------------------------------------------
@@ -310,7 +327,7 @@ def _generate_weights(hidden, gates, qkw, stages, sides, heads_per_group, rank, 
     return weights
 
 
-@generate_packed_op.register_kernel(DEVICES)
+@torch.library.impl(generate_packed_op.name(), DEVICES)
 def _generate_packed(hidden, gates, qkw, rows_0, rows_1, sides, heads_per_group, rank, approximate, dtype):
     rows = [x for x in (rows_0, rows_1) if x is not None]
     _, *shape = generated_shape(hidden, gates, len(rows) * sides, rank)

@@ -26,6 +26,7 @@ from ..fusion_dcformer import has_no_hooks
 from ..modeling_dcformer import DCFormerRMSNorm
 from .generator import APPROXIMATE, _axes, _generated, _options, _row_arguments, _tile, can_replace, generator_kernel
 from .limits import DTYPES, MAX_QUERIES, require_supported, unsupported_reason
+from .repeated import Launch, Repeated
 from .schemas import DEVICES, prepare_op, prepared_shapes
 from .sizes import power_of_2
 from .triton.precision import rounded
@@ -133,7 +134,75 @@ def prepare_kernel(
 # --- op ---------------------------------------------------------------------------------------------------------------
 
 
-@prepare_op.register_kernel(DEVICES)
+def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
+    """The results of `prepare_op`, and the launch that fills them.
+
+    Args:
+        given: queries, keys and values; the seven `others`, None for absent ones; and the numbers of `prepare_op`, its
+            plan without places.
+    """
+    query, key, _, _, gates, _, query_weight, _, cos, _, plan, norm_eps, approximate = given
+    head_dim, stages, sides, behind_keys, behind_values, heads_per_group, rank = plan
+    width = 2 * rank + (gates is not None)
+    shapes = prepared_shapes(query, key, gates is not None, plan)
+    queries, keys, values, weights = (torch.empty(shape, dtype=query.dtype, device=query.device) for shape in shapes)
+    batch, heads, length, _ = queries.shape
+    kv_heads = keys.shape[1]
+    rows = [x[..., head_dim:] for x, count in ((keys, behind_keys), (values, behind_values)) if count]
+    row_pointers, row_strides, row_sizes = _row_arguments(rows, heads, width)
+    generators = heads // heads_per_group * stages * sides
+    tile = _tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, generators)
+    arguments = (
+        *given[:10],
+        queries,
+        keys,
+        values,
+        weights,
+        *row_pointers,
+        *query.stride()[:2],
+        cos.stride(0) if cos.shape[0] > 1 else 0,
+        cos.stride(1),
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *row_strides,
+        batch,
+        heads,
+        length,
+        norm_eps,
+    )
+    constants = {
+        "HKV": kv_heads,
+        "D": head_dim,
+        "P": cos.shape[-1],
+        "NORM": query_weight is not None,
+        "GENERATORS": generators,
+        "C": stages * sides,
+        "M": heads_per_group,
+        "R": rank,
+        "GATE": int(gates is not None),
+        "TANH": approximate == "tanh",
+        "EPS": COMPOSE_NORM_EPS,
+        "SIDES": max(1, sides),
+        **row_sizes,
+        "B_T": 1 if length == 1 else MAX_QUERIES,
+        "B_D": power_of_2(head_dim),
+        **tile,
+    }
+    launch = Launch(
+        prepare_kernel,
+        (batch, generators + heads + 2 * kv_heads),
+        dict(zip(prepare_kernel.arg_names, arguments, strict=False)),
+        constants,
+        _options(tile),
+    )
+    is_empty = not batch or not length
+    return [queries, keys, values, weights], [] if is_empty else [launch]
+
+
+_RUN = Repeated(_launches)
+
+
+@torch.library.impl(prepare_op.name(), DEVICES)
 def _prepare(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -143,68 +212,10 @@ def _prepare(
     norm_eps: float,
     approximate: str,
 ) -> tuple[torch.Tensor, ...]:
-    head_dim, stages, sides, behind_keys, behind_values, heads_per_group, rank, *places = plan
-    given: list[Any] = [None] * 7
-    for place, tensor in zip(places, others, strict=True):
+    given: list[torch.Tensor | None] = [None] * 7
+    for place, tensor in zip(plan[7:], others, strict=True):
         given[place] = tensor
-    hidden, gates, qkw, query_weight, key_weight, cos, sin = given
-    width = 2 * rank + (gates is not None)
-    shapes = prepared_shapes(query, key, gates is not None, plan)
-    queries, keys, values, weights = (torch.empty(shape, dtype=query.dtype, device=query.device) for shape in shapes)
-    batch, heads, length, _ = queries.shape
-    kv_heads = keys.shape[1]
-    if not batch or not length:
-        return queries, keys, values, weights
-    rows = [x[..., head_dim:] for x, count in ((keys, behind_keys), (values, behind_values)) if count]
-    row_pointers, row_strides, row_sizes = _row_arguments(rows, heads, width)
-    generators = heads // heads_per_group * stages * sides
-    tile = _tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, generators)
-    with torch.cuda.device_of(query):  # Triton launches on the current device
-        prepare_kernel[(batch, generators + heads + 2 * kv_heads)](
-            query,
-            key,
-            value,
-            hidden,
-            gates,
-            qkw,
-            query_weight,
-            key_weight,
-            cos,
-            sin,
-            queries,
-            keys,
-            values,
-            weights,
-            *row_pointers,
-            *query.stride()[:2],
-            cos.stride(0) if cos.shape[0] > 1 else 0,
-            cos.stride(1),
-            *keys.stride()[:3],
-            *values.stride()[:3],
-            *row_strides,
-            batch,
-            heads,
-            length,
-            norm_eps,
-            HKV=kv_heads,
-            D=head_dim,
-            P=cos.shape[-1],
-            NORM=query_weight is not None,
-            GENERATORS=generators,
-            C=stages * sides,
-            M=heads_per_group,
-            R=rank,
-            GATE=int(gates is not None),
-            TANH=approximate == "tanh",
-            EPS=COMPOSE_NORM_EPS,
-            SIDES=max(1, sides),
-            **row_sizes,
-            B_T=1 if length == 1 else MAX_QUERIES,
-            B_D=power_of_2(head_dim),
-            **tile,
-            **_options(tile),
-        )
-    return queries, keys, values, weights
+    return tuple(_RUN([query, key, value, *given], tuple(plan[:7]), norm_eps, approximate))
 
 
 # --- the module's call ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ All take composition weights in one form: `weights`, those that there are of six
 A head's channels are R `down`, R `up` and one gate, in this order, those that there are; their number tells which.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,22 @@ DEVICES = ("cpu", "cuda")  # that have kernels: the interpreter's and the compil
 
 def _kernel(name: str) -> RuntimeError:
     return RuntimeError(f"dcformer::{name} has no kernel for this device, or dcformer.kernels is not in use.")
+
+
+def _inference_op(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable], Any]:
+    """Makes a function an operator without gradients, for devices for which nothing else is registered.
+
+    `torch.library.custom_op` puts Python for gradients and aliases between a call and its kernel, which takes the host
+    as long as the kernel's launches; a decoding step has two such calls in each layer.
+    """
+
+    def define(prototype: Callable) -> Any:
+        schema = torch.library.infer_schema(prototype, mutates_args=mutates_args)
+        torch.library.define(f"dcformer::{name}", schema)
+        torch.library.impl(f"dcformer::{name}", "default", prototype)
+        return getattr(torch.ops.dcformer, name).default
+
+    return define
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -107,7 +123,7 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tens
 attention_op.register_autograd(_differentiate, setup_context=_save)
 
 
-@torch.library.custom_op("dcformer::composed_decode", mutates_args=())
+@_inference_op("composed_decode")
 def decode_op(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -130,7 +146,7 @@ def decode_op(
     raise _kernel("composed_decode")
 
 
-@decode_op.register_fake
+@torch.library.register_fake(decode_op.name())
 def _(query, key, value, *args):
     return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
@@ -187,7 +203,7 @@ def _(hidden, gates, qkw, stages, sides, heads_per_group, rank, approximate, dty
     return torch.empty(generated_shape(hidden, gates, stages * sides, rank), dtype=dtype, device=source.device)
 
 
-@torch.library.custom_op("dcformer::generate_packed", mutates_args=("rows_0", "rows_1"))
+@_inference_op("generate_packed", mutates_args=("rows_0", "rows_1"))
 def generate_packed_op(
     hidden: torch.Tensor | None,
     gates: torch.Tensor | None,
@@ -213,7 +229,7 @@ def generate_packed_op(
     raise _kernel("generate_packed")
 
 
-@generate_packed_op.register_fake
+@torch.library.register_fake(generate_packed_op.name())
 def _(hidden, gates, qkw, rows_0, rows_1, sides, heads_per_group, rank, approximate, dtype):
     stages = 1 + (rows_1 is not None)
     _, *shape = generated_shape(hidden, gates, stages * sides, rank)
@@ -236,7 +252,7 @@ def prepared_shapes(
     return (batch, heads, length, head_dim), rows[0], rows[1], weights
 
 
-@torch.library.custom_op("dcformer::prepare_decode", mutates_args=())
+@_inference_op("prepare_decode")
 def prepare_op(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -264,7 +280,7 @@ def prepare_op(
     raise _kernel("prepare_decode")
 
 
-@prepare_op.register_fake
+@torch.library.register_fake(prepare_op.name())
 def _(query, key, value, others, plan, norm_eps, approximate):
     return tuple(query.new_empty(shape) for shape in prepared_shapes(query, key, 1 in plan[7:], plan))
 

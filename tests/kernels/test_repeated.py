@@ -1,0 +1,133 @@
+"""Launches chosen once and repeated: with kernels that only write down what they are given."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcformer.kernels.repeated import Launch, Repeated, geometry
+
+
+class Compiled:
+    """What a launch returns; called with all arguments in order, constants included."""
+
+    def __init__(self, log: list):
+        self.log = log
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        assert len(grid) == 3
+        return lambda *arguments: self.log.append((grid, arguments))
+
+
+class Kernel:
+    """Takes arguments by name, as jitted functions do; interpreted, it returns nothing."""
+
+    arg_names = ("p_x", "p_y", "p_out", "p_part", "stride", "scale", "WIDTH")
+
+    def __init__(self, is_interpreted: bool = False):
+        self.log: list = []
+        self.compiled = None if is_interpreted else Compiled(self.log)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(**arguments: Any) -> Compiled | None:
+            assert arguments.pop("num_warps") == 4
+            self.log.append(((*grid, 1, 1)[:3], tuple(arguments[name] for name in self.arg_names)))
+            return self.compiled
+
+        return call
+
+
+def make(kernel: Kernel) -> tuple[Repeated, list]:
+    chosen = []
+
+    def choose(x, y, scale):
+        chosen.append(scale)
+        out, rest = torch.empty(x.shape, dtype=x.dtype), torch.empty(3, 8)
+        arguments = {"p_x": x, "p_y": y, "p_out": out, "p_part": rest[:, 2:5], "stride": x.stride(0), "scale": scale}
+        return [out, rest], [Launch(kernel, (x.shape[0],), arguments, {"WIDTH": x.shape[1]}, {"num_warps": 4})]
+
+    return Repeated(choose), chosen
+
+
+def look(argument: Any) -> Any:
+    """What a kernel sees of an argument."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return argument.data_ptr(), argument.shape, argument.stride(), argument.dtype
+
+
+@st.composite
+def calls(draw) -> Iterator[tuple]:
+    shape = draw(st.sampled_from([(2, 3), (3, 2)]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+
+    def tensor():
+        offset = draw(st.sampled_from([0, 1, 16]))
+        memory = torch.zeros(offset + shape[0] * shape[1] * 2, dtype=dtype)[offset:]
+        rows = memory.view(2, *shape)[0]
+        return rows.T.contiguous().T if draw(st.booleans()) else rows
+
+    x = tensor()
+    y = draw(st.sampled_from(["none", "same", "other"]))
+    return x, {"none": None, "same": x, "other": tensor()}[y], draw(st.sampled_from([0.5, 2.0]))
+
+
+@given(st.lists(calls(), min_size=1, max_size=12))
+def test_a_repeated_launch_is_the_chosen_one(sequence):
+    """Whatever came before: grid, numbers, given tensors and those that were made, parts of them included."""
+    kernel = Kernel()
+    run, chosen = make(kernel)
+    for x, y, scale in sequence:
+        out, rest = run([x, y], scale)
+        grid, arguments = kernel.log[-1]
+        assert (out.shape, out.dtype, rest.shape) == (x.shape, x.dtype, (3, 8))
+        assert grid == (x.shape[0], 1, 1)
+        expected = (x, y, out, rest[:, 2:5], x.stride(0), scale, x.shape[1])
+        assert [look(argument) for argument in arguments] == [look(argument) for argument in expected]
+    assert len(kernel.log) == len(sequence)
+    assert len(chosen) == len({(geometry([x, y]), scale) for x, y, scale in sequence})
+
+
+def test_what_is_made_is_new_each_time():
+    run, _ = make(Kernel())
+    x = torch.zeros(2, 3)
+    results = [run([x, None], 1.0)[0] for _ in range(3)]
+    assert len({result.data_ptr() for result in results}) == 3
+
+
+def test_the_interpreter_is_always_asked():
+    kernel = Kernel(is_interpreted=True)
+    run, chosen = make(kernel)
+    for _ in range(3):
+        run([torch.zeros(2, 3), None], 1.0)
+    assert len(chosen) == len(kernel.log) == 3
+
+
+def test_the_oldest_choice_is_forgotten():
+    kernel = Kernel()
+    run, chosen = make(kernel)
+    run.most = 2
+    for scale in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0):
+        run([torch.zeros(2, 3), None], scale)
+    assert chosen == [1.0, 2.0, 3.0, 1.0] and len(run._known) == 2
+
+
+def test_a_tensor_from_elsewhere_is_an_error():
+    elsewhere, kernel = torch.zeros(3), Kernel()
+    arguments = dict.fromkeys(Kernel.arg_names[:-1]) | {"p_x": elsewhere}
+    run = Repeated(lambda x: ([], [Launch(kernel, (1,), arguments, {"WIDTH": 1}, {"num_warps": 4})]))
+    with pytest.raises(AssertionError, match="neither given nor made"):
+        run([torch.zeros(2)])
+
+
+def test_alignment_is_part_of_a_geometry():
+    """Triton compiles wide loads where an address is a multiple of 16 bytes."""
+    run, chosen = make(Kernel())
+    memory = torch.zeros(40)
+    start = -memory.data_ptr() % 16 // 4
+    for offset in (0, 4, 1, 8):
+        run([memory[start + offset :][:6].view(2, 3), None], 1.0)
+    assert len(chosen) == 2
