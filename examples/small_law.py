@@ -1,0 +1,231 @@
+"""The scaling law of the paper's recipes in the small: four sizes with and without composition, on two CPU cores.
+
+    python examples/small_law.py                # what is not in docs/scaling/small.json yet, then tables and picture
+    python examples/small_law.py --output runs/law --seeds 0 --sizes 32 --scale 0.02  # a look at it
+    python examples/small_law.py --report       # tables and picture of what is done
+
+Models of four layers with heads of 16 channels and 17.5 characters a parameter outside embeddings, on the text in
+examples/data, which the larger ones see several times. Three families, as the paper's published runs have them:
+transformer++, the same with norms of queries and keys, and dcformer++, which has those norms, windows in every other
+layer, and composition. Rates follow the paper's own: they fall with the cube root of size, from a family's best of one
+grid at width 48, found by the loss on one half of the held-out text with a seed of its own. The other half is reported.
+A run that is done is written at once, and not run again: stop and start as you like.
+
+Writes small.json, small.csv as `python -m dcformer.scaling` reads it, small.md with what that prints, and small.png.
+"""
+
+import argparse
+import contextlib
+import csv
+import io
+import json
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import study
+from study import LENGTH, REPOSITORY, about_runs, best_rate, read_runs, write_text
+from tqdm import tqdm
+
+OUTPUT = REPOSITORY / "docs" / "scaling"
+WIDTHS = (32, 48, 64, 96)
+LAYERS, HEAD_DIM, BATCH, WINDOW = 4, 16, 16, LENGTH // 8  # of 2048 tokens the paper's windows have 256
+TOKENS_A_PARAMETER = 17.5
+RATES, RATE_WIDTH, RATE_SEED, SEEDS = (2e-3, 4e-3, 8e-3, 1.6e-2), 48, 100, (0, 1, 2)
+PLAIN = dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False)
+WHOLE = {"layer_pattern": "G", "sliding_window": None}
+FAMILIES = {
+    "transformer++": PLAIN | WHOLE | {"qk_norm": False},
+    "transformer++-qknorm": PLAIN | WHOLE | {"qk_norm": True},
+    "dcformer++": {"layer_pattern": "LG", "sliding_window": WINDOW, "qk_norm": True},
+}
+BASELINES, VARIANT = ("transformer++", "transformer++-qknorm"), "dcformer++"
+
+
+def make_config(family: str, width: int):
+    from dcformer import DCFormerConfig
+
+    return DCFormerConfig(
+        **FAMILIES[family],
+        vocab_size=study.make_data("text", 1)[2],
+        hidden_size=width,
+        intermediate_size=8 * round(width / 3),
+        num_hidden_layers=LAYERS,
+        num_attention_heads=width // HEAD_DIM,
+        max_position_embeddings=LENGTH,
+        initializer_range=0.7 / math.sqrt(width),  # the usual 0.02 is for wide models
+        attn_implementation="dcformer_chunked" if family == VARIANT else "sdpa",
+    )
+
+
+def law_parameters(width: int) -> int:
+    """Parameters outside embeddings of the law: 12 E² a layer, for all families alike."""
+    return 12 * LAYERS * width**2
+
+
+def settings_of(family: str, width: int, seed: int, rate: float, scale: float) -> dict:
+    """The settings of a run, `rate` being that at `RATE_WIDTH`."""
+    steps = scale * TOKENS_A_PARAMETER * law_parameters(width) / (BATCH * LENGTH)
+    lower = (law_parameters(RATE_WIDTH) / law_parameters(width)) ** (1 / 3)
+    return {
+        "family": family,
+        "width": width,
+        "seed": seed,
+        "rate": rate,
+        "learning_rate": round(rate * lower, 6),
+        "steps": max(1, round(steps)),
+        "batch_size": BATCH,
+    }
+
+
+def train(settings: dict, folder: str) -> dict:
+    """One run: from nothing to its losses on both halves of the held-out text."""
+    import torch
+    from transformers import set_seed
+
+    from dcformer import DCFormerForCausalLM
+    from dcformer.analysis import num_parameters, training_flops
+
+    torch.set_num_threads(1)
+    rows, test, _ = study.make_data("text", settings["steps"] * BATCH)
+    config = make_config(settings["family"], settings["width"])
+    set_seed(settings["seed"])
+    model = DCFormerForCausalLM(config)
+    start = time.process_time()
+    trainer, _, _ = study.fit(model, settings, rows, test[::2], Path(folder))
+    seconds = time.process_time() - start
+    tokens, parameters = settings["steps"] * BATCH * LENGTH, num_parameters(config)
+    return settings | {
+        "parameters": parameters,
+        "embedding_parameters": parameters - num_parameters(config, exclude_embeddings=True),
+        "tokens": tokens,
+        "flops": training_flops(config, LENGTH) * tokens,
+        "choice_loss": trainer.evaluate(test[::2])["eval_loss"],
+        "loss": trainer.evaluate(test[1::2])["eval_loss"],
+        "cpu_seconds": round(seconds, 1),
+    }
+
+
+def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> list[dict]:
+    """Trains what is wanted and not done, `workers` runs at a time; returns all that is done."""
+    done = read_runs(path)
+    missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in done)]
+    print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
+    if not missing:
+        return done
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool,
+        tqdm(total=len(missing), unit="run") as progress,
+    ):
+        futures = [pool.submit(train, settings, folder) for settings in missing]
+        for future in as_completed(futures):
+            if future.exception() is not None:
+                pool.shutdown(cancel_futures=True)
+            run = future.result()
+            done = sorted([*done, run], key=lambda r: (list(FAMILIES).index(r["family"]), r["width"], r["seed"]))
+            write_text(path, json.dumps({"about": about_runs(), "runs": done}, indent=1) + "\n")
+            progress.update()
+            progress.write("{family} {width} seed {seed}: loss {loss:.4f}, {cpu_seconds:.0f} s".format(**run))
+    return done
+
+
+def chosen_rate(runs: list[dict], family: str, scale: float) -> float | None:
+    """The rate of the grid with the lowest loss on the half that is not reported; None before all are done."""
+    steps = settings_of(family, RATE_WIDTH, RATE_SEED, 1.0, scale)["steps"]
+    found = {
+        run["rate"]: run["choice_loss"]
+        for run in runs
+        if (run["family"], run["width"], run["seed"], run["steps"]) == (family, RATE_WIDTH, RATE_SEED, steps)
+    }
+    return best_rate(found, RATES)
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def reported(runs: list[dict], scale: float) -> list[dict]:
+    """The runs at their family's own rate, those that chose it left out."""
+    rates = {family: chosen_rate(runs, family, scale) for family in FAMILIES}
+    wanted = [(r, settings_of(r["family"], r["width"], r["seed"], r["rate"], scale)["steps"]) for r in runs]
+    return [
+        run
+        for run, steps in wanted
+        if run["seed"] != RATE_SEED and run["rate"] == rates[run["family"]] and run["steps"] == steps
+    ]
+
+
+def report(runs: list[dict], folder: Path, scale: float) -> str:
+    """Writes the table for `dcformer.scaling` and what it says of composition against each baseline."""
+    from dcformer.scaling.__main__ import main as analyse
+
+    columns = ["family", "parameters", "embedding_parameters", "tokens", "flops", "loss", "seed"]
+    rows = io.StringIO()
+    writer = csv.DictWriter(rows, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(reported(runs, scale))
+    write_text(folder / "small.csv", rows.getvalue())
+    rates = ", ".join(f"{family} {chosen_rate(runs, family, scale):g}" for family in FAMILIES)
+    edge = [name for name in FAMILIES if chosen_rate(runs, name, scale) in (min(RATES), max(RATES))]
+    lines = [
+        "<!-- written by examples/small_law.py -->",
+        "# The law in the small",
+        "",
+        f"Rates at width {RATE_WIDTH}, of {', '.join(f'{rate:g}' for rate in RATES)}: {rates}"
+        + (f"; at the edge of the grid: {', '.join(edge)}." if edge else "."),
+    ]
+    for baseline in BASELINES:
+        said = io.StringIO()
+        options = ["--baseline", baseline, "--variant", VARIANT]
+        if baseline == BASELINES[-1]:  # the picture is of the closer comparison
+            options += ["--plot", str(folder / "small.png")]
+        with contextlib.redirect_stdout(said):
+            analyse([str(folder / "small.csv"), *options])
+        lines += ["", f"## {VARIANT} against {baseline}", "", said.getvalue().strip()]
+    text = "\n".join(lines) + "\n"
+    write_text(folder / "small.md", text)
+    return text
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--sizes", nargs="+", type=int, choices=WIDTHS, default=list(WIDTHS), help="widths")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the law's steps")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    options = parser.parse_args(arguments)
+    if not 0 < options.scale <= 1 or options.workers < 1:
+        parser.error(f"--scale {options.scale}, --workers {options.workers}: expected (0, 1] and at least 1")
+    if RATE_SEED in options.seeds:
+        parser.error(f"--seeds {RATE_SEED}: this seed chooses the learning rates; take others")
+    from dcformer.errors import DCFormerError
+
+    path = options.output / "small.json"
+    try:
+        runs = read_runs(path)
+        if not options.report:
+            wanted = [settings_of(name, RATE_WIDTH, RATE_SEED, r, options.scale) for name in FAMILIES for r in RATES]
+            runs = train_missing(wanted, path, options.workers, "learning rates")
+            rates = {name: chosen_rate(runs, name, options.scale) for name in FAMILIES}
+            wanted = [  # smallest first: whatever is done compares all families
+                settings_of(name, width, seed, rates[name] or 0.0, options.scale)
+                for width in options.sizes
+                for seed in options.seeds
+                for name in FAMILIES
+            ]
+            runs = train_missing(wanted, path, options.workers, "seeds")
+        print(report(runs, options.output, options.scale))
+    except (OSError, ValueError, DCFormerError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The small curves: the law of sizes, tokens and rates, the choice of rates, resuming, the committed table."""
+
+import csv
+import json
+import sys
+
+import pytest
+from helpers import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import small_law
+
+from dcformer.analysis import num_compose_parameters, num_parameters
+
+
+def run_of(family, width, seed, rate, choice, loss):
+    costs = {"parameters": width**2, "embedding_parameters": width, "tokens": 17 * width**2, "flops": float(width**4)}
+    settings = small_law.settings_of(family, width, seed, rate, 1.0)
+    return settings | costs | {"choice_loss": choice, "loss": loss}
+
+
+def study_of(best: float) -> list[dict]:
+    """All runs of all families; each is best at one rate, and its loss falls with size."""
+    rates = [
+        run_of(family, small_law.RATE_WIDTH, small_law.RATE_SEED, rate, abs(rate - best), 9.0)
+        for family in small_law.FAMILIES
+        for rate in small_law.RATES
+    ]
+    return rates + [
+        run_of(family, width, seed, rate, 9.0, 5 - 0.1 * i - width / 100 + seed / 1000)
+        for i, family in enumerate(small_law.FAMILIES)
+        for width in small_law.WIDTHS
+        for seed in small_law.SEEDS
+        for rate in (best, small_law.RATES[0])
+    ]
+
+
+def test_sizes_are_of_one_law():
+    """12 E² a layer as near as a width of the MLP in steps of 8 comes; 17 to 18 characters for each."""
+    for width in small_law.WIDTHS:
+        config = small_law.make_config("transformer++", width)
+        outside = num_parameters(config, exclude_embeddings=True)
+        assert outside == pytest.approx(small_law.law_parameters(width), rel=0.03)
+        steps = small_law.settings_of("transformer++", width, 0, 1e-3, 1.0)["steps"]
+        assert 17 < steps * small_law.BATCH * small_law.LENGTH / small_law.law_parameters(width) < 18
+        composed = small_law.make_config("dcformer++", width)
+        assert (
+            num_parameters(composed, exclude_embeddings=True) - num_compose_parameters(composed) - outside < 10 * width
+        )
+
+
+def test_families_differ_as_the_recipes_do():
+    from dcformer.recipes import recipe
+
+    for family in small_law.FAMILIES:
+        name = family.replace("++-qknorm", "++-405m-qknorm").replace("dcformer++", "dcformer-405m")
+        published = recipe(name if "405m" in name else f"{name}-405m").config
+        ours = small_law.make_config(family, 64)
+        for field in ("qk_norm", "compose_pre", "compose_query", "compose_key", "compose_static", "compose_rank"):
+            assert getattr(ours, field) == getattr(published, field), (family, field)
+        assert ours.layer_types[:2] == published.layer_types[:2]
+        assert (ours.sliding_window is None) == (published.sliding_window is None)
+
+
+def test_rates_fall_with_the_cube_root_of_size():
+    at = {width: small_law.settings_of("dcformer++", width, 0, 4e-3, 1.0)["learning_rate"] for width in (32, 48, 96)}
+    assert at[48] == 4e-3
+    assert at[96] == pytest.approx(4e-3 / 4 ** (1 / 3), rel=1e-3) and at[32] > 4e-3
+
+
+def test_only_runs_at_the_chosen_rate_are_reported():
+    runs = study_of(best=small_law.RATES[1])
+    assert small_law.chosen_rate(runs[:3], "transformer++", 1.0) is None
+    found = small_law.reported(runs, 1.0)
+    assert len(found) == len(small_law.FAMILIES) * len(small_law.WIDTHS) * len(small_law.SEEDS)
+    assert {run["rate"] for run in found} == {small_law.RATES[1]}
+    assert small_law.reported(runs, 0.5) == []  # runs of other lengths
+
+
+def test_the_report_reads_the_runs(tmp_path):
+    pytest.importorskip("matplotlib")
+    text = small_law.report(study_of(best=small_law.RATES[-1]), tmp_path, 1.0)
+    assert text == (tmp_path / "small.md").read_text() and text.count("One slope for both families") == 2
+    assert "at the edge of the grid: transformer++, transformer++-qknorm, dcformer++" in text
+    rows = list(csv.DictReader((tmp_path / "small.csv").open()))
+    assert len(rows) == 36 and {row["seed"] for row in rows} == {"0", "1", "2"}
+    assert (tmp_path / "small.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_it_resumes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(small_law, "RATES", small_law.RATES[:2])
+    monkeypatch.setattr(small_law, "FAMILIES", {"dcformer++": small_law.FAMILIES["dcformer++"]})
+    monkeypatch.setattr(small_law, "report", lambda *_: "reported")
+    arguments = ["--output", str(tmp_path), "--sizes", "32", "--seeds", "0", "--scale", "0.005", "--workers", "1"]
+    small_law.main(arguments)
+    stored = (tmp_path / "small.json").read_bytes()
+    runs = json.loads(stored)["runs"]
+    assert [(run["width"], run["seed"]) for run in runs] == [(32, 0), (48, 100), (48, 100)]
+    best = min(runs[1:], key=lambda run: run["choice_loss"])
+    assert runs[0]["rate"] == best["rate"] and runs[0]["steps"] == 2
+    capsys.readouterr()
+    small_law.main(arguments)
+    said = capsys.readouterr().out
+    assert "2 of 2 runs are in" in said and "1 of 1 runs are in" in said and "reported" in said
+    assert (tmp_path / "small.json").read_bytes() == stored
+
+
+def test_bad_arguments():
+    for arguments in (["--scale", "0"], ["--scale", "1.5"], ["--workers", "0"], ["--seeds", "100"], ["--sizes", "40"]):
+        with pytest.raises(SystemExit) as refused:
+            small_law.main(arguments)
+        assert refused.value.code == 2
+
+
+@pytest.mark.skipif(not (small_law.OUTPUT / "small.md").exists(), reason="the curves have not been made")
+def test_the_committed_report_is_that_of_its_runs(tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = json.loads((small_law.OUTPUT / "small.json").read_text())["runs"]
+    assert small_law.report(runs, tmp_path, 1.0) == (small_law.OUTPUT / "small.md").read_text(encoding="utf-8")
+    assert (tmp_path / "small.csv").read_text() == (small_law.OUTPUT / "small.csv").read_text()
+    assert len(small_law.reported(runs, 1.0)) == 36
