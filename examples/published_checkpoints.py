@@ -73,6 +73,7 @@ def pending(options: argparse.Namespace, model: str) -> list[tuple[str, int]]:
 def evaluate(options: argparse.Namespace, model: str) -> None:
     """Runs what a model lacks, and writes a file after each task."""
     import lm_eval
+    import torch
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from tqdm import tqdm
@@ -84,9 +85,13 @@ def evaluate(options: argparse.Namespace, model: str) -> None:
         return
     metadata = {"dcformer_synthetic_file": str(options.synthetic)} if options.synthetic else {}
     manager = TaskManager(include_path=str(TASKS_FOLDER), metadata=metadata)
-    loaded = HFLM(
-        pretrained=model, dtype=options.dtype, batch_size=options.batch_size, device=options.device, backend="causal"
-    )
+    try:
+        loaded = HFLM(
+            pretrained=model, dtype=options.dtype, batch_size=options.batch_size, backend="causal",
+            device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        )  # fmt: skip
+    except OSError as error:
+        raise unreadable(model, error) from None
     for task, shots in tqdm(todo, desc=short_name(model), unit="task"):
         found = lm_eval.simple_evaluate(
             loaded, tasks=[task], num_fewshot=None if task == SYNTHETIC else shots, task_manager=manager,
@@ -106,6 +111,12 @@ def evaluate(options: argparse.Namespace, model: str) -> None:
         write_text(file, json.dumps(content, indent=1) + "\n")
 
 
+def unreadable(model: str, error: OSError) -> SystemExit:
+    """What ends the command when a model is neither a folder nor to be had from the Hub."""
+    reason = str(error).strip().partition("\n")[0]
+    return SystemExit(f"error: {model} cannot be read ({reason}): run with network, or give folders to --models")
+
+
 def memory(models: list[str], dtype: str) -> str:
     """A table of what the parameters of each model take; its configuration is all that is read."""
     import torch
@@ -116,8 +127,12 @@ def memory(models: list[str], dtype: str) -> str:
     size = getattr(torch, dtype).itemsize
     lines = [f"| model | parameters | GiB in {dtype} |", "|---|---|---|"]
     for model in models:
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except OSError as error:
+            raise unreadable(model, error) from None
         with torch.device("meta"):
-            count = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).num_parameters()
+            count = AutoModelForCausalLM.from_config(config).num_parameters()
         lines.append(f"| {short_name(model)} | {count:,} | {count * size / 2**30:.1f} |")
     return "\n".join(lines)
 

@@ -222,7 +222,7 @@ def test_published_checkpoints_are_evaluated_once_a_task(tmp_path, synthetic_fil
     split = Tokenizer(WordLevel(words, unk_token="[UNK]"))
     split.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=split, unk_token="[UNK]", eos_token=".").save_pretrained(theirs)
-    options = ["--models", str(CHECKPOINT), str(theirs), "--tasks", "--synthetic", synthetic_file, "--device", "cpu"]
+    options = ["--models", str(CHECKPOINT), str(theirs), "--tasks", "--synthetic", synthetic_file]
     options += ["--dtype", "float32", "--batch-size", "8", "--limit", "1", "--output", str(tmp_path / "runs")]
     assert published_checkpoints.main(options) == 0
     table = capsys.readouterr().out
@@ -249,6 +249,8 @@ def test_published_checkpoints_in_memory_and_errors(tmp_path, capsys):
     )
     sizes = [AutoModelForCausalLM.from_pretrained(folder).num_parameters() for folder in (theirs, CHECKPOINT)]
     assert [f"{size:,}" for size in sizes] == re.findall(r"\| ([\d,]+) \|", capsys.readouterr().out)
+    with pytest.raises(SystemExit, match=r"^error: .*nowhere cannot be read \(.*give folders to --models$"):
+        published_checkpoints.main(["--memory", "--models", str(tmp_path / "nowhere")])
     for words, message in (
         (["--synthetic", "nothing.jsonl"], "nothing.jsonl: there is no such file"),
         (["--models", "a/x", "b/x"], "must differ"),
