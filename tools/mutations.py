@@ -948,9 +948,15 @@ _KERNELS = (
             T_REPEATED + "test_alignment_is_part_of_a_geometry",
         ),
         (
+            "launches of other devices",
+            "key = (device, numbers, geometry(tensors))",
+            "key = (None, numbers, geometry(tensors))",
+            T_REPEATED + "test_the_device_is_part_of_a_geometry",
+        ),
+        (
             "launches of other numbers",
             "key = (device, numbers, geometry(tensors))",
-            "key = (device, geometry(tensors))",
+            "key = (device, (), geometry(tensors))",
             T_REPEATED + "test_a_repeated_launch_is_the_chosen_one",
         ),
         (
@@ -1299,8 +1305,8 @@ _ATTENTION = _in(
     ("weights not composed", "weights, mix(weights, post))", "weights, weights)", CHUNKED_IS_EAGER),
     (
         "batches that do not fit",
-        "heads_fit and batch == key.shape[0] == value.shape[0]",
-        "heads_fit",
+        "query.shape[0] == key.shape[0] == value.shape[0]",
+        "query.shape[0] == key.shape[0]",
         T_ATTENTION + "test_ill_fitting_shapes_are_refused",
     ),
 )

@@ -70,12 +70,15 @@ def check_shapes(
     value_heads: HeadMap | None = None,
 ) -> None:
     """Raises a `ValueError` on shapes that do not fit; the arguments are those of `eager_attention`."""
-    batch, heads = query.shape[:2]
-    heads_fit = heads % key.shape[1] == 0 and key.shape[1] == value.shape[1]
-    if key_heads is not None and value_heads is not None:
-        heads_fit = (key.shape[1], value.shape[1]) == (key_heads.count, value_heads.count)
-    if not (heads_fit and batch == key.shape[0] == value.shape[0]) or (
-        key.shape[2] != value.shape[2] or query.shape[-1] != key.shape[-1]
+    fits = query.dim() == key.dim() == value.dim() == 4 and key.shape[1] > 0
+    if fits and key_heads is not None and value_heads is not None:
+        fits = (key.shape[1], value.shape[1]) == (key_heads.count, value_heads.count)
+    elif fits:
+        fits = query.shape[1] % key.shape[1] == 0 and key.shape[1] == value.shape[1]
+    if not fits or not (
+        query.shape[0] == key.shape[0] == value.shape[0]
+        and key.shape[2] == value.shape[2]
+        and query.shape[3] == key.shape[3]
     ):
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together: "

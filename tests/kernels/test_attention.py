@@ -557,7 +557,7 @@ ERRORS = {
         {"pre": ComposeWeights(SideWeights(_tensors(1, 2, 1, 5)), SideWeights(_tensors(1, 2, 2, 5)))},
     ),
     "expected one dtype": ((_tensors(1, 2, 5, 16), *(_tensors(1, 2, 5, 16, dtype=torch.bfloat16),) * 2), {}),
-    "weights are on .*meta.*: expected one device": (
+    "tensors are on .*meta.*: expected all on one device": (
         (_tensors(1, 2, 5, 16),) * 3,
         {"pre": ComposeWeights(SideWeights(torch.zeros(1, 2, 5, 5, device="meta")))},
     ),

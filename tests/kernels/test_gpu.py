@@ -20,7 +20,7 @@ import test_decode
 from test_attention import Case
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
-from dcformer.kernels import composed_attention, selfcheck
+from dcformer.kernels import composed_attention, composed_decode, selfcheck
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -249,6 +249,11 @@ def test_a_device_that_is_not_the_current_one():
     first, second = (composed_attention(*(t.to(f"cuda:{i}") for t in tensors)) for i in range(2))
     assert second.device.index == 1 and torch.cuda.current_device() == 0
     assert torch.equal(first.cpu(), second.cpu())
+    q, k, v = test_decode.inputs(B=1, H=4, KV=4, T=1, S=300, D=64, dtype=torch.bfloat16)[:3]
+    expected = composed_decode(q, k, v, None, None, scale=0.125)
+    for i in (0, 1, 0, 1):  # launches that are repeated are those of the tensors' device
+        found = composed_decode(*(t.to(f"cuda:{i}") for t in (q, k, v)), None, None, scale=0.125)
+        assert found.device.index == i and torch.equal(found.cpu(), expected.cpu())
 
 
 SANITIZED = """

@@ -545,3 +545,60 @@ def test_what_the_kernels_do_not_do():
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"attention_dropout=0.1.*dcformer_chunked"):
         model.train()(ids)
+
+
+# --- launches that are repeated ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """How often operators of decoding choose launches. The interpreter's launches can be repeated, too."""
+    from dcformer.kernels import decode, generator, prepare, repeated
+
+    right, first, counted = repeated.Launch.run, repeated.Repeated._first, []
+
+    class Interpreted:
+        """What a launch returns in place of a compiled kernel."""
+
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *values: self.kernel[grid](**dict(zip(self.kernel.arg_names, values, strict=True)))
+
+    def run(self):
+        kernel = right(self)
+        return Interpreted(self.kernel) if kernel is None else kernel
+
+    def choose(self, *arguments):
+        counted.append(self.choose)
+        return first(self, *arguments)
+
+    monkeypatch.setattr(repeated.Launch, "run", run)
+    monkeypatch.setattr(repeated.Repeated, "_first", choose)
+    for module in (decode, generator, prepare):
+        monkeypatch.setattr(module, "_RUN", repeated.Repeated(module._launches))
+    return counted
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("fields", [{"num_key_value_heads": 4}, CONFIGS["static"]], ids=["mha", "grouped, static"])
+@torch.no_grad()
+def test_layers_repeat_the_launches_of_the_first(fields, fuse, choices):
+    """Three layers, the launches chosen by one, give what the definition gives."""
+    fields = {"num_hidden_layers": 3, "sliding_window": None} | fields
+    model = randomise(DCFormerForCausalLM(tiny_config(**fields))).to(DEVICE).eval()
+    ids, lengths = tokens(2, 14), (10, 1, 1, 2)
+    truth = copy.deepcopy(with_implementation(model, "eager")).double()(ids).logits
+    allowed = 4 * (model(ids).logits.double() - truth).abs().max() + 1e-6 * truth.abs().max()
+    with_implementation(model, "dcformer_triton")
+    if fuse:
+        model.fuse_projections()
+    cache, found = DynamicCache(config=model.config), []
+    for step in ids.split(lengths, dim=1):
+        before = len(choices)
+        found.append(model(step, past_key_values=cache).logits)
+        assert len(choices) - before <= 2  # of attention, and of what makes its weights
+    assert (torch.cat(found, 1).double() - truth).abs().max() <= allowed
+    # attention: for each length of the cache; what makes its weights: for each number of tokens
+    assert len(choices) == 4 + 3

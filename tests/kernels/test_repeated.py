@@ -45,7 +45,7 @@ def make(kernel: Kernel) -> tuple[Repeated, list]:
 
     def choose(x, y, scale):
         chosen.append(scale)
-        out, rest = torch.empty(x.shape, dtype=x.dtype), torch.empty(3, 8)
+        out, rest = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty(3, 8, device=x.device)
         arguments = {"p_x": x, "p_y": y, "p_out": out, "p_part": rest[:, 2:5], "stride": x.stride(0), "scale": scale}
         return [out, rest], [Launch(kernel, (x.shape[0],), arguments, {"WIDTH": x.shape[1]}, {"num_warps": 4})]
 
@@ -130,4 +130,13 @@ def test_alignment_is_part_of_a_geometry():
     start = -memory.data_ptr() % 16 // 4
     for offset in (0, 4, 1, 8):
         run([memory[start + offset :][:6].view(2, 3), None], 1.0)
+    assert len(chosen) == 2
+
+
+def test_the_device_is_part_of_a_geometry():
+    run, chosen = make(Kernel())
+    memory = torch.zeros(40)
+    start = -memory.data_ptr() % 16 // 4
+    for x in (memory[start : start + 6].view(2, 3), torch.zeros(2, 3, device="meta")) * 2:
+        assert {made.device for made in run([x, None], 1.0)} == {x.device}
     assert len(chosen) == 2

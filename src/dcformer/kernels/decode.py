@@ -32,10 +32,10 @@ import triton
 import triton.language as tl
 
 from ..compose_dcformer import ComposeWeights
-from .layout import Layout, Part, check_weights, packed_weights, six
+from .layout import Layout, Part, check_states, check_weights, packed_weights, six
 from .limits import MAX_QUERIES, require_supported
 from .repeated import Launch, Repeated
-from .schemas import DEVICES, decode_op
+from .schemas import DEVICES, decode_op, refuse_backward
 from .sizes import ceil_div, power_of_2
 from .triton.heads import GATE, KEY, QUERY, STATIC
 from .triton.precision import product, rounded
@@ -424,6 +424,7 @@ def _stage_arguments(
         # a pair is neighbours of aligned memory, and a power of two of them: one load
         align, width = _alignment(key, neighbours=3), 2 * layout.rank
         wide = min(width, 16 // key.element_size())
+        # the address, not the offset in a storage: it is what launches are remembered by
         address = key.storage_offset() * key.element_size() if key.is_meta else key.data_ptr()
         is_aligned = align >= wide and address % 16 == 0
         pairs = key.stride(3) == 1 and width > 0 and width == power_of_2(width) and is_aligned
@@ -433,7 +434,7 @@ def _stage_arguments(
 
 
 def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]]:
-    """Allocates the output [B, T, H, Dv] and what lies in between, and chooses tiles, by shapes and strides only.
+    """Allocates the output [B, T, H, Dv] and what lies in between, and chooses tiles, by `geometry` only.
 
     Args:
         query, key, value: as for `decode_op`.
@@ -539,15 +540,16 @@ def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch
 _RUN = Repeated(_launches)
 
 
-@torch.library.impl(decode_op.name(), DEVICES)
+@torch.library.register_kernel(decode_op.name(), DEVICES)
 def _decode(query, key, value, weights, visible, plan, scale):
     groups, num_splits, *places = plan
     if 0 in (query.shape[0], key.shape[2]):
-        return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
-    if visible is not None:
-        visible = visible.view(torch.uint8)
-    splits = None if num_splits < 0 else num_splits
-    return _RUN([query, key, value, *six(weights, places), visible], groups, scale, splits)[0]
+        output = query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+    else:
+        seen = None if visible is None else visible.view(torch.uint8)
+        splits = None if num_splits < 0 else num_splits
+        output = _RUN([query, key, value, *six(weights, places), seen], groups, scale, splits)[0]
+    return refuse_backward("composed_decode", [output], [query, key, value, *weights])[0]
 
 
 def composed_decode(
@@ -563,8 +565,9 @@ def composed_decode(
 ) -> torch.Tensor:
     """Composed attention of a few queries per sequence over all keys; linear in S. Rounds where `eager_attention` does.
 
-    Reads nothing back from the device and chooses everything by shapes and strides, so it can be captured in a CUDA
-    graph; for `torch.compile` it is one operator. The sum over splits has a fixed order: results are reproducible.
+    Reads nothing back from the device and chooses everything by shapes, strides and alignment, so it can be captured in
+    a CUDA graph; for `torch.compile` it is one operator. The sum over splits has a fixed order: results are
+    reproducible.
 
     Args:
         query: [B, H, T, D], 1 <= T <= 16; float32, float16 or bfloat16.
@@ -598,29 +601,13 @@ def composed_decode(
 
 def _check(query, key, value, pre, post, visible, num_splits) -> int:
     """Refuses what the kernels cannot do. Returns the number of groups of heads that mix."""
-    if (
-        {query.dim(), key.dim(), value.dim()} != {4}
-        or query.shape[0] != key.shape[0]
-        or key.shape[:3] != value.shape[:3]
-        or query.shape[3] != key.shape[3]
-        or key.shape[1] == 0
-        or query.shape[1] % key.shape[1]
-    ):
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together: "
-            "expected [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv] with H a multiple of Hkv."
-        )
-    B, H, T, D = query.shape
-    S = key.shape[2]
+    check_states(query, key, value, pre, post, visible)
+    (B, H, T, _), S = query.shape, key.shape[2]
     if not 1 <= T <= MAX_QUERIES:
         raise ValueError(
             f"composed_decode takes 1 to {MAX_QUERIES} queries per sequence, not {T}. Longer pieces (a prefill) are "
             "for the forward kernels or attn_implementation='dcformer_chunked'."
         )
-    for dim in {D, value.shape[3]}:
-        require_supported(device=query.device, dtype=query.dtype, head_dim=dim)
-    if not key.dtype == value.dtype == query.dtype:
-        raise ValueError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype.")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.stride(3) != 1:
             raise ValueError(
@@ -638,16 +625,12 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
         raise ValueError(f"num_splits={num_splits}: expected at least 1, or None to have it chosen.")
     groups = check_weights(pre, post, query, key) or key.shape[1]  # without composition no heads mix
     require_supported(heads=H // groups)
-    given = [query, key, value, *([] if visible is None else [visible])]
-    given += [w for weights in (pre, post) if weights is not None for w in weights.tensors()]
+    given = [query, key, value, *(w for weights in (pre, post) if weights is not None for w in weights.tensors())]
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise ValueError(
             "composed_decode has no backward pass and one of its inputs requires gradients. Decode under "
             "torch.no_grad(), or use attn_implementation='dcformer_chunked'."
         )
-    if any(t.device != query.device for t in given):
-        devices = sorted({str(t.device) for t in given})
-        raise ValueError(f"tensors are on {', '.join(devices)}: expected all on one device. Move them together.")
     return groups
 
 

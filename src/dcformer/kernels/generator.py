@@ -44,7 +44,7 @@ from ..compose_dcformer import (
 from ..fusion_dcformer import has_no_hooks, is_plain_linear
 from .limits import ACTIVATIONS, require_supported, unsupported_reason
 from .repeated import Launch, Repeated
-from .schemas import DEVICES, generate_packed_op, generate_weights_op, generated_shape
+from .schemas import DEVICES, generate_packed_op, generate_weights_op, generated_shape, refuse_backward
 from .sizes import ceil_div, power_of_2
 from .triton.precision import product, rounded
 
@@ -327,13 +327,14 @@ def _generate_weights(hidden, gates, qkw, stages, sides, heads_per_group, rank, 
     return weights
 
 
-@torch.library.impl(generate_packed_op.name(), DEVICES)
+@torch.library.register_kernel(generate_packed_op.name(), DEVICES)
 def _generate_packed(hidden, gates, qkw, rows_0, rows_1, sides, heads_per_group, rank, approximate, dtype):
     rows = [x for x in (rows_0, rows_1) if x is not None]
     _, *shape = generated_shape(hidden, gates, len(rows) * sides, rank)
     weights = torch.empty((len(rows) * (sides - 1), *shape), dtype=dtype, device=rows_0.device)
     _launch(hidden, gates, qkw, weights, rows, len(rows), sides, heads_per_group, rank, approximate)
-    return weights
+    torch.autograd.graph.increment_version([x for x in rows if not x.is_inference()])
+    return refuse_backward("generate_packed", [weights], [hidden, gates, qkw, *rows])[0]
 
 
 def generator_gradients(
@@ -512,7 +513,7 @@ def generate_packed(
     if "key" not in sides:
         return generate_weights(hidden_states, compose, first_layer)
     tensors, options = _arguments(hidden_states, compose, first_layer)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, packed_key, packed_value)):
         raise RuntimeError(
             "generate_packed writes in place and has no gradients: use generate_weights and DCFormerCompose.pack, or "
             "call it under torch.no_grad()."

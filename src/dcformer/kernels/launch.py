@@ -191,7 +191,7 @@ class Problem:
         matrix = self.G * sum(self.heads) ** 2
         stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
         # one stage's gradients at a time
-        matrices = stages + bool(stages and maps > 1) * -(-chunk.n_t // self._tile("back_1").b_t)
+        matrices = stages + bool(stages and maps > 1) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
         return chunk.n_s * (maps * self.H * chunk.n_p + matrices * matrix) * self.q.dtype.itemsize
 
     def chunks(self, maps: int) -> list[Chunk]:

@@ -9,6 +9,7 @@ from enum import IntFlag
 
 import torch
 
+from ..attention_dcformer import check_shapes
 from ..compose_dcformer import ComposeWeights
 from .limits import require_supported
 
@@ -77,6 +78,36 @@ def six(weights: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Te
     return found
 
 
+def check_states(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *others: torch.Tensor | None,
+) -> None:
+    """Refuses queries [B, H, T, D], keys [B, Hkv, S, D] and values [B, Hkv, S, Dv] that do not fit together.
+
+    Args:
+        query, key, value: of one dtype.
+        pre, post: composition weights, looked at for their device only.
+        others: tensors that have to be on the same device.
+
+    Raises:
+        ValueError: naming what does not fit, and beyond `unsupported_reason`.
+    """
+    check_shapes(query, key, value, None)
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype.")
+    given = [query, key, value, *(other for other in others if other is not None)]
+    given += [weight for weights in (pre, post) if weights is not None for weight in weights.tensors()]
+    if any(tensor.device != query.device for tensor in given):
+        devices = ", ".join(sorted({str(tensor.device) for tensor in given}))
+        raise ValueError(f"tensors are on {devices}: expected all on one device. Move them together.")
+    for dim in {query.shape[3], value.shape[3]}:
+        require_supported(device=query.device, dtype=query.dtype, head_dim=dim)
+
+
 def check_weights(
     pre: ComposeWeights | None, post: ComposeWeights | None, query: torch.Tensor, key: torch.Tensor
 ) -> int | None:
@@ -125,4 +156,4 @@ def check_weights(
     return groups.pop() if groups else None
 
 
-__all__ = ["Layout", "Part", "check_weights", "packed_weights", "six"]
+__all__ = ["Layout", "Part", "check_states", "check_weights", "packed_weights", "six"]

@@ -17,7 +17,7 @@ from ..compose_dcformer import ComposeWeights
 from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, visible_and_bias
 from .decode import composed_decode
 from .launch import UNBOUNDED, Problem, Visibility
-from .layout import Layout, check_weights, packed_weights, six
+from .layout import Layout, check_states, check_weights, packed_weights, six
 from .limits import MAX_QUERIES, require_supported, unsupported_reason
 from .overflow import needs_bfloat16
 from .schemas import DEVICES, attention_backward_op, attention_op
@@ -156,23 +156,11 @@ def _check(
     cu_seqlens: torch.Tensor | None,
 ) -> int:
     """Refuses what does not fit. Returns the number of groups of heads that mix."""
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        raise ValueError("query, key and value must be [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, DV].")
-    (batch, heads, length, dim), (kv_batch, kv_heads, key_length, key_dim) = query.shape, key.shape
-    if kv_batch != batch or heads % kv_heads or key_dim != dim or value.shape[:3] != key.shape[:3]:
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together: "
-            "expected [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, DV] with H a multiple of Hkv."
-        )
-    if key.dtype != query.dtype or value.dtype != query.dtype:
-        raise ValueError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype.")
-    weights = [w for stage in (pre, post) if stage is not None for w in stage.tensors()]
-    if len(devices := {str(t.device) for t in (query, key, value, *weights)}) > 1:
-        raise ValueError(f"query, key, value and weights are on {', '.join(sorted(devices))}: expected one device.")
-    require_supported(device=query.device, dtype=query.dtype, head_dim=max(dim, value.shape[3]))
+    check_states(query, key, value, pre, post)
+    batch, heads, length, _ = query.shape
     if sliding_window is not None and (not causal or sliding_window < 1):
         raise ValueError(f"sliding_window={sliding_window} must be at least 1, and needs causal=True.")
-    if cu_seqlens is not None and (batch != 1 or length != key_length):
+    if cu_seqlens is not None and (batch != 1 or length != key.shape[2]):
         raise ValueError(f"cu_seqlens needs one packed row and as many keys as queries, got B={batch}, T={length}.")
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or len(cu_seqlens) < 2):
         raise ValueError(

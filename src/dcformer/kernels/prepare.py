@@ -27,7 +27,7 @@ from ..modeling_dcformer import DCFormerRMSNorm
 from .generator import APPROXIMATE, _axes, _generated, _options, _row_arguments, _tile, can_replace, generator_kernel
 from .limits import DTYPES, MAX_QUERIES, require_supported, unsupported_reason
 from .repeated import Launch, Repeated
-from .schemas import DEVICES, prepare_op, prepared_shapes
+from .schemas import DEVICES, prepare_op, prepared_shapes, refuse_backward
 from .sizes import power_of_2
 from .triton.precision import rounded
 
@@ -202,7 +202,7 @@ def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
 _RUN = Repeated(_launches)
 
 
-@torch.library.impl(prepare_op.name(), DEVICES)
+@torch.library.register_kernel(prepare_op.name(), DEVICES)
 def _prepare(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -215,7 +215,8 @@ def _prepare(
     given: list[torch.Tensor | None] = [None] * 7
     for place, tensor in zip(plan[7:], others, strict=True):
         given[place] = tensor
-    return tuple(_RUN([query, key, value, *given], tuple(plan[:7]), norm_eps, approximate))
+    made = _RUN([query, key, value, *given], tuple(plan[:7]), norm_eps, approximate)
+    return tuple(refuse_backward("prepare_decode", made, [query, key, value, *given]))
 
 
 # --- the module's call ------------------------------------------------------------------------------------------------

@@ -67,9 +67,9 @@ class Repeated:
     """A function that chooses launches, called once for each geometry.
 
     Args:
-        choose: (tensors, then numbers) -> the tensors that it made, contiguous, and the launches that fill them. Every
-            tensor that a launch takes is one of the given or the made ones, or a part of the latter. It must depend on
-            nothing but numbers and `geometry`.
+        choose: (tensors, then numbers) -> the tensors that it made, contiguous and each with memory of its own, and the
+            launches that fill them. Every tensor that a launch takes is one of the given or the made ones, or a part of
+            the latter. It must depend on nothing but numbers and `geometry`.
         most: how many choices are remembered; the oldest is forgotten.
     """
 

@@ -27,16 +27,49 @@ def _inference_op(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Call
     """Makes a function an operator without gradients, for devices for which nothing else is registered.
 
     `torch.library.custom_op` puts Python for gradients and aliases between a call and its kernel, which takes the host
-    as long as the kernel's launches; a decoding step has two such calls in each layer.
+    as long as the kernel's launches; a decoding step has two such calls in each layer. So kernels themselves call
+    `refuse_backward`, and tell torch of what they write in place. A graph that is compiled for a backward pass through
+    such an operator has no gradients for its inputs, without an error.
     """
 
     def define(prototype: Callable) -> Any:
         schema = torch.library.infer_schema(prototype, mutates_args=mutates_args)
-        torch.library.define(f"dcformer::{name}", schema)
-        torch.library.impl(f"dcformer::{name}", "default", prototype)
+        torch.library.define(f"dcformer::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_kernel(f"dcformer::{name}", None, prototype)
         return getattr(torch.ops.dcformer, name).default
 
     return define
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.name = name
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        raise RuntimeError(
+            f"dcformer::{ctx.name} has no backward pass: compute under torch.no_grad(), or use "
+            "attn_implementation='dcformer_chunked'."
+        )
+
+
+def refuse_backward(
+    name: str, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """What an operator without gradients returns: its results, through which a backward pass is an error.
+
+    Args:
+        name: of the operator.
+        results: not views of the inputs.
+        inputs: those that may require gradients.
+    """
+    if torch.is_grad_enabled():
+        needing = [x for x in inputs if x is not None and x.requires_grad]
+        if needing:
+            return [_NoBackward.apply(name, result, *needing) for result in results]
+    return list(results)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -295,4 +328,5 @@ __all__ = [
     "generated_shape",
     "prepare_op",
     "prepared_shapes",
+    "refuse_backward",
 ]
