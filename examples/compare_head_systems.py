@@ -394,7 +394,13 @@ def spread_of(loss: dict[int, float]) -> str:
 
 def loads(runs: list[dict]) -> list[str]:
     """Share of tokens that take each head, before and after training, with and without the balance loss."""
-    found = [run for run in runs if "head_load" in run and run["seed"] == min(SEEDS) and run["match"] == MATCHES[0]]
+    found = [
+        run
+        for run in runs
+        if "head_load" in run
+        and (run["seed"], run["match"]) == (min(SEEDS), MATCHES[0])
+        and run["learning_rate"] == chosen_rate(runs, run["task"], run["column"], run["steps"])
+    ]
     if not found:
         return []
     lines = [

@@ -1,6 +1,7 @@
 """The comparison: equal costs, one grid of rates, halves of the held-out data, resuming, and its verdicts."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -121,8 +122,25 @@ def test_results_of_another_script_are_refused(tmp_path):
         compare.main(["--output", str(tmp_path), "--report"])
 
 
-def test_the_page_says_that_there_are_no_results():
-    """As long as no table is committed."""
+def test_the_committed_table_is_that_of_its_results():
+    """And every difference on the page is one of the table's, rounded."""
+    folder = REPOSITORY / "docs" / "head_systems"
+    results = json.loads((folder / "results.json").read_text())
+    table = (folder / "table.md").read_text(encoding="utf-8")
+    assert table == compare.table(results)
+    for task in compare.STEPS:
+        for match in compare.MATCHES:
+            for column in compare.columns_of(task):
+                assert compare.by_seed(results["runs"], task, match, column).keys() == set(compare.SEEDS)
+    assert (folder / "head_systems.svg").read_text() == compare.picture(results["runs"])
+    cells = re.findall(r"([+-]\d+\.\d+) ± (\d+\.\d+)", table)
     page = (REPOSITORY / "docs" / "head_systems.md").read_text(encoding="utf-8")
-    has_results = (REPOSITORY / "docs" / "head_systems" / "table.md").exists()
-    assert ("There are no results yet" in page) != has_results
+    found = re.findall(r"([+-]\d+\.\d+) ± (\d+\.\d+)", page)
+    assert len(found) > 15
+    for difference, half in found:
+        unit = 0.51 * 10.0 ** -len(half.partition(".")[2])
+        pairs = ((float(mean) - float(difference), float(width) - float(half)) for mean, width in cells)
+        assert any(max(abs(mean), abs(width)) <= unit for mean, width in pairs), (difference, half)
+    intervals = [cell for cell in re.findall(r"[^|]*±[^|]*", table) if "(" not in cell]
+    told = [cell for cell in intervals if "**" in cell]
+    assert f"{len(intervals)} intervals, of which {len(told)} leave 0 out" in page
