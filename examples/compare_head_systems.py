@@ -137,7 +137,7 @@ def make_model(task: str, config):
 def count(task: str, config) -> tuple[int, int]:
     """Parameters of a model, and operations of all matrix products per token, counted on a model without memory.
 
-    Operations are those of the definition ("eager"), in which every query meets all keys.
+    Operations are counted for the definition ("eager"), in which every query meets all keys.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -420,7 +420,7 @@ def loads(runs: list[dict]) -> list[str]:
 
 
 def picture(runs: list[dict]) -> str:
-    """Loss less that of plain attention with QK-norm, a dot for each seed and a line for the mean, in SVG."""
+    """Differences in loss from plain attention with QK-norm: a dot for each seed and a line for the mean, in SVG."""
     cells = [(task, match) for task in STEPS for match in MATCHES if by_seed(runs, task, match, BASELINES[-1])]
     names = [name for name in COLUMNS if any(by_seed(runs, *cell, name) for cell in cells)]
     width, row, left = 190, 24, 170

@@ -34,12 +34,12 @@ SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "n
 # arm -> (label, base)
 ARMS = {
     "mha": ("MHA continued, no saving", "plain"),
-    "dha": ("**DHA: groups by weights, fusion**", "plain"),
+    "dha": ("**DHA: groups by parameters, fusion**", "plain"),
     "consecutive": ("consecutive groups, fusion", "plain"),
     "function": ("trained search by functions, fusion", "plain"),
     "operator": ("trained search by operators (the paper's), fusion", "plain"),
-    "open": ("groups by weights, fusion without closing", "plain"),
-    "plan_mean": ("groups by weights, mean pooling", "plain"),
+    "open": ("groups by parameters, fusion without closing", "plain"),
+    "plan_mean": ("groups by parameters, mean pooling", "plain"),
     "gqa_mean": ("GQA: consecutive groups, mean pooling", "plain"),
     "random": ("random keys and values", "plain"),
     "copies_mean": ("copies: equal counts, mean pooling", "copies"),
@@ -245,9 +245,9 @@ def table(runs: list[dict]) -> str:
         lines += [f"\n{100 * ratio:.0f} % of the heads{what}; {len(chosen[next(iter(chosen))])} seeds\n"]
         baseline = "gqa_mean" if base == "plain" else "copies_mean"
         ends = {run["seed"]: run["loss"] for run in chosen.get(baseline, [])}
-        against = f"end less that of {ARMS[baseline][0]}, seed by seed"
+        against = f'difference from "{ARMS[baseline][0]}", seed by seed'
         lines += [
-            f"| | before further training | at the end | end less the source's | {against} | heads | CPU seconds |"
+            f"| | before further training | at the end | difference from the source | {against} | heads | CPU seconds |"
         ]
         lines += ["|---|---|---|---|---|---|---|"]
         for arm, found in sorted(chosen.items(), key=lambda item: statistics.mean(run["loss"] for run in item[1])):

@@ -4,7 +4,7 @@
     python examples/fewer_heads.py --output runs/dha --only-source    # the Llama folder alone, to try the commands on
 
 It prints every command before it runs it. The texts are those of examples/data, the tokenizer is that of the bundled
-checkpoint. What is there already is not made again.
+checkpoint. What exists already is not made again.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Fine-tunes a vision Transformer of Transformers with converted attention, all its own weights frozen, on the digits.
+"""Fine-tunes a ViT of Transformers with converted attention, all its own parameters frozen, on the digits.
 
     python examples/finetune_converted.py --output runs/converted           # three seeds, about two minutes on one core
     python examples/finetune_converted.py --output runs/look --seeds 0 --steps 20   # a look at how it goes
 
 A seed: a small ViT is trained on scikit-learn's digits; its attention is converted (`convert_attention`), which changes
 nothing at first; the composition alone is trained on, by Transformers' `Trainer`. Beside it, from the same ViT and for
-as many steps: the ViT as it was with all of its weights trained on, which says what steps alone bring. The converted
+as many steps: the ViT as it was with all of its parameters trained on, which says what steps alone bring. The converted
 model is saved, loaded, and evaluated again from its files. A seed that is in `results.json` is not run again.
 """
 

@@ -1,7 +1,7 @@
 """Head embeddings beside ordinary heads at one shape: attention's parameters, curves and a table, on a CPU.
 
     python examples/mhe_study.py                         # what is not in docs/mhe/results.json yet, table and picture
-    python examples/mhe_study.py --steps 5000            # longer, instead of what is there
+    python examples/mhe_study.py --steps 5000            # longer; replaces the runs so far
     python examples/mhe_study.py --output runs/look --seeds 0 --steps 20  # a look at how it goes
 
 Small language models on the text in examples/data, by characters, with the same batches for every arm of a seed. Arms:
@@ -86,7 +86,7 @@ def table(runs: list[dict]) -> str:
     base = {run["seed"]: run["loss"] for run in runs if run["arm"] == BASELINE}
     lines = [f"{steps[-1]} steps, {len(seeds)} seeds; differences seed by seed\n"]
     lines += [
-        f"| | attention's parameters | rate | held-out loss | less that of {BASELINE} | CPU seconds |",
+        f"| | attention's parameters | rate | held-out loss | difference from {BASELINE} | CPU seconds |",
         "|---|---|---|---|---|---|",
     ]
     for arm in ARMS:

@@ -191,7 +191,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--device", help="default: the GPU if there is one")
     parser.add_argument("--limit", type=int, help="items of each task, to try it out")
     parser.add_argument("--memory", action="store_true", help="print what the models take, and stop")
-    parser.add_argument("--report", action="store_true", help="print the tables of what is there, and stop")
+    parser.add_argument("--report", action="store_true", help="print the tables of the results so far, and stop")
     options = parser.parse_args(words)
     if options.synthetic and not options.synthetic.is_file():
         parser.error(f"--synthetic {options.synthetic}: there is no such file")

@@ -181,13 +181,13 @@ def report(runs: list[dict], folder: Path, scale: float) -> str:
         + (f"; at the edge of the grid: {', '.join(edge)}." if edge else "."),
     ]
     for baseline in BASELINES:
-        said = io.StringIO()
+        printed = io.StringIO()
         options = ["--baseline", baseline, "--variant", VARIANT]
         if baseline == BASELINES[-1]:  # the picture is of the closer comparison
             options += ["--plot", str(folder / "small.png")]
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(printed):
             analyse([str(folder / "small.csv"), *options])
-        lines += ["", f"## {VARIANT} against {baseline}", "", said.getvalue().strip()]
+        lines += ["", f"## {VARIANT} against {baseline}", "", printed.getvalue().strip()]
     text = "\n".join(lines) + "\n"
     write_text(folder / "small.md", text)
     return text

@@ -73,7 +73,7 @@ def make_model(tokenizer, **switches) -> dcformer.DCFormerForCausalLM:
 
     It starts where tokens find their like and say so (after "Mimetic Initialization of Self-Attention Layers",
     arXiv 2305.09828): keys are projected as queries are, outputs by the transpose of the values' projection, and the
-    output layer is half the embeddings. These start larger than other weights: what a token is stands clear beside
+    output layer is half the embeddings. These start larger than other parameters: what a token is stands clear beside
     what the first layers add.
     """
     config = dcformer.DCFormerConfig(
@@ -341,7 +341,7 @@ one answer, so a model can be right in all. `training.json` has the curve on the
 
 
 def publish(runs: Path, checkpoint: Path) -> None:
-    """Makes the bundled checkpoint: weights, tokenizer and a model card, which names the twins that are trained, too.
+    """Makes the bundled checkpoint: weight file, tokenizer and a model card, which also names the trained twins.
 
     Raises:
         FileNotFoundError: when "dcformer" has not been trained.

@@ -3,7 +3,7 @@
     pip install "circuitsvis>=1.43"
     python examples/with_circuitsvis.py --output heads.html
 
-Composed weights are no probabilities: `attention_heads` can show signs and needs the range of values; CircuitsVis's
+Composed weights are not probabilities: `attention_heads` can show signs and needs the range of values; CircuitsVis's
 `attention_patterns`, and BertViz, draw values from 0 to 1 only. Give those `trace.layers[n].weights`, the attention
 weights before composition. The page loads the library's script from a content network; `dcformer.analysis.html` makes
 pages that need none.

@@ -61,7 +61,7 @@ def documented_rows(heading: str) -> list[list[str]]:
 
 
 def authors_folder(folder: Path, weights: str = "pytorch_model.bin") -> Path:
-    """Makes `folder` a repository in the authors' format: fixture B1, its weights in one of `AUTHORS_WEIGHTS`."""
+    """Makes `folder` a hub folder: fixture B1, its tensors in a file named as one of `AUTHORS_WEIGHTS`."""
     source = FIXTURES / "B1"
     folder.mkdir(parents=True)
     shutil.copy(source / "config.json", folder)

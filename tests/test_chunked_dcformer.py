@@ -269,7 +269,7 @@ def test_host_reads_do_not_grow_with_the_length(kind, monkeypatch):
         elif kind != "plain":
             mask.tensors()  # made once a forward pass, for all layers
         with HostReads() as reads, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "tolist", lambda tensor: reads.tolist(tensor))  # which shows as no operation
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: reads.tolist(tensor))  # which is not an operation
             output = problem.call(chunked_attention, mask)[0]
             forward = reads.count
             output.backward(problem.grad)

@@ -633,8 +633,8 @@ def test_the_study_resumes(tmp_path, capsys, monkeypatch):
     assert mhe_study.reported(runs) == seeds
     capsys.readouterr()
     mhe_study.main(arguments)
-    said = capsys.readouterr().out
-    assert "12 of 12 runs are in" in said and "3 of 3 runs are in" in said
+    printed = capsys.readouterr().out
+    assert "12 of 12 runs are in" in printed and "3 of 3 runs are in" in printed
     assert json.loads((tmp_path / "results.json").read_text())["runs"] == runs
 
 

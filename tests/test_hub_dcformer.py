@@ -40,7 +40,7 @@ AUTHORS_KEYS |= {"use_dcmha", "use_qk_norm", "rope_base", "mgate", "mgate_dim", 
 AUTHORS_KEYS |= {"auto_map", "use_sw", "static_proj", "torch_dtype"}
 
 
-# --- the authors' format, by hand -------------------------------------------------------------------------------------
+# --- the hub format, by hand ------------------------------------------------------------------------------------------
 
 
 def native_model(pythia=False, **fields):

@@ -154,7 +154,7 @@ class Peak(TorchDispatchMode):
     ids=["parameters", "logits", "layers", "attention"],
 )
 def test_peak_of_a_training_step(monkeypatch, fields, length, attention, checkpointing):
-    """Between what is there at the end of the forward pass and the sum of all parts, each the largest in some case.
+    """Between what is held at the end of the forward pass and the sum of all parts, each the largest in some case.
 
     Blocks of scores are small here, or those of the chunked attention would be larger than all else in such a model.
     """

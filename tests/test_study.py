@@ -99,7 +99,7 @@ def test_rank_correlation():
 
 @pytest.mark.slow
 def test_a_study_resumes(tmp_path, capsys):
-    """What is there is not trained again; what is missing is, and comes out the same."""
+    """Finished runs are not trained again; missing ones are, and come out the same."""
     arguments = [*SMALL, "--variants", "plain", "r1", "--output", str(tmp_path)]
     study.main(arguments)
     path = tmp_path / "results.json"

@@ -162,7 +162,7 @@ def attention_specs(
         arch: compute capability.
         dtype: of queries, keys and values.
         layout: what composition there is.
-        is_odd: numbers of queries and keys that are no multiples of 16.
+        is_odd: numbers of queries and keys that are not multiples of 16.
         tiles: instead of those of `tuning`, by name of the kernel.
     """
     length = _LENGTH - is_odd

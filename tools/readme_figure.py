@@ -10,7 +10,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 FIGURE = REPOSITORY / "docs" / "figure.svg"
 sys.path.insert(0, str(REPOSITORY / "examples"))
-import study  # noqa: E402 - its folder is no package
+import study  # noqa: E402 - its folder is not a package
 
 NAMES = {
     ("synthetic", "small"): "reasoning puzzles, 0.1M parameters",

@@ -192,7 +192,7 @@ def flatten_weights(pre: ComposeWeights | None, post: ComposeWeights | None) -> 
 
 
 def _plan(groups: int, causal: bool, window: int | None, weights: Sequence[torch.Tensor | None]) -> list[int]:
-    """Integers of the operators: G, whether causal, the window or -1, and places of the weights that there are."""
+    """Integers of the operators: G, whether causal, the window or -1, and places of the weights that are not None."""
     places = [i for i, w in enumerate(weights) if w is not None]
     return [groups, int(causal), -1 if window is None else window, *places]
 
@@ -229,7 +229,7 @@ def _forward(
 
     Args:
         query, key, value: [B, H, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
-        weights: those of `flatten_weights` that there are.
+        weights: those of `flatten_weights` that are not None.
         plan: G; whether, without a mask, the last query is at the last key, and none sees a later one; keys that a
             query sees then, its own included, -1 for all; and the places of the weights among `flatten_weights`.
         mask: nothing, [first, last] or [mask], as `QueryBlockMask.tensors` gives them; a mask may be additive.
@@ -571,7 +571,7 @@ class _Stage:
     def back(
         self, call: _Call, name: str, maps: torch.Tensor, hidden: torch.Tensor | None, grad: torch.Tensor, block: _Block
     ) -> torch.Tensor:
-        """From the gradient of the composed maps to that of `maps`, both [b, t, M, S']; keeps those of the weights.
+        """The gradient of `maps`, from the one of the composed maps, both [b, t, M, S']; keeps the weights' gradients.
 
         `hidden` is what `mix` returned beside the composed maps.
         """
@@ -602,7 +602,7 @@ class _Stage:
         return self.grads[name]
 
     def _keep_query_grads(self, products: torch.Tensor, block: _Block) -> None:
-        """From the gradient of `matrices`, [b, t, M, M], to those of what they are made of."""
+        """Takes the gradient of `matrices`, [b, t, M, M], back to the weights that they are made of."""
         at = (block.batch, block.queries)
         if self.query_up is not None and self.query_down is not None:
             self._grad("query_up")[at] = torch.matmul(products, self.query_down[at])

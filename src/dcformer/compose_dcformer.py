@@ -167,8 +167,8 @@ class SideWeights:
     """Weights of one stage that depend on one token: all of the queries' or all of the keys'. N is T or S.
 
     One tensor holds them, from the generator to the cache to every kernel. A head and a token have R channels `down`, R
-    channels `up` and one of the gate, in this order; those of a low rank or a gate that there is not are left out. So
-    the number of channels says what there is: it is odd with a gate.
+    channels `up` and one of the gate, in this order; a low rank or a gate that is switched off has none. The number of
+    channels therefore tells which there are: it is odd with a gate.
 
     Attributes:
         packed: [B, H, channels, N]; or [B, Hkv, H / Hkv, channels, N], a view of what rides behind cached keys or
@@ -189,7 +189,7 @@ class SideWeights:
             gate: [B, H, N] or None: scales each head's own map; in (-1, 1).
 
         Raises:
-            ValueError: when only one of `down` and `up` is there, or nothing is, and on shapes that do not fit.
+            ValueError: when only one of `down` and `up` is given, or nothing at all, and on shapes that do not fit.
         """
         shapes = {name: tuple(w.shape) for name, w in (("down", down), ("up", up), ("gate", gate)) if w is not None}
         tokens = {shape if name == "gate" else shape[:3] for name, shape in shapes.items()}
@@ -235,7 +235,7 @@ class SideWeights:
         return self.packed[..., start:stop, :].flatten(1, -3).transpose(2, 3)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those of down, up and gate that there are."""
+        """Down, up and gate, without those that are None."""
         return [w for w in (self.down, self.up, self.gate) if w is not None]
 
 
@@ -256,7 +256,7 @@ class ComposeWeights:
     groups: int = 1
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that there are: both sides as they are packed, and the static projection."""
+        """Both sides as they are packed and the static projection, without those that are None."""
         sides = [side.packed for side in (self.query, self.key) if side is not None]
         return sides if self.static is None else [*sides, self.static]
 

@@ -5,7 +5,7 @@ One decoding step as a program of `torch.export`: a token in, logits out, the st
     program = export_decoding_step(model, batch_size=1, max_cache_len=512)
     torch.export.save(program, "step.pt2")
 
-The calling convention and the forward are those of Transformers' recipe (`transformers.integrations.executorch`). Its
+The calling convention and the forward pass follow Transformers' recipe (`transformers.integrations.executorch`). Its
 cache does not fit: it allocates keys and values as wide as the head dim; ours carry composition weights behind them.
 """
 

@@ -17,7 +17,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     Processes that write the same file do not disturb each other: the last one's stays.
 
     Args:
-        path: in a folder that exists. A file that is there is replaced, and hands its permissions on.
+        path: in a folder that exists. An existing file is replaced, and hands its permissions on.
 
     Yields:
         the file to write, `.<name>.<any>.tmp` in the same folder. It does not exist yet.
@@ -60,7 +60,7 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
         where that is given; or with what was written before.
 
     Raises:
-        OSError: when it cannot be made or renamed. What was there is there again.
+        OSError: when it cannot be made or renamed. The former folder is then back in place.
     """
     target = Path(path)
     work, aside = (target.with_name(f".{target.name}.{state}") for state in ("incomplete", "replaced"))

@@ -2,7 +2,7 @@
 
 Queries, keys, values and the first layer of the composition weights all read the same hidden states. For the few tokens
 of a decoding step five products cost five launches and hardly more work than one. `FusedProjections` makes them one,
-without a second copy of the weights: the layers keep their modules and parameters, whose data become the rows of one
+without a second copy of the parameters: the layers keep their modules and parameters, whose data become the rows of one
 weight.
 """
 

@@ -306,7 +306,7 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
         if code:
             raise OSError(
                 f"{file} holds more than tensors: it would run {code.group(1) or code.group(2)} when unpickled, so it "
-                "is not loaded. Get the weights from a source that you trust, best as safetensors."
+                "is not loaded. Get the weight file from a source that you trust, best as safetensors."
             ) from error
         raise OSError(
             f"{file} is damaged, or no file of torch.save (a Git LFS pointer, for example): copy or download it again."

@@ -605,7 +605,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         """Makes the projections of each layer one matrix product: q, k, v, and composition's first layers.
 
         For inference: a decoding step launches less. Parameters keep their names, values and objects, and become views
-        of one tensor per layer; nothing is stored twice, while fusing one layer's weights are. What `save_pretrained`
+        of one tensor per layer; nothing is stored twice, except a layer at a time while fusing. What `save_pretrained`
         writes does not change. A forward pass in training mode or with gradients enabled is refused until `unfuse`.
         Copies of the model (`copy.deepcopy`, pickle) are not fused.
 
@@ -637,7 +637,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
-        """Splits a new model over devices as Transformers does, before weights are read, but never through a group.
+        """Splits a new model over devices as Transformers does, before parameters are read, but never through a group.
 
         Raises:
             ValueError: when the tensor-parallel size does not divide the groups of heads.
@@ -652,7 +652,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         Args:
             save_directory: the folder.
             args, kwargs: those of `PreTrainedModel.save_pretrained`. With `save_original_format=True` the tensors of a
-                model that was loaded from the authors' names get these again (a decoder without head keeps this
+                model that was loaded with hub names get these again (a decoder without head keeps this
                 package's); `config.json` is in this package's keys all the same.
         """
         was_converted = bool(getattr(self, "_weight_conversions", None))  # a new model has no other original format

@@ -145,7 +145,7 @@ def test_bad_input(bundled, prompt):
         (lambda: attribute_heads(model, prompt, 288), "target 288 is out of range: there are 288"),
         (lambda: attribute_heads(model, prompt, -1), "target -1 is out of range"),
         (lambda: attribute_heads(model, prompt, 5, versus=-100), "target -100 is out of range"),
-        (lambda: attribute_heads(model, prompt, 1.5), "target 1.5 is no whole number"),
+        (lambda: attribute_heads(model, prompt, 1.5), "target 1.5 is not a whole number"),
         (lambda: attribute_heads(model, prompt, " fish"), r"target ' fish' is a text: give its id, single_token"),
         (lambda: attribute_heads(model, prompt, torch.tensor([1, 2])), r"target of shape \(2,\): expected one id, or"),
         (lambda: attribute_heads(model.model, prompt, 5), "DCFormerModel has no logits"),

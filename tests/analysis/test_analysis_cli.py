@@ -57,7 +57,7 @@ def test_a_text(tmp_path, capsys, bundled, prompt, no_heavy_import):
     # figures keep their size: what is wider than the page is moved sideways, not made too small to read
     assert "max-width: 100%" not in report and report.count('<div tabindex="0"><img') == len(names)
     assert parsed((output / "heads.html").read_text())[0]["tokens"][-1] == "of"
-    assert main(arguments) == 1 and "is there already: name a new folder" in capsys.readouterr().err
+    assert main(arguments) == 1 and "exists already: name a new folder" in capsys.readouterr().err
 
 
 def test_an_image(tmp_path, capsys, no_heavy_import):
@@ -80,7 +80,7 @@ def test_an_image(tmp_path, capsys, no_heavy_import):
     assert (tmp_path / "out" / "image.png").is_file() and (tmp_path / "out" / "attribution.png").is_file()
     arguments[-1] = str(tmp_path / "other")
     assert main([*arguments, "--target", "cow"]) == 1
-    assert "--target 'cow' is no label of the model: expected one of ['cat', 'dog']" in capsys.readouterr().err
+    assert "--target 'cow' is not a label of the model: expected one of ['cat', 'dog']" in capsys.readouterr().err
     texts = [str(tmp_path / "model"), "--text", "a", "--output", str(tmp_path / "other")]
     assert main(texts) == 1
     assert f"{tmp_path / 'model'} is a model of images (dcvit): give --image.\n" in capsys.readouterr().err

@@ -174,7 +174,7 @@ def test_bad_input():
     for call, message in (
         (lambda: trace(model, ids, layers=[2]), "layer 2 is out of range: there are 2, numbered 0 to 1"),
         (lambda: trace(model, ids, positions=[3]), "position 3 is out of range"),
-        (lambda: trace(model, ids, positions=[1.5]), "position 1.5 is no whole number"),
+        (lambda: trace(model, ids, positions=[1.5]), "position 1.5 is not a whole number"),
         (lambda: trace(model, ids[:, :0]), "inputs of 1 sequences of 0 tokens"),
         (lambda: trace(model, {"pixel_values": torch.rand(1, 3, 4, 4)}), "inputs without tokens"),
         (lambda: trace(model, ids, positions=[]), "no position is named: name some, or None for all"),

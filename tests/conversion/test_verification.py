@@ -159,7 +159,7 @@ def test_special_values(model_folder, tmp_path, first, second, expected):
 
 
 def test_equal_values_in_other_dtypes(tmp_path):
-    """A dtype is no difference, a rounded value is one."""
+    """Another dtype does not count as a difference, a rounded value does."""
     model = randomise(DCFormerForCausalLM(tiny_config()))
     model.save_pretrained(tmp_path / "unrounded")
     folders = {}
@@ -256,7 +256,7 @@ def test_heads_cut_otherwise(tmp_path, capsys):
     ids=["groups", "sides", "stages"],
 )
 def test_compositions_with_the_same_tensors(tmp_path, one, other, capsys):
-    """What the weights of generators are for is no matter of names and shapes."""
+    """Names and shapes do not tell what the parameters of generators are for."""
     for name, fields in (("one", one), ("other", other)):
         torch.manual_seed(0)
         randomise(DCFormerForCausalLM(tiny_config(**fields))).save_pretrained(tmp_path / name)
@@ -283,7 +283,7 @@ def test_compositions_with_the_same_tensors(tmp_path, one, other, capsys):
     ],
 )
 def test_fields_without_effect(tmp_path, model, fields, capsys):
-    """Two ways to write down one model are no difference."""
+    """Two ways to write down one model do not count as a difference."""
     DCFormerForCausalLM(tiny_config(**model)).save_pretrained(tmp_path / "a")
     change_config(shutil.copytree(tmp_path / "a", tmp_path / "b"), **fields)
     assert verify(tmp_path / "a", tmp_path / "b") == 0

@@ -167,7 +167,7 @@ def test_an_interrupted_fold_continues(source, tmp_path, capsys, monkeypatch):
 
 
 def test_a_result_of_an_edited_plan_is_another(source, tmp_path, capsys):
-    """Same words, other content: what is there is not what was asked for."""
+    """Same words, other content: the existing result is not what was asked for."""
     plan, output = tmp_path / "plan.json", tmp_path / "model"
     call(capsys, "search", "--model", source, "--output", plan)
     fold = ("fold", "--model", source, "--plan", plan, "--output", output)

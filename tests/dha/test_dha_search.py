@@ -342,7 +342,7 @@ EDITS = {
     "head 7 is in 0 groups": lambda part: part.update(groups=[[0, 1, 2, 3], [4, 5, 6]]),
     "head 3 is in 2 groups": lambda part: part.update(groups=[[0, 1, 2, 3], [3, 5, 6, 7]]),
     "groups of .2, 6. heads": lambda part: part.update(groups=[[0, 1], [2, 3, 4, 5, 6, 7]]),
-    "3 heads are said to be": lambda part: part.update(heads=3),
+    "'heads' is 3, and there are": lambda part: part.update(heads=3),
     "is not a list of groups": lambda part: part.update(groups=[0, 1], heads=2),
     "head 'a' is out of range": lambda part: part.update(groups=[["a", 1, 2, 3], [4, 5, 6, 7]]),
     "KeyError": lambda part: part.pop("groups"),

@@ -102,8 +102,8 @@ def test_trains_resumes_and_reports(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "head_systems.svg").read_text().count("<circle") == 2
     capsys.readouterr()
     compare.main(arguments)
-    said = capsys.readouterr().out
-    assert "learning rates: 2 of 2 runs" in said and "seeds: 2 of 2 runs" in said
+    printed = capsys.readouterr().out
+    assert "learning rates: 2 of 2 runs" in printed and "seeds: 2 of 2 runs" in printed
     assert json.loads((tmp_path / "results.json").read_text()) == results
     compare.main(["--output", str(tmp_path), "--report"])
     assert (tmp_path / "table.md").read_text() == table

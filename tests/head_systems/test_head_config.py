@@ -17,8 +17,12 @@ BASE = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, **P
     ("name", "options", "says"),
     [
         ("collab", {}, "head_system='collab' is unknown: expected one of plain, talking_heads, collaborative"),
-        ("plain", {"overlap": 1}, "'overlap' is no option of HeadSystemOptions: expected none"),
-        ("collaborative", {"dims": 8}, "'dims' is no option of CollaborativeOptions: expected shared_key_query_dim, "),
+        ("plain", {"overlap": 1}, "'overlap' is not an option of HeadSystemOptions: expected none"),
+        (
+            "collaborative",
+            {"dims": 8},
+            "'dims' is not an option of CollaborativeOptions: expected shared_key_query",
+        ),
         ("collaborative", {"shared_key_query_dim": 0}, "shared_key_query_dim=0 must be a whole number from 2 to 32"),
         ("collaborative", {"shared_key_query_dim": 33}, "shared_key_query_dim=33 must be a whole number from 2 to 32"),
         ("collaborative", {"shared_key_query_dim": 15}, "shared_key_query_dim=15 must be even, from 2 to 32: RoPE"),

@@ -16,8 +16,8 @@ from dcformer.kernels.launch import Problem, Visibility
 from dcformer.kernels.layout import Layout, Part
 
 FULL = Part.QUERY | Part.KEY | Part.GATE
-FAR = 2**30 + 16  # elements from one head to the next: itself below 2^31, three times that is above
-FAR_MAPS = 2**31 + 16  # from one map to the next: the interpreter goes by the value, not by the declared int64
+HEAD_STRIDE = 2**30 + 16  # elements from one head to the next: itself below 2^31, three times that is above
+MAP_STRIDE = 2**31 + 16  # from one map to the next: the interpreter goes by the value, not by the declared int64
 
 
 def reserved(like, strides):
@@ -48,7 +48,7 @@ def problem(kind=Problem, strides=None, groups=1, side_strides=None):
 
 
 class Wide(Problem):
-    """Launches with every head's map FAR_MAPS from the next, as those of huge chunks are."""
+    """Launches with every head's map MAP_STRIDE from the next, as those of huge chunks are."""
 
     def _start(self, kernel, grid, name, tile, values):
         is_product = "D" in values
@@ -56,10 +56,10 @@ class Wide(Problem):
         near = {key: values[key] for key in names if key in values}
         wide = {}  # by address: some take the place of others
         for tensor in near.values():
-            far = (tensor.shape[1] * FAR_MAPS, FAR_MAPS, tensor.shape[3], 1)
+            far = (tensor.shape[1] * MAP_STRIDE, MAP_STRIDE, tensor.shape[3], 1)
             wide.setdefault(tensor.data_ptr(), (tensor, reserved(tensor, far)))
         moved = {key: wide[tensor.data_ptr()][1] for key, tensor in near.items()}
-        super()._start(kernel, grid, name, tile, values | moved | ({"stride_map": FAR_MAPS} if near else {}))
+        super()._start(kernel, grid, name, tile, values | moved | ({"stride_map": MAP_STRIDE} if near else {}))
         for tensor, there in wide.values():
             tensor.copy_(there)
 
@@ -72,14 +72,18 @@ def passes(problem):
 
 
 @pytest.mark.skipif(not INTERPRETED or DEVICE != "cpu", reason="reserves memory of the CPU")
-@pytest.mark.parametrize("strides", [(4 * FAR, FAR, 16, 1), (64, 16, FAR // 4, 1), (FAR * 4, 16, 64, 1)])
+@pytest.mark.parametrize(
+    "strides", [(4 * HEAD_STRIDE, HEAD_STRIDE, 16, 1), (64, 16, HEAD_STRIDE // 4, 1), (HEAD_STRIDE * 4, 16, 64, 1)]
+)
 def test_states_beyond_2_to_the_31_elements(strides):
     expected, found = passes(problem()), passes(problem(strides=strides))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.skipif(not INTERPRETED or DEVICE != "cpu", reason="reserves memory of the CPU")
-@pytest.mark.parametrize("strides", [(4 * FAR, FAR, 3, 1, 24), (96, 24, 3, 1, FAR // 4), (96, 24, 3, FAR_MAPS, 1)])
+@pytest.mark.parametrize(
+    "strides", [(4 * HEAD_STRIDE, HEAD_STRIDE, 3, 1, 24), (96, 24, 3, 1, HEAD_STRIDE // 4), (96, 24, 3, MAP_STRIDE, 1)]
+)
 def test_key_sides_beyond_2_to_the_31_elements(strides):
     expected, found = passes(problem()), passes(problem(side_strides=strides))
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -87,7 +87,7 @@ SWITCHES = [
     {"compose_post": False, "compose_query": False},
     {"compose_static": True, "compose_act": "gelu"},
 ]
-# heads, key/value heads, groups, rank, batch, tokens: heads that are no power of two, lengths that are no multiple
+# heads, key/value heads, groups, rank, batch, tokens: head counts other than powers of two, lengths that fill no tile
 SHAPES = [
     (4, 4, 1, 1, 1, 1),
     (6, 2, 1, 2, 2, 63),

@@ -187,7 +187,7 @@ def test_it_is_the_formula(case, options):
     torch.testing.assert_close(found, maps, rtol=0, atol=1e-12)
     torch.testing.assert_close(output, module.out_proj(heads.flatten(1)), rtol=0, atol=1e-12)
     torch.testing.assert_close(chunked, output, rtol=0, atol=1e-12)
-    assert (found.sum(-1) - 1).abs().max() > 1e-3  # composed rows are no distribution
+    assert (found.sum(-1) - 1).abs().max() > 1e-3  # composed rows are not a distribution
 
 
 def test_both_sides_are_rows_of_dcformers_generators():

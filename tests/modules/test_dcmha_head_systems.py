@@ -86,7 +86,7 @@ def test_losses_are_the_systems():
     ("arguments", "error", "message"),
     [
         ({"head_system": "talkative"}, ValueError, "head_system='talkative' is unknown: expected one of plain"),
-        ({"head_system": "overlapped", "head_system_options": {"o": 1}}, ValueError, "'o' is no option"),
+        ({"head_system": "overlapped", "head_system_options": {"o": 1}}, ValueError, "'o' is not an option"),
         (
             {"head_system": "overlapped", "head_system_options": {"overlap": 99}},
             ValueError,

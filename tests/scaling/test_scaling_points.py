@@ -1,4 +1,4 @@
-"""Runs from tables and from trainers' folders; what is no run is refused by row and column."""
+"""Runs from tables and from trainers' folders; what is not a run is refused by row and column."""
 
 import json
 import math

@@ -101,8 +101,8 @@ def test_it_resumes(tmp_path, monkeypatch, capsys):
     assert runs[0]["rate"] == best["rate"] and runs[0]["steps"] == 2
     capsys.readouterr()
     small_law.main(arguments)
-    said = capsys.readouterr().out
-    assert "2 of 2 runs are in" in said and "1 of 1 runs are in" in said and "reported" in said
+    printed = capsys.readouterr().out
+    assert "2 of 2 runs are in" in printed and "1 of 1 runs are in" in printed and "reported" in printed
     assert (tmp_path / "small.json").read_bytes() == stored
 
 

@@ -214,7 +214,7 @@ FAULTS += [
     (requests.RESPONSES, {"input": "a", "top_logprobs": 1}, "top_logprobs"),
     (requests.RESPONSES, {"input": []}, "input"),
     ("/v1/audio/transcriptions", {"n": 3}, None),
-    (requests.CHAT, [1], None),  # the server says that it is no object
+    (requests.CHAT, [1], None),  # the server says that it is not an object
 ]
 
 

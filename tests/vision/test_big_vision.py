@@ -237,5 +237,5 @@ def test_no_file_of_arrays(tmp_path):
         convert_big_vision(tmp_path / "x.npz")
     with pytest.raises(ConversionError, match="cannot be read"):
         convert_big_vision(tmp_path / "absent.npz")
-    with pytest.raises(ConversionError, match="5 positions, which are no square: give image_size"):
+    with pytest.raises(ConversionError, match="5 positions, not a square number: give image_size"):
         convert_big_vision(broken(pos_embedding=np.zeros((1, 5, E), np.float32)))

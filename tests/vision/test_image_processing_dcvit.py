@@ -131,7 +131,7 @@ def test_unreadable_images_stop_or_are_skipped(folder):
 
 
 def test_folders_that_are_none(folder, tmp_path, monkeypatch):
-    with pytest.raises(DCFormerError, match="is no folder"):
+    with pytest.raises(DCFormerError, match="is not a folder"):
         read_image_folder(folder / "absent")
     with pytest.raises(DCFormerError, match="has no images that can be read"):
         read_image_folder(folder / "cat")  # images, and no folders of classes

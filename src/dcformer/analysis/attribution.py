@@ -35,7 +35,7 @@ def target_logits(
         raise DCFormerError(f"{type(model).__name__} has no logits: expected a language model or a classifier.")
     if logits.ndim == 3:
         real = real_tokens(arguments, *logits.shape[:2])
-        last = logits.shape[1] - 1 - real.flip(1).long().argmax(1)  # the last token that is no padding
+        last = logits.shape[1] - 1 - real.flip(1).long().argmax(1)  # the last token that is not padding
         logits = logits[torch.arange(len(logits)), last]  # [B, V]
 
     def of(ids: int | torch.Tensor) -> torch.Tensor:

@@ -72,10 +72,10 @@ def _new_folder(path: Path) -> Iterator[Path]:
     """A folder that appears as a whole, or not at all.
 
     Raises:
-        DCFormerError: when it is there already, with something in it, or cannot be made.
+        DCFormerError: when it exists already and is not empty, or cannot be made.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise DCFormerError(f"--output {path} is there already: name a new folder.")
+        raise DCFormerError(f"--output {path} exists already: name a new folder.")
     with refused(OSError, what=f"--output {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -176,7 +176,7 @@ def _target(options: argparse.Namespace, model: Any, reader: Any) -> int:
     labels = model.config.label2id
     if options.target not in labels:
         raise DCFormerError(
-            f"--target {options.target!r} is no label of the model: expected one of {list(labels)[:20]}."
+            f"--target {options.target!r} is not a label of the model: expected one of {list(labels)[:20]}."
         )
     return int(labels[options.target])
 

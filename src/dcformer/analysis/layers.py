@@ -60,14 +60,14 @@ def chosen(numbers: Iterable[int] | int | None, count: int, what: str, from_end:
         from_end: take negative numbers, which token ids are not to be.
 
     Raises:
-        DCFormerError: on a number out of range, and on no number.
+        DCFormerError: on a number out of range, and on anything that is not a whole number.
     """
     if numbers is None:
         return list(range(count))
     result = []
     for number in numbers if isinstance(numbers, Iterable) else [numbers]:
         if int(number) != number:
-            raise DCFormerError(f"{what} {number} is no whole number.")
+            raise DCFormerError(f"{what} {number} is not a whole number.")
         if not (-count if from_end else 0) <= number < count:
             raise DCFormerError(f"{what} {number} is out of range: there are {count}, numbered 0 to {count - 1}.")
         result.append(int(number) % count)

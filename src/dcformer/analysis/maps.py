@@ -23,7 +23,7 @@ def map_diversity(trace: AnalysisTrace, which: str, metric: str = "js") -> torch
         [layers] in float64, in the order of `trace.layers`; NaN where no row is left.
 
     Raises:
-        DCFormerError: on unknown names, and for the divergence of maps that are no probabilities.
+        DCFormerError: on unknown names, and for the divergence of maps that are not probabilities.
     """
     if which not in MAPS:
         raise DCFormerError(f"which={which!r} is unknown: expected one of {MAPS}.")

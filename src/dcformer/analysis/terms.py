@@ -75,7 +75,7 @@ class Breakdown:
         before, after: [H], as traced: scores of stage "pre", attention weights of stage "post".
         terms: "input", "static", "q_proj", "q_gate", "k_proj", "k_gate" -> [H]; they add up to `after`.
         sources: the same names -> [H, H]: what head j (row) gives head m (column); columns add up to the terms.
-        projections: "q_proj", "k_proj" -> `Projection`, of those that there are.
+        projections: "q_proj", "k_proj" -> `Projection`; only the sides in use.
     """
 
     layer: int

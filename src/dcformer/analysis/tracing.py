@@ -29,7 +29,7 @@ class LayerAnalysis:
 
     Attributes:
         scores, composed_scores, weights, composed_weights: [B, H, N, S] in float32 (float64 for float64 models). The
-            last are no probabilities: rows need not add up to 1, and entries may be negative.
+            last are not probabilities: rows need not add up to 1, and entries may be negative.
         pre, post: what scores and weights were composed with, query-wise weights of the N positions; None where the
             stage does not compose.
         visible: [B or 1, 1 or H, N, S], which keys a query sees.
@@ -319,7 +319,7 @@ def real_tokens(arguments: Mapping[str, Any], batch: int, length: int) -> torch.
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token; of tokens that are no text by themselves (part of a character), their name."""
+    """The text of each token; of tokens that are not text by themselves (part of a character), their name."""
     names = tokenizer.convert_ids_to_tokens(list(ids))
     texts = [tokenizer.decode([number]) for number in ids]
     return [

@@ -183,7 +183,7 @@ def open_checkpoint(
         `Checkpoint`; its notes list what was assumed.
 
     Raises:
-        ConversionError: when the path is no such checkpoint, or the checkpoint is incomplete or contradicts its
+        ConversionError: when the path is not such a checkpoint, or the checkpoint is incomplete or contradicts its
             configuration.
     """
     if format not in ("auto", *FORMATS):

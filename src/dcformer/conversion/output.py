@@ -114,7 +114,7 @@ class SafetensorsWriter:
         resume: the folder is a `complete_folder` with `made_from`: go on with what an interrupted run has written.
 
     Attributes:
-        written: names of tensors that are there already.
+        written: names of tensors that are written already.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """What the subcommands of `dcformer-dha` do; `dcformer_commands.dha` has their arguments.
 
-Every stage writes what it was given beside its result. A stage whose result is there already, from the same arguments,
+Every stage writes what it was given beside its result. A stage whose result exists already, from the same arguments,
 does nothing; one that was interrupted continues when it is called again in the same way.
 """
 
@@ -71,7 +71,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _is_done(options: argparse.Namespace, record: Path, content: Any) -> bool:
-    """Whether the result is there from the same arguments.
+    """Whether the result exists, from the same arguments.
 
     Raises:
         DCFormerError: when there is one from others, which is not to be replaced.
@@ -129,7 +129,7 @@ def _search(options: argparse.Namespace) -> str:
     if Path(options.output).exists() and not options.overwrite and not record.exists():
         raise DCFormerError(f"{options.output} exists: choose another --output, or give --overwrite.")
     if Path(options.output).exists() and _is_done(options, record, _read_given):
-        return f"{options.output} is there already, from the same arguments"
+        return f"{options.output} exists already, from the same arguments"
     model: Any = options.model
     training: dict[str, Any] = {}
     if options.score in TRAINED_SCORES:
@@ -156,7 +156,7 @@ def _search(options: argparse.Namespace) -> str:
 def _fuse(options: argparse.Namespace) -> str:
     output = Path(options.output)
     if _is_done(options, output / _GIVEN, _read_given):
-        return f"{output} is there already, from the same arguments"
+        return f"{output} exists already, from the same arguments"
     refuse_to_replace(options.model, output)
     plan = HeadPlan.load(options.plan)
     plan.check_source(HeadSource(options.model).sizes)
@@ -187,7 +187,7 @@ def _fuse(options: argparse.Namespace) -> str:
 def _fold(options: argparse.Namespace) -> str:
     output = Path(options.output)
     if _is_done(options, output / _GIVEN, _read_given):
-        return f"{output} is there already, from the same arguments"
+        return f"{output} exists already, from the same arguments"
     operators = None
     facts: dict[str, Any] = {"given": _given(options)}
     if options.plan is None:
@@ -228,7 +228,7 @@ def _fold(options: argparse.Namespace) -> str:
 def _expand(options: argparse.Namespace) -> str:
     output = Path(options.output)
     if _is_done(options, output / _GIVEN, _read_given):
-        return f"{output} is there already, from the same arguments"
+        return f"{output} exists already, from the same arguments"
     refuse_to_replace(options.model, output)
     model = load_model(options.model)
     plain = expand(model) if options.to == "mha" else to_gqa(model)

@@ -2,7 +2,7 @@
 
     loss = L_lm + λ · c · max(L_fusion - t, 0)
 
-λ rises from 0 while the fusion loss is above its margin t, which falls to 0; c is the number of trained weights in the
+λ rises from 0 while the fusion loss is above its margin t, which falls to 0; c is the number of trained factors in the
 operators, so that their gradient does not shrink with the model. The last steps close the operators: they move each row
 of a group to their mean. Source: arXiv 2406.06567, section 4.2 and Algorithm 3, with the corrections that docs/dha.md
 lists. Training is a plain loop with Accelerate: processes, FSDP2 and mixed precision are as `accelerate launch` says.
@@ -255,7 +255,7 @@ def train_mixers(
                 if not math.isfinite(value):
                     raise DCFormerError(
                         f"{what}: the loss is {value} at step {step}: lower the learning rates ({lr:g} of the model, "
-                        f"{mixer_lr:g} of the operators), or look at this batch and at the source's weights."
+                        f"{mixer_lr:g} of the operators), or look at this batch and at the source's parameters."
                     )
                 record["loss"] += value / accumulation
                 total = loss / accumulation
@@ -510,7 +510,7 @@ def fuse(
             `fold` refuses what is not equal.
         stop_at_loss: end when the fusion loss is below, as the paper does at 1e-3; needs `closing_steps=0`.
         margin_steps: steps after which no difference is tolerated.
-        scale: of the penalty; by default the number of weights in operators.
+        scale: of the penalty; by default the number of factors in the operators.
         held_out: batches on which losses are measured before and after; by default the first training batch.
         copy_model: leave `model` as it is; False trains it itself, in half the memory.
         seed: of the order of rows, and of dropout.

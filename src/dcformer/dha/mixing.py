@@ -21,13 +21,13 @@ Part = tuple[int, str]  # (layer, kind)
 
 
 class HeadMixer(nn.Module):
-    """The operator of a part: weights by which a head of a group takes the channels of the others.
+    """The operator of a part: factors by which a head of a group takes the channels of the others.
 
     Args:
         groups: of the part, [G][g]. Heads mix within their group only.
         head_dim: D.
         slots, slot: parts side by side in a head's rows of the projection, and this part's place among them.
-        dtype, device: of the weights.
+        dtype, device: of the factors.
 
     Attributes:
         weight: [G, g, g, D]; weight[m, i, j, c] is what the i-th head of group m takes of channel c of the j-th. At the

@@ -41,8 +41,8 @@ class SourceSizes:
         head_dim: width D of a head.
         key_heads, value_heads: heads n of every layer: [L].
         key_head_map, value_head_map: the source head that each query head reads: [L][H].
-        fingerprint: of the signs of some of the source's weights, so the same in every dtype; empty in a plan that
-            was made without weights and fits every model of the sizes.
+        fingerprint: of the signs of some of the source's parameters, so the same in every dtype; empty in a plan that
+            was made without parameters and fits every model of the sizes.
     """
 
     model_type: str
@@ -82,8 +82,8 @@ class HeadPlan:
         kv_ratio: share of the heads that was asked for.
         score, allocation, seed, steps, tie, head_blocks: arguments of `search`.
         costs: of every part, keys and values of a layer in turn: [2·L], in the units of the allocation.
-        displacements: of every part, [2·L]: with weights, the share of its squared weight that mean pooling moves,
-            times n.
+        displacements: of every part, [2·L]: made with parameters, the share of its squared weight that mean
+            pooling moves, times n.
 
     Raises:
         DCFormerError: when groups are not equal parts of a part's heads; the message names layer and kind.
@@ -197,7 +197,7 @@ class HeadPlan:
             name: of the file, for messages.
 
         Raises:
-            DCFormerError: when it is no plan, or an invalid one.
+            DCFormerError: when it is not a valid plan.
         """
         try:
             content = json.loads(text)
@@ -212,8 +212,8 @@ class HeadPlan:
                     groups, heads = entry[kind]["groups"], entry[kind]["heads"]
                     if heads != len(groups):
                         raise DCFormerError(
-                            f"layer {layer}, {kind} heads: {heads} heads are said to be, and there are {len(groups)} "
-                            "groups: write the number of groups."
+                            f"layer {layer}, {kind} heads: 'heads' is {heads}, and there are {len(groups)} groups: "
+                            "write the number of groups."
                         )
                 given[f"{kind}_groups"] = [entry[kind]["groups"] for entry in layers]
             for key in ("cost", "displacement"):
@@ -234,7 +234,7 @@ class HeadPlan:
         """Reads a file that `save` wrote, edited or not.
 
         Raises:
-            DCFormerError: when it cannot be read, is no plan, or an invalid one.
+            DCFormerError: when it cannot be read, or is not a valid plan.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")

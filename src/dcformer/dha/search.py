@@ -1,8 +1,8 @@
 """Search: which heads become one, and how many are left in every part.
 
 Distances between the heads of a part, the best grouping for each number of groups, and the exact division of a budget
-over all parts. By weights this needs no data and no training. Source: arXiv 2406.06567, section 4.1 and Algorithm 4,
-with the corrections that docs/dha.md lists. Letters: n heads of a part, G groups, g = n / G, D head dim, E hidden size.
+over all parts. From parameters alone: no data, no training. Source: arXiv 2406.06567, section 4.1 and Algorithm 4, with
+the corrections that docs/dha.md lists. Letters: n heads of a part, G groups, g = n / G, D head dim, E hidden size.
 """
 
 import math
@@ -64,7 +64,7 @@ def operator_distances(operator: torch.Tensor) -> torch.Tensor:
 
 
 def cka_distances(weight: torch.Tensor) -> torch.Tensor:
-    """1 - linear CKA of the heads' weights, uncentred as in the paper.
+    """1 - linear CKA of the heads' parameters, uncentred as in the paper.
 
     Args:
         weight: [n, D, E], rows of each head. A head of zeros is at 1 from all others.
@@ -243,8 +243,8 @@ def search(
         kv_ratio: share of the key and value heads to keep, in (0, 1]. Of a grouped-query model its key/value heads
             count.
         score: distance of heads. "weights": of their projections, without data. "function": the same after training
-            mixtures of heads for `steps` on `batches`. "operator": of the mixtures' own weights, the paper's, for
-            comparison only: it does not see that two heads are equal. "cka": 1 - similarity of their weights.
+            mixtures of heads for `steps` on `batches`. "operator": of the mixtures' own factors, the paper's, for
+            comparison only: it does not see that two heads are equal. "cka": 1 - similarity of their parameters.
             "uniform": none, groups of neighbours.
         allocation: "uniform", equal counts; or how costs are made for counts that differ: "root", "score",
             "displacement" (`part_cost`).
@@ -346,7 +346,7 @@ def uniform_plan(config: Any, kv_ratio: float = 0.25, *, head_blocks: int = 1) -
     """Groups of neighbours, equal counts: what grouped-query attention is made by, the baseline.
 
     Args:
-        config: of the source; or the source itself, to whose weights the plan is then bound.
+        config: of the source; or the source itself, to whose parameters the plan is then bound.
         kv_ratio: share of the heads to keep, in (0, 1]; the largest divisor below is taken.
         head_blocks: as for `search`.
 

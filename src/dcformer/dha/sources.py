@@ -204,7 +204,7 @@ TARGETS = ("llama", "mistral", "qwen3", "gpt_neox")
 _OWN = OwnFamily(DCFormerConfig)
 
 _LATENT = "its keys and values come from a latent vector (MLA), not from heads that could be pooled"
-_REFUSED = (  # (attribute of the configuration, why a model that has it is no source)
+_REFUSED = (  # (attribute of the configuration, why a model that has it cannot be a source)
     ("kv_lora_rank", _LATENT),
     ("is_encoder_decoder", "it has cross-attention"),
     ("add_cross_attention", "it has cross-attention"),
@@ -286,8 +286,8 @@ class HeadSource:
                 raise DCFormerError(f"{self.location} has adapters ({name}): merge them first (merge_and_unload).")
             if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
                 raise DCFormerError(
-                    f"{self.location}: {name} is stored as {dtype}: heads of quantized weights cannot be mixed or "
-                    "folded; dequantize first."
+                    f"{self.location}: {name} is stored as {dtype}: quantized heads cannot be mixed or folded; "
+                    "dequantize first."
                 )
 
     def read(self, name: str) -> torch.Tensor:
@@ -338,7 +338,7 @@ class HeadSource:
                 ]  # [n, D, E] or [n, D]
             parts.append(tensor)
         if parts[0] is None:
-            raise DCFormerError(f"{self.location} has no tensor {module}.weight: its weights do not fit its config.")
+            raise DCFormerError(f"{self.location} has no tensor {module}.weight: its parameters do not fit its config.")
         return parts[0], parts[1]
 
     def _fingerprint(self) -> str:

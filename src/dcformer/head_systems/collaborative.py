@@ -42,7 +42,7 @@ class CollaborativeOptions(HeadSystemOptions):
     scaling: float | None = None
 
     def check(self, sizes: HeadSizes) -> None:
-        """Refuses dims that there are not, halves of rotated pairs, parts of normalised blocks, unknown names."""
+        """Refuses dims that are out of range, halves of rotated pairs, parts of normalised blocks, unknown names."""
         name, dims, most = "shared_key_query_dim", self.shared_key_query_dim, sizes.num_heads * sizes.head_dim
         if dims is not None:
             check_range(name, dims, 2 if sizes.rotary_dim else 1, most, "num_attention_heads * head_dim")
@@ -105,7 +105,9 @@ class Collaborative(HeadSystem):
         """A copy at Dk = H·D, exact with `content_bias` where biases are not kept; else a CP decomposition."""
         s, repeats = self.sizes, self.sizes.num_heads // self.sizes.num_kv_heads
         if self.keeps_biases and self.content_bias is not None:
-            raise ValueError("content_bias=True: under RoPE or qk_norm b_Q is no content bias and is kept; use False.")
+            raise ValueError(
+                "content_bias=True: under RoPE or qk_norm b_Q is not a content bias: use False, which keeps it."
+            )
         copy_linears((v, self.v_proj))
         queries = q.weight.T.unflatten(1, (s.num_heads, -1)).transpose(0, 1)  # [H, E, D]
         keys = k.weight.T.unflatten(1, (s.num_kv_heads, -1)).transpose(0, 1).repeat_interleave(repeats, dim=0)

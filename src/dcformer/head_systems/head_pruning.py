@@ -36,7 +36,7 @@ class HeadPruningOptions(HeadSystemOptions):
     kept_heads: list[list[int]] | None = None
 
     def check(self, sizes: HeadSizes) -> None:
-        """Refuses negative penalties and heads that there are not."""
+        """Refuses negative penalties and heads that do not exist."""
         check_range("l0_penalty", self.l0_penalty, 0.0, 1e6, "a factor of the loss")
         if self.kept_heads is None:
             return

@@ -45,7 +45,7 @@ class MixtureOfHeadsOptions(HeadSystemOptions):
     output_router_logits: bool = False
 
     def check(self, sizes: HeadSizes) -> None:
-        """Refuses numbers of heads that there are not, and unknown names."""
+        """Refuses numbers of heads that are out of range, and unknown names."""
         heads = sizes.num_heads
         check_range("num_shared_heads", self.num_shared_heads, 0, heads - 1, f"of {heads} heads one must be routed")
         routed = heads - self.num_shared_heads
@@ -114,7 +114,7 @@ class MixtureOfHeads(HeadSystem):
         return z * gates.to(z.dtype)[..., None]
 
     def losses(self, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """The balance loss over the tokens that are no padding: K/Hr ("paper") or K ("code") at uniform routing."""
+        """The balance loss over the tokens that are not padding: K/Hr ("paper") or K ("code") at uniform routing."""
         if self._routed_by is None:
             return {}
         p, on = self._routed_by
@@ -134,7 +134,7 @@ class MixtureOfHeads(HeadSystem):
         return super().from_mha(q, k, v, o)
 
     def num_parameters(self) -> int:
-        """As plain attention, and E·(Hr + Hs + 2), less what there is not without or with one shared head."""
+        """As plain attention, and E·(Hr + Hs + 2); E·Hr without shared heads, E·(Hr + 2) with one."""
         return super().num_parameters() + self.sizes.hidden_size * sum(self.router_rows.values())
 
     def flops(self, length: int, activated: bool = False) -> int:

@@ -47,7 +47,7 @@ class HeadSystemOptions:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options or {}:
             if name not in known:
-                raise ValueError(f"{name!r} is no option of {cls.__name__}: expected {', '.join(known) or 'none'}.")
+                raise ValueError(f"{name!r} is not an option of {cls.__name__}: expected {', '.join(known) or 'none'}.")
         return cls(**(options or {}))
 
     def check(self, sizes: HeadSizes) -> None:

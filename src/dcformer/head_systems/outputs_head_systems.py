@@ -76,7 +76,7 @@ def aux_loss(systems: list[HeadSystem], attention_mask: Any, is_training: bool) 
 
 
 def collected(tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
-    """The tensors that there are; None for none."""
+    """The tensors that are not None; None if all are."""
     return tuple(tensor for tensor in tensors if tensor is not None) or None
 
 

@@ -20,12 +20,12 @@ class Part(IntFlag):
     QUERY = 1
     KEY = 2
     STATIC = 4
-    GATE = 8  # of the sides that there are
+    GATE = 8  # of each side in use
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What composition there is.
+    """Which parts of composition are in use.
 
     Attributes:
         pre, post: flags of the stages, of `Part`.
@@ -58,8 +58,10 @@ class Layout:
 def packed_weights(
     pre: ComposeWeights | None, post: ComposeWeights | None, key_heads: int
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Weights as operators take them, those that there are, and their places; see `schemas`. Copies nothing that comes
-    from a generator or a cache."""
+    """Weights as operators take them, without those that are None, and their places; see `schemas`.
+
+    Copies nothing that comes from a generator or a cache.
+    """
     found: list[torch.Tensor | None] = []
     for weights in (pre or ComposeWeights(), post or ComposeWeights()):
         query = None if weights.query is None else weights.query.by_head.contiguous()

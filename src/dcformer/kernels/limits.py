@@ -86,7 +86,7 @@ LIMITS = (
     ),
     Limit("mask that adds biases", "no", "`dcformer_chunked`, `eager`", {"mask": "bias"}),
     Limit(
-        "mask with gaps (a query sees keys that are no interval)",
+        "mask with gaps (the keys that a query sees are not an interval)",
         f"up to {MAX_QUERIES} queries without gradients",
         "`dcformer_chunked`, `eager`",
         {"mask": "gaps"},

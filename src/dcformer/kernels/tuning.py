@@ -55,7 +55,7 @@ def candidates(kernel: str) -> tuple[Tile, ...]:
 
 
 def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2) -> Tile:
-    """The tile of a kernel: by what compiled code takes, as no GPU has timed them yet.
+    """The tile of a kernel: by what compiled code takes.
 
     Args:
         kernel: one of `KERNELS`.
@@ -180,7 +180,7 @@ def _read(path: Path) -> dict[str, dict[str, list[int]]]:
         for tiles in content.values():
             for numbers in tiles.values():
                 if len(numbers) != 4 or any(type(n) is not int or n < 1 for n in numbers):
-                    raise ValueError(f"{numbers} is no tile (queries, keys, warps, pipeline stages)")
+                    raise ValueError(f"{numbers} is not a tile (queries, keys, warps, pipeline stages)")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:

@@ -33,7 +33,7 @@ _README = """This model's attention heads are composed (DCMHA). Load it with
 
     model = dcformer.from_pretrained_converted(folder, {auto_class})
 
-`from_pretrained` of Transformers alone would leave the composition out, with a warning about unused weights.
+`from_pretrained` of Transformers alone would leave the composition out, with a warning about unused parameters.
 """
 
 
@@ -101,7 +101,7 @@ def convert_attention(
 
     Args:
         model: any, as long as its attention goes through Transformers' attention interface.
-        zero_init: the model computes at first what it did; see `make_generators`. False: small random weights.
+        zero_init: the model computes at first what it did; see `make_generators`. False: small random parameters.
         example: arguments of the model. It is run on them once, and the conversion undone if that fails.
         device, dtype: of the generators; by default those of the module's projections.
         compose: `compose_rank`, `compose_groups`, `compose_pre`, `compose_post`, `compose_query`, `compose_key`,

@@ -146,7 +146,7 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
     try:
         with safe_open(path, framework="pt") as file:
             settings = (file.metadata() or {}).get("dcmha")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a mapping
     except (OSError, SafetensorError) as error:
         raise DCFormerError(f"{path} cannot be read: {error}") from error
     if settings is None:

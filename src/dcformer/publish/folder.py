@@ -89,7 +89,7 @@ def write_hub_folder(
     if missing := sorted(info["missing_keys"]):
         raise HubFolderError(
             f"{source} is a {', '.join(config.architectures or ['model'])} and lacks {', '.join(missing[:3])}"
-            f"{', ...' if missing[3:] else ''}: expected the weights of a causal language model."
+            f"{', ...' if missing[3:] else ''}: expected the parameters of a causal language model."
         )
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in loaded.state_dict().values())
     config.dtype = loaded.dtype  # config.json need not have it

@@ -386,7 +386,7 @@ def joint_factor(
         # derivatives by floor, ln A, -b and ln k
         shifted = centred + log_factor * is_variant
         columns = [np.ones_like(x), falling, -shifted * falling, -alpha * is_variant * falling]
-        if floor <= 0:  # at its bound it is no free number
+        if floor <= 0:  # at its bound it is not a free number
             columns = columns[1:]
         y = losses
     else:

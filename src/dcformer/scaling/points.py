@@ -94,7 +94,7 @@ def read_points(path: str | Path, perplexity: bool = False, mixed_tokens: bool =
         the runs, in no particular order.
 
     Raises:
-        DCFormerError: naming file, row and column, for what is no run.
+        DCFormerError: naming file, row and column, for what is not a run.
     """
     path = Path(path)
     if path.is_dir():

@@ -138,7 +138,7 @@ def _infer_config(arrays: dict[str, np.ndarray], image_size: int | tuple[int, in
         if image_size is None:
             side = math.isqrt(patches)
             if side * side != patches:
-                raise ConversionError(f"pos_embedding has {patches} positions, which are no square: give image_size.")
+                raise ConversionError(f"pos_embedding has {patches} positions, not a square number: give image_size.")
             image_size = (side * patch_height, side * patch_width)
     elif image_size is None:
         image_size = (14 * patch_height, 14 * patch_width) if patch_height != 16 else 224

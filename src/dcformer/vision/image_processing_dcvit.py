@@ -54,7 +54,7 @@ class ImageFolder:
         classes: names of the folders, sorted.
         files: paths of the images that can be read, sorted within a class.
         labels: of each file, its class as an index of `classes`.
-        unreadable: paths of the files that are no image, or a broken one.
+        unreadable: paths of the files that are not images, or are broken.
     """
 
     classes: list[str]
@@ -85,7 +85,7 @@ def read_image_folder(folder: str | Path, unreadable: str = "stop") -> ImageFold
 
     root = Path(folder)
     if not root.is_dir():
-        raise DCFormerError(f"{root} is no folder: expected one with a folder of images for each class.")
+        raise DCFormerError(f"{root} is not a folder: expected one with a folder of images for each class.")
     found = ImageFolder(sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")))
     candidates = [
         (label, path)

@@ -441,7 +441,7 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         )
 
     def _check_labels(self, labels: torch.Tensor) -> None:
-        """Names class labels that there are not. On the CPU: on a GPU, where reading values waits, PyTorch asserts."""
+        """Refuses labels of classes that do not exist, on the CPU: on a GPU, where reading waits, PyTorch asserts."""
         is_class = labels.dtype in (torch.int64, torch.int32) and self.num_labels > 1
         if not is_class or labels.device.type != "cpu" or torch.compiler.is_compiling():
             return

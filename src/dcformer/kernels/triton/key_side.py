@@ -39,7 +39,7 @@ def _load_channel(p_tile, mask):
 
 @triton.jit
 def _store_channel(p_tile, grad, mask, ADD: tl.constexpr):
-    """Stores [s, h] as a channel of the gradients, or adds it to what is there."""
+    """Stores [s, h] as a channel of the gradients, or adds it to the stored value."""
     if ADD:
         grad += tl.load(p_tile, mask=mask, other=0.0).to(tl.float32)
     tl.store(p_tile, rounded(grad, p_tile.dtype.element_ty), mask=mask)
@@ -90,7 +90,7 @@ def project_kernel(
     Args:
         p_gm: their parts, [tiles of B_T queries, B·G, n_s, HP, HP]; with TURNED as columns by rows. A tile has written
             those of the keys that any of its queries sees.
-        p_gwk: gradients of p_wk, [B, Hkv, REP, C, S] contiguous; with ADD they are added to what is there.
+        p_gwk: gradients of p_wk, [B, Hkv, REP, C, S] contiguous; with ADD, added to the stored values.
         p_gstatic: parts of the gradient of the static projection, [programs of keys, B·G, M, M].
         factor: of all gradients.
     """

@@ -164,7 +164,7 @@ def keys_kernel(
 ):  # fmt: skip
     """out[s] = scale · Σ_t map[s, t] q[t], over all heads that share a key: dV of W and dO, dK of dS and queries.
 
-    With ADD it is added to what is there.
+    With ADD it is added to the stored values.
     """
     i_s, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)  # of heads of keys
     n_h = H // rep
