@@ -1931,7 +1931,7 @@ _MODULES = [
         ),
         (
             "key-wise weights of the last encoder states",
-            "if call.path not in kept or kept[call.path][0] is not states:",
+            "if call.path not in kept or kept[call.path][0]() is not states:",
             "if call.path not in kept:",
             T_CONVERTED + "test_a_cache_begun_anew_has_weights_of_the_new_states",
         ),

@@ -291,7 +291,7 @@ def test_loading_a_checkpoint_of_another_system_is_refused(tmp_path):
 @pytest.mark.parametrize("case", ["mixture", "gate"])
 def test_adapters_load(case, tmp_path):
     """A folder of PEFT has no configuration of a model: the base model's is the one that counts."""
-    peft = pytest.importorskip("peft", reason="needs PEFT: pip install 'dcformer[train]'")
+    peft = pytest.importorskip("peft", reason='peft is not installed: pip install "dcformer[train]"')
     heads_model(case, dtype=torch.float32).save_pretrained(tmp_path / "base")
     base = HeadSystemsForCausalLM.from_pretrained(tmp_path / "base")
     settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
