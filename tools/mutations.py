@@ -729,6 +729,12 @@ _CONVERSION = (
             "return count",
             T_ROUND_TRIP + "test_options_that_do_not_apply",
         ),
+        (
+            "trainer's static projections in float32",
+            '("compose.qkw", "compose.pre_static", "compose.post_static")',
+            '("compose.qkw",)',
+            T_CLI + "test_dtype_of_arrays",
+        ),
     )
     + _in(
         "conversion",
@@ -738,12 +744,6 @@ _CONVERSION = (
             "all(bool(extreme.isfinite()) for extreme in flat.aminmax())",
             "not any(bool(extreme.isnan()) for extreme in flat.aminmax())",
             T_OUTPUT + "test_nonfinite_values",
-        ),
-        (
-            "trainer's static projections in float32",
-            '("compose.qkw", "compose.pre_static", "compose.post_static")',
-            '("compose.qkw",)',
-            T_CLI + "test_dtype_of_arrays",
         ),
         (
             "padded rows of ones",
