@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from helpers import REPOSITORY
@@ -115,6 +116,36 @@ def test_serve_reads_the_librarys_options():
 
     assert options(_declaration()) == options(Serve)
     assert sys.modules["transformers"] is transformers and sys.modules["transformers.cli.serve"].Serve is Serve
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from transformers.another import Serve",
+        "from transformers.utils import Other\ndef f(x: Other | None): ...",
+        "x = 1 / 0",
+        "class",
+        "class Server: ...",
+        None,
+    ],
+)
+def test_another_layout_of_the_library_is_left_to_the_server(text, tmp_path, monkeypatch):
+    from dcformer_commands import serve
+
+    (tmp_path / "cli").mkdir()
+    if text is not None:
+        (tmp_path / "cli" / "serve.py").write_text(text)
+    library = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(serve, "find_spec", lambda name: library)
+    before = dict(sys.modules)
+    assert serve._declaration() is None
+    assert sys.modules == before
+
+
+def test_the_package_needs_nothing_of_testing():
+    """Nothing of a test library, and none of its stand-ins that agree to everything."""
+    for path in (REPOSITORY / "src").rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) (unittest|pytest)\b", path.read_text("utf-8"), re.MULTILINE), path
 
 
 def test_console_scripts():

@@ -729,6 +729,12 @@ _CONVERSION = (
             "return count",
             T_ROUND_TRIP + "test_options_that_do_not_apply",
         ),
+        (
+            "trainer's static projections in float32",
+            '("compose.qkw", "compose.pre_static", "compose.post_static")',
+            '("compose.qkw",)',
+            T_CLI + "test_dtype_of_arrays",
+        ),
     )
     + _in(
         "conversion",
@@ -738,12 +744,6 @@ _CONVERSION = (
             "all(bool(extreme.isfinite()) for extreme in flat.aminmax())",
             "not any(bool(extreme.isnan()) for extreme in flat.aminmax())",
             T_OUTPUT + "test_nonfinite_values",
-        ),
-        (
-            "trainer's static projections in float32",
-            '("compose.qkw", "compose.pre_static", "compose.post_static")',
-            '("compose.qkw",)',
-            T_CLI + "test_dtype_of_arrays",
         ),
         (
             "padded rows of ones",
@@ -1937,7 +1937,7 @@ _MODULES = [
         ),
         (
             "key-wise weights of the last encoder states",
-            "if call.path not in kept or kept[call.path][0] is not states:",
+            "if call.path not in kept or kept[call.path][0]() is not states:",
             "if call.path not in kept:",
             T_CONVERTED + "test_a_cache_begun_anew_has_weights_of_the_new_states",
         ),

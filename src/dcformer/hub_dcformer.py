@@ -328,6 +328,25 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
+def stored_config(config_class: Any, path: str | os.PathLike, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a stored configuration.
+
+    Args:
+        config_class: the class of configurations that asks.
+        path: a folder or file, or the name of a repository on the Hub.
+        arguments: those of `from_pretrained`.
+
+    Returns:
+        fields and values; nothing where there is no configuration or none that can be read. Transformers reports it
+        then, or finds it elsewhere (an adapter's base model).
+    """
+    try:
+        stored, _ = config_class.get_config_dict(path, **_hub_arguments(arguments))
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
 def check_stored_embeddings(
     model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
 ) -> None:
@@ -345,11 +364,7 @@ def check_stored_embeddings(
     wanted = arguments.get("head_embeddings", getattr(config, "head_embeddings", None))
     if path is None or wanted is None:  # without embeddings shapes differ, and Transformers says so
         return
-    config_class: Any = model_class.config_class
-    try:
-        stored, _ = config_class.get_config_dict(path, **_hub_arguments(arguments))
-    except (OSError, ValueError):
-        return  # Transformers reports it, or finds it elsewhere
+    stored = stored_config(model_class.config_class, path, arguments)
     if stored and stored.get("head_embeddings") != wanted:
         raise ValueError(
             f"head_embeddings={wanted!r} does not fit {path}, which was trained with "
@@ -373,11 +388,7 @@ def with_hub_config(
     source = path if config is None else config
     if source is None or isinstance(config, PreTrainedConfig) or arguments.get("gguf_file") is not None:
         return arguments
-    try:
-        config_dict, _ = config_class.get_config_dict(source, **_hub_arguments(arguments))
-    except (OSError, ValueError):
-        return arguments  # Transformers reports it, or finds the configuration elsewhere (an adapter's base model)
-    if not is_hub_config(config_dict):
+    if not is_hub_config(config_dict := stored_config(config_class, source, arguments)):
         return arguments
     # as in Transformers: arguments that name a configuration field go to the configuration, the rest stay
     kept = {"dtype", "torch_dtype", "quantization_config", "trust_remote_code", "config", *_HUB_ARGUMENTS}
@@ -569,6 +580,7 @@ __all__ = [
     "hub_conversions",
     "load_hub_folder",
     "register_hub_conversions",
+    "stored_config",
     "stored_generators",
     "stored_tensors",
     "tokenizer_special_ids",

@@ -1,11 +1,12 @@
 """The command line ``dcformer-serve``: that of ``transformers serve``, parsed without importing PyTorch."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock, patch
 
 _PROGRAM = "dcformer-serve"
 
@@ -66,9 +67,34 @@ def _declaration() -> Any:
     if spec is None or spec.loader is None:
         return None
     module = module_from_spec(spec)
-    with patch.dict(sys.modules, {f"transformers{name}": MagicMock() for name in names}):
+    with _stand_ins([f"transformers{name}" for name in names]):
         try:
             spec.loader.exec_module(module)
-        except (ImportError, OSError):  # another layout of the library: the server itself reads the arguments, slower
+        except Exception:  # another layout of the library: the server itself reads the arguments, slower
             return None
     return getattr(module, "Serve", None)
+
+
+class _StandIn(ModuleType):
+    """A module with every name that is asked for. What it has, and what calling that gives, is another."""
+
+    def __getattr__(self, name: str) -> "_StandIn":
+        if name.startswith("__"):  # a module without these is one that was not imported from a file
+            raise AttributeError(name)
+        return _StandIn(name)
+
+    def __call__(self, *_: Any, **__: Any) -> "_StandIn":
+        return self
+
+
+@contextmanager
+def _stand_ins(names: Sequence[str]) -> Iterator[None]:
+    """Modules with these names can be imported for a while, and have nothing in them."""
+    before = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update({name: _StandIn(name) for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(before)

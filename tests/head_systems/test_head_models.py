@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 import dcformer
 from dcformer import DCFormerForCausalLM, HeadSystemsConfig, HeadSystemsForCausalLM, to_head_system
 from dcformer.head_systems import system_costs
+from dcformer.head_systems.stored_system import check_same_system
 
 LOADER = """
 import sys
@@ -285,6 +286,47 @@ def test_loading_a_checkpoint_of_another_system_is_refused(tmp_path):
     heads_model("gate").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"head_system='output_gate'.*head_system='mixture_of_heads'"):
         HeadSystemsForCausalLM.from_pretrained(tmp_path, config=heads_config("mixture"))
+
+
+@pytest.mark.parametrize("case", ["mixture", "gate"])
+def test_adapters_load(case, tmp_path):
+    """A folder of PEFT has no configuration of a model: the base model's is the one that counts."""
+    peft = pytest.importorskip("peft", reason='peft is not installed: pip install "dcformer[train]"')
+    heads_model(case, dtype=torch.float32).save_pretrained(tmp_path / "base")
+    base = HeadSystemsForCausalLM.from_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(base, settings).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    with torch.no_grad():
+        expected = adapted(tokens()).logits
+        for model_class in (HeadSystemsForCausalLM, AutoModelForCausalLM):
+            loaded = model_class.from_pretrained(tmp_path / "adapter").eval()
+            torch.testing.assert_close(loaded(tokens()).logits, expected)
+
+
+@pytest.mark.parametrize("content", ["", "not JSON", "[]", "{}", None])
+def test_what_is_no_configuration_is_the_librarys_to_refuse(content, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+
+    def refusal(model_class):
+        with pytest.raises((OSError, TypeError)) as raised:
+            model_class.from_pretrained(tmp_path)
+        return type(raised.value), str(raised.value).replace("configuration_dcformer.DCFormer", "").replace(
+            "head_systems.configuration_head_systems.HeadSystems", ""
+        )
+
+    assert refusal(HeadSystemsForCausalLM) == refusal(DCFormerForCausalLM)
+
+
+def test_every_argument_of_the_hub_is_used(monkeypatch, tmp_path):
+    """The configuration is looked at where the library will look for it."""
+    asked = []
+    monkeypatch.setattr(HeadSystemsConfig, "get_config_dict", lambda path, **given: asked.append(given) or ({}, {}))
+    given = {"revision": "r", "proxies": {"https": "proxy"}, "cache_dir": str(tmp_path), "subfolder": "part"}
+    check_same_system(HeadSystemsConfig, "someone/model", given | {"head_system": "plain"})
+    assert asked == [given]
 
 
 def test_other_models_are_refused(bundled):

@@ -1,8 +1,10 @@
 """Models of Transformers whose heads are composed, against what they were."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -330,6 +332,37 @@ def test_a_cache_begun_anew_has_weights_of_the_new_states():
     expected = decoder(**inputs, use_cache=False)[0]
     cache.self_attention_cache, cache.cross_attention_cache, cache.is_updated = t.DynamicCache(), t.DynamicCache(), {}
     torch.testing.assert_close(decoder(**inputs, past_key_values=cache)[0], expected)
+
+
+@torch.no_grad()
+def test_nothing_is_left_on_a_cache():
+    """The cache stays as the model makes it; encoder states and key-wise weights are freed when it and they are."""
+    model = converted("bart", compose_key="uncached")
+    made = []
+    (generator,) = [module for path, module in generators(model).items() if path.endswith("compose_key")]
+    generator.register_forward_hook(lambda *call: made.extend(weakref.ref(w.packed) for w in call[-1][0].values()))
+
+    def alive(references):
+        gc.collect()
+        return [reference() is not None for reference in references]
+
+    def fill(model):
+        cache = t.EncoderDecoderCache(t.DynamicCache(), t.DynamicCache())
+        states = noise(2, 4, 16)
+        model.model.decoder(input_ids=ids(), encoder_hidden_states=states, past_key_values=cache)
+        return cache, weakref.ref(states)
+
+    cache, states = fill(model)
+    assert set(vars(cache)) == set(vars(fill(make("bart"))[0]))
+    assert states() is None and alive(made) == [True, True]  # of pre and post
+    cache.reset()
+    fresh = noise(2, 4, 16)
+    expected = model.model.decoder(input_ids=ids(), encoder_hidden_states=fresh, use_cache=False)[0]
+    found = model.model.decoder(input_ids=ids(), encoder_hidden_states=fresh, past_key_values=cache)[0]
+    torch.testing.assert_close(found, expected)
+    assert alive(made) == [False, False, False, False, True, True]
+    del cache
+    assert not any(alive(made))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
 from ..errors import ConversionError, first_line
-from ..formats import array_formats
+from ..formats import HUB, NATIVE, array_formats
 from ..formats.arrays import LazyArray
 from ..formats.base import ArrayFormat, Part, layer_period, layer_windows
 from ..formats.native import TOKENS
@@ -102,14 +102,14 @@ def convert_jax_to_safetensors(
     format: str = "auto",
     **options: Any,
 ) -> ConversionReport:
-    """Converts a JAX checkpoint (MaxText or Pax) to a folder that `from_pretrained` loads.
+    """Converts a JAX checkpoint to a folder that `from_pretrained` loads.
 
     Args:
         checkpoint: its root with steps, a step, or the folder of arrays; a local path or a URL that TensorStore
             understands.
         output: the folder to create.
-        config: what shapes do not determine: native fields, or a file with native fields, keys of the hub format or
-            keys of MaxText (JSON or YAML, complete or not). Anything still open is assumed, and reported.
+        config: what shapes do not determine: native fields, or a file with native fields or the keys of a format that
+            has configurations (JSON or YAML, complete or not). Anything still open is assumed, and reported.
         step: which step of a root; by default the last.
         format: the name of the checkpoint's format, or "auto".
         options: of `write_safetensors`.
@@ -161,7 +161,7 @@ def convert_hub_to_safetensors(
     """
     if tokenizer is None and (Path(checkpoint) / "tokenizer.json").is_file():
         tokenizer = checkpoint
-    return write_safetensors(open_checkpoint(checkpoint, "hub"), output, tokenizer=tokenizer, **options)
+    return write_safetensors(open_checkpoint(checkpoint, HUB.name), output, tokenizer=tokenizer, **options)
 
 
 def write_safetensors(
@@ -196,7 +196,7 @@ def write_safetensors(
     started = time.perf_counter()
     refuse_to_replace(checkpoint.path, output)
     wanted = _parse_dtype(dtype, "keep")
-    report = ConversionReport(checkpoint.path, checkpoint.format, os.fspath(output), "native", checkpoint.notes[:])
+    report = ConversionReport(checkpoint.path, checkpoint.format, os.fspath(output), NATIVE.name, checkpoint.notes[:])
     announced = {
         name: (shape, checkpoint.dtype(name) if wanted is None else wanted) for name, shape in checkpoint.shapes.items()
     }
@@ -293,25 +293,20 @@ def convert_safetensors_to_jax(
 ) -> ConversionReport:
     """Converts a model folder to a JAX checkpoint that the original trainers restore.
 
-    Beside the step, the model's `config.json` is left for converting back, and for MaxText also `maxtext.yml`, with the
-    fields of its configuration.
+    Beside the step, the model's `config.json` is left for converting back, and what the format's trainer reads there.
 
     Args:
         model: the folder, native or in the hub format. (Any other supported checkpoint works too.)
-        output: the root to create; the checkpoint is in `<output>/<step>/state` (MaxText) or
-            `<output>/checkpoint_<step>/state` (Pax).
-        format: "maxtext" (an Orbax checkpoint) or "pax" (a zarr array per parameter).
-        dtype: "keep" (each tensor as stored), "trainer" (qkw and static projections in bfloat16, all else in float32,
-            as MaxText trains), "float32", "bfloat16" or "float16".
+        output: the root to create, with the step in it where the format's trainer looks for it.
+        format: the name of one of `dcformer.formats.array_formats()`.
+        dtype: "keep" (each tensor as stored), "trainer" (as the format's `trained_dtype` says), "float32", "bfloat16"
+            or "float16".
         step: the step's number.
         layers_per_block: layers in a block of the trainer's scan; by default the period of the layer pattern.
         allow_nonfinite: keep NaN and infinity instead of refusing them.
         overwrite: replace an existing output.
         progress: show a progress bar.
-        options: of a single format; the other formats refuse them unless None or False.
-            MaxText: `ocdbt` (Orbax's OCDBT store instead of a folder per array, which the original trainer writes),
-            `with_train_state` (a full train state, with zero Adam moments, instead of parameters only).
-            Pax: `padded_vocab_size` (rows of the embedding, zeros beyond the vocabulary).
+        options: of a single format, as its `write` describes them; the other formats refuse them unless None or False.
 
     Returns:
         `ConversionReport`.
@@ -337,16 +332,13 @@ def convert_safetensors_to_jax(
             f"A {format} checkpoint has no place for {len(unplaced)} of the model's tensors, such as {unplaced[0]}. "
             + writer.limits
         )
-    rows = options.pop("padded_vocab_size", None)
-    if rows is not None and not any(part.dims == "v e" for part in parts):
-        raise ConversionError("--padded-vocab-size pads the embedding, which this model shares with its head.")
     report = ConversionReport(opened.path, opened.format, os.fspath(output), format, opened.notes[:])
     nonfinite: list[str] = []
     check = partial(_check_finite, allowed=allow_nonfinite, notes=nonfinite)
     arrays: dict[str, LazyArray] = {}
     for part in parts:
-        stored_as = _choose_dtype(part, opened, dtype, report.notes)
-        arrays[part.name] = _lazy_array(opened, part, stored_as, rows if part.dims == "v e" else None, check)
+        stored_as = _choose_dtype(part, opened, dtype, writer, report.notes)
+        arrays[part.name] = _lazy_array(opened, part, writer.array_shape(part, config, **options), stored_as, check)
     total = sum(array.nbytes for array in arrays.values()) * writer.copies(**options)
     with complete_folder(output, total, overwrite) as folder:
         with _progress(total, f"writing {format}", progress) as update:
@@ -392,16 +384,11 @@ def _layers_per_block(opened: Checkpoint, given: int | None, writer: ArrayFormat
 def _lazy_array(
     checkpoint: Checkpoint,
     part: Part,
+    shape: tuple[int, ...],
     dtype: torch.dtype,
-    rows: int | None,
     check: Callable[[str, torch.Tensor], None],
 ) -> LazyArray:
-    """A stored tensor of the new checkpoint, assembled when it is written."""
-    shape = part.shape(checkpoint.config)
-    if rows is not None:
-        if rows < shape[0]:
-            raise ConversionError(f"padded_vocab_size={rows} is less than the model's vocab_size={shape[0]}.")
-        shape = (rows, *shape[1:])
+    """A stored tensor of the new checkpoint, assembled when it is written; in rows beyond the model's are zeros."""
 
     def read(name: str) -> torch.Tensor:
         tensor = checkpoint.read(name)
@@ -429,12 +416,11 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
     return np.dtype(_dtype_name(dtype))
 
 
-def _choose_dtype(part: Part, checkpoint: Checkpoint, dtype: str, notes: list[str]) -> torch.dtype:
+def _choose_dtype(part: Part, checkpoint: Checkpoint, dtype: str, writer: ArrayFormat, notes: list[str]) -> torch.dtype:
     """The dtype in which a stored tensor is written; widening is noted."""
     wanted = _parse_dtype(dtype, "keep", "trainer")
     if dtype == "trainer":
-        narrow = part.layout.natives[0][0].endswith(("compose.qkw", "compose.pre_static", "compose.post_static"))
-        return torch.bfloat16 if narrow else torch.float32
+        return writer.trained_dtype(part)
     if wanted is not None:
         return wanted
     stored = _common_dtype([checkpoint.dtype(name) for name in part.natives()])

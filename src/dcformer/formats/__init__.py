@@ -6,8 +6,8 @@ from .maxtext import MaxTextFormat
 from .native import NativeFormat
 from .pax import PaxFormat
 
-NATIVE = NativeFormat()
-FORMATS: dict[str, Format] = {format.name: format for format in (NATIVE, HubFormat(), MaxTextFormat(), PaxFormat())}
+NATIVE, HUB = NativeFormat(), HubFormat()
+FORMATS: dict[str, Format] = {format.name: format for format in (NATIVE, HUB, MaxTextFormat(), PaxFormat())}
 
 
 def folder_formats() -> list[FolderFormat]:
@@ -20,4 +20,4 @@ def array_formats() -> list[ArrayFormat]:
     return [format for format in FORMATS.values() if isinstance(format, ArrayFormat)]
 
 
-__all__ = ["FORMATS", "NATIVE", "ArrayFormat", "FolderFormat", "Format", "array_formats", "folder_formats"]
+__all__ = ["FORMATS", "HUB", "NATIVE", "ArrayFormat", "FolderFormat", "Format", "array_formats", "folder_formats"]

@@ -308,7 +308,7 @@ class ArrayFormat(Format):
         roots: the first components of all parameter names.
         stacked_layers, single_layers: how the names of a layer begin when blocks are stacked, and when they are not,
             with "{b}" for the number of the block or "{i}" for the number of the layer.
-        options: names of the options that only this format's `write` takes.
+        options: names of the options that only this format's `array_shape`, `write` and `copies` take.
         limits: a sentence on what the format cannot hold, for messages.
     """
 
@@ -337,6 +337,24 @@ class ArrayFormat(Format):
         Names that are not fields describe how the trainer is assumed to compute; they are only reported.
         """
         return {}
+
+    def trained_dtype(self, part: Part) -> torch.dtype:
+        """The dtype that the trainer gives a parameter: bfloat16 for qkw and static projections, else float32."""
+        narrow = part.layout.natives[0][0].endswith(("compose.qkw", "compose.pre_static", "compose.post_static"))
+        return torch.bfloat16 if narrow else torch.float32
+
+    def array_shape(self, part: Part, config: DCFormerConfig, **options: Any) -> tuple[int, ...]:
+        """The shape of a parameter in a new checkpoint. Rows beyond those of the model are filled with zeros.
+
+        Args:
+            part: the parameter.
+            config: of the model.
+            options: those of `self.options`.
+
+        Raises:
+            ConversionError: when an option asks for a shape that the model cannot have.
+        """
+        return part.shape(config)
 
     def write(
         self,

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from ..configuration_dcformer import DCFormerConfig
+from ..errors import ConversionError
 from ..layouts_dcformer import TensorLayout, compose_layouts, row
 from .arrays import LazyArray, write_zarr
-from .base import ArrayFormat, Found
+from .base import ArrayFormat, Found, Part
 
 _EMBEDDING, _HEAD = "embedding_lookup.emb_var", "softmax.logits_ffn.linear.w"
 
@@ -74,6 +75,23 @@ class PaxFormat(ArrayFormat):
     def assumed(self, found: Found) -> dict[str, Any]:
         return {"norm_eps": 1e-5 if found.fields["norm_type"] == "layernorm" else 1e-6, "qk_norm_eps": 1e-6}
 
+    def array_shape(
+        self, part: Part, config: DCFormerConfig, *, padded_vocab_size: int | None = None, **options: Any
+    ) -> tuple[int, ...]:
+        """As for every format, with `padded_vocab_size` rows of the embedding."""
+        shape = part.shape(config)
+        if padded_vocab_size is None:
+            return shape
+        if config.tie_word_embeddings:
+            raise ConversionError("--padded-vocab-size pads the embedding, which this model shares with its head.")
+        if part.name != _EMBEDDING:
+            return shape
+        if padded_vocab_size < shape[0]:
+            raise ConversionError(
+                f"padded_vocab_size={padded_vocab_size} is less than the model's vocab_size={shape[0]}."
+            )
+        return (padded_vocab_size, *shape[1:])
+
     def write(
         self,
         folder: Path,
@@ -85,7 +103,13 @@ class PaxFormat(ArrayFormat):
         progress: Callable[[int], None],
         **options: Any,
     ) -> None:
-        """Writes `<folder>/checkpoint_<step>/state/mdl_vars.params.lm...`."""
+        """Writes `<folder>/checkpoint_<step>/state/mdl_vars.params.lm...`.
+
+        Args:
+            folder, arrays, config, period, step, progress: as for every format.
+            options: `padded_vocab_size`, which is in the arrays' shapes: rows of the embedding, zeros beyond the
+                vocabulary.
+        """
         named = {f"mdl_vars.params.lm.{name}": array for name, array in arrays.items()}
         write_zarr(folder / f"checkpoint_{step:08d}" / "state", named, progress=progress)
 

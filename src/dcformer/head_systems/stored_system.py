@@ -2,11 +2,11 @@
 
 from typing import Any
 
-_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+from ..hub_dcformer import stored_config
 
 
 def check_same_system(config_class: Any, path: Any, kwargs: dict[str, Any]) -> None:
-    """Compares what a folder holds with what it is to be loaded as.
+    """Compares what a folder holds with what it is to be loaded as; without a type of model there, says nothing.
 
     Args:
         config_class: `HeadSystemsConfig`.
@@ -18,11 +18,13 @@ def check_same_system(config_class: Any, path: Any, kwargs: dict[str, Any]) -> N
     """
     if path is None:
         return
-    stored, _ = config_class.get_config_dict(path, **{name: kwargs[name] for name in _HUB if name in kwargs})
+    stored = stored_config(config_class, path, kwargs)
+    if not stored.get("model_type"):  # an adapter, whose base model has it; anything else Transformers refuses
+        return
     wanted = getattr(kwargs.get("config"), "head_system", None) or kwargs.get("head_system")
-    if stored.get("model_type") != config_class.model_type:
+    if stored["model_type"] != config_class.model_type:
         raise ValueError(
-            f"{path} is of model type {stored.get('model_type')!r}, not {config_class.model_type!r}: load it "
+            f"{path} is of model type {stored['model_type']!r}, not {config_class.model_type!r}: load it "
             "with its own class, and make a model with a head system from it with to_head_system."
         )
     if wanted is not None and wanted != (found := stored.get("head_system", "plain")):

@@ -10,6 +10,7 @@ Letters: B batch, T queries, S keys, H heads.
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ from ..masks_dcformer import causal_rows
 from .finding import CACHES, KEY_STATES, STATES, SUBMODULES, UNSUPPORTED, Call
 
 _slot = threading.local()
+# For every cache in use: path of a module -> the encoder states that it last met, and its key-wise weights of them.
+_key_weights: weakref.WeakKeyDictionary[Any, dict[str, tuple[weakref.ref[torch.Tensor], Generated]]]
+_key_weights = weakref.WeakKeyDictionary()
 
 
 def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -59,13 +63,13 @@ def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
 
 
 def _of_keys(generators: nn.Module, call: Call, states: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> Generated:
-    """Key-wise weights of encoder states, kept in the cache of a generation for as long as the states are the same."""
+    """Key-wise weights of encoder states, kept beside a generation's cache for as long as the states are the same."""
     cache = call.argument(args, kwargs, *CACHES)
     if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return generators(states)
-    kept = cache.__dict__.setdefault("dcmha_keys", {})
-    if call.path not in kept or kept[call.path][0] is not states:
-        kept[call.path] = (states, generators(states))
+    kept = _key_weights.setdefault(cache, {})
+    if call.path not in kept or kept[call.path][0]() is not states:
+        kept[call.path] = (weakref.ref(states), generators(states))
     return kept[call.path][1]
 
 
