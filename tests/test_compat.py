@@ -127,7 +127,7 @@ def test_the_search_finds_private_names(tmp_path):
 
 
 # What the other library asks its users to define.
-MADE_TO_BE_OVERRIDDEN = {"__init__", "__getstate__", "forward", "extra_repr"}
+MADE_TO_BE_OVERRIDDEN = {"__init__", "__getstate__", "forward", "backward", "extra_repr"}
 DO_NOTHING = {"TrainerCallback"}  # classes whose methods are hooks
 
 
