@@ -75,7 +75,7 @@ def test_from_a_folder_to_a_folded_one(source, tmp_path, capsys):
     for stage in (search, fuse, ("fold", "--model", fused, "--output", model)):  # again: nothing to do
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
         status, printed = call(capsys, *stage)
-        assert status == 0 and "there already" in printed
+        assert status == 0 and "exists already" in printed
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     status, printed = call(capsys, *fuse[:-1], "2e-3")
     assert status == 1 and "other arguments (lr)" in printed

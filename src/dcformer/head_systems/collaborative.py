@@ -105,9 +105,7 @@ class Collaborative(HeadSystem):
         """A copy at Dk = H·D, exact with `content_bias` where biases are not kept; else a CP decomposition."""
         s, repeats = self.sizes, self.sizes.num_heads // self.sizes.num_kv_heads
         if self.keeps_biases and self.content_bias is not None:
-            raise ValueError(
-                "content_bias=True: under RoPE or qk_norm b_Q is not a content bias: use False, which keeps it."
-            )
+            raise ValueError("content_bias=True: under RoPE or qk_norm b_Q is no such bias; use False, which keeps it.")
         copy_linears((v, self.v_proj))
         queries = q.weight.T.unflatten(1, (s.num_heads, -1)).transpose(0, 1)  # [H, E, D]
         keys = k.weight.T.unflatten(1, (s.num_kv_heads, -1)).transpose(0, 1).repeat_interleave(repeats, dim=0)
