@@ -35,7 +35,7 @@ SEEDS, RATE_SEED = (0, 1, 2, 3, 4), 100
 STEPS = {"synthetic": 600, "text": 600, "digits": 300}
 MATCHES = ("parameters", "flops")
 BASELINES = ("plain", "qk_norm")
-TOKENS = {"synthetic": study.LENGTH, "text": study.LENGTH, "digits": 16}  # keys at which operations are counted
+TOKENS = {"synthetic": 26, "text": study.LENGTH, "digits": 16}  # keys at which operations are counted: a row's mean
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,7 @@ def count(task: str, config) -> tuple[int, int]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
+    config.use_cache = False  # as in training: with a cache MHE has keys of another width
     with torch.device("meta"):
         model = make_model(task, config).eval().requires_grad_(False)
         model.set_attn_implementation("eager")
@@ -268,6 +269,17 @@ def write_runs(path: Path, runs: list[dict]) -> None:
     write_text(path, json.dumps({"about": about_runs(), "runs": runs}, indent=1) + "\n")
 
 
+def is_of(run: dict, settings: dict) -> bool:
+    """Whether a run has these settings and the MLP that goes with them now."""
+    return settings.items() <= run.items() and run["mlp_width"] == matched_width(*(settings[name] for name in _CELL))
+
+
+def merged(done: list[dict], new: list[dict]) -> list[dict]:
+    """All runs; new ones in the place of those that differ in settings only, as in steps."""
+    places = [tuple(run[key] for key in _SAME) for run in new]
+    return [run for run in done if tuple(run[key] for key in _SAME) not in places] + new
+
+
 def same_model(settings: dict, done: list[dict]) -> dict | None:
     """The result of a run that differs in what is equal alone, if the MLP is as wide for both: it is the same run."""
     others = {key: value for key, value in settings.items() if key != "match"}
@@ -280,10 +292,10 @@ def same_model(settings: dict, done: list[dict]) -> dict | None:
 def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> list[dict]:
     """Trains what is wanted and not done, `workers` runs at a time; returns all that is done."""
     done = read_runs(path)
-    missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in done)]
+    missing = [settings for settings in wanted if not any(is_of(run, settings) for run in done)]
     if known := [run for settings in missing if (run := same_model(settings, done))]:
-        write_runs(path, done + known)
-        done, missing = done + known, [s for s in missing if not any(s.items() <= run.items() for run in known)]
+        write_runs(path, merged(done, known))
+        done, missing = merged(done, known), [s for s in missing if not any(is_of(run, s) for run in known)]
     print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
     if not missing:
         return done
@@ -298,7 +310,7 @@ def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> li
             if future.exception() is not None:
                 pool.shutdown(cancel_futures=True)
             run = future.result()
-            done = [other for other in done if any(other[key] != run[key] for key in _SAME)] + [run]
+            done = merged(done, [run])
             write_runs(path, done)
             progress.update()
             progress.write("{task} {match} {column} seed {seed}: loss {loss:.4f}, {cpu_seconds:.0f} s".format(**run))
@@ -308,7 +320,7 @@ def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> li
 def chosen_rate(runs: list[dict], task: str, column: str, steps: int | None = None) -> float | None:
     """The rate of the grid with the lowest loss on the half that is not reported; None before all are done.
 
-    It is chosen at equal parameters: the MLP's width changes little when operations are equal instead.
+    It is chosen at equal parameters, and used where operations are equal, too.
     """
     steps = steps or STEPS[task]
     found = {
@@ -352,10 +364,13 @@ def table(results: dict) -> str:
         "<!-- written by examples/compare_head_systems.py -->",
         "# Head systems: tables",
         "",
-        f"{len(runs)} runs, each on one core ({versions}). Losses in nats, mean over seeds and standard "
-        "deviation; differences seed by seed, with 95 % intervals of Student's distribution, bold where they leave 0 "
-        "out. No correction for the number of comparisons: of twenty one is bold by chance.",
+        f"{len(runs)} runs, each on one core ({versions}); a model whose MLP is as wide in both comparisons is trained "
+        "once. Losses in nats, mean over seeds and standard deviation; differences seed by seed, with 95 % intervals "
+        "of Student's distribution, bold where they leave 0 out, without a correction for the number of comparisons. "
+        "Cache: bytes a token takes in all layers, in float32, key-wise weights padded to multiples of 8. Seconds: the "
+        "processor's, of training alone, medians.",
     ]
+    lines += summary(runs)
     for task in STEPS:
         for match in MATCHES:
             names = [name for name in COLUMNS if by_seed(runs, task, match, name)]
@@ -369,7 +384,6 @@ def table(results: dict) -> str:
             lines += ["| " + " | ".join(cells) + " |", "|---" * len(cells) + "|"]
             for name in names:
                 loss = by_seed(runs, task, match, name)
-                mine = [run for run in runs if (run["task"], run["match"], run["column"]) == (task, match, name)]
                 cells = [COLUMNS[name].label, spread_of(loss)]
                 for base in bases:
                     others = by_seed(runs, task, match, base)
@@ -377,10 +391,7 @@ def table(results: dict) -> str:
                     cells.append(digits.shown(loss, others, 4) if is_spread else "")
                 base = bases[-1] if bases else name
                 cells.append("" if base == name else verdict(loss, by_seed(runs, task, match, base)))
-                rate = chosen_rate(runs, task, name, mine[0]["steps"])
-                cells += [f"{rate:g}", str(mine[0]["mlp_width"]), f"{mine[0]['parameters']:,}", f"{mine[0]['flops']:,}"]
-                timed = [run["cpu_seconds"] for run in mine if "cpu_seconds" in run]
-                cells += [str(mine[0]["cache_bytes"]), f"{statistics.median(timed):.0f}" if timed else ""]
+                cells += costs_of(runs, task, match, name)
                 lines.append("| " + " | ".join(cells) + " |")
     lines += loads(runs)
     return "\n".join(lines) + "\n"
@@ -393,38 +404,83 @@ def spread_of(loss: dict[int, float]) -> str:
 
 
 def loads(runs: list[dict]) -> list[str]:
-    """Share of tokens that take each head, before and after training, with and without the balance loss."""
-    found = [
-        run
-        for run in runs
-        if "head_load" in run
-        and (run["seed"], run["match"]) == (min(SEEDS), MATCHES[0])
-        and run["learning_rate"] == chosen_rate(runs, run["task"], run["column"], run["steps"])
-    ]
+    """How evenly heads of MoH are used, before and after training, with and without the balance loss."""
+    found: dict[tuple[str, str], list[dict]] = {}
+    for run in runs:
+        rate = chosen_rate(runs, run["task"], run["column"], run["steps"])
+        if (
+            "head_load" in run
+            and run["match"] == MATCHES[0]
+            and run["seed"] != RATE_SEED
+            and run["learning_rate"] == rate
+        ):
+            found.setdefault((run["task"], run["column"]), []).append(run)
     if not found:
         return []
     lines = [
         "",
         "## Heads of MoH",
         "",
-        "Share of tokens that take each head, shared ones first, layer by layer; seed 0.",
+        "Share of a few held-out rows' tokens that take the least used routed head of a layer, mean over layers and "
+        "seeds (even: 0.67); and the shares of seed 0 after training, shared heads first, layer by layer.",
+        "",
+        "| | before | after | seed 0 |",
+        "|---|---|---|---|",
     ]
-    lines += ["", "| | before | after |", "|---|---|---|"]
-    for run in found:
-        cells = [
-            "; ".join(" ".join(f"{share:.2f}" for share in layer) for layer in run[key])
+    for (task, column), some in found.items():
+        shared = COLUMNS[column].options["num_shared_heads"]
+        means = [
+            statistics.mean(min(layer[shared:]) for run in some for layer in run[key])
             for key in ("head_load_before", "head_load")
         ]
-        lines.append(f"| {COLUMNS[run['column']].label}, {run['task']} | {cells[0]} | {cells[1]} |")
+        first = min(some, key=lambda run: run["seed"])["head_load"]
+        shares = "; ".join(" ".join(f"{share:.2f}" for share in layer) for layer in first)
+        lines.append(f"| {COLUMNS[column].label}, {task} | {means[0]:.2f} | {means[1]:.2f} | {shares} |")
     return lines
 
 
+def summary(runs: list[dict]) -> list[str]:
+    """One table at equal parameters: what each column costs, and its loss on every task."""
+    cells = {task: [name for name in columns_of(task) if by_seed(runs, task, MATCHES[0], name)] for task in STEPS}
+    tasks = [task for task, names in cells.items() if names]
+    costly = "text" if "text" in tasks else tasks[0] if tasks else ""
+    names = [name for name in COLUMNS if any(name in cells[task] for task in tasks)]
+    costs = [f"{what} ({costly})" for what in ("parameters", "FLOPs a token", "cache bytes", "CPU s")]
+    lines = ["", "## Summary, equal parameters", "", "| | " + " | ".join([*tasks, *costs]) + " |"]
+    lines.append("|---" * (1 + len(tasks) + len(costs)) + "|")
+    for name in names:
+        losses = [by_seed(runs, task, MATCHES[0], name) if name in cells[task] else {} for task in tasks]
+        row = [COLUMNS[name].label, *(spread_of(loss) if loss else "-" for loss in losses)]
+        lines.append("| " + " | ".join(row + (costs_of(runs, costly, MATCHES[0], name)[2:])) + " |")
+    return lines
+
+
+def costs_of(runs: list[dict], task: str, match: str, name: str) -> list[str]:
+    """Cells: rate, width of the MLP, parameters, operations a token, bytes of the cache, seconds of training."""
+    mine = [run for run in runs if (run["task"], run["match"], run["column"]) == (task, match, name)]
+    if not mine:
+        return ["-"] * 6
+    first, timed = mine[0], [run["cpu_seconds"] for run in mine if "cpu_seconds" in run]
+    return [
+        f"{chosen_rate(runs, task, name, first['steps']):g}",
+        str(first["mlp_width"]),
+        f"{first['parameters']:,}",
+        f"{first['flops']:,}",
+        str(first["cache_bytes"] or "-"),
+        f"{statistics.median(timed):.0f}" if timed else "-",
+    ]
+
+
 def picture(runs: list[dict]) -> str:
-    """Differences in loss from plain attention with QK-norm: a dot for each seed and a line for the mean, in SVG."""
+    """Differences in loss from plain attention with QK-norm, and what columns cost, in SVG.
+
+    A dot is a seed, hollow at the edge where it lies outside; the lines are the mean and its 95 % interval.
+    """
     cells = [(task, match) for task in STEPS for match in MATCHES if by_seed(runs, task, match, BASELINES[-1])]
     names = [name for name in COLUMNS if any(by_seed(runs, *cell, name) for cell in cells)]
     width, row, left = 190, 24, 170
-    full, height = left + (width + 20) * len(cells) + 10, 60 + row * len(names) + 20
+    costs = ("FLOPs a token", "cache bytes", "CPU s")
+    full, height = left + (width + 20) * len(cells) + 100 * len(costs) + 20, 60 + row * len(names) + 36
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full} {height}" font-family="sans-serif" '
         f'font-size="12"><rect width="{full}" height="{height}" fill="white"/>'
@@ -438,18 +494,40 @@ def picture(runs: list[dict]) -> str:
             for name in names
             if (loss := by_seed(runs, *cell, name))
         }
-        reach = 1.05 * max((abs(v) for values in points.values() for v in values), default=0) or 1e-6
+        sizes = sorted(abs(v) for values in points.values() for v in values)
+        reach = 1.3 * sizes[int(0.9 * len(sizes))] if any(sizes) else 1e-6  # few lie outside, and are put at the edge
         middle = start + width / 2
         parts.append(f'<text x="{middle}" y="20" text-anchor="middle" font-weight="bold">{cell[0]}</text>')
         parts.append(f'<text x="{middle}" y="36" text-anchor="middle">equal {cell[1]}</text>')
-        parts.append(f'<path d="M{middle} 44V{height - 20}" stroke="#999"/>')
-        parts.append(f'<text x="{middle}" y="{height - 5}" text-anchor="middle" fill="#555">±{reach:.3f} nats</text>')
+        parts.append(f'<path d="M{middle} 44V{height - 36}" stroke="#999"/>')
+        for y, text in ((height - 20, "← better | worse →"), (height - 5, f"±{reach:.2g} nats")):
+            parts.append(f'<text x="{middle}" y="{y}" text-anchor="middle" fill="#555">{text}</text>')
         for i, name in enumerate(names):
             y = 60 + row * i
-            if points.get(name):
-                x = [middle + width / 2 * value / reach for value in points[name]]
-                parts += [f'<circle cx="{at:.1f}" cy="{y}" r="3.5" fill="#1d4ed8" fill-opacity="0.5"/>' for at in x]
-                parts.append(f'<path d="M{statistics.mean(x):.1f} {y - 8}v16" stroke="#c2410c" stroke-width="2"/>')
+            if not points.get(name):
+                parts.append(f'<text x="{middle + 6}" y="{y + 4}" fill="#999">not on {cell[0]}</text>')
+                continue
+
+            def at(value: float, middle: float = middle, reach: float = reach) -> float:
+                return round(middle + width / 2 * max(-1.0, min(1.0, value / reach)), 1)
+
+            for value in points[name]:
+                style = 'fill="#1d4ed8" fill-opacity="0.5"' if abs(value) <= reach else 'fill="none" stroke="#1d4ed8"'
+                parts.append(f'<circle cx="{at(value)}" cy="{y}" r="3.5" {style}/>')
+            mean, half = digits.difference(by_seed(runs, *cell, name), base)
+            if half == half and name != BASELINES[-1]:
+                parts.append(f'<path d="M{at(mean - half)} {y}H{at(mean + half)}" stroke="#c2410c"/>')
+            parts.append(
+                f'<path d="M{at(statistics.mean(points[name]))} {y - 8}v16" stroke="#c2410c" stroke-width="2"/>'
+            )
+    costly = ("text", MATCHES[0]) if ("text", MATCHES[0]) in cells else cells[0] if cells else ("", "")
+    for place, text in enumerate(costs):
+        x = full - 100 * (len(costs) - place) + 70
+        parts.append(f'<text x="{x}" y="20" text-anchor="end" font-weight="bold">{text}</text>')
+        parts.append(f'<text x="{x}" y="36" text-anchor="end">{costly[0]}</text>')
+        for i, name in enumerate(names):
+            found = costs_of(runs, *costly, name)[3 + place]
+            parts.append(f'<text x="{x}" y="{64 + row * i}" text-anchor="end">{found}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -21,7 +21,12 @@ def run_of(column, seed, rate, choice, loss, task="text", match="parameters", st
 
 @pytest.mark.parametrize(
     ("task", "column", "match"),
-    [("text", "collaborative", "flops"), ("text", "dcformer", "parameters"), ("digits", "overlapped", "flops")],
+    [
+        ("text", "collaborative", "flops"),
+        ("text", "dcformer", "parameters"),
+        ("digits", "overlapped", "flops"),
+        ("synthetic", "mhe", "flops"),
+    ],
 )
 def test_costs_are_equal(task, column, match):
     """As near as a width of the MLP comes: within half of what one more costs."""
@@ -30,6 +35,26 @@ def test_costs_are_equal(task, column, match):
     budget = compare.count(task, compare.make_config(task, "qk_norm"))[which]
     costs = [compare.count(task, compare.make_config(task, column, width + more))[which] for more in (-1, 0, 1)]
     assert abs(costs[1] - budget) < min(abs(costs[0] - budget), abs(costs[2] - budget))
+
+
+def test_operations_are_those_of_training():
+    """Not those of MHE with a cache, whose keys are wider; and as many keys as rows have tokens."""
+    config = compare.make_config("text", "mhe")
+    trained = compare.count("text", config)
+    config.use_cache = True
+    assert compare.count("text", config) == trained
+    rows, _, _ = compare.study.make_data("synthetic", 2000)
+    assert compare.TOKENS["synthetic"] == pytest.approx(sum(len(row["input_ids"]) for row in rows) / len(rows), abs=1)
+
+
+def test_runs_of_another_width_are_trained_again(tmp_path):
+    """Where what is equal is counted anew, runs of before do not count."""
+    width = compare.matched_width("text", "gate", "flops")
+    run = run_of("gate", 0, 1e-3, 2.0, 1.0, match="flops") | {"mlp_width": width}
+    wanted = compare.settings_of("text", "gate", "flops", 0, 1e-3)
+    assert compare.is_of(run, wanted) and not compare.is_of(run | {"mlp_width": width + 1}, wanted)
+    old, other = run | {"steps": 7, "mlp_width": width + 1}, run | {"seed": 1}
+    assert compare.merged([old, other], [run]) == [other, run]
 
 
 def test_columns_fit_their_tasks():
@@ -132,7 +157,14 @@ def test_the_committed_table_is_that_of_its_results():
         for match in compare.MATCHES:
             for column in compare.columns_of(task):
                 assert compare.by_seed(results["runs"], task, match, column).keys() == set(compare.SEEDS)
-    assert (folder / "head_systems.svg").read_text() == compare.picture(results["runs"])
+    assert (folder / "head_systems.svg").read_text(encoding="utf-8") == compare.picture(results["runs"])
+    for run in results["runs"]:
+        budget = next(
+            other[run["match"]]
+            for other in results["runs"]
+            if other["column"] == "qk_norm" and (other["task"], other["match"]) == (run["task"], run["match"])
+        )
+        assert abs(run[run["match"]] - budget) < 0.003 * budget
     cells = re.findall(r"([+-]\d+\.\d+) ± (\d+\.\d+)", table)
     page = (REPOSITORY / "docs" / "head_systems.md").read_text(encoding="utf-8")
     found = re.findall(r"([+-]\d+\.\d+) ± (\d+\.\d+)", page)
@@ -141,6 +173,14 @@ def test_the_committed_table_is_that_of_its_results():
         unit = 0.51 * 10.0 ** -len(half.partition(".")[2])
         pairs = ((float(mean) - float(difference), float(width) - float(half)) for mean, width in cells)
         assert any(max(abs(mean), abs(width)) <= unit for mean, width in pairs), (difference, half)
-    intervals = [cell for cell in re.findall(r"[^|]*±[^|]*", table) if "(" not in cell]
-    told = [cell for cell in intervals if "**" in cell]
-    assert f"{len(intervals)} intervals, of which {len(told)} leave 0 out" in page
+    apart = {  # columns with one width of the MLP are one comparison
+        (task, column, tuple(compare.by_seed(results["runs"], task, match, column).items())): compare.verdict(
+            *(compare.by_seed(results["runs"], task, match, name) for name in (column, "qk_norm"))
+        )
+        for task in compare.STEPS
+        for match in compare.MATCHES
+        for column in compare.columns_of(task)
+        if column != "qk_norm"
+    }
+    told = [says for says in apart.values() if says != "cannot be told"]
+    assert f"there are {len(apart)} intervals, of which {len(told)} leave 0 out" in " ".join(page.split())
