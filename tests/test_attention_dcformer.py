@@ -28,9 +28,9 @@ from dcformer import (
     compose,
     masks_dcformer,
 )
-from dcformer.attention_dcformer import eager_attention
+from dcformer.attention_dcformer import attend, eager_attention
 from dcformer.chunked_dcformer import chunked_attention
-from dcformer.masks_dcformer import QueryBlockMask, chunked_mask
+from dcformer.masks_dcformer import QueryBlockMask, causal_rows, chunked_mask
 
 IMPLEMENTATIONS = {"eager": eager_attention, "dcformer_chunked": chunked_attention}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64, the same sums in another order
@@ -559,6 +559,29 @@ def test_low_precision_is_no_worse_than_computing_in_it(attention, dtype, groups
     problem = Inputs(heads=6, kv_heads=3, groups=groups, length=33, key_length=33, head_dim=16, dtype=dtype, seed=seed)
     exact = problem.to(torch.float64).run(eager_attention)
     assert_no_worse_than_naive(problem.run(attention), problem.run(naive_attention), exact, dtype)
+
+
+@pytest.mark.parametrize("length", [12, 40], ids=["few queries", "many"])
+@pytest.mark.parametrize("attention", [eager_attention, chunked_attention])
+@torch.no_grad()
+def test_composed_weights_are_rounded_before_the_values(attention, length):
+    """Values of 1 and -1 leave small differences of weights, which show whether they were rounded."""
+    problem = Inputs(heads=4, kv_heads=4, length=length, key_length=length, dtype=torch.bfloat16)
+    signs = torch.tensor([1.0, -1.0]).repeat(length // 2)[:, None].expand_as(problem.tensors["value"])
+    problem.tensors["value"] = signs.to(torch.bfloat16)
+    maps = attend(
+        problem.tensors["query"], problem.tensors["key"], problem.tensors["value"],
+        causal_rows(length, length, None, "cpu")[:, None], None, problem.head_dim**-0.5,
+        problem.weights("pre"), problem.weights("post"),
+    )  # fmt: skip
+    found = problem.call(attention)[0].float()
+
+    def share_equal(weights):
+        expected = torch.matmul(weights.double(), signs.double()).transpose(1, 2).to(torch.bfloat16).float()
+        return (found == expected).double().mean()
+
+    assert share_equal(maps.composed_weights.to(torch.bfloat16)) > 0.95
+    assert share_equal(maps.composed_weights) < 0.8
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -985,7 +985,7 @@ _KERNELS = (
             "turn of two keys leaves its part",
             "start = s_0 + (start - s_0) // B_S * B_S",
             "start = start",
-            T_KERNEL + "[documents]",
+            T_KERNEL + "[a document of two parts]",
         ),
         (
             "sums of earlier keys keep their scale",
@@ -1049,7 +1049,7 @@ _KERNELS = (
             "what is not seen is multiplied",
             "return some_0, some_1, all_0, tl.where(count == all_1 - all_0, all_1, 0)",
             "return some_0, some_1, all_0, all_1",
-            T_KERNEL + "[documents]",
+            T_KERNEL + "[every other 16 queries]",
         ),
         (
             "query heads of a key counted once",
@@ -1580,7 +1580,7 @@ _CHUNKED = _in(
         "composed weights not rounded",
         "composed = composed.to(self.dtype).to(self.compute)",
         "pass",
-        T_ATTENTION + "test_low_precision_is_no_worse_than_computing_in_it",
+        T_ATTENTION + "test_composed_weights_are_rounded_before_the_values",
     ),
     (
         "a mask read block by block",

@@ -49,6 +49,7 @@ class Case:
     start: tuple[int, ...] | None = None
     end: tuple[int, ...] | None = None
     documents: tuple[int, ...] | None = None
+    narrow: bool = False  # every other 16 queries see the keys 4 to 8 alone
     chunk: int | None = None
     dtype: torch.dtype = torch.float32
 
@@ -94,6 +95,8 @@ class Case:
         if self.documents is not None:
             document = torch.bucketize(s[0], torch.tensor(self.documents), right=True)
             mask = mask & (document[:, None] == document[None, :])
+        if self.narrow:
+            mask = mask & ((t // 16 % 2 == 0) | ((s >= 4) & (s < 9)))
         mask = mask.expand(self.batch, 1, -1, -1).clone()
         for i in range(self.batch):
             mask[i, 0] &= (s >= (self.start or (0,) * self.batch)[i]) & (
@@ -103,6 +106,10 @@ class Case:
 
     def options(self):
         out = {"causal": self.causal, "causal_offset": self.offset, "sliding_window": self.window}
+        if self.narrow:
+            is_narrow = torch.arange(self.length, device=DEVICE) // 16 % 2 == 1
+            first, last = torch.where(is_narrow, 4, 0), torch.where(is_narrow, 9, self.key_length)
+            out["visible"] = (first[None].int(), last[None].int())
         for name, value in (("key_start", self.start), ("key_end", self.end), ("cu_seqlens", self.documents)):
             out[name] = None if value is None else torch.tensor(value, device=DEVICE)
         return out | ({"chunk_bytes": 0} if self.chunk else {})
@@ -228,6 +235,8 @@ VISIBILITY = {
     "padding, window": Case(batch=2, start=(3, 20), end=(19, 21), window=4, heads=2),
     "documents": Case(documents=(0, 3, 19, 33), length=33, heads=2),
     "documents, window": Case(documents=(0, 3, 19, 33), length=33, heads=2, window=6),
+    "a document of two parts": Case(documents=(0, 3, 40), length=40, heads=2),
+    "every other 16 queries": Case(causal=False, narrow=True, length=40, heads=2),
     "bidirectional": Case(causal=False),
     "bidirectional documents": Case(causal=False, documents=(0, 3, 20, 33), length=33, heads=2),
     "chunks": Case(length=37, heads=2, chunk=16),
