@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import tiny_config
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
@@ -24,6 +24,7 @@ def _states(start, count):
     capacity=st.integers(2, 20),
     pieces=st.lists(st.integers(1, 6), min_size=1, max_size=12),
 )
+@example(window=3, capacity=9, pieces=[3, 1, 1])  # just full
 def test_same_as_the_librarys_layer(window, capacity, pieces):
     own = StaticWindowLayer(max_cache_len=capacity, sliding_window=window)
     library = StaticSlidingWindowLayer(max_cache_len=capacity, sliding_window=window)

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import dcformer
 from dcformer import ComposeTrace, DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
 from dcformer.analysis import num_compose_parameters, num_parameters
+from dcformer.modeling_dcformer import DCFormerRMSNorm
 
 SWITCHES = {
     "default": {},
@@ -140,6 +141,19 @@ def test_norms_by_their_formula(norm_type, dtype, size):
         inner = 1e-13 if dtype == torch.float64 else 16 * torch.finfo(torch.float32).eps
         band = torch.finfo(dtype).eps / 2 * exact.abs() + inner * exact.abs().amax(-1, keepdim=True)
         assert ((norm(x).double() - exact).abs() <= band).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rms_norm_rounds_before_its_weight(dtype):
+    """As Llama's does, for whose kernels and checkpoints this is the convention."""
+    norm = DCFormerRMSNorm(64, 1e-5).to(dtype)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x = torch.randn(200, 64).to(dtype)
+    wide = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    rounded = (norm.weight.double() * wide.to(dtype).double()).to(dtype)
+    at_once = (norm.weight.double() * wide).to(dtype)
+    found = norm(x)
+    assert (found == rounded).double().mean() > 0.99 > (found == at_once).double().mean()
 
 
 LONG = torch.linspace(1, 9, 4).tolist()  # a factor for each of a head's frequencies

@@ -1097,7 +1097,7 @@ _MODELING = _in(
         "RMS norm rounded behind its weight",
         "return self.weight * wide.to(x.dtype)",
         "return (self.weight * wide).to(x.dtype)",
-        T_MODEL + "test_norms_by_their_formula",
+        T_MODEL + "test_rms_norm_rounds_before_its_weight",
     ),
     (
         "layer norm without bias",

@@ -537,7 +537,7 @@ def _tensors(*shape, dtype=torch.float32):
 
 
 ERRORS = {
-    "must be": ((_tensors(2, 3, 4),) * 3, {}),
+    r"query \(2, 3, 4\).* do not fit together": ((_tensors(2, 3, 4),) * 3, {}),
     "do not fit together": ((_tensors(1, 4, 5, 16), _tensors(1, 3, 5, 16), _tensors(1, 3, 5, 16)), {}),
     "expected one of": ((_tensors(1, 2, 5, 16, dtype=torch.float64),) * 3, {}),
     "at most 256": ((_tensors(1, 2, 5, 300),) * 3, {}),
