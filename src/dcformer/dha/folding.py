@@ -1,4 +1,4 @@
-"""Folding: groups of heads become heads, by weights alone. And back: models of other libraries with the same function.
+"""Folding: groups of heads become heads, by parameters alone. And back: models of other libraries with the same function.
 
 Nothing here trains. `fold_folder` streams: it holds one tensor at a time. Source: arXiv 2406.06567, section 4.2.
 Letters: n heads of a part, G groups of g = n / G, D head dim, E hidden size, H query heads.
@@ -31,7 +31,7 @@ from .sources import FAMILIES, TARGETS, HeadSource
 
 _PROJECTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.([kv])_proj\.(?:weight|bias)")
 _KIND = {"k": "key", "v": "value"}
-# Files of a model folder, beside configuration and weights, that belong to a folded model as well.
+# Files of a model folder, beside configuration and parameters, that belong to a folded model as well.
 _KEPT = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
          "chat_template*", "generation_config.json")  # fmt: skip
 
@@ -144,7 +144,7 @@ def from_plan(model: PreTrainedModel | str | os.PathLike, plan: HeadPlan, init: 
 
 
 def load_model(folder: str | os.PathLike, dtype: Any = "auto") -> PreTrainedModel:
-    """The causal language model of a folder that can be a source; which cannot is said before weights are read."""
+    """The causal language model of a folder that can be a source; which cannot is said before parameters are read."""
     HeadSource(folder)
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -176,7 +176,7 @@ def fold_folder(
         operators: [G, g, D] of every part; None pools by the mean.
         facts: what to write beside it as dha.json.
         card: makes the text of a README from the folded configuration.
-        check: compare the plan with the source's weights, not only with its sizes.
+        check: compare the plan with the source's parameters, not only with its sizes.
         max_shard_size: of a safetensors file.
         overwrite: replace an existing output.
         progress: show a progress bar.

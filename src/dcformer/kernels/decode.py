@@ -106,7 +106,7 @@ def _query_weights(
     p_side, i_b, o_h, i_t, T, m_m, H: tl.constexpr, FLAGS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
     """Query-wise weights of query i_t, of [B, H, C, T]: R vectors `down`, R `up` and a gate, [b_m] in float32; a flat
-    tuple of those that there are."""
+    tuple of the present ones."""
     out = ()
     if QUERY & FLAGS:
         p_side += (i_b * H + o_h) * (C * T) + i_t
@@ -135,7 +135,7 @@ def _compose_tile(
     """Composes one query's maps of all heads of a group, [b_m, b_s]: the five branches of `compose`, in float32.
 
     query: from `_query_weights`. p_side: key-wise weights of a batch row. p_maps: the tile's first head in memory, up
-    to key `end`; a static projection reads one head after the other. m_s: the keys that there are. n_m: M as a
+    to key `end`; a static projection reads one head after the other. m_s: which keys exist. n_m: M as a
     variable, because ptxas unrolls a loop of constant length until the registers run out.
     """
     out = tile
@@ -574,7 +574,7 @@ def composed_decode(
         key: [B, Hkv, S, D] of the same dtype, H a multiple of Hkv. Like all tensors here it may be a view, a packed
             cache's first D channels; only its last dimension must be contiguous.
         value: [B, Hkv, S, Dv], likewise.
-        pre, post: what to compose scores and weights with; None for no composition. All sides that there are have the
+        pre, post: what to compose scores and weights with; None for no composition. All sides present have the
             same parts. Key-wise weights are read where they are, behind cached keys and values for one
             (`DCFormerCompose.unpack`).
         scale: factor of the scores, usually D ** -0.5.

@@ -12,7 +12,7 @@ between in float32.
 Two ways out, both without a copy afterwards:
     weights [C, B, H, W, N], tokens last: of each generator what `SideWeights` holds and the attention kernels read;
     rows [B, Hkv, N, channels], for the key side: what a cache keeps behind keys and values, `DCFormerCompose.pack`.
-W channels belong to a head and a token: R `down`, R `up`, one gate; those that there are.
+W channels belong to a head and a token: R `down`, R `up`, one gate, as far as present.
 
 Letters: B batch, N tokens, E hidden size, H query heads, G groups, M = H/G heads of a group, R rank, C generators in
 use, K = 2·R·M hidden width of a generator. Under tensor parallelism H and G are those of the rank.

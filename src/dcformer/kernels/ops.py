@@ -218,7 +218,7 @@ def _intervals(mask: torch.Tensor | QueryBlockMask) -> tuple[torch.Tensor, torch
     """A mask [B or 1, 1, T, S] as an interval of keys per query: (first, last), int32 [B or 1, T].
 
     Raises:
-        ValueError: when the keys that some query sees are no interval; as for `_visible`.
+        ValueError: when the keys that some query sees are not an interval; as for `_visible`.
     """
     if isinstance(mask, QueryBlockMask):  # found once for all layers that share it, where values can be looked at
         tensors = mask.tensors()

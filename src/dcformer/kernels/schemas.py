@@ -3,12 +3,12 @@
 Imports torch and nothing else, so a graph can be traced where there is no Triton. What computes them is registered by
 the modules that launch kernels: `ops`, `decode` and `generator`.
 
-All take composition weights in one form: `weights`, those that there are of six tensors, and at the end of the integers
+All take composition weights in one form: `weights`, the present ones of six tensors, and at the end of the integers
 `plan` their places among the six. First come those of the stage before the softmax, then those of the one after it:
     0, 3    query side, [B, H, channels, T], contiguous
     1, 4    key side, [B, Hkv, H / Hkv, channels, S], of any strides: it may lie behind cached keys and values
     2, 5    static projection, [G, M, M], contiguous
-A head's channels are R `down`, R `up` and one gate, in this order, those that there are; their number tells which.
+A head's channels are R `down`, R `up` and one gate, in this order, as far as present; their number tells which.
 """
 
 from collections.abc import Callable, Sequence
@@ -252,7 +252,7 @@ def generate_packed_op(
     """As `generate_weights_op`, but the key side goes to the channels behind keys and values. Has no gradients.
 
     Args:
-        rows_0, rows_1: filled: [B, Hkv, N, channels of a cache] of the first and the second stage that there are;
+        rows_0, rows_1: filled: [B, Hkv, N, channels of a cache] of the first and the second stage present;
             H / Hkv times a head's channels, up to the multiple of 8.
         Others: those of `generate_weights_op`.
 
