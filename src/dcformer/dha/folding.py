@@ -1,4 +1,4 @@
-"""Folding: groups of heads become heads, by parameters alone. And back: models of other libraries, of the same function.
+"""Folding: groups of heads become heads, by parameters alone. And back: models of other libraries that do the same.
 
 Nothing here trains. `fold_folder` streams: it holds one tensor at a time. Source: arXiv 2406.06567, section 4.2.
 Letters: n heads of a part, G groups of g = n / G, D head dim, E hidden size, H query heads.
