@@ -1516,20 +1516,20 @@ _CHUNKED = _in(
     ),
     (
         "hidden maps of the first head only",
-        "for m in range(1, maps.shape[2]):",
-        "for m in range(1, 1):",
+        "for one, factor in others:",
+        "for one, factor in others[:0]:",
         CHUNKED_IS_EAGER,
     ),
     (
         "the scaling missing from the query's gradient",
-        "grads[0][:, self.heads] = self.grads[0] * self.scaling",
-        "grads[0][:, self.heads] = self.grads[0]",
+        "grad_q.mul_(self.scaling)",
+        "grad_q",
         CHUNKED_IS_EAGER,
     ),
     (
-        "gradients of shared keys overwritten",
-        "grads[1].index_add_(1, self.kv_heads, self.grads[1])",
-        "grads[1].index_copy_(1, self.kv_heads, self.grads[1])",
+        "gradients of shared keys from one query head only",
+        ".unflatten(1, (inputs[i].shape[1], -1)).sum(2)",
+        ".unflatten(1, (inputs[i].shape[1], -1))[:, :, 0]",
         CHUNKED_IS_EAGER,
     ),
     (
@@ -1572,8 +1572,26 @@ _CHUNKED = _in(
     ),
     (
         "weights of a few queries without the key side",
-        "out = torch.addcmul(out, hidden, grouped(up).unsqueeze(3))",
+        "out = torch.addcmul(out, hidden, up[:, :, :, rank : rank + 1])",
         "pass",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "weights of a few queries with the static projection transposed",
+        "static = weights.static.to(maps.dtype).transpose(1, 2)",
+        "static = weights.static.to(maps.dtype)",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "gates of a few queries without the maps",
+        "out = torch.addcmul(out, a, gate.transpose(3, 4))",
+        "out = out + gate.transpose(3, 4)",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "gradients of groups in the place of others",
+        "for parts in zip(*of_groups, strict=True)]",
+        "for parts in zip(*of_groups[::-1], strict=True)]",
         CHUNKED_IS_EAGER,
     ),
     (

@@ -25,8 +25,9 @@ from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION, ComposeWeights, SideWe
 from .heads_dcformer import HeadMap, add_value_bias, matmul_shared, with_ones
 from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
 
-# Scores of one block of queries: at most this many (a soft bound, per group).
-BLOCK_SCORES = 1 << 22
+# Scores of one block of queries: at most this many (a soft bound, per group). Its maps should stay in the cache, but
+# the smaller blocks are, the more there is of Python between them.
+BLOCK_SCORES = 1 << 21
 MAX_QUERY_BLOCK = 128
 _NO_MAPS = (
     "attn_implementation='dcformer_chunked' never holds the attention maps. Load the model with "
@@ -147,33 +148,35 @@ def _attend_few(
 
 
 def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:
-    """`compose` for a few queries and many keys: one [M, M] matrix per query, the key side elementwise."""
+    """`compose` for a few queries and many keys, in few operations: what a decoding step waits for is their number."""
     if weights is None:
         return maps
     a = maps.unflatten(1, (weights.groups, -1))  # [B, G, M, T, S]
-
-    def grouped(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(maps.dtype).unflatten(1, (weights.groups, -1))  # [B, H, ...] -> [B, G, M, ...]
-
-    out, query, key = a, weights.query, weights.key
-    if query is not None or weights.static is not None:
-        if query is not None and query.gate is not None:
-            matrix = torch.diag_embed(grouped(query.gate).transpose(2, 3) + 1)  # [B, G, T, M, M]
-        else:
-            matrix = torch.eye(a.shape[2], dtype=maps.dtype, device=maps.device)
-        if weights.static is not None:
-            matrix = matrix + weights.static.to(maps.dtype).transpose(1, 2).unsqueeze(1)  # [G, 1, M, M]
-        if query is not None and query.down is not None and query.up is not None:
-            down, up = (grouped(w).transpose(2, 3) for w in (query.down, query.up))  # [B, G, T, M, R]
-            matrix = matrix + up @ down.transpose(-1, -2)  # [B, G, T, M, M]
-        out = (matrix @ a.transpose(2, 3)).transpose(2, 3)
-    if key is not None and key.down is not None and key.up is not None:
-        for down, up in zip(key.down.unbind(-1), key.up.unbind(-1), strict=True):  # [B, H, S]
-            hidden = (a * grouped(down).unsqueeze(3)).sum(dim=2, keepdim=True)  # [B, G, 1, T, S]
-            out = torch.addcmul(out, hidden, grouped(up).unsqueeze(3))
-    if key is not None and key.gate is not None:
-        out = torch.addcmul(out, a, grouped(key.gate).unsqueeze(3))
+    out, rows = a, a.transpose(2, 3)  # [B, G, T, M, S]
+    if weights.static is not None:
+        static = weights.static.to(maps.dtype).transpose(1, 2).unsqueeze(1)  # [G, 1, M, M], from column to row
+        out = out + (static @ rows).transpose(2, 3)
+    if weights.query is not None:
+        down, up, gate = _few_channels(weights.query, maps.dtype, weights.groups)  # [B, G, M, any, T]
+        if down.shape[3]:
+            hidden = down.permute(0, 1, 4, 3, 2) @ rows  # [B, G, T, R, S]
+            out = out + (up.permute(0, 1, 4, 2, 3) @ hidden).transpose(2, 3)
+        if gate.shape[3]:
+            out = torch.addcmul(out, a, gate.transpose(3, 4))
+    if weights.key is not None:
+        down, up, gate = _few_channels(weights.key, maps.dtype, weights.groups)  # [B, G, M, any, S]
+        for rank in range(down.shape[3]):
+            hidden = (a * down[:, :, :, rank : rank + 1]).sum(dim=2, keepdim=True)  # [B, G, 1, T, S]
+            out = torch.addcmul(out, hidden, up[:, :, :, rank : rank + 1])
+        if gate.shape[3]:
+            out = torch.addcmul(out, a, gate)
     return out.flatten(1, 2)  # [B, H, T, S]
+
+
+def _few_channels(side: SideWeights, dtype: torch.dtype, groups: int) -> Sequence[torch.Tensor]:
+    """Down and up [B, G, M, R, N] and gate [B, G, M, 1, N]; with no channels where there are none."""
+    channels = side.by_head.to(dtype).unflatten(1, (groups, -1))  # [B, G, M, channels, N]
+    return channels.split([side.rank, side.rank, channels.shape[3] - 2 * side.rank], dim=3)
 
 
 # --- The operators ----------------------------------------------------------------------------------------------------
@@ -271,14 +274,20 @@ def _backward(
 ) -> list[torch.Tensor]:
     """Gradients of query, key, value and each of `weights`, from that of the output [B, T, H, Dv]."""
     groups, places, call = _unfold(query, key, plan, mask, dropout, seed)
-    compute = accumulation_dtype(query.dtype)
-    grads = [torch.zeros(t.shape, dtype=compute, device=t.device) for t in (query, key, value, *weights)]
+    inputs = (query, key, value, *weights)
+    of_groups = []
     for group in range(groups):
         part = _Group(query, key, value, scaling, weights, places, groups, group)
         for block in call.blocks:
             part.add_grads(call, block, grad_output[block.batch, block.queries, part.heads])
-        part.hand_out(grads, places)
-    return [grad.to(t.dtype) for grad, t in zip(grads, (query, key, value, *weights), strict=True)]
+        of_groups.append(part.gradients(places))
+    grads = of_groups[0]
+    if groups > 1:  # the static projections [1, M, M] of all, and what has heads [B, M, ...]
+        grads = [torch.cat(parts, dim=0 if parts[0].dim() == 3 else 1) for parts in zip(*of_groups, strict=True)]
+    for i in (1, 2):  # query heads that share one of the keys and values
+        if grads[i].shape[1] != inputs[i].shape[1]:
+            grads[i] = grads[i].unflatten(1, (inputs[i].shape[1], -1)).sum(2)
+    return [grad.to(t.dtype) for grad, t in zip(grads, inputs, strict=True)]
 
 
 @_backward.register_fake
@@ -350,6 +359,7 @@ class _Call:
     ):
         self.dropout = dropout
         self.seed = 0 if seed is None else int(seed)
+        self.causal = causal
         self.window = window if causal else None
         self.whole = mask[0] if len(mask) == 1 else None  # [B or 1, 1 or H, T, S]
         self.batch, self.length, self.key_length = query.shape[0], query.shape[2], key.shape[2]
@@ -370,16 +380,20 @@ class _Call:
         self.blocks = sorted(blocks, key=_Block.size, reverse=True)  # the largest first, in whose memory the others fit
 
     def _cut(self, heads: int) -> Iterator[_Block]:
-        span = self.key_length
-        if self.window is not None:
-            span = min(span, self.window + MAX_QUERY_BLOCK)
-        rows = max(1, BLOCK_SCORES // max(1, heads * span))
-        size = min(self.length, MAX_QUERY_BLOCK, max(8, rows))
-        sequences = max(1, rows // max(1, size))
-        for first in range(0, self.batch, sequences):
-            for start in range(0, self.length, size):
+        start = 0
+        while start < self.length:
+            span = self.key_length
+            if self.causal:  # the keys that the largest block from here sees
+                span = min(span, start + MAX_QUERY_BLOCK + max(0, span - self.length))
+            if self.window is not None:
+                span = min(span, self.window + MAX_QUERY_BLOCK)
+            rows = max(1, BLOCK_SCORES // max(1, heads * span))
+            size = min(self.length - start, MAX_QUERY_BLOCK, max(8, rows))
+            sequences = max(1, rows // size)
+            for first in range(0, self.batch, sequences):
                 batch = slice(first, min(self.batch, first + sequences))
-                yield _Block(batch, slice(start, min(self.length, start + size)), slice(0, 0))
+                yield _Block(batch, slice(start, start + size), slice(0, 0))
+            start += size
 
     def _bounded_by_causality(self, blocks: list[_Block]) -> list[_Block]:
         bounded = []
@@ -484,11 +498,12 @@ class _Call:
 # --- One group of heads -----------------------------------------------------------------------------------------------
 
 
-def _weighted_sum(maps: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Σ_m maps[:, :, m] · factors[:, m]: [b, t, M, S'] and [b, M, S'] -> `out` [b, t, S']."""
-    torch.mul(maps[:, :, 0], factors[:, None, 0], out=out)
-    for m in range(1, maps.shape[2]):
-        out.addcmul_(maps[:, :, m], factors[:, None, m])
+def _weighted_sums(maps: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Σ_m maps[:, :, m] · factors[:, :, m]: [b, t, M, S'] and [R, b, M, S'] -> `out` [R, b, t, S']."""
+    (first, factor), *others = zip(maps.unbind(2), factors.unsqueeze(3).unbind(2), strict=True)
+    torch.mul(first, factor, out=out)
+    for one, factor in others:
+        out.addcmul_(one, factor)
     return out
 
 
@@ -535,9 +550,7 @@ class _Stage:
         """The hidden maps of the key side, [R, b, t, S'], in working memory."""
         b, t, _, s = maps.shape
         hidden = call.space(name, (factors.shape[0], b, t, s), maps)
-        for rank, out in zip(factors, hidden, strict=True):
-            _weighted_sum(maps, rank[block.batch, :, block.keys], out)
-        return hidden
+        return _weighted_sums(maps, factors[:, block.batch, :, block.keys], hidden)
 
     def mix(
         self, call: _Call, name: str, maps: torch.Tensor, block: _Block
@@ -617,10 +630,10 @@ class _Stage:
     ) -> None:
         """Adds Σ_t maps · others, of [b, t, M, S'], to a gradient [B, M, S]."""
         product = torch.mul(maps, others, out=call.space("product", maps.shape, maps))
-        self._grad(name)[rank][block.batch, :, block.keys] += product.sum(1)
+        self._grad(name)[rank][block.batch, :, block.keys].add_(product.sum(1))
 
     def flat_grads(self) -> list[torch.Tensor | None]:
-        """Gradients in the order and layout of `flatten_weights`, for this group's heads; None where there is none."""
+        """Gradients in the order of `flatten_weights`, [B, M, channels, N] and [1, M, M]; None where there is none."""
         sides = []
         for side, dims in (("query", (0, 2, 1)), ("key", (0, 1, 2))):  # [B, T, M] and [B, M, S] -> [B, M, N]
             parts = []
@@ -631,7 +644,7 @@ class _Stage:
                 ranks = [grad] if name.endswith("gate") else grad.unbind(3) if side == "query" else grad.unbind(0)
                 parts += [rank.permute(dims) for rank in ranks]
             sides.append(torch.stack(parts, dim=2) if parts else None)  # [B, M, channels, N]
-        return [*sides, None if self.static is None else self._grad("static")]
+        return [*sides, None if self.static is None else self._grad("static")[None]]
 
 
 @dataclass
@@ -671,7 +684,7 @@ class _Group:
         for place, weight in zip(places, weights, strict=True):
             flat[place] = weight
         self.pre, self.post = (_Stage(flat[i : i + 3], group, self.heads, self.compute) for i in (0, 3))
-        self.grads: list[torch.Tensor] = []  # of query, key and value
+        self.grads: list[torch.Tensor] = []  # of q, k and v
 
     @staticmethod
     def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
@@ -708,7 +721,7 @@ class _Group:
     def add_grads(self, call: _Call, block: _Block, grad_output: torch.Tensor) -> None:
         """Adds to all gradients, from that of a block's output [b, t, M, Dv]."""
         if not self.grads:
-            self.grads = [torch.zeros_like(states) for states in (self.q, self.k, self.v)]
+            self.grads = self._zeros()
         grad_q, grad_k, grad_v = self.grads
         grad_output = grad_output.to(self.compute).transpose(1, 2)  # [b, M, t, Dv]
         at_queries, at_keys = (block.batch, slice(None), block.queries), (block.batch, slice(None), block.keys)
@@ -725,18 +738,16 @@ class _Group:
         for total, one, other in zip(grad_k[at_keys], grad.permute(0, 2, 3, 1), self.q[at_queries], strict=True):
             total.baddbmm_(one, other)
 
-    def hand_out(self, grads: list[torch.Tensor], places: Sequence[int]) -> None:
-        """Adds this group's gradients to those of query, key, value and the weights at `places`."""
-        if self.grads:
-            grads[0][:, self.heads] = self.grads[0] * self.scaling
-            grads[1].index_add_(1, self.kv_heads, self.grads[1])
-            grads[2].index_add_(1, self.kv_heads, self.grads[2])
+    def _zeros(self) -> list[torch.Tensor]:
+        return [
+            torch.zeros(states.shape, dtype=states.dtype, device=states.device) for states in (self.q, self.k, self.v)
+        ]
+
+    def gradients(self, places: Sequence[int]) -> list[torch.Tensor]:
+        """Of this group's heads of query, key and value [B, M, T or S, D], and of the weights at `places`."""
+        grad_q, grad_k, grad_v = self.grads or self._zeros()
         flat: list[Any] = [*self.pre.flat_grads(), *self.post.flat_grads()]
-        for place, total in zip(places, grads[3:], strict=True):
-            if place % 3 == 2:
-                total[self.heads.start // (self.heads.stop - self.heads.start)] = flat[place]
-            else:
-                total[:, self.heads] = flat[place]
+        return [grad_q.mul_(self.scaling), grad_k, grad_v, *(flat[place] for place in places)]
 
 
 for _name in (CHUNKED, DEFAULT_ATTENTION):  # the default's layers decide themselves what they use
