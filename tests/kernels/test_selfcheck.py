@@ -31,6 +31,8 @@ KINDS = {
                       "float32", "float32"),
     "head dim 80, 6 heads": ({"head_dim": 80, "num_attention_heads": 6, "num_key_value_heads": 6}, False,
                              "bfloat16", "bfloat16"),
+    "2 heads of 16": ({"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}, False,
+                      "bfloat16", "bfloat16"),  # few numbers, whose roundings do not even out
     "no composition": ({"compose_query": False, "compose_key": False, "compose_pre": False, "compose_post": False},
                        True, "float32", "float32"),
 }  # fmt: skip
