@@ -2,6 +2,7 @@
 
     python examples/synthetic_twins.py                 # what is missing of 30 runs; can be stopped and called again
     python examples/synthetic_twins.py --limit 2       # two of them
+    python examples/synthetic_twins.py --workers 2 --variants dcformer plain-qk-norm   # two at a time, of these only
     python examples/synthetic_twins.py --report        # table and picture of what there is
 
 Every variant of `train_synthetic.py` gets the same rows, stages, steps and rates: each rate of `RATES` with seed 0, and
@@ -11,10 +12,15 @@ steps is the accuracy on validation questions, none of which is trained on; its 
 
 import argparse
 import json
+import multiprocessing
 import statistics
+import sys
+from collections.abc import Collection
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import train_synthetic
 from study import about_runs, read_runs, save_figure, spread, write_text
 from train_synthetic import REPOSITORY, TOKENS, VARIANTS, make_model
@@ -63,16 +69,17 @@ def best_rate(variant: str, done: dict[Run, dict]) -> float | None:
     return max(first, key=lambda run: quality(done[run])).rate
 
 
-def missing(done: dict[Run, dict]) -> list[Run]:
+def missing(done: dict[Run, dict], variants: Collection[str] = tuple(LABELS)) -> list[Run]:
     """What can be run next: first every rate of every variant, then the other seeds at the best of each."""
-    rates = [Run(variant, rate, SEEDS[0]) for rate in RATES[::-1] for variant in LABELS]
-    best = {variant: best_rate(variant, done) for variant in LABELS}
+    rates = [Run(variant, rate, SEEDS[0]) for rate in RATES[::-1] for variant in variants]
+    best = {variant: best_rate(variant, done) for variant in variants}
     seeds = [Run(name, rate, seed) for seed in SEEDS[1:] for name, rate in best.items() if rate is not None]
     return [run for run in rates + seeds if run not in done]
 
 
 def train(run: Run, folder: Path, steps: int) -> dict:
-    """One run, resumed if it was interrupted; returns what the report needs."""
+    """One run on one core, resumed if it was interrupted; returns what the report needs."""
+    torch.set_num_threads(1)
     options = train_synthetic.parse_options([
         f"--learning-rate={run.rate}", f"--seed={run.seed}", f"--steps={steps}", "--decay-steps=0",
         f"--save-steps={min(VALIDATE_STEPS, steps)}", "--test-contexts=1", "--resume", "--quiet", "--cpu",
@@ -92,6 +99,37 @@ def train(run: Run, folder: Path, steps: int) -> dict:
         "curve": [[line["step"], line["alone"]] for line in report["curve"]],
         "losses": [[line["step"], line["stage"], line["loss"]] for line in report["curve"]],
     }
+
+
+def train_missing(
+    runs: list[dict], results: Path, folder: Path, steps: int, variants: Collection[str], workers: int, limit: int
+) -> None:
+    """Trains at most `limit` runs, `workers` at a time; each is written when it is done.
+
+    Args:
+        runs: those that are done; new ones are added.
+        results: the file of all runs.
+        folder: of the checkpoints.
+        steps: of a run.
+        variants: which to train.
+        workers: processes, one core each.
+        limit: how many runs at most.
+    """
+    running: dict[Future, Run] = {}
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        while True:
+            todo = [run for run in missing(finished(runs), variants) if run not in running.values()]
+            for run in todo[: min(workers - len(running), limit)]:
+                print(f"{run}, {len(todo)} known to be missing", flush=True)
+                running[pool.submit(train, run, folder, steps)] = run
+                limit -= 1
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                runs.append(future.result())
+                results.parent.mkdir(parents=True, exist_ok=True)
+                write_text(results, json.dumps({"about": about_runs(), "runs": runs}) + "\n")
 
 
 def steps_to(run: dict, mark: float) -> int | None:
@@ -184,20 +222,20 @@ def main(options: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=REPOSITORY / "runs" / "twins", help="folder of the checkpoints")
     parser.add_argument("--limit", type=int, help="how many runs at most; all that are missing when not given")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
+    parser.add_argument("--variants", nargs="+", choices=LABELS, default=list(LABELS), help="which to train")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time (default: %(default)s)")
     parser.add_argument("--report", action="store_true", help="no training")
     arguments = parser.parse_args(options)
-    if arguments.limit is not None and arguments.limit < 1:
-        parser.error(f"--limit {arguments.limit}: expected more than 0")
+    for name in ("limit", "workers"):
+        if (count := getattr(arguments, name)) is not None and count < 1:
+            parser.error(f"--{name} {count}: expected more than 0")
     results = arguments.output / "results.json"
     runs = [] if arguments.report and not results.is_file() else read_runs(results)
     if other := sorted({run["steps"] for run in runs} - {arguments.steps}):
         parser.error(f"{results} has runs of {other[0]} steps, not {arguments.steps}: give --steps or another --output")
-    while not arguments.report and arguments.limit != 0 and (todo := missing(finished(runs))):
-        print(f"{todo[0]}, {len(todo)} known to be missing", flush=True)
-        runs.append(train(todo[0], arguments.runs, arguments.steps))
-        results.parent.mkdir(parents=True, exist_ok=True)
-        write_text(results, json.dumps({"about": about_runs(), "runs": runs}) + "\n")
-        arguments.limit = None if arguments.limit is None else arguments.limit - 1
+    if not arguments.report:
+        limit = sys.maxsize if arguments.limit is None else arguments.limit
+        train_missing(runs, results, arguments.runs, arguments.steps, arguments.variants, arguments.workers, limit)
     report(arguments.output)
 
 

@@ -49,6 +49,9 @@ def test_other_seeds_run_at_the_best_rate_of_the_first():
         (1e-3, seed) for seed in twins.SEEDS[1:]
     ]
     assert len(after) == len(twins.LABELS) * (len(twins.SEEDS) - 1)
+    assert {run.variant for run in twins.missing({}, ["plain"]) + twins.missing(twins.finished(runs), ["plain"])} == {
+        "plain"
+    }
 
 
 @pytest.mark.parametrize(
@@ -78,10 +81,13 @@ def test_runs_are_added_and_kept(tmp_path, capsys):
     results = tmp_path / "docs" / "results.json"
     first = json.loads(results.read_text())["runs"]
     assert len(first) == 1 and first[0]["curve"][-1][0] == 2 and first[0]["losses"] == [[2, 0, None]]
-    twins.main([*options, "--limit=1"])
-    both = json.loads(results.read_text())["runs"]
-    assert both[0] == first[0] and len(both) == 2 and both[0]["variant"] != both[1]["variant"]
-    assert "18 runs can be added" in capsys.readouterr().out  # other seeds follow when all rates have run
+    twins.main([*options, "--limit=2", "--workers=2"])
+    three = json.loads(results.read_text())["runs"]
+    assert three[0] == first[0] and len({run["variant"] for run in three}) == len(three) == 3
+    assert "17 runs can be added" in capsys.readouterr().out  # other seeds follow when all rates have run
+    twins.main([*options, "--variants", "plain", "--workers=2"])  # the seeds, too, when the best rate is known
+    plain = [run for run in json.loads(results.read_text())["runs"] if run["variant"] == "plain"]
+    assert len(plain) == len(twins.RATES) + len(twins.SEEDS) - 1
     with pytest.raises(SystemExit):
         twins.main([f"--output={tmp_path / 'docs'}", "--report", "--steps=3"])
     assert "has runs of 2 steps" in capsys.readouterr().err
