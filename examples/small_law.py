@@ -22,6 +22,7 @@ import json
 import math
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -36,7 +37,7 @@ OUTPUT = REPOSITORY / "docs" / "scaling"
 WIDTHS = (32, 48, 64, 96)
 LAYERS, HEAD_DIM, BATCH, WINDOW = 4, 16, 16, LENGTH // 8  # of 2048 tokens the paper's windows have 256
 TOKENS_A_PARAMETER = 17.5
-RATES, RATE_WIDTH, RATE_SEED, SEEDS = (2e-3, 4e-3, 8e-3, 1.6e-2), 48, 100, (0, 1, 2)
+RATES, RATE_WIDTH, RATE_SEED, SEEDS = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), 48, 100, (0, 1, 2)
 PLAIN = dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False)
 WHOLE = {"layer_pattern": "G", "sliding_window": None}
 FAMILIES = {
@@ -45,6 +46,7 @@ FAMILIES = {
     "dcformer++": {"layer_pattern": "LG", "sliding_window": WINDOW, "qk_norm": True},
 }
 BASELINES, VARIANT = ("transformer++", "transformer++-qknorm"), "dcformer++"
+FORMS = {"log": "The paper's form of the law", "power": "A power law"}
 
 
 def make_config(family: str, width: int):
@@ -161,15 +163,36 @@ def reported(runs: list[dict], scale: float) -> list[dict]:
     ]
 
 
+def _at_equal_size(runs: list[dict], baseline: str) -> list[str]:
+    """By how much the loss is lower at equal width and tokens, seed by seed, and what composition costs there."""
+    lines = ["| width | parameters | operations | loss | loss of the baseline | lower by | every seed says so? |"]
+    lines += ["|---" * 7 + "|"]
+    for width in sorted({run["width"] for run in runs}):
+        ours, theirs = (
+            {run["seed"]: run for run in runs if (run["family"], run["width"]) == (family, width)}
+            for family in (VARIANT, baseline)
+        )
+        if not ours.keys() & theirs.keys():
+            continue
+        losses = [{seed: run["loss"] for seed, run in found.items()} for found in (ours, theirs)]
+        mean, error, verdict = study.compare(*losses)
+        one, other = (next(iter(found.values())) for found in (ours, theirs))
+        sizes = [f"{one[cost]:.4g} ({one[cost] / other[cost] - 1:+.1%})" for cost in ("parameters", "flops")]
+        cells = [str(width), *sizes, *(f"{statistics.mean(loss.values()):.4f}" for loss in losses)]
+        lines.append("| " + " | ".join([*cells, f"{mean:+.4f} ± {error:.4f}", verdict]) + " |")
+    return lines
+
+
 def report(runs: list[dict], folder: Path, scale: float) -> str:
     """Writes the table for `dcformer.scaling` and what it says of composition against each baseline."""
     from dcformer.scaling.__main__ import main as analyse
 
+    shown = reported(runs, scale)
     columns = ["family", "parameters", "embedding_parameters", "tokens", "flops", "loss", "seed"]
     rows = io.StringIO()
     writer = csv.DictWriter(rows, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(reported(runs, scale))
+    writer.writerows(shown)
     write_text(folder / "small.csv", rows.getvalue())
     rates = ", ".join(f"{family} {chosen_rate(runs, family, scale):g}" for family in FAMILIES)
     edge = [name for name in FAMILIES if chosen_rate(runs, name, scale) in (min(RATES), max(RATES))]
@@ -177,17 +200,21 @@ def report(runs: list[dict], folder: Path, scale: float) -> str:
         "<!-- written by examples/small_law.py -->",
         "# The law in the small",
         "",
+        f"{len(runs)} runs, {sum(run['cpu_seconds'] for run in runs) / 3600:.1f} hours of one core in all.",
         f"Rates at width {RATE_WIDTH}, of {', '.join(f'{rate:g}' for rate in RATES)}: {rates}"
         + (f"; at the edge of the grid: {', '.join(edge)}." if edge else "."),
     ]
     for baseline in BASELINES:
-        printed = io.StringIO()
-        options = ["--baseline", baseline, "--variant", VARIANT]
-        if baseline == BASELINES[-1]:  # the picture is of the closer comparison
-            options += ["--plot", str(folder / "small.png")]
-        with contextlib.redirect_stdout(printed):
-            analyse([str(folder / "small.csv"), *options])
-        lines += ["", f"## {VARIANT} against {baseline}", "", printed.getvalue().strip()]
+        lines += ["", f"## {VARIANT} against {baseline}", "", *_at_equal_size(shown, baseline)]
+        for form, label in FORMS.items():
+            printed = io.StringIO()
+            options = ["--baseline", baseline, "--variant", VARIANT, "--form", form]
+            if (baseline, form) == (BASELINES[-1], "log"):  # the picture is of the closer comparison
+                options += ["--plot", str(folder / "small.png")]
+            with contextlib.redirect_stdout(printed):
+                analyse([str(folder / "small.csv"), *options])
+            _, _, found = printed.getvalue().strip().partition("\n\n")  # behind the table of runs
+            lines += ["", f"### {label}", "", found]
     text = "\n".join(lines) + "\n"
     write_text(folder / "small.md", text)
     return text

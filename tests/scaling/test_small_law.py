@@ -16,7 +16,7 @@ from dcformer.analysis import num_compose_parameters, num_parameters
 def run_of(family, width, seed, rate, choice, loss):
     costs = {"parameters": width**2, "embedding_parameters": width, "tokens": 17 * width**2, "flops": float(width**4)}
     settings = small_law.settings_of(family, width, seed, rate, 1.0)
-    return settings | costs | {"choice_loss": choice, "loss": loss}
+    return settings | costs | {"choice_loss": choice, "loss": loss, "cpu_seconds": 36.0}
 
 
 def study_of(best: float) -> list[dict]:
@@ -80,7 +80,9 @@ def test_only_runs_at_the_chosen_rate_are_reported():
 def test_the_report_reads_the_runs(tmp_path):
     pytest.importorskip("matplotlib")
     text = small_law.report(study_of(best=small_law.RATES[-1]), tmp_path, 1.0)
-    assert text == (tmp_path / "small.md").read_text() and text.count("One slope for both families") == 2
+    assert text == (tmp_path / "small.md").read_text() and text.count("One slope for both families") == 4
+    assert f"{len(study_of(1.0))} runs, " in text and text.count("(+0.0%)") == 16
+    assert text.count("| +0.2000 ± 0.0000 | agrees |") == 4 and text.count("| +0.1000 ± 0.0000 | agrees |") == 4
     assert "at the edge of the grid: transformer++, transformer++-qknorm, dcformer++" in text
     rows = list(csv.DictReader((tmp_path / "small.csv").open()))
     assert len(rows) == 36 and {row["seed"] for row in rows} == {"0", "1", "2"}
