@@ -9,14 +9,14 @@ from dcformer import DCFormerConfig
 from dcformer.planning import Setup, memory
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="measures a model on the CPU: needs TRITON_INTERPRET=1")
-CASES = [("full", 16), ("full", 90), ("groups", 16), ("no gate", 16), ("query-wise, rank 1", 16)]
+CASES = [("full", 20), ("full", 90), ("groups", 20), ("no gate", 20), ("query-wise, rank 1", 20)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("variant", "length"), CASES)
 def test_planned_as_the_chunked_implementation(variant, length, dtype):
-    """Whose activations are more, the less the larger the model and the longer its rows."""
+    """Whose activations are a little more. (Of rows of at most `FEW_QUERIES` tokens it keeps the maps, too.)"""
     config = DCFormerConfig(**(SIZES | {"num_hidden_layers": 2} | VARIANTS[variant]))
     planned = memory(Setup(config, 1, batch=2, length=length, dtype=dtype)).activations
     found = kept_bytes(config, "dcformer_triton", dtype, length)
-    assert found <= planned <= (1.1 if length == 90 else 1.8) * found
+    assert found <= planned <= 1.1 * found
