@@ -191,6 +191,7 @@ class Curve(TrainerCallback):
 
     def __init__(self, folder: Path, curriculum: Curriculum, data: dict[str, list[dict]]):
         self.file, self.curriculum, self.data = folder / "curve.jsonl", curriculum, data
+        self.start = time.process_time()  # the process may have had other runs
 
     def on_save(self, args, state, control, model=None, **kwargs):
         was_training = model.training
@@ -200,7 +201,7 @@ class Curve(TrainerCallback):
         loss = next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None)
         stage = self.curriculum.stage_of(state.global_step)
         line = {"step": state.global_step, "stage": stage, "loss": loss, **scores}
-        line["processor_seconds"] = round(time.process_time())
+        line["processor_seconds"] = round(time.process_time() - self.start)
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         tqdm.write(json.dumps(line))
@@ -298,7 +299,7 @@ def train(variant: str, arguments: argparse.Namespace, tokenizer) -> dict:
 
 
 def _processor_seconds(curve: list[dict]) -> float:
-    """Of all processes that wrote the curve, each of which counts from 0."""
+    """Of all parts of an interrupted run, each of which counts from 0."""
     seconds = [line["processor_seconds"] for line in curve]
     return sum(now for now, after in zip(seconds, [*seconds[1:], 0], strict=True) if after <= now)
 

@@ -2,8 +2,10 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
@@ -72,6 +74,15 @@ def test_table_says_what_was_not_reached():
 def test_committed_table_is_that_of_the_results():
     done = twins.finished(twins.read_runs(twins.OUTPUT / "results.json"))
     assert (twins.OUTPUT / "table.md").read_text().partition("\n")[2] == twins.table(done)
+
+
+def test_a_run_counts_its_own_processor_time(tmp_path, monkeypatch):
+    """And not that of runs before it in the same process."""
+    clock = iter([100.0, 103.2])
+    monkeypatch.setattr(train_synthetic.time, "process_time", lambda: next(clock))
+    curve = train_synthetic.Curve(tmp_path, train_synthetic.Curriculum(), {})
+    curve.on_save(None, SimpleNamespace(log_history=[], global_step=200), None, model=torch.nn.Identity())
+    assert json.loads((tmp_path / "curve.jsonl").read_text())["processor_seconds"] == 3
 
 
 @pytest.mark.slow

@@ -1572,7 +1572,7 @@ _CHUNKED = _in(
     ),
     (
         "weights of a few queries without the key side",
-        "out = torch.addcmul(out, hidden, up[:, :, :, rank : rank + 1])",
+        "out = torch.addcmul(out, hidden.narrow(3, i, 1), channels.select(4, rank + i))",
         "pass",
         CHUNKED_IS_EAGER,
     ),
@@ -1584,8 +1584,8 @@ _CHUNKED = _in(
     ),
     (
         "gates of a few queries without the maps",
-        "out = torch.addcmul(out, a, gate.transpose(3, 4))",
-        "out = out + gate.transpose(3, 4)",
+        "out = torch.addcmul(out, a, channels.narrow(2, 2 * rank, 1))",
+        "out = out + channels.narrow(2, 2 * rank, 1)",
         CHUNKED_IS_EAGER,
     ),
     (

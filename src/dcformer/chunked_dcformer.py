@@ -151,32 +151,35 @@ def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Te
     """`compose` for a few queries and many keys, in few operations: what a decoding step waits for is their number."""
     if weights is None:
         return maps
-    a = maps.unflatten(1, (weights.groups, -1))  # [B, G, M, T, S]
-    out, rows = a, a.transpose(2, 3)  # [B, G, T, M, S]
+    rows = maps.unflatten(1, (weights.groups, -1)).transpose(2, 3)  # [B, G, T, M, S]
+    a = out = rows.flatten(0, 2)  # [B·G·T, M, S]
     if weights.static is not None:
         static = weights.static.to(maps.dtype).transpose(1, 2).unsqueeze(1)  # [G, 1, M, M], from column to row
-        out = out + (static @ rows).transpose(2, 3)
+        out = out + (static @ rows).flatten(0, 2)
     if weights.query is not None:
-        down, up, gate = _few_channels(weights.query, maps.dtype, weights.groups)  # [B, G, M, any, T]
-        if down.shape[3]:
-            hidden = down.permute(0, 1, 4, 3, 2) @ rows  # [B, G, T, R, S]
-            out = out + (up.permute(0, 1, 4, 2, 3) @ hidden).transpose(2, 3)
-        if gate.shape[3]:
-            out = torch.addcmul(out, a, gate.transpose(3, 4))
+        rank, channels = _few_channels(weights.query, maps.dtype, weights.groups)  # [B, G, M, channels, T]
+        channels = channels.permute(0, 1, 4, 2, 3).flatten(0, 2)  # [B·G·T, M, channels]
+        if rank:
+            hidden = torch.bmm(channels.narrow(2, 0, rank).transpose(1, 2), a)  # [B·G·T, R, S]
+            out = torch.baddbmm(out, channels.narrow(2, rank, rank), hidden)
+        if channels.shape[2] > 2 * rank:
+            out = torch.addcmul(out, a, channels.narrow(2, 2 * rank, 1))
+    out = out.view(rows.shape)  # [B, G, T, M, S]
     if weights.key is not None:
-        down, up, gate = _few_channels(weights.key, maps.dtype, weights.groups)  # [B, G, M, any, S]
-        for rank in range(down.shape[3]):
-            hidden = (a * down[:, :, :, rank : rank + 1]).sum(dim=2, keepdim=True)  # [B, G, 1, T, S]
-            out = torch.addcmul(out, hidden, up[:, :, :, rank : rank + 1])
-        if gate.shape[3]:
-            out = torch.addcmul(out, a, gate)
-    return out.flatten(1, 2)  # [B, H, T, S]
+        rank, channels = _few_channels(weights.key, maps.dtype, weights.groups)  # [B, G, M, channels, S]
+        channels = channels.unsqueeze(2)  # the same for all queries
+        if rank:
+            hidden = (rows.unsqueeze(4) * channels.narrow(4, 0, rank)).sum(dim=3)  # [B, G, T, R, S]
+        for i in range(rank):
+            out = torch.addcmul(out, hidden.narrow(3, i, 1), channels.select(4, rank + i))
+        if channels.shape[4] > 2 * rank:
+            out = torch.addcmul(out, rows, channels.select(4, 2 * rank))
+    return out.transpose(2, 3).flatten(1, 2)  # [B, H, T, S]
 
 
-def _few_channels(side: SideWeights, dtype: torch.dtype, groups: int) -> Sequence[torch.Tensor]:
-    """Down and up [B, G, M, R, N] and gate [B, G, M, 1, N]; with no channels where there are none."""
-    channels = side.by_head.to(dtype).unflatten(1, (groups, -1))  # [B, G, M, channels, N]
-    return channels.split([side.rank, side.rank, channels.shape[3] - 2 * side.rank], dim=3)
+def _few_channels(side: SideWeights, dtype: torch.dtype, groups: int) -> tuple[int, torch.Tensor]:
+    """R, and all channels by group: [B, G, M, channels, N]."""
+    return side.rank, side.by_head.to(dtype).unflatten(1, (groups, -1))
 
 
 # --- The operators ----------------------------------------------------------------------------------------------------
