@@ -8,6 +8,7 @@
 Every variant of `train_synthetic.py` gets the same rows, stages, steps and rates: each rate of `RATES` with seed 0, and
 the other seeds at the variant's own best. The rate is constant, as in the recipe before its decay. Measured every 200
 steps is the accuracy on validation questions, none of which is trained on; its mean over the run tells the best rate.
+At the end each attention pattern is asked for on its own, with questions of the test split.
 """
 
 import argparse
@@ -23,16 +24,18 @@ from pathlib import Path
 import torch
 import train_synthetic
 from study import about_runs, read_runs, save_figure, spread, write_text
-from train_synthetic import REPOSITORY, TOKENS, VARIANTS, make_model
+from train_synthetic import REPOSITORY, TOKENS, score
 
+import dcformer
 from dcformer.analysis.overhead import training_flops
-from dcformer.synthetic import build_tokenizer
+from dcformer.synthetic import TASKS, build_tokenizer, encode, iterate_contexts
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 SEEDS = (0, 1, 2)
 STEPS = 4600  # as many as the recipe has before its decay
 VALIDATE_STEPS = 200
 MARKS = (0.5, 0.75)
+TEST_CONTEXTS = 20  # of each of the 74 tasks
 LABELS = {
     "dcformer": "DCFormer",
     "talking-heads": "talking heads",
@@ -77,6 +80,22 @@ def missing(done: dict[Run, dict], variants: Collection[str] = tuple(LABELS)) ->
     return [run for run in rates + seeds if run not in done]
 
 
+def by_pattern(model: dcformer.DCFormerForCausalLM, tokenizer, contexts: int = TEST_CONTEXTS) -> dict[str, float]:
+    """Attention pattern -> accuracy on the test split, of questions without examples before them.
+
+    Args:
+        model: in `eval` mode.
+        tokenizer: of the tasks.
+        contexts: of each task.
+    """
+    accuracies = {}
+    for pattern in dict.fromkeys(task.pattern for task in TASKS):
+        tasks = [task for task in TASKS if task.pattern == pattern]
+        rows = iterate_contexts("test", contexts, num_examples=1, tasks=tasks, first_scored=0)
+        accuracies[pattern] = round(score(model, [encode(row, tokenizer) for row in rows])["accuracy"], 4)
+    return accuracies
+
+
 def train(run: Run, folder: Path, steps: int) -> dict:
     """One run on one core, resumed if it was interrupted; returns what the report needs."""
     torch.set_num_threads(1)
@@ -87,17 +106,18 @@ def train(run: Run, folder: Path, steps: int) -> dict:
     ])  # fmt: skip
     tokenizer = build_tokenizer(model_max_length=train_synthetic.MAX_TOKENS)
     report = train_synthetic.train(run.variant, options, tokenizer)
-    config = make_model(tokenizer, **VARIANTS[run.variant]).config
+    model = dcformer.DCFormerForCausalLM.from_pretrained(options.output / run.variant).eval()
     return {
         "variant": run.variant,
         "learning_rate": run.rate,
         "seed": run.seed,
         "steps": steps,
         "parameters": report["parameters"],
-        "flops_per_step": training_flops(config, TOKENS) * TOKENS * options.batch_size,
+        "flops_per_step": training_flops(model.config, TOKENS) * TOKENS * options.batch_size,
         "minutes": report["minutes"],
         "curve": [[line["step"], line["alone"]] for line in report["curve"]],
         "losses": [[line["step"], line["stage"], line["loss"]] for line in report["curve"]],
+        "patterns": by_pattern(model, tokenizer),
     }
 
 
@@ -173,7 +193,24 @@ def table(done: dict[Run, dict]) -> str:
         found = [done.get(Run(variant, rate, SEEDS[0])) for rate in RATES]
         cells = [f"{run['curve'][-1][1]:.1%}, {quality(run):.1%}" if run else "" for run in found]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + _pattern_lines(done)) + "\n"
+
+
+def _pattern_lines(done: dict[Run, dict]) -> list[str]:
+    """What each variant's runs at its best rate answer of each attention pattern at the end, seed by seed."""
+    found = {}
+    for variant in LABELS:
+        runs = [done.get(Run(variant, best_rate(variant, done), seed)) for seed in SEEDS]
+        if measured := [run["patterns"] for run in runs if run and "patterns" in run]:
+            found[variant] = measured
+    if not found:
+        return []
+    lines = ["", "Each attention pattern at the end, %, at the best rate; a number for each seed measured.", ""]
+    lines += ["| | " + " | ".join(LABELS[variant] for variant in found) + " |", "|---|" + "---|" * len(found)]
+    for pattern in dict.fromkeys(task.pattern for task in TASKS):
+        cells = [", ".join(f"{100 * run[pattern]:.1f}" for run in runs) for runs in found.values()]
+        lines.append(f"| {pattern} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def picture(done: dict[Run, dict], file: Path) -> None:

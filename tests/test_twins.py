@@ -71,6 +71,15 @@ def test_table_says_what_was_not_reached():
     assert "200; over 600" in row and "600; over 600" in row
 
 
+def test_table_has_patterns_of_the_best_rate():
+    patterns = {task.pattern: 0.25 for task in twins.TASKS}
+    runs = [*all_rates(), a_run("plain", 1e-3, 1, [0.1]) | {"patterns": patterns | {"same-object": 0.5}}]
+    runs += [a_run("plain", 1e-3, 2, [0.1]) | {"patterns": patterns}, a_run("plain", 2e-3, 1, [0.9])]
+    told = twins.table(twins.finished(runs))
+    assert "| same-object | 50.0, 25.0 |" in told and "| same-person | 25.0, 25.0 |" in told
+    assert "attention pattern" not in twins.table(twins.finished(all_rates()))
+
+
 def test_committed_table_is_that_of_the_results():
     done = twins.finished(twins.read_runs(twins.OUTPUT / "results.json"))
     assert (twins.OUTPUT / "table.md").read_text().partition("\n")[2] == twins.table(done)
@@ -92,6 +101,7 @@ def test_runs_are_added_and_kept(tmp_path, capsys):
     results = tmp_path / "docs" / "results.json"
     first = json.loads(results.read_text())["runs"]
     assert len(first) == 1 and first[0]["curve"][-1][0] == 2 and first[0]["losses"] == [[2, 0, None]]
+    assert first[0]["patterns"].keys() == {task.pattern for task in twins.TASKS}
     twins.main([*options, "--limit=2", "--workers=2"])
     three = json.loads(results.read_text())["runs"]
     assert three[0] == first[0] and len({run["variant"] for run in three}) == len(three) == 3
