@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -163,23 +164,56 @@ def reported(runs: list[dict], scale: float) -> list[dict]:
     ]
 
 
+def factor_between(points: list[tuple[float, float]], compute: float, loss: float) -> tuple[float, bool]:
+    """The compute factor by the lines from one of a baseline's points to the next, and whether a line reaches there.
+
+    Args:
+        points: compute and mean loss of the baseline's sizes, at least two; a greater compute has a lower loss.
+        compute, loss: of a run of the variant.
+    """
+    points = sorted(points)
+    pairs = list(itertools.pairwise(points))
+    (first, above), (last, below) = next((pair for pair in pairs if loss >= pair[1][1]), pairs[-1])
+    at = math.log(first) + (above - loss) / (above - below) * math.log(last / first)
+    return math.exp(at) / compute, points[-1][1] <= loss <= points[0][1]
+
+
 def _at_equal_size(runs: list[dict], baseline: str) -> list[str]:
     """By how much the loss is lower at equal width and tokens, seed by seed, and what composition costs there."""
-    lines = ["| width | parameters | operations | loss | loss of the baseline | lower by | every seed says so? |"]
-    lines += ["|---" * 7 + "|"]
-    for width in sorted({run["width"] for run in runs}):
-        ours, theirs = (
-            {run["seed"]: run for run in runs if (run["family"], run["width"]) == (family, width)}
-            for family in (VARIANT, baseline)
-        )
-        if not ours.keys() & theirs.keys():
+    from scipy.stats import ttest_rel
+
+    heads = ("width", "parameters", "operations", "loss", "loss of the baseline", "lower by", "p", "factor (flops)")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    widths = sorted({run["width"] for run in runs})
+    found = {
+        (family, width): {run["seed"]: run for run in runs if (run["family"], run["width"]) == (family, width)}
+        for family in (VARIANT, baseline)
+        for width in widths
+    }
+    means = {at: statistics.mean(run["loss"] for run in by_seed.values()) for at, by_seed in found.items() if by_seed}
+    flops = {at: statistics.mean(run["flops"] for run in by_seed.values()) for at, by_seed in found.items() if by_seed}
+    points = [(flops[baseline, width], means[baseline, width]) for width in widths if (baseline, width) in means]
+    for width in widths:
+        ours, theirs = found[VARIANT, width], found[baseline, width]
+        if not (seeds := sorted(ours.keys() & theirs.keys())):
             continue
-        losses = [{seed: run["loss"] for seed, run in found.items()} for found in (ours, theirs)]
-        mean, error, verdict = study.compare(*losses)
-        one, other = (next(iter(found.values())) for found in (ours, theirs))
+        losses = [{seed: by_seed[seed]["loss"] for seed in seeds} for by_seed in (ours, theirs)]
+        mean, error, _ = study.compare(*losses)
+        p = ttest_rel(*(list(by_seed.values()) for by_seed in losses)).pvalue if len(seeds) > 1 else math.nan
+        one, other = ours[seeds[0]], theirs[seeds[0]]
         sizes = [f"{one[cost]:.4g} ({one[cost] / other[cost] - 1:+.1%})" for cost in ("parameters", "flops")]
-        cells = [str(width), *sizes, *(f"{statistics.mean(loss.values()):.4f}" for loss in losses)]
-        lines.append("| " + " | ".join([*cells, f"{mean:+.4f} ± {error:.4f}", verdict]) + " |")
+        cells = [str(width), *sizes, *(f"{means[family, width]:.4f}" for family in (VARIANT, baseline))]
+        cells += [f"{mean:+.4f} ± {error:.4f}", f"{p:.3f}"]
+        if len(points) > 1:
+            factor, is_between = factor_between(points, flops[VARIANT, width], means[VARIANT, width])
+            cells.append(f"{factor:.2f}" + ("" if is_between else ", extrapolated"))
+        else:
+            cells.append("")
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "p: of a paired t-test. Factor: by lines from one of the baseline's points to the next, not by a law.",
+    ]
     return lines
 
 

@@ -145,7 +145,8 @@ def train_missing(
                 limit -= 1
             if not running:
                 return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            done = sorted(wait(running, return_when=FIRST_COMPLETED).done, key=lambda future: bool(future.exception()))
+            for future in done:  # a failed one ends the program when the others are written
                 del running[future]
                 runs.append(future.result())
                 results.parent.mkdir(parents=True, exist_ok=True)
@@ -201,14 +202,15 @@ def _pattern_lines(done: dict[Run, dict]) -> list[str]:
     found = {}
     for variant in LABELS:
         runs = [done.get(Run(variant, best_rate(variant, done), seed)) for seed in SEEDS]
-        if measured := [run["patterns"] for run in runs if run and "patterns" in run]:
+        if measured := {run["seed"]: run["patterns"] for run in runs if run and "patterns" in run}:
             found[variant] = measured
     if not found:
         return []
-    lines = ["", "Each attention pattern at the end, %, at the best rate; a number for each seed measured.", ""]
-    lines += ["| | " + " | ".join(LABELS[variant] for variant in found) + " |", "|---|" + "---|" * len(found)]
+    lines = ["", "Each attention pattern at the end, %, at the best rate, for the seeds that have been measured.", ""]
+    heads = [f"{LABELS[variant]}: seed {', '.join(map(str, measured))}" for variant, measured in found.items()]
+    lines += ["| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(found)]
     for pattern in dict.fromkeys(task.pattern for task in TASKS):
-        cells = [", ".join(f"{100 * run[pattern]:.1f}" for run in runs) for runs in found.values()]
+        cells = [", ".join(f"{100 * run[pattern]:.1f}" for run in by_seed.values()) for by_seed in found.values()]
         lines.append(f"| {pattern} | " + " | ".join(cells) + " |")
     return lines
 

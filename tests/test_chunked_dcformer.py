@@ -32,8 +32,10 @@ def operator_arguments(problem, mask=(), dropout=0.0, window=None):
         ({"pre": "static query_low", "post": "key_low key_gate"}, {"dropout": 0.25}),
         ({"batch": 1}, {"mask": "intervals"}),
         ({}, {"mask": "whole"}),
+        ({"kv_heads": 4}, {"strides": "other"}),
+        ({"heads": 6, "kv_heads": 3, "groups": 3}, {"strides": "other"}),
     ],
-    ids=["all", "plain", "window", "dropout", "intervals", "mask"],
+    ids=["all", "plain", "window", "dropout", "intervals", "mask", "strides", "strides of groups"],
 )
 def test_operators_pass_opcheck(fields, options, monkeypatch):
     small_blocks(monkeypatch, query_block=4, scores=200)
@@ -42,12 +44,21 @@ def test_operators_pass_opcheck(fields, options, monkeypatch):
         "intervals": [torch.zeros(1, 9, dtype=torch.int32), torch.arange(1, 10, dtype=torch.int32)[None]],
         "whole": [torch.rand(2, 1, 9, 9) < 0.7],
     }.get(options.pop("mask", None), [])
+    has_other_strides = options.pop("strides", None)
     arguments = operator_arguments(problem, mask, **options)
+    if has_other_strides:  # as a user's own tensors may have
+        arguments[3][:] = [w.mT.contiguous().mT.detach().requires_grad_() for w in arguments[3]]
     torch.library.opcheck(chunked_dcformer._forward, arguments)
     grad = problem.grad.detach()
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     detached[3] = [w.detach() for w in arguments[3]]
     torch.library.opcheck(chunked_dcformer._backward, (grad, *detached))
+
+
+def test_a_mask_of_no_keys():
+    problem = Inputs(length=20, key_length=0)
+    mask = torch.ones(1, 1, 20, 0, dtype=torch.bool)
+    assert not problem.call(chunked_attention, mask)[0].any()
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------

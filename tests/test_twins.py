@@ -76,7 +76,8 @@ def test_table_has_patterns_of_the_best_rate():
     runs = [*all_rates(), a_run("plain", 1e-3, 1, [0.1]) | {"patterns": patterns | {"same-object": 0.5}}]
     runs += [a_run("plain", 1e-3, 2, [0.1]) | {"patterns": patterns}, a_run("plain", 2e-3, 1, [0.9])]
     told = twins.table(twins.finished(runs))
-    assert "| same-object | 50.0, 25.0 |" in told and "| same-person | 25.0, 25.0 |" in told
+    assert f"{twins.LABELS['plain']}: seed 1, 2 |" in told and "| same-object | 50.0, 25.0 |" in told
+    assert "| same-person | 25.0, 25.0 |" in told
     assert "attention pattern" not in twins.table(twins.finished(all_rates()))
 
 

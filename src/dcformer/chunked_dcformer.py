@@ -168,10 +168,9 @@ def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Te
     if weights.key is not None:
         rank, channels = _few_channels(weights.key, maps.dtype, weights.groups)  # [B, G, M, channels, S]
         channels = channels.unsqueeze(2)  # the same for all queries
-        if rank:
-            hidden = (rows.unsqueeze(4) * channels.narrow(4, 0, rank)).sum(dim=3)  # [B, G, T, R, S]
         for i in range(rank):
-            out = torch.addcmul(out, hidden.narrow(3, i, 1), channels.select(4, rank + i))
+            hidden = (rows * channels.select(4, i)).sum(dim=3, keepdim=True)  # [B, G, T, 1, S]
+            out = torch.addcmul(out, hidden, channels.select(4, rank + i))
         if channels.shape[4] > 2 * rank:
             out = torch.addcmul(out, rows, channels.select(4, 2 * rank))
     return out.transpose(2, 3).flatten(1, 2)  # [B, H, T, S]
@@ -278,18 +277,17 @@ def _backward(
     """Gradients of query, key, value and each of `weights`, from that of the output [B, T, H, Dv]."""
     groups, places, call = _unfold(query, key, plan, mask, dropout, seed)
     inputs = (query, key, value, *weights)
-    of_groups = []
+    grads: list[torch.Tensor] = []
     for group in range(groups):
         part = _Group(query, key, value, scaling, weights, places, groups, group)
         for block in call.blocks:
             part.add_grads(call, block, grad_output[block.batch, block.queries, part.heads])
-        of_groups.append(part.gradients(places))
-    grads = of_groups[0]
-    if groups > 1:  # the static projections [1, M, M] of all, and what has heads [B, M, ...]
-        grads = [torch.cat(parts, dim=0 if parts[0].dim() == 3 else 1) for parts in zip(*of_groups, strict=True)]
-    for i in (1, 2):  # query heads that share one of the keys and values
-        if grads[i].shape[1] != inputs[i].shape[1]:
-            grads[i] = grads[i].unflatten(1, (inputs[i].shape[1], -1)).sum(2)
+        found = part.gradients(places)
+        if groups == 1 and query.shape[1] == key.shape[1]:
+            grads = found  # no memory beside theirs
+            break
+        grads = grads or [torch.zeros(t.shape, dtype=part.compute, device=t.device) for t in inputs]
+        part.add_to(grads, found)
     return [grad.to(t.dtype) for grad, t in zip(grads, inputs, strict=True)]
 
 
@@ -428,6 +426,8 @@ class _Call:
         )
 
     def _bounded_by_mask(self, blocks: list[_Block], mask: torch.Tensor) -> list[_Block]:
+        if not self.key_length:
+            return []
         bounds = []
         for block in blocks:
             visible, _ = visible_and_bias(mask[self._rows(mask, block), :, block.queries])
@@ -614,7 +614,8 @@ class _Stage:
 
     def _grad(self, name: str) -> torch.Tensor:
         if name not in self.grads:
-            self.grads[name] = torch.zeros_like(getattr(self, name))
+            like = getattr(self, name)
+            self.grads[name] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)  # contiguous
         return self.grads[name]
 
     def _keep_query_grads(self, products: torch.Tensor, block: _Block) -> None:
@@ -675,7 +676,7 @@ class _Group:
         groups: int,
         group: int,
     ):
-        self.dtype, self.compute = query.dtype, accumulation_dtype(query.dtype)
+        self.group, self.dtype, self.compute = group, query.dtype, accumulation_dtype(query.dtype)
         size, repeats = query.shape[1] // groups, query.shape[1] // key.shape[1]
         self.heads = slice(group * size, (group + 1) * size)
         self.kv_heads = torch.arange(self.heads.start, self.heads.stop, device=query.device) // repeats
@@ -751,6 +752,16 @@ class _Group:
         grad_q, grad_k, grad_v = self.grads or self._zeros()
         flat: list[Any] = [*self.pre.flat_grads(), *self.post.flat_grads()]
         return [grad_q.mul_(self.scaling), grad_k, grad_v, *(flat[place] for place in places)]
+
+    def add_to(self, totals: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        """Adds `gradients` to those of all groups; heads may share a key and a value, in a group or across groups."""
+        for i, (total, grad) in enumerate(zip(totals, grads, strict=True)):
+            if i in (1, 2):
+                total.index_add_(1, self.kv_heads, grad)
+            elif total.dim() == 3:  # [G, M, M], a static projection
+                total[self.group] = grad[0]
+            else:
+                total[:, self.heads] = grad
 
 
 for _name in (CHUNKED, DEFAULT_ATTENTION):  # the default's layers decide themselves what they use

@@ -146,8 +146,8 @@ def _build(setup: Setup, layers: int = 1, split_vocabulary: bool = True) -> DCFo
 def measure_step(setup: Setup, layers: int) -> tuple[int, int]:
     """Runs a forward and backward pass on the meta device. Gradients are dropped at once, as under FSDP.
 
-    For the fused kernels the chunked implementation is measured, which holds a little more, and maps of rows of at most
-    `FEW_QUERIES` tokens.
+    For the fused kernels the chunked implementation is measured, which holds a little more. (For rows of at most
+    `FEW_QUERIES` tokens it holds their maps, too.)
 
     Returns:
         bytes at the end of the forward pass, without parameters; additional bytes at the peak of the step.

@@ -15,7 +15,7 @@ CASES = [("full", 20), ("full", 90), ("groups", 20), ("no gate", 20), ("query-wi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("variant", "length"), CASES)
 def test_planned_as_the_chunked_implementation(variant, length, dtype):
-    """Whose activations are a little more. (Of rows of at most `FEW_QUERIES` tokens it keeps the maps, too.)"""
+    """Chunked attention keeps a little more. (For rows of at most `FEW_QUERIES` tokens it keeps their maps, too.)"""
     config = DCFormerConfig(**(SIZES | {"num_hidden_layers": 2} | VARIANTS[variant]))
     planned = memory(Setup(config, 1, batch=2, length=length, dtype=dtype)).activations
     found = kept_bytes(config, "dcformer_triton", dtype, length)

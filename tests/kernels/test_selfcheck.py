@@ -75,13 +75,13 @@ def break_forward(patch):
     patch.setattr(launch.Problem, "forward", lambda self: (wrong((found := right(self))[0]), found[1]))
 
 
-def break_gradients(patch, of):
+def break_gradients(patch, of, by=1e-3):
     right = launch.Problem.backward
 
     def backward(self, *args):
         grads = right(self, *args)
         for grad in of(grads):
-            wrong(grad)
+            wrong(grad, by)
         return grads
 
     patch.setattr(launch.Problem, "backward", backward)
@@ -164,6 +164,14 @@ def test_wrong_kernels_are_caught_and_named(name, monkeypatch):
         assert {check.name for check in failed} == expected
     for check in failed:
         assert check.name in str(check) and "is allowed" in str(check)
+
+
+@pytest.mark.parametrize("of", ["query", "key", "value"])
+def test_wrong_gradients_are_caught_in_bfloat16(of, monkeypatch):
+    """Where the yardstick's own maps are rounded: one channel is off by a fifth."""
+    break_gradients(monkeypatch, lambda grads: [getattr(grads, of)], by=0.2)
+    failed = [check for check in selfcheck.run(HERE, dataclasses.replace(SMALL, dtype="bfloat16")) if not check.passed]
+    assert [check.name for check in failed] == [f"attention, gradient of {of}"]
 
 
 def test_the_check_leaves_the_callers_surroundings_alone():

@@ -15,6 +15,8 @@ from dcformer.analysis import num_compose_parameters, num_parameters
 
 def run_of(family, width, seed, rate, choice, loss):
     costs = {"parameters": width**2, "embedding_parameters": width, "tokens": 17 * width**2, "flops": float(width**4)}
+    if family == small_law.VARIANT:
+        costs |= {"parameters": 1.1 * width**2, "flops": 1.3 * width**4}
     settings = small_law.settings_of(family, width, seed, rate, 1.0)
     return settings | costs | {"choice_loss": choice, "loss": loss, "cpu_seconds": 36.0}
 
@@ -77,16 +79,29 @@ def test_only_runs_at_the_chosen_rate_are_reported():
     assert small_law.reported(runs, 0.5) == []  # runs of other lengths
 
 
+@pytest.mark.filterwarnings("ignore:Precision loss:RuntimeWarning")  # the made-up differences are all the same
 def test_the_report_reads_the_runs(tmp_path):
     pytest.importorskip("matplotlib")
     text = small_law.report(study_of(best=small_law.RATES[-1]), tmp_path, 1.0)
     assert text == (tmp_path / "small.md").read_text() and text.count("One slope for both families") == 4
-    assert f"{len(study_of(1.0))} runs, " in text and text.count("(+0.0%)") == 16
-    assert text.count("| +0.2000 ± 0.0000 | agrees |") == 4 and text.count("| +0.1000 ± 0.0000 | agrees |") == 4
+    assert f"{len(study_of(1.0))} runs, " in text and text.count("(+10.0%)") == text.count("(+30.0%)") == 8
+    assert text.count("| +0.2000 ± 0.0000 | 0.000 |") == 4 and text.count("| +0.1000 ± 0.0000 | 0.000 |") == 4
+    assert text.count(", extrapolated |") == 2  # of the largest width alone
     assert "at the edge of the grid: transformer++, transformer++-qknorm, dcformer++" in text
     rows = list(csv.DictReader((tmp_path / "small.csv").open()))
     assert len(rows) == 36 and {row["seed"] for row in rows} == {"0", "1", "2"}
     assert (tmp_path / "small.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("loss", "factor", "is_between"),
+    [(3.0, 100, True), (3.5, 10, True), (2.0, 1000, True), (4.0, 1, True), (4.5, 0.1, False), (1.0, 10000, False)],
+)
+def test_factor_between_points(loss, factor, is_between):
+    """Of a baseline that has 4, 3 and 2 nats at 1, 100 and 1000 units of compute."""
+    points = [(100.0, 3.0), (1.0, 4.0), (1000.0, 2.0)]
+    found = small_law.factor_between(points, 2.0, loss)
+    assert found == (pytest.approx(factor / 2), is_between)
 
 
 @pytest.mark.slow

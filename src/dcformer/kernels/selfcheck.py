@@ -7,8 +7,9 @@ shapes, against the eager definition. The verdict is remembered, and kept in the
 Tolerances: the definition in float64 is the yardstick. Of a result the largest error and the norm of all errors may be
 at most twice those of the definition in the low precision, plus a band, relative to the largest number and to the norm:
 one unit in the last place of the dtype, and for attention the unit of float32 times the largest log-sum-exp, as the
-kernels make weights as exp(score - log-sum-exp). Gradients of attention come from maps that the kernels keep in 16 bits
-where the definition has float32: there the yardstick is the definition with maps, and their gradients, rounded so.
+kernels make weights as exp(score - log-sum-exp). For gradients of attention the kernels keep scores, composed weights
+and gradients of maps in 16 bits, where the definition has float32: there the yardstick is the definition with all its
+maps and their gradients rounded so.
 
 Importing this needs no Triton; running a check does.
 """
