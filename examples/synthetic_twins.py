@@ -80,18 +80,17 @@ def missing(done: dict[Run, dict], variants: Collection[str] = tuple(LABELS)) ->
     return [run for run in rates + seeds if run not in done]
 
 
-def by_pattern(model: dcformer.DCFormerForCausalLM, tokenizer, contexts: int = TEST_CONTEXTS) -> dict[str, float]:
+def by_pattern(model: dcformer.DCFormerForCausalLM, tokenizer) -> dict[str, float]:
     """Attention pattern -> accuracy on the test split, of questions without examples before them.
 
     Args:
         model: in `eval` mode.
         tokenizer: of the tasks.
-        contexts: of each task.
     """
     accuracies = {}
     for pattern in dict.fromkeys(task.pattern for task in TASKS):
         tasks = [task for task in TASKS if task.pattern == pattern]
-        rows = iterate_contexts("test", contexts, num_examples=1, tasks=tasks, first_scored=0)
+        rows = iterate_contexts("test", TEST_CONTEXTS, num_examples=1, tasks=tasks, first_scored=0)
         accuracies[pattern] = round(score(model, [encode(row, tokenizer) for row in rows])["accuracy"], 4)
     return accuracies
 
@@ -180,7 +179,7 @@ def table(done: dict[Run, dict]) -> str:
     for variant, label in LABELS.items():
         if (rate := best_rate(variant, done)) is None:
             continue
-        runs = [done[run] for seed in SEEDS if (run := Run(variant, rate, seed)) in done]
+        runs = _at_rate(variant, rate, done)
         final = [100 * run["curve"][-1][1] for run in runs]
         told = ", ".join(f"{value:.1f}" for value in final)
         within = f" (mean {statistics.mean(final):.1f} ± {spread(final):.1f})" if len(final) > 1 else ""
@@ -197,12 +196,17 @@ def table(done: dict[Run, dict]) -> str:
     return "\n".join(lines + _pattern_lines(done)) + "\n"
 
 
+def _at_rate(variant: str, rate: float | None, done: dict[Run, dict]) -> list[dict]:
+    """The runs of a variant at a rate, by seed."""
+    return [done[run] for seed in SEEDS if (run := Run(variant, rate, seed)) in done]
+
+
 def _pattern_lines(done: dict[Run, dict]) -> list[str]:
     """What each variant's runs at its best rate answer of each attention pattern at the end, seed by seed."""
     found = {}
     for variant in LABELS:
-        runs = [done.get(Run(variant, best_rate(variant, done), seed)) for seed in SEEDS]
-        if measured := {run["seed"]: run["patterns"] for run in runs if run and "patterns" in run}:
+        runs = _at_rate(variant, best_rate(variant, done), done)
+        if measured := {run["seed"]: run["patterns"] for run in runs if "patterns" in run}:
             found[variant] = measured
     if not found:
         return []
@@ -230,7 +234,7 @@ def picture(done: dict[Run, dict], file: Path) -> None:
         if not first:
             continue
         rate = max(first, key=lambda run: quality(done[run])).rate  # the best so far
-        for run in (done[run] for seed in SEEDS if (run := Run(variant, rate, seed)) in done):
+        for run in _at_rate(variant, rate, done):
             steps, accuracy = zip(*run["curve"], strict=True)
             scales = (1.0, run["flops_per_step"])
             for axis, scale in zip(axes, scales, strict=True):

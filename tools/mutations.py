@@ -1596,7 +1596,7 @@ _CHUNKED = _in(
     ),
     (
         "gradients laid out as the weights are",
-        "self.grads[name] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)",
+        "self.grads[name] = like.new_zeros(like.shape)",
         "self.grads[name] = torch.zeros_like(like)",
         T_CHUNKED + "test_operators_pass_opcheck",
     ),

@@ -14,6 +14,7 @@ Other letters: B batch, T queries, S keys, H query heads, D head dim, R rank.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -157,7 +158,8 @@ def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Te
         static = weights.static.to(maps.dtype).transpose(1, 2).unsqueeze(1)  # [G, 1, M, M], from column to row
         out = out + (static @ rows).flatten(0, 2)
     if weights.query is not None:
-        rank, channels = _few_channels(weights.query, maps.dtype, weights.groups)  # [B, G, M, channels, T]
+        rank = weights.query.rank
+        channels = _few_channels(weights.query, maps.dtype, weights.groups)  # [B, G, M, channels, T]
         channels = channels.permute(0, 1, 4, 2, 3).flatten(0, 2)  # [B·G·T, M, channels]
         if rank:
             hidden = torch.bmm(channels.narrow(2, 0, rank).transpose(1, 2), a)  # [B·G·T, R, S]
@@ -166,8 +168,8 @@ def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Te
             out = torch.addcmul(out, a, channels.narrow(2, 2 * rank, 1))
     out = out.view(rows.shape)  # [B, G, T, M, S]
     if weights.key is not None:
-        rank, channels = _few_channels(weights.key, maps.dtype, weights.groups)  # [B, G, M, channels, S]
-        channels = channels.unsqueeze(2)  # the same for all queries
+        rank = weights.key.rank
+        channels = _few_channels(weights.key, maps.dtype, weights.groups).unsqueeze(2)  # [B, G, 1, M, channels, S]
         for i in range(rank):
             hidden = (rows * channels.select(4, i)).sum(dim=3, keepdim=True)  # [B, G, T, 1, S]
             out = torch.addcmul(out, hidden, channels.select(4, rank + i))
@@ -176,9 +178,9 @@ def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Te
     return out.transpose(2, 3).flatten(1, 2)  # [B, H, T, S]
 
 
-def _few_channels(side: SideWeights, dtype: torch.dtype, groups: int) -> tuple[int, torch.Tensor]:
-    """R, and all channels by group: [B, G, M, channels, N]."""
-    return side.rank, side.by_head.to(dtype).unflatten(1, (groups, -1))
+def _few_channels(side: SideWeights, dtype: torch.dtype, groups: int) -> torch.Tensor:
+    """All channels by group: [B, G, M, channels, N]."""
+    return side.by_head.to(dtype).unflatten(1, (groups, -1))
 
 
 # --- The operators ----------------------------------------------------------------------------------------------------
@@ -285,9 +287,9 @@ def _backward(
         found = part.gradients(places)
         if groups == 1 and query.shape[1] == key.shape[1]:
             grads = found  # no memory beside theirs
-            break
-        grads = grads or [torch.zeros(t.shape, dtype=part.compute, device=t.device) for t in inputs]
-        part.add_to(grads, found)
+        else:
+            grads = grads or [t.new_zeros(t.shape, dtype=part.compute) for t in inputs]
+            part.add_to(grads, found)
     return [grad.to(t.dtype) for grad, t in zip(grads, inputs, strict=True)]
 
 
@@ -615,7 +617,7 @@ class _Stage:
     def _grad(self, name: str) -> torch.Tensor:
         if name not in self.grads:
             like = getattr(self, name)
-            self.grads[name] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)  # contiguous
+            self.grads[name] = like.new_zeros(like.shape)  # contiguous
         return self.grads[name]
 
     def _keep_query_grads(self, products: torch.Tensor, block: _Block) -> None:
@@ -688,7 +690,6 @@ class _Group:
         for place, weight in zip(places, weights, strict=True):
             flat[place] = weight
         self.pre, self.post = (_Stage(flat[i : i + 3], group, self.heads, self.compute) for i in (0, 3))
-        self.grads: list[torch.Tensor] = []  # of q, k and v
 
     @staticmethod
     def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
@@ -724,8 +725,6 @@ class _Group:
 
     def add_grads(self, call: _Call, block: _Block, grad_output: torch.Tensor) -> None:
         """Adds to all gradients, from that of a block's output [b, t, M, Dv]."""
-        if not self.grads:
-            self.grads = self._zeros()
         grad_q, grad_k, grad_v = self.grads
         grad_output = grad_output.to(self.compute).transpose(1, 2)  # [b, M, t, Dv]
         at_queries, at_keys = (block.batch, slice(None), block.queries), (block.batch, slice(None), block.keys)
@@ -742,14 +741,14 @@ class _Group:
         for total, one, other in zip(grad_k[at_keys], grad.permute(0, 2, 3, 1), self.q[at_queries], strict=True):
             total.baddbmm_(one, other)
 
-    def _zeros(self) -> list[torch.Tensor]:
-        return [
-            torch.zeros(states.shape, dtype=states.dtype, device=states.device) for states in (self.q, self.k, self.v)
-        ]
+    @cached_property
+    def grads(self) -> list[torch.Tensor]:
+        """Of q, k and v, to be added to; the forward pass has none."""
+        return [states.new_zeros(states.shape) for states in (self.q, self.k, self.v)]
 
     def gradients(self, places: Sequence[int]) -> list[torch.Tensor]:
         """Of this group's heads of query, key and value [B, M, T or S, D], and of the weights at `places`."""
-        grad_q, grad_k, grad_v = self.grads or self._zeros()
+        grad_q, grad_k, grad_v = self.grads
         flat: list[Any] = [*self.pre.flat_grads(), *self.post.flat_grads()]
         return [grad_q.mul_(self.scaling), grad_k, grad_v, *(flat[place] for place in places)]
 
