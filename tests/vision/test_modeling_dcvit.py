@@ -128,26 +128,33 @@ def test_plain_setting_is_transformers_vit(make_model, images, implementation):
     "fields", [{}, {"pooling": "cls", "compose_groups": 2}, {"qk_norm": None, "compose_key": False}]
 )
 def test_implementations_agree_with_every_gradient(make_model, fields):
-    """20 tokens and more: beyond the few that the chunked implementation treats as eager does."""
+    """20 tokens and more: beyond the few that the chunked implementation treats as eager does.
+
+    In float64 the two are the same to rounding. In float32 chunked attention may be eight times as far off as eager
+    attention is for the gradient where that is worst: over 60 images the ratio went up to 3.3, as either may be lucky.
+    """
     images = torch.randn(2, 3, 24, 16)
     results = {}
-    for implementation, dtype in (
-        ("eager", torch.float64),
-        ("eager", torch.float32),
-        ("dcformer_chunked", torch.float32),
-    ):
-        model = make_model(implementation, image_size=(24, 16), **fields).to(dtype)
-        loss = model(images.to(dtype), labels=torch.tensor([1, 4])).loss
-        loss.backward()
-        results[implementation, dtype] = [loss, *(p.grad for p in model.parameters())]
-        names = ["loss", *dict(model.named_parameters())]
+    for implementation in ("eager", "dcformer_chunked"):
+        for dtype in (torch.float64, torch.float32):
+            model = make_model(implementation, image_size=(24, 16), **fields).to(dtype)
+            loss = model(images.to(dtype), labels=torch.tensor([1, 4])).loss
+            loss.backward()
+            results[implementation, dtype] = {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
     exact = results["eager", torch.float64]
-    for name, wide, plain, ours in zip(
-        names, exact, results["eager", torch.float32], results["dcformer_chunked", torch.float32], strict=True
-    ):
-        band = 2 * (plain - wide).abs().max() + 2**-20 * wide.abs().max() + 1e-9
-        assert (ours - wide).abs().max() <= band, name
-        assert wide.abs().max() > 0 or name.endswith("k_proj.bias"), name
+    if "compose_key" in fields:  # what all keys share changes nothing: the gradient is 0
+        assert exact.pop("dcvit.layers.0.attention.k_proj.bias").abs().max() < 1e-12
+        assert exact.pop("dcvit.layers.1.attention.k_proj.bias").abs().max() < 1e-12
+    largest = {name: wide.abs().max().item() for name, wide in exact.items()}
+    assert min(largest.values()) > 1e-6
+
+    def error(implementation: str, dtype: torch.dtype) -> float:
+        found = results[implementation, dtype]
+        return max((found[name] - wide).abs().max().item() / largest[name] for name, wide in exact.items())
+
+    assert error("dcformer_chunked", torch.float64) < 1e-11
+    assert error("dcformer_chunked", torch.float32) <= 8 * error("eager", torch.float32) < 1e-2
 
 
 def test_larger_images_with_the_same_weights(make_model):
