@@ -14,20 +14,17 @@ again: stop and start as you like. Every run is on one core.
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import digits
 import study
-from study import about_runs, best_rate, read_runs, spread, write_text
+from study import about_runs, as_trained, best_rate, read_runs, spread, write_text
 from tqdm import tqdm
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -230,9 +227,7 @@ def train(settings: dict, folder: str) -> dict:
         length = min(len(row["input_ids"]) for row in test[:8])
         probe = torch.tensor([row["input_ids"][:length] for row in test[:8]])
         before = head_load(model, probe)
-        start = time.process_time()
-        trainer, _, _ = study.fit(model, settings, rows, test[::2], Path(folder))
-        seconds = time.process_time() - start
+        trainer, _, seconds = study.fit(model, settings, rows, test[::2], Path(folder))
         choice = trainer.evaluate(test[::2])["eval_loss"]
         report = trainer.evaluate(test[1::2])["eval_loss"]
     parameters, flops = count(task, config)
@@ -297,23 +292,12 @@ def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> li
         write_runs(path, merged(done, known))
         done, missing = merged(done, known), [s for s in missing if not any(is_of(run, s) for run in known)]
     print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
-    if not missing:
-        return done
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool,
-        tqdm(total=len(missing), unit="run") as progress,
-    ):
-        futures = [pool.submit(train, settings, folder) for settings in missing]
-        for future in as_completed(futures):
-            if future.exception() is not None:
-                pool.shutdown(cancel_futures=True)
-            run = future.result()
+    if missing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for run in as_trained(train, missing, workers):
             done = merged(done, [run])
             write_runs(path, done)
-            progress.update()
-            progress.write("{task} {match} {column} seed {seed}: loss {loss:.4f}, {cpu_seconds:.0f} s".format(**run))
+            tqdm.write("{task} {match} {column} seed {seed}: loss {loss:.4f}, {cpu_seconds:.0f} s".format(**run))
     return done
 
 

@@ -21,17 +21,13 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
-import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import study
-from study import LENGTH, REPOSITORY, about_runs, best_rate, read_runs, write_text
+from study import LENGTH, REPOSITORY, about_runs, as_trained, best_rate, read_runs, write_text
 from tqdm import tqdm
 
 OUTPUT = REPOSITORY / "docs" / "scaling"
@@ -99,9 +95,7 @@ def train(settings: dict, folder: str) -> dict:
     config = make_config(settings["family"], settings["width"])
     set_seed(settings["seed"])
     model = DCFormerForCausalLM(config)
-    start = time.process_time()
-    trainer, _, _ = study.fit(model, settings, rows, test[::2], Path(folder))
-    seconds = time.process_time() - start
+    trainer, _, seconds = study.fit(model, settings, rows, test[::2], Path(folder))
     tokens, parameters = settings["steps"] * BATCH * LENGTH, num_parameters(config)
     return settings | {
         "parameters": parameters,
@@ -119,23 +113,12 @@ def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> li
     done = read_runs(path)
     missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in done)]
     print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
-    if not missing:
-        return done
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool,
-        tqdm(total=len(missing), unit="run") as progress,
-    ):
-        futures = [pool.submit(train, settings, folder) for settings in missing]
-        for future in as_completed(futures):
-            if future.exception() is not None:
-                pool.shutdown(cancel_futures=True)
-            run = future.result()
+    if missing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for run in as_trained(train, missing, workers):
             done = sorted([*done, run], key=lambda r: (list(FAMILIES).index(r["family"]), r["width"], r["seed"]))
             write_text(path, json.dumps({"about": about_runs(), "runs": done}, indent=1) + "\n")
-            progress.update()
-            progress.write("{family} {width} seed {seed}: loss {loss:.4f}, {cpu_seconds:.0f} s".format(**run))
+            tqdm.write("{family} {width} seed {seed}: loss {loss:.4f}, {cpu_seconds:.0f} s".format(**run))
     return done
 
 

@@ -1,15 +1,17 @@
 """Trains plain, talking-heads and dynamically composed attention side by side: the paper's ablation, in the small.
 
     python examples/study.py                      # what is not in docs/study/results.json yet, then tables and plot
-    python examples/study.py --output runs/study  # all of it anew, under three hours on two cores
-    python examples/study.py --output runs/look --seeds 0 --steps 20  # a look at how it goes
+    python examples/study.py --output runs/study  # all of it anew, some HOURS hours on two cores
+    python examples/study.py --output runs/look --seeds 0 --steps 20 --rates 6e-3  # a look at how it goes
 
-Every variant of a task and size gets the same data, seeds, steps and learning rate. A run that is done is written to
-`results.json` at once, and not run again: stop and start as you like. Every run is `transformers.Trainer` on one core.
+Every variant of a task and size gets the same data, seeds and steps, and its own best learning rate of one grid, found
+with a seed that is not reported. A run that is done is written to `results.json` at once, and not run again: stop and
+start as you like. Every run is `transformers.Trainer` on one core.
 """
 
 import argparse
 import gzip
+import itertools
 import json
 import math
 import multiprocessing
@@ -18,7 +20,8 @@ import platform
 import statistics
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -84,23 +87,25 @@ class Task:
         unit: what a scored token is.
         batch_size: rows a step.
         steps: by size.
+        seeds: how many, from 0.
     """
 
     label: str
     unit: str
     batch_size: int
     steps: dict[str, int]
+    seeds: int
 
 
 TASKS = {
-    "synthetic": Task("74 synthetic tasks", "answer", 32, {"small": 1200, "medium": 500}),
-    "text": Task("characters of text", "character", 8, {"small": 600, "medium": 300}),
+    "synthetic": Task("74 synthetic tasks", "answer", 32, {"small": 1200, "medium": 500}, seeds=3),
+    "text": Task("characters of text", "character", 8, {"small": 800, "medium": 500}, seeds=5),
 }
-LEARNING_RATE = 3e-3
+RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+RATE_SEED = 100  # of the runs that choose rates, which are not reported
 LENGTH = 128  # characters of a row of text
 HELD_OUT = 20  # every twentieth page of text
 PAGE = 32 * LENGTH
-SEEDS = (0, 1, 2)
 
 
 @cache  # made once in a process
@@ -127,9 +132,7 @@ def make_data(task: str, rows: int) -> tuple[list[dict], list[dict], int]:
     return train * -(-rows // len(train)), test, len(index)
 
 
-def settings_of(
-    task: str, size: str, variant: str, seed: int, steps: int | None = None, learning_rate: float = LEARNING_RATE
-) -> dict:
+def settings_of(task: str, size: str, variant: str, seed: int, learning_rate: float, steps: int | None = None) -> dict:
     """The settings of a run; a stored result is reused only if all of them are equal."""
     what = TASKS[task]
     return {
@@ -160,7 +163,7 @@ def mean_scores(prediction) -> dict[str, float]:
     return {"loss": float(loss), "accuracy": float(accuracy), "tokens": int(scored.sum())}
 
 
-def train(settings: dict, folder: Path) -> dict:
+def train(settings: dict, folder: str) -> dict:
     """One run: from nothing to its scores on the test set. `folder` is Trainer's, which puts nothing there."""
     import torch
     from transformers import set_seed
@@ -185,7 +188,7 @@ def train(settings: dict, folder: Path) -> dict:
             attn_implementation="dcformer_chunked",
         )
     )
-    trainer, trained, seconds = fit(model, settings, train_rows, test_rows, folder)
+    trainer, trained, seconds = fit(model, settings, train_rows, test_rows, Path(folder))
     scores = trainer.evaluate()
     return settings | {
         "parameters": model.num_parameters(),
@@ -198,7 +201,7 @@ def train(settings: dict, folder: Path) -> dict:
 
 
 def fit(model, settings: dict, train_rows: list[dict], test_rows: list[dict], folder: Path):
-    """Trains a model: the Trainer, what its `train` returned, and the seconds it took."""
+    """Trains a model: the Trainer, what its `train` returned, and the processor's seconds that it took."""
     from transformers import DataCollatorForTokenClassification, PrinterCallback, Trainer, TrainingArguments
 
     from dcformer.synthetic import build_tokenizer
@@ -232,9 +235,9 @@ def fit(model, settings: dict, train_rows: list[dict], test_rows: list[dict], fo
         preprocess_logits_for_metrics=token_scores,
     )
     trainer.remove_callback(PrinterCallback)  # one progress bar for the whole study
-    start = time.perf_counter()
+    start = time.process_time()
     trained = trainer.train()
-    return trainer, trained, time.perf_counter() - start
+    return trainer, trained, time.process_time() - start
 
 
 def read_runs(path: Path) -> list[dict]:
@@ -280,41 +283,108 @@ def about_runs(*packages: str) -> dict[str, str]:
     }
 
 
+def as_trained(train: Callable[[dict, str], dict], wanted: list[dict], workers: int) -> Iterator[dict]:
+    """Runs as they are done, `workers` at a time in processes of their own, with a progress bar.
+
+    Args:
+        train: the settings of a run and a temporary folder -> the run.
+        wanted: settings.
+
+    Raises:
+        what a run raised, when those that had started beside it are done and have been returned.
+    """
+    errors = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool,
+        tqdm(total=len(wanted), unit="run") as progress,
+    ):
+        pending = {pool.submit(train, settings, folder) for settings in wanted}
+        while pending:
+            finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in finished:
+                if error := future.exception():
+                    errors.append(error)
+                else:
+                    progress.update()
+                    yield future.result()
+            if errors:
+                pending = {future for future in pending if not future.cancel()}  # what has begun goes on
+    if errors:
+        raise errors[0]
+
+
 def write_runs(path: Path, runs: list[dict]) -> None:
     order = {"task": list(TASKS), "size": list(SIZES), "variant": list(VARIANTS)}
-    runs = sorted(runs, key=lambda run: (*(names.index(run[key]) for key, names in order.items()), run["seed"]))
-    write_text(path, json.dumps({"about": about_runs(), "runs": runs}, indent=1) + "\n")
+
+    def place(run: dict) -> tuple:
+        return *(names.index(run[key]) for key, names in order.items()), run["seed"], run["learning_rate"]
+
+    write_text(path, json.dumps({"about": about_runs(), "runs": sorted(runs, key=place)}, indent=1) + "\n")
 
 
-def train_missing(wanted: list[dict], path: Path, workers: int) -> None:
-    """Trains what is wanted and not done, `workers` runs at a time."""
+def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> list[dict]:
+    """Trains what is wanted and not done, `workers` runs at a time; returns all that is done."""
     done = read_runs(path)
-    results = [next((run for run in done if settings.items() <= run.items()), None) for settings in wanted]
-    missing = [settings for settings, run in zip(wanted, results, strict=True) if run is None]
-    print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
+    missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in done)]
+    print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
     if missing:
         path.parent.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("spawn")
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            ProcessPoolExecutor(workers, mp_context=context) as pool,
-            tqdm(total=len(missing), unit="run") as progress,
-        ):
-            futures = [pool.submit(train, settings, Path(folder)) for settings in missing]
-            for future in as_completed(futures):
-                if future.exception() is not None:
-                    pool.shutdown(cancel_futures=True)
-                run = future.result()
-                same = ("task", "size", "variant", "seed")
-                done = [other for other in done if any(other[key] != run[key] for key in same)] + [run]
-                write_runs(path, done)
-                progress.update()
-                progress.write("{task} {size} {variant} seed {seed}: loss {loss:.4f}, {seconds:.0f} s".format(**run))
+        for run in as_trained(train, missing, workers):
+            same = ("task", "size", "variant", "seed", "learning_rate")  # of another number of steps: replaced
+            done = [other for other in done if any(other[key] != run[key] for key in same)] + [run]
+            write_runs(path, done)
+            line = "{task} {size} {variant} seed {seed} at {learning_rate:g}: loss {loss:.4f}, {seconds:.0f} s"
+            tqdm.write(line.format(**run))
+    return done
+
+
+def train_cell(
+    task: str,
+    size: str,
+    variants: list[str],
+    grid: Sequence[float],
+    seeds: Sequence[int],
+    steps: int | None,
+    path: Path,
+    workers: int,
+) -> None:
+    """One task and size: every rate of the grid for every variant, then the seeds at the best of each.
+
+    Args:
+        grid: learning rates; a single one is not tried first.
+        steps: of every run; those of the task and size when None.
+    """
+    rates = dict.fromkeys(variants, grid[0])
+    if len(grid) > 1:
+        tried = [settings_of(task, size, name, RATE_SEED, rate, steps) for rate in grid for name in variants]
+        done = train_missing(tried, path, workers, f"{task}, {size}, learning rates")
+        found = rates_of([run for run in done if any(settings.items() <= run.items() for settings in tried)])
+        rates = {name: found[task, size, name] for name in variants}
+    wanted = [settings_of(task, size, name, seed, rate, steps) for seed in seeds for name, rate in rates.items()]
+    train_missing(wanted, path, workers, f"{task}, {size}")  # seed by seed, so that a study cut short has whole ones
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------
 
 Cell = tuple[str, str]  # task, size
+
+
+def rates_of(runs: list[dict]) -> dict[tuple[str, str, str], float]:
+    """(task, size, variant) -> its learning rate: the best of those tried; missing where none were."""
+    tried: dict[tuple[str, str, str], dict[float, float]] = {}
+    for run in runs:
+        if run["seed"] == RATE_SEED:
+            tried.setdefault((run["task"], run["size"], run["variant"]), {})[run["learning_rate"]] = run["loss"]
+    return {at: rate for at, losses in tried.items() if (rate := best_rate(losses, tuple(losses))) is not None}
+
+
+def reported(runs: list[dict]) -> list[dict]:
+    """The runs at their variant's own rate, without those that chose it."""
+    rates = rates_of(runs)
+    rate = [rates.get((run["task"], run["size"], run["variant"]), run["learning_rate"]) for run in runs]
+    pairs = zip(runs, rate, strict=True)
+    return [run for run, rate in pairs if run["seed"] != RATE_SEED and run["learning_rate"] == rate]
 
 
 def collect(runs: list[dict], measure: str) -> dict[Cell, dict[str, dict[int, float]]]:
@@ -361,32 +431,37 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
 
 def tables(results: dict) -> str:
     """The study in Markdown: scores, the paper's claims one by one, its Table 5."""
-    runs = results["runs"]
+    from scipy.stats import t
+
+    tried, runs = results["runs"], reported(results["runs"])
     losses, accuracies = collect(runs, "loss"), collect(runs, "accuracy")
     parameters = {(run["size"], run["variant"], run["task"]): run["parameters"] for run in runs}
     versions = ", ".join(f"{name} {value}" for name, value in results["about"].items())
-    hours = sum(run["seconds"] for run in runs) / 3600
+    hours = sum(run["seconds"] for run in tried) / 3600
     lines = [
         "<!-- written by examples/study.py -->",
         "# The ablation in the small: tables",
         "",
-        f"{len(runs)} runs, {hours:.1f} hours of one core in all ({versions}). Losses are means over seeds in nats, "
+        f"{len(tried)} runs, {hours:.1f} hours of one core in all ({versions}). Losses are means over seeds in nats, "
         "with their standard deviation. Paper: perplexity on the Pile at 405M (Table 9).",
     ]
     for (task, size), by_variant in losses.items():
         what = TASKS[task]
         first = next(run for run in runs if (run["task"], run["size"]) == (task, size))
         shape = SIZES[size]
+        rates = {run["variant"]: run["learning_rate"] for run in runs if (run["task"], run["size"]) == (task, size)}
+        grid = {r["learning_rate"] for r in tried if (r["task"], r["size"], r["seed"]) == (task, size, RATE_SEED)}
+        how = f"the best of {', '.join(f'{rate:g}' for rate in sorted(grid))}" if grid else "the same for all"
         lines += [
             "",
             f"## {what.label}, {size}",
             "",
             f"{shape['num_hidden_layers']} layers, width {shape['hidden_size']}, {shape['num_attention_heads']} heads; "
-            f"{first['steps']} steps of {first['batch_size']}, learning rate {first['learning_rate']}; "
+            f"{first['steps']} steps of {first['batch_size']}, learning rate {how}; "
             f"{first['tokens']:,} scored tokens ({what.unit}s) of the test set.",
             "",
-            "| | paper | loss | perplexity | accuracy | parameters | seeds |",
-            "|---|---|---|---|---|---|---|",
+            "| | paper | loss | perplexity | accuracy | learning rate | parameters | seeds |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for name, variant in VARIANTS.items():
             if name in by_variant:
@@ -394,7 +469,7 @@ def tables(results: dict) -> str:
                 mean = statistics.mean(values)
                 lines.append(
                     f"| {variant.label} | {variant.paper:.2f} | {mean:.4f} ± {spread(values):.4f} | "
-                    f"{math.exp(mean):.3f} | {statistics.mean(right):.1%} | "
+                    f"{math.exp(mean):.3f} | {statistics.mean(right):.1%} | {rates[name]:g} | "
                     f"{parameters[size, name, task]:,} | {len(values)} |"
                 )
         means = {name: statistics.mean(values.values()) for name, values in by_variant.items()}
@@ -408,28 +483,34 @@ def tables(results: dict) -> str:
         "## The paper's order, claim by claim",
         "",
         "By how much the first is better: in the paper the logarithm of the ratio of perplexities, here the difference "
-        "of losses, seed by seed, with its standard error. It agrees or disagrees where every seed says so and the "
-        "mean is over two standard errors from 0; else it is open.",
+        "of losses, seed by seed, with half its 95 % interval (Student's t). It agrees or disagrees where every seed "
+        "says so and the mean is over two standard errors from 0, and clearly where the interval is without 0, too; "
+        "else it is open.",
         "",
         "| | paper | " + " | ".join(f"{task}, {size}" for task, size in cells) + " |",
         "|---|---" + "|---" * len(cells) + "|",
     ]
     verdicts: list[str] = []
+    clear = 0
     for better, worse in CLAIMS:
         row = [f"{VARIANTS[better].label} before {VARIANTS[worse].label}"]
         row.append(f"{math.log(VARIANTS[worse].paper / VARIANTS[better].paper):+.4f}")
         for cell in cells:
             if better in losses[cell] and worse in losses[cell]:
                 mean, error, verdict = compare(losses[cell][better], losses[cell][worse])
-                row.append(f"{mean:+.4f} ± {error:.4f} {verdict}")
+                seeds = len(losses[cell][better].keys() & losses[cell][worse].keys())
+                half = t.ppf(0.975, seeds - 1) * error
+                is_clear = verdict != "open" and abs(mean) > half
+                row.append(f"{mean:+.4f} ± {half:.4f} {'clearly ' * is_clear}{verdict}")
                 verdicts.append(verdict)
+                clear += is_clear
             else:
                 row.append("")
         lines.append("| " + " | ".join(row) + " |")
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("agrees", "disagrees", "open"))
     lines += [
         "",
-        f"Of {len(verdicts)} comparisons: {counts}.",
+        f"Of {len(verdicts)} comparisons: {counts}. {clear} of them clearly.",
         "",
         "## Synthetic tasks, beside the paper's Table 5",
         "",
@@ -456,7 +537,7 @@ def plot(results: dict, path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    losses = collect(results["runs"], "loss")
+    losses = collect(reported(results["runs"]), "loss")
     names = sorted(VARIANTS, key=lambda name: VARIANTS[name].paper)
     figure, axes = pyplot.subplots(1, 1 + len(losses), figsize=(3.2 + 2.6 * len(losses), 3.6), sharey=True)
     for axis, cell in zip(axes, [None, *losses], strict=True):
@@ -484,11 +565,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="else as in TASKS")
     parser.add_argument("--steps", type=int, default=None, help="of every run; else as in TASKS")
-    parser.add_argument(
-        "--learning-rate", type=float, default=LEARNING_RATE, help="of every run (default: %(default)s)"
-    )
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="the grid (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of results.json, tables.md and study.png")
     parser.add_argument(
@@ -498,18 +577,11 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("steps", "workers"):
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"--{name} {value}: expected at least 1")
-    if not options.learning_rate > 0:
-        parser.error(f"--learning-rate {options.learning_rate}: expected more than 0")
-    if (options.steps or options.learning_rate != LEARNING_RATE) and options.output.resolve() == OUTPUT:
-        parser.error("--steps and --learning-rate would replace results of the study: choose another --output")
+    if not all(rate > 0 for rate in options.rates):
+        parser.error(f"--rates {' '.join(map(str, options.rates))}: expected numbers above 0")
+    if (options.steps or tuple(options.rates) != RATES) and options.output.resolve() == OUTPUT:
+        parser.error("--steps and --rates would replace results of the study: choose another --output")
 
-    wanted = [
-        settings_of(task, size, variant, seed, options.steps, options.learning_rate)
-        for seed in options.seeds  # so that a study cut short has whole seeds
-        for size in options.sizes
-        for task in options.tasks
-        for variant in options.variants
-    ]
     path = options.output / "results.json"
     try:
         read_runs(path)
@@ -518,7 +590,10 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not options.report:
-        train_missing(wanted, path, options.workers)
+        for task, size in itertools.product(options.tasks, options.sizes):
+            grid = options.rates
+            seeds = range(TASKS[task].seeds) if options.seeds is None else options.seeds
+            train_cell(task, size, options.variants, grid, seeds, options.steps, path, options.workers)
     elif not path.exists():
         parser.error(f"{path} does not exist: nothing to report. Train first, without --report.")
     results = json.loads(path.read_text())

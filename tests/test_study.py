@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import time
 
 import pytest
 import torch
@@ -19,7 +20,22 @@ import study
 
 PAGE = (REPOSITORY / "docs" / "reproduction.md").read_text(encoding="utf-8")
 RESULTS = json.loads((study.OUTPUT / "results.json").read_text())
-SMALL = ["--steps", "2", "--seeds", "0", "--tasks", "text", "--sizes", "small", "--variants", "plain", "--workers", "1"]
+SMALL = [
+    "--steps",
+    "2",
+    "--rates",
+    "1e-3",
+    "--seeds",
+    "0",
+    "--tasks",
+    "text",
+    "--sizes",
+    "small",
+    "--variants",
+    "plain",
+    "--workers",
+    "1",
+]
 
 
 def test_variants_differ_in_composition_alone():
@@ -119,6 +135,59 @@ def test_a_study_resumes(tmp_path, capsys):
     assert {file.name for file in tmp_path.iterdir()} == {"results.json", "tables.md", "study.png"}
 
 
+def run_of(variant: str, seed: int, rate: float, loss: float) -> dict:
+    """A run as results.json has it, of small models of text."""
+    return study.settings_of("text", "small", variant, seed, rate) | {"loss": loss, "parameters": 1, "tokens": 1}
+
+
+def test_each_variant_is_reported_at_its_best_rate():
+    """Found with a seed that is not reported; a loss of NaN is the worst. Without a grid all are reported."""
+    runs = [run_of("plain", study.RATE_SEED, rate, loss) for rate, loss in ((1e-3, 3.0), (2e-3, 1.0), (4e-3, 2.0))]
+    runs += [run_of("r2", study.RATE_SEED, rate, loss) for rate, loss in ((1e-3, 1.5), (2e-3, math.nan))]
+    assert study.reported(runs) == []
+    assert study.rates_of(runs) == {("text", "small", "plain"): 2e-3, ("text", "small", "r2"): 1e-3}
+    for name in ("plain", "r2", "pre"):
+        runs += [run_of(name, seed, rate, seed + rate) for seed in (0, 1) for rate in (1e-3, 2e-3)]
+    found = study.collect(study.reported(runs), "loss")["text", "small"]
+    assert found["plain"] == {0: 2e-3, 1: 1 + 2e-3} and found["r2"] == {0: 1e-3, 1: 1 + 1e-3}
+    assert {run["learning_rate"] for run in study.reported(runs) if run["variant"] == "pre"} == {1e-3, 2e-3}
+
+
+def test_every_rate_is_tried_before_the_seeds(tmp_path, monkeypatch):
+    """Twice: what a variant's rate is follows from its own runs, and nothing is trained again."""
+    asked = []
+
+    def as_trained(train, wanted, workers):
+        for settings in wanted:
+            asked.append((settings["variant"], settings["seed"], settings["learning_rate"]))
+            best = 2e-3 if settings["variant"] == "plain" else 1e-3
+            yield settings | {"loss": abs(settings["learning_rate"] - best), "seconds": 0.0}
+
+    monkeypatch.setattr(study, "as_trained", as_trained)
+    for _ in range(2):
+        path = tmp_path / "results.json"
+        study.train_cell("text", "small", ["plain", "r2"], (1e-3, 2e-3), (0, 1), None, path, 1)
+    tried = [(name, study.RATE_SEED, rate) for rate in (1e-3, 2e-3) for name in ("plain", "r2")]
+    assert asked == tried + [(name, seed, rate) for seed in (0, 1) for name, rate in (("plain", 2e-3), ("r2", 1e-3))]
+
+
+def train_or_fail(settings: dict, folder: str) -> dict:
+    """What a worker does in the test below: the first fails at once, others take a moment."""
+    if settings["number"] == 0:
+        raise RuntimeError("the first")
+    time.sleep(1)
+    return settings
+
+
+def test_a_run_that_fails_does_not_take_others_with_it():
+    """What runs beside it is returned, what waits is not begun, and the error is raised."""
+    done = []
+    with pytest.raises(RuntimeError, match="the first"):
+        for run in study.as_trained(train_or_fail, [{"number": number} for number in range(40)], 2):
+            done.append(run["number"])
+    assert 1 in done and len(done) < 10
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"about": {}}', "no JSON"])
 def test_foreign_results_are_refused(content, tmp_path, capsys):
     (tmp_path / "results.json").write_text(content)
@@ -136,8 +205,8 @@ def test_foreign_results_are_refused(content, tmp_path, capsys):
         "--steps 0 --output runs/look",
         "--workers 0",
         "--variants plane",
-        "--learning-rate 0.01",
-        "--learning-rate 0 --output runs/look",
+        "--rates 0.01",
+        "--rates 0.01 0 --output runs/look",
     ],
 )
 def test_bad_options(words, capsys):
