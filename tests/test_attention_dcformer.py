@@ -41,10 +41,11 @@ def module(is_causal=True, training=False):
     return SimpleNamespace(is_causal=is_causal, training=training)
 
 
-def small_blocks(patch, query_block, scores, few=0):
+def small_blocks(patch, query_block, scores, few=0, alignment=1):
     """Makes the chunked implementation cut even tiny problems into many blocks of queries and slices of the batch."""
     patch.setattr(chunked_dcformer, "MAX_QUERY_BLOCK", query_block)
     patch.setattr(chunked_dcformer, "BLOCK_SCORES", scores)
+    patch.setattr(chunked_dcformer, "ALIGNMENT", alignment)
     patch.setattr(masks_dcformer, "FEW_QUERIES", few)
 
 
@@ -170,7 +171,12 @@ def problems(draw, max_batch=3):
 
 
 block_sizes = st.fixed_dictionaries(
-    {"query_block": st.integers(1, 11), "scores": st.integers(1, 3000), "few": st.sampled_from([0, 0, 0, 16])}
+    {
+        "query_block": st.integers(1, 11),
+        "scores": st.integers(1, 3000),
+        "few": st.sampled_from([0, 0, 0, 16]),
+        "alignment": st.sampled_from([1, 2, 3, 16]),
+    }
 )
 
 
@@ -300,6 +306,21 @@ def test_blocks_that_see_more_keys_have_fewer_queries(monkeypatch):
     assert sorted((b.queries.start, b.queries.stop) for b in plan.blocks) == [(0, 32), (32, 48), (48, 64)]
     cached = chunked_dcformer._Call(torch.zeros(1, 2, 64, 8), torch.zeros(1, 2, 128, 8), [], True, None, 0.0, None, 2)
     assert sorted(b.queries.start for b in cached.blocks) == [0, 10, 19, 27, 35, 43, 51, 59]
+
+
+def test_blocks_are_aligned_where_there_is_enough(monkeypatch):
+    """Whole multiples of queries but for the last block, and of keys but where there are no more."""
+    small_blocks(monkeypatch, query_block=32, scores=2 * 32 * 40, alignment=16)
+    query, key = torch.zeros(1, 2, 70, 8), torch.zeros(1, 2, 77, 8)
+    for mask in ([], [torch.ones(1, 1, 70, 77, dtype=torch.bool).tril(7).triu(-20)]):
+        plan = chunked_dcformer._Call(query, key, mask, not mask, 28, 0.0, None, 2)
+        blocks = sorted(plan.blocks, key=lambda block: block.queries.start)
+        assert len(blocks) > 2
+        for block in blocks:
+            assert block.queries.start % 16 == 0 and block.keys.start % 16 == 0
+            assert block.keys.stop % 16 == 0 or block.keys.stop == 77
+            seen = (max(0, block.queries.start - 20), block.queries.stop + 7)  # keys
+            assert block.keys.start <= seen[0] < block.keys.start + 16 and seen[1] <= block.keys.stop < seen[1] + 16
 
 
 def test_a_window_touches_only_its_keys(monkeypatch):

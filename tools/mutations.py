@@ -1534,14 +1534,26 @@ _CHUNKED = _in(
     ),
     (
         "keys of the block's first query only",
-        "keys=slice(low, max(low, last))",
-        "keys=slice(low, max(low, first))",
+        "keys = self._aligned(low, max(low, last))",
+        "keys = self._aligned(low, max(low, first))",
         CHUNKED_IS_EAGER,
     ),
     (
         "too much taken for visible",
-        "clear=(high - low, max(high, first) - low)",
-        "clear=(high - low, max(high, last) - low)",
+        "clear = (high - keys.start, max(high, first) - keys.start)",
+        "clear = (high - keys.start, max(high, last) - keys.start)",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "what is clear is counted from keys that are not aligned",
+        "clear = (high - keys.start, max(high, first) - keys.start)",
+        "clear = (high - low, max(high, first) - low)",
+        CHUNKED_IS_EAGER,
+    ),
+    (
+        "aligned keys end too early",
+        "min(self.key_length, stop + -stop % ALIGNMENT)",
+        "min(self.key_length, stop - stop % ALIGNMENT)",
         CHUNKED_IS_EAGER,
     ),
     (

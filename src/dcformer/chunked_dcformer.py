@@ -30,6 +30,7 @@ from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, inter
 # the smaller blocks are, the more there is of Python between them.
 BLOCK_SCORES = 1 << 21
 MAX_QUERY_BLOCK = 128
+ALIGNMENT = 16  # of the numbers of keys and queries of a block, where there are enough: products are faster
 _NO_MAPS = (
     "attn_implementation='dcformer_chunked' never holds the attention maps. Load the model with "
     "attn_implementation='eager', or call model.set_attn_implementation('eager')."
@@ -392,6 +393,8 @@ class _Call:
                 span = min(span, self.window + MAX_QUERY_BLOCK)
             rows = max(1, BLOCK_SCORES // max(1, heads * span))
             size = min(self.length - start, MAX_QUERY_BLOCK, max(8, rows))
+            if ALIGNMENT < size < self.length - start:
+                size -= size % ALIGNMENT
             sequences = max(1, rows // size)
             for first in range(0, self.batch, sequences):
                 batch = slice(first, min(self.batch, first + sequences))
@@ -420,12 +423,17 @@ class _Call:
             for block, (low, high, first, last, least) in zip(blocks, found, strict=True)
         ]
 
-    @staticmethod
-    def _bound(block: _Block, low: int, high: int, first: int, last: int, some_empty: bool) -> _Block:
+    def _bound(self, block: _Block, low: int, high: int, first: int, last: int, some_empty: bool) -> _Block:
         """A block whose queries see keys from `low` or later, all from `high`; up to `first` all, up to `last` some."""
-        return replace(
-            block, keys=slice(low, max(low, last)), clear=(high - low, max(high, first) - low), some_empty=some_empty
-        )
+        keys = self._aligned(low, max(low, last))
+        clear = (high - keys.start, max(high, first) - keys.start)
+        return replace(block, keys=keys, clear=clear, some_empty=some_empty)
+
+    def _aligned(self, start: int, stop: int) -> slice:
+        """These keys, and some around them which are hidden."""
+        if start == stop:
+            return slice(start, stop)
+        return slice(start - start % ALIGNMENT, min(self.key_length, stop + -stop % ALIGNMENT))
 
     def _bounded_by_mask(self, blocks: list[_Block], mask: torch.Tensor) -> list[_Block]:
         if not self.key_length:
@@ -441,7 +449,7 @@ class _Call:
             )
         found = torch.stack(bounds).tolist() if bounds else []  # the one look at the device
         return [
-            replace(block, keys=slice(first, last if any_seen else first), some_empty=bool(some_empty))
+            replace(block, keys=self._aligned(first, last if any_seen else first), some_empty=bool(some_empty))
             for block, (first, last, any_seen, some_empty) in zip(blocks, found, strict=True)
         ]
 
@@ -697,11 +705,21 @@ class _Group:
         for one, other, result in zip(left, right, out, strict=True):
             torch.bmm(one, other, out=result)
 
+    @classmethod
+    def _products(cls, call: _Call, name: str, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Of [b, M, t, D] and [b, M, S', D]: a map [b, t, M, S'] in working memory, where its heads come first.
+
+        A product is written faster so than with queries first, and what reads it does not mind.
+        """
+        (b, heads, t, _), s = rows.shape, columns.shape[2]
+        products = call.space(name, (heads, b, t, s), rows).transpose(0, 1)  # [b, M, t, S']
+        cls._multiply(rows, columns.transpose(-1, -2), products)
+        return products.transpose(1, 2)
+
     def maps(self, call: _Call, block: _Block, keep: bool = False) -> _Maps:
         """Scores, weights and composed weights of a block; without `keep` only the last are still there afterwards."""
         q, k = self.q[block.batch, :, block.queries], self.k[block.batch, :, block.keys]
-        scores = call.space("scores", (q.shape[0], q.shape[2], q.shape[1], k.shape[2]), q)  # [b, t, M, S']
-        self._multiply(q, k.transpose(-1, -2), scores.transpose(1, 2))
+        scores = self._products(call, "scores", q, k)  # [b, t, M, S']
         composed_scores, pre_hidden = self.pre.mix(call, "composed scores", scores, block)
         empty = call.hide(composed_scores, block, self.heads)
         reused = "scores" if composed_scores is not scores else "composed scores"
@@ -729,8 +747,7 @@ class _Group:
         grad_output = grad_output.to(self.compute).transpose(1, 2)  # [b, M, t, Dv]
         at_queries, at_keys = (block.batch, slice(None), block.queries), (block.batch, slice(None), block.keys)
         maps = self.maps(call, block, keep=True)
-        grad = call.space("grad", maps.weights.shape, maps.weights)
-        self._multiply(grad_output, self.v[at_keys].transpose(-1, -2), grad.transpose(1, 2))
+        grad = self._products(call, "grad", grad_output, self.v[at_keys])  # [b, t, M, S']
         grad, composed = (call.drop(m, block, self.heads) for m in (grad, maps.composed))
         for total, one, other in zip(grad_v[at_keys], composed.permute(0, 2, 3, 1), grad_output, strict=True):
             total.baddbmm_(one, other)  # [M, S', t] times [M, t, Dv]
