@@ -1,7 +1,7 @@
 """Trains plain, talking-heads and dynamically composed attention side by side: the paper's ablation, in the small.
 
     python examples/study.py                      # what is not in docs/study/results.json yet, then tables and plot
-    python examples/study.py --output runs/study  # all of it anew, some HOURS hours on two cores
+    python examples/study.py --output runs/study  # all of it anew, about five hours on two cores
     python examples/study.py --output runs/look --seeds 0 --steps 20 --rates 6e-3  # a look at how it goes
 
 Every variant of a task and size gets the same data, seeds and steps, and its own best learning rate of one grid, found
@@ -499,7 +499,7 @@ def tables(results: dict) -> str:
             if better in losses[cell] and worse in losses[cell]:
                 mean, error, verdict = compare(losses[cell][better], losses[cell][worse])
                 seeds = len(losses[cell][better].keys() & losses[cell][worse].keys())
-                half = t.ppf(0.975, seeds - 1) * error
+                half = float(t.ppf(0.975, seeds - 1)) * error
                 is_clear = verdict != "open" and abs(mean) > half
                 row.append(f"{mean:+.4f} ± {half:.4f} {'clearly ' * is_clear}{verdict}")
                 verdicts.append(verdict)

@@ -29,7 +29,8 @@ def rows() -> list[tuple[str, str, list[float]]]:
     paper = math.log(variants["plain"].paper / variants["r2"].paper)
     found = [("the paper, Table 9: the Pile, 405M", COLORS["paper"], [paper])]
     for cell, losses in study.collect(study.reported(runs), "loss").items():
-        gains = [losses["plain"][seed] - losses["r2"][seed] for seed in sorted(losses["plain"].keys() & losses["r2"].keys())]
+        seeds = sorted(losses["plain"].keys() & losses["r2"].keys())
+        gains = [losses["plain"][seed] - losses["r2"][seed] for seed in seeds]
         found.append((f"here: {NAMES[cell]}", COLORS["ours"], gains))
     return found
 
