@@ -227,7 +227,7 @@ def train(settings: dict, folder: str) -> dict:
         length = min(len(row["input_ids"]) for row in test[:8])
         probe = torch.tensor([row["input_ids"][:length] for row in test[:8]])
         before = head_load(model, probe)
-        trainer, _, seconds = study.fit(model, settings, rows, test[::2], Path(folder))
+        trainer, _, seconds = study.fit(model, settings, rows, test[::2], folder)
         choice = trainer.evaluate(test[::2])["eval_loss"]
         report = trainer.evaluate(test[1::2])["eval_loss"]
     parameters, flops = count(task, config)

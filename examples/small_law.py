@@ -95,7 +95,7 @@ def train(settings: dict, folder: str) -> dict:
     config = make_config(settings["family"], settings["width"])
     set_seed(settings["seed"])
     model = DCFormerForCausalLM(config)
-    trainer, _, seconds = study.fit(model, settings, rows, test[::2], Path(folder))
+    trainer, _, seconds = study.fit(model, settings, rows, test[::2], folder)
     tokens, parameters = settings["steps"] * BATCH * LENGTH, num_parameters(config)
     return settings | {
         "parameters": parameters,

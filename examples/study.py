@@ -1,7 +1,7 @@
 """Trains plain, talking-heads and dynamically composed attention side by side: the paper's ablation, in the small.
 
     python examples/study.py                      # what is not in docs/study/results.json yet, then tables and plot
-    python examples/study.py --output runs/study  # all of it anew, about five hours on two cores
+    python examples/study.py --output runs/study  # all of it anew: hours, even on two cores
     python examples/study.py --output runs/look --seeds 0 --steps 20 --rates 6e-3  # a look at how it goes
 
 Every variant of a task and size gets the same data, seeds and steps, and its own best learning rate of one grid, found
@@ -188,7 +188,7 @@ def train(settings: dict, folder: str) -> dict:
             attn_implementation="dcformer_chunked",
         )
     )
-    trainer, trained, seconds = fit(model, settings, train_rows, test_rows, Path(folder))
+    trainer, trained, seconds = fit(model, settings, train_rows, test_rows, folder)
     scores = trainer.evaluate()
     return settings | {
         "parameters": model.num_parameters(),
@@ -200,7 +200,7 @@ def train(settings: dict, folder: str) -> dict:
     }
 
 
-def fit(model, settings: dict, train_rows: list[dict], test_rows: list[dict], folder: Path):
+def fit(model, settings: dict, train_rows: list[dict], test_rows: list[dict], folder: str):
     """Trains a model: the Trainer, what its `train` returned, and the processor's seconds that it took."""
     from transformers import DataCollatorForTokenClassification, PrinterCallback, Trainer, TrainingArguments
 
@@ -209,7 +209,7 @@ def fit(model, settings: dict, train_rows: list[dict], test_rows: list[dict], fo
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
-            output_dir=str(folder),
+            output_dir=folder,
             max_steps=settings["steps"],
             per_device_train_batch_size=settings["batch_size"],
             per_device_eval_batch_size=74,
@@ -380,11 +380,16 @@ def rates_of(runs: list[dict]) -> dict[tuple[str, str, str], float]:
 
 
 def reported(runs: list[dict]) -> list[dict]:
-    """The runs at their variant's own rate, without those that chose it."""
+    """The runs at their variant's own rate and as long as those that chose it, without these."""
     rates = rates_of(runs)
-    rate = [rates.get((run["task"], run["size"], run["variant"]), run["learning_rate"]) for run in runs]
-    pairs = zip(runs, rate, strict=True)
-    return [run for run, rate in pairs if run["seed"] != RATE_SEED and run["learning_rate"] == rate]
+    steps = {(run["task"], run["size"], run["variant"]): run["steps"] for run in runs if run["seed"] == RATE_SEED}
+
+    def is_reported(run: dict) -> bool:
+        at = (run["task"], run["size"], run["variant"])
+        own = (rates.get(at, run["learning_rate"]), steps.get(at, run["steps"]))
+        return run["seed"] != RATE_SEED and (run["learning_rate"], run["steps"]) == own
+
+    return [run for run in runs if is_reported(run)]
 
 
 def collect(runs: list[dict], measure: str) -> dict[Cell, dict[str, dict[int, float]]]:
@@ -450,8 +455,13 @@ def tables(results: dict) -> str:
         first = next(run for run in runs if (run["task"], run["size"]) == (task, size))
         shape = SIZES[size]
         rates = {run["variant"]: run["learning_rate"] for run in runs if (run["task"], run["size"]) == (task, size)}
-        grid = {r["learning_rate"] for r in tried if (r["task"], r["size"], r["seed"]) == (task, size, RATE_SEED)}
-        how = f"the best of {', '.join(f'{rate:g}' for rate in sorted(grid))}" if grid else "the same for all"
+        choice = {
+            (run["variant"], run["learning_rate"]): run["loss"]
+            for run in tried
+            if (run["task"], run["size"], run["seed"]) == (task, size, RATE_SEED)
+        }
+        grid = sorted({rate for _, rate in choice})
+        how = f"the best of {', '.join(f'{rate:g}' for rate in grid)}" if grid else "the same for all"
         lines += [
             "",
             f"## {what.label}, {size}",
@@ -472,6 +482,13 @@ def tables(results: dict) -> str:
                     f"{math.exp(mean):.3f} | {statistics.mean(right):.1%} | {rates[name]:g} | "
                     f"{parameters[size, name, task]:,} | {len(values)} |"
                 )
+        if grid:
+            heads = ["", *(f"{rate:g}" for rate in grid)]
+            lines += ["", f"Loss by learning rate, of seed {RATE_SEED}, which decides and is not reported above:", ""]
+            lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+            for name in by_variant:
+                found = (f"{choice[name, rate]:.4f}" if (name, rate) in choice else "" for rate in grid)
+                lines.append(f"| {VARIANTS[name].label} | {' | '.join(found)} |")
         means = {name: statistics.mean(values.values()) for name, values in by_variant.items()}
         if len(means) > 2:
             order = [name for name in VARIANTS if name in means and name != "r4"]  # R = 4 ties with query-wise only
@@ -591,9 +608,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     if not options.report:
         for task, size in itertools.product(options.tasks, options.sizes):
-            grid = options.rates
             seeds = range(TASKS[task].seeds) if options.seeds is None else options.seeds
-            train_cell(task, size, options.variants, grid, seeds, options.steps, path, options.workers)
+            train_cell(task, size, options.variants, options.rates, seeds, options.steps, path, options.workers)
     elif not path.exists():
         parser.error(f"{path} does not exist: nothing to report. Train first, without --report.")
     results = json.loads(path.read_text())

@@ -20,22 +20,7 @@ import study
 
 PAGE = (REPOSITORY / "docs" / "reproduction.md").read_text(encoding="utf-8")
 RESULTS = json.loads((study.OUTPUT / "results.json").read_text())
-SMALL = [
-    "--steps",
-    "2",
-    "--rates",
-    "1e-3",
-    "--seeds",
-    "0",
-    "--tasks",
-    "text",
-    "--sizes",
-    "small",
-    "--variants",
-    "plain",
-    "--workers",
-    "1",
-]
+SMALL = shlex.split("--steps 2 --rates 1e-3 --seeds 0 --tasks text --sizes small --variants plain --workers 1")
 
 
 def test_variants_differ_in_composition_alone():
@@ -151,6 +136,8 @@ def test_each_variant_is_reported_at_its_best_rate():
     found = study.collect(study.reported(runs), "loss")["text", "small"]
     assert found["plain"] == {0: 2e-3, 1: 1 + 2e-3} and found["r2"] == {0: 1e-3, 1: 1 + 1e-3}
     assert {run["learning_rate"] for run in study.reported(runs) if run["variant"] == "pre"} == {1e-3, 2e-3}
+    longer = [run | {"seed": 7, "steps": run["steps"] + 1} for run in study.reported(runs)]  # of another version
+    assert study.collect(study.reported(runs + longer), "loss")["text", "small"]["plain"] == found["plain"]
 
 
 def test_every_rate_is_tried_before_the_seeds(tmp_path, monkeypatch):
