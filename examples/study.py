@@ -4,9 +4,9 @@
     python examples/study.py --output runs/study  # all of it anew: hours, even on two cores
     python examples/study.py --output runs/look --seeds 0 --steps 20 --rates 6e-3  # a look at how it goes
 
-Every variant of a task and size gets the same data, seeds and steps, and its own best learning rate of one grid, found
-with a seed that is not reported. A run that is done is written to `results.json` at once, and not run again: stop and
-start as you like. Every run is `transformers.Trainer` on one core.
+Every variant of a task and size gets the same data, seeds and steps, and its own best learning rate of one grid. Two
+seeds that are not reported find it: one tries the grid, the other the two best again. A run that is done is written to
+`results.json` at once, and not run again: stop and start as you like. Every run is `transformers.Trainer` on one core.
 """
 
 import argparse
@@ -102,7 +102,8 @@ TASKS = {
     "text": Task("characters of text", "character", 8, {"small": 800, "medium": 500}, seeds=5),
 }
 RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
-RATE_SEED = 100  # of the runs that choose rates, which are not reported
+RATE_SEEDS = (100, 101)  # of the runs that choose rates, which are not reported: of the grid, and of its best
+FINALISTS = 2  # rates that the second seed tries
 LENGTH = 128  # characters of a row of text
 HELD_OUT = 20  # every twentieth page of text
 PAGE = 32 * LENGTH
@@ -324,7 +325,7 @@ def write_runs(path: Path, runs: list[dict]) -> None:
 
 
 def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> list[dict]:
-    """Trains what is wanted and not done, `workers` runs at a time; returns all that is done."""
+    """Trains what is wanted and not done, `workers` runs at a time; returns what was wanted."""
     done = read_runs(path)
     missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in done)]
     print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {path}", flush=True)
@@ -336,7 +337,7 @@ def train_missing(wanted: list[dict], path: Path, workers: int, what: str) -> li
             write_runs(path, done)
             line = "{task} {size} {variant} seed {seed} at {learning_rate:g}: loss {loss:.4f}, {seconds:.0f} s"
             tqdm.write(line.format(**run))
-    return done
+    return [run for run in done if any(settings.items() <= run.items() for settings in wanted)]
 
 
 def train_cell(
@@ -349,7 +350,7 @@ def train_cell(
     path: Path,
     workers: int,
 ) -> None:
-    """One task and size: every rate of the grid for every variant, then the seeds at the best of each.
+    """One task and size: every rate of the grid for every variant, the best of them again, then the seeds at the best.
 
     Args:
         grid: learning rates; a single one is not tried first.
@@ -357,10 +358,13 @@ def train_cell(
     """
     rates = dict.fromkeys(variants, grid[0])
     if len(grid) > 1:
-        tried = [settings_of(task, size, name, RATE_SEED, rate, steps) for rate in grid for name in variants]
-        done = train_missing(tried, path, workers, f"{task}, {size}, learning rates")
-        found = rates_of([run for run in done if any(settings.items() <= run.items() for settings in tried)])
-        rates = {name: found[task, size, name] for name in variants}
+        first, second = RATE_SEEDS
+        tried = [settings_of(task, size, name, first, rate, steps) for rate in grid for name in variants]
+        runs = train_missing(tried, path, workers, f"{task}, {size}, learning rates")
+        best = {name: rates[:FINALISTS] for (*_, name), rates in ranked_rates(runs).items()}
+        again = [settings_of(task, size, name, second, rate, steps) for name in variants for rate in best[name]]
+        runs += train_missing(again, path, workers, f"{task}, {size}, the best learning rates again")
+        rates = {name: ranked[0] for (*_, name), ranked in ranked_rates(runs).items()}
     wanted = [settings_of(task, size, name, seed, rate, steps) for seed in seeds for name, rate in rates.items()]
     train_missing(wanted, path, workers, f"{task}, {size}")  # seed by seed, so that a study cut short has whole ones
 
@@ -370,24 +374,43 @@ def train_cell(
 Cell = tuple[str, str]  # task, size
 
 
-def rates_of(runs: list[dict]) -> dict[tuple[str, str, str], float]:
-    """(task, size, variant) -> its learning rate: the best of those tried; missing where none were."""
-    tried: dict[tuple[str, str, str], dict[float, float]] = {}
-    for run in runs:
-        if run["seed"] == RATE_SEED:
-            tried.setdefault((run["task"], run["size"], run["variant"]), {})[run["learning_rate"]] = run["loss"]
-    return {at: rate for at, losses in tried.items() if (rate := best_rate(losses, tuple(losses))) is not None}
+def ranked_rates(runs: list[dict]) -> dict[tuple[str, str, str], list[float]]:
+    """(task, size, variant) -> learning rates tried, the best first; missing where none were.
+
+    Rates that more seeds have tried come before those of fewer, then the lower mean loss. One without a loss is last.
+    """
+    places = dict.fromkeys(place_of(run) for run in runs if run["seed"] in RATE_SEEDS)
+    tried = {at: choosing_losses(runs, at) for at in places}
+
+    def rank(losses: dict[int, float]) -> tuple[int, float]:
+        mean = statistics.mean(losses.values())
+        return -len(losses), mean if math.isfinite(mean) else math.inf
+
+    return {at: sorted(by_rate, key=lambda rate: rank(by_rate[rate])) for at, by_rate in tried.items()}
+
+
+def place_of(run: dict) -> tuple[str, str, str]:
+    return run["task"], run["size"], run["variant"]
+
+
+def choosing_losses(runs: list[dict], at: tuple[str, str, str]) -> dict[float, dict[int, float]]:
+    """Of a variant: learning rate -> seed that chooses -> loss."""
+    found: dict[float, dict[int, float]] = {}
+    for run in sorted(runs, key=lambda run: (run["learning_rate"], run["seed"])):
+        if place_of(run) == at and run["seed"] in RATE_SEEDS:
+            found.setdefault(run["learning_rate"], {})[run["seed"]] = run["loss"]
+    return found
 
 
 def reported(runs: list[dict]) -> list[dict]:
     """The runs at their variant's own rate and as long as those that chose it, without these."""
-    rates = rates_of(runs)
-    steps = {(run["task"], run["size"], run["variant"]): run["steps"] for run in runs if run["seed"] == RATE_SEED}
+    ranked = ranked_rates(runs)
+    steps = {place_of(run): run["steps"] for run in runs if run["seed"] in RATE_SEEDS}
 
     def is_reported(run: dict) -> bool:
-        at = (run["task"], run["size"], run["variant"])
-        own = (rates.get(at, run["learning_rate"]), steps.get(at, run["steps"]))
-        return run["seed"] != RATE_SEED and (run["learning_rate"], run["steps"]) == own
+        at = place_of(run)
+        own = (ranked.get(at, [run["learning_rate"]])[0], steps.get(at, run["steps"]))
+        return run["seed"] not in RATE_SEEDS and (run["learning_rate"], run["steps"]) == own
 
     return [run for run in runs if is_reported(run)]
 
@@ -455,12 +478,8 @@ def tables(results: dict) -> str:
         first = next(run for run in runs if (run["task"], run["size"]) == (task, size))
         shape = SIZES[size]
         rates = {run["variant"]: run["learning_rate"] for run in runs if (run["task"], run["size"]) == (task, size)}
-        choice = {
-            (run["variant"], run["learning_rate"]): run["loss"]
-            for run in tried
-            if (run["task"], run["size"], run["seed"]) == (task, size, RATE_SEED)
-        }
-        grid = sorted({rate for _, rate in choice})
+        choice = {name: choosing_losses(tried, (task, size, name)) for name in by_variant}
+        grid = sorted({rate for by_rate in choice.values() for rate in by_rate})
         how = f"the best of {', '.join(f'{rate:g}' for rate in grid)}" if grid else "the same for all"
         lines += [
             "",
@@ -484,10 +503,11 @@ def tables(results: dict) -> str:
                 )
         if grid:
             heads = ["", *(f"{rate:g}" for rate in grid)]
-            lines += ["", f"Loss by learning rate, of seed {RATE_SEED}, which decides and is not reported above:", ""]
+            seeds = " and ".join(map(str, RATE_SEEDS))
+            lines += ["", f"Loss by learning rate, of seeds {seeds}, which decide and are not reported above:", ""]
             lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
             for name in by_variant:
-                found = (f"{choice[name, rate]:.4f}" if (name, rate) in choice else "" for rate in grid)
+                found = (", ".join(f"{loss:.4f}" for loss in choice[name].get(rate, {}).values()) for rate in grid)
                 lines.append(f"| {VARIANTS[name].label} | {' | '.join(found)} |")
         means = {name: statistics.mean(values.values()) for name, values in by_variant.items()}
         if len(means) > 2:
@@ -515,8 +535,8 @@ def tables(results: dict) -> str:
         for cell in cells:
             if better in losses[cell] and worse in losses[cell]:
                 mean, error, verdict = compare(losses[cell][better], losses[cell][worse])
-                seeds = len(losses[cell][better].keys() & losses[cell][worse].keys())
-                half = float(t.ppf(0.975, seeds - 1)) * error
+                pairs = len(losses[cell][better].keys() & losses[cell][worse].keys())
+                half = float(t.ppf(0.975, pairs - 1)) * error
                 is_clear = verdict != "open" and abs(mean) > half
                 row.append(f"{mean:+.4f} ± {half:.4f} {'clearly ' * is_clear}{verdict}")
                 verdicts.append(verdict)

@@ -126,11 +126,15 @@ def run_of(variant: str, seed: int, rate: float, loss: float) -> dict:
 
 
 def test_each_variant_is_reported_at_its_best_rate():
-    """Found with a seed that is not reported; a loss of NaN is the worst. Without a grid all are reported."""
-    runs = [run_of("plain", study.RATE_SEED, rate, loss) for rate, loss in ((1e-3, 3.0), (2e-3, 1.0), (4e-3, 2.0))]
-    runs += [run_of("r2", study.RATE_SEED, rate, loss) for rate, loss in ((1e-3, 1.5), (2e-3, math.nan))]
+    """Found with seeds that are not reported; a loss of NaN is the worst. Without a grid all are reported."""
+    first, second = study.RATE_SEEDS
+    runs = [run_of("plain", first, rate, loss) for rate, loss in ((1e-3, 3.0), (2e-3, 1.0), (4e-3, 2.0))]
+    runs += [run_of("r2", first, rate, loss) for rate, loss in ((1e-3, 1.5), (2e-3, math.nan))]
     assert study.reported(runs) == []
-    assert study.rates_of(runs) == {("text", "small", "plain"): 2e-3, ("text", "small", "r2"): 1e-3}
+    assert study.ranked_rates(runs) == {
+        ("text", "small", "plain"): [2e-3, 4e-3, 1e-3],
+        ("text", "small", "r2"): [1e-3, 2e-3],
+    }
     for name in ("plain", "r2", "pre"):
         runs += [run_of(name, seed, rate, seed + rate) for seed in (0, 1) for rate in (1e-3, 2e-3)]
     found = study.collect(study.reported(runs), "loss")["text", "small"]
@@ -139,23 +143,32 @@ def test_each_variant_is_reported_at_its_best_rate():
     longer = [run | {"seed": 7, "steps": run["steps"] + 1} for run in study.reported(runs)]  # of another version
     assert study.collect(study.reported(runs + longer), "loss")["text", "small"]["plain"] == found["plain"]
 
+    # the mean of both seeds decides, among rates that both have tried
+    runs += [run_of("plain", second, rate, loss) for rate, loss in ((2e-3, 2.5), (4e-3, 1.2))]
+    assert study.ranked_rates(runs)["text", "small", "plain"] == [4e-3, 2e-3, 1e-3]
+    runs += [run_of("r2", second, 1e-3, 9.0), run_of("r2", second, 2e-3, 0.0)]  # NaN with one is NaN
+    assert study.ranked_rates(runs)["text", "small", "r2"] == [1e-3, 2e-3]
+
 
 def test_every_rate_is_tried_before_the_seeds(tmp_path, monkeypatch):
-    """Twice: what a variant's rate is follows from its own runs, and nothing is trained again."""
+    """The grid, its two best again, the seeds at the better. Twice: nothing is trained again."""
     asked = []
+    losses = {"plain": {1e-3: (3, 3), 2e-3: (1, 3), 4e-3: (2, 1)}, "r2": {1e-3: (1, 1), 2e-3: (2, 1), 4e-3: (3, 0)}}
 
     def as_trained(train, wanted, workers):
         for settings in wanted:
-            asked.append((settings["variant"], settings["seed"], settings["learning_rate"]))
-            best = 2e-3 if settings["variant"] == "plain" else 1e-3
-            yield settings | {"loss": abs(settings["learning_rate"] - best), "seconds": 0.0}
+            name, seed, rate = settings["variant"], settings["seed"], settings["learning_rate"]
+            asked.append((name, seed, rate))
+            yield settings | {"loss": losses[name][rate][seed == study.RATE_SEEDS[1]], "seconds": 0.0}
 
     monkeypatch.setattr(study, "as_trained", as_trained)
     for _ in range(2):
         path = tmp_path / "results.json"
-        study.train_cell("text", "small", ["plain", "r2"], (1e-3, 2e-3), (0, 1), None, path, 1)
-    tried = [(name, study.RATE_SEED, rate) for rate in (1e-3, 2e-3) for name in ("plain", "r2")]
-    assert asked == tried + [(name, seed, rate) for seed in (0, 1) for name, rate in (("plain", 2e-3), ("r2", 1e-3))]
+        study.train_cell("text", "small", ["plain", "r2"], (1e-3, 2e-3, 4e-3), (0, 1), None, path, 1)
+    first, second = study.RATE_SEEDS
+    grid = [(name, first, rate) for rate in (1e-3, 2e-3, 4e-3) for name in ("plain", "r2")]
+    again = [("plain", second, 2e-3), ("plain", second, 4e-3), ("r2", second, 1e-3), ("r2", second, 2e-3)]
+    assert asked == grid + again + [(name, seed, r) for seed in (0, 1) for name, r in (("plain", 4e-3), ("r2", 1e-3))]
 
 
 def train_or_fail(settings: dict, folder: str) -> dict:
