@@ -196,7 +196,7 @@ def scores_kernel(
     i_p, i_bg = tl.program_id(0) % n_p, tl.program_id(0) // n_p
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
     H: tl.constexpr = G * M
-    stride_map = stride_map.to(tl.int64) * UNIT
+    stride_map = tl.cast(stride_map, tl.int64) * UNIT
     p_maps += (i_b * H + i_g * M) * T * stride_map
     if p_visible is not None:
         p_visible += i_b * stride_ab
@@ -287,7 +287,7 @@ def output_kernel(
     i_p, i_bg = tl.program_id(0) % n_p, tl.program_id(0) // n_p
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
     H: tl.constexpr = G * M
-    stride_map = stride_map.to(tl.int64) * UNIT
+    stride_map = tl.cast(stride_map, tl.int64) * UNIT
     p_maps += (i_b * H + i_g * M) * T * stride_map
     if p_visible is not None:
         p_visible += i_b * stride_ab

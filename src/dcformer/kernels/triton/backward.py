@@ -93,9 +93,10 @@ def back_1_kernel(
         grad_hid = hidden(dw, w1, R, F_POST, R, H1)
         grads = add_side_grads(grads, p, dw, hid, grad_hid, F_POST, R, H1)
         dp = composed(y, dw, w1, grad_hid, turned_matrix(m1, dtype, F_POST, H1), 0, F_POST, R, H1)
+        dp = cast(dp, dtype, H1)  # as back_0 reads it: with a sum of others gradients of scores would not sum to zero
         deltas, masses = (), ()
         for i in tl.static_range(1 + (H1 > 0)):
-            deltas = deltas + (delta[i] + p[i] * dp[i],)
+            deltas = deltas + (delta[i] + p[i] * dp[i].to(tl.float32),)
             if MASS:
                 masses = masses + (mass[i] + p[i],)
         delta, mass = deltas, masses
@@ -107,7 +108,7 @@ def back_1_kernel(
     p_delta += (i_s * n_bh * MASS + i_part) * n_t
     store_heads(p_delta, delta, n_t, o_t, m_t, M, H0, H1)
     if MASS:
-        store_heads(p_delta + n_bh.to(tl.int64) * n_t, mass, n_t, o_t, m_t, M, H0, H1)
+        store_heads(p_delta + tl.cast(n_bh, tl.int64) * n_t, mass, n_t, o_t, m_t, M, H0, H1)
 
 
 @triton.jit

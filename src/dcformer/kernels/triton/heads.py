@@ -75,14 +75,14 @@ def load_row(p_map, stride_h, o_t, M: tl.constexpr, H0: tl.constexpr, H1: tl.con
 @triton.jit
 def store_row(p_map, x, stride_h, o_t, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
     """Stores blocks [t, h] as a key's row of a map."""
-    dtype: tl.constexpr = p_map.dtype.element_ty
+    x = cast(x, p_map.dtype.element_ty, H1)
     for i in tl.static_range(1 + (H1 > 0)):
         o_h = head_ids(i, H0, H1)
         p_row = p_map + o_h[:, None] * stride_h + o_t[None, :]
         if M == H0 + H1:
-            tl.store(p_row, tl.trans(rounded(x[i], dtype)))
+            tl.store(p_row, tl.trans(x[i]))
         else:
-            tl.store(p_row, tl.trans(rounded(x[i], dtype)), mask=(o_h < M)[:, None])
+            tl.store(p_row, tl.trans(x[i]), mask=(o_h < M)[:, None])
 
 
 @triton.jit
@@ -247,10 +247,10 @@ def composed(x, wide, w, hid, m, first: tl.constexpr, F: tl.constexpr, R: tl.con
     return out
 
 
-@triton.jit
-def side_channels(F: tl.constexpr, R: tl.constexpr):
-    """How many channels a stage's query side has."""
-    return (QUERY & F) // QUERY * (2 * R + (GATE & F) // GATE)
+@triton.constexpr_function
+def side_channels(F, R):
+    """How many channels a stage's query side has. (What a jitted function returns is no constant before Triton 3.7.)"""
+    return bool(Part.QUERY & F) * (2 * R + bool(Part.GATE & F))
 
 
 @triton.jit
