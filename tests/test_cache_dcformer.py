@@ -9,7 +9,14 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from dcformer import DCFormerForCausalLM
-from dcformer.cache_dcformer import StaticFullLayer, StaticWindowLayer, check_cache_layers, use_static_layers
+from dcformer.cache_dcformer import (
+    StaticFullLayer,
+    StaticWindowLayer,
+    check_cache_layers,
+    count_rows,
+    static_layer,
+    use_static_layers,
+)
 
 
 def _states(start, count):
@@ -111,3 +118,32 @@ def test_nothing_is_left_on_the_cache():
     before = set(vars(cache))
     model(torch.arange(5)[None], past_key_values=cache)
     assert set(vars(cache)) == before
+
+
+def test_layers_whose_rows_may_be_filled():
+    """Those of a static cache that keep all rows, once they have memory; no cache that does more."""
+    config = tiny_config(layer_types=["full_attention", "sliding_attention"])
+    key, value = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 3, 8)
+    for own in (False, True):
+        cache = StaticCache(config=config, max_cache_len=9)
+        if own:
+            use_static_layers(cache, config.sliding_window)
+        assert static_layer(cache, 0) is None
+        for index in range(2):
+            cache.update(key, value, index)
+        layer = static_layer(cache, 0)
+        assert layer is cache.layers[0] and static_layer(cache, 1) is None
+        keys, values = count_rows(layer, 2)
+        assert keys is layer.keys and values is layer.values and cache.get_seq_length(0) == 5
+
+    class Other(StaticCache):
+        pass
+
+    for cache in (
+        DynamicCache(config=config),
+        Other(config=config, max_cache_len=9),
+        StaticCache(config=config, max_cache_len=9, offloading=True),
+    ):
+        if not getattr(cache, "offloading", False):
+            cache.update(key, value, 0)
+        assert static_layer(cache, 0) is None

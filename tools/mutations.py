@@ -26,6 +26,7 @@ T_CHECKPOINT, T_INFERENCE = "tests/conversion/test_checkpoint.py::", "tests/conv
 T_OUTPUT, T_ROUND_TRIP = "tests/conversion/test_output.py::", "tests/conversion/test_round_trip.py::"
 T_VERIFY, T_CLI = "tests/conversion/test_verification.py::", "tests/conversion/test_cli.py::"
 T_GENERATOR, T_DECODE = "tests/kernels/test_generator.py::", "tests/kernels/test_decode.py::"
+T_PREPARE = "tests/kernels/test_prepare.py::"
 T_REPEATED = "tests/kernels/test_repeated.py::"
 T_KERNEL = "tests/kernels/test_attention.py::test_output_and_gradients"
 FORMULA, GENERATORS = T_COMPOSE + "test_compose_is_its_formula", T_COMPOSE + "test_generators_are_their_formulas"
@@ -908,6 +909,34 @@ _KERNELS = (
             "grad_down = scale * (grad_down - raw * (grad_down * raw).mean(dim=-1, keepdim=True))",
             "grad_down = scale * grad_down",
             T_GENERATOR + "test_gradient_formulas_in_float64",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/prepare.py",
+        (
+            "values always in the first rows of a static cache",
+            "        p_values += i_row * stride_vn\n",
+            "",
+            T_PREPARE + "test_rows_of_a_static_cache_are_written_where_they_belong",
+        ),
+        (
+            "channels of keys in the first rows of a static cache",
+            "            p_rows_0 += i_row * stride_rn_0 * UNIT\n",
+            "",
+            T_PREPARE + "test_rows_of_a_static_cache_are_written_where_they_belong",
+        ),
+        (
+            "a row too many fits into a static cache",
+            "fits = i_row <= S - N",
+            "fits = i_row <= S - N + 1",
+            T_PREPARE + "test_a_static_cache_that_is_full_gives_nan",
+        ),
+        (
+            "a full static cache is written past its end",
+            "        i_row = tl.minimum(i_row, S - N)\n",
+            "",
+            T_PREPARE + "test_a_static_cache_that_is_full_gives_nan[35]",
         ),
     )
     + _in(

@@ -111,6 +111,28 @@ def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, width
             )
 
 
+def static_layer(cache: Cache, layer_idx: int) -> StaticLayer | None:
+    """A layer of a static cache whose rows may be filled where they are, from `cumulative_length` on.
+
+    Args:
+        cache: `past_key_values` of a forward pass.
+        layer_idx: the layer's place in it.
+
+    Returns:
+        the layer, for `count_rows` afterwards; None for a cache or a layer that does more than to keep rows.
+    """
+    if type(cache) is not StaticCache or getattr(cache, "offloading", False):
+        return None
+    layer: Any = cache.layers[layer_idx]
+    return layer if type(layer) in (StaticLayer, StaticFullLayer) and layer.is_initialized else None
+
+
+def count_rows(layer: StaticLayer, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `layer.update` does besides filling rows, of `length` tokens: keys and values [B, G, S, channels]."""
+    layer.cumulative_length.add_(length)
+    return layer.keys, layer.values
+
+
 class _OwnValues(StaticLayer):
     """A static layer whose values have a head count of their own, that of the first ones it gets."""
 
@@ -199,4 +221,12 @@ def use_static_layers(cache: StaticCache, sliding_window: int | None) -> None:
         cache.layers[index] = own
 
 
-__all__ = ["StaticFullLayer", "StaticWindowLayer", "check_cache_layers", "check_cache_rows", "use_static_layers"]
+__all__ = [
+    "StaticFullLayer",
+    "StaticWindowLayer",
+    "check_cache_layers",
+    "check_cache_rows",
+    "count_rows",
+    "static_layer",
+    "use_static_layers",
+]

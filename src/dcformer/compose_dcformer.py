@@ -271,15 +271,18 @@ class FusedGenerators:
         generate_packed: (hidden states, module, keys, values, first layer) -> the same without the key-wise weights,
             which it writes where `DCFormerCompose.pack` puts them, into keys and values [B, Hkv, N, D + channels]. Not
             differentiable.
-        prepare: (attention module, hidden states, parts of its fused product, (cos, sin)) -> all that a layer with a
-            cache does before the cache: queries [B, H, N, D], keys and values [B, Hkv, N, D + channels], and weights as
-            from `generate_packed`; or None where it cannot.
+        prepare: (attention module, hidden states, parts of its fused product, (cos, sin), its static cache or None) ->
+            all that a layer with a cache does before the cache: queries [B, H, N, D], keys and values [B, Hkv, N, D +
+            channels], None if they are in the static cache already, and weights as from `generate_packed`; or None
+            where it cannot.
     """
 
     can_replace: Callable[["DCFormerCompose", torch.Tensor], bool]
     generate: Callable[[torch.Tensor, "DCFormerCompose", "FirstLayer"], Generated]
     generate_packed: Callable[[torch.Tensor, "DCFormerCompose", torch.Tensor, torch.Tensor, "FirstLayer"], Generated]
-    prepare: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, Generated] | None] = lambda *_: None
+    prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Generated] | None] = (
+        lambda *_: None
+    )
 
 
 # By the name of the attention implementation that they belong to.

@@ -33,7 +33,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_dcformer import ComposeTrace, attend_composed, eager_attention
-from .cache_dcformer import check_cache_layers, check_cache_rows, use_static_layers
+from .cache_dcformer import check_cache_layers, check_cache_rows, count_rows, static_layer, use_static_layers
 from .chunked_dcformer import CHUNKED
 from .compose_dcformer import (
     DEFAULT_ATTENTION,
@@ -245,9 +245,10 @@ class DCFormerAttention(nn.Module):
         layer_idx = self.layer_idx if layer_idx is None else layer_idx
         is_cached = past_key_values is not None
 
-        prepared = None  # by a kernel, if there is one
-        if fused and is_cached and implementation in FUSED_GENERATORS:
-            prepared = FUSED_GENERATORS[implementation].prepare(self, hidden_states, fused, position_embeddings)
+        prepared = held = None  # by a kernel, if there is one; and the static cache that it can write to
+        if fused and past_key_values is not None and implementation in FUSED_GENERATORS:
+            held = static_layer(past_key_values, layer_idx)
+            prepared = FUSED_GENERATORS[implementation].prepare(self, hidden_states, fused, position_embeddings, held)
         if prepared is not None:
             query, key, value, (generated, statics) = prepared
         else:
@@ -262,9 +263,12 @@ class DCFormerAttention(nn.Module):
                 )
         if past_key_values is not None:
             key_width, value_width = widths = self.cache_widths
-            if layer_idx == 0:
-                check_cache_rows(past_key_values, key, value, widths)
-            key, value = past_key_values.update(key, value, layer_idx)
+            if key is None and held is not None:
+                key, value = count_rows(held, query.shape[2])
+            else:
+                if layer_idx == 0:
+                    check_cache_rows(past_key_values, key, value, widths)
+                key, value = past_key_values.update(key, value, layer_idx)
             gather = implementation not in FUSED_ATTENTION or not self.keeps_shapes  # kernels read them where they are
             heads = query.shape[1] if self.keeps_shapes else None
             key, pre_key = self.compose.unpack(key, key_width, "pre", gather, heads)  # [B, Hkv, S, D], S keys' weights

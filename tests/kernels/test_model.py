@@ -197,6 +197,25 @@ def test_fused_decoding_is_two_operators_of_a_layer(fused):
     torch.library.opcheck(operator, arguments)
 
 
+@pytest.mark.parametrize("kind", ["static", "ring"])
+@torch.no_grad()
+def test_fused_decoding_writes_to_a_static_cache(kind, fused):
+    """Rows of global layers go to their place; windows move by the library's way."""
+    model, ids = with_implementation(fused("mha"), "dcformer_triton"), tokens()
+    assert sorted(set(model.config.layer_types)) == ["full_attention", "sliding_attention"]
+    cache = make_cache(kind, model.config, ids.shape[1])
+    model(ids[:, :17], past_key_values=cache)
+    for start, stop in ((17, 19), (19, 20)):
+        with Operators() as operators:
+            model(ids[:, start:stop], past_key_values=cache)
+        assert operators.counts() == {"composed_decode": 2, "prepare_decode": 1, "prepare_decode_into": 1}
+        assert cache.get_seq_length(model.config.layer_types.index("full_attention")) == stop
+    *first, keys, values, place, plan, eps, flavour = operators.calls["prepare_decode_into"][0]
+    assert any(same_memory(keys, layer.keys) and same_memory(values, layer.values) for layer in cache.layers)
+    arguments = (*first, keys, values, place - 1, plan, eps, flavour)  # the cache has counted it
+    torch.library.opcheck(torch.ops.dcformer.prepare_decode_into.default, arguments)
+
+
 @pytest.mark.parametrize("name", ["mha", "grouped-query", "groups"])
 def test_decoding_takes_the_kernels_of_decoding(name):
     model = with_implementation(model_named(name), "dcformer_triton")

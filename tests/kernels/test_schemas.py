@@ -20,6 +20,8 @@ NAMES = {
     "dcformer::composed_decode",
     "dcformer::generate_weights",
     "dcformer::generate_packed",
+    "dcformer::prepare_decode",
+    "dcformer::prepare_decode_into",
     "dcformer::chunked_attention",
     "dcformer::chunked_attention_backward",
 }
@@ -78,6 +80,13 @@ with torch.no_grad():
     assert out.shape == (4, 2, 4, 5, 7) and out.dtype == torch.float32
     out = torch.ops.dcformer.generate_packed(hidden, gates, qkw, k, v, 2, 4, 2, "none", torch.float32)
     assert out.shape == (2, 2, 4, 5, 7)
+    q, k, v, cos = new(2, 3, 64), new(2, 3, 32), new(2, 3, 32), new(1, 3, 16)
+    plan, keys, place = [16, 2, 2, 16, 16, 4, 2, 0, 1, 2, 5, 6], new(2, 2, 9, 32), torch.zeros((), device="meta").long()
+    first = (q, k, v, [hidden, gates, qkw, cos, cos])
+    one = torch.ops.dcformer.prepare_decode(*first, plan, 0.0, "none")
+    assert [x.shape for x in one] == [(2, 4, 3, 16), (2, 2, 3, 32), (2, 2, 3, 32), (2, 2, 4, 5, 3)]
+    other = torch.ops.dcformer.prepare_decode_into(*first, keys, keys.clone(), place, plan, 0.0, "none")
+    assert [x.shape for x in other] == [(2, 4, 3, 16), (2, 2, 4, 5, 3)]
 try:
     torch.ops.dcformer.composed_decode(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), [], None, [1, -1], 1.0)
 except RuntimeError as error:

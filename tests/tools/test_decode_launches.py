@@ -27,7 +27,8 @@ def test_a_fused_layer_launches_at_most_one_more_than_llamas():
     assert counts["dcformer, not fused"] > counts["dcformer"] + 4
     parts = {name: ast.literal_eval(part) for name, _, part in lines}
     assert parts["llama"]["mm"] == 7 and parts["dcformer"]["mm"] == 5
-    assert parts["dcformer"]["composed_decode"] == 3 and parts["dcformer"]["prepare_decode"] == 1
+    assert parts["dcformer"]["generated"] <= 7  # rows of the static cache are not among them
+    assert parts["dcformer"]["composed_decode"] == 3 and parts["dcformer"]["prepare_decode_into"] == 1
 
 
 @pytest.mark.slow

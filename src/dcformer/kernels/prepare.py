@@ -4,7 +4,7 @@ Behind the one product of `FusedProjections` queries and keys are normalised and
 generated, and keys and values get those of their tokens behind them. In torch that is some fifteen launches for a few
 kilobytes. Here a program takes a head of the queries, keys or values, or a generator of a group (`generator_kernel`),
 and writes where the next reader wants it: queries and query-side weights as the kernels of decoding read them, keys and
-values as rows of the cache, channels included. The cache itself stays the library's, which takes the rows.
+values as rows of the cache, channels included. In a static cache they go to their place; another one takes the rows.
 
 It rounds where torch rounds. Letters as in `generator`; T new tokens of a sequence, D head dim, P rotary dim.
 """
@@ -27,7 +27,7 @@ from ..modeling_dcformer import DCFormerRMSNorm
 from .generator import APPROXIMATE, _axes, _generated, _options, _row_arguments, _tile, can_replace, generator_kernel
 from .limits import DTYPES, MAX_QUERIES, require_supported, unsupported_reason
 from .repeated import Launch, Repeated
-from .schemas import DEVICES, prepare_op, prepared_shapes, refuse_backward
+from .schemas import DEVICES, prepare_into_op, prepare_op, prepared_shapes, refuse_backward
 from .sizes import power_of_2
 from .triton.precision import rounded
 
@@ -48,10 +48,13 @@ def _normed(p_row, stride, p_weight, o_n, o_d, m_tile, scale, NORM: tl.constexpr
 
 @triton.jit
 def _prepare_head(
-    p_row, stride, p_weight, p_cos, p_sin, stride_c, p_out, stride_o, N, eps,
+    p_row, stride, p_weight, p_cos, p_sin, stride_c, p_out, stride_o, N, eps, fits,
     D: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, B_N: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
-    """One head of T tokens from p_row to p_out: RMS norm if NORM, RoPE of the first P channels, or as it is."""
+    """One head of T tokens from p_row to p_out: RMS norm if NORM, RoPE of the first P channels, or as it is.
+
+    NaN where it does not fit, unless that is None.
+    """
     dtype: tl.constexpr = p_row.dtype.element_ty
     o_n, o_d = tl.arange(0, B_N), tl.arange(0, B_D)
     m_n = (o_n < N)[:, None]
@@ -72,6 +75,8 @@ def _prepare_head(
         turned = rounded(out * cos, dtype).to(tl.float32)
         turned += rounded(tl.where(is_first[None, :], -other, other) * sin, dtype).to(tl.float32)
         out = tl.where(m_turned, turned, out)
+    if fits is not None:
+        out = tl.where(fits, out, float("nan"))
     p_tile = p_out + o_n[:, None].to(tl.int64) * stride_o + o_d[None, :]
     tl.store(p_tile, rounded(out, dtype), mask=m_tile)
 
@@ -79,13 +84,13 @@ def _prepare_head(
 @triton.jit
 def prepare_kernel(
     p_q, p_k, p_v, p_hidden, p_gates, p_qkw, p_q_weight, p_k_weight, p_cos, p_sin,
-    p_query, p_keys, p_values, p_weights, p_rows_0, p_rows_1,
+    p_query, p_keys, p_values, p_weights, p_rows_0, p_rows_1, p_place,
     stride_xb, stride_xn, stride_cb, stride_cn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_rb_0, stride_rh_0, stride_rn_0, stride_rb_1, stride_rh_1, stride_rn_1, B, H, N, eps,
+    stride_rb_0, stride_rh_0, stride_rn_0, stride_rb_1, stride_rh_1, stride_rn_1, B, H, N, S, eps,
     HKV: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, GENERATORS: tl.constexpr,
-    C: tl.constexpr, M: tl.constexpr, R: tl.constexpr, GATE: tl.constexpr, TANH: tl.constexpr, EPS: tl.constexpr,
-    SIDES: tl.constexpr, ROWS: tl.constexpr, REP: tl.constexpr, PAD: tl.constexpr, UNIT: tl.constexpr,
-    B_T: tl.constexpr, B_D: tl.constexpr,
+    PLACED: tl.constexpr, C: tl.constexpr, M: tl.constexpr, R: tl.constexpr, GATE: tl.constexpr, TANH: tl.constexpr,
+    EPS: tl.constexpr, SIDES: tl.constexpr, ROWS: tl.constexpr, REP: tl.constexpr, PAD: tl.constexpr,
+    UNIT: tl.constexpr, B_T: tl.constexpr, B_D: tl.constexpr,
     B_N: tl.constexpr, B_K: tl.constexpr, B_I: tl.constexpr, B_M: tl.constexpr, B_P: tl.constexpr,
 ):  # fmt: skip
     """Queries, rows of keys and values, and composition weights of N tokens, at most b_n and b_t.
@@ -98,10 +103,22 @@ def prepare_kernel(
         p_q_weight, p_k_weight: [D] of the norms; unused without NORM.
         p_cos, p_sin: [B or 1, N, P].
         p_query: out, [B, H, N, D], contiguous.
-        p_keys, p_values: out, [B, HKV, N, D and more]; the channels behind the first D are the generators'.
+        p_keys, p_values: out, [B, HKV, S, D and more]; the channels behind the first D are the generators'.
+        p_place: with PLACED, the first of the N rows to write, an integer; else they are the first. If they are not
+            within S, queries become NaN, and the last N rows are written.
         eps: of the norms of queries and keys.
     """
     i_b, i_j = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    fits = None
+    if PLACED:
+        i_row = tl.load(p_place).to(tl.int64)
+        fits = i_row <= S - N
+        i_row = tl.minimum(i_row, S - N)
+        p_keys += i_row * stride_kn
+        p_values += i_row * stride_vn
+        if ROWS:
+            p_rows_0 += i_row * stride_rn_0 * UNIT
+            p_rows_1 += i_row * stride_rn_1 * UNIT
     if GENERATORS > 0:
         if i_j < GENERATORS:
             generator_kernel(
@@ -115,19 +132,19 @@ def prepare_kernel(
     if (i_h >= 0) & (i_h < H):
         p_row, p_out = p_q + i_b * stride_xb + i_h * D, p_query + (i_b * H + i_h) * N * D
         _prepare_head(
-            p_row, stride_xn, p_q_weight, p_cos, p_sin, stride_cn, p_out, D, N, eps, D, P, NORM, B_T, B_D
+            p_row, stride_xn, p_q_weight, p_cos, p_sin, stride_cn, p_out, D, N, eps, fits, D, P, NORM, B_T, B_D
         )  # fmt: skip
     i_h -= H
     if (i_h >= 0) & (i_h < HKV):
         p_row, p_out = p_k + i_b * stride_xb + i_h * D, p_keys + i_b * stride_kb + i_h.to(tl.int64) * stride_kh
         _prepare_head(
-            p_row, stride_xn, p_k_weight, p_cos, p_sin, stride_cn, p_out, stride_kn, N, eps, D, P, NORM, B_T, B_D
+            p_row, stride_xn, p_k_weight, p_cos, p_sin, stride_cn, p_out, stride_kn, N, eps, None, D, P, NORM, B_T, B_D
         )  # fmt: skip
     i_h -= HKV
     if i_h >= 0:
         p_row, p_out = p_v + i_b * stride_xb + i_h * D, p_values + i_b * stride_vb + i_h.to(tl.int64) * stride_vh
         _prepare_head(
-            p_row, stride_xn, p_k_weight, p_cos, p_sin, stride_cn, p_out, stride_vn, N, eps, D, 0, False, B_T, B_D
+            p_row, stride_xn, p_k_weight, p_cos, p_sin, stride_cn, p_out, stride_vn, N, eps, None, D, 0, False, B_T, B_D
         )  # fmt: skip
 
 
@@ -135,30 +152,38 @@ def prepare_kernel(
 
 
 def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
-    """The results of `prepare_op`, and the launch that fills them.
+    """What the operators return, queries, weights and then rows of keys and values, and the launch that fills them.
 
     Args:
-        given: queries, keys and values; the seven `others`, None for absent ones; and the numbers of `prepare_op`, its
-            plan without places.
+        given: queries, keys and values; the seven `others`, None for absent ones; of a static cache keys and values,
+            their channels behind the first D, None where there are none, and the place, or five times None; and the
+            numbers of `prepare_op`, its plan without places.
     """
-    query, key, _, _, gates, _, query_weight, _, cos, _, plan, norm_eps, approximate = given
-    head_dim, stages, sides, behind_keys, behind_values, heads_per_group, rank = plan
+    *first, keys, values, behind_keys, behind_values, place, plan, norm_eps, approximate = given
+    query, key, value, hidden, gates, _, query_weight, _, cos, _ = first
+    _check_strides([x for x in (query, key, value, hidden, gates) if x is not None])
+    head_dim, stages, sides, *_, heads_per_group, rank = plan
     width = 2 * rank + (gates is not None)
     shapes = prepared_shapes(query, key, gates is not None, plan)
-    queries, keys, values, weights = (torch.empty(shape, dtype=query.dtype, device=query.device) for shape in shapes)
+    queries, weights = made = [query.new_empty(shape) for shape in shapes[::3]]
+    if place is None:
+        keys, values = (query.new_empty(shape) for shape in shapes[1:3])
+        behind_keys, behind_values = (_behind(x, head_dim) for x in (keys, values))
+        made += [keys, values]
     batch, heads, length, _ = queries.shape
     kv_heads = keys.shape[1]
-    rows = [x[..., head_dim:] for x, count in ((keys, behind_keys), (values, behind_values)) if count]
+    rows = [x for x in (behind_keys, behind_values) if x is not None]
     row_pointers, row_strides, row_sizes = _row_arguments(rows, heads, width)
     generators = heads // heads_per_group * stages * sides
     tile = _tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, generators)
     arguments = (
-        *given[:10],
+        *first,
         queries,
         keys,
         values,
         weights,
         *row_pointers,
+        place,
         *query.stride()[:2],
         cos.stride(0) if cos.shape[0] > 1 else 0,
         cos.stride(1),
@@ -168,6 +193,7 @@ def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
         batch,
         heads,
         length,
+        keys.shape[2],
         norm_eps,
     )
     constants = {
@@ -176,6 +202,7 @@ def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
         "P": cos.shape[-1],
         "NORM": query_weight is not None,
         "GENERATORS": generators,
+        "PLACED": int(place is not None),
         "C": stages * sides,
         "M": heads_per_group,
         "R": rank,
@@ -196,7 +223,29 @@ def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
         _options(tile),
     )
     is_empty = not batch or not length
-    return [queries, keys, values, weights], [] if is_empty else [launch]
+    return made, [] if is_empty else [launch]
+
+
+def _check_strides(parts: Sequence[torch.Tensor]) -> None:
+    """The kernel reads [B, N, columns] of all parts by the strides of the first, those of axes of one element aside."""
+    found = {tuple(stride for size, stride in zip(x.shape[:2], x.stride(), strict=False) if size > 1) for x in parts}
+    if len(found) > 1 or any(x.stride(2) != 1 for x in parts):
+        raise ValueError(
+            f"parts of a fused product have strides {[x.stride() for x in parts]}; expected those of one tensor "
+            "[B, N, columns], its last axis contiguous."
+        )
+
+
+def _behind(rows: torch.Tensor, head_dim: int) -> torch.Tensor | None:
+    """The channels behind keys or values, which their composition weights have; None where there are none."""
+    return rows[..., head_dim:] if rows.shape[-1] > head_dim else None
+
+
+def _others(others: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor | None]:
+    given: list[torch.Tensor | None] = [None] * 7
+    for place, tensor in zip(places, others, strict=True):
+        given[place] = tensor
+    return given
 
 
 _RUN = Repeated(_launches)
@@ -212,11 +261,29 @@ def _prepare(
     norm_eps: float,
     approximate: str,
 ) -> tuple[torch.Tensor, ...]:
-    given: list[torch.Tensor | None] = [None] * 7
-    for place, tensor in zip(plan[7:], others, strict=True):
-        given[place] = tensor
-    made = _RUN([query, key, value, *given], tuple(plan[:7]), norm_eps, approximate)
-    return tuple(refuse_backward("prepare_decode", made, [query, key, value, *given]))
+    given = [query, key, value, *_others(others, plan[7:])]
+    queries, weights, keys, values = _RUN([*given, *[None] * 5], tuple(plan[:7]), norm_eps, approximate)
+    return tuple(refuse_backward("prepare_decode", [queries, keys, values, weights], given))
+
+
+@torch.library.register_kernel(prepare_into_op.name(), DEVICES)
+def _prepare_into(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    place: torch.Tensor,
+    plan: Sequence[int],
+    norm_eps: float,
+    approximate: str,
+) -> tuple[torch.Tensor, ...]:
+    given = [query, key, value, *_others(others, plan[7:])]
+    held = [keys, values, _behind(keys, plan[0]), _behind(values, plan[0]), place]
+    made = _RUN([*given, *held], tuple(plan[:7]), norm_eps, approximate)
+    torch.autograd.graph.increment_version([x for x in (keys, values) if not x.is_inference()])
+    return tuple(refuse_backward("prepare_decode_into", made, [*given, keys, values]))
 
 
 # --- the module's call ------------------------------------------------------------------------------------------------
@@ -245,12 +312,24 @@ def _can_prepare(attention: Any, hidden_states: torch.Tensor, states: torch.Tens
     )
 
 
+def _can_fill(held: Any, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> bool:
+    """Whether a static layer has room for rows of keys and values [B, Hkv, N, any] of these shapes."""
+    place = held.cumulative_length
+    return all(
+        (*x.shape[:2], x.shape[3]) == (batch, heads, width)
+        and length <= x.shape[2]
+        and (x.dtype, x.device, x.stride(-1)) == (like.dtype, like.device, 1)
+        for x, (batch, heads, length, width) in zip((held.keys, held.values), shapes, strict=True)
+    ) and (place.dtype, place.device) == (torch.int64, like.device)
+
+
 def prepare(
     attention: Any,
     hidden_states: torch.Tensor,
     projected: Sequence[torch.Tensor | None],
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Generated] | None:
+    held: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Generated] | None:
     """QK-norm, RoPE, the generators' second layer and the rows of the cache, in one launch.
 
     Args:
@@ -259,14 +338,17 @@ def prepare(
         projected: the parts of its fused product, [B, N, columns] and sharing strides: queries, keys, values, and the
             first layer of low rank and gates, None where they are absent.
         position_embeddings: cosines and sines, each [B or 1, N, P].
+        held: the layer's part of a static cache, `keys` and `values` [B, Hkv, S, D + channels] and the row of the next
+            token, `cumulative_length`, which stays as it is; or None.
 
     Returns:
-        queries [B, H, N, D], rows of keys and values [B, Hkv, N, D + channels], and what `DCFormerCompose.forward`
-        returns, without the key-wise weights that are in the rows. None for more than 16 tokens, with gradients, for
-        several dtypes (autocast), and where a norm or the composition is more than its parameters.
+        queries [B, H, N, D]; rows of keys and values [B, Hkv, N, D + channels], None if they have gone to `held`; and
+        what `DCFormerCompose.forward` returns, without the key-wise weights that are in the rows. None for more than 16
+        tokens, with gradients, for several dtypes (autocast), and where a norm or the composition is more than its
+        parameters.
     """
     query, key, value, hidden, gates = projected
-    assert query is not None
+    assert query is not None and key is not None
     if not _can_prepare(attention, hidden_states, query, position_embeddings[0]):
         return None
     compose: DCFormerCompose = attention.compose
@@ -278,11 +360,16 @@ def prepare(
     norms = [getattr(norm, "weight", None) for norm in (attention.q_norm, attention.k_norm)]
     given = (hidden, gates, None if hidden is None else compose.qkw, *norms, cos, sin)
     plan = [attention.head_dim, len(stages), len(sides), *channels, compose.heads_per_group, rank]
-    queries, keys, values, weights = prepare_op(
-        query, key, value, [x for x in given if x is not None],
-        [*plan, *(i for i, x in enumerate(given) if x is not None)],
-        getattr(attention.q_norm, "eps", 0.0), APPROXIMATE.get(type(compose.act_fn), "none"),
-    )  # fmt: skip
+    tensors = (query, key, value, [x for x in given if x is not None])
+    shapes = prepared_shapes(query, key, gates is not None, plan)[1:3]
+    plan += [i for i, x in enumerate(given) if x is not None]
+    numbers = (plan, getattr(attention.q_norm, "eps", 0.0), APPROXIMATE.get(type(compose.act_fn), "none"))
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    if held is not None and _can_fill(held, shapes, query):
+        queries, weights = prepare_into_op(*tensors, held.keys, held.values, held.cumulative_length, *numbers)
+    else:
+        queries, keys, values, weights = prepare_op(*tensors, *numbers)
     stored = [(stage, side) for stage in stages for side in sides[: len(sides) - any(channels)]]
     generated = _generated(stored, weights) if stages else {}
     return queries, keys, values, (generated, compose.static_projections())
@@ -295,27 +382,29 @@ def kernel_specs() -> list[dict[str, Any]]:
     """What to compile to see registers, spills and shared memory, for the published sizes in bfloat16 with R = 2.
 
     Returns:
-        as `generator.kernel_specs`, for one token and for several.
+        as `generator.kernel_specs`, for one token that goes to its place in a cache and for several that do not.
     """
     specs = []
     sizes = ("405M", 16, 64, 64), ("2.8B", 32, 80, 80), ("6.9B", 32, 128, 128), ("13B", 40, 128, 128)
-    for (name, heads, dim, rotary), tokens in itertools.product(sizes, (1, MAX_QUERIES)):
+    for (name, heads, dim, rotary), (tokens, placed) in itertools.product(sizes, ((1, 1), (MAX_QUERIES, 0))):
         tile = _tile(heads, 2, True, 3, 1, tokens, 4)
         constexprs: dict[str, Any] = {"HKV": heads, "D": dim, "P": rotary, "NORM": True, "GENERATORS": 4}
+        constexprs |= {"PLACED": placed} | ({} if placed else {"p_place": None})
         constexprs |= {"C": 4, "M": heads, "R": 2, "GATE": 1, "TANH": True, "EPS": COMPOSE_NORM_EPS, "SIDES": 2}
         constexprs |= {"ROWS": 1, "REP": 1, "PAD": 3, "UNIT": 8, "B_T": tokens, **tile}
         constexprs |= {"B_D": power_of_2(dim)} | ({"N": 1} if tokens == 1 else {})
         arguments = prepare_kernel.arg_names
         types = {argument: "*bf16" if argument.startswith("p_") else "i32" for argument in arguments}
-        signature = types | {"eps": "fp32"} | dict.fromkeys(constexprs, "constexpr")
-        multiples = [i for i, argument in enumerate(arguments) if argument.startswith("p_") or argument == "stride_xn"]
+        signature = types | {"eps": "fp32", "p_place": "*i64"} | dict.fromkeys(constexprs, "constexpr")
+        pointers = [name for name in arguments if name.startswith("p_") and signature[name] != "constexpr"]
+        multiples = [i for i, argument in enumerate(arguments) if argument in (*pointers, "stride_xn")]
         specs.append(
             {
                 "kernel": prepare_kernel,
                 "signature": signature,
                 "constexprs": constexprs,
                 **_options(tile),
-                "label": f"prepare {name} N={tokens}",
+                "label": f"prepare {name} N={tokens}{' in place' if placed else ''}",
                 "attrs": {(i,): [["tt.divisibility", 16]] for i in multiples},
             }
         )

@@ -318,6 +318,39 @@ def _(query, key, value, others, plan, norm_eps, approximate):
     return tuple(query.new_empty(shape) for shape in prepared_shapes(query, key, 1 in plan[7:], plan))
 
 
+@_inference_op("prepare_decode_into", mutates_args=("keys", "values"))
+def prepare_into_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    place: torch.Tensor,
+    plan: Sequence[int],
+    norm_eps: float,
+    approximate: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `prepare_op`, but rows of keys and values go to their place in a static cache. Has no gradients.
+
+    Args:
+        keys, values: of the cache, [B, Hkv, S, D + channels]; the last dimension contiguous. N rows are filled.
+        place: the first of these rows, an integer on the device. Where they would end behind S the last N are filled,
+            and the queries are NaN: the host does not know.
+        Others: those of `prepare_op`.
+
+    Returns:
+        queries and weights, as there.
+    """
+    raise _kernel("prepare_decode_into")
+
+
+@torch.library.register_fake(prepare_into_op.name())
+def _(query, key, value, others, keys, values, place, plan, norm_eps, approximate):
+    queries, _, _, weights = prepared_shapes(query, key, 1 in plan[7:], plan)
+    return query.new_empty(queries), query.new_empty(weights)
+
+
 __all__ = [
     "DEVICES",
     "attention_backward_op",
@@ -326,6 +359,7 @@ __all__ = [
     "generate_packed_op",
     "generate_weights_op",
     "generated_shape",
+    "prepare_into_op",
     "prepare_op",
     "prepared_shapes",
     "refuse_backward",
