@@ -3,7 +3,8 @@
 FIRST_RUN_LOG names the file; tests that are in it already are not run again. Each line has `test`, `outcome`,
 `seconds`, `detail` (of what failed or was skipped) and `scores`: how many scores the kernels had in 16 bits, how many
 of them were beyond what float16 holds, and the largest. All pairs of a query and a key count, also those that are not
-seen; tests of peak memory are left alone. The tests of test_gpu.py, which need much memory, go to few processes.
+seen; tests of peak memory are left alone, and those that go beyond on purpose. The tests of test_gpu.py, which need
+much memory, go to few processes.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 LIMIT = 60000.0  # of a score times log2(e): `dcformer.kernels.overflow.LARGEST`
+_NOT_COUNTED = ("test_memory", "test_scores_beyond_float16", "test_matrices_beyond_float16")
 PROCESSES = 3  # that run tests which need much memory, with pytest-xdist
 _ELEMENTS = 1 << 22  # of scores held at once
 _counts = {"counted": 0, "clamped": 0, "largest": 0.0}
@@ -102,7 +104,7 @@ def pytest_runtest_call(item: Any) -> Any:
     """Counts during the test, and puts what was counted into its report."""
     global _is_counting
     _counts.update(counted=0, clamped=0, largest=0.0)
-    _is_counting = not item.name.startswith("test_memory")
+    _is_counting = not item.name.startswith(_NOT_COUNTED)
     try:
         return (yield)
     finally:

@@ -306,7 +306,8 @@ TO_SETTLE = (
         _clamped,
         (
             Fallback(
-                "the chunked implementation for models with such scores, until maps of scores can be bfloat16",
+                "scores in bfloat16, which the kernels take by themselves once some were cut off; in another "
+                "implementation none are",
                 'attn_implementation="dcformer_chunked"',
             ),
         ),

@@ -30,7 +30,7 @@ from dcformer.kernels.launch import LAUNCHES, Gradients, Problem, Visibility
 from dcformer.kernels.layout import Layout, Part
 from dcformer.kernels.tuning import Tile
 
-SHARED_LIMIT = {80: 163, 89: 99, 90: 227}  # KiB per block
+SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB per block
 SHAPES = ("405m", "2.8b", "6.9b", "13b")
 FULL = Layout(pre=Part.QUERY | Part.KEY | Part.GATE, post=Part.QUERY | Part.KEY | Part.GATE, rank=2)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

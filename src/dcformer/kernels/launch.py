@@ -340,17 +340,28 @@ class Problem:
         return max(1, ceil_div(span, n_keys)), n_keys
 
     def _fill_scores(
-        self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, largest: float
+        self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, limit: dict[str, Any]
     ) -> None:
         """out [B, H, n_s, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d]."""
         tile = self._tile("scores")
         grid = (ceil_div(chunk.n_s, tile.b_s), ceil_div(chunk.n_p, tile.b_t), self.B * self.H)
         self._launch(
-            scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, scale=scale, largest=largest,
+            scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, scale=scale, **limit,
             **_strides("a", a, "bhs"), **_strides("b", b, "bht"), **product_constants("scores", a.shape[3], tile),
-            STEP=max(self.step, tile.b_t), MARK=largest < torch.inf,
-            p_mark=mark_of(out.device) if largest < torch.inf else None,
+            STEP=max(self.step, tile.b_t),
         )  # fmt: skip
+
+    def _limit(self, dtype: torch.dtype, helps: bool = True) -> dict[str, Any]:
+        """Arguments of kernels that keep numbers within what a dtype holds, float16 with room for what is made of them.
+
+        Args:
+            dtype: of what they store.
+            helps: whether bfloat16 is used in its place once a number was cut off.
+        """
+        is_narrow = dtype == torch.float16
+        is_marked = is_narrow and helps
+        mark = mark_of(self.q.device) if is_marked else None
+        return {"largest": LARGEST if is_narrow else torch.inf, "MARK": is_marked, "p_mark": mark}
 
     def _fill_values(
         self, chunk: Chunk, tiles: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float = 1.0
@@ -389,6 +400,7 @@ class Problem:
             grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
             self._launch(
                 expand_kernel, grid, chunk, p_m=matrices, **self._key_side(stage), **constants,
+                **self._limit(dtype, helps=not stage),
             )  # fmt: skip
             out.append(matrices)
         return out
@@ -425,8 +437,7 @@ class Problem:
     def _make_scores(self, chunk: Chunk) -> torch.Tensor:
         """The map of scores times log2(e), [B, H, n_s, n_p]."""
         scores = self._new_map(chunk, self.score_dtype)
-        largest = LARGEST if self.score_dtype == torch.float16 else torch.inf
-        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, largest)
+        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, self._limit(self.score_dtype))
         return scores
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -506,7 +517,8 @@ class Problem:
         pre, post = self._matrices(chunk)
         scores = self._make_scores(chunk)
         maps = self._new_map(chunk, self.q.dtype)  # of dW, then dP, then dS
-        self._fill_scores(chunk, maps, self.v, grad_out, 1.0, torch.inf)
+        unlimited = {"largest": torch.inf, "MARK": False, "p_mark": None}
+        self._fill_scores(chunk, maps, self.v, grad_out, 1.0, unlimited)
         weights = self._new_map(chunk, self.q.dtype)
         source, is_given = scores, self.heads[1] > 0
         if is_given:

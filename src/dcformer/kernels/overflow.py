@@ -1,7 +1,7 @@
 """Scores that float16 cannot hold: the kernels cut them off, this module notices, says so once and has bfloat16 used.
 
-The kernel that makes scores leaves a mark on its device. It is read without waiting for the device, so a few more calls
-may pass until it is seen. Imports no Triton.
+So are entries of the matrices with which the key side composes scores. The kernels leave a mark on their device. It is
+read without waiting for the device, so a few more calls may pass until it is seen. Imports no Triton.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,8 @@ def look(device: torch.device) -> None:
     elif watch.event is None or watch.copy is None:
         watch.calls += 1
         if watch.calls <= _FIRST or watch.calls % _EVERY == 0:
-            watch.copy = torch.empty(1, dtype=torch.int32, pin_memory=True).copy_(watch.mark, non_blocking=True)
+            memory = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)  # whatever the default device
+            watch.copy = memory.copy_(watch.mark, non_blocking=True)
             watch.event = torch.cuda.Event()
             watch.event.record(torch.cuda.current_stream(device))
         return
@@ -66,9 +67,9 @@ def look(device: torch.device) -> None:
     if seen:
         _wide.add(str(device))
         logger.warning(
-            f"attention scores on {device} went beyond what float16 holds (±{LARGEST / 1.4426950408889634:,.0f}) and "
-            "were cut off there. From now on the kernels keep scores in bfloat16, which is less exact. Models with "
-            "norms of queries and keys (qk_norm=True) have no such scores."
+            f"attention scores on {device}, or the weights that compose them, went beyond what float16 holds "
+            f"(±{LARGEST / 1.4426950408889634:,.0f}) and were cut off there. From now on the kernels keep scores in "
+            "bfloat16, which is less exact. Models with norms of queries and keys (qk_norm=True) have no such scores."
         )
 
 

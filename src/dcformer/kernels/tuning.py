@@ -76,7 +76,8 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
             return Tile(64, 64, 8, 2) if dim <= 128 else Tile(32, 32, 4, 2)
         if kernel == "scores":
             return Tile(128, 128, 8, 3)
-        return Tile(128, 64, 8, 3 if arch != 89 and arch < 120 else 2) if dim <= 128 else Tile(64, 32, 8, 2)
+        has_little = arch in (86, 89) or arch >= 120  # shared memory: 99 KiB a block
+        return Tile(128, 64, 8, 2 if has_little else 3) if dim <= 128 else Tile(64, 32, 8, 2)
     if dtype == torch.float32:
         return Tile(32, 1, 4, 2)
     if kernel in ("lse", "compose") and heads <= 32 and arch >= 90:

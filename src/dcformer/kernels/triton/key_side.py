@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .heads import GATE, KEY, STATIC, intervals, span
-from .precision import rounded
+from .precision import rounded, within
 
 
 @triton.jit
@@ -47,14 +47,17 @@ def _store_channel(p_tile, grad, mask, ADD: tl.constexpr):
 
 @triton.jit
 def expand_kernel(
-    p_wk, p_static, p_m, stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws, G, rep, S, s_0, n_s,
+    p_wk, p_static, p_m, p_mark,
+    stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws, G, rep, S, s_0, n_s, largest,
     F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr,
+    MARK: tl.constexpr,
 ):  # fmt: skip
-    """M(s) of a stage for the keys of a chunk: p_m [B·G, n_s, HP, HP], zeros beyond the M heads.
+    """M(s) of a stage for the keys of a chunk: p_m [B·G, n_s, HP, HP], zeros beyond the M heads, within ±largest.
 
     Args:
         p_wk: the key side's weights.
         p_static: [G, M, M], from row to column.
+        p_mark: becomes 1, with MARK, where a number is beyond.
     """
     i_s, i_bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_s, o_h = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_H)
@@ -73,6 +76,10 @@ def expand_kernel(
         if GATE & F:
             gate = _load_channel(p_tile + 2 * R * stride_wc, m_side)
             out += tl.where((o_h[:, None] == o_h[None, :])[None, :, :], gate[:, :, None], 0.0)
+    if MARK:
+        if tl.max(tl.abs(out)) > largest:
+            tl.store(p_mark, 1)  # all that store, store the same
+    out = within(out, largest)
     p_out = p_m + (i_bg * n_s + o_s)[:, None, None] * (HP * HP) + o_h[None, :, None] * HP + o_h[None, None, :]
     mask = (o_s < n_s)[:, None, None] & (o_h < HP)[None, :, None] & (o_h < HP)[None, None, :]
     tl.store(p_out, rounded(out, p_m.dtype.element_ty), mask=mask)

@@ -21,6 +21,12 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def within(x, largest):
+    """x, cut off at ±largest. NaN stays."""
+    return tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
+
+
+@triton.jit
 def product(a, b):
     """[x, d] times [d, y] in float32, exact for float32 inputs."""
     if INTERPRETED:

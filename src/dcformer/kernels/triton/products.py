@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .heads import NO_KEY, intervals, span
-from .precision import add_product, rounded
+from .precision import add_product, rounded, within
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def scores_kernel(
     if MARK:
         if tl.max(tl.abs(total)) > largest:
             tl.store(p_mark, 1)  # all that store, store the same
-    total = tl.where(total > largest, largest, tl.where(total < -largest, -largest, total))  # NaN stays
+    total = within(total, largest)
     p_tile = p_map + i_bh * stride_map + o_s[:, None] * n_p + o_t[None, :]
     tl.store(p_tile, rounded(total, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])
 
