@@ -28,7 +28,8 @@ T_VERIFY, T_CLI = "tests/conversion/test_verification.py::", "tests/conversion/t
 T_GENERATOR, T_DECODE = "tests/kernels/test_generator.py::", "tests/kernels/test_decode.py::"
 T_PREPARE = "tests/kernels/test_prepare.py::"
 T_REPEATED = "tests/kernels/test_repeated.py::"
-T_KERNEL = "tests/kernels/test_attention.py::test_output_and_gradients"
+T_ATTEND = "tests/kernels/test_attention.py::"
+T_KERNEL = T_ATTEND + "test_output_and_gradients"
 FORMULA, GENERATORS = T_COMPOSE + "test_compose_is_its_formula", T_COMPOSE + "test_generators_are_their_formulas"
 PACKING = T_COMPOSE + "test_pack_and_unpack_are_inverse"
 MAXTEXT, PAX = T_CONVERT + "test_maxtext_to_pytorch", T_CONVERT + "test_pax_to_pytorch"
@@ -909,6 +910,42 @@ _KERNELS = (
             "grad_down = scale * (grad_down - raw * (grad_down * raw).mean(dim=-1, keepdim=True))",
             "grad_down = scale * grad_down",
             T_GENERATOR + "test_gradient_formulas_in_float64",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/products.py",
+        (
+            "queries that see nothing take keys of nobody",
+            "    earliest = tl.minimum(earliest, high)  # of",
+            "    # of",
+            T_KERNEL + "[padding of whole tiles]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/key_side.py",
+        (
+            "matrices beyond float16 become infinite",
+            "    out = within(out, largest)\n",
+            "",
+            T_ATTEND + "test_matrices_beyond_float16_are_noticed[static]",
+        ),
+        (
+            "matrices beyond float16 are not noticed",
+            "        if tl.max(tl.abs(out)) > largest:",
+            "        if tl.max(tl.abs(out)) < 0:",
+            T_ATTEND + "test_matrices_beyond_float16_are_noticed[key side]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/backward.py",
+        (
+            "sums of gradients before they are rounded",
+            "        dp = cast(dp, dtype, H1)  # as",
+            "        # as",
+            T_ATTEND + "test_queries_that_see_one_key_have_no_gradients_of_scores[torch.bfloat16]",
         ),
     )
     + _in(

@@ -230,6 +230,7 @@ VISIBILITY = {
     "window 5": Case(window=5, length=40, heads=2),
     "window 16": Case(window=16, length=40, heads=2, keys=50),
     "left padding": Case(batch=2, start=(0, 18), heads=2),
+    "padding of whole tiles": Case(batch=2, length=40, start=(0, 36), heads=2),
     "right padding": Case(batch=2, end=(21, 3), heads=2),
     "nothing seen": Case(batch=2, end=(21, 0), heads=2),
     "padding, window": Case(batch=2, start=(3, 20), end=(19, 21), window=4, heads=2),
@@ -364,6 +365,75 @@ def attention_of(query, key, value):
     scores = query.double() @ key.double().transpose(2, 3) * query.shape[3] ** -0.5
     mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value.double()
+
+
+@pytest.mark.parametrize("source", ["key side", "static"])
+def test_matrices_beyond_float16_are_noticed(source, monkeypatch):
+    """As scores are: M(s) before the softmax is kept in the scores' dtype."""
+    monkeypatch.setattr(overflow, "_wide", set())
+    monkeypatch.setattr(overflow, "_watches", {})
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
+    if source == "static":
+        pre = ComposeWeights(static=7e4 * torch.eye(2, device=DEVICE)[None].bfloat16())
+    else:
+        pre = ComposeWeights(key=SideWeights((250 + 100 * torch.rand(1, 2, 5, 20, device=DEVICE)).bfloat16()))
+    for _ in range(200):
+        assert composed_attention(query, key, value, pre).isfinite().all()
+        if overflow.needs_bfloat16(query.device):
+            break
+    assert overflow.needs_bfloat16(query.device)
+    inputs = [t.clone().requires_grad_() for t in (query, key, value)]
+    found = composed_attention(*inputs, pre)
+    found.float().sum().backward()
+    assert found.isfinite().all() and all(t.grad.isfinite().all() for t in inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_queries_that_see_one_key_have_no_gradients_of_scores(dtype):
+    """Exactly: their weight is 1 whatever the score is, and sums are of what is stored."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 4, 20, 16, device=DEVICE).to(dtype).requires_grad_() for _ in range(3))
+    sides = [(0.3 * torch.randn(1, 4, 5, 20, device=DEVICE)).to(dtype).requires_grad_() for _ in range(4)]
+    pre, post = (ComposeWeights(SideWeights(a), SideWeights(b)) for a, b in (sides[:2], sides[2:]))
+    out = composed_attention(query, key, value, pre, post, sliding_window=1)
+    out.backward(torch.randn(out.shape, device=DEVICE).to(dtype))
+    assert all((t.grad == 0).all() for t in (query, key, *sides[:2]))
+    assert all((t.grad != 0).any() for t in (value, *sides[2:]))
+
+
+def test_bounds_far_beyond_the_keys():
+    """Of any integer dtype: they are those of the last key, and of none before the first."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, n, 8, device=DEVICE) for n in (20, 24, 24))
+    far = 2**40
+    whole, causal = composed_attention(query, key, value, causal=False), composed_attention(query, key, value)
+
+    def rows(number, *shape):
+        return torch.full(shape, number, device=DEVICE)
+
+    for options, expected in (
+        ({"sliding_window": far}, causal),
+        ({"sliding_window": 2**31}, causal),
+        ({"causal_offset": 2**31 - 1}, whole),
+        ({"causal_offset": far}, whole),
+        ({"causal_offset": -far}, torch.zeros_like(whole)),
+        ({"causal": False, "visible": (rows(-far, 1, 20), rows(far, 1, 20))}, whole),
+        ({"causal": False, "visible": (rows(far, 1, 20), rows(far, 1, 20))}, torch.zeros_like(whole)),
+        ({"causal": False, "key_start": rows(-far, 2), "key_end": rows(far, 2)}, whole),
+    ):
+        assert torch.equal(composed_attention(query, key, value, **options), expected), options
+    query = key = torch.randn(1, 2, 24, 8, device=DEVICE)
+    packed = composed_attention(query, key, value[:1], cu_seqlens=torch.tensor([0, 24], device=DEVICE))
+    far_packed = composed_attention(query, key, value[:1], cu_seqlens=torch.tensor([0, far], device=DEVICE))
+    assert torch.equal(packed, far_packed)
+
+
+def test_second_derivatives_are_refused():
+    query, key, value = (torch.randn(1, 2, 8, 8, device=DEVICE, requires_grad=True) for _ in range(3))
+    (grad,) = torch.autograd.grad(composed_attention(query, key, value).sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match="attn_implementation='eager'"):
+        grad.sum().backward()
 
 
 def test_log_sum_exps_of_many_parts_are_joined():

@@ -113,7 +113,8 @@ def composed_attention(
     groups = _check(query, key, value, pre, post, causal, sliding_window, cu_seqlens)
     _check_bounds(query.shape[0], query.shape[2], key_start, key_end, visible)
     (_, _, length, dim), key_length = query.shape, key.shape[2]
-    offset = key_length - length if causal_offset is None else causal_offset
+    offset = key_length - length if causal_offset is None else _countable(causal_offset)
+    sliding_window = None if sliding_window is None else _countable(sliding_window)
     position = torch.arange(length, device=query.device, dtype=torch.int32)[None]
     first, last = torch.zeros_like(position), torch.full_like(position, key_length)
     low, high = -UNBOUNDED, UNBOUNDED
@@ -123,18 +124,18 @@ def composed_attention(
         first, low = (position + (offset - sliding_window + 1)).clamp(min=0), offset - sliding_window + 1
     for bound, start in ((key_start, True), (key_end, False)):
         if bound is not None:
-            bound = bound.to(device=query.device, dtype=torch.int32)[:, None]  # [B, 1]
+            bound = _bounds(bound, key_length, query.device)[:, None]  # [B, 1]
             first, last = (torch.maximum(first, bound), last) if start else (first, torch.minimum(last, bound))
     if cu_seqlens is not None:
-        bounds = cu_seqlens.to(device=query.device, dtype=torch.int32)
+        bounds = _bounds(cu_seqlens, key_length, query.device)
         document = torch.searchsorted(bounds, position[0], right=True) - 1  # [T]
         is_inside = (document >= 0) & (document < len(bounds) - 1)
         document = document.clamp(0, len(bounds) - 2)
         first = torch.maximum(first, bounds[document][None])
         last = torch.minimum(last, torch.where(is_inside, bounds[document + 1], 0)[None])
     if visible is not None:
-        first = torch.maximum(first, visible[0].to(device=query.device, dtype=torch.int32))
-        last = torch.minimum(last, visible[1].to(device=query.device, dtype=torch.int32))
+        first = torch.maximum(first, _bounds(visible[0], key_length, query.device))
+        last = torch.minimum(last, _bounds(visible[1], key_length, query.device))
     bounds = torch.stack(torch.broadcast_tensors(first, last))
 
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
@@ -143,6 +144,16 @@ def composed_attention(
     plan = [groups, low, high, -1 if chunk_bytes is None else chunk_bytes, is_wide, *places]
     out, lse = attention_op(query, key, value, weights, bounds, plan, dim**-0.5 if scale is None else scale)
     return (out, lse * math.log(2)) if return_lse else out
+
+
+def _countable(number: int) -> int:
+    """A number of keys, no larger than kernels count; those of traced graphs never are."""
+    return max(-UNBOUNDED, min(number, UNBOUNDED)) if isinstance(number, int) else number
+
+
+def _bounds(keys: torch.Tensor, key_length: int, device: torch.device) -> torch.Tensor:
+    """Places among the keys, of any integer dtype, as int32 from 0 to S."""
+    return keys.to(device).clamp(0, key_length).to(torch.int32)
 
 
 def _check(

@@ -156,6 +156,16 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tens
 attention_op.register_autograd(_differentiate, setup_context=_save)
 
 
+def _refuse_second_derivative(ctx: Any, grads: list[torch.Tensor]) -> None:
+    raise NotImplementedError(
+        "the fused kernels have no second derivatives: use attn_implementation='eager', or call "
+        "model.set_attn_implementation('eager')."
+    )
+
+
+attention_backward_op.register_autograd(_refuse_second_derivative)
+
+
 @_inference_op("composed_decode")
 def decode_op(
     query: torch.Tensor,

@@ -95,6 +95,8 @@ def find_tiles(
                 try:
                     times[tile] = _milliseconds(attempt, name, tile)
                 except Exception as caught:  # too much shared memory, or the compiler gives up
+                    if torch.cuda.is_available():
+                        torch.cuda.synchronize()  # what leaves the device unusable is not the tile's fault: raised here
                     error = caught
                     logger.debug(f"{name} with {tile}: {caught}")
                 progress.update(tile in candidates(name))

@@ -94,9 +94,10 @@ def back_1_kernel(
         grads = add_side_grads(grads, p, dw, hid, grad_hid, F_POST, R, H1)
         dp = composed(y, dw, w1, grad_hid, turned_matrix(m1, dtype, F_POST, H1), 0, F_POST, R, H1)
         dp = cast(dp, dtype, H1)  # as back_0 reads it: with a sum of others gradients of scores would not sum to zero
+        dp_wide = widened(dp, H0, H1)
         deltas, masses = (), ()
         for i in tl.static_range(1 + (H1 > 0)):
-            deltas = deltas + (delta[i] + p[i] * dp[i].to(tl.float32),)
+            deltas = deltas + (delta[i] + p[i] * dp_wide[i],)
             if MASS:
                 masses = masses + (mass[i] + p[i],)
         delta, mass = deltas, masses

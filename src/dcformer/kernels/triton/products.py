@@ -102,6 +102,7 @@ def values_kernel(
     start, stop = (low - s_0) // B_S * B_S, high - s_0
     # all queries of the tile see the keys between: no checks there
     latest, earliest = tl.max(tl.where(m_t, first, 0)), tl.min(tl.where(m_t, last, NO_KEY))
+    earliest = tl.minimum(earliest, high)  # of queries that see nothing, the last may be behind what others see
     inner = tl.maximum(tl.minimum(tl.cdiv(latest - s_0, B_S) * B_S, stop), start)
     outer = tl.maximum((earliest - s_0) // B_S * B_S, inner)
     p_map += i_bh * stride_map
