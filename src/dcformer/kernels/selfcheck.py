@@ -240,7 +240,8 @@ def _decide(device: torch.device, kind: Kind) -> str | None:
         logger.info(f"self-check of the fused kernels on {on['device']}, once for {kind}")
         try:
             kept = check_and_keep(device, kind)[1:]
-        except Exception as error:
+        except Exception as error:  # compilers and drivers raise anything; a bug of ours must not stop the model
+            logger.debug("the self-check ended here", exc_info=True)
             return _impossible(error, on, of, kind)
     passed, summary = kept
     return None if passed else f"their self-check found on {on['device']}, for {kind}: {summary}"

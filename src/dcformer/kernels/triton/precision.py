@@ -23,7 +23,7 @@ def rounded(x, dtype: tl.constexpr):
 @triton.jit
 def within(x, largest):
     """x, cut off at ±largest. NaN stays."""
-    return tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
+    return tl.clamp(x, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
