@@ -1,11 +1,13 @@
 """The demonstration and the training script, at small sizes, and the bundled checkpoint itself."""
 
+import hashlib
 import json
 import random
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,8 +233,12 @@ def test_published_checkpoints_are_evaluated_once_a_task(tmp_path, synthetic_fil
         for name in (CHECKPOINT.name, "DCPythia-6.9B")
     }
     first, second = ((s["perplexity,none"], 100 * s["acc,none"]) for s in found.values())
-    assert f"| {CHECKPOINT.name} | {first[0]:.2f} | - | {first[1]:.1f} | - |" in table
-    assert f"| DCPythia-6.9B | {second[0]:.2f} | 7.36 | {second[1]:.1f} | 39.0 |" in table
+    assert f"| {CHECKPOINT.name} | {first[0]:.2f}* | - | {first[1]:.1f}* | - |" in table
+    assert f"| DCPythia-6.9B | {second[0]:.2f}* | 7.36 | {second[1]:.1f}* | 39.0 |" in table
+    content = hashlib.sha256(Path(synthetic_file).read_bytes()).hexdigest()
+    assert {scores["data"] for scores in found.values()} == {f"sha256:{content}"}
+    assert table.count("* first items only: dcformer_synthetic 0-shot (--limit 1)") == 2
+    assert table.count(f"is not the authors' file, but sha256:{content}") == 2
 
     import lm_eval
 
@@ -240,6 +246,88 @@ def test_published_checkpoints_are_evaluated_once_a_task(tmp_path, synthetic_fil
     assert published_checkpoints.main(options) == 0 and capsys.readouterr().out == table
     with pytest.raises(SystemExit, match="has limit 1, this run 2: give another --output"):
         published_checkpoints.main([*options, "--limit", "2"])
+    write_dataset(generate_dataset("test", contexts_per_task=1, num_examples=8, seed=1), synthetic_file)
+    with pytest.raises(SystemExit, match=f"has data sha256:{content}, this run sha256:.*give another --output"):
+        published_checkpoints.main(options)
+
+
+def test_published_checkpoints_say_what_was_measured(tmp_path, capsys):
+    """Limited results have a star, alone and in a mean; models, dtypes and other data are named."""
+
+    def write(task, shots, **fields):
+        file = tmp_path / "DCFormer-2.8B" / f"{task}_{shots}shot.json"
+        file.parent.mkdir(exist_ok=True)
+        common = {"model": "here/DCFormer-2.8B", "dtype": "float16", "limit": None, "data": "x"}
+        file.write_text(json.dumps(common | fields))
+        return file
+
+    options = ["--report", "--output", str(tmp_path), "--tasks", "piqa", "boolq", "piqa", "--models", "DCFormer-2.8B"]
+    write("piqa", 0, **{"acc,none": 0.5})
+    write("boolq", 0, **{"acc,none": 0.75})
+    write("piqa", 5, limit=2, **{"acc,none": 0.5})
+    write("boolq", 5, **{"acc,none": 1.0})
+    scores = {"acc,none": 0.25, "perplexity,none": 9.0}
+    write("dcformer_synthetic", 0, data=published_checkpoints.AUTHORS_FILE, **scores)
+    published_checkpoints.main(options)
+    whole = capsys.readouterr().out
+    assert "| 0-shot | piqa | boolq | mean of 2 | paper, mean of 11 |" in whole
+    assert "| DCFormer-2.8B | 50.0 | 75.0 | 62.5 | 56.4 |" in whole
+    assert "| DCFormer-2.8B | 50.0* | 100.0 | 75.0* |" in whole
+    assert "| DCFormer-2.8B | 9.00 | - | 25.0 | - |" in whole
+    assert "- DCFormer-2.8B: here/DCFormer-2.8B in float16\n  * first items only: piqa 5-shot (--limit 2)" in whole
+    assert "authors' file" not in whole
+    write("dcformer_synthetic", 0, data="sha256:0", dtype="bfloat16", **scores)
+    published_checkpoints.main(options)
+    other = capsys.readouterr().out
+    assert "is not the authors' file, but sha256:0" in other
+    assert "here/DCFormer-2.8B in bfloat16, here/DCFormer-2.8B in float16" in other
+    for content in ("{", "[]", "{}"):
+        write("piqa", 0).write_text(content)
+        with pytest.raises(SystemExit, match=r"^error: .*piqa_0shot.json .*: delete it to run its task again$"):
+            published_checkpoints.main(options)
+
+
+def test_the_authors_synthetic_file_is_known(authors_file):
+    assert published_checkpoints.digest(authors_file) == published_checkpoints.AUTHORS_FILE
+
+
+def test_published_checkpoints_refuse_before_a_model_is_loaded(tmp_path, synthetic_file, monkeypatch):
+    """What the user or the environment lacks is one line; bugs are raised."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'dcformer[eval]'")
+    import lm_eval.models.huggingface
+
+    def offline(*_, **__):
+        raise ConnectionError("Couldn't reach 'baber/piqa' on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    monkeypatch.setattr(lm_eval.models.huggingface, "HFLM", lambda **_: pytest.fail("a model was loaded"))
+    bare = str(authors_folder(tmp_path / "bare"))
+    small = shutil.copytree(CHECKPOINT, tmp_path / "small")
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text("# no JSON\n")
+    own, output = ["--models", str(CHECKPOINT)], ["--output", str(tmp_path / "runs")]
+    synthetic = ["--tasks", "--synthetic", synthetic_file]
+    for words, message in (
+        ([*synthetic, "--models", bare], f"the tokenizer of {bare} cannot be read \\(.+\\): run with network"),
+        ([*synthetic, "--models", str(small)], f"{small} has a vocabulary of 7, its tokenizer "),
+        ([*own, "--tasks", "piqa"], "data of piqa cannot be read \\(.*piqa.*\\): run with network"),
+        ([*own, "--tasks", "--synthetic", str(wrong)], f"--synthetic {wrong}: expected a file with one JSON object"),
+        ([*own, "--tasks", "--synthetic", "nothing.jsonl"], "--synthetic nothing.jsonl: .*No such file"),
+        ([*own, *synthetic, "--output", str(wrong)], f"--output {wrong}: no file can be written there"),
+    ):
+        with pytest.raises(SystemExit, match=f"^error: {message}") as caught:
+            published_checkpoints.main([*output, *words])
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs" / CHECKPOINT.name).exists()
+
+    def bug(file):
+        return file.nothing
+
+    monkeypatch.setattr(published_checkpoints, "read_paper_file", bug)
+    with pytest.raises(AttributeError):
+        published_checkpoints.main([*output, *own, *synthetic])
 
 
 def test_published_checkpoints_in_memory_and_errors(tmp_path, capsys):
@@ -249,11 +337,17 @@ def test_published_checkpoints_in_memory_and_errors(tmp_path, capsys):
     )
     sizes = [AutoModelForCausalLM.from_pretrained(folder).num_parameters() for folder in (theirs, CHECKPOINT)]
     assert [f"{size:,}" for size in sizes] == re.findall(r"\| ([\d,]+) \|", capsys.readouterr().out)
-    with pytest.raises(SystemExit, match=r"^error: .*nowhere cannot be read \(.*give folders to --models$"):
+    with pytest.raises(SystemExit, match=r"^error: .*nowhere cannot be read \(.*give whole folders to --models$"):
         published_checkpoints.main(["--memory", "--models", str(tmp_path / "nowhere")])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"^error: .* cannot be read \(Unrecognized model .*give whole folders"):
+        published_checkpoints.main(["--memory", "--models", str(tmp_path)])
     for words, message in (
-        (["--synthetic", "nothing.jsonl"], "nothing.jsonl: there is no such file"),
         (["--models", "a/x", "b/x"], "must differ"),
+        (["--batch-size", "foo"], "argument --batch-size: foo is neither a number of at least 1 nor auto"),
+        (["--batch-size", "0"], "argument --batch-size: 0 is neither"),
+        (["--limit", "0"], "argument --limit: 0 is not a number of at least 1"),
+        (["--device", "foo"], "argument --device: "),
     ):
         with pytest.raises(SystemExit):
             published_checkpoints.main(words)

@@ -1,14 +1,36 @@
 """Parameter groups: every trainable parameter once, rates that follow initialisation, no decay where none belongs."""
 
+import copy
+import math
+
 import pytest
 import torch
 from helpers import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Trainer, TrainingArguments
+from torch import nn
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, parameter_groups
-from dcformer.compose_dcformer import compose_init_std
+from dcformer import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCViTConfig,
+    DCViTForImageClassification,
+    HeadSystemsConfig,
+    HeadSystemsForCausalLM,
+    parameter_groups,
+)
+from dcformer.compose_dcformer import DCFormerCompose, compose_init_std
+from dcformer.modules import DCMHA, convert_attention
 from dcformer.optimization import composition_rate_ratios
 
 MODELS = {
@@ -76,10 +98,130 @@ def test_own_ratios_and_what_is_refused():
     rates = {group["name"]: group["lr"] for group in parameter_groups(model, 1e-3, ratios={"qkw": 0.1})}
     assert rates["compose.qkw"] == pytest.approx(1e-4) and rates["compose.dw1_proj"] == rates["matrices"] == 1e-3
     assert {group["lr"] for group in parameter_groups(model, 1e-3, ratios={})} == {1e-3}
-    with pytest.raises(ValueError, match="lr=0"):
-        parameter_groups(model, 0)
+    for lr in (0, -1e-3, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"lr={lr}"):
+            parameter_groups(model, lr)
+    for decay in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"weight_decay={decay}: expected a number of at least 0"):
+            parameter_groups(model, 1e-3, weight_decay=decay)
+    for ratio in (0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="expected numbers above 0"):
+            parameter_groups(model, 1e-3, ratios={"qkw": ratio})
     with pytest.raises(ValueError, match="'qkv'"):
         parameter_groups(model, 1e-3, ratios={"qkv": 0.1})
+
+
+# --- models of others, and parts alone --------------------------------------------------------------------------------
+
+LLAMA = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "initializer_range": 0.03,
+}  # fmt: skip
+VIT = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "image_size": 16,
+    "patch_size": 4, "num_labels": 3,
+}  # fmt: skip
+_TOWER = {"intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 8}
+CLIP = {
+    "text_config": _TOWER | {"hidden_size": 128, "vocab_size": 64, "initializer_range": 0.01},
+    "vision_config": _TOWER | {"hidden_size": 64, "image_size": 16, "patch_size": 4, "initializer_range": 0.05},
+}
+T5 = {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 1, "num_heads": 8, "vocab_size": 64}
+
+
+def converted(model, **settings):
+    return convert_attention(model, zero_init=False, **settings)
+
+
+# Name -> the model, and what its ordinary matrices start with: a number, or one by the beginning of a part's path.
+OTHERS = {
+    "converted": (lambda: converted(LlamaForCausalLM(LlamaConfig(**LLAMA))), 0.03),
+    "converted, static": (
+        lambda: converted(
+            LlamaForCausalLM(LlamaConfig(**LLAMA)), compose_static=True, compose_query=False, compose_key=False
+        ),
+        0.03,
+    ),
+    "converted, two widths": (
+        lambda: converted(CLIPModel(CLIPConfig(**CLIP))), {"text_model": 0.01, "vision_model": 0.05},
+    ),
+    "converted, no range": (lambda: converted(T5ForConditionalGeneration(T5Config(**T5)), compose_key=False), 1 / 8),
+    "DCMHA": (lambda: DCMHA(64, 8), 1 / 8),
+    "DCMHA, static": (lambda: DCMHA(64, 8, compose_static=True, compose_query=False, compose_key=False), 1 / 8),
+    "DCMHA, groups, rank, cross-attention": (
+        lambda: DCMHA(64, 8, kdim=256, vdim=256, compose_groups=2, compose_rank=3, compose_static=True),
+        {"compose.query": 1 / 8, "compose.key": 1 / 16},
+    ),
+    "DCMHA, gates alone": (lambda: nn.ModuleList([DCMHA(64, 8, compose_projection=False)]), 1 / 8),
+    "head system": (
+        lambda: HeadSystemsForCausalLM(HeadSystemsConfig(head_system="collaborative", **LLAMA | {"hidden_size": 128})),
+        0.03,
+    ),
+    "DCViT": (lambda: DCViTForImageClassification(DCViTConfig(**VIT, compose_gate_init=0.5)), 1 / 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_rates_of_each_part_follow_what_it_starts_with(name):
+    """The ratio of measured standard deviations, at most 1; every parameter in one group."""
+    torch.manual_seed(0)
+    make, ordinary = OTHERS[name]
+    model = make()
+    groups = parameter_groups(model, lr=1e-3, weight_decay=0.1)
+    found = [id(parameter) for group in groups for parameter in group["params"]]
+    assert len(found) == len(set(found)) and set(found) == {id(parameter) for parameter in model.parameters()}
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+    parts = {path: part for path, part in model.named_modules() if isinstance(part, DCFormerCompose)}
+    assert parts
+    for path, part in parts.items():
+        std = ordinary if isinstance(ordinary, float) else next(v for k, v in ordinary.items() if path.startswith(k))
+        for inner, parameter in part.named_parameters():
+            group, start = group_of[id(parameter)], parameter.std().item()
+            assert group["name"] == f"compose.{inner.removesuffix('.weight')}" and group["weight_decay"] == 0
+            spread = 5 / math.sqrt(2 * parameter.numel())  # five standard errors
+            low, high = (min(1, start * factor / std) for factor in (1 - spread, 1 + spread))
+            assert low <= group["lr"] / 1e-3 <= high, (path, inner)
+    others = {group["lr"] for group in groups if not group["name"].startswith("compose.")}
+    assert others == {1e-3}
+    torch.optim.AdamW(groups)
+
+
+def test_one_rate_without_composition():
+    for model in (LlamaForCausalLM(LlamaConfig(**LLAMA)), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))):
+        groups = parameter_groups(model, lr=1e-3, ratios={"qkw": 0.1})
+        assert {group["name"]: group["lr"] for group in groups} == {"matrices": 1e-3, "vectors": 1e-3}
+
+
+def test_zero_init_and_gates_from_zero_have_rates():
+    """What starts at 0 to begin as plain attention is trained at the rate that it would have otherwise."""
+    models = (convert_attention(LlamaForCausalLM(LlamaConfig(**LLAMA))), OTHERS["converted"][0]())
+    rates = [{group["name"]: group["lr"] for group in parameter_groups(model, lr=1e-3)} for model in models]
+    assert rates[0] == rates[1] and rates[0]["compose.qkw"] < 1e-4
+    from_zero = DCViTForImageClassification(DCViTConfig(**VIT, compose_gate_init=0.0))
+    assert all(group["lr"] > 0 for group in parameter_groups(from_zero, lr=1e-3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"target_modules": ["q_proj"], "modules_to_save": ["compose"]}, {"modules_to_save": ["gate_proj"]}],
+    ids=["everything", "composition saved", "a layer of it saved"],
+)
+def test_with_adapters(options):
+    """Adapters are matrices of their own; composition that is trained beside them has its rates."""
+    peft = pytest.importorskip("peft")
+    plain = DCFormerForCausalLM(tiny_config())
+    adapted = peft.get_peft_model(copy.deepcopy(plain), peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options))
+    groups = {group["name"]: group for group in parameter_groups(adapted, lr=1e-3)}
+    found = [id(parameter) for group in groups.values() for parameter in group["params"]]
+    assert sorted(found) == sorted(id(parameter) for parameter in adapted.parameters() if parameter.requires_grad)
+    names = {id(parameter): name for name, parameter in adapted.named_parameters()}
+    assert any("lora_A" in names[id(parameter)] for parameter in groups["matrices"]["params"])
+    assert groups["matrices"]["weight_decay"] == 0.1
+    rates = {group["name"]: group["lr"] for group in parameter_groups(plain, lr=1e-3)}
+    trained = {name for name in groups if name.startswith("compose.")}
+    saved = {"compose": {"compose.qkw", "compose.dw1_proj", "compose.gate_proj"}, "gate_proj": {"compose.gate_proj"}}
+    assert trained == (saved[options["modules_to_save"][0]] if options else set())
+    assert all(groups[name]["lr"] == rates[name] for name in trained)
 
 
 def test_trainer_takes_them_in_one_line(tmp_path):

@@ -1,6 +1,7 @@
 """Recipes of the paper's table 3: every number that follows from them."""
 
 import pytest
+from transformers import TrainingArguments
 
 from dcformer.analysis import compose_overhead, num_compose_parameters
 from dcformer.errors import DCFormerError
@@ -55,7 +56,7 @@ def test_arguments():
         "learning_rate": 3e-4,
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-        "warmup_steps": 135,
+        "warmup_steps": 0.01,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
         "adam_epsilon": 1e-8,
@@ -65,6 +66,14 @@ def test_arguments():
     scaled = recipe("dcformer-405m").scaled(0.01)
     assert scaled.steps == 135 and scaled.tokens == 135 * 256 * 2048
     assert recipe("dcformer-405m").scaled(1e-9).steps == 1
+
+
+@pytest.mark.parametrize(("scale", "warmup"), [(1, 135), (0.1, 14), (0.01, 2), (0.007, 0), (1e-9, 0)])
+def test_warm_up_is_one_per_cent(scale, warmup, tmp_path):
+    """Rounded up, as the trainer does it; none where it would be a step of rate 0 in a short run."""
+    run = recipe("dcformer-405m").scaled(scale)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, **run.arguments())
+    assert arguments.get_warmup_steps(run.steps) == warmup
 
 
 REFUSED = {

@@ -3,12 +3,21 @@
 Whether lower rates help is open: docs/training.md has what was measured. One rate for all is the default everywhere.
 """
 
+import math
+import re
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
-from .compose_dcformer import DCFormerCompose, compose_init_std
+from .compose_dcformer import ComposeSettings, DCFormerCompose, compose_init_std
 from .heads_dcformer import EMBEDDING_NAMES
+
+# Composition's parameters, by their name within `DCFormerCompose`.
+_NAMES = tuple(compose_init_std(ComposeSettings(1, 1, 1)))
+# What PEFT puts between a layer's name and its parameter's.
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
 def composition_rate_ratios(config: Any) -> dict[str, float]:
@@ -20,12 +29,44 @@ def composition_rate_ratios(config: Any) -> dict[str, float]:
     than that of an ordinary matrix: std of a parameter / std of ordinary matrices, at most 1.
 
     Args:
-        config: a `DCFormerConfig`, or another configuration with its fields of composition and `initializer_range`.
+        config: a `DCFormerConfig` or `DCViTConfig`, or anything with their fields of composition. Ordinary matrices
+            have its `initializer_range` or `init_std`; where it has neither, 1 / sqrt(`hidden_size`), Xavier's.
 
     Returns:
         parameter name within `DCFormerCompose` -> ratio in (0, 1].
     """
-    return {name: min(1.0, std / config.initializer_range) for name, std in compose_init_std(config).items()}
+    std = compose_init_std(config)
+    if gate := getattr(config, "compose_gate_init", 0):  # DCViT's; gates that start at 0 have the ratio of others
+        m = config.num_attention_heads // config.compose_groups
+        std["gate_proj.weight"] = gate * math.sqrt(2 / (config.hidden_size + m))
+    ordinary = getattr(config, "initializer_range", None) or getattr(config, "init_std", None)
+    ordinary = ordinary or config.hidden_size**-0.5
+    return {name: min(1.0, value / ordinary) for name, value in std.items()}
+
+
+def _settings_of(composition: DCFormerCompose, owners: list[nn.Module]) -> SimpleNamespace:
+    """What `composition_rate_ratios` needs to know of a part: its own sizes, and what its model says of other matrices.
+
+    Args:
+        composition: the part.
+        owners: the modules that it is in, the innermost first.
+    """
+    config = next((o.config for o in owners if isinstance(getattr(o, "config", None), PreTrainedConfig)), None)
+    known = ("initializer_range", "init_std", "compose_gate_init")
+    found: dict[str, Any] = {name: getattr(config, name) for name in known if hasattr(config, name)}
+    m, generators = composition.heads_per_group, len(composition.generators)
+    if composition.dw1_proj is not None:
+        width = composition.dw1_proj.in_features
+        heads = composition.dw1_proj.out_features // (generators * 2 * composition.rank)
+    elif composition.gate_proj is not None:
+        width, heads = composition.gate_proj.in_features, composition.gate_proj.out_features // generators
+    else:  # static projections alone, whose std follows from M
+        width, heads = getattr(config, "hidden_size", None), m
+        width = width or next((o.embed_dim for o in owners if hasattr(o, "embed_dim")), None)
+        if width is None:
+            found.setdefault("initializer_range", 0.02)
+    sizes = {"hidden_size": width or 1, "num_attention_heads": heads, "compose_groups": heads // m}
+    return SimpleNamespace(**sizes, compose_rank=composition.rank, **found)
 
 
 def parameter_groups(
@@ -38,48 +79,54 @@ def parameter_groups(
         Trainer(model, args, ..., optimizers=(torch.optim.AdamW(parameter_groups(model, lr=3e-4)), None))
 
     Args:
-        model: a model whose `config` describes its composition: one of this package's, or one with `DCFormerCompose`.
+        model: any module: a model of this package, one that `convert_attention` has composed, a `DCMHA` or what holds
+            some; wrapped by PEFT or not. Without composition there is one rate for all.
         lr: peak learning rate of everything outside composition.
         weight_decay: of matrices outside composition, embeddings of tokens included. Composition, norms, biases and
             head embeddings, which act as biases or scales, get none.
-        ratios: learning rates of composition's parameters relative to `lr`, by their name within `DCFormerCompose`;
-            `composition_rate_ratios(model.config)` when not given. {} means `lr` for all of them.
+        ratios: learning rates of composition's parameters relative to `lr`, by their name within `DCFormerCompose`; 1
+            for those that it leaves out, so {} means `lr` for all of them. When not given, `composition_rate_ratios` of
+            each composed part: of its own sizes, and of the configuration of the innermost model that it is in.
 
     Returns:
         groups with "params", "lr", "weight_decay" and "name": "matrices", "vectors" (norms, biases, head embeddings)
-        and one for each kind of composition's parameters ("compose.qkw", ...). Every trainable parameter is in exactly
-        one of them; groups without parameters are left out.
+        and one for each kind of composition's parameters ("compose.qkw", ...) and rate. Every trainable parameter is in
+        exactly one of them; groups without parameters are left out. Adapters count as matrices, on composition too.
 
     Raises:
-        ValueError: when `lr` or a ratio is not above 0, or a ratio is of no parameter of composition.
+        ValueError: when `lr` or a ratio is not a number above 0, `weight_decay` none of at least 0, or a ratio is of no
+            parameter of composition.
     """
-    config: Any = model.config
-    if ratios is None:
-        ratios = composition_rate_ratios(config)
-    known = compose_init_std(config)
-    if not lr > 0 or any(not ratio > 0 for ratio in ratios.values()):
+    if not (0 < lr < math.inf) or any(not 0 < ratio < math.inf for ratio in (ratios or {}).values()):
         raise ValueError(f"lr={lr} and ratios={ratios}: expected numbers above 0.")
-    if unknown := [name for name in ratios if name not in known]:
-        raise ValueError(f"ratios name {unknown[0]!r}: expected some of {', '.join(known)}.")
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay={weight_decay}: expected a number of at least 0.")
+    if unknown := [name for name in ratios or {} if name not in _NAMES]:
+        raise ValueError(f"ratios name {unknown[0]!r}: expected some of {', '.join(_NAMES)}.")
 
-    composition = {
-        id(parameter): name
-        for module in model.modules()
-        if isinstance(module, DCFormerCompose)
-        for name, parameter in module.named_parameters()
-    }
-    groups: dict[str, dict[str, Any]] = {}
+    modules = dict(model.named_modules())
+    composition: dict[int, tuple[str, float]] = {}  # id of a parameter -> its name, its rate relative to `lr`
+    for path, module in modules.items():
+        if not isinstance(module, DCFormerCompose):
+            continue
+        parts = path.split(".") if path else []
+        owners = [modules[".".join(parts[:i])] for i in reversed(range(len(parts)))]
+        own = composition_rate_ratios(_settings_of(module, owners)) if ratios is None else ratios
+        for inner, parameter in module.named_parameters():
+            if (name := _WRAPPERS.sub("", inner)) in _NAMES:
+                composition[id(parameter)] = name, own.get(name, 1.0)
+    groups: dict[tuple[str, float], dict[str, Any]] = {}
 
     def add(group: str, parameter: nn.Parameter, ratio: float, decay: float) -> None:
         new = {"name": group, "params": [], "lr": lr * ratio, "weight_decay": decay}
-        groups.setdefault(group, new)["params"].append(parameter)
+        groups.setdefault((group, ratio), new)["params"].append(parameter)
 
     for path, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        name = composition.get(id(parameter))
-        if name is not None:
-            add(f"compose.{name.removesuffix('.weight')}", parameter, ratios.get(name, 1.0), 0.0)
+        if id(parameter) in composition:
+            name, ratio = composition[id(parameter)]
+            add(f"compose.{name.removesuffix('.weight')}", parameter, ratio, 0.0)
         elif parameter.ndim > 1 and path.rpartition(".")[2] not in EMBEDDING_NAMES:
             add("matrices", parameter, 1.0, weight_decay)
         else:

@@ -87,8 +87,8 @@ class Recipe:
             per_device: sequences that one of them takes at once.
 
         Returns:
-            name -> value: AdamW 0.9, 0.95, 1e-8, weight decay 0.1, clipping at 1, warm-up for 1 % of the steps, cosine
-            to 10 %; the accumulation that makes a step of `sequences`.
+            name -> value: AdamW 0.9, 0.95, 1e-8, weight decay 0.1, clipping at 1, warm-up for 1 % of the steps (as a
+            share, which holds for other steps too), cosine to 10 %; the accumulation that makes a step of `sequences`.
 
         Raises:
             DCFormerError: when the sequences of a step cannot be shared out; the message names the nearest that can.
@@ -108,7 +108,7 @@ class Recipe:
             "learning_rate": self.learning_rate,
             "lr_scheduler_type": "cosine_with_min_lr",
             "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-            "warmup_steps": round(0.01 * self.steps),
+            "warmup_steps": 0.01 if self.steps >= 100 else 0,  # rounded up, and the first step's rate is 0
             "adam_beta1": 0.9,
             "adam_beta2": 0.95,
             "adam_epsilon": 1e-8,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -25,11 +26,15 @@ from dcformer import DCFormerForCausalLM
 from dcformer.optimization import composition_rate_ratios
 from dcformer.training import (
     LORA_TARGETS,
+    DataArguments,
+    NewModelArguments,
     PretrainingConfig,
     paper_learning_rate,
     prepare_finetuning,
     prepare_pretraining,
 )
+from dcformer.training import arguments as training_arguments
+from dcformer.training.arguments import parse, with_recipe
 
 CHECKPOINT = str(REPOSITORY / "checkpoints" / "dcformer-synthetic")
 TEXT = str(REPOSITORY / "examples" / "data" / "text_test.jsonl")
@@ -289,10 +294,10 @@ def test_recipes_are_applied(tmp_path):
     """Model, batch, steps and rates are the recipe's; what is given wins, on the command line and in a file."""
     quick = ["--report_to", "none", "--use_cpu", "--disable_tqdm", "true", "--output_dir", str(tmp_path / "out")]
     options = [*SCALED, *quick, "--config_overrides", TINY, "--scale", "0.01"]
-    trainer, _ = prepare_pretraining([*options, "--devices", "4"])
+    trainer, _ = prepare_pretraining([*options, "--devices", "1"])
     args, config = trainer.args, trainer.model.config
-    assert (args.max_steps, args.learning_rate, args.warmup_steps) == (135, 3e-4, 1)
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 256
+    assert (args.max_steps, args.learning_rate, args.get_warmup_steps(135)) == (135, 3e-4, 2)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 256
     assert (args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.95, 0.1, 1.0)
     assert args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
     assert (config.hidden_size, config.sliding_window, config.compose_rank) == (32, 256, 2)
@@ -302,6 +307,88 @@ def test_recipes_are_applied(tmp_path):
     trainer, _ = prepare_pretraining([*options, "--config", str(file), "--max_steps", "3"])
     assert (trainer.args.max_steps, trainer.args.learning_rate) == (3, 0.01)
     assert not trainer.model.config.compose_generators and not trainer.model.config.qk_norm
+
+
+CLASSES = (DataArguments, NewModelArguments, PretrainingConfig)
+GIVEN = {
+    "--max_steps 20 --scale 0.5": {"max_steps": 20, "warmup_steps": 0},
+    "--max_steps 5000": {"max_steps": 5000, "warmup_steps": 0.01},
+    "--max-steps=5000": {"max_steps": 5000, "warmup_steps": 0.01},
+    "--max_st 5000": {"max_steps": 5000, "warmup_steps": 0.01},
+    "--max_steps 20 --warmup_steps 3": {"max_steps": 20, "warmup_steps": 3},
+    "--max_steps 20 --num_train_epochs 2": {"max_steps": 20, "num_train_epochs": 2, "warmup_steps": 0},
+    "--num_train_epochs 1": {"max_steps": -1, "num_train_epochs": 1, "warmup_steps": 0.01},
+    "--num_train_epochs 1 --warmup_steps 7": {"max_steps": -1, "num_train_epochs": 1, "warmup_steps": 7},
+    "--max_steps -1": {"max_steps": -1, "num_train_epochs": 3, "warmup_steps": 0.01},
+    "--lr_scheduler_type linear": {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": None, "max_steps": 13_500},
+    "--lr_scheduler_type cosine_with_min_lr": {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+    '--lr_scheduler_kwargs {"min_lr":0.001}': {"lr_scheduler_kwargs": {"min_lr": 0.001}},
+    "--gradient_accumulation_steps 2": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8},
+    "--per_device_train_batch_size 4": {"gradient_accumulation_steps": 64, "per_device_train_batch_size": 4},
+    "--weight_decay 0 --adam_beta2 0.99": {"weight_decay": 0, "adam_beta2": 0.99, "max_grad_norm": 1},
+}
+
+
+SPELLINGS = ("--max-steps=5000", "--max_st 5000")  # of the command line
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        (place, options)
+        for place in ("line", "file")
+        for options in GIVEN
+        if place == "line" or options not in SPELLINGS
+    ],
+)
+def test_what_is_given_besides_a_recipe_wins(options, place, tmp_path):
+    words = options.replace("=", " ").split()
+    if place == "file":
+        file = tmp_path / "run.yaml"
+        pairs = zip(words[::2], words[1::2], strict=True)
+        file.write_text("".join(f"{name.lstrip('-')}: {value.replace(':', ': ')}\n" for name, value in pairs))
+        words = ["--config", str(file)]
+    line = [*SCALED, "--output_dir", str(tmp_path), "--use_cpu", *words]
+    _, chosen, training = parse(CLASSES, line)
+    _, _, training = parse(CLASSES, with_recipe(CLASSES, chosen, training, line))
+    assert training.learning_rate == 3e-4
+    expected = GIVEN[options]
+    assert {name: getattr(training, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("processes", [(4, 1), (1, 4)], ids=["four processes", "four GPUs of one"])
+def test_devices_of_a_recipe_are_those_of_the_run(processes, tmp_path, monkeypatch, caplog):
+    """Others are taken at their word, with a warning."""
+    monkeypatch.setattr(training_arguments.logger, "propagate", True, raising=False)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("dcformer"), "propagate", True)
+    for name, count in zip(("world_size", "n_gpu"), processes, strict=True):
+        monkeypatch.setattr(PretrainingConfig, name, property(lambda _, count=count: count))
+    line = [*SCALED, "--output_dir", str(tmp_path), "--use_cpu"]
+    for more in ([], ["--devices", "4"]):
+        _, chosen, training = parse(CLASSES, [*line, *more])
+        _, _, training = parse(CLASSES, with_recipe(CLASSES, chosen, training, [*line, *more]))
+        assert 4 * training.per_device_train_batch_size * training.gradient_accumulation_steps == 256
+    assert not caplog.records
+    for devices, sequences in ((8, 128), (1, 1024)):  # as many sequences for each as with that number
+        more = [*line, "--devices", str(devices)]
+        _, chosen, training = parse(CLASSES, more)
+        _, _, training = parse(CLASSES, with_recipe(CLASSES, chosen, training, more))
+        assert devices * training.per_device_train_batch_size * training.gradient_accumulation_steps == 256
+        assert f"--devices is {devices}, and this run has 4: a step takes {sequences} sequences" in caplog.text
+
+
+def test_other_schedules_need_no_arguments(tmp_path):
+    """The minimum is of the schedule that takes it, with and without a recipe."""
+    assert prepare(tmp_path, "--data", TEXT).args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    trainer = prepare(tmp_path, "--data", TEXT, "--lr_scheduler_type", "linear")
+    trainer.create_optimizer_and_scheduler(10)
+    rates = []
+    for _ in range(10):
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        rates.append(trainer.lr_scheduler.get_last_lr()[0])
+    assert rates[0] == pytest.approx(3e-5) and rates[-1] == 0
 
 
 def test_one_step_of_a_recipe(tmp_path):
@@ -324,6 +411,8 @@ def test_one_step_of_a_recipe(tmp_path):
         (["--recipe", "dcformer-405m", "--devices", "6"], "use .* devices"),
         (["--recipe", "dcformer-405m", "--scale", "0"], "scale is 0"),
         (["--scale", "0.5"], "--scale and --devices are of a recipe"),
+        (["--recipe", "dcformer-405m", "--devices", "0"], "devices is 0"),
+        (["--recipe", "dcformer-405m", "--preset", "dcformer-405m"], "both name a model: give one of the two"),
     ],
 )
 def test_recipes_that_do_not_fit(options, message, tmp_path):

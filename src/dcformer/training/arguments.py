@@ -1,20 +1,24 @@
 """Arguments of the training scripts, from the command line or a YAML file: the library's, with our defaults."""
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from transformers.utils import logging
 from trl import ModelConfig, SFTConfig, TrlParser
 
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..peft_dcformer import LORA_TARGETS
 from ..recipes import recipe
+
+logger = logging.get_logger(__name__)
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 # Training arguments that must be above 0 if given.
@@ -26,6 +30,9 @@ _POSITIVE = (
     "num_train_epochs",
     "early_stopping_patience",
 )
+
+# Schedules that take `min_lr_rate`.
+_TO_MINIMUM = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 
 # Peak learning rates of the paper's scaling runs, each with the number of parameters up to which it is used.
 _PAPER_RATES = ((600e6, 3e-4), (1.1e9, 2.5e-4), (float("inf"), 2e-4))
@@ -102,13 +109,21 @@ class NewModelArguments:
     recipe: str | None = field(
         default=None,
         metadata={
-            "help": "a run of the paper, such as dcformer-405m or transformer++-405m-qknorm (docs/scaling.md): its "
-            "model, batch, steps and rates, but for what is given otherwise"
+            "help": "a run of the paper, such as dcformer-405m or transformer++-405m-qknorm (docs/scaling.md), in "
+            "place of --preset: its model, batch, steps and rates, but for what is given otherwise"
         },
     )
-    scale: float = field(default=1.0, metadata={"help": "share of the recipe's steps, and so tokens, to train"})
+    scale: float = field(
+        default=1.0,
+        metadata={
+            "help": "share of the recipe's steps, and so tokens, unless --max_steps or --num_train_epochs is given"
+        },
+    )
     devices: int | None = field(
-        default=None, metadata={"help": "devices that share the recipe's batch; by default those of this run"}
+        default=None,
+        metadata={
+            "help": "devices that share the recipe's batch, which decides the accumulation; by default this run's"
+        },
     )
     config_overrides: dict | str | None = field(
         default=None,
@@ -167,7 +182,8 @@ class TrainingConfig(SFTConfig):
     warmup_steps: float = field(default=0.01, metadata={"help": "steps; below 1 a share of all steps"})
     lr_scheduler_type: str = field(default="cosine_with_min_lr", metadata={"help": "the library's schedules"})
     lr_scheduler_kwargs: dict | str | None = field(
-        default_factory=lambda: {"min_lr_rate": 0.1}, metadata={"help": "arguments of the schedule, JSON"}
+        default=None,
+        metadata={"help": "arguments of the schedule, JSON; by default min_lr_rate 0.1 for those that take it"},
     )
     max_length: int | None = field(
         default=None,
@@ -214,6 +230,8 @@ class TrainingConfig(SFTConfig):
             raise DCFormerError(
                 "use_liger_kernel: Liger has no kernels for DCFormer. Leave it out, TRL's fused cross entropy is used"
             )
+        if given.lr_scheduler_kwargs is None and given.lr_scheduler_type in _TO_MINIMUM:
+            given.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         if given.early_stopping_patience is not None:
             given.load_best_model_at_end = True
             if given.eval_strategy == "no":
@@ -229,11 +247,15 @@ class TrainingConfig(SFTConfig):
 
 
 def with_recipe(
-    chosen: NewModelArguments, training: TrainingConfig, arguments: Sequence[str] | None = None
+    classes: Sequence[type],
+    chosen: NewModelArguments,
+    training: TrainingConfig,
+    arguments: Sequence[str] | None = None,
 ) -> list[str] | None:
     """The command line with the training arguments of the recipe that it, or its YAML file, names.
 
     Args:
+        classes: of the arguments, as for `parse`.
         chosen, training: as parsed from `arguments`.
         arguments: the command line, `sys.argv[1:]` when None.
 
@@ -241,25 +263,54 @@ def with_recipe(
         the recipe's arguments before those given, which win; None without a recipe.
 
     Raises:
-        DCFormerError: on an unknown recipe or scale, and when its batch cannot be shared out.
+        DCFormerError: on an unknown recipe or scale, beside a preset, and when its batch cannot be shared out.
     """
     if chosen.recipe is None:
         if chosen.scale != 1.0 or chosen.devices is not None:
             raise DCFormerError("--scale and --devices are of a recipe: name one with --recipe")
         return None
     line = list(sys.argv[1:] if arguments is None else arguments)
-    given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in line if argument[:2] == "--"}
-    if training_file := next((line[i + 1] for i, argument in enumerate(line) if argument == "--config"), None):
-        given |= set(yaml.safe_load(Path(training_file).read_text(encoding="utf-8")) or {})
+    given = _given(classes, line)
+    if "preset" in given:
+        raise DCFormerError(
+            f"--preset {chosen.preset} and --recipe {chosen.recipe} both name a model: give one of the two"
+        )
     run = recipe(chosen.recipe).scaled(chosen.scale)
-    devices = chosen.devices or training.world_size
+    is_by_epochs = "max_steps" in given or "num_train_epochs" in given
+    if training.max_steps > 0:  # which goes before epochs
+        run, is_by_epochs = replace(run, steps=training.max_steps), False
+    own_batch = "gradient_accumulation_steps" in given
     per_device = training.per_device_train_batch_size
-    if "gradient_accumulation_steps" in given:  # the batch is the user's
-        devices, per_device = 1, 1
-    fields = run.arguments(devices, per_device)
-    fields.pop("per_device_train_batch_size")
-    texts = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in fields.items()}
+    here = training.world_size * training.train_batch_size // per_device
+    devices = here if chosen.devices is None else chosen.devices
+    values = run.arguments(*((1, 1) if own_batch else (devices, per_device)))
+    if devices != here and not own_batch:
+        taken = run.sequences * here // devices
+        logger.warning(
+            f"--devices is {devices}, and this run has {here}: a step takes {taken} sequences and not the recipe's "
+            f"{run.sequences}. Start {devices} processes, as with accelerate launch --num_processes, or leave --devices "
+            "out."
+        )
+    values.pop("per_device_train_batch_size")
+    if is_by_epochs:
+        values |= {"max_steps": -1, "warmup_steps": 0.01}
+    if "lr_scheduler_type" in given:
+        values.pop("lr_scheduler_kwargs")
+    texts = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in values.items()}
     return [word for name, text in texts.items() if name not in given for word in (f"--{name}", text)] + line
+
+
+def _given(classes: Sequence[type], line: Sequence[str]) -> set[str]:
+    """Names of the arguments on a command line that has been parsed, and in its YAML file."""
+    line, names = list(line), set()
+    if "--config" in line:
+        at = line.index("--config")
+        names = set(yaml.safe_load(Path(line[at + 1]).read_text(encoding="utf-8")))
+        del line[at : at + 2]
+    parser = TrlParser(classes)
+    every = [f.name for kind in classes for f in fields(kind)]
+    parser.set_defaults_with_config(**dict.fromkeys(every, argparse.SUPPRESS))
+    return names | set(vars(parser.parse_known_args(line)[0]))
 
 
 def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:

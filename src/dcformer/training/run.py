@@ -123,7 +123,7 @@ def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrai
     """
     classes = (DataArguments, NewModelArguments, PretrainingConfig)
     data, chosen, training = parse(classes, arguments)
-    if (extended := with_recipe(chosen, training, arguments)) is not None:
+    if (extended := with_recipe(classes, chosen, training, arguments)) is not None:
         data, chosen, training = parse(classes, extended)
     checkpoint = check_output(training)
     tokenizer = _load("--tokenizer", AutoTokenizer, chosen.tokenizer)
