@@ -288,8 +288,7 @@ def with_recipe(
         taken = run.sequences * here // devices
         logger.warning(
             f"--devices is {devices}, and this run has {here}: a step takes {taken} sequences and not the recipe's "
-            f"{run.sequences}. Start {devices} processes, as with accelerate launch --num_processes, or leave --devices "
-            "out."
+            f"{run.sequences}. Start {devices} processes, as with accelerate launch --num_processes, or leave it out."
         )
     values.pop("per_device_train_batch_size")
     if is_by_epochs:
