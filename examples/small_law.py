@@ -12,10 +12,10 @@ grid at width 48, found by the loss on one half of the held-out text with a seed
 A run that is done is written at once, and not run again: stop and start as you like.
 
 Writes small.json, small.csv as `python -m dcformer.scaling` reads it, small.md with what that prints, and small.png.
+With fewer than two sizes there is no law, and so no picture.
 """
 
 import argparse
-import contextlib
 import csv
 import io
 import itertools
@@ -44,6 +44,13 @@ FAMILIES = {
 }
 BASELINES, VARIANT = ("transformer++", "transformer++-qknorm"), "dcformer++"
 FORMS = {"log": "The paper's form of the law", "power": "A power law"}
+LAWS = {"log": "L = a + b ln C", "power": "ln L = a + b ln C"}
+COSTS = (
+    "operations as the paper counts: composition over all keys, no windows",
+    "composition over the causal half of the keys, as attention",
+    "and windows: only keys that are seen",
+    "seconds of one core",
+)
 
 
 def make_config(family: str, width: int):
@@ -147,25 +154,11 @@ def reported(runs: list[dict], scale: float) -> list[dict]:
     ]
 
 
-def factor_between(points: list[tuple[float, float]], compute: float, loss: float) -> tuple[float, bool]:
-    """The compute factor by the lines from one of a baseline's points to the next, and whether a line reaches there.
-
-    Args:
-        points: compute and mean loss of the baseline's sizes, at least two; a greater compute has a lower loss.
-        compute, loss: of a run of the variant.
-    """
-    points = sorted(points)
-    pairs = list(itertools.pairwise(points))
-    (first, above), (last, below) = next((pair for pair in pairs if loss >= pair[1][1]), pairs[-1])
-    at = math.log(first) + (above - loss) / (above - below) * math.log(last / first)
-    return math.exp(at) / compute, points[-1][1] <= loss <= points[0][1]
-
-
 def _at_equal_size(runs: list[dict], baseline: str) -> list[str]:
     """By how much the loss is lower at equal width and tokens, seed by seed, and what composition costs there."""
     from scipy.stats import ttest_rel
 
-    heads = ("width", "parameters", "operations", "loss", "loss of the baseline", "lower by", "p", "factor (flops)")
+    heads = ("width", "parameters", "operations", "loss", "loss of the baseline", "lower by", "p")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     widths = sorted({run["width"] for run in runs})
     found = {
@@ -174,8 +167,6 @@ def _at_equal_size(runs: list[dict], baseline: str) -> list[str]:
         for width in widths
     }
     means = {at: statistics.mean(run["loss"] for run in by_seed.values()) for at, by_seed in found.items() if by_seed}
-    flops = {at: statistics.mean(run["flops"] for run in by_seed.values()) for at, by_seed in found.items() if by_seed}
-    points = [(flops[baseline, width], means[baseline, width]) for width in widths if (baseline, width) in means]
     for width in widths:
         ours, theirs = found[VARIANT, width], found[baseline, width]
         if not (seeds := sorted(ours.keys() & theirs.keys())):
@@ -187,23 +178,76 @@ def _at_equal_size(runs: list[dict], baseline: str) -> list[str]:
         sizes = [f"{one[cost]:.4g} ({one[cost] / other[cost] - 1:+.1%})" for cost in ("parameters", "flops")]
         cells = [str(width), *sizes, *(f"{means[family, width]:.4f}" for family in (VARIANT, baseline))]
         cells += [f"{mean:+.4f} ± {error:.4f}", f"{p:.3f}"]
-        if len(points) > 1:
-            factor, is_between = factor_between(points, flops[VARIANT, width], means[VARIANT, width])
-            cells.append(f"{factor:.2f}" + ("" if is_between else ", extrapolated"))
-        else:
-            cells.append("")
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [
+    return [*lines, "", "p: of a paired t-test."]
+
+
+def _costs(run: dict) -> dict[str, float]:
+    """What a run cost, by each way of counting it."""
+    from dcformer.analysis.overhead import COUNTINGS, training_flops
+
+    config = make_config(run["family"], run["width"])
+    flops = [training_flops(config, LENGTH, counting) * run["tokens"] for counting in COUNTINGS]
+    return dict(zip(COSTS, [*flops, run["cpu_seconds"]], strict=True))
+
+
+def _by_cost(runs: list[dict], baseline: str) -> list[str]:
+    """The compute factor by each way of counting compute: from point to point of the baseline, and by laws."""
+    from dcformer.errors import DCFormerError
+    from dcformer.scaling import Point, joint_factor
+    from dcformer.scaling.fit import factor_between
+
+    both = [run for run in runs if run["family"] in (VARIANT, baseline)]
+    widths = sorted({run["width"] for run in both if run["family"] == VARIANT})
+    heads = ("compute", "DCFormer's more", *(f"width {width}" for width in widths), *LAWS.values())
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for cost in COSTS:
+        families: dict[str, list[Point]] = {VARIANT: [], baseline: []}
+        sizes: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for run in both:
+            compute = _costs(run)[cost]
+            sizes.setdefault((run["family"], run["width"]), []).append((compute, run["loss"]))
+            fields = {name: run[name] for name in ("family", "parameters", "tokens", "loss", "seed")}
+            families[run["family"]].append(Point(**fields, flops=compute))
+        means = {at: tuple(map(statistics.mean, zip(*found, strict=True))) for at, found in sizes.items()}
+        points = [at for (family, _), at in sorted(means.items()) if family == baseline]
+        more = [means[VARIANT, w][0] / means[baseline, w][0] - 1 for w in widths if (baseline, w) in means]
+        cells = [cost, " to ".join(dict.fromkeys(f"{share:+.0%}" for share in (more[0], more[-1]))) if more else ""]
+        falls = all(before[1] > after[1] for before, after in itertools.pairwise(points))
+        for width in widths:
+            if len(points) > 1 and falls:
+                factor, is_between = factor_between(points, *means[VARIANT, width])
+                cells.append(f"{factor:.2f}" + ("" if is_between else ", extrapolated"))
+            else:
+                cells.append("not known")
+        for form in LAWS:
+            try:
+                joint = joint_factor(families[baseline], families[VARIANT], form) if len(points) > 1 else None
+            except DCFormerError:  # losses that do not fall
+                joint = None
+            cells.append(
+                "not known" if joint is None else "{:.2f} ({:.2f}-{:.2f})".format(joint.factor, *joint.interval)
+            )
+        lines.append("| " + " | ".join(cells) + " |")
+    return [
+        *lines,
         "",
-        "p: of a paired t-test. Factor: by lines from one of the baseline's points to the next, not by a law.",
+        "At a width: by lines from one of the baseline's points to the next. By a law: one factor for all sizes, its "
+        "95 % interval.",
     ]
-    return lines
 
 
 def report(runs: list[dict], folder: Path, scale: float) -> str:
     """Writes the table for `dcformer.scaling` and what it says of composition against each baseline."""
-    from dcformer.scaling.__main__ import main as analyse
+    from dcformer.errors import DCFormerError
+    from dcformer.scaling.__main__ import run as analyse
 
+    rates = {family: chosen_rate(runs, family, scale) for family in FAMILIES}
+    if lacking := [family for family, rate in rates.items() if rate is None]:
+        raise DCFormerError(
+            f"no rate is chosen yet for {', '.join(lacking)} at scale {scale:g}: run without --report, with the same "
+            "--output and --scale"
+        )
     shown = reported(runs, scale)
     columns = ["family", "parameters", "embedding_parameters", "tokens", "flops", "loss", "seed"]
     rows = io.StringIO()
@@ -211,26 +255,27 @@ def report(runs: list[dict], folder: Path, scale: float) -> str:
     writer.writeheader()
     writer.writerows(shown)
     write_text(folder / "small.csv", rows.getvalue())
-    rates = ", ".join(f"{family} {chosen_rate(runs, family, scale):g}" for family in FAMILIES)
-    edge = [name for name in FAMILIES if chosen_rate(runs, name, scale) in (min(RATES), max(RATES))]
+    edge = [name for name, rate in rates.items() if rate in (min(RATES), max(RATES))]
     lines = [
         "<!-- written by examples/small_law.py -->",
         "# The law in the small",
         "",
         f"{len(runs)} runs, {sum(run['cpu_seconds'] for run in runs) / 3600:.1f} hours of one core in all.",
-        f"Rates at width {RATE_WIDTH}, of {', '.join(f'{rate:g}' for rate in RATES)}: {rates}"
+        f"Rates at width {RATE_WIDTH}, of {', '.join(f'{rate:g}' for rate in RATES)}: "
+        + ", ".join(f"{family} {rate:g}" for family, rate in rates.items())
         + (f"; at the edge of the grid: {', '.join(edge)}." if edge else "."),
     ]
     for baseline in BASELINES:
         lines += ["", f"## {VARIANT} against {baseline}", "", *_at_equal_size(shown, baseline)]
+        lines += ["", "### By how compute is counted", "", *_by_cost(shown, baseline)]
         for form, label in FORMS.items():
-            printed = io.StringIO()
             options = ["--baseline", baseline, "--variant", VARIANT, "--form", form]
             if (baseline, form) == (BASELINES[-1], "log"):  # the picture is of the closer comparison
                 options += ["--plot", str(folder / "small.png")]
-            with contextlib.redirect_stdout(printed):
-                analyse([str(folder / "small.csv"), *options])
-            _, _, found = printed.getvalue().strip().partition("\n\n")  # behind the table of runs
+            try:
+                _, _, found = analyse([str(folder / "small.csv"), *options]).partition("\n\n")  # behind the runs
+            except DCFormerError as error:  # too few sizes, or losses that do not fall: a look, not a study
+                found = f"No law: {error}."
             lines += ["", f"### {label}", "", found]
     text = "\n".join(lines) + "\n"
     write_text(folder / "small.md", text)

@@ -8,8 +8,9 @@ from helpers import PLAIN, VALID_SWITCHES, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
-from dcformer.analysis import compose_overhead, num_compose_parameters, num_parameters
+from dcformer.analysis import compose_overhead, num_compose_parameters, num_parameters, training_flops
 from dcformer.compose_dcformer import DCFormerCompose, compose
+from dcformer.errors import DCFormerError
 from dcformer.presets_dcformer import PRESETS
 
 
@@ -139,3 +140,19 @@ def test_a_model_without_composition_has_no_overhead():
     overhead = compose_overhead(tiny_config(**PLAIN))
     assert dataclasses.astuple(overhead) == (0, 0.0, 0, 0.0, 0.0, 0.0)
     assert compose_overhead(tiny_config(num_hidden_layers=0, **PLAIN)).flops_ratio == 0.0
+
+
+def test_countings_of_training_differ_in_the_keys_alone():
+    """Per query: S/2 keys for attention; for composition S, or as attention; with a window of w, w - w²/2S."""
+    length, window = 64, 16
+    config = tiny_config(num_hidden_layers=2, layer_pattern="LG", sliding_window=window)
+    forward = {name: training_flops(config, length, name) / 3 for name in ("paper", "causal", "windows")}
+    per_key = compose_overhead(config, 1).flops_per_token - compose_overhead(config, 0).flops_per_token  # of all layers
+    assert forward["paper"] - forward["causal"] == pytest.approx(per_key * length / 2)
+    seen = window - window**2 / (2 * length)
+    attention = 4 * config.num_attention_heads * config.head_dim
+    assert forward["causal"] - forward["windows"] == pytest.approx((per_key / 2 + attention) * (length / 2 - seen))
+    whole = tiny_config(num_hidden_layers=2, layer_pattern="G", sliding_window=None)
+    assert training_flops(whole, length, "windows") == training_flops(whole, length, "causal")
+    with pytest.raises(DCFormerError, match="counting 'all': expected one of paper, causal, windows"):
+        training_flops(config, length, "all")

@@ -8,6 +8,7 @@ import pytest
 
 from dcformer.errors import DCFormerError
 from dcformer.scaling import FORMS, Point, compute_factors, fit_law, joint_factor
+from dcformer.scaling.fit import factor_between
 
 FACTOR = 1.7
 SIZES = np.geomspace(1e6, 1e9, 6)
@@ -18,13 +19,15 @@ LAWS = {
 }
 
 
-def runs(family, loss, sizes=SIZES, seeds=1, noise=0.0, generator=None, worth=1.0):
-    """Runs of a law, with 20 tokens per parameter; `worth` is the factor that a family really has."""
+def runs(family, loss, sizes=SIZES, seeds=1, noise=0.0, generator=None, worth=1.0, misfit=0.0):
+    """Runs of a law, with 20 tokens per parameter; `worth` is the factor that a family really has. `noise` is of each
+    seed, `misfit` of each size: all its seeds share it. `seeds` may differ by size."""
     points = []
-    for n in sizes:
-        for seed in range(seeds):
+    for n, count in zip(sizes, np.broadcast_to(seeds, len(sizes)), strict=True):
+        shared = misfit * generator.standard_normal() if misfit else 0.0
+        for seed in range(count):
             compute = 6 * n * 20 * n
-            error = noise * generator.standard_normal() if noise else 0.0
+            error = shared + (noise * generator.standard_normal() if noise else 0.0)
             points.append(
                 Point(family, n, 20 * n, float(loss(worth * compute)) + error, flops=compute, seed=seed, source="test")
             )
@@ -34,7 +37,7 @@ def runs(family, loss, sizes=SIZES, seeds=1, noise=0.0, generator=None, worth=1.
 @pytest.mark.parametrize("form", FORMS)
 def test_known_laws_are_found_exactly(form):
     baseline, variant = runs("b", LAWS[form]), runs("v", LAWS[form], SIZES[1:5] * 1.1, worth=FACTOR)
-    for factor in compute_factors(baseline, variant, form, bootstrap=2):
+    for factor in compute_factors(baseline, variant, form):
         assert factor.factor == pytest.approx(FACTOR, rel=1e-9)
         assert not factor.extrapolated
     joint = joint_factor(baseline, variant, form)
@@ -44,35 +47,130 @@ def test_known_laws_are_found_exactly(form):
     assert joint.factor == pytest.approx(FACTOR, rel=1e-9)
 
 
-@pytest.mark.parametrize("form", ["log", "power"])
-def test_intervals_cover_as_often_as_they_say(form):
-    """95 % intervals of 500 draws, with five sizes and three seeds; of a 95 % share 90 to 98 % are within chance."""
-    generator = np.random.default_rng(0)
-    hits = {"single": 0, "joint": 0}
-    draws = 500
+def coverage(form, sizes, seeds, noise, misfit, draws):
+    """How often 95 % intervals hold the factor: of one size, and of all."""
+    generator, places = np.random.default_rng(0), np.geomspace(1e6, 1e9, sizes)
+    (ours, theirs), hits = seeds, {"single": 0, "joint": 0}
     for _ in range(draws):
-        baseline = runs("b", LAWS[form], SIZES[:5], 3, 0.02, generator)
-        variant = runs("v", LAWS[form], SIZES[:5], 3, 0.02, generator, worth=FACTOR)
-        low, high = compute_factors(baseline, variant, form)[2].interval
+        baseline = runs("b", LAWS[form], places, ours, noise, generator, misfit=misfit)
+        variant = runs("v", LAWS[form], places, theirs, noise, generator, FACTOR, misfit)
+        low, high = compute_factors(baseline, variant, form)[sizes // 2].interval
         hits["single"] += low <= FACTOR <= high
         low, high = joint_factor(baseline, variant, form).interval
         hits["joint"] += low <= FACTOR <= high
-    for name, count in hits.items():
-        assert 0.90 <= count / draws <= 0.98, (name, count / draws)
+    return {name: count / draws for name, count in hits.items()}
 
 
-def test_intervals_with_a_floor_come_from_seeds():
-    generator = np.random.default_rng(1)
-    form, hits, draws = "power+floor", 0, 20
+@pytest.mark.parametrize(
+    ("sizes", "seeds", "noise", "misfit"),
+    [
+        (5, (3, 3), 0.02, 0.0),
+        (3, (3, 3), 0.02, 0.0),
+        (4, (1, 1), 0.02, 0.0),
+        (5, (3, 1), 0.02, 0.0),
+        (5, ([5, 1, 3, 1, 2], [1, 3, 5, 2, 1]), 0.02, 0.0),
+        (4, (3, 3), 0.005, 0.02),
+        (3, (3, 3), 0.005, 0.02),
+        (3, (5, 5), 0.005, 0.02),
+        (4, (5, 5), 0.01, 0.02),
+    ],
+)
+def test_intervals_cover_as_often_as_they_say(sizes, seeds, noise, misfit):
+    """Of 500 draws; of a 95 % share 90 to 98 % are within chance."""
+    for name, share in coverage("log", sizes, seeds, noise, misfit, 500).items():
+        assert 0.90 <= share <= 0.98, (name, share)
+
+
+def test_intervals_are_cautious_where_only_the_variant_has_seeds():
+    """How much of the baseline's scatter is noise of seeds is then hard to tell: some intervals are too long."""
+    for name, share in coverage("log", 5, (1, 3), 0.02, 0.0, 500).items():
+        assert 0.90 <= share <= 0.99, (name, share)
+    assert min(coverage("log", 4, (1, 5), 0.02, 0.02, 500).values()) >= 0.90
+
+
+def test_intervals_of_a_power_law_cover_as_often_as_they_say():
+    for name, share in coverage("power", 5, (3, 3), 0.02, 0.0, 500).items():
+        assert 0.90 <= share <= 0.98, (name, share)
+
+
+@pytest.mark.parametrize(("sizes", "seeds", "noise"), [(5, (3, 3), 0.01), (7, (1, 1), 0.005), (6, (3, 1), 0.01)])
+def test_intervals_with_a_floor_cover_as_often_as_they_say(sizes, seeds, noise):
+    generator, places = np.random.default_rng(1), np.geomspace(1e6, 1e9, sizes)
+    hits, draws, at = 0, 150, sizes // 2
     for _ in range(draws):
-        baseline = runs("b", LAWS[form], SIZES, 3, 0.002, generator)
-        variant = runs("v", LAWS[form], SIZES[2:4], 3, 0.002, generator, worth=FACTOR)
-        low, high = compute_factors(baseline, variant, form, bootstrap=40)[0].interval
-        assert low < high
+        baseline = runs("b", LAWS["power+floor"], places, seeds[0], noise, generator)
+        variant = runs("v", LAWS["power+floor"], places[at : at + 1], seeds[1], noise, generator, FACTOR)
+        low, high = compute_factors(baseline, variant, "power+floor")[0].interval
         hits += low <= FACTOR <= high
-    assert hits / draws > 0.7  # three seeds are few to draw from: intervals of the bootstrap are somewhat short
-    alone = compute_factors(runs("b", LAWS[form], SIZES[:5]), runs("v", LAWS[form], SIZES[:2]), form)
-    assert alone[0].interval is None  # five sizes of one seed: nothing to draw
+    assert 0.90 <= hits / draws <= 0.98
+
+
+def test_joint_intervals_with_a_floor_cover_as_often_as_they_say():
+    generator, hits, draws = np.random.default_rng(2), 0, 150
+    for _ in range(draws):
+        families = (
+            runs(name, LAWS["power+floor"], SIZES[:5], 3, 0.005, generator, worth, misfit=0.01)
+            for name, worth in (("b", 1.0), ("v", FACTOR))
+        )
+        low, high = joint_factor(*families, "power+floor").interval
+        hits += low <= FACTOR <= high
+    assert 0.90 <= hits / draws <= 0.98
+
+
+def test_seeds_do_not_hide_that_a_line_does_not_fit():
+    """Twenty seeds of a size, all alike, say no more than one: the law is off by as much."""
+    bend = np.array([0.03, -0.03, -0.03, 0.03])
+
+    def bent(family, seeds, worth=1.0):
+        points = runs(family, LAWS["log"], SIZES[:4], seeds, worth=worth)
+        return [dataclasses.replace(p, loss=p.loss + bend[i // seeds]) for i, p in enumerate(points)]
+
+    for function in (lambda *p: compute_factors(*p)[1], joint_factor):
+        one, many = (function(bent("b", seeds), bent("v", seeds, FACTOR)) for seeds in (1, 20))
+        assert many.interval == pytest.approx(one.interval, rel=1e-9)
+        assert many.standard == pytest.approx(one.standard, rel=1e-9)
+    assert fit_law(bent("b", 20)).freedom == 2
+    assert fit_law(bent("b", 20)).deviation == pytest.approx(math.sqrt((bend**2).sum() / 2), rel=1e-6)
+
+
+def test_a_few_seeds_of_a_variant_make_its_interval_longer():
+    generator = np.random.default_rng(4)
+    baseline = runs("b", LAWS["log"], SIZES[:4], 5, 0.02, generator)
+    variant = runs("v", LAWS["log"], SIZES[:4], [1, 5, 5, 5], 0.02, generator, FACTOR)
+    alone, others = (math.log(f.standard[1] / f.factor) for f in compute_factors(baseline, variant)[:2])
+    assert alone > 1.2 * others
+
+
+def test_with_a_floor_an_interval_can_be_open():
+    """The variant's loss is so near the floor that any factor would do."""
+    generator = np.random.default_rng(6)
+    baseline = runs("b", LAWS["power+floor"], SIZES[:5], 1, 0.05, generator)
+    variant = runs("v", lambda c: fit_law(baseline, "power+floor").floor + 0.01, SIZES[:1])
+    (factor,) = compute_factors(baseline, variant, "power+floor")
+    assert math.isfinite(factor.factor) and factor.interval[0] > 0 and factor.interval[1] == math.inf
+
+
+def test_slopes_that_differ_are_told():
+    same = joint_factor(runs("b", LAWS["log"]), runs("v", LAWS["log"], worth=FACTOR))
+    assert same.slopes == pytest.approx((-0.1, -0.1)) and same.p > 0.5
+    generator = np.random.default_rng(7)
+    crossing = runs("v", lambda c: LAWS["log"](c) + 8 - 0.2 * np.log(c), SIZES, 1, 0.01, generator)
+    found = joint_factor(runs("b", LAWS["log"], SIZES, 1, 0.01, generator), crossing)
+    assert found.slopes == pytest.approx((-0.1, -0.3), abs=0.01) and found.p < 0.001
+
+
+def test_factors_from_point_to_point():
+    """Of a baseline that has 4, 3 and 2 nats at 1, 100 and 1000 units of compute."""
+    points = [(100.0, 3.0), (1.0, 4.0), (1000.0, 2.0)]
+    cases = [(3.0, 100, True), (3.5, 10, True), (2.0, 1000, True), (4.0, 1, True), (4.5, 0.1, False), (1.0, 1e4, False)]
+    for loss, at, is_between in cases:
+        assert factor_between(points, 2.0, loss) == (pytest.approx(at / 2), is_between)
+    baseline = [Point("b", n, 1.0, loss, flops=c) for n, (c, loss) in enumerate(sorted(points), 1)]
+    variant = [Point("v", n, 1.0, loss, flops=2.0) for n, (loss, _, _) in enumerate(cases, 1)]
+    for factor, (_, at, is_between) in zip(compute_factors(baseline, variant), cases, strict=True):
+        assert factor.interpolated == (pytest.approx(at / 2) if is_between else None)
+    uneven = [dataclasses.replace(p, loss=p.loss + (p.parameters == 2)) for p in baseline]
+    assert compute_factors(uneven, variant[:1])[0].interpolated is None
 
 
 def test_order_does_not_matter():
@@ -93,10 +191,8 @@ def test_exchanged_families_give_the_reciprocal(form):
     baseline = runs("b", LAWS[form], SIZES, 2, 0.003, generator)
     variant = runs("v", LAWS[form], SIZES, 2, 0.003, generator, worth=FACTOR)
     one, other = joint_factor(baseline, variant, form), joint_factor(variant, baseline, form)
-    rel = (
-        1e-5 if form == "power+floor" else 1e-9
-    )  # an iteration in four numbers, stopped where the sum of squares is flat
-    assert one.factor == pytest.approx(1 / other.factor, rel=rel)
+    rel = 1e-5 if form == "power+floor" else 1e-9  # ends of a search
+    assert one.factor == pytest.approx(1 / other.factor, rel=1e-8)
     assert one.interval == pytest.approx([1 / end for end in reversed(other.interval)], rel=rel)
 
 
@@ -118,14 +214,6 @@ def test_two_sizes_are_interpolated():
     assert joint_factor(baseline, variant) is None
 
 
-def test_deviation_is_the_larger_of_residuals_and_seeds():
-    line = runs("b", LAWS["log"], SIZES[:4])
-    apart = [dataclasses.replace(p, loss=p.loss + shift, seed=s) for p in line for s, shift in enumerate((-0.1, 0.1))]
-    assert fit_law(apart).deviation == pytest.approx(math.sqrt(2 * 0.1**2))  # seeds: 8 squares of 0.1 over 4
-    bent = [dataclasses.replace(p, loss=p.loss + (0.1 if i in (0, 3) else -0.1)) for i, p in enumerate(line)]
-    assert fit_law(bent).deviation == pytest.approx(math.sqrt(4 * 0.1**2 / 2))
-
-
 def test_a_variant_below_the_floor_has_no_factor():
     baseline = runs("b", LAWS["power+floor"])
     variant = runs("v", lambda c: 1.2 + 0 * c, SIZES[:2])
@@ -143,7 +231,8 @@ REFUSED = {
     "all runs of family 'b' have the same compute": lambda: fit_law(
         [dataclasses.replace(p, flops=1e18) for p in runs("b", LAWS["log"])]
     ),
-    "together do not fall": lambda: joint_factor(runs("b", lambda c: np.log(c)), runs("v", lambda c: np.log(c))),
+    "loss of family 'v' does not fall": lambda: joint_factor(runs("b", LAWS["log"]), runs("v", lambda c: np.log(c))),
+    "loss of family 'flat' does not fall": lambda: fit_law(runs("flat", lambda c: 3.1 + 0 * c)),
 }
 
 

@@ -17,8 +17,8 @@ def test_table_4_of_the_paper(capsys, tmp_path):
     main([*PYTHIA, "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")])
     out = capsys.readouterr().out
     rows = re.findall(r"^\| (?:2.8|6.9)e\+09 \| 1 .*$", out, re.MULTILINE)
-    assert "| 1.93 | 0.44-8.38 | 1.71-2.16 | within the baseline's range | 1.97 |" in rows[0]
-    assert "| 2.13 | 0.35-12.9 | 1.84-2.45 | extrapolated | 2.17 |" in rows[1]
+    assert "| 1.93 | 0.44-8.38 | 1.71-2.16 | within the baseline's range | 1.97 | 2.04 |" in rows[0]
+    assert "| 2.13 | 0.35-12.9 | 1.84-2.45 | extrapolated | 2.17 |  |" in rows[1]
     for note in (
         "Extrapolated:",
         "Warning: the law rests on 3 sizes",
@@ -29,6 +29,16 @@ def test_table_4_of_the_paper(capsys, tmp_path):
     factors = json.loads((tmp_path / "out.json").read_text())["measures"]["6nd"]["factors"]
     assert [factor["factor"] for factor in factors] == pytest.approx([1.93, 2.13], abs=0.005)
     assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_draws_are_not_needed(capsys):
+    main(PYTHIA)
+    without = capsys.readouterr().out
+    main([*PYTHIA, "--bootstrap", "500"])
+    assert (
+        capsys.readouterr().out
+        == f"{without.rstrip()}\n--bootstrap 500 has no effect: intervals are computed without draws.\n"
+    )
 
 
 def test_counted_operations_come_first(tmp_path, capsys):
@@ -45,6 +55,66 @@ def test_counted_operations_come_first(tmp_path, capsys):
     assert "| 2.00 |" in out  # 0.05 nats, where 0.1 are 4 times the compute
 
 
+def table(tmp_path, losses, loss_of_variant, head=""):
+    """Six sizes of a family b, and of a family v."""
+    rows = "".join(
+        f"{family},{n},{20 * n},{loss},{120 * n * n}\n"
+        for family, found in (("b", losses), ("v", loss_of_variant))
+        for n, loss in zip((1e6, 2e6, 4e6, 8e6, 1.6e7, 3.2e7), found, strict=False)
+    )
+    file = tmp_path / "runs.csv"
+    file.write_text(head + "family,parameters,tokens,loss,flops\n" + rows, encoding="utf-8")
+    return [str(file), "--baseline", "b", "--variant", "v"]
+
+
+def test_curves_that_cross_are_told(tmp_path, capsys):
+    main(table(tmp_path, (3.5, 3.3, 3.1, 2.95), (3.8, 3.4, 2.9, 2.4)))
+    assert "Warning: the slopes differ" in capsys.readouterr().out
+    main(table(tmp_path, (3.5, 3.3, 3.1, 2.95), (3.4, 3.2, 3.0, 2.86)))
+    assert "the slopes differ" not in capsys.readouterr().out
+
+
+def test_factors_that_are_no_numbers(tmp_path, capsys):
+    """Below a floor there is none; a line has no floor, and its factor is too large to print. JSON has neither."""
+    arguments = table(tmp_path, (5, 3, 2.9, 2.89, 2.889, 2.8889), (3.4, 3.2, 3, 2.86, 2.7, 2.6))
+    main([*arguments, "--form", "power+floor", "--json", str(tmp_path / "out.json")])
+    out = capsys.readouterr().out
+    assert "none: below the floor" in out and "beyond" not in out
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    found = json.loads((tmp_path / "out.json").read_text(), parse_constant=refuse)
+    assert found["measures"]["flops"]["factors"][-1]["factor"] is None
+    main(table(tmp_path, (3.0, 3.001, 2.999, 2.9995), (3.4, 3.2, 3.0, 2.5)))
+    out = capsys.readouterr().out
+    assert "beyond 1e300" in out and "floor" not in out
+
+
+def test_a_heading_with_a_byte_order_mark(tmp_path, capsys):
+    main(table(tmp_path, (3.5, 3.3, 3.1), (3.4, 3.2, 3.0), head="\ufeff"))
+    assert "One slope" in capsys.readouterr().out
+
+
+def test_a_variant_that_gets_worse(tmp_path):
+    with pytest.raises(SystemExit, match="error: the loss of family 'v' does not fall with compute"):
+        main(table(tmp_path, (3.5, 3.3, 3.1), (3.0, 3.2)))
+
+
+def test_seeds_are_no_sizes(tmp_path, capsys):
+    file = tmp_path / "runs.csv"
+    rows = "".join(
+        f"{family},{n},{20 * n},{8 - 0.1 * i - gain + 0.01 * seed + 0.02 * (i == 1)},{seed}\n"
+        for family, gain in (("b", 0), ("v", 0.05))
+        for i, n in enumerate((1e6, 2e6, 4e6))
+        for seed in range(3)
+    )
+    file.write_text("family,parameters,tokens,loss,seed\n" + rows)
+    main([str(file), "--baseline", "b", "--variant", "v"])
+    out = capsys.readouterr().out
+    assert "3 sizes, 9 runs" in out and "three points cannot say more" in out and "The unit is the size" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -52,6 +122,7 @@ def test_counted_operations_come_first(tmp_path, capsys):
         ([*PYTHIA, "--compute", "flops"], "error: .*row 2: no flops"),
         ([*PYTHIA, "--form", "power+floor"], "error: family 'pythia' has 3 sizes"),
         (["missing.csv", *PYTHIA[1:]], "error: missing.csv cannot be read"),
+        ([*PYTHIA, "--plot", "out.xyz"], r"error: --plot out.xyz: expected a name that ends in one of .*\.png"),
     ],
 )
 def test_refused_in_one_line(arguments, message):

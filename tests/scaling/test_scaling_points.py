@@ -4,7 +4,10 @@ import json
 import math
 
 import pytest
+import torch
 from helpers import tiny_config
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dcformer.analysis import num_parameters, training_flops
 from dcformer.errors import DCFormerError
@@ -31,6 +34,8 @@ def test_table(tmp_path):
         with pytest.raises(DCFormerError, match=f"row 3: no {column}, which --compute {measure} needs"):
             second.compute(measure)
     assert of_family([first, second], "v") == [second]
+    (none,) = read_points(table(tmp_path, HEAD + "b,1e6,2e7,3.5,0,,\n"))
+    assert none.compute("6nd-nonembed") == none.compute("6nd")
     with pytest.raises(DCFormerError, match="no run is of family 'w': found b, v"):
         of_family([first, second], "w")
 
@@ -58,6 +63,9 @@ ROWS = {
     "column loss: nan, expected a finite number": "b,1e6,2e7,nan,,,",
     "column flops: inf, expected a finite number": "b,1e6,2e7,3,,inf,",
     "column seed: -1": "b,1e6,2e7,3,,,-1",
+    "column seed: 1.5, expected a whole number": "b,1e6,2e7,3,,,1.5",
+    "column embedding_parameters: 1e\\+06, expected less than parameters": "b,1e6,2e7,3,1e6,,1",
+    "column parameters: 1e\\+160, times column tokens": "b,1e160,1e160,3,,,",
 }
 
 
@@ -68,13 +76,43 @@ def test_bad_rows(message, tmp_path):
         read_points(file)
 
 
+def test_runs_that_are_there_twice(tmp_path):
+    file = table(tmp_path, HEAD + "b,1e6,2e7,3,,,1\nb,1e6,2e7,3,,,2\nb,1e6,2e7,3.1,,,1\n")
+    with pytest.raises(DCFormerError, match=r"row 4: family 'b', 1e\+06 parameters, seed 1, as .*row 2: remove one"):
+        read_points(file)
+
+
 def test_bad_tables(tmp_path):
+    with pytest.raises(DCFormerError, match="row 2: '9' after the last column"):
+        read_points(table(tmp_path, HEAD + "b,1e6,2e7,3,,,1,9\n"))
     with pytest.raises(DCFormerError, match="no column 'tokens'"):
         read_points(table(tmp_path, "family,parameters,loss\n"))
     with pytest.raises(DCFormerError, match="no runs"):
         read_points(table(tmp_path, HEAD))
+    with pytest.raises(DCFormerError, match="column 'loss' is there twice"):
+        read_points(table(tmp_path, "family,parameters,tokens,loss,loss\n"))
     with pytest.raises(DCFormerError, match="cannot be read"):
         read_points(tmp_path / "missing.csv")
+
+
+def state_of(counts, loss=3.0, last=None, setup=None):
+    """A trainer's state: tokens counted at steps, and an evaluation before and after."""
+    last = last or max(counts)
+    history = [{"eval_loss": 9.0, "eval_num_tokens": 0.0, "step": 0}]
+    history += [{"loss": 5.0, "num_tokens": float(count), "step": step} for step, count in counts.items()]
+    callbacks = {"SetupRecord": {"args": {"setup": setup}, "attributes": {}}} if setup else {}
+    return {
+        "global_step": last,
+        "log_history": [*history, {"eval_loss": loss, "step": last}],
+        "num_input_tokens_seen": 0,
+        "stateful_callbacks": callbacks,
+    }
+
+
+def write(run, state, config=None):
+    run.mkdir(parents=True, exist_ok=True)
+    (config or tiny_config()).save_pretrained(run)
+    (run / "trainer_state.json").write_text(json.dumps(state))
 
 
 @pytest.fixture
@@ -82,14 +120,7 @@ def folder(tmp_path):
     """Two runs as our trainers leave them, one with a checkpoint below it."""
     for family, loss in (("plain", 3.0), ("composed", 2.9)):
         for run in (tmp_path / family / "small", tmp_path / family / "small" / "checkpoint-5"):
-            run.mkdir(parents=True)
-            tiny_config().save_pretrained(run)
-            setup = {"seed": 4, "max_length": 64}
-            state = {
-                "log_history": [{"eval_loss": 9.0}, {"num_tokens": 500.0}, {"num_tokens": 1000.0}, {"eval_loss": loss}],
-                "stateful_callbacks": {"SetupRecord": {"args": {"setup": setup}, "attributes": {}}},
-            }
-            (run / "trainer_state.json").write_text(json.dumps(state))
+            write(run, state_of({5: 500, 10: 1000}, loss, setup={"seed": 4, "max_length": 64}))
     return tmp_path
 
 
@@ -104,13 +135,114 @@ def test_trainers_folders(folder):
         assert point.flops == training_flops(config, 64) * 1000
 
 
+def test_the_loss_is_that_after_the_last_step(tmp_path):
+    """Not that of the untrained model: our trainer writes the evaluation after training beside its state."""
+    state = state_of({5: 500, 10: 1000})
+    state["log_history"].pop()
+    write(tmp_path / "plain" / "small", state)
+    with pytest.raises(DCFormerError, match="no eval_loss after its last step, 10"):
+        read_points(tmp_path)
+    (tmp_path / "plain" / "small" / "eval_results.json").write_text('{"eval_loss": 2.5}')
+    assert read_points(tmp_path)[0].loss == 2.5
+
+
+TOKENS = {
+    "uninterrupted": ({5: 622, 10: 1259, 15: 1896, 20: 2534}, None, 2534),
+    "resumed at 10": ({5: 622, 10: 1259, 15: 637, 20: 1275}, None, 2534),
+    "resumed at its first entry, by chance with more tokens": ({5: 622, 10: 637, 15: 1275, 20: 1912}, None, 2534),
+    "resumed twice": ({5: 500, 10: 500, 15: 1000, 20: 1500, 25: 500, 30: 1000}, None, 3000),
+    "resumed between two entries": ({5: 500, 10: 1000, 15: 300, 20: 800}, None, 2000),
+    "the last steps are not logged": ({5: 500, 10: 1000}, 12, 1200),
+    "uneven texts": ({5: 500, 10: 800, 15: 1500, 20: 1900}, None, 1900),
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens_of_a_resumed_run(name, tmp_path):
+    counts, last, expected = TOKENS[name]
+    write(tmp_path / "plain" / "small", state_of(counts, last=last))
+    (point,) = read_points(tmp_path)
+    assert point.tokens == pytest.approx(expected, abs=1e-6)
+    assert point.flops == pytest.approx(training_flops(tiny_config()) * expected)
+
+
+def test_a_counter_that_goes_on(tmp_path):
+    write(tmp_path / "plain" / "small", state_of({5: 500, 10: 500}) | {"num_input_tokens_seen": 1100})
+    assert read_points(tmp_path)[0].tokens == 1100
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_other_architectures_count_their_own_parameters(name, tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = AutoConfig.for_model(name, **sizes, num_attention_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    for i in range(2):  # without a recorded seed, runs are counted
+        write(tmp_path / name / str(i), state_of({5: 500}), config)
+    points = read_points(tmp_path)
+    assert [point.seed for point in points] == [0, 1]
+    assert {point.parameters for point in points} == {sum(p.numel() for p in model.parameters())}
+    assert {(point.embedding_parameters, point.flops) for point in points} == {(2 * 64 * 16, None)}
+
+
+def test_converted_models_are_refused(tmp_path):
+    run = tmp_path / "llama" / "small"
+    write(run, state_of({5: 500}), AutoConfig.for_model("llama", hidden_size=16, num_attention_heads=2))
+    save_file({"model.layers.0.self_attn.compose.pre": torch.zeros(1)}, run / "model.safetensors")
+    with pytest.raises(DCFormerError, match="a converted llama"):
+        read_points(tmp_path)
+
+
+def changed(**fields):
+    return lambda state: state | fields
+
+
+def with_loss(loss):
+    return lambda state: state | {"log_history": [*state["log_history"], {"eval_loss": loss, "step": 10}]}
+
+
+STATES = {
+    "no num_tokens in its history": lambda state: state | {"log_history": [{"eval_loss": 3.0, "step": 10}]},
+    "num_tokens is 0.0 at step 5": lambda _: state_of({5: 0, 10: 0}),
+    "num_tokens goes 5, 1000.*cannot be told": lambda _: state_of({5: 5, 10: 1000, 15: 1005, 20: 1010}),
+    "eval_loss: nan, expected a finite number": with_loss(math.nan),
+    "eval_loss: None, expected a finite number": with_loss(None),
+    "eval_loss: -1, expected a finite number": with_loss(-1),
+    "eval_loss: 50 is too much for nats": with_loss(50),
+    r"stateful_callbacks is \[\], expected dict": changed(stateful_callbacks=[]),
+    "log_history is None, expected list": changed(log_history=None),
+    "global_step is '7', expected int": changed(global_step="7"),
+    "expected an object": lambda _: [],
+}
+
+
+@pytest.mark.parametrize("message", STATES)
+def test_trainers_states_that_are_none(message, folder):
+    file = folder / "plain" / "small" / "trainer_state.json"
+    file.write_text(json.dumps(STATES[message](json.loads(file.read_text()))))
+    with pytest.raises(DCFormerError, match=message) as refused:
+        read_points(folder)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[]", "expected an object"),
+        ('{"model_type": "dcformer", "hidden_size": "x"}', "hidden_size"),
+        ('{"model_type": "unheard-of"}', "unheard-of"),
+        ('{"model_type": "clip_vision_model"}', "no language model can be counted"),
+    ],
+)
+def test_configurations_that_are_none(config, message, folder):
+    (folder / "plain" / "small" / "config.json").write_text(config)
+    with pytest.raises(DCFormerError, match=message) as refused:
+        read_points(folder)
+    assert "\n" not in str(refused.value)
+
+
 def test_trainers_folders_that_are_none(folder):
     with pytest.raises(DCFormerError, match="is one run: name the folder above"):
         read_points(folder / "plain" / "small")
-    state = folder / "plain" / "small" / "trainer_state.json"
-    state.write_text(json.dumps({"log_history": [{"eval_loss": 3.0}]}))
-    with pytest.raises(DCFormerError, match="no num_tokens in its history"):
-        read_points(folder)
-    state.write_text("{")
+    (folder / "plain" / "small" / "trainer_state.json").write_text("{")
     with pytest.raises(DCFormerError, match="cannot be read as a trainer's output"):
         read_points(folder)

@@ -86,22 +86,35 @@ def test_the_report_reads_the_runs(tmp_path):
     assert text == (tmp_path / "small.md").read_text() and text.count("One slope for both families") == 4
     assert f"{len(study_of(1.0))} runs, " in text and text.count("(+10.0%)") == text.count("(+30.0%)") == 8
     assert text.count("| +0.2000 ± 0.0000 | 0.000 |") == 4 and text.count("| +0.1000 ± 0.0000 | 0.000 |") == 4
-    assert text.count(", extrapolated |") == 2  # of the largest width alone
+    assert text.count("### By how compute is counted") == 2
     assert "at the edge of the grid: transformer++, transformer++-qknorm, dcformer++" in text
     rows = list(csv.DictReader((tmp_path / "small.csv").open()))
     assert len(rows) == 36 and {row["seed"] for row in rows} == {"0", "1", "2"}
     assert (tmp_path / "small.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("loss", "factor", "is_between"),
-    [(3.0, 100, True), (3.5, 10, True), (2.0, 1000, True), (4.0, 1, True), (4.5, 0.1, False), (1.0, 10000, False)],
-)
-def test_factor_between_points(loss, factor, is_between):
-    """Of a baseline that has 4, 3 and 2 nats at 1, 100 and 1000 units of compute."""
-    points = [(100.0, 3.0), (1.0, 4.0), (1000.0, 2.0)]
-    found = small_law.factor_between(points, 2.0, loss)
-    assert found == (pytest.approx(factor / 2), is_between)
+def test_compute_is_counted_in_four_ways(tmp_path):
+    """Losses that fall by 1 nat each time compute doubles; the variant is one nat below at the same size."""
+    runs = []
+    for i, width in enumerate(small_law.WIDTHS):
+        for family, seconds in ((small_law.BASELINES[0], 10.0 * 2**i), (small_law.VARIANT, 30.0 * 2**i)):
+            run = run_of(family, width, 0, 1e-3, 9.0, 9.0 - i - (family == small_law.VARIANT))
+            runs.append(run | {"cpu_seconds": seconds, "tokens": 1})
+    rows = [line.split(" | ") for line in small_law._by_cost(runs, small_law.BASELINES[0]) if line.startswith("| ")][1:]
+    assert [row[0][2:] for row in rows] == list(small_law.COSTS)
+    assert rows[-1][1] == "+200%" and rows[-1][2:5] == ["0.67"] * 3  # thrice the seconds, worth twice
+    first = [float(row[2]) for row in rows[:3]]
+    assert first[0] < first[1] < first[2]  # the fewer keys are counted, the less composition costs
+
+
+def test_a_look_at_one_size_is_reported(tmp_path):
+    runs = [run for run in study_of(best=small_law.RATES[1]) if run["width"] in (32, small_law.RATE_WIDTH)]
+    look = [run for run in runs if run["seed"] == small_law.RATE_SEED or (run["width"], run["seed"]) == (32, 0)]
+    text = small_law.report(look, tmp_path, 1.0)
+    assert "No law: family 'dcformer++' has 1 sizes" in text and text.count("not known") > 8
+    assert "+0.2000" in text and (tmp_path / "small.csv").exists()
+    with pytest.raises(ValueError, match=r"no rate is chosen yet for transformer\+\+, .*: run without --report"):
+        small_law.report(look[:3], tmp_path, 1.0)
 
 
 @pytest.mark.slow

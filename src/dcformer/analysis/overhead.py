@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 from ..configuration_dcformer import DCFormerConfig
+from ..errors import DCFormerError
+
+COUNTINGS = ("paper", "causal", "windows")  # of `training_flops`
 
 
 @dataclass(frozen=True)
@@ -94,22 +97,51 @@ def compose_overhead(config: DCFormerConfig, sequence_length: int | None = None)
     )
 
 
-def training_flops(config: DCFormerConfig, sequence_length: int | None = None) -> float:
+def training_flops(config: DCFormerConfig, sequence_length: int | None = None, counting: str = "paper") -> float:
     """Operations that training takes per token: three times those of the forward pass, composition included.
 
     Args:
         config: the model's.
-        sequence_length: S, as for `compose_overhead`. Every layer is counted as global: what windows save is left out.
+        sequence_length: S, as for `compose_overhead`.
+        counting: over which keys attention and composition are counted, one of `COUNTINGS`: "paper" counts q kᵀ and p v
+            over the causal half of S and composition over all of S, in every layer, as the paper does; "causal" counts
+            composition over the causal half too; "windows" counts both over the keys that a layer's window leaves.
 
     Returns:
-        2 per multiply-add of every matrix and the output projection, of q kᵀ and p v over the causal half of the keys,
-        and of composition; times 3.
+        2 per multiply-add of every matrix and the output projection, of q kᵀ and p v, and of composition; times 3.
+
+    Raises:
+        DCFormerError: for a counting that there is not.
     """
+    if counting not in COUNTINGS:
+        raise DCFormerError(f"counting {counting!r}: expected one of {', '.join(COUNTINGS)}")
     s = config.max_position_embeddings if sequence_length is None else sequence_length
-    plain = num_parameters(config, exclude_embeddings=True) - num_compose_parameters(config)
-    matmuls = config.num_hidden_layers * 2 * config.num_attention_heads * config.head_dim * s
-    output = 2 * config.vocab_size * config.hidden_size
-    return 3.0 * (2 * plain + matmuls + output + compose_overhead(config, s).flops_per_token)
+    overhead, none = compose_overhead(config, s).flops_per_token, compose_overhead(config, 0).flops_per_token
+    matrices = num_parameters(config, exclude_embeddings=True) - num_compose_parameters(config)
+    others = 2 * matrices + 2 * config.vocab_size * config.hidden_size + none
+    attention_per_key = 4 * config.num_attention_heads * config.head_dim
+    mixing = float(overhead - none)  # of S keys in every layer
+    keys = [
+        _mean_keys(s, config.sliding_window if counting == "windows" and kind == "sliding_attention" else None)
+        for kind in config.layer_types
+    ]
+    attention = attention_per_key * sum(keys)
+    if counting != "paper" and s:
+        mixing *= sum(keys) / (s * max(1, len(keys)))
+    return 3.0 * (others + attention + mixing)
 
 
-__all__ = ["ComposeOverhead", "compose_overhead", "num_compose_parameters", "num_parameters", "training_flops"]
+def _mean_keys(length: int, window: int | None) -> float:
+    """Keys per query: half of them, or of the last `window`, which the first queries do not fill."""
+    reach = length if window is None else min(window, length)
+    return reach - reach * reach / (2 * length) if length else 0.0
+
+
+__all__ = [
+    "COUNTINGS",
+    "ComposeOverhead",
+    "compose_overhead",
+    "num_compose_parameters",
+    "num_parameters",
+    "training_flops",
+]

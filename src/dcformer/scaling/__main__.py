@@ -26,15 +26,16 @@ def analyse(baseline: Sequence[Point], variant: Sequence[Point], options: argpar
 
     Args:
         baseline, variant: runs.
-        options: of the command: form, compute, level, bootstrap.
+        options: of the command: form, compute, level.
 
     Returns:
         measure -> {"law", "factors", "joint"}; the measure that was asked for comes first.
 
     Raises:
-        DCFormerError: when the measure that was asked for cannot be had, or there is no law.
+        DCFormerError: when the measure that was asked for cannot be had, there is no law, or the variant's losses do
+            not fall with compute.
     """
-    found: dict[str, Any] = {}
+    measures = []
     if options.compute is None:
         has_flops = all(point.flops is not None for point in (*baseline, *variant))
         options.compute = "flops" if has_flops else "6nd"
@@ -46,9 +47,13 @@ def analyse(baseline: Sequence[Point], variant: Sequence[Point], options: argpar
             if measure == options.compute:
                 raise
             continue
+        measures.append(measure)
+    found: dict[str, Any] = {}
+    for measure in measures:
+        fit_law(variant, measure=measure)  # only to see that its losses fall
         found[measure] = {
             "law": fit_law(baseline, options.form, measure),
-            "factors": compute_factors(baseline, variant, options.form, measure, options.level, options.bootstrap),
+            "factors": compute_factors(baseline, variant, options.form, measure, options.level),
             "joint": joint_factor(baseline, variant, options.form, measure, options.level),
         }
     return found
@@ -69,13 +74,16 @@ def report(baseline: Sequence[Point], variant: Sequence[Point], found: dict[str,
     }  # fmt: skip
     lines += ["", f"{baseline[0].family}: {names[law.form]}, b = {law.slope:.4f}, a = {law.intercept:.4f}"]
     lines[-1] += f", floor = {law.floor:.4f}" if law.form == "power+floor" else ""
-    lines[-1] += f"; {law.sizes} sizes, {law.runs} runs, s = {law.deviation:.4f}"
+    lines[-1] += f"; {law.sizes} sizes, {law.runs} runs"
+    lines[-1] += f", s = {law.deviation:.4f}" if law.freedom > 0 else ""
     others = [name for name in found if name != measure]
     header = ["parameters", "seeds", "loss", f"factor ({measure})", f"{level:.0%} interval", "one standard error", "C*"]
-    lines += ["", _row(header + [f"factor ({name})" for name in others]), "|---" * (len(header) + len(others)) + "|"]
+    header += [*(f"factor ({name})" for name in others), "point to point"]
+    lines += ["", _row(header), "|---" * len(header) + "|"]
     for i, factor in enumerate(first["factors"]):
-        rest = [_number(found[name]["factors"][i].factor) for name in others]
-        lines.append(_row(_cells(factor) + rest))
+        rest = [_number(found[name]["factors"][i].factor, law.form) for name in others]
+        between = "" if factor.interpolated is None else _number(factor.interpolated)
+        lines.append(_row([*_cells(factor, law.form), *rest, between]))
     joint: JointFactor | None = first["joint"]
     if joint is not None:
         lines += [
@@ -83,35 +91,49 @@ def report(baseline: Sequence[Point], variant: Sequence[Point], found: dict[str,
             f"One slope for both families (b = {joint.slope:.4f}): factor {_number(joint.factor)}, {level:.0%} "
             f"interval {_between(joint.interval)}, one standard error {_between(joint.standard)}.",
         ]
-    return "\n".join(lines + _caveats(law, variant, first["factors"], measure, found))
+        if joint.slopes is not None and joint.p is not None:
+            alone = " and ".join(f"{slope:.4f}" for slope in joint.slopes)
+            lines[-1] += f" Each family's own: {alone} (p = {joint.p:.2g} that they are one)."
+            if joint.p < 1 - level:
+                lines.append(
+                    "Warning: the slopes differ: the factor depends on size, and this one describes none of them; "
+                    "quote those of the sizes."
+                )
+    return "\n".join(lines + _caveats(law, first["factors"], measure, found))
 
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _number(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "none: below the floor"
+def _number(value: float, form: str = "") -> str:
+    if not math.isfinite(value):
+        return "none: below the floor" if form == "power+floor" else "beyond 1e300"
+    return f"{value:.2f}" if 0.005 <= value < 10 else f"{value:.3g}"
 
 
 def _between(interval: Interval | None) -> str:
-    return "not known" if interval is None else f"{interval[0]:.2f}-{interval[1]:.3g}"
+    if interval is None:
+        return "not known"
+    low, high = interval
+    return f"{_number(low)}-{_number(high)}" if math.isfinite(high) else f"above {_number(low)}"
 
 
-def _cells(factor: Factor) -> list[str]:
+def _cells(factor: Factor, form: str) -> list[str]:
     where = "extrapolated" if factor.extrapolated else "within the baseline's range"
     return [
-        f"{factor.parameters:.4g}", str(factor.seeds), f"{factor.loss:.4f}", _number(factor.factor),
+        f"{factor.parameters:.4g}", str(factor.seeds), f"{factor.loss:.4f}", _number(factor.factor, form),
         _between(factor.interval), _between(factor.standard), where,
     ]  # fmt: skip
 
 
-def _caveats(
-    law: Law, variant: Sequence[Point], factors: Sequence[Factor], measure: str, found: dict[str, Any]
-) -> list[str]:
-    lines = [""]
+def _caveats(law: Law, factors: Sequence[Factor], measure: str, found: dict[str, Any]) -> list[str]:
+    lines = ["", "Point to point: by straight lines from one size of the baseline to the next, without a law."]
     if measure == "flops":
-        lines.append("C counts the variant's own operations: its factors are what is left after paying for them.")
+        lines.append(
+            "C counts the variant's own operations as the runs give them: its factors are what is left after paying "
+            "for them."
+        )
     elif "flops" in found:
         lines.append(f"C ({measure}) leaves out what composition computes; the factors under flops charge it.")
     else:
@@ -122,7 +144,9 @@ def _caveats(
         lines.append("Warning: two sizes of the baseline are interpolated, nothing says how far they are off.")
     elif law.sizes < _FEW_SIZES:
         lines.append(f"Warning: the law rests on {law.sizes} sizes; four or more show whether it is a line at all.")
-    if law.sizes > 2 and law.freedom == 1:
+    if law.runs > law.sizes:
+        lines.append("The unit is the size: seeds make its mean better, and add no degrees of freedom.")
+    if law.sizes == 3:
         lines.append(
             "With one degree of freedom a 95 % interval reaches 12.7 standard errors to either side: three points "
             "cannot say more."
@@ -132,7 +156,6 @@ def _caveats(
 
 def plot(baseline: Sequence[Point], variant: Sequence[Point], law: Law, measure: str, file: Path) -> None:
     """Draws runs of both families and the baseline's law."""
-    require_extra("analysis", "--plot", "matplotlib")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -167,8 +190,24 @@ def _count(text: str) -> int:
     return value
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the report. `arguments` are those of the command line when not given."""
+def _check_plot(file: Path) -> None:
+    require_extra("analysis", "--plot", "matplotlib")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if file.suffix[1:].lower() not in known:
+        raise DCFormerError(f"--plot {file}: expected a name that ends in one of .{', .'.join(sorted(known))}")
+
+
+def run(arguments: Sequence[str] | None = None) -> str:
+    """What the command prints; writes --plot and --json.
+
+    Args:
+        arguments: of the command line, `sys.argv[1:]` when None.
+
+    Raises:
+        DCFormerError, OSError: for what is refused.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m dcformer.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -178,25 +217,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--form", choices=FORMS, default="log", help="of the law (default: %(default)s, the paper's)")
     parser.add_argument("--compute", choices=MEASURES, help="measure of C (default: flops; 6nd where a run has none)")
     parser.add_argument("--level", type=_share, default=0.95, help="of intervals (default: %(default)s)")
-    parser.add_argument("--bootstrap", type=_count, default=2000, help="draws, for power+floor (default: %(default)s)")
+    parser.add_argument(
+        "--bootstrap", type=_count, metavar="DRAWS", help="not needed, and of no effect: intervals take no draws"
+    )
     parser.add_argument("--perplexity", action="store_true", help="losses are perplexities")
     parser.add_argument("--mixed-tokens", action="store_true", help="each number of tokens of a size is a size")
     parser.add_argument("--plot", type=Path, help="draw runs and law into this file")
     parser.add_argument("--json", type=Path, help="write all figures into this file")
     options = parser.parse_args(arguments)
+    if options.plot is not None:
+        _check_plot(options.plot)
+    points = read_points(options.runs, options.perplexity, options.mixed_tokens)
+    baseline, variant = (of_family(points, name) for name in (options.baseline, options.variant))
+    found = analyse(baseline, variant, options)
+    if options.plot is not None:
+        plot(baseline, variant, found[options.compute]["law"], options.compute, options.plot)
+    if options.json is not None:
+        content = json.dumps(_finite(_as_json(points, found)), indent=1, allow_nan=False)
+        options.json.write_text(content + "\n", encoding="utf-8")
+    text = report(baseline, variant, found, options.level)
+    if options.bootstrap is not None:
+        text += f"\n--bootstrap {options.bootstrap} has no effect: intervals are computed without draws."
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the report. `arguments` are those of the command line when not given."""
     try:
-        points = read_points(options.runs, options.perplexity, options.mixed_tokens)
-        baseline, variant = (of_family(points, name) for name in (options.baseline, options.variant))
-        if len({(point.parameters, point.tokens) for point in variant}) < 2:
-            raise DCFormerError(f"family {options.variant!r} has one size: two or more are needed")
-        found = analyse(baseline, variant, options)
-        if options.plot is not None:
-            plot(baseline, variant, found[options.compute]["law"], options.compute, options.plot)
-        if options.json is not None:
-            options.json.write_text(json.dumps(_as_json(points, found), indent=1) + "\n", encoding="utf-8")
+        print(run(arguments))
     except (DCFormerError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(report(baseline, variant, found, options.level))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null stands for it."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_json(points: Sequence[Point], found: dict[str, Any]) -> dict[str, Any]:

@@ -3,19 +3,27 @@
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median_high
 from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..analysis import num_parameters, training_flops
 from ..configuration_dcformer import DCFormerConfig
-from ..errors import DCFormerError
+from ..errors import CONFIG_ERRORS, DCFormerError, refused
 
 MEASURES = ("6nd", "6nd-nonembed", "flops")
 _NUMBERS = ("parameters", "embedding_parameters", "tokens", "flops", "loss")
 _NEEDED = ("family", "parameters", "tokens", "loss")
 _LARGEST_LOSS = 20.0  # nats; ln(vocabulary) of the largest vocabularies is below 13
+_UNKNOWN_SEED = -1
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ def read_points(path: str | Path, perplexity: bool = False, mixed_tokens: bool =
 
     Args:
         path: a CSV file with columns family, parameters, tokens, loss and perhaps embedding_parameters, flops, seed; or
-            a folder `<family>/<any name>/` of outputs of our trainers.
+            a folder `<family>/<any name>/` of trainers' outputs. Those of other architectures have no flops.
         perplexity: losses are perplexities; their logarithm is taken.
         mixed_tokens: runs of one size may differ in tokens; each number of tokens then counts as a size.
 
@@ -94,18 +102,30 @@ def read_points(path: str | Path, perplexity: bool = False, mixed_tokens: bool =
         the runs, in no particular order.
 
     Raises:
-        DCFormerError: naming file, row and column, for what is not a run.
+        DCFormerError: naming file, row and column, for what is not a run, and for a run that is there twice.
     """
     path = Path(path)
     if path.is_dir():
-        points = [_of_trainer(path, state, perplexity) for state in _last_states(path)]
+        points = _numbered([_of_trainer(path, state, perplexity) for state in _last_states(path)])
     else:
         points = _of_table(path, perplexity)
     if not points:
         raise DCFormerError(f"{path}: no runs: expected rows, or folders with a trainer_state.json and a config.json")
+    _check_once(points)
     if not mixed_tokens:
         _check_tokens(points)
     return points
+
+
+def _check_once(points: Iterable[Point]) -> None:
+    first: dict[tuple[str, float, float, int], Point] = {}
+    for point in points:
+        other = first.setdefault((point.family, point.parameters, point.tokens, point.seed), point)
+        if other is not point:
+            raise DCFormerError(
+                f"{point.source}: family {point.family!r}, {point.parameters:g} parameters, seed {point.seed}, as "
+                f"{other.source}: remove one, or give each run its own seed"
+            )
 
 
 def _check_tokens(points: Iterable[Point]) -> None:
@@ -124,9 +144,11 @@ def _check_tokens(points: Iterable[Point]) -> None:
 
 def _of_table(path: Path, perplexity: bool) -> list[Point]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             columns = list(reader.fieldnames or ())
+            if twice := [name for name, count in Counter(columns).items() if count > 1]:
+                raise DCFormerError(f"{path}: column {twice[0]!r} is there twice: remove one")
             if missing := [name for name in _NEEDED if name not in columns]:
                 raise DCFormerError(f"{path}: no column {missing[0]!r}: expected {', '.join(_NEEDED)}; found {columns}")
             return [_of_row(f"{path}, row {i}", row, perplexity) for i, row in enumerate(reader, 2)]
@@ -138,13 +160,20 @@ def _of_row(source: str, row: Mapping[str, Any], perplexity: bool) -> Point:
     """A line of a table; rows are counted as editors count lines, the heading is the first."""
     if not (family := (row["family"] or "").strip()):
         raise DCFormerError(f"{source}, column family: empty, expected a name")
-    numbers = {name: _number(source, name, row.get(name)) for name in _NUMBERS}
+    if extra := row.get(None):  # type: ignore[call-overload]  # where csv puts the rest
+        raise DCFormerError(f"{source}: {', '.join(extra)!r} after the last column: expected one cell a column")
+    numbers = {
+        name: _number(source, name, row.get(name), least=0.0 if name == "embedding_parameters" else None)
+        for name in _NUMBERS
+    }
     for name in ("parameters", "tokens", "loss"):
         if numbers[name] is None:
             raise DCFormerError(f"{source}, column {name}: empty, expected a number")
-    seed = _number(source, "seed", row.get("seed"), least=0.0)
-    loss = _loss(source, numbers.pop("loss"), perplexity)
-    return Point(family=family, loss=loss, seed=int(seed or 0), source=source, **numbers)  # type: ignore[arg-type]
+    seed = _number(source, "seed", row.get("seed"), least=0.0) or 0.0
+    if seed != int(seed):
+        raise DCFormerError(f"{source}, column seed: {seed:g}, expected a whole number")
+    loss = _loss(f"{source}, column loss", numbers.pop("loss"), perplexity)
+    return _checked(Point(family=family, loss=loss, seed=int(seed), source=source, **numbers))  # type: ignore[arg-type]
 
 
 def _number(source: str, column: str, text: str | None, least: float | None = None) -> float | None:
@@ -160,17 +189,35 @@ def _number(source: str, column: str, text: str | None, least: float | None = No
     return value
 
 
-def _loss(source: str, value: float | None, perplexity: bool) -> float:
-    assert value is not None
+def _checked(point: Point) -> Point:
+    """Refuses a run whose compute is no number."""
+    embeddings = point.embedding_parameters
+    if embeddings is not None and embeddings >= point.parameters:
+        raise DCFormerError(
+            f"{point.source}, column embedding_parameters: {embeddings:g}, expected less than parameters, "
+            f"{point.parameters:g}; leave it empty where it is not known"
+        )
+    if not math.isfinite(point.compute("6nd")):
+        raise DCFormerError(
+            f"{point.source}, column parameters: {point.parameters:g}, times column tokens, {point.tokens:g}, is "
+            "beyond 1e308: expected the numbers of a model that was trained"
+        )
+    return point
+
+
+def _loss(source: str, value: Any, perplexity: bool) -> float:
+    """Nats per token of a loss or a perplexity."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise DCFormerError(f"{source}: {value}, expected a finite number above 0; leave out runs that diverged")
     if perplexity:
         if value <= 1:
-            raise DCFormerError(f"{source}, column loss: {value:g}, expected a perplexity above 1")
+            raise DCFormerError(f"{source}: {value:g}, expected a perplexity above 1")
         return math.log(value)
     if value > _LARGEST_LOSS:
         raise DCFormerError(
-            f"{source}, column loss: {value:g} is too much for nats per token: give --perplexity if it is a perplexity"
+            f"{source}: {value:g} is too much for nats per token: give --perplexity if it is a perplexity"
         )
-    return value
+    return float(value)
 
 
 # --- outputs of trainers ----------------------------------------------------------------------------------------------
@@ -185,32 +232,142 @@ def _of_trainer(folder: Path, state_file: Path, perplexity: bool) -> Point:
     run = state_file.parent
     if run == folder:
         raise DCFormerError(f"{folder} is one run: name the folder above, whose folders are families of runs")
-    try:
-        state = json.loads(state_file.read_text(encoding="utf-8"))
-        fields = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        history = state["log_history"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DCFormerError(f"{run} cannot be read as a trainer's output: {error}") from error
-    config = DCFormerConfig.from_dict(fields)
-    values: dict[str, float] = {}
-    for key, meaning in (("eval_loss", "a loss on held-out rows"), ("num_tokens", "the number of tokens trained on")):
-        found = [entry[key] for entry in history if key in entry]
-        if not found:
-            raise DCFormerError(f"{state_file}: no {key} in its history: a run needs {meaning}")
-        values[key] = found[-1]
-    setup = state.get("stateful_callbacks", {}).get("SetupRecord", {}).get("args", {}).get("setup", {})
-    length = setup.get("max_length") or config.max_position_embeddings
-    parameters = num_parameters(config)
-    return Point(
+    state = _record(state_file)
+    history = _part(state, state_file, "log_history", list)
+    last = _part(state, state_file, "global_step", int)
+    parameters, embeddings, config = _counted(run)
+    tokens = _tokens(state, history, last, run)
+    setup = _part(state, state_file, "stateful_callbacks", dict, {})
+    for key in ("SetupRecord", "args", "setup"):
+        setup = _part(setup, state_file, key, dict, {})
+    seed = _part(setup, state_file, "seed", int, _UNKNOWN_SEED)
+    length = _part(setup, state_file, "max_length", int | None, None)
+    point = Point(
         family=run.relative_to(folder).parts[0],
         parameters=parameters,
-        tokens=values["num_tokens"],
-        loss=_loss(str(run), values["eval_loss"], perplexity),
-        embedding_parameters=parameters - num_parameters(config, exclude_embeddings=True),
-        flops=training_flops(config, length) * values["num_tokens"],
-        seed=int(setup.get("seed", 0)),
+        tokens=tokens,
+        loss=_loss(*_final_loss(history, last, run), perplexity),
+        embedding_parameters=embeddings,
+        seed=seed,
         source=str(run),
     )
+    if isinstance(config, DCFormerConfig):
+        point = replace(point, flops=training_flops(config, length or config.max_position_embeddings) * tokens)
+    return _checked(point)
+
+
+def _numbered(points: Iterable[Point]) -> list[Point]:
+    """Gives seeds to runs whose trainer recorded none: their number among those of a family and size."""
+    found: list[Point] = []
+    for point in points:
+        if point.seed == _UNKNOWN_SEED:
+            size = (point.family, point.parameters)
+            point = replace(point, seed=sum((other.family, other.parameters) == size for other in found))
+        found.append(point)
+    return found
+
+
+def _record(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DCFormerError(f"{file} cannot be read as a trainer's output: {error}") from error
+    if not isinstance(found, dict):
+        raise DCFormerError(f"{file} cannot be read as a trainer's output: expected an object, found {found!r:.60}")
+    return found
+
+
+_REQUIRED = object()
+
+
+def _part(record: Mapping[str, Any], file: Path, key: str, kind: Any, default: Any = _REQUIRED) -> Any:
+    value = record.get(key, default)
+    if value is _REQUIRED or not isinstance(value, kind):
+        found = "is missing" if value is _REQUIRED else f"is {value!r:.60}"
+        name = getattr(kind, "__name__", str(kind))
+        raise DCFormerError(f"{file} cannot be read as a trainer's output: {key} {found}, expected {name}")
+    return value
+
+
+def _counted(run: Path) -> tuple[int, int, Any]:
+    """Parameters of a run's model, those of its embeddings, and its configuration."""
+    file = run / "config.json"
+    _record(file)
+    with refused(OSError, *CONFIG_ERRORS, what=str(file)):
+        config = AutoConfig.from_pretrained(run, local_files_only=True)
+    if isinstance(config, DCFormerConfig):
+        parameters = num_parameters(config)
+        return parameters, parameters - num_parameters(config, exclude_embeddings=True), config
+    weights = run / "model.safetensors"
+    if weights.exists():
+        with refused(OSError, SafetensorError, what=str(weights)), safe_open(weights, "pt") as tensors:
+            composed = any(".compose." in name for name in tensors.keys())  # noqa: SIM118  # not a mapping
+        if composed:
+            raise DCFormerError(
+                f"{run}: a converted {config.model_type}: config.json does not say what composition adds; write a "
+                "table of runs, with all its parameters"
+            )
+    with refused(OSError, *CONFIG_ERRORS, what=f"{file}: no language model can be counted"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    embeddings = {parameter for end in ends for parameter in end.parameters()}
+    return model.num_parameters(), sum(parameter.numel() for parameter in embeddings), config
+
+
+def _final_loss(history: list[Any], last: int, run: Path) -> tuple[str, Any]:
+    """Where the loss after the last step is, and it: of the evaluation after training, or of one at that step."""
+    after = run / "eval_results.json"
+    if after.exists() and "eval_loss" in (results := _record(after)):
+        return f"{after}, eval_loss", results["eval_loss"]
+    found = [entry for entry in history if isinstance(entry, dict) and "eval_loss" in entry]
+    if not found or found[-1].get("step") != last:
+        raise DCFormerError(
+            f"{run}: no eval_loss after its last step, {last}: a run needs a loss on held-out rows at its end, in "
+            "eval_results.json or in the history of trainer_state.json"
+        )
+    return f"{run / 'trainer_state.json'}, eval_loss", found[-1]["eval_loss"]
+
+
+def _tokens(state: Mapping[str, Any], history: list[Any], last: int, run: Path) -> float:
+    """Tokens that a run was trained on.
+
+    `num_input_tokens_seen` goes on when a run is resumed. TRL's `num_tokens` starts again, so it is summed over the
+    processes that trained. One that ended between two entries, or an end without one, is filled up by tokens a step.
+    """
+    source = run / "trainer_state.json"
+    if (seen := state.get("num_input_tokens_seen")) and isinstance(seen, int | float) and math.isfinite(seen):
+        return float(seen)
+    found = [(0, 0.0)]
+    for entry in history:
+        if isinstance(entry, dict) and "num_tokens" in entry:
+            step, count = entry.get("step"), entry["num_tokens"]
+            if not isinstance(step, int) or not isinstance(count, int | float) or not 0 < count < math.inf:
+                raise DCFormerError(f"{source}: num_tokens is {count} at step {step}, expected a number above 0")
+            if step > found[-1][0]:
+                found.append((step, float(count)))
+    if len(found) == 1:
+        raise DCFormerError(
+            f"{source}: no num_tokens in its history: a run needs the number of tokens trained on; train with our "
+            "trainers, or with include_num_input_tokens_seen, or write a table of runs"
+        )
+    pairs = list(pairwise(found))
+    rates = [(count - before) / (step - since) for (since, before), (step, count) in pairs]
+    rate = median_high(rates)
+    total, restarts = 0.0, 0
+    for (since, before), (step, count) in pairs:
+        steps = step - since
+        if before and count <= min(1.25 * steps * rate, steps * rate + before / 2):  # of these steps alone
+            missing = max(0, steps - round(count / rate))
+            total, restarts = total + count + missing * rate, restarts + 1
+        else:
+            total += count - before
+    if rate <= 0 or max(rates) > (1.5 if restarts else 3) * rate:
+        counts = ", ".join(f"{count:.0f}" for _, count in found[1:6])
+        raise DCFormerError(
+            f"{source}: num_tokens goes {counts}, ...: what this run was trained on cannot be told; write a table of "
+            "runs with a column tokens"
+        )
+    return total + (last - found[-1][0]) * rate
 
 
 __all__ = ["MEASURES", "Point", "of_family", "read_points"]
