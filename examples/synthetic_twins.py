@@ -34,7 +34,7 @@ RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 SEEDS = (0, 1, 2)
 STEPS = 4600  # as many as the recipe has before its decay
 VALIDATE_STEPS = 200
-MARKS = (0.5, 0.75)
+MARKS = (0.5, 0.75, 0.9)
 TEST_CONTEXTS = 20  # of each of the 74 tasks
 LABELS = {
     "dcformer": "DCFormer",
@@ -172,9 +172,10 @@ def _steps_cell(runs: list[dict], mark: float) -> str:
 
 def table(done: dict[Run, dict]) -> str:
     """Every variant at its best rate, and all rates with the first seed, in Markdown."""
+    marks = " | ".join(f"steps to {mark:.0%}".replace("%", " %") for mark in MARKS)
     lines = [
-        "| | parameters | rate | seeds | accuracy at the end | steps to 50 % | steps to 75 % | CPU minutes |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| | parameters | rate | seeds | accuracy at the end | {marks} | CPU minutes |",
+        "|---|---|---|---|---|" + "---|" * len(MARKS) + "---|",
     ]
     for variant, label in LABELS.items():
         if (rate := best_rate(variant, done)) is None:
