@@ -22,6 +22,8 @@ from dcformer import (
     ComposeTrace,
     ComposeWeights,
     DCFormerForCausalLM,
+    DHAConfig,
+    DHAForCausalLM,
     SideWeights,
     attention_dcformer,
     chunked_dcformer,
@@ -850,6 +852,24 @@ def test_a_trace_holds_the_maps_of_the_definition(dtype):
         rtol=torch.finfo(dtype).eps,
         atol=8 * torch.finfo(dtype).eps,
     )
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+def test_no_trace_of_plain_attention(implementation):
+    """Transformers' own functions hold no maps; a model without composition may use them."""
+    fields = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64}
+    model = DHAForCausalLM(DHAConfig(**fields, num_hidden_layers=2, num_attention_heads=4)).eval()
+    ids = torch.randint(97, (1, 6))
+    model.set_attn_implementation(implementation)
+    message = rf"compose_trace.*attn_implementation='{implementation}'.*attn_implementation='eager'"
+    with pytest.raises(ValueError, match=message):
+        model(ids, compose_trace=ComposeTrace())
+    with pytest.raises(ValueError, match=message):
+        model.generate(ids, compose_trace=ComposeTrace(), max_new_tokens=2)
+    model.set_attn_implementation("eager")
+    trace = ComposeTrace()
+    model(ids, compose_trace=trace)
+    assert len(trace.layers) == 2
 
 
 def test_a_models_trace_and_attentions():

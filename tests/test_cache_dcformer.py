@@ -1,8 +1,11 @@
 """The static window layer holds and shows exactly what the library's own does; caches of other models are noticed."""
 
+import copy
+import itertools
+
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import randomise, tiny_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
@@ -87,12 +90,89 @@ def test_layers_are_looked_at_when_a_cache_comes_to_a_model_and_not_again():
     config, other = tiny_config(), tiny_config()
     cache = DynamicCache(config=config)
     cache.layers = layers = _Counted(cache.layers)
-    for user, looks in ((config, 1), (config, 1), (other, 1), (tiny_config(compose_groups=2), 1)):
-        check_cache_layers(cache, user)
+    check_cache_layers(cache, config, 1)
+    looks = layers.looks
+    assert looks
+    for user in (config, other, tiny_config(compose_groups=2)):
+        check_cache_layers(cache, user, 1)
         assert layers.looks == looks
     config.sliding_window = 4
-    check_cache_layers(cache, config)
-    assert layers.looks == 2
+    check_cache_layers(cache, config, 1)
+    assert layers.looks == 2 * looks
+
+
+@pytest.fixture(scope="module")
+def windows():
+    """By window and pattern: a model in float64, all with the same parameters."""
+    torch.manual_seed(0)
+    source = randomise(DCFormerForCausalLM(tiny_config())).double().eval()
+    models = {}
+    for pattern in ("LG", "L"):
+        for window in (2, 4, 7):
+            config = tiny_config(sliding_window=window, layer_pattern=pattern)
+            models[window, pattern] = DCFormerForCausalLM(config).double().eval()
+            models[window, pattern].load_state_dict(source.state_dict())
+    return models
+
+
+def _static(config, capacity, own):
+    cache = StaticCache(config=config, max_cache_len=capacity)
+    if own:
+        use_static_layers(cache, config.sliding_window)
+    return cache
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("pattern", ["LG", "L"])
+@pytest.mark.parametrize("first", [1, 3], ids=["by token", "prompt"])
+def test_a_static_cache_of_any_window_is_right_or_refused(windows, pattern, own, first):
+    """Refused is only what cannot be right: layers that lose keys which a query of the model sees."""
+    ids = torch.randint(97, (1, 12))
+    refused = 0
+    for (made, _), (window, _) in itertools.product([key for key in windows if key[1] == pattern], repeat=2):
+        for capacity in (3, 6, 12):
+            model, held = windows[window, pattern], min(made, capacity)
+            cache = _static(windows[made, pattern].config, capacity, own)
+            with torch.no_grad():
+                expected = model(ids[:, :capacity], use_cache=False).logits
+                try:
+                    for start in [0, *range(first, capacity)]:
+                        stop = first if start == 0 else start + 1
+                        logits = model(ids[:, start:stop], past_key_values=cache).logits
+                        torch.testing.assert_close(logits, expected[:, start:stop], rtol=1e-9, atol=1e-9)
+                except ValueError as error:
+                    assert held < min(window, capacity)
+                    assert f"keeps a window of {held} keys" in str(error)
+                    assert f"sliding_window={window}" in str(error)
+                    refused += 1
+    assert refused == 8  # 2 for 4, 2 for 7, each at all capacities; 4 for 7, where that many tokens come
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "own"])
+@pytest.mark.parametrize("pattern", ["LG", "L"])
+def test_a_used_cache_and_another_window(windows, kind, pattern):
+    """A wider window than that of the tokens before needs keys that are gone; a narrower one does not."""
+    narrow, model, wide = (copy.deepcopy(windows[window, pattern]) for window in (2, 4, 7))
+    ids = torch.randint(97, (1, 12))
+
+    def used():
+        cache = DynamicCache(config=model.config) if kind == "dynamic" else _static(model.config, 20, kind == "own")
+        model(ids[:, :11], past_key_values=cache)
+        return cache
+
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"window of 4 keys.*sliding_window=7"):
+            wide(ids[:, 11:], past_key_values=used())
+        whole = DynamicCache()  # keeps all
+        model(ids[:, :11], past_key_values=whole)
+        expected = narrow(ids[:, 11:], past_key_values=whole).logits
+        torch.testing.assert_close(narrow(ids[:, 11:], past_key_values=used()).logits, expected)
+        model.config.sliding_window = 7  # the same model, changed
+        cache = DynamicCache(config=narrow.config) if kind == "dynamic" else _static(narrow.config, 20, kind == "own")
+        # At the first token, if another layer tells how many the cache can hold.
+        count = 3 if pattern == "L" and kind != "dynamic" else 1
+        with pytest.raises(ValueError, match=r"window of 2 keys.*sliding_window=7"):
+            model(ids[:, :count], past_key_values=cache)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])

@@ -106,14 +106,26 @@ def test_the_graph_of_a_layer_does_not_depend_on_the_length(padded):
     assert nodes[2, 300] - nodes[1, 300] < 400
 
 
-def test_dynamic_lengths_are_one_graph():
+def left_padded(length):
+    """Token ids, mask and arguments of a batch of two, the first one padded."""
+    ids = torch.randint(97, (2, length))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("dynamic", "count"), [(True, 1), (None, 2)], ids=["dynamic", "automatic"])
+def test_dynamic_lengths_are_one_graph(dynamic, count, padded):
     graphs = Graphs()
-    network = model()
-    compiled = torch.compile(network, backend=graphs, fullgraph=True, dynamic=True)
-    for length in (20, 33, 47, 21):
-        ids = torch.randint(97, (2, length))
-        torch.testing.assert_close(compiled(ids, use_cache=False).logits, network(ids, use_cache=False).logits)
-    assert len(graphs.nodes) == 1
+    network = model(max_position_embeddings=512)
+    compiled = torch.compile(network, backend=graphs, fullgraph=True, dynamic=dynamic)
+    for length in (20, 33, 47, 21, 300):
+        inputs = left_padded(length)
+        if not padded:
+            del inputs["attention_mask"]
+        torch.testing.assert_close(compiled(**inputs).logits, network(**inputs).logits)
+    assert len(graphs.nodes) == count
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -159,19 +171,50 @@ def test_compiled_gradients_are_those_of_eager():
         torch.testing.assert_close(grads["compiled"][key], expected, rtol=1e-9, atol=1e-12)
 
 
+# Models whose graph is another.
+EXPORTED = {
+    "global": {"layer_pattern": "G", "sliding_window": None},
+    "static": {"compose_static": True},
+    "head maps": {
+        "num_key_value_heads": 4,
+        "key_head_map": [[0, 1, 1, 0]] * 2,
+        "value_head_map": [[0, 3, 1, 2]] * 2,
+    },
+    "head embeddings": {"head_embeddings": "mul", "num_key_value_heads": 1},
+}
+
+
+def check_export(network, strict, shortest, padded):
+    """Exports with a dynamic length; what comes out has the model's numbers at every length."""
+    inputs = left_padded(24)
+    if not padded:
+        del inputs["attention_mask"]
+    length = torch.export.Dim("length", min=shortest, max=64)
+    shapes = {name: None if name == "use_cache" else {1: length} for name in inputs}
+    program = torch.export.export(network, (), inputs, dynamic_shapes=shapes, strict=strict)
+    for length in (shortest, 24, 51):
+        inputs = {name: value for name, value in left_padded(length).items() if name in inputs}
+        torch.testing.assert_close(program.module()(**inputs).logits, network(**inputs).logits)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_with_a_dynamic_length(strict):
-    network = model().eval()
-    ids = torch.randint(97, (2, 24))
-    lengths = {"input_ids": {1: torch.export.Dim("length", min=17, max=64)}}
-    program = torch.export.export(
-        network, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=lengths | {"use_cache": None}, strict=strict
-    )
-    for length in (17, 24, 51):
-        ids = torch.randint(97, (2, length))
-        found = program.module()(input_ids=ids, use_cache=False).logits
-        torch.testing.assert_close(found, network(ids, use_cache=False).logits)
+def test_export_with_a_dynamic_length(strict, padded):
+    check_export(model(), strict, 17, padded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", EXPORTED.values(), ids=EXPORTED.keys())
+def test_export_of_other_models_with_a_mask(fields):
+    check_export(model(**fields), False, 17, True)
+
+
+@pytest.mark.slow
+def test_export_of_eager_with_a_mask():
+    network = model(num_key_value_heads=4)
+    network.set_attn_implementation("eager")
+    check_export(network, False, 2, True)
 
 
 # --- transforms and other devices -------------------------------------------------------------------------------------

@@ -287,14 +287,17 @@ def test_a_folder_that_cannot_be_written_is_no_error(gpu, tmp_path, there_is):
     ],
     ids=["memory", "compiler", "device"],
 )
-def test_a_check_that_cannot_run_means_chunked(gpu, error, is_kept):
+def test_a_check_that_cannot_run_means_chunked(gpu, error, is_kept, monkeypatch):
     """It is kept only where the device is broken for this process: the next one must not break it again."""
+    traces = []
+    monkeypatch.setattr(selfcheck.logger, "debug", lambda *_, exc_info: traces.append(exc_info and sys.exc_info()[1]))
     gpu.results = error
     there = model(layer_types=["full_attention"] * 2).to("meta")
     assert used(there) == CHUNKED == used(there)
     assert len(gpu.runs) == 1 and len(gpu.warnings) == 1
     assert "could not run on Fake 100, for heads=4/2 groups=1 head_dim=8 rank=2" in gpu.warnings[0]
     assert f"{type(error).__name__}: {str(error).splitlines()[0]}" in gpu.warnings[0]
+    assert traces == [error]  # for whom looks for it
     gpu.forget()
     gpu.results = [GOOD]
     assert used(there) == (CHUNKED if is_kept else KERNELS)
@@ -530,11 +533,28 @@ def test_the_command_prints_a_table_and_says_whether_all_is_well(gpu, capsys, pa
     assert selfcheck.may_use("meta", None, *vars(kind).values()) == passes  # models take what the command has found
 
 
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("foo", "'foo': Expected one of cpu, cuda"),
+        ("", "'': Device string must not be empty"),
+        ("cpu:x", "'cpu:x': Invalid device string"),
+        ("cuda:3", "'cuda:3': this machine has 2 CUDA devices"),
+    ],
+)
+def test_the_command_names_a_device_that_is_none(monkeypatch, capsys, device, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    code, _, err = run_command(capsys, "--preset", "dcformer-405m", "--device", device)
+    assert code == 1 and err.startswith(f"error: --device {message}") and len(err.splitlines()) == 1
+
+
 @needs_triton
 def test_the_command_where_the_check_cannot_run(gpu, capsys, tmp_path):
     gpu.results = RuntimeError("no compiler")
-    code, out, _ = run_command(capsys, "--preset", "dcformer-405m", "--device", "meta")
+    code, out, err = run_command(capsys, "--preset", "dcformer-405m", "--device", "meta")
     assert code == 1 and "cannot run: RuntimeError: no compiler" in out and "FAILED" in out
+    assert "Traceback" in err and "check_and_keep" in err  # it may be a bug
     gpu.reason = "the fused kernels need something newer"
     code, out, err = run_command(capsys, "--preset", "dcformer-405m", "--device", "meta")
     assert code == 1 and "something newer" in err

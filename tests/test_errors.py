@@ -1,19 +1,22 @@
 """What the user can put right is one line; a bug keeps its traceback, wherever it is."""
 
+import functools
+import shutil
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 from helpers import REPOSITORY, tiny_config
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, publish
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerModel, publish
 from dcformer.errors import DCFormerError, MissingExtraError, raise_bug, refused, require_extra
 from dcformer.synthetic.__main__ import main as synthetic
 from dcformer_commands import convert, plan
 from dcformer_commands import eval as evaluate
 
 CHECKPOINT = str(REPOSITORY / "checkpoints" / "dcformer-synthetic")
-BUGS = (KeyError, RuntimeError, TypeError, ValueError)
+BUGS = (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 class Injected(str):
@@ -29,8 +32,32 @@ def finetune(arguments):
 
 
 def lm_eval(arguments):
-    pytest.importorskip("lm_eval", reason="needs the extra [eval]")
-    return evaluate.main(arguments)
+    manager = pytest.importorskip("lm_eval.tasks", reason="needs the extra [eval]").TaskManager
+    with pytest.MonkeyPatch.context() as patch:  # reading all of the library's tasks takes seconds
+        few = functools.partialmethod(manager.__init__, include_defaults=False)
+        patch.setattr(manager, "__init__", few)
+        return evaluate.main(arguments)
+
+
+def serve(arguments):
+    pytest.importorskip("fastapi", reason="needs the extra [serve]")
+    pytest.importorskip("uvicorn", reason="needs the extra [serve]")
+    from dcformer import serving
+
+    return serving.main(arguments)
+
+
+def analyze(arguments):
+    pytest.importorskip("matplotlib", reason="needs the extra [analysis]")
+    from dcformer_commands import analyze
+
+    return analyze.main(arguments)
+
+
+def selfcheck(arguments):
+    from dcformer_commands import selfcheck
+
+    return selfcheck.main(arguments)
 
 
 TUNE = ["--model_name_or_path", CHECKPOINT, "--data", str(REPOSITORY / "examples" / "data" / "text_test.jsonl")]
@@ -52,6 +79,7 @@ PLACES = [
     (finetune, TUNE, "training.data._check_readable"),
     (lm_eval, SCORE, "evaluation.cli._check_batch_size"),
     (lm_eval, SCORE, "evaluation.items._choices"),
+    (selfcheck, "--device meta", "selfcheck._device"),
 ]
 
 
@@ -76,7 +104,62 @@ def test_a_bug_keeps_its_traceback(command, arguments, place, kind, model, tmp_p
     assert isinstance(caught.value.args[0], Injected)
 
 
-@pytest.mark.parametrize("kind", [AttributeError, KeyError, TypeError])
+# Commands that load a model, "{model}": a folder, or a name on the Hub.
+LOADING = {
+    "analyze": (analyze, ["{model}", "--text", "Peter owns", "--output", "{out}"]),
+    "eval": (lm_eval, [word.replace(CHECKPOINT, "{model}") for word in SCORE]),
+    "finetune": (finetune, [word.replace(CHECKPOINT, "{model}") for word in TUNE]),
+    "publish": (publish.main, ["{model}", "{out}"]),
+    "serve": (serve, ["{model}"]),
+    "verify": (convert.main, ["verify", "{model}", "{model}"]),
+}
+FORMS = [(name, form) for name in LOADING for form in ("folder", "name") if (name, form) != ("verify", "name")]
+FORMS += [("serve", "folder@main"), ("serve", "name@main")]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A cache of the Hub with the bundled checkpoint in it."""
+    cache = tmp_path_factory.mktemp("hub")
+    repository, commit = cache / "models--someone--tiny", "a" * 40
+    shutil.copytree(CHECKPOINT, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    return cache
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BUGS if kind is not ValueError])
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_a_bug_in_a_model_keeps_its_traceback(name, form, kind, hub, tmp_path, monkeypatch):
+    """Wherever the model comes from. (A model refuses values by a ValueError, as those of Transformers do.)"""
+
+    def fail(*_, **__):
+        raise kind(Injected("a bug"))
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(DCFormerModel, "__init__", fail)
+    command, arguments = LOADING[name]
+    model = form.replace("folder", CHECKPOINT).replace("name", "someone/tiny")
+    with pytest.raises(kind) as caught:
+        command([word.format(model=model, out=tmp_path / "out") for word in arguments])
+    assert isinstance(caught.value.args[0], Injected)
+
+
+@pytest.mark.parametrize("kind", BUGS)
+def test_a_bug_of_the_server_keeps_its_traceback(kind, monkeypatch):
+    server = pytest.importorskip("dcformer.serving.server")
+
+    def fail(*_, **__):
+        raise kind(Injected("a bug"))
+
+    monkeypatch.setattr(server, "_own_application", fail)
+    with pytest.raises(kind) as caught:
+        serve([CHECKPOINT])
+    assert isinstance(caught.value.args[0], Injected)
+
+
+@pytest.mark.parametrize("kind", [AttributeError, ImportError, KeyError, TypeError])
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [(plan.main, ["--set", "compose_rank=1"]), (publish.main, [CHECKPOINT, "{out}"]), (finetune, TUNE)],

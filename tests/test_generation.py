@@ -351,6 +351,9 @@ def test_maps_of_what_never_holds_them(implementation, monkeypatch):
         generate(model, ids, **asked)
     with pytest.raises(ValueError, match=r"compose_trace.*'eager'"):
         generate(model, ids, compose_trace=ComposeTrace())
+    model.set_attn_implementation(None)
+    with pytest.raises(ValueError, match=r"which the default \(attn_implementation unset\) never holds"):
+        generate(model, ids, **asked)
     model.set_attn_implementation("eager")
     model.config.output_attentions = True
     assert len(model(ids).attentions) == 2
@@ -745,8 +748,6 @@ FOREIGN = {
 @pytest.mark.parametrize("case", FOREIGN)
 def test_cache_of_another_model(case, static):
     overrides, message = FOREIGN[case]
-    if case == "smaller window" and static:
-        pytest.skip("a static layer does not keep its window, only the length it allocated")
     fields = {"num_key_value_heads": 4}
     other = make_model(tiny_config(**(fields | overrides)))
     cache = StaticCache(config=other.config, max_cache_len=30) if static else DynamicCache(config=other.config)

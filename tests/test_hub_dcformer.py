@@ -315,6 +315,21 @@ def test_configuration_given(tmp_path):
     assert_same_state(native, model)
 
 
+def test_keys_of_the_format_override_too(tmp_path):
+    """Those that the folder's own configuration has, beside this package's names for them."""
+    model = native_model(num_hidden_layers=3)
+    write_folder(tmp_path, model)
+    for auto_class in (AutoModelForCausalLM, DCFormerForCausalLM):
+        loaded = auto_class.from_pretrained(tmp_path, n_layer=1, window_size=5, window_type=None)
+        assert (len(loaded.model.layers), loaded.config.num_hidden_layers) == (1, 1)
+        assert loaded.config.sliding_window == 5
+    model.config.num_hidden_layers = 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, n_layer=1)
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    config = AutoConfig.from_pretrained(tmp_path, n_layer=2, block_size=77)
+    assert (config.num_hidden_layers, config.max_position_embeddings) == (2, 77)
+
+
 def test_fewer_layers(tmp_path):
     model = native_model(num_hidden_layers=3)
     write_folder(tmp_path / "authors", model)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import randomise, tiny_config
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import DynamicCache
 
@@ -131,6 +132,57 @@ def test_more_layers_than_kinds_are_refused(whole):
     model.config.num_hidden_layers = 5
     with pytest.raises(ValueError, match=r"5 layers.*num_hidden_layers=5.*layer_types has 4 entries"):
         model(torch.zeros(1, 3, dtype=torch.long))
+
+
+BAD_FIELDS = [
+    ({"sliding_window": -3}, "'sliding_attention' but sliding_window=-3"),
+    ({"sliding_window": -1}, "'sliding_attention' but sliding_window=-1"),
+    ({"sliding_window": 0}, "'sliding_attention' but sliding_window=0"),
+    ({"sliding_window": 1}, "'sliding_attention' but sliding_window=1: .*at least 2"),
+    ({"sliding_window": None}, "'sliding_attention' but sliding_window=None"),
+    ({"layer_types": ["foo", "full_attention"] * 2}, r"layer_types holds unknown \['foo'\]"),
+    ({"layer_types": None}, "layer_types=None"),
+    ({"layer_types": []}, "num_hidden_layers=4.*layer_types has 0 entries"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers=-1 must not be negative"),
+]
+CALLS = {
+    "uncached": lambda model, ids: model(ids, use_cache=False),
+    "cached": lambda model, ids: model(ids, use_cache=True),
+    "generate": lambda model, ids: model.generate(ids, max_new_tokens=2, pad_token_id=0),
+    "static": lambda model, ids: model.generate(
+        ids, max_new_tokens=2, pad_token_id=0, cache_implementation="static", disable_compile=True
+    ),
+    "save": lambda model, ids: model.save_pretrained("nowhere"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_FIELDS, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+@pytest.mark.parametrize("call", CALLS)
+def test_bad_fields_are_refused_by_name(whole, fields, message, implementation, call, tmp_path, monkeypatch):
+    """Also those that were right in the call before, and lists that are changed in place."""
+    monkeypatch.chdir(tmp_path)
+    model = copy.deepcopy(whole)
+    model.set_attn_implementation(implementation)
+    ids = torch.randint(97, (1, 20))
+    model(ids)
+    for name, value in fields.items():
+        if isinstance(value, list):
+            getattr(model.config, name)[:] = value
+        else:
+            setattr(model.config, name, value)
+    message = "layer_types" if call == "save" and fields.get("layer_types") == [] else message
+    with pytest.raises((ValueError, StrictDataclassError), match=message):
+        CALLS[call](model, ids)
+
+
+def test_a_window_that_no_layer_has_is_not_looked_at(whole):
+    model = copy.deepcopy(whole)
+    model.config.layer_types = ["full_attention"] * 4
+    ids = torch.randint(97, (1, 20))
+    expected = model(ids).logits
+    model.config.sliding_window = -1
+    assert torch.equal(model(ids).logits, expected)
 
 
 def test_another_window_than_the_caches_is_refused(whole):

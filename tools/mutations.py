@@ -270,15 +270,33 @@ _CACHE = _in(
     ),
     (
         "cache of another rank accepted",
-        "    _last_user[cache] = copy.deepcopy(user)  # lists may change in place\n",
-        "    pass\n",
+        "        _last_user[cache] = (copy.deepcopy(user), bound)  # lists may change in place\n",
+        "        pass\n",
         T_GENERATION + "test_cache_of_another_model",
     ),
     (
         "cache with a smaller window accepted",
-        "(window is None or (held or window) < window)",
-        "window is None",
-        T_GENERATION + "test_cache_of_another_model",
+        "if window is None or (held < window and",
+        "if window is None or (False and",
+        T_CACHE + "test_a_used_cache_and_another_window",
+    ),
+    (
+        "static cache shorter than the window refused",
+        "held >= max(whole)",
+        "held > max(whole)",
+        T_CACHE + "test_a_static_cache_of_any_window_is_right_or_refused",
+    ),
+    (
+        "local layers alone lose keys without a word",
+        "    if bound is not None and int(",
+        "    if False and int(",
+        T_CACHE + "test_a_static_cache_of_any_window_is_right_or_refused",
+    ),
+    (
+        "local layers alone hold one token too many",
+        "+ length > bound:",
+        "+ length > bound + 1:",
+        T_CACHE + "test_a_static_cache_of_any_window_is_right_or_refused",
     ),
     (
         "an emptied cache belongs to who filled it",
@@ -288,8 +306,8 @@ _CACHE = _in(
     ),
     (
         "layers looked at in every forward pass",
-        "    if last_user == user:\n",
-        "    if last_user is user:\n",
+        "    if last_user != user:\n",
+        "    if last_user is not user:\n",
         T_CACHE + "test_layers_are_looked_at_when_a_cache_comes_to_a_model_and_not_again",
     ),
 )
@@ -1503,6 +1521,12 @@ _MASKS = _in(
     "attention",
     MASKS,
     (
+        "rows of a mask made while a graph is traced",
+        "        if not has_values(self.device):",
+        "        if torch.device(self.device).type == 'meta':",
+        T_CHUNKED + "test_dynamic_lengths_are_one_graph",
+    ),
+    (
         "queries at the first keys",
         " + (key_length - query_length + 1)",
         " + 1",
@@ -1708,6 +1732,30 @@ _CHUNKED = _in(
 _LAYERS = _in(
     "modeling",
     MODEL,
+    (
+        "fields changed after a forward pass not looked at",
+        "if traced or self._checked_kinds != (len(layers), number, window, types):",
+        "if traced or self._checked_kinds is None:",
+        T_SURGERY + "test_bad_fields_are_refused_by_name",
+    ),
+    (
+        "kinds changed in place not looked at",
+        "window, list(types))  # lists may change in place",
+        "window, types)  # lists may change in place",
+        T_SURGERY + "test_bad_fields_are_refused_by_name",
+    ),
+    (
+        "generate makes its cache before it looks at the fields",
+        "        self.model.running_layers()\n",
+        "",
+        T_SURGERY + "test_bad_fields_are_refused_by_name",
+    ),
+    (
+        "empty trace of attention that holds no maps",
+        'if kwargs.get("compose_trace") is not None:',
+        "if False:",
+        T_ATTENTION + "test_no_trace_of_plain_attention",
+    ),
     (
         "a layer's own place in the cache",
         "layer_idx = self.layer_idx if layer_idx is None else layer_idx",

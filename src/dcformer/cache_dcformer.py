@@ -18,42 +18,70 @@ from .heads_dcformer import MAP_FIELDS
 _REFUSED = "past_key_values does not belong to this model"
 _ADVICE = "Pass a cache that this model filled, or none."
 
-# For every cache in use: what decides the form of the rows in it, in the model that used it last.
-_last_user: WeakKeyDictionary[Cache, dict[str, Any]] = WeakKeyDictionary()
+# For every cache in use: what decides the form of the rows in it, in the model that used it last; and how many tokens
+# it may hold for that model, None where there is no such bound.
+_last_user: WeakKeyDictionary[Cache, tuple[dict[str, Any], int | None]] = WeakKeyDictionary()
 _ROW_FIELDS = ("compose_rank", "compose_projection", "compose_gate", *MAP_FIELDS, "head_embeddings")
 _LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
 
 
-def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
+def check_cache_layers(cache: Cache, config: DCFormerConfig, length: int) -> None:
     """Refuses a cache whose layers another model made. Looks at all of them only when a cache comes to a model.
 
     Args:
         cache: `past_key_values` of a forward pass.
         config: the model's.
+        length: tokens of the forward pass.
 
     Raises:
         ValueError: saying what does not fit.
     """
     if torch.compiler.is_compiling():
         return
-    layers, count = getattr(cache, "layers", None), config.num_hidden_layers
-    if layers is None:
+    if getattr(cache, "layers", None) is None:
         raise ValueError(f"{_REFUSED}: a {type(cache).__name__} is not a Transformers cache of layers. {_ADVICE}")
-    user = {name: getattr(config, name) for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
-    last_user = _last_user.get(cache)
-    if last_user == user:
-        return
+    fields = vars(config)  # attributes of a configuration are slow
+    user = {name: fields[name] for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
+    last_user, bound = _last_user.get(cache, (None, None))
+    if last_user != user:
+        bound = _check_all_layers(cache, config)
+        # Shapes do not tell everything apart: ranks 1 to 3 are padded to the same width.
+        found = last_user or user
+        wrong = [name for name in _ROW_FIELDS if found[name] != user[name]]
+        if wrong and int(cache.get_seq_length()):
+            raise ValueError(
+                f"{_REFUSED}: {wrong[0]} of the model that filled it is {found[wrong[0]]}, of this model "
+                f"{user[wrong[0]]}. {_ADVICE}"
+            )
+        _last_user[cache] = (copy.deepcopy(user), bound)  # lists may change in place
+    is_readable = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    if bound is not None and is_readable and int(cache.get_seq_length()) + length > bound:
+        raise ValueError(_short_window(cache.is_sliding.index(True), bound, config))
+
+
+def _check_all_layers(cache: Cache, config: DCFormerConfig) -> int | None:
+    """Refuses layers that cannot serve the model's.
+
+    Returns:
+        how many tokens the cache may hold, where that is known and windows of its layers end there; or None.
+    """
+    layers: Any = cache.layers
+    count = config.num_hidden_layers
     grows = cache.layer_class_to_replicate is not None  # a DynamicCache made without a configuration
     if len(layers) > count or (len(layers) < count and not grows):
         raise ValueError(f"{_REFUSED}: it has {len(layers)} layers, the model has {count}. {_ADVICE}")
+    # A static layer does not say whether its length is its window, or that of the cache where this is shorter.
+    whole = [layer.max_cache_len for layer in layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    bound = None
     for index, (layer, kind) in enumerate(zip(layers, config.layer_types, strict=False)):
         window = config.sliding_window if kind == "sliding_attention" else None
-        held = getattr(layer, "sliding_window", None)  # a static layer does not say
-        if getattr(layer, "is_sliding", False) and (window is None or (held or window) < window):
-            raise ValueError(
-                f"{_REFUSED}: layer {index} of the cache keeps a window of {held or layer.max_cache_len} keys, but "
-                f"the model's layer is {kind!r} with sliding_window={window}. {_ADVICE}"
-            )
+        if getattr(layer, "is_sliding", False):
+            is_static = isinstance(layer, StaticLayer)
+            held = layer.max_cache_len if is_static else getattr(layer, "sliding_window", window)
+            if window is None or (held < window and not (is_static and (not whole or held >= max(whole)))):
+                raise ValueError(_short_window(index, held, config))
+            if held < window:
+                bound = held
         keys, values = (config.cached_heads(stage, index) for stage in ("pre", "post"))
         if isinstance(layer, StaticLayer) and not isinstance(layer, _OwnValues) and keys != values:
             raise ValueError(
@@ -61,15 +89,16 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig) -> None:
                 f"{type(layer).__name__} gives values as many heads as keys. Call cache_dcformer.use_static_layers("
                 'cache, config.sliding_window) before its first use, or generate(cache_implementation="static").'
             )
-    # Shapes do not tell everything apart: ranks 1 to 3 are padded to the same width.
-    found = last_user or user
-    wrong = [name for name in _ROW_FIELDS if found[name] != user[name]]
-    if wrong and int(cache.get_seq_length()):
-        raise ValueError(
-            f"{_REFUSED}: {wrong[0]} of the model that filled it is {found[wrong[0]]}, of this model {user[wrong[0]]}. "
-            f"{_ADVICE}"
-        )
-    _last_user[cache] = copy.deepcopy(user)  # lists may change in place
+    return bound
+
+
+def _short_window(index: int, held: int, config: DCFormerConfig) -> str:
+    kind = config.layer_types[index]
+    window = config.sliding_window if kind == "sliding_attention" else None
+    return (
+        f"{_REFUSED}: layer {index} of the cache keeps a window of {held} keys, but the model's layer is {kind!r} with "
+        f"sliding_window={window}. {_ADVICE}"
+    )
 
 
 def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, widths: tuple[int, int]) -> None:

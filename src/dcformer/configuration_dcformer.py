@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from .compose_dcformer import ComposeFields
 from .heads_dcformer import MAP_FIELDS, check_head_embeddings, check_head_maps
-from .legacy_dcformer import is_hub_config, native_fields, undecided_fields
+from .legacy_dcformer import HUB_KEYS, is_hub_config, native_fields, undecided_fields
 from .parallel_dcformer import tensor_parallel_plan
 from .peft_dcformer import register_peft_targets
 from .presets_dcformer import PRESETS
@@ -292,7 +292,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             ValueError: when the configuration with its overrides is invalid.
         """
         undecided: tuple[str, ...] = ()
-        if is_hub_config(config_dict):
+        if is_hub_config(config_dict):  # whose own keys may override, too
+            config_dict = config_dict | {name: kwargs.pop(name) for name in HUB_KEYS & kwargs.keys()}
             undecided = undecided_fields(config_dict | kwargs)
             config_dict = native_fields(config_dict)
         layer_pattern = kwargs.pop("layer_pattern", None)
@@ -371,15 +372,28 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             )
 
     def _validate_layers(self) -> None:
-        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
-        if unknown:
-            raise ValueError(f"layer_types holds unknown {unknown}: expected entries of {LAYER_TYPES}.")
+        self.check_kinds(self.layer_types)
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"len(layer_types)={len(self.layer_types)} must equal num_hidden_layers={self.num_hidden_layers}: give "
                 "one layer type per layer, or a layer_pattern."
             )
-        if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 2):
+
+    def check_kinds(self, kinds: list[str] | None) -> None:
+        """Checks the kinds of layers, and the window if they need one.
+
+        Args:
+            kinds: `layer_types`, or those of some layers.
+
+        Raises:
+            ValueError: naming the fields.
+        """
+        if kinds is None:
+            raise ValueError(f"layer_types=None: expected an entry of {LAYER_TYPES} for each layer.")
+        unknown = sorted(set(kinds) - set(LAYER_TYPES), key=str)
+        if unknown:
+            raise ValueError(f"layer_types holds unknown {unknown}: expected entries of {LAYER_TYPES}.")
+        if "sliding_attention" in kinds and (self.sliding_window is None or self.sliding_window < 2):
             raise ValueError(
                 f"layer_types holds 'sliding_attention' but sliding_window={self.sliding_window}: give the number of "
                 "keys a local query sees (at least 2: the library's sliding caches hold no fewer), or make every layer "

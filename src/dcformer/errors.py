@@ -12,9 +12,10 @@ from huggingface_hub.errors import StrictDataclassError
 # What a configuration class raises on invalid values; see `raise_bug`.
 CONFIG_ERRORS = (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
 # Libraries raise these on invalid values as well. In our own code they are mistakes.
-_AMBIGUOUS = (AttributeError, KeyError, RuntimeError, TypeError)
+_AMBIGUOUS = (AttributeError, ImportError, KeyError, RuntimeError, TypeError)
 _OURS = {"dcformer", "dcformer_commands"}
 _LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "lm_eval", "peft", "torch", "transformers", "trl"}
+_LIBRARIES |= {"fastapi", "pydantic", "starlette", "uvicorn"}  # the server's
 
 
 class DCFormerError(ValueError):
@@ -72,8 +73,8 @@ def raise_bug(error: Exception, kinds: tuple[type[Exception], ...] = _AMBIGUOUS)
         if name.partition(".")[0] in _OURS | _LIBRARIES:
             module = name
         traceback = traceback.tb_next
-    is_model_file = module.endswith("_dcformer") and not isinstance(error, _AMBIGUOUS)
-    if module.partition(".")[0] not in _LIBRARIES and not is_model_file:
+    is_refusal = module.endswith("_dcformer") and isinstance(error, OSError | ValueError)
+    if module.partition(".")[0] not in _LIBRARIES and not is_refusal:
         raise error
 
 

@@ -21,6 +21,9 @@ RENAMED = {
 _IGNORED = ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad", "auto_map")
 # Keys that say whether there is a static projection.
 _STATIC = ("use_sw", "static_proj")
+# All keys that only this format has.
+HUB_KEYS = frozenset({*RENAMED, *_STATIC, "use_linear_bias", "query_wise", "use_dcmha", "mgate", "mgate_dim"})
+HUB_KEYS |= {"window_type", "window_size"}
 _ARCHITECTURES = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
 # What the authors' PyTorch code fixes: the window of named layer patterns, and the number of gates without `mgate_dim`.
 PATTERN_WINDOW, DEFAULT_GATES = 256, 44
@@ -84,4 +87,12 @@ def undecided_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
     return ("compose_groups", "compose_rank") if is_stated else ("compose_groups", "compose_rank", "compose_static")
 
 
-__all__ = ["DEFAULT_GATES", "PATTERN_WINDOW", "RENAMED", "is_hub_config", "native_fields", "undecided_fields"]
+__all__ = [
+    "DEFAULT_GATES",
+    "HUB_KEYS",
+    "PATTERN_WINDOW",
+    "RENAMED",
+    "is_hub_config",
+    "native_fields",
+    "undecided_fields",
+]

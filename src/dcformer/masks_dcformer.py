@@ -22,10 +22,10 @@ def is_few(length: int) -> bool:
     return isinstance(length, int) and length <= FEW_QUERIES
 
 
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be read: not in a traced graph, under `torch.func`, or on the meta device."""
-    hidden = torch.compiler.is_compiling() or tensor.is_meta or torch._C._are_functorch_transforms_active()
-    return not hidden
+def has_values(device: torch.device | str) -> bool:
+    """Whether values on a device can be read: not in a traced graph, under `torch.func`, or on the meta device."""
+    is_meta = torch.device(device).type == "meta"
+    return not (torch.compiler.is_compiling() or is_meta or torch._C._are_functorch_transforms_active())
 
 
 @dataclass
@@ -96,11 +96,11 @@ class QueryBlockMask:
 
     def _intervals(self) -> list[torch.Tensor]:
         """[first, last]; empty if that does not describe the mask, or values cannot be read."""
+        if not has_values(self.device):  # asked first: what follows makes a graph for each length
+            return []
         found: list[tuple[torch.Tensor, ...]] = []
         for start in range(0, self.q_length, _ROWS_AT_ONCE):
             rows = self.rows(start, min(self.q_length, start + _ROWS_AT_ONCE))
-            if not has_values(rows):
-                return []
             found.append(intervals(rows[:, 0]))
         firsts, lasts, complete = zip(*found, strict=True)
         if not bool(torch.stack(complete).all()):
@@ -146,7 +146,7 @@ def chunked_mask(
 
 
 def _nothing_padded(attention_mask: torch.Tensor | None) -> bool:
-    return attention_mask is None or (has_values(attention_mask) and bool(attention_mask.all()))
+    return attention_mask is None or (has_values(attention_mask.device) and bool(attention_mask.all()))
 
 
 def causal_intervals(

@@ -355,6 +355,12 @@ class DCFormerAttention(nn.Module):
             output [B, T, H, D], and the weights [B, H, T, S] or None.
         """
         if implementation not in ("eager", CHUNKED, *FUSED_ATTENTION):  # one of Transformers' own
+            if kwargs.get("compose_trace") is not None:
+                raise ValueError(
+                    f"compose_trace cannot be filled: attn_implementation={implementation!r} never holds the attention "
+                    "maps. Load the model with attn_implementation='eager', or call "
+                    "model.set_attn_implementation('eager')."
+                )
             kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
             is_local = self.config.layer_types[layer_idx] == "sliding_attention"  # some do not learn it from masks
             kwargs["sliding_window"] = self.config.sliding_window if is_local else None
@@ -529,9 +535,12 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         implementation = self.config._attn_implementation
         if implementation == "eager":
             return None
+        named = f"attn_implementation={implementation!r}"
+        if implementation == DEFAULT_ATTENTION:
+            named = "the default (attn_implementation unset)"
         return (
-            f"output_attentions=True needs attention maps, which attn_implementation={implementation!r} never holds. "
-            "Load the model with attn_implementation='eager', or call model.set_attn_implementation('eager')."
+            f"output_attentions=True needs attention maps, which {named} never holds. Load the model with "
+            "attn_implementation='eager', or call model.set_attn_implementation('eager')."
         )
 
     @torch.no_grad()
@@ -667,6 +676,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
 @auto_docstring
 class DCFormerModel(DCFormerPreTrainedModel):
     layer_class: type[nn.Module] = DCFormerDecoderLayer
+    _checked_kinds: tuple[Any, ...] | None = None  # what `running_layers` found right
 
     def __init__(self, config: DCFormerConfig):
         config.validate_architecture()  # fields may have been set since it was made
@@ -700,16 +710,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         hidden_states = inputs_embeds
         if hidden_states is None:
             hidden_states = self._embed(input_ids)
-        # A layer's kind and its place in the cache are those of its position, whichever layer stands there. Fewer
-        # layers run while generate drafts with `assistant_early_exit`.
-        layers = self.layers[: self.config.num_hidden_layers]
-        kinds = self.config.layer_types[: len(layers)]
-        if len(kinds) < len(layers):
-            raise ValueError(
-                f"the model has {len(self.layers)} layers and config.num_hidden_layers="
-                f"{self.config.num_hidden_layers}, but config.layer_types has {len(self.config.layer_types)} entries: "
-                "give every layer its kind there."
-            )
+        layers, kinds = self.running_layers()
         mask_arguments: dict[str, Any] = {
             "config": self.config,
             "inputs_embeds": hidden_states,
@@ -722,7 +723,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            check_cache_layers(past_key_values, self.config)
+            check_cache_layers(past_key_values, self.config, hidden_states.shape[1])
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 raise ValueError(
                     "past_key_values cannot be used in training with gradient checkpointing: layers that are computed "
@@ -757,6 +758,32 @@ class DCFormerModel(DCFormerPreTrainedModel):
             last_hidden_state=self.norm(hidden_states),
             past_key_values=past_key_values,
         )
+
+    def running_layers(self) -> tuple[nn.ModuleList, list[str]]:
+        """The layers that run and their kinds, which are those of their positions, whichever layer stands there.
+
+        The fields of the configuration that decide it are checked again when they have changed. Fewer layers run while
+        `generate` drafts with `assistant_early_exit`.
+
+        Raises:
+            ValueError: naming the fields.
+        """
+        traced = torch.compiler.is_compiling()  # what is remembered would be a guard of the graph
+        fields = vars(self.config)  # attributes of a configuration are slow
+        number, window, types = fields["num_hidden_layers"], fields["sliding_window"], fields["layer_types"]
+        layers = self.layers[: max(number, 0)]
+        if traced or self._checked_kinds != (len(layers), number, window, types):
+            if number < 0:
+                raise ValueError(f"num_hidden_layers={number} must not be negative.")
+            self.config.check_kinds(types and types[: len(layers)])
+            if len(types) < len(layers):
+                raise ValueError(
+                    f"the model has {len(self.layers)} layers and config.num_hidden_layers={number}, but "
+                    f"config.layer_types has {len(types)} entries: give every layer its kind there."
+                )
+            if not traced:
+                self._checked_kinds = (len(layers), number, window, list(types))  # lists may change in place
+        return layers, types[: len(layers)]
 
     def _embed(self, input_ids: torch.LongTensor) -> Any:
         """[B, T] -> [B, T, E]; names a token id outside the vocabulary, where looking it up has failed (on the CPU)."""
@@ -837,8 +864,10 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         """As the library's, and refuses `output_attentions=True` where there are no maps to return.
 
         Raises:
-            ValueError: naming the implementation, and the one that holds maps.
+            ValueError: naming the implementation, and the one that holds maps; or fields of the configuration that no
+                forward pass, and so no cache, can be made from.
         """
+        self.model.running_layers()
         super()._validate_generation_mode(generation_mode, generation_config, *args)  # type: ignore[misc]  # as below
         if generation_config.output_attentions and (missing := self._why_no_maps()):
             raise ValueError(missing)

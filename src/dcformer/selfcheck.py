@@ -7,6 +7,7 @@ TRITON_INTERPRET=1 dcformer-selfcheck --model FOLDER --device cpu # a trial with
 import argparse
 import sys
 import time
+import traceback
 from typing import Any
 
 from .errors import DCFormerError, refused
@@ -29,7 +30,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    import torch
     from transformers import AutoConfig
 
     from .configuration_dcformer import DCFormerConfig
@@ -42,9 +42,7 @@ def _check(options: argparse.Namespace) -> int:
         config = config or DCFormerConfig.from_preset(options.preset)
     if not isinstance(config, DCFormerConfig):
         raise DCFormerError(f"{options.model} is a {config.model_type!r} model: expected 'dcformer' or 'dcpythia'.")
-    device = torch.device(options.device or ("cpu" if is_interpreted() else "cuda"))
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    device = _device(("cpu" if is_interpreted() else "cuda") if options.device is None else options.device)
     if (reason := unsupported_reason(device=device)) is not None:
         raise DCFormerError(reason)
     print(_where(device))
@@ -54,6 +52,22 @@ def _check(options: argparse.Namespace) -> int:
             passed &= _check_kind(device, kind)
     print("passed" if passed else "FAILED: models whose attn_implementation is unset use 'dcformer_chunked' here")
     return 0 if passed else 1
+
+
+def _device(name: str) -> Any:
+    """The device of a name, with its index where it is a CUDA device."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DCFormerError(f"--device {name!r}: {error}") from error
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise DCFormerError(f"--device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices.")
+    return torch.device("cuda", index)
 
 
 def _where(device: Any) -> str:
@@ -77,6 +91,7 @@ def _check_kind(device: Any, kind: Any) -> bool:
         results, passed, _ = check_and_keep(device, kind)
     except Exception as error:  # compilers and drivers raise anything, and this is what the user asked about
         print(f"  cannot run: {type(error).__name__}: {error}")
+        traceback.print_exc()  # or a bug of ours
         return False
     width = max(len(check.name) for check in results)
     print(f"  {'':<{width}}  {'measure':<8}{'error':>10}{'eager':>10}{'allowed':>10}")

@@ -336,6 +336,9 @@ def test_a_failing_overwrite_leaves_the_old_output(pax, tmp_path, capsys):
         ("jax-to-safetensors --checkpoint {pax} --output out --tokenizer nowhere", "'nowhere' cannot be loaded"),
         ("jax-to-safetensors --checkpoint {native} --output out", "is a model folder, not a JAX checkpoint"),
         ("safetensors-to-jax --model nowhere --output out --format pax", "not exist: expected the folder of a check"),
+        ("safetensors-to-jax --model {empty} --output out --format pax", "empty is not a model folder: expected"),
+        ("verify {native} {native} --num-tokens 100000", "num_tokens=100000: expected at most 128, by the model's max"),
+        ("verify {native} {native} --num-tokens -5", "num_tokens=-5 must be at least 1"),
         ("safetensors-to-jax --model {native} --output out --format pax --ocdbt", "--ocdbt is for MaxText"),
         ("safetensors-to-jax --model {native} --output out --format pax --layers-per-block 3", "must divide"),
         ("safetensors-to-jax --model {native} --output out --format pax --step -1", "must not be negative"),
@@ -345,10 +348,12 @@ def test_a_failing_overwrite_leaves_the_old_output(pax, tmp_path, capsys):
         ("verify {native} {native} --first-step 3", "--config and --step are for JAX checkpoints"),
     ],
 )  # fmt: skip
-def test_errors(native, pax, tmp_path, arguments, match, capsys, monkeypatch):
+def test_errors(native, pax, tmp_path, tmp_path_factory, arguments, match, capsys, monkeypatch):
     """A line on stderr that says why, status 1, and no output."""
     monkeypatch.chdir(tmp_path)
-    assert run(*arguments.format(native=native, pax=pax).split()) == 1
+    empty = tmp_path_factory.mktemp("folder") / "empty"
+    empty.mkdir()
+    assert run(*arguments.format(native=native, pax=pax, empty=empty).split()) == 1
     captured = capsys.readouterr()
     assert re.search(f"^error: .*{match}", captured.err, re.MULTILINE)
     assert "Traceback" not in captured.err

@@ -376,6 +376,33 @@ def test_logits_need_folders(model_folder, pax_folder, capsys):
     assert "num_tokens=-3 must be at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--num-tokens", 129), "num_tokens=129: expected at most 128"),
+        (("--num-tokens", -1), "num_tokens=-1 must be at least 1"),
+        (("--tokens", *[1] * 129), "129 tokens in a row: expected at most 128"),
+    ],
+    ids=["many", "negative", "given"],
+)
+def test_lengths_are_refused_before_anything_is_compared(model_folder, monkeypatch, capsys, words, message):
+    monkeypatch.setattr("dcformer.conversion.cli.compare_tensors", None)
+    assert verify(model_folder, model_folder, *words) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_longest_comparison(model_folder):
+    assert compare_logits(model_folder, model_folder, num_tokens=128).is_equal
+    for options in ({"num_tokens": 129}, {"tokens": [1] * 129}):
+        with pytest.raises(ConversionError, match=r"129.*at most 128, by the model's max_position_embeddings"):
+            compare_logits(model_folder, model_folder, **options)
+
+
+def test_the_default_number_of_tokens_is_never_too_many(tmp_path):
+    DCFormerForCausalLM(tiny_config(max_position_embeddings=32)).save_pretrained(tmp_path)
+    assert verify(tmp_path, tmp_path) == 0
+
+
 def test_logits_of_other_vocabularies(model_folder, tmp_path):
     DCFormerForCausalLM(tiny_config(vocab_size=90)).save_pretrained(tmp_path / "small")
     with pytest.raises(ConversionError, match=r"tokens must be ids from 0 to 89 of .*small"):

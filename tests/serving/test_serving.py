@@ -1,5 +1,6 @@
 """The server command answers chat completions over HTTP and refuses bad requests and continuous batching clearly."""
 
+import asyncio
 import json
 import os
 import re
@@ -256,6 +257,42 @@ def test_what_only_this_server_ignores_is_refused():
     assert requests.find_fault(requests.CHAT, body) is None
     field, message = requests.find_fault(requests.CHAT, body, {"max_completion_tokens"})
     assert field == "max_completion_tokens" and "leave it out" in message
+
+
+def answer_to(application) -> list[dict]:
+    """What the checks send for a good request where the server is this application."""
+    sent = []
+
+    async def receive():
+        return {
+            "type": "http.request",
+            "body": json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode(),
+            "more_body": False,
+        }
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": requests.CHAT}
+    asyncio.run(requests.RequestChecks(application)(scope, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize("module", ["dcformer.serving.server", "dcformer.kernels.ops", "dcformer.chunked_dcformer"])
+def test_a_bug_within_a_request_is_no_bad_request(module):
+    """A ValueError of libraries and of models is a refusal; elsewhere in this package it is a bug."""
+    code = "async def application(*_):\n    raise ValueError('raised here')"
+    places = {name: {"__name__": name} for name in ("transformers.generation.utils", module)}
+    for space in places.values():
+        exec(code, space)
+    start, body = answer_to(places["transformers.generation.utils"]["application"])
+    assert start["status"] == 400 and b"raised here" in body["body"]
+    if module.endswith("_dcformer"):
+        start, body = answer_to(places[module]["application"])
+        assert start["status"] == 400
+    else:
+        with pytest.raises(ValueError, match="raised here"):
+            answer_to(places[module]["application"])
 
 
 @pytest.mark.parametrize("attn_implementation", ["dcformer_chunked", "eager"])

@@ -15,8 +15,9 @@ import pretrain
 from trl import ModelConfig
 
 from dcformer import DCFormerForCausalLM
+from dcformer.errors import DCFormerError
 from dcformer.training import DataArguments, ModelArguments, PretrainingConfig, TrainingConfig
-from dcformer.training.resume import _FREE
+from dcformer.training.resume import _FREE, check_setup
 
 COMMON = {
     "data": "examples/data/text_test.jsonl",
@@ -142,6 +143,23 @@ def test_what_may_change(runs, tmp_path, capsys):
     rates = [{e["step"]: e["learning_rate"] for e in s["log_history"] if "learning_rate" in e} for s in states]
     assert rates[0].keys() == {3, 4, 5} and rates[0][3] == pytest.approx(1e-4)
     assert [rates[0][step] for step in (4, 5)] == pytest.approx([rates[1][step] for step in (4, 5)])
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {"stateful_callbacks": []},
+        {"stateful_callbacks": {"SetupRecord": []}},
+        {"stateful_callbacks": {"SetupRecord": {"args": "x"}}},
+        {"stateful_callbacks": {"SetupRecord": {"args": {"setup": []}}}},
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_none(state, tmp_path):
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    with pytest.raises(DCFormerError, match="holds no record of its setup"):
+        check_setup(str(tmp_path), {})
 
 
 def test_checkpoint_without_a_setup(runs, tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ConversionError, DCFormerError
 from .checkpoint import open_checkpoint
 from .convert import convert_hub_to_safetensors, convert_jax_to_safetensors, convert_safetensors_to_jax
-from .verification import compare_configs, compare_logits, compare_tensors, format_table
+from .verification import check_length, compare_configs, compare_logits, compare_tensors, format_table
 
 _CONVERSIONS: dict[str, Callable[..., Any]] = {
     "jax-to-safetensors": convert_jax_to_safetensors,
@@ -60,6 +60,11 @@ def _verify(args: argparse.Namespace) -> int:
     tokens = _tokens(args.tokens)
     if tokens is not None and not folders:
         raise ConversionError("--tokens compares logits, which needs two model folders: convert the checkpoint first.")
+    configs = [checkpoint.config for checkpoint in (first, second) if folders]
+    if tokens is not None and tokens.ndim:
+        check_length(tokens.shape[-1], *configs, is_random=False)
+    elif tokens is None and args.num_tokens:
+        check_length(args.num_tokens, *configs)
     comparisons = compare_tensors(first, second, atol=args.atol, progress=args.progress)
     same_shapes = first.shapes == second.shapes
     if folders and same_shapes and (tokens is not None or args.num_tokens):

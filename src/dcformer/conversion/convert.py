@@ -23,6 +23,7 @@ from ..formats.native import TOKENS
 from ..hub_dcformer import tokenizer_special_ids
 from .checkpoint import Checkpoint, open_checkpoint
 from .output import SafetensorsWriter, complete_folder, refuse_to_replace
+from .sources import NoArraysError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COUNTED_AT_ONCE = 2**20  # elements examined at once to count NaN and infinity
@@ -323,7 +324,10 @@ def convert_safetensors_to_jax(
     if step < 0:
         raise ConversionError(f"step={step} must not be negative.")
     refuse_to_replace(model, output)
-    opened = open_checkpoint(model)
+    try:
+        opened = open_checkpoint(model)
+    except NoArraysError as error:
+        raise ConversionError(f"{model} is not a model folder: expected config.json and weight files in it.") from error
     config = opened.config
     period = _layers_per_block(opened, layers_per_block, writer)
     parts = writer.parts(config, period=period)

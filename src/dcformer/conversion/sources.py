@@ -26,6 +26,10 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _REMAP_BYTES = 64 * 2**20
 
 
+class NoArraysError(ConversionError):
+    """There is a folder, and nothing of a JAX checkpoint in it."""
+
+
 class SafetensorsSource:
     """The safetensors files of a model folder."""
 
@@ -181,7 +185,7 @@ class ArraySource:
         steps = {int(match[1]): name for name in self._children(path) if (match := _STEP.fullmatch(name))}
         complete = {n: item for n, name in steps.items() if (item := self._item(f"{path.rstrip('/')}/{name}", True))}
         if not complete:
-            raise ConversionError(
+            raise NoArraysError(
                 f"{path} is not a JAX checkpoint, nor a model folder (config.json and weight files): expected zarr "
                 "arrays or an OCDBT store in it, in its "
                 f"{', '.join(_ITEMS)}, or in numbered steps. It holds "
@@ -305,4 +309,4 @@ class ArraySource:
         return torch.from_numpy(array)
 
 
-__all__ = ["FLOATS", "ArraySource", "SafetensorsSource", "TorchSource", "has_weights"]
+__all__ = ["FLOATS", "ArraySource", "NoArraysError", "SafetensorsSource", "TorchSource", "has_weights"]

@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from ..configuration_dcformer import DCFormerConfig
 from ..errors import ConversionError
 from ..loading import LOADING_ERRORS, damaged_file
 from .checkpoint import Checkpoint
@@ -38,6 +39,7 @@ _DECISIVE = (
     "compose_groups",
 )
 _COMPARED_AT_ONCE = 2**22  # elements
+_NUM_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def compare_logits(
     second: str | os.PathLike,
     *,
     tokens: Sequence[int] | np.ndarray | torch.Tensor | None = None,
-    num_tokens: int = 64,
+    num_tokens: int = _NUM_TOKENS,
     seed: int = 0,
     atol: float = 5e-5,
 ) -> Comparison:
@@ -148,12 +150,12 @@ def compare_logits(
         one `Comparison`.
 
     Raises:
-        ConversionError: when a folder cannot be loaded, tokens are outside a vocabulary, or the vocabularies differ.
+        ConversionError: when a folder cannot be loaded, tokens are outside a vocabulary or longer than `check_length`
+            allows, or the vocabularies differ.
     """
     logits: list[torch.Tensor] = []
-    if tokens is None and num_tokens < 1:
-        raise ConversionError(f"num_tokens={num_tokens} must be at least 1.")
     ids = None if tokens is None else _as_ids(tokens)
+    check_length(num_tokens if ids is None else ids.shape[1], is_random=ids is None)
     for folder in (first, second):
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
@@ -161,6 +163,7 @@ def compare_logits(
             reason = damaged_file(folder, error) or error
             raise ConversionError(f"{folder} cannot be loaded as a model ({reason}).") from error
         size = model.config.vocab_size
+        check_length(num_tokens if ids is None else ids.shape[1], model.config, is_random=ids is None)
         if ids is None:
             ids = torch.randint(0, size, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
         if not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= size:
@@ -172,6 +175,25 @@ def compare_logits(
         raise ConversionError(f"The vocabularies differ: {logits[0].shape[-1]} and {logits[1].shape[-1]}.")
     difference = _largest_difference(*logits)
     return Comparison("logits", f"{list(logits[0].shape)} float32", difference, difference <= atol)
+
+
+def check_length(length: int, *configs: DCFormerConfig, is_random: bool = True) -> None:
+    """Refuses a number of tokens to compare logits on.
+
+    Args:
+        length: their number.
+        configs: of the models. The default number is never refused.
+        is_random: they are to be made; otherwise their number is that of given ones.
+
+    Raises:
+        ConversionError: when it is below 1, or above `max_position_embeddings`.
+    """
+    if is_random and length < 1:
+        raise ConversionError(f"num_tokens={length} must be at least 1.")
+    longest = max(_NUM_TOKENS, min((config.max_position_embeddings for config in configs), default=length))
+    if length > longest:
+        what = f"num_tokens={length}" if is_random else f"{length} tokens in a row"
+        raise ConversionError(f"{what}: expected at most {longest}, by the model's max_position_embeddings.")
 
 
 def _as_ids(tokens: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
@@ -204,4 +226,4 @@ def format_table(comparisons: Sequence[Comparison], every: bool = False) -> str:
     return "\n".join(lines)
 
 
-__all__ = ["Comparison", "compare_configs", "compare_logits", "compare_tensors", "format_table"]
+__all__ = ["Comparison", "check_length", "compare_configs", "compare_logits", "compare_tensors", "format_table"]

@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..errors import raise_bug
+
 logger = logging.get_logger(__name__)
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -153,7 +155,9 @@ class RequestChecks:
         except ValueError as error:
             if is_started:
                 raise
+            raise_bug(error, (Exception,))
             logger.warning(f"{scope['path']}: {error}")
+            logger.debug("refused here", exc_info=True)
             await _refuse(send, None, str(error))
 
 

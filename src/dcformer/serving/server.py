@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import dcformer  # registers the model types: the server loads them without remote code
 
-from ..errors import first_line
+from ..errors import DCFormerError, first_line, raise_bug
 from ..loading import LOADING_ERRORS, damaged_file
 from .requests import SOMETIMES_IGNORED, RequestChecks
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 with a line that says why the server does not start: its libraries are not installed, the model cannot
         be loaded, or continuous batching is requested. Our models refuse the latter, so that every request would end in
-        an internal error. Wrong usage exits with 2.
+        an internal error. Wrong usage exits with 2. A bug keeps its traceback.
     """
     try:
         import typer
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _own_application():
             app(args=arguments, prog_name=_PROGRAM, standalone_mode=True)
     except (ImportError, *LOADING_ERRORS) as error:
+        raise_bug(error, (Exception,))
         damaged = (damaged_file(argument, error) for argument in arguments if os.path.isdir(argument))
         reason = next(filter(None, damaged), None) or first_line(error)
         print(
@@ -100,7 +101,7 @@ def _own_application() -> Iterator[None]:
                     tqdm_class=kwargs.get("tqdm_class"),
                 )
             except EOFError as error:  # typer would take it for the end of its own input
-                raise OSError(f"a file of {model} ends too early") from error
+                raise DCFormerError(f"a file of {model} ends too early") from error
 
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
             if self.force_model is not None:  # requests for other models are refused

@@ -75,14 +75,14 @@ def check_setup(checkpoint: str, setup: Mapping[str, Any]) -> None:
     Raises:
         DCFormerError: naming every value that differs, or when the checkpoint holds no setup.
     """
-    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    try:
-        saved = state["stateful_callbacks"][SetupRecord.__name__]["args"]["setup"]
-    except KeyError:
+    saved = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    for name in ("stateful_callbacks", SetupRecord.__name__, "args", "setup"):
+        saved = saved.get(name) if isinstance(saved, dict) else None
+    if not isinstance(saved, dict):
         raise DCFormerError(
             f"{checkpoint} holds no record of its setup: another program or an older version wrote it. Start a new run "
             "with another --output_dir"
-        ) from None
+        )
     names = [*saved, *(name for name in setup if name not in saved)]
     differing = [
         f"{name} is {_shown(saved, name)} in the checkpoint and {_shown(setup, name)} now"
