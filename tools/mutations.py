@@ -288,7 +288,7 @@ _CACHE = _in(
     ),
     (
         "local layers alone lose keys without a word",
-        "    if bound is not None and is_readable and int(",
+        "    if bound is not None and not is_captured and int(",
         "    if False and int(",
         T_CACHE + "test_a_static_cache_of_any_window_is_right_or_refused",
     ),

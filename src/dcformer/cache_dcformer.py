@@ -54,8 +54,8 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig, length: int) -> Non
                 f"{user[wrong[0]]}. {_ADVICE}"
             )
         _last_user[cache] = (copy.deepcopy(user), bound)  # lists may change in place
-    is_readable = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    if bound is not None and is_readable and int(cache.get_seq_length()) + length > bound:
+    is_captured = bound is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if bound is not None and not is_captured and int(cache.get_seq_length()) + length > bound:
         raise ValueError(_short_window(cache.is_sliding.index(True), bound, config))
 
 
