@@ -219,11 +219,11 @@ def test_layers_whose_rows_may_be_filled():
     class Other(StaticCache):
         pass
 
-    for cache in (
-        DynamicCache(config=config),
-        Other(config=config, max_cache_len=9),
-        StaticCache(config=config, max_cache_len=9, offloading=True),
-    ):
-        if not getattr(cache, "offloading", False):
-            cache.update(key, value, 0)
+    offloaded = StaticCache(config=config, max_cache_len=9)
+    offloaded.update(key, value, 0)
+    offloaded.offloading = True  # its constructor and `update` ask for streams of a GPU
+    caches = DynamicCache(config=config), Other(config=config, max_cache_len=9)
+    for cache in caches:
+        cache.update(key, value, 0)
+    for cache in (*caches, offloaded):
         assert static_layer(cache, 0) is None
