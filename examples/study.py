@@ -503,8 +503,9 @@ def tables(results: dict) -> str:
                 )
         if grid:
             heads = ["", *(f"{rate:g}" for rate in grid)]
-            seeds = " and ".join(map(str, RATE_SEEDS))
-            lines += ["", f"Loss by learning rate, of seeds {seeds}, which decide and are not reported above:", ""]
+            seeds = sorted({seed for by_rate in choice.values() for losses in by_rate.values() for seed in losses})
+            those = ", ".join(map(str, seeds))
+            lines += ["", f"Loss by learning rate, which decides and is not reported above; seeds: {those}.", ""]
             lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
             for name in by_variant:
                 found = (", ".join(f"{loss:.4f}" for loss in choice[name].get(rate, {}).values()) for rate in grid)

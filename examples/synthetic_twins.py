@@ -172,7 +172,7 @@ def _steps_cell(runs: list[dict], mark: float) -> str:
 
 def table(done: dict[Run, dict]) -> str:
     """Every variant at its best rate, and all rates with the first seed, in Markdown."""
-    marks = " | ".join(f"steps to {mark:.0%}".replace("%", " %") for mark in MARKS)
+    marks = " | ".join(f"steps to {100 * mark:.0f} %" for mark in MARKS)
     lines = [
         f"| | parameters | rate | seeds | accuracy at the end | {marks} | CPU minutes |",
         "|---|---|---|---|---|" + "---|" * len(MARKS) + "---|",

@@ -1,9 +1,13 @@
 """Small models, configurations, paths and documented commands for tests."""
 
 import itertools
+import logging
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -24,6 +28,21 @@ SWITCHES = (
     "compose_static",
 )
 PLAIN = {name: False for name in ("compose_pre", "compose_post", "compose_query", "compose_key", "compose_static")}
+
+
+def run_source(*arguments: str, interpreted: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs this Python on the source tree, in a process of its own: Triton decides on import whether it interprets."""
+    path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": path} | ({"TRITON_INTERPRET": "1"} if interpreted else {})
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+
+
+def hear(monkeypatch, *loggers: logging.Logger) -> None:
+    """Lets pytest's `caplog` have what these loggers, of the package or of Transformers, say."""
+    for logger in (*loggers, logging.getLogger("transformers"), logging.getLogger("dcformer")):
+        monkeypatch.setattr(logger, "propagate", True, raising=False)
 
 
 def describes_a_model(switches: dict[str, bool]) -> bool:

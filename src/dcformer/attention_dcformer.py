@@ -22,6 +22,16 @@ from .compose_dcformer import ComposeWeights, accumulation_dtype, autocast_dtype
 from .heads_dcformer import HeadMap, matmul_shared
 from .masks_dcformer import causal_rows, visible_and_bias
 
+LOAD_EAGER = "Load the model with attn_implementation='eager', or call model.set_attn_implementation('eager')."
+
+
+def no_trace(implementation: str) -> str:
+    """Why there is no `ComposeTrace` with an attention implementation of this name."""
+    return (
+        f"compose_trace cannot be filled: attn_implementation={implementation!r} never holds the attention maps. "
+        f"{LOAD_EAGER}"
+    )
+
 
 @dataclass
 class LayerTrace:
@@ -211,4 +221,13 @@ def attend_composed(
         return function(module, query, key, value, *arguments, **options)
 
 
-__all__ = ["ComposeTrace", "LayerTrace", "attend", "attend_composed", "check_shapes", "eager_attention"]
+__all__ = [
+    "LOAD_EAGER",
+    "ComposeTrace",
+    "LayerTrace",
+    "attend",
+    "attend_composed",
+    "check_shapes",
+    "eager_attention",
+    "no_trace",
+]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from .attention_dcformer import ComposeTrace, attend, check_shapes
+from .attention_dcformer import ComposeTrace, attend, check_shapes, no_trace
 from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION, ComposeWeights, SideWeights, accumulation_dtype
 from .heads_dcformer import HeadMap, add_value_bias, matmul_shared, with_ones
 from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
@@ -31,10 +31,6 @@ from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, inter
 BLOCK_SCORES = 1 << 21
 MAX_QUERY_BLOCK = 128
 ALIGNMENT = 16  # of the numbers of keys and queries of a block, where there are enough: products are faster
-_NO_MAPS = (
-    "attn_implementation='dcformer_chunked' never holds the attention maps. Load the model with "
-    "attn_implementation='eager', or call model.set_attn_implementation('eager')."
-)
 _NO_TRANSFORMS = (
     "attn_implementation='dcformer_chunked' does not support {}: use attn_implementation='eager', or call "
     "model.set_attn_implementation('eager')."
@@ -72,7 +68,7 @@ def chunked_attention(
     """
     check_shapes(query, key, value, attention_mask, key_heads, value_heads)
     if compose_trace is not None:
-        raise ValueError(f"compose_trace cannot be filled: {_NO_MAPS}")
+        raise ValueError(no_trace(CHUNKED))
     if isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad:
         raise ValueError("an attention mask that requires gradients needs attn_implementation='eager'.")
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)

@@ -32,7 +32,7 @@ from transformers.utils import TransformersKwargs, auto_docstring, can_return_tu
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_dcformer import ComposeTrace, attend_composed, eager_attention
+from .attention_dcformer import LOAD_EAGER, ComposeTrace, attend_composed, eager_attention, no_trace
 from .cache_dcformer import check_cache_layers, check_cache_rows, count_rows, static_layer, use_static_layers
 from .chunked_dcformer import CHUNKED
 from .compose_dcformer import (
@@ -356,11 +356,7 @@ class DCFormerAttention(nn.Module):
         """
         if implementation not in ("eager", CHUNKED, *FUSED_ATTENTION):  # one of Transformers' own
             if kwargs.get("compose_trace") is not None:
-                raise ValueError(
-                    f"compose_trace cannot be filled: attn_implementation={implementation!r} never holds the attention "
-                    "maps. Load the model with attn_implementation='eager', or call "
-                    "model.set_attn_implementation('eager')."
-                )
+                raise ValueError(no_trace(implementation))
             kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
             is_local = self.config.layer_types[layer_idx] == "sliding_attention"  # some do not learn it from masks
             kwargs["sliding_window"] = self.config.sliding_window if is_local else None
@@ -538,10 +534,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         named = f"attn_implementation={implementation!r}"
         if implementation == DEFAULT_ATTENTION:
             named = "the default (attn_implementation unset)"
-        return (
-            f"output_attentions=True needs attention maps, which {named} never holds. Load the model with "
-            "attn_implementation='eager', or call model.set_attn_implementation('eager')."
-        )
+        return f"output_attentions=True needs attention maps, which {named} never holds. {LOAD_EAGER}"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

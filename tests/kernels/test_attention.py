@@ -7,12 +7,12 @@ that of the dtype, and of the log-sum-exp, from which the kernels make weights a
 
 import dataclasses
 import itertools
-import logging
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import hear
 from kernel_device import DEVICE
 
 from dcformer import ComposeWeights, SideWeights, compose
@@ -335,9 +335,7 @@ def test_scores_beyond_float16_are_noticed_once(monkeypatch, caplog):
     """They are cut off once; from then on scores are kept in bfloat16, forward and backward."""
     monkeypatch.setattr(overflow, "_wide", set())
     monkeypatch.setattr(overflow, "_watches", {})
-    monkeypatch.setattr(overflow.logger, "propagate", True, raising=False)
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("dcformer"), "propagate", True)
+    hear(monkeypatch, overflow.logger)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
     composed_attention(query, key, value)

@@ -1,13 +1,10 @@
 """Launches of a compiled decoding step, as inductor schedules them, and the host's part of a step."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from helpers import REPOSITORY
+from helpers import run_source
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
 
@@ -15,10 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcfo
 @pytest.mark.slow
 def test_a_fused_layer_launches_at_most_one_more_than_llamas():
     """In a process of its own, as Triton decides on import whether it interprets."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "tools/decode_launches.py"]
-    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    run = run_source("tools/decode_launches.py", interpreted=True)
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     lines = re.findall(r"^(\S.*?) +(\d+) launches per layer: (.*)$", run.stdout, re.MULTILINE)
     counts = {name: int(count) for name, count, _ in lines}
@@ -34,10 +28,7 @@ def test_a_fused_layer_launches_at_most_one_more_than_llamas():
 @pytest.mark.slow
 def test_host_time_is_measured_without_a_gpu():
     """Every function is called, and a fused layer launches one kernel before attention. No time is judged."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "tools/decode_host_time.py", "--shapes", "405m", "--dtype", "float32", "--steps", "20"]
-    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    run = run_source("tools/decode_host_time.py", "--shapes", "405m", "--dtype", "float32", "--steps", "20")
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     assert "prepare_kernel 1.00, scores_kernel 1.00, output_kernel 1.00" in run.stdout
     times = [float(time) for time in re.findall(r"(\d+) us$", run.stdout, re.MULTILINE)]
@@ -98,10 +89,7 @@ for fields in ({}, {"num_key_value_heads": 2, "compose_static": True}):
 @pytest.mark.slow
 def test_the_launcher_gets_of_a_repeated_launch_what_triton_would_give_it():
     """Of two layers the first chooses its launches in each step, and Triton looks at them; the second repeats them."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", SECOND_LAYERS]
-    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    run = run_source("-c", SECOND_LAYERS)
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     assert run.stdout.count("equal:") == 4
     assert run.stdout.count("prepare_kernel") == 2 and run.stdout.count("generator_kernel") == 2

@@ -5,12 +5,9 @@ Triton that is allowed.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from helpers import REPOSITORY
+from helpers import run_source
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
 
@@ -71,10 +68,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_launch_compiles(case):
     fields, dtype, more = CASES[case]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", COMPILE, json.dumps([fields, dtype])]
-    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    run = run_source("-c", COMPILE, json.dumps([fields, dtype]))
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
     launched = json.loads(run.stdout.splitlines()[-1])
     assert set(launched) >= COMMON | more, launched

@@ -3,14 +3,11 @@
 import importlib
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY
+from helpers import REPOSITORY, run_source
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
 
@@ -90,10 +87,7 @@ def test_every_kernel_of_the_package_is_in_the_report(report):
 @pytest.mark.slow
 def test_kernels_are_within_their_instructions():
     """In a process of its own, as Triton decides on import whether it interprets."""
-    command = [sys.executable, "tools/kernel_report.py", "--json", "--arch", "90", "--shapes", "6.9b"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY / "src"), environment.get("PYTHONPATH", "")])
-    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    run = run_source("tools/kernel_report.py", "--json", "--arch", "90", "--shapes", "6.9b")
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     rows = json.loads(run.stdout)
     found = {(row["kernel"], row["odd"]): row for row in rows}

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import REPOSITORY, tiny_config
+from helpers import REPOSITORY, hear, tiny_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -359,9 +358,7 @@ def test_what_is_given_besides_a_recipe_wins(options, place, tmp_path):
 @pytest.mark.parametrize("processes", [(4, 1), (1, 4)], ids=["four processes", "four GPUs of one"])
 def test_devices_of_a_recipe_are_those_of_the_run(processes, tmp_path, monkeypatch, caplog):
     """Others are taken at their word, with a warning."""
-    monkeypatch.setattr(training_arguments.logger, "propagate", True, raising=False)
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("dcformer"), "propagate", True)
+    hear(monkeypatch, training_arguments.logger)
     for name, count in zip(("world_size", "n_gpu"), processes, strict=True):
         monkeypatch.setattr(PretrainingConfig, name, property(lambda _, count=count: count))
     line = [*SCALED, "--output_dir", str(tmp_path), "--use_cpu"]

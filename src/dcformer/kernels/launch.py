@@ -53,6 +53,7 @@ LAUNCHES: dict[str, tuple[triton.JITFunction, dict[str, Any]]] = {
     "back_0": (back_0_kernel, {}),
     "keys": (keys_kernel, {}),
 }
+_UNLIMITED: dict[str, Any] = {"largest": torch.inf, "MARK": False, "p_mark": None}  # see `Problem._limit`
 _COMPOSITION = ("lse", "compose", "weights", "back_1", "back_0")
 
 
@@ -358,10 +359,9 @@ class Problem:
             dtype: of what they store.
             helps: whether bfloat16 is used in its place once a number was cut off.
         """
-        is_narrow = dtype == torch.float16
-        is_marked = is_narrow and helps
-        mark = mark_of(self.q.device) if is_marked else None
-        return {"largest": LARGEST if is_narrow else torch.inf, "MARK": is_marked, "p_mark": mark}
+        if dtype != torch.float16:
+            return _UNLIMITED
+        return {"largest": LARGEST, "MARK": helps, "p_mark": mark_of(self.q.device) if helps else None}
 
     def _fill_values(
         self, chunk: Chunk, tiles: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float = 1.0
@@ -517,8 +517,7 @@ class Problem:
         pre, post = self._matrices(chunk)
         scores = self._make_scores(chunk)
         maps = self._new_map(chunk, self.q.dtype)  # of dW, then dP, then dS
-        unlimited = {"largest": torch.inf, "MARK": False, "p_mark": None}
-        self._fill_scores(chunk, maps, self.v, grad_out, 1.0, unlimited)
+        self._fill_scores(chunk, maps, self.v, grad_out, 1.0, _UNLIMITED)
         weights = self._new_map(chunk, self.q.dtype)
         source, is_given = scores, self.heads[1] > 0
         if is_given:

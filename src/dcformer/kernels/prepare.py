@@ -252,33 +252,14 @@ _RUN = Repeated(_launches)
 
 
 @torch.library.register_kernel(prepare_op.name(), DEVICES)
-def _prepare(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    plan: Sequence[int],
-    norm_eps: float,
-    approximate: str,
-) -> tuple[torch.Tensor, ...]:
+def _prepare(query, key, value, others, plan, norm_eps, approximate):
     given = [query, key, value, *_others(others, plan[7:])]
     queries, weights, keys, values = _RUN([*given, *[None] * 5], tuple(plan[:7]), norm_eps, approximate)
     return tuple(refuse_backward("prepare_decode", [queries, keys, values, weights], given))
 
 
 @torch.library.register_kernel(prepare_into_op.name(), DEVICES)
-def _prepare_into(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    place: torch.Tensor,
-    plan: Sequence[int],
-    norm_eps: float,
-    approximate: str,
-) -> tuple[torch.Tensor, ...]:
+def _prepare_into(query, key, value, others, keys, values, place, plan, norm_eps, approximate):
     given = [query, key, value, *_others(others, plan[7:])]
     held = [keys, values, _behind(keys, plan[0]), _behind(values, plan[0]), place]
     made = _RUN([*given, *held], tuple(plan[:7]), norm_eps, approximate)
@@ -361,12 +342,11 @@ def prepare(
     given = (hidden, gates, None if hidden is None else compose.qkw, *norms, cos, sin)
     plan = [attention.head_dim, len(stages), len(sides), *channels, compose.heads_per_group, rank]
     tensors = (query, key, value, [x for x in given if x is not None])
-    shapes = prepared_shapes(query, key, gates is not None, plan)[1:3]
     plan += [i for i, x in enumerate(given) if x is not None]
     numbers = (plan, getattr(attention.q_norm, "eps", 0.0), APPROXIMATE.get(type(compose.act_fn), "none"))
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    if held is not None and _can_fill(held, shapes, query):
+    if held is not None and _can_fill(held, prepared_shapes(query, key, gates is not None, plan)[1:3], query):
         queries, weights = prepare_into_op(*tensors, held.keys, held.values, held.cumulative_length, *numbers)
     else:
         queries, keys, values, weights = prepare_op(*tensors, *numbers)

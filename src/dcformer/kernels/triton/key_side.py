@@ -68,8 +68,9 @@ def expand_kernel(
     if STATIC & F:
         mask = (o_h < M)[:, None] & (o_h < M)[None, :]
         static = tl.load(p_static + i_bg % G * M * M + o_h[:, None] * M + o_h[None, :], mask=mask, other=0.0)
-        out += static.to(tl.float32)[None, :, :]
-        bound += tl.max(tl.abs(static.to(tl.float32)))
+        static = static.to(tl.float32)
+        out += static[None, :, :]
+        bound += tl.max(tl.abs(static))
     if KEY & F:
         p_tile = _side_tile(p_wk, i_bg, s_0 + o_s, o_h, G, rep, stride_wb, stride_wh, stride_wr, stride_ws, M)
         for r in tl.static_range(R):
