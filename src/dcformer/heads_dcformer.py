@@ -87,9 +87,8 @@ def matmul_shared(rows: torch.Tensor, shared: torch.Tensor, heads: HeadMap | Non
     count = shared.shape[1]
     if count == rows.shape[1] and (heads is None or heads.is_consecutive):
         return torch.matmul(rows, shared)
-    length = rows.shape[2]
     grouped = rows.unflatten(1, (count, -1)) if heads is None else heads.by_shared_head(rows)  # [B, G, g, T, X]
-    product = torch.matmul(grouped.flatten(2, 3), shared).unflatten(2, (-1, length))  # [B, G, g, T, Y]
+    product = torch.einsum("bghtx,bgxy->bghty", grouped, shared)
     return product.flatten(1, 2) if heads is None else heads.by_query_head(product)
 
 
