@@ -216,4 +216,4 @@ def test_readme_of_the_index_has_no_dead_links(distributions):
     targets = re.findall(r"\]\(([^)]+)\)", fields.get_payload())
     assert len(targets) >= 2 and all(target.startswith("https://") for target in targets)
     assert "configuration (`docs/configuration.md`)" in fields.get_payload()
-    assert "figure.svg" not in fields.get_payload()
+    assert "curves.svg" not in fields.get_payload()
