@@ -2,11 +2,13 @@
 
 import json
 import math
+import shlex
+import shutil
 import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY
+from helpers import REPOSITORY, documented_commands
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import narrow_heads as study
@@ -107,6 +109,24 @@ def test_runs_are_made_once(tmp_path, monkeypatch, capsys):
     study.main([*options, "--seeds", "0"])
     study.main([*options, "--seeds", "0", "1", "--report"])
     assert "1 of 2 runs are in" in capsys.readouterr().out
+
+
+def commands() -> list[str]:
+    found = documented_commands(REPOSITORY / "docs" / "reproduction.md")
+    found += [shlex.split(line, comments=True) for line in study.__doc__.splitlines() if "python " in line]
+    return list(dict.fromkeys(shlex.join(command) for command in found if command[1] == "examples/narrow_heads.py"))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_documented_commands_run(command, tmp_path, monkeypatch):
+    """In this process, for one step, at one rate."""
+    monkeypatch.setattr(study, "RATES", study.RATES[:1])
+    monkeypatch.setattr(study, "as_trained", lambda train, wanted, workers: [train(one, "") for one in wanted])
+    small = [f"--output={tmp_path}", "--variants", "plain", "--heads", "4", "--seeds", "0"]
+    if "--report" in command:
+        shutil.copy(study.OUTPUT / "results.json", tmp_path)
+    study.main([*shlex.split(command)[2:], *small, *([] if "--report" in command else ["--steps=1"])])
+    assert (tmp_path / "table.md").is_file() and (tmp_path / "curves.svg").is_file()
 
 
 def test_a_run_is_that_of_its_seed(monkeypatch):
