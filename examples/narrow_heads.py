@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from study import VARIANTS as ABLATION
 from study import about_runs, as_trained, best_rate, read_runs, save_figure, write_text
 from torch import nn
 from torch.nn import functional as F
@@ -35,7 +36,7 @@ HEADS = (4, 8, 16, 32)
 RATES, RATE_SEED, SEEDS = (1e-3, 2e-3, 4e-3, 8e-3), 100, (0, 1, 2, 3, 4)
 STEPS, MEASURED, TESTED = 4000, 100, 1000  # at most, steps between measurements, questions of each
 REACHED = 0.95
-PLAIN = dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False)
+PLAIN = ABLATION["plain"].switches
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class Variant:
 VARIANTS = {
     "plain": Variant("plain attention", PLAIN | {"qk_norm": False}),
     "plain-qk-norm": Variant("plain, QK-norm", PLAIN),
-    "talking-heads": Variant("talking heads", {"compose_query": False, "compose_key": False, "compose_static": True}),
-    "query": Variant("query-wise composition", {"compose_key": False}),
+    "talking-heads": Variant("talking heads", ABLATION["static"].switches),
+    "query": Variant("query-wise composition", ABLATION["query"].switches),
     "dcformer": Variant("DCFormer++ (R = 2)"),
-    "key": Variant("key-wise composition", {"compose_query": False}, (16,)),
+    "key": Variant("key-wise composition", ABLATION["key"].switches, (16,)),
     "plain-wide": Variant("plain, as many parameters", PLAIN | {"qk_norm": False, "intermediate_size": 320}, (16,)),
     "plain-deep": Variant("plain, two layers", PLAIN | {"qk_norm": False, "num_hidden_layers": 2}, (16,)),
 }
@@ -122,10 +123,9 @@ def train(settings: dict, folder: str) -> dict:
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 100))
     drawn = torch.Generator().manual_seed(settings["seed"])
     curve: list[tuple[int, float, float]] = []
-    seconds = 0.0
-    while curve[-1:] == [] or (curve[-1][0] < settings["limit"] and steps_to(curve) is None):
+    step, seconds = 0, 0.0
+    while step < settings["limit"] and steps_to(curve) is None:
         start = time.process_time()
-        step = curve[-1][0] if curve else 0
         for _ in range(min(MEASURED, settings["limit"] - step)):
             *given, answer = questions(BATCH, drawn)
             F.cross_entropy(model(*given), answer).backward()
@@ -268,7 +268,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="which to train")
     parser.add_argument("--heads", nargs="+", type=int, choices=HEADS, default=list(HEADS), help="how many")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--steps", type=int, default=STEPS, help="at most, of a run (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="at most, of a run (default: %(default)s); runs of others go"
+    )
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--report", action="store_true", help="train nothing")
     options = parser.parse_args(arguments)

@@ -88,7 +88,7 @@ def matmul_shared(rows: torch.Tensor, shared: torch.Tensor, heads: HeadMap | Non
     if count == rows.shape[1] and (heads is None or heads.is_consecutive):
         return torch.matmul(rows, shared)
     grouped = rows.unflatten(1, (count, -1)) if heads is None else heads.by_shared_head(rows)  # [B, G, g, T, X]
-    product = torch.einsum("bghtx,bgxy->bghty", grouped, shared)
+    product = torch.einsum("bghtx,bgxy->bghty", grouped, shared)  # [B, G, g, T, Y]
     return product.flatten(1, 2) if heads is None else heads.by_query_head(product)
 
 
