@@ -113,10 +113,10 @@ gpu-first-run: ## check, measure and settle everything on a GPU, in 8 minutes, w
 	@$(PYTHON) tools/gpu_first_run.py $(ARGS)
 
 kernel-report: $(STAMP) ## compile every kernel for sm_80, sm_89 and sm_90: registers, spills, shared memory
-	$(VENV_PYTHON) tools/kernel_report.py $(ARGS)
+	@$(VENV_PYTHON) tools/kernel_report.py $(ARGS)
 
 kernel-roofline: $(STAMP) ## estimate how fast the kernels could be, from arithmetic
-	$(VENV_PYTHON) tools/kernel_roofline.py $(ARGS)
+	@$(VENV_PYTHON) tools/kernel_roofline.py $(ARGS)
 
 hf-contract: $(STAMP) ## run Transformers' own model tests on our models; fetches them once (10 MB), e.g. ARGS="-k fsdp"
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) tools/hf_contract/run.py $(ARGS)

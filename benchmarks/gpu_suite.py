@@ -1073,9 +1073,12 @@ def op_at(size: str, tokens: int, implementation: str, window: int | None = None
 
 GOALS = (
     *(
-        Goal(f"training tokens/s over Transformer++, {size}, T = 2048, LG", bound,
+        Goal(f"training tokens/s over Transformer++, {size}, T = 2048, LG, {what}", bound,
              partial(speed_ratio, section="train", size=size, variant=("LG", "full")), paper=paper)
-        for size, bound, paper in (("2.8b", 0.88, 0.745), ("6.9b", 0.93, 0.831), ("13b", 0.94, 0.844))
+        for size, must, strive, paper in (
+            ("2.8b", 0.78, 0.88, 0.745), ("6.9b", 0.90, 0.93, 0.831), ("13b", 0.88, 0.94, 0.844)
+        )
+        for what, bound in (("must", must), ("strive", strive))
     ),
     *(
         Goal(f"decoding tokens/s over Transformer++, {size}, LG", bound,

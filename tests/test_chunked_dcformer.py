@@ -246,6 +246,37 @@ def test_transforms_name_eager():
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_transforms_of_compiled_functions_name_eager(fullgraph):
+    """They would leave out what the operator contributes to a derivative."""
+    network, states, direction = model().double(), torch.randn(1, 20, 32).double(), torch.randn(1, 20, 32).double()
+    network.set_attn_implementation("dcformer_chunked")
+
+    def call(states):
+        return network(inputs_embeds=states, use_cache=False).logits
+
+    def slope(states):
+        return torch.func.jvp(call, (states,), (direction,))[1]
+
+    with pytest.raises(Exception, match=r"torch.func.*attn_implementation='eager'"):  # Dynamo's, in a full graph
+        torch.compile(slope, backend="eager", fullgraph=fullgraph)(states)
+    network.set_attn_implementation("eager")
+    torch._dynamo.reset()
+    found = torch.compile(slope, backend="eager", fullgraph=fullgraph)(states)
+    step = 1e-6
+    with torch.no_grad():
+        expected = (call(states + step * direction) - call(states - step * direction)) / (2 * step)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-3, atol=1e-3)  # logits are rounded
+
+
+def test_batched_gradients_name_eager():
+    problem = Inputs(length=20, key_length=20)
+    query = problem.tensors["query"]
+    output, _ = problem.call(chunked_attention)
+    with pytest.raises(NotImplementedError, match=r"batched gradients.*attn_implementation='eager'"):
+        torch.autograd.grad(output, query, torch.randn(3, *output.shape), is_grads_batched=True)
+
+
 def test_transforms_work_under_eager():
     """Per-sample gradients, a directional derivative and a second derivative of a whole model."""
     network = model().double()

@@ -351,3 +351,23 @@ def test_continuous_batching_is_refused(fields, reason):
     model = DHAForCausalLM(DHAConfig(**(SIZES | fields)))
     with pytest.raises(NotImplementedError, match=rf"continuous batching: .*{reason}"):
         model.init_continuous_batching()
+
+
+@pytest.mark.parametrize("fields", [{}, COMPOSED], ids=["plain", "composed"])
+def test_functional_calls_leave_the_model_alone(fields):
+    """Buffers of the maps have one name each: what a call is given is taken back afterwards."""
+    models = [dha(**fields), dha(**fields)]
+    for network in models:
+        network.set_attn_implementation("eager")
+    ids = torch.randint(97, (2, 9))
+    expected = torch.stack([network(ids, use_cache=False).logits for network in models])
+    parameters, buffers = torch.func.stack_module_state(models)
+
+    def call(parameters, buffers):
+        return torch.func.functional_call(models[0], (parameters, buffers), (ids,), {"use_cache": False}).logits
+
+    together = torch.func.vmap(call)(parameters, buffers)
+    torch.testing.assert_close(together, expected)
+    turned = {name: buffer[1].flip(0) if buffer[1].dim() else buffer[1] for name, buffer in buffers.items()}
+    call({name: parameter[1] for name, parameter in parameters.items()}, turned)
+    assert torch.equal(models[0](ids, use_cache=False).logits, expected[0])

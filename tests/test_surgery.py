@@ -8,6 +8,7 @@ from helpers import randomise, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dcformer import DCFormerForCausalLM
 
@@ -124,6 +125,72 @@ def test_the_window_is_that_of_the_configuration(whole):
         reach = 4 * (window - 1)  # the last position that the first token can reach through four layers
         difference = (model(ids).logits - model(other).logits)[0].abs().amax(-1)
         assert difference[reach] > 0 and not difference[reach + 1 :].any()
+
+
+MAPS = {"key_head_map": [[0, 0, 1, 1], [0, 1, 1, 0]], "value_head_map": [[0, 0, 1, 1], [0, 1, 1, 0]]}
+
+
+@pytest.mark.parametrize("call", ["forward", "save"])
+def test_head_maps_move_with_their_layers(call, tmp_path):
+    """By position they are saved and loaded, so the rows of the configuration must move, too."""
+    torch.manual_seed(0)
+    model = randomise(DCFormerForCausalLM(tiny_config(num_key_value_heads=4, **copy.deepcopy(MAPS)))).double().eval()
+    ids = torch.randint(97, (1, 20))
+    before = model(ids).logits
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+    model.config.layer_types.reverse()
+    with pytest.raises(
+        ValueError, match=r"layer 0 was made with \[0, 1, 1, 0\] for key_head_map.*asks for \[0, 0, 1, 1\]"
+    ):
+        model(ids) if call == "forward" else model.save_pretrained(tmp_path)
+    for rows in (model.config.key_head_map, model.config.value_head_map):
+        rows.reverse()
+    expected = model(ids).logits
+    assert (expected - before).abs().max() > 1e-3
+    model.save_pretrained(tmp_path)
+    loaded = DCFormerForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [None, [[0, 1, 1, 0], [0, 0, 1, 1]], [[0, 0, 1, 1]]], ids=["none", "other", "fewer"])
+def test_changed_head_maps_are_refused(rows):
+    model = DCFormerForCausalLM(tiny_config(num_key_value_heads=4, **copy.deepcopy(MAPS)))
+    model.config.key_head_map = model.config.value_head_map = rows
+    with pytest.raises(ValueError, match="for key_head_map, the configuration asks for"):
+        model(torch.randint(97, (1, 3)))
+
+
+def test_functions_of_the_library_get_the_window_of_the_place(monkeypatch):
+    """Not that of the model that a layer comes from."""
+    plain = {"compose_pre": False, "compose_post": False, "compose_query": False, "compose_key": False}
+    torch.manual_seed(0)
+    donor = DCFormerForCausalLM(tiny_config(layer_pattern="G", num_hidden_layers=1, sliding_window=3, **plain))
+    model = DCFormerForCausalLM(tiny_config(num_hidden_layers=4, sliding_window=WINDOW, **plain))
+    model.model.layers[2], model.model.layers[3] = donor.model.layers[0], copy.deepcopy(donor.model.layers[0])
+    handed = []
+    whole = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def spy(*args, **kwargs):
+        handed.append(kwargs["sliding_window"])
+        return whole(*args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", spy)
+    model.set_attn_implementation("sdpa")
+    model(torch.randint(97, (1, 20)))
+    kinds = model.config.layer_types
+    assert handed == [WINDOW if kind == "sliding_attention" else None for kind in kinds] and len(set(handed)) == 2
+
+
+@pytest.mark.parametrize("implementation", ["dcformer_chunked", None])
+def test_a_layer_of_a_model_with_another_implementation(whole, implementation):
+    torch.manual_seed(5)
+    donor = randomise(DCFormerForCausalLM(tiny_config(attn_implementation="eager"))).double().eval()
+    model, ids = copy.deepcopy(whole), torch.randint(97, (1, 20))
+    model.model.layers[1] = donor.model.layers[0]
+    model.set_attn_implementation("eager")
+    expected = model(ids).logits
+    model.set_attn_implementation(implementation)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_more_layers_than_kinds_are_refused(whole):

@@ -84,14 +84,18 @@ def per_layer(make: Any) -> Counter[str]:
     return Counter({name: count for name, count in many.items() if count})
 
 
-def models(fused: bool = True) -> dict[str, Any]:
-    """Name -> what makes the model, for `per_layer`. All layers are global; DCFormer has QK-norm, Llama does not."""
+def models(fused: bool = True, window: int | None = None) -> dict[str, Any]:
+    """Name -> what makes the model, for `per_layer`. DCFormer has QK-norm, and the window, if there is one, in all
+    layers; Llama has neither."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from dcformer import DCFormerConfig, DCFormerForCausalLM
 
     def ours(layers: int) -> Any:
-        config = DCFormerConfig(**(SIZES | {"sliding_window": None, "num_hidden_layers": layers}))
+        fields = {"sliding_window": window, "num_hidden_layers": layers}
+        if window is not None:
+            fields["layer_types"] = ["sliding_attention"] * layers
+        config = DCFormerConfig(**(SIZES | fields))
         model = DCFormerForCausalLM(config).eval()
         model.set_attn_implementation("dcformer_triton")
         if fused:
@@ -110,6 +114,7 @@ def main() -> int:
     if not os.environ.get("TRITON_INTERPRET") and not torch.cuda.is_available():
         parser.error("set TRITON_INTERPRET=1: without a GPU the kernels are interpreted.")
     makers = models()
+    makers["dcformer, windows"] = models(window=32)["dcformer"]
     makers["dcformer, not fused"] = models(fused=False)["dcformer"]
     for name, make in makers.items():
         counts = per_layer(make)

@@ -207,7 +207,7 @@ def _sizes(shape: str) -> tuple[int, int]:
 
 
 def all_specs(arch: int, shapes: tuple[str, ...] = SHAPES, dtype: str = "bf16", rank: int = 2) -> list[dict[str, Any]]:
-    """Every kernel of the package for an architecture: attention, with lengths that are multiples of 16 and odd ones;
+    """Every kernel that models of these shapes need: attention, with lengths that are multiples of 16 and odd ones;
     `decode`, `generator` and `prepare`."""
     specs = []
     layout = Layout(FULL.pre, FULL.post, rank=rank)
@@ -216,7 +216,10 @@ def all_specs(arch: int, shapes: tuple[str, ...] = SHAPES, dtype: str = "bf16", 
             found = attention_specs(*_sizes(shape), arch, DTYPES[dtype], layout, is_odd)
             specs += [spec | {"shape": shape, "odd": is_odd} for spec in found.values()]
     for spec in decode.kernel_specs() + generator.kernel_specs() + prepare.kernel_specs():
-        specs.append(spec | {"name": spec["label"], "tile": None, "shape": "", "odd": False})
+        words = spec["label"].lower().split()  # of a kernel, a model and sizes
+        shape = next(name for name in SHAPES if name in words)
+        if shape in shapes:
+            specs.append(spec | {"name": spec["label"], "tile": None, "shape": shape, "odd": False})
     return specs
 
 
@@ -263,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90], choices=SHARED_LIMIT)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, help="models, whose attention")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, help="models")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--rank", type=int, default=2, choices=range(1, 5))
     parser.add_argument("--only", default="", help="kernels whose name matches this expression")

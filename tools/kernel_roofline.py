@@ -117,9 +117,9 @@ SHAPES = {
     name: Shape.of(name, DCFormerConfig.from_preset(f"dcformer-{name.lower()}"))
     for name in ("405M", "2.8B", "6.9B", "13B")
 }
-# Share of a plain Transformer's throughput in training (T = 2048, windows in every other layer), and in decoding (batch
-# 1, prompt 1024 and 128 new tokens).
-TRAINING_GOALS = {"2.8B": 0.88, "6.9B": 0.93, "13B": 0.94}
+# Share of a plain Transformer's throughput that must be reached in training (T = 2048, windows in every other layer),
+# and what is striven for; and in decoding (batch 1, prompt 1024 and 128 new tokens).
+TRAINING_GOALS = {"2.8B": (0.78, 0.88), "6.9B": (0.90, 0.93), "13B": (0.88, 0.94)}
 DECODING_GOALS = {("2.8B", "LG"): 0.96, ("6.9B", "LG"): 0.98, ("2.8B", "LGLL"): 1.05, ("6.9B", "LGLL"): 1.05}
 
 
@@ -481,18 +481,17 @@ def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assum
         lines.append(f"| {shape.name} | " + " | ".join(f"{1e3 * s:.3f}" for s in sums) + " |")
     lines += [
         "",
-        "| training | linear | plain attention | generators | composed attention | at bounds | goal | needs |",
-        "|---|" + "---|" * 7,
+        "| training | linear | plain attention | generators | composed attention | at bounds | must | needs "
+        "| strive | needs |",
+        "|---|" + "---|" * 9,
     ]
     for shape in SHAPES.values():
         for pattern, local in (("LG", 0.5), ("LGLL", 0.75)):
             t = training(shape, length, local, gpu, issued, assumed, arch)
-            goal = TRAINING_GOALS.get(shape.name) if pattern == "LG" else None
-            needs = "" if goal is None else verdict(t.needed(goal))
+            goals = TRAINING_GOALS.get(shape.name) if pattern == "LG" else None
+            needs = [cell for goal in goals for cell in (f"{goal:.0%}", verdict(t.needed(goal)))] if goals else [""] * 4
             ms = " | ".join(f"{1e3 * s:.3f}" for s in (t.linear, t.flash, t.generator, t.attention))
-            lines.append(
-                f"| {shape.name} {pattern} | {ms} | {t.throughput():.1%} | {f'{goal:.0%}' if goal else ''} | {needs} |"
-            )
+            lines.append(f"| {shape.name} {pattern} | {ms} | {t.throughput():.1%} | {' | '.join(needs)} |")
     lines += ["", "| decoding, S = 1152 | LG | LGLL | LG, bytes alone | LGLL, bytes alone | goals |"]
     lines += ["|---|" + "---|" * 5]
     alone = replace(assumed, extra_launches=0)
@@ -553,7 +552,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="compile the kernels instead of using stored counts")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the sequence")
     parser.add_argument("--sizes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--json", action="store_true", help="print what models reach on GPUs, as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print what models reach on H100 and H200 at 2,048 and 4,096 tokens"
+    )
     figures = parser.add_argument_group("the device; an H200 unless said otherwise")
     figures.add_argument("--tensor", type=float, default=989e12, help="FLOP/s, dense bfloat16")
     figures.add_argument("--multiprocessors", type=int, default=132)
@@ -568,6 +569,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.arch != 90 and not args.compile:
         parser.error(f"--arch {args.arch}: stored counts are those of sm_90; add --compile")
+    fixed = ("length", "tensor", "multiprocessors", "clock", "l2", "hbm", "memory")
+    if args.json and (given := [name for name in fixed if getattr(args, name) != parser.get_default(name)]):
+        parser.error(f"--{given[0]} {getattr(args, given[0])}: --json is of fixed devices and lengths; leave one out")
     gpu = device("GPU", args.multiprocessors, args.clock, args.tensor, args.l2, args.hbm, args.memory)
     assumed = Assumptions(args.linear, args.flash, args.stream)
     issued = compiled(args.arch, [SHAPES[name] for name in args.sizes]) if args.compile else stored

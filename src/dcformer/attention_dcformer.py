@@ -33,6 +33,34 @@ def no_trace(implementation: str) -> str:
     )
 
 
+NO_TRANSFORMS = (
+    "attn_implementation={!r} does not support {}: use attn_implementation='eager', or call "
+    "model.set_attn_implementation('eager'); in models that `convert_attention` has made it is 'dcmha'."
+)
+
+
+def active_transform(*tensors: torch.Tensor | None) -> str | None:
+    """What is done to tensors in which only PyTorch's own operators can take part, in words; None for nothing."""
+    if torch._C._are_functorch_transforms_active():
+        return "transforms of torch.func (grad, vmap, jvp, ...)"
+    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level < 0:
+        return None
+    unpack = torch.autograd.forward_ad.unpack_dual
+    is_dual = any(t is not None and unpack(t).tangent is not None for t in tensors)
+    return "forward-mode differentiation" if is_dual else None
+
+
+def refuse_transforms(implementation: str, *tensors: torch.Tensor | None) -> None:
+    """Names what operators of this package do not do, before PyTorch would in words that name no way out, or would
+    leave a derivative out.
+
+    Raises:
+        NotImplementedError: naming the implementation, and the one that can.
+    """
+    if what := active_transform(*tensors):
+        raise NotImplementedError(NO_TRANSFORMS.format(implementation, what))
+
+
 @dataclass
 class LayerTrace:
     """Maps of one layer, each [B, H, T, S] in float32: scores and weights before and after composition."""

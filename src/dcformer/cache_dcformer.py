@@ -101,13 +101,16 @@ def _short_window(index: int, held: int, config: DCFormerConfig) -> str:
     )
 
 
-def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, widths: tuple[int, int]) -> None:
+def check_cache_rows(
+    cache: Cache, key: torch.Tensor, value: torch.Tensor, widths: tuple[int, int], head_dim: int
+) -> None:
     """Refuses a cache whose first layer holds keys or values of another form than the new ones.
 
     Args:
         cache: `past_key_values` of a forward pass.
         key, value: of the first layer, [B, Hkv, T, D + channels].
         widths: channels of a key and of a value, without those of composition.
+        head_dim: those that a plain model of this configuration would cache.
 
     Raises:
         ValueError: on another batch, head count, width, dtype or device.
@@ -120,11 +123,12 @@ def check_cache_rows(cache: Cache, key: torch.Tensor, value: torch.Tensor, width
         found = (old.shape[0], old.shape[1], old.shape[3])
         if expected != found:
             hint = ""
-            if found == (*expected[:2], width):  # a plain model's, or PEFT's prefix tuning
+            if (found[0], found[2]) == (expected[0], head_dim):  # a plain model's, or PEFT's prefix tuning
                 hint = (
-                    f" These {name} come without composition weights, which are made from the hidden state of each "
-                    "token: a model without composition made them, or PEFT's prefix tuning, whose prefix has no "
-                    "hidden states. In its place prompt tuning and LoRA work."
+                    f" These {name} are those of a plain model, or of PEFT's prefix tuning. This model's carry "
+                    "composition weights, made from the hidden state of each token, or belong to other heads "
+                    "(key_head_map, value_head_map, head_embeddings); a prefix has neither. In its place prompt "
+                    "tuning and LoRA work."
                 )
             raise ValueError(
                 f"past_key_values does not belong to this model and batch: layer 0 of the cache holds {name} of "

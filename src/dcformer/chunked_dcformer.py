@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from .attention_dcformer import ComposeTrace, attend, check_shapes, no_trace
+from .attention_dcformer import NO_TRANSFORMS, ComposeTrace, attend, check_shapes, no_trace, refuse_transforms
 from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION, ComposeWeights, SideWeights, accumulation_dtype
 from .heads_dcformer import HeadMap, add_value_bias, matmul_shared, with_ones
 from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
@@ -31,10 +31,6 @@ from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, inter
 BLOCK_SCORES = 1 << 21
 MAX_QUERY_BLOCK = 128
 ALIGNMENT = 16  # of the numbers of keys and queries of a block, where there are enough: products are faster
-_NO_TRANSFORMS = (
-    "attn_implementation='dcformer_chunked' does not support {}: use attn_implementation='eager', or call "
-    "model.set_attn_implementation('eager')."
-)
 
 
 def chunked_attention(
@@ -87,7 +83,7 @@ def chunked_attention(
     if key_heads is not None and value_heads is not None:  # little beside the work on maps
         key, value = key_heads.gather(key), value_heads.gather(value)  # [B, H, S, D]
     weights = flatten_weights(pre, post)
-    _refuse_transforms(query, key, value, *weights)
+    refuse_transforms(CHUNKED, query, key, value, *weights)
     if attention_mask is None:
         masks: list[torch.Tensor] = []
     else:
@@ -107,17 +103,6 @@ def chunked_attention(
     if value_bias is not None:
         output = add_value_bias(output, value_bias)
     return output, None
-
-
-def _refuse_transforms(*tensors: torch.Tensor | None) -> None:
-    """Names what the operator does not do, before PyTorch would in words that name no way out."""
-    if torch.compiler.is_compiling():
-        return
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(_NO_TRANSFORMS.format("transforms of torch.func (grad, vmap, jvp, ...)"))
-    unpack = torch.autograd.forward_ad.unpack_dual
-    if any(t is not None and unpack(t).tangent is not None for t in tensors):
-        raise NotImplementedError(_NO_TRANSFORMS.format("forward-mode differentiation"))
 
 
 # --- A few queries ----------------------------------------------------------------------------------------------------
@@ -303,6 +288,8 @@ def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad_output: torch.Tensor) -> tuple:
+    if torch._C._functorch.is_legacy_batchedtensor(grad_output):
+        raise NotImplementedError(NO_TRANSFORMS.format(CHUNKED, "batched gradients (is_grads_batched, vectorize)"))
     (query, key, value, *others, seed), (weights, masks) = ctx.saved_tensors, ctx.counts
     grads = _backward(grad_output, query, key, value, others[:weights], ctx.plan, others[weights:], *ctx.numbers, seed)
     return (*grads[:3], grads[3:], None, [None] * masks, None, None, None)
@@ -312,7 +299,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _refuse_second_derivative(ctx: Any, grads: list[torch.Tensor]) -> None:
-    raise NotImplementedError(_NO_TRANSFORMS.format("second derivatives"))
+    raise NotImplementedError(NO_TRANSFORMS.format(CHUNKED, "second derivatives"))
 
 
 _backward.register_autograd(_refuse_second_derivative)

@@ -398,7 +398,8 @@ class DCFormerCompose(nn.Module):
         value_heads: HeadMap | None = None,
     ):
         super().__init__()
-        self.pre_heads, self.post_heads = key_heads, value_heads
+        # Not registered, as attention holds them: of two names `torch.func.functional_call` restores the wrong buffer.
+        self._head_maps = {"pre": key_heads, "post": value_heads}
         heads, self.rank = settings.num_attention_heads, settings.compose_rank
         self.generators = settings.compose_generators
         self.heads_per_group = heads // settings.compose_groups
@@ -582,7 +583,7 @@ class DCFormerCompose(nn.Module):
 
     def _heads(self, stage: str) -> HeadMap | None:
         """Which of the heads behind which the stage's weights are packed each query head reads."""
-        return self.pre_heads if stage == "pre" else self.post_heads
+        return self._head_maps[stage]
 
     def stage_weights(
         self, query: SideWeights | None, key: SideWeights | None, static: torch.Tensor | None

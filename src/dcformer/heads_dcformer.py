@@ -26,7 +26,8 @@ class HeadMap(nn.Module):
             equally many.
 
     Attributes:
-        heads: as given.
+        given: as given, the model's.
+        heads: those of this process: a block of `given` on a rank of a tensor-parallel group.
         count: G.
     """
 
@@ -37,6 +38,7 @@ class HeadMap(nn.Module):
         self.places: torch.Tensor  # [H]: of each query head in `order`
         for name in ("read", "order", "places"):
             self.register_buffer(name, torch.empty(len(heads), dtype=torch.long), persistent=False)
+        self.given = tuple(heads)
         self.take(heads)
 
     def take(self, heads: Sequence[int]) -> None:

@@ -48,6 +48,7 @@ from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
 from .fusion_dcformer import FusedProjections, check_fusable
 from .heads_dcformer import (
     EMBEDDING_NAMES,
+    MAP_FIELDS,
     HeadMap,
     add_value_bias,
     apply_rotary,
@@ -226,9 +227,13 @@ class DCFormerAttention(nn.Module):
         attention_mask: Any = None,
         past_key_values: Cache | None = None,
         layer_idx: int | None = None,
+        sliding_window: int | None = None,
+        attn_implementation: str | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[B, T, E] -> output [B, T, E] and, from the eager implementation, composed weights [B, H, T, S].
+
+        What the model decides for all its layers is passed down: a layer may come from another model.
 
         Args:
             hidden_states: [B, T, E], normalised.
@@ -237,9 +242,12 @@ class DCFormerAttention(nn.Module):
                 layers of this kind; None for causal attention to all keys.
             past_key_values: cache of keys and values, which is updated.
             layer_idx: the layer's place in the cache; `self.layer_idx` when not given.
+            sliding_window: keys that a query sees, its own included, for functions of Transformers that do not learn it
+                from the mask; None for all.
+            attn_implementation: for which the mask was made; the configuration's when not given.
         """
         projected_query, key, value, *fused = self._project(hidden_states)  # [B, H(kv), T, D]
-        implementation = self.config._attn_implementation
+        implementation = attn_implementation or self.config._attn_implementation
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             implementation = default_implementation(self, hidden_states, projected_query, key, attention_mask)
         layer_idx = self.layer_idx if layer_idx is None else layer_idx
@@ -267,7 +275,7 @@ class DCFormerAttention(nn.Module):
                 key, value = count_rows(held, query.shape[2])
             else:
                 if layer_idx == 0:
-                    check_cache_rows(past_key_values, key, value, widths)
+                    check_cache_rows(past_key_values, key, value, widths, self.head_dim)
                 key, value = past_key_values.update(key, value, layer_idx)
             gather = implementation not in FUSED_ATTENTION or not self.keeps_shapes  # kernels read them where they are
             heads = query.shape[1] if self.keeps_shapes else None
@@ -280,7 +288,7 @@ class DCFormerAttention(nn.Module):
             key,
             value,
             attention_mask,
-            layer_idx=layer_idx,
+            sliding_window=sliding_window,
             is_cached=is_cached,
             pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
             post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
@@ -337,7 +345,7 @@ class DCFormerAttention(nn.Module):
         value: torch.Tensor,
         attention_mask: Any,
         *,
-        layer_idx: int,
+        sliding_window: int | None,
         is_cached: bool,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -346,8 +354,7 @@ class DCFormerAttention(nn.Module):
         Args:
             implementation: its name.
             query, key, value: [B, H, T, D], and [B, G, S, D] with the numbers of heads that the layer has.
-            attention_mask: as for `forward`.
-            layer_idx: the layer's place in the model as it runs.
+            attention_mask, sliding_window: as for `forward`.
             is_cached: keys and values come from a cache.
             kwargs: `pre` and `post`, and those of `forward`.
 
@@ -358,8 +365,7 @@ class DCFormerAttention(nn.Module):
             if kwargs.get("compose_trace") is not None:
                 raise ValueError(no_trace(implementation))
             kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
-            is_local = self.config.layer_types[layer_idx] == "sliding_attention"  # some do not learn it from masks
-            kwargs["sliding_window"] = self.config.sliding_window if is_local else None
+            kwargs["sliding_window"] = sliding_window
         if self.key_heads is not None and self.value_heads is not None:
             if implementation in ("eager", CHUNKED):  # which read each head once
                 kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
@@ -661,6 +667,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                 model that was loaded with hub names get these again (a decoder without head keeps this
                 package's); `config.json` is in this package's keys all the same.
         """
+        if isinstance(decoder := self.base_model, DCFormerModel):
+            decoder.running_layers()  # what cannot run cannot be loaded
         was_converted = bool(getattr(self, "_weight_conversions", None))  # a new model has no other original format
         kwargs["save_original_format"] = was_converted and kwargs.get("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -745,6 +753,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 past_key_values=past_key_values,
                 use_cache=use_cache,
                 layer_idx=index,
+                sliding_window=self.config.sliding_window if kind == "sliding_attention" else None,
+                attn_implementation=self.config._attn_implementation,
                 **kwargs,
             )
         return BaseModelOutputWithPast(
@@ -762,6 +772,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
             ValueError: naming the fields.
         """
         traced = torch.compiler.is_compiling()  # what is remembered would be a guard of the graph
+        if not traced:
+            self._check_head_maps()
         fields = vars(self.config)  # attributes of a configuration are slow
         number, window, types = fields["num_hidden_layers"], fields["sliding_window"], fields["layer_types"]
         layers = self.layers[: max(number, 0)]
@@ -777,6 +789,23 @@ class DCFormerModel(DCFormerPreTrainedModel):
             if not traced:
                 self._checked_kinds = (len(layers), number, window, list(types))  # lists may change in place
         return layers, types[: len(layers)]
+
+    def _check_head_maps(self) -> None:
+        """Refuses layers that read other heads than the configuration says, by which they are saved and loaded."""
+        rows = [getattr(self.config, field, None) for field in MAP_FIELDS]
+        for index, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
+            own = layer.self_attn.key_heads, layer.self_attn.value_heads
+            if rows == [None, None] and own == (None, None):
+                return  # a model without maps
+            for field, of_layers, heads in zip(MAP_FIELDS, rows, own, strict=True):
+                has_row = of_layers is None or index < len(of_layers)
+                expected = list(self.config.head_map(field, index)) if has_row else None
+                if heads is None or list(heads.given) != expected:
+                    made = "no map" if heads is None else list(heads.given)
+                    raise ValueError(
+                        f"layer {index} was made with {made} for {field}, the configuration asks for {expected}: when "
+                        f"layers change places, so must the rows of {' and '.join(MAP_FIELDS)}."
+                    )
 
     def _embed(self, input_ids: torch.LongTensor) -> Any:
         """[B, T] -> [B, T, E]; names a token id outside the vocabulary, where looking it up has failed (on the CPU)."""

@@ -10,22 +10,16 @@ from test_surgery import SURGERY, WINDOW, answers
 
 from dcformer import DCFormerForCausalLM
 
-# Of whole rows the interpreter, which takes a minute for each case, does the first alone.
-CASES = [(surgery, True) for surgery in SURGERY] + [
-    (surgery, False) for surgery in SURGERY[: 1 if INTERPRETED else None]
-]
 
-
-@pytest.mark.parametrize(
-    ("surgery", "padded"),
-    CASES,
-    ids=[f"{surgery.__name__}-{'padded' if padded else 'whole'}" for surgery, padded in CASES],
-)
+@pytest.mark.parametrize("surgery", SURGERY, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
 def test_one_answer_after_surgery(surgery, padded):
+    """The interpreter takes a minute for a case; of most whole rows it does one, of 18 tokens, without pieces."""
+    is_short = INTERPRETED and not padded and surgery is not SURGERY[0]
     torch.manual_seed(0)
     whole = randomise(DCFormerForCausalLM(tiny_config(num_hidden_layers=4, sliding_window=WINDOW))).eval().to(DEVICE)
     torch.manual_seed(1)
-    ids = torch.randint(97, (2, 31)).to(DEVICE)
+    ids = torch.randint(97, (1, 18) if is_short else (2, 31)).to(DEVICE)
     mask = torch.ones_like(ids)
     if padded:
         mask[0, :3] = 0
@@ -34,7 +28,7 @@ def test_one_answer_after_surgery(surgery, padded):
         model = copy.deepcopy(whole)
         model.set_attn_implementation(implementation)
         surgery(model)
-        return answers(model.to(dtype), ids, mask, {"in pieces": 6})
+        return answers(model.to(dtype), ids, mask, {} if is_short else {"in pieces": 6})
 
     exact, eager, found = (
         run("eager", torch.float64),

@@ -4,6 +4,7 @@ Where an implementation is unset, a compiled model asks while it is traced: one 
 """
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -200,6 +201,19 @@ def test_the_command(capsys, monkeypatch):
     assert all(check.name in out for check in results) and f"{len(results)} results, 0 beyond" in out
     if INTERPRETED:
         assert "says nothing about a GPU" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [({"hidden_size": "x"}, "expected int, got str"), ({"compose_rank": 0}, "compose_rank=0"), ([], "")],
+    ids=str,
+)
+def test_the_command_with_a_bad_configuration(content, message, tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "dcformer"} | content if content else content))
+    assert main(["--model", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {file}: ") and error.count("\n") == 1 and message in error
 
 
 # --- the default, traced ----------------------------------------------------------------------------------------------

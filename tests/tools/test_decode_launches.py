@@ -17,7 +17,7 @@ def test_a_fused_layer_launches_at_most_one_more_than_llamas():
     lines = re.findall(r"^(\S.*?) +(\d+) launches per layer: (.*)$", run.stdout, re.MULTILINE)
     counts = {name: int(count) for name, count, _ in lines}
     assert counts["llama"] > 12  # 7 products, attention, norms, RoPE, the cache, activations
-    assert counts["dcformer"] <= counts["llama"] + 1
+    assert max(counts["dcformer"], counts["dcformer, windows"]) <= counts["llama"] + 1
     assert counts["dcformer, not fused"] > counts["dcformer"] + 4
     parts = {name: ast.literal_eval(part) for name, _, part in lines}
     assert parts["llama"]["mm"] == 7 and parts["dcformer"]["mm"] == 5

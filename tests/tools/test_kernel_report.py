@@ -80,8 +80,13 @@ def test_kernels_are_those_that_are_launched(report):
 
 
 def test_every_kernel_of_the_package_is_in_the_report(report):
-    names = {spec["name"].split()[0] for spec in report.all_specs(90, ("13b",))}
-    assert names == {*LAUNCHES, "expand", "join", "project", "decode", "generator", "prepare"}
+    specs = {shape: report.all_specs(90, (shape,)) for shape in report.SHAPES}
+    for shape, of_shape in specs.items():
+        names = {spec["name"].split()[0] for spec in of_shape}
+        attention = {name for name in LAUNCHES if name != "weights" or shape == "13b"}  # above 32 heads
+        assert names == attention | {"expand", "join", "project", "decode", "generator", "prepare"}
+        assert {spec["shape"] for spec in of_shape} == {shape}
+    assert len(report.all_specs(90)) == sum(map(len, specs.values()))
 
 
 @pytest.mark.slow

@@ -155,6 +155,21 @@ def test_windows_and_fewer_keys_are_faster():
     assert roofline.decoding_throughput(shape, 1152, 0.75, gpu) > roofline.decoding_throughput(shape, 1152, 0.5, gpu)
 
 
+@pytest.mark.parametrize("option", ["--length=512", "--hbm=1e12"])
+def test_json_refuses_what_it_would_ignore(option, capsys):
+    with pytest.raises(SystemExit):
+        roofline.main(["--json", option])
+    assert "--json is of fixed devices and lengths" in capsys.readouterr().err
+
+
+def test_make_prints_json_and_nothing_else():
+    """Recipes are not echoed: what reads the output would trip over them."""
+    lines = (REPOSITORY / "Makefile").read_text().splitlines()
+    for target in ("kernel-report", "kernel-roofline", "gpu-first-run"):
+        recipe = lines[next(i for i, line in enumerate(lines) if line.startswith(f"{target}:")) + 1]
+        assert recipe.startswith("\t@"), recipe
+
+
 def test_json_has_every_model_pattern_length_and_gpu(capsys):
     assert roofline.main(["--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["training"]

@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..attention_dcformer import refuse_transforms
 from ..compose_dcformer import ComposeWeights
 from .layout import Layout, Part, check_states, check_weights, packed_weights, six
 from .limits import MAX_QUERIES, require_supported
@@ -589,6 +590,7 @@ def composed_decode(
     Raises:
         ValueError: on shapes, dtypes or devices that do not fit, where gradients would be needed, and beyond
             `unsupported_reason`.
+        NotImplementedError: under transforms of `torch.func` and forward-mode differentiation.
     """
     groups = _check(query, key, value, pre, post, visible, num_splits)
     weights, places = packed_weights(pre, post, key.shape[1])
@@ -609,7 +611,7 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
             "for the forward kernels or attn_implementation='dcformer_chunked'."
         )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.stride(3) != 1:
+        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
             raise ValueError(
                 f"{name} has strides {tensor.stride()}: expected its last dimension to be contiguous. Pass "
                 f"{name}.contiguous()."
@@ -626,6 +628,7 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
     groups = check_weights(pre, post, query, key) or key.shape[1]  # without composition no heads mix
     require_supported(heads=H // groups)
     given = [query, key, value, *(w for weights in (pre, post) if weights is not None for w in weights.tensors())]
+    refuse_transforms("dcformer_triton", *given)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise ValueError(
             "composed_decode has no backward pass and one of its inputs requires gradients. Decode under "

@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import nn
 from transformers.activations import ACT2FN
 
+from ..attention_dcformer import active_transform
 from ..compose_dcformer import (
     COMPOSE_NORM_EPS,
     DCFormerCompose,
@@ -404,7 +405,8 @@ def _is_plain(linear: nn.Module) -> bool:
 def can_replace(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
     """Whether the kernels may read the module's parameters past their modules, and know its dtype and activation.
 
-    No where something else is to happen as well: adapters, quantisation, sharded or offloaded weights, hooks.
+    No where something else is to happen as well: adapters, quantisation, sharded or offloaded weights, hooks,
+    transforms of `torch.func` and forward-mode differentiation.
     """
     linears = [linear for linear in (compose.dw1_proj, compose.gate_proj) if linear is not None]
     return (
@@ -415,6 +417,7 @@ def can_replace(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
         and all(_is_plain(linear) for linear in linears)
         and (compose.qkw is None or type(compose.qkw) is nn.Parameter)
         and all(p.device == hidden_states.device for p in compose.parameters())
+        and active_transform(hidden_states, *compose.parameters()) is None
     )
 
 

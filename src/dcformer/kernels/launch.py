@@ -445,7 +445,9 @@ class Problem:
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, H, T, DV] (a view of [B, T, H, DV]) and log-sum-exp [B, H, T] in float32, base 2."""
         found = self._searched("forward", self._forward)
-        look(self.q.device)
+        if look(self.q.device) and self.score_dtype == torch.float16:
+            self.score_dtype = torch.bfloat16
+            found = self._forward()
         return found
 
     def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:

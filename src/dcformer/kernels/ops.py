@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..attention_dcformer import check_shapes
+from ..attention_dcformer import check_shapes, refuse_transforms
 from ..compose_dcformer import ComposeWeights
 from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, visible_and_bias
 from .decode import composed_decode
@@ -37,11 +37,11 @@ def _problem(
     scale: float,
 ) -> Problem:
     """What the operators' arguments stand for."""
-    groups, low, high, chunk_bytes, is_wide, *places = plan
+    groups, low, high, chunk_bytes, *places = plan
     given, (first, last) = six(weights, places), bounds.unbind()
     return Problem(
         query, key, value, given, Visibility(first, last, low, high), Layout.of(given, groups), scale,
-        None if chunk_bytes < 0 else chunk_bytes, bool(is_wide),
+        None if chunk_bytes < 0 else chunk_bytes, needs_bfloat16(query.device),
     )  # fmt: skip
 
 
@@ -96,11 +96,11 @@ def composed_attention(
         causal_offset: S - T when not given: the last query is at the last key.
         sliding_window: keys that a query sees, its own included; needs `causal`.
         key_start, key_end: int [B]: keys before (left padding), and from (right padding) these are not seen.
-        cu_seqlens: int [documents + 1]: bounds of packed documents, which do not see each other; tokens outside all see
-            nothing. Needs B = 1, T = S.
+        cu_seqlens: int [documents + 1]: ascending bounds of packed documents, which do not see each other; tokens
+            outside all see nothing. Needs B = 1, T = S. Their order is not checked: that would wait for the device.
         visible: (first, last), int [B or 1, T]: query t sees keys first <= s < last at most, besides the above.
         return_lse: return the log-sum-exp of the composed scores too, differentiable like the output.
-        chunk_bytes: bound of the memory that the maps and tiles of a chunk of queries take, above what 64 queries of
+        chunk_bytes: bound of the memory that the maps and tiles of a chunk of queries take, above what 128 queries of
             one sequence need; None for 256 MiB, or 1/64 of the device's memory where that is more.
 
     Returns:
@@ -109,9 +109,14 @@ def composed_attention(
 
     Raises:
         ValueError: on shapes or options that do not fit together, naming them, and beyond `unsupported_reason`.
+        NotImplementedError: under transforms of `torch.func` and forward-mode differentiation.
     """
-    groups = _check(query, key, value, pre, post, causal, sliding_window, cu_seqlens)
-    _check_bounds(query.shape[0], query.shape[2], key_start, key_end, visible)
+    of_composition = [weight for stage in (pre, post) if stage is not None for weight in stage.tensors()]
+    refuse_transforms("dcformer_triton", query, key, value, *of_composition)
+    numbers = {"causal_offset": causal_offset, "sliding_window": sliding_window, "chunk_bytes": chunk_bytes}
+    _check_numbers(causal, numbers)
+    groups = _check(query, key, value, pre, post, cu_seqlens)
+    _check_bounds(query.shape[0], query.shape[2], key_start, key_end, cu_seqlens, visible)
     (_, _, length, dim), key_length = query.shape, key.shape[2]
     offset = key_length - length if causal_offset is None else _countable(causal_offset)
     sliding_window = None if sliding_window is None else _countable(sliding_window)
@@ -138,12 +143,18 @@ def composed_attention(
         last = torch.minimum(last, _bounds(visible[1], key_length, query.device))
     bounds = torch.stack(torch.broadcast_tensors(first, last))
 
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    query, key, value = map(_rows_contiguous, (query, key, value))
     weights, places = packed_weights(pre, post, key.shape[1])
-    is_wide = int(needs_bfloat16(query.device))
-    plan = [groups, low, high, -1 if chunk_bytes is None else chunk_bytes, is_wide, *places]
+    plan = [groups, low, high, -1 if chunk_bytes is None else chunk_bytes, *places]
     out, lse = attention_op(query, key, value, weights, bounds, plan, dim**-0.5 if scale is None else scale)
     return (out, lse * math.log(2)) if return_lse else out
+
+
+def _rows_contiguous(states: torch.Tensor) -> torch.Tensor:
+    """[B, H, T, D] with neighbouring channels: itself, or a copy."""
+    if states.stride(-1) == 1 or states.shape[-1] == 1:
+        return states
+    return states.clone(memory_format=torch.contiguous_format)
 
 
 def _countable(number: int) -> int:
@@ -156,21 +167,31 @@ def _bounds(keys: torch.Tensor, key_length: int, device: torch.device) -> torch.
     return keys.to(device).clamp(0, key_length).to(torch.int32)
 
 
+def _check_numbers(causal: bool, numbers: dict[str, Any]) -> None:
+    """Refuses numbers of keys or bytes, by name, that are none."""
+    for name, number in numbers.items():
+        if number is not None and not isinstance(number, (int, torch.SymInt)):
+            raise ValueError(f"{name}={number!r}: expected an integer or None.")
+    offset, window, chunk_bytes = numbers.values()
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"sliding_window={window} must be at least 1, and needs causal=True.")
+    if offset is not None and not causal:
+        raise ValueError(f"causal_offset={offset} needs causal=True.")
+    if chunk_bytes is not None and chunk_bytes < 0:
+        raise ValueError(f"chunk_bytes={chunk_bytes}: expected at least 0 (the smallest chunks), or None.")
+
+
 def _check(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
-    causal: bool,
-    sliding_window: int | None,
     cu_seqlens: torch.Tensor | None,
 ) -> int:
     """Refuses what does not fit. Returns the number of groups of heads that mix."""
     check_states(query, key, value, pre, post)
     batch, heads, length, _ = query.shape
-    if sliding_window is not None and (not causal or sliding_window < 1):
-        raise ValueError(f"sliding_window={sliding_window} must be at least 1, and needs causal=True.")
     if cu_seqlens is not None and (batch != 1 or length != key.shape[2]):
         raise ValueError(f"cu_seqlens needs one packed row and as many keys as queries, got B={batch}, T={length}.")
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or len(cu_seqlens) < 2):
@@ -187,8 +208,14 @@ def _check_bounds(
     length: int,
     key_start: torch.Tensor | None,
     key_end: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     visible: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
+    of_keys = {"key_start": key_start, "key_end": key_end, "cu_seqlens": cu_seqlens}
+    of_keys |= dict(zip(("visible[0]", "visible[1]"), visible or (), strict=False))
+    for name, bound in of_keys.items():
+        if bound is not None and (bound.is_floating_point() or bound.is_complex() or bound.dtype == torch.bool):
+            raise ValueError(f"{name} is {bound.dtype}: expected integers, places among the keys.")
     for name, bound in (("key_start", key_start), ("key_end", key_end)):
         if bound is not None and bound.shape != (batch,):
             raise ValueError(f"{name} is {tuple(bound.shape)}: expected one bound per sequence, ({batch},).")
@@ -278,15 +305,17 @@ def triton_attention(
     if isinstance(attention_mask, QueryBlockMask) and attention_mask.is_plain:
         is_causal, sliding_window, attention_mask = True, attention_mask.window, None
     weights = [w for stage in (pre, post) if stage is not None for w in stage.tensors()]
-    if length <= MAX_QUERIES and not _needs_gradients(query, key, value, *weights):
+    if 1 <= length <= MAX_QUERIES and not _needs_gradients(query, key, value, *weights):
         visible = None
         if attention_mask is not None:
             rows = attention_mask.rows(0, length) if isinstance(attention_mask, QueryBlockMask) else attention_mask
             visible = _visible(rows)
         elif is_causal and (length > 1 or (sliding_window is not None and key.shape[2] > sliding_window)):
             visible = causal_rows(length, key.shape[2], sliding_window, query.device)[:, None]
+        query, key, value = map(_rows_contiguous, (query, key, value))
         return composed_decode(query, key, value, pre, post, scale=scaling, visible=visible), None
-    options: dict[str, Any] = {"scale": scaling, "causal": is_causal, "sliding_window": sliding_window}
+    options: dict[str, Any] = {"scale": scaling, "causal": is_causal}
+    options |= {"sliding_window": sliding_window if is_causal else None}  # as in the other implementations
     if attention_mask is not None:
         options = {"scale": scaling, "causal": False, "visible": _intervals(attention_mask)}
         if isinstance(attention_mask, QueryBlockMask) and attention_mask.causal_offset is not None:  # skips whole tiles

@@ -1,7 +1,8 @@
 """Scores that float16 cannot hold: the kernels cut them off, this module notices, says so once and has bfloat16 used.
 
-So are entries of the matrices with which the key side composes scores. The kernels leave a mark on their device. It is
-read without waiting for the device, so a few more calls may pass until it is seen. Imports no Triton.
+So are entries of the matrices with which the key side composes scores. The kernels leave a mark on their device. In the
+first calls of a process it is waited for, and a pass that left it is run again. Later a GPU is not waited for: more
+calls may pass until the mark is seen. Imports no Triton.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 LARGEST = 60000.0  # of a score in float16, times log2(e)
-_EVERY = 64  # calls between two looks at a GPU, after the first few
+_EVERY = 64  # calls between two looks at a GPU, after the first few, which wait for it
 _FIRST = 8
 
 
@@ -27,12 +28,12 @@ class _Watch:
 
 
 _watches: dict[torch.device, _Watch] = {}
-_wide: set[str] = set()  # names of devices: graphs that are traced depend on it
+_wide: set[torch.device] = set()
 
 
 def needs_bfloat16(device: torch.device) -> bool:
     """Whether scores on a device are to be kept in bfloat16: some were too large for float16."""
-    return str(device) in _wide
+    return device in _wide
 
 
 def mark_of(device: torch.device) -> torch.Tensor:
@@ -43,34 +44,40 @@ def mark_of(device: torch.device) -> torch.Tensor:
     return watch.mark
 
 
-def look(device: torch.device) -> None:
-    """Looks whether a score was cut off; to be called after kernels were launched. Never waits for a GPU."""
+def look(device: torch.device) -> bool:
+    """Looks whether a score was cut off; to be called after kernels were launched.
+
+    Returns:
+        whether that is new: `needs_bfloat16` holds from now on, and what was launched is to be run again.
+    """
     watch = _watches.get(device)
     if watch is None or needs_bfloat16(device):
-        return
-    if device.type != "cuda":
-        seen = bool(watch.mark)
-    elif torch.cuda.is_current_stream_capturing():
-        return
-    elif watch.event is None or watch.copy is None:
+        return False
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return False
         watch.calls += 1
-        if watch.calls <= _FIRST or watch.calls % _EVERY == 0:
+    if device.type != "cuda" or watch.calls <= _FIRST:
+        seen = bool(watch.mark)
+    elif watch.event is None or watch.copy is None:
+        if watch.calls % _EVERY == 0:
             memory = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)  # whatever the default device
             watch.copy = memory.copy_(watch.mark, non_blocking=True)
             watch.event = torch.cuda.Event()
             watch.event.record(torch.cuda.current_stream(device))
-        return
+        return False
     elif watch.event.query():
         seen, watch.event = bool(watch.copy), None
     else:
-        return
+        return False
     if seen:
-        _wide.add(str(device))
+        _wide.add(device)
         logger.warning(
             f"attention scores on {device}, or the weights that compose them, went beyond what float16 holds "
-            f"(±{LARGEST / 1.4426950408889634:,.0f}) and were cut off there. From now on the kernels keep scores in "
+            f"(±{LARGEST / 1.4426950408889634:,.0f}), where they are cut off. From now on the kernels keep scores in "
             "bfloat16, which is less exact. Models with norms of queries and keys (qk_norm=True) have no such scores."
         )
+    return seen
 
 
 __all__ = ["LARGEST", "look", "mark_of", "needs_bfloat16"]

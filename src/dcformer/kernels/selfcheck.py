@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..attention_dcformer import attend, eager_attention
+from ..attention_dcformer import active_transform, attend, eager_attention
 from ..compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, autocast_dtype, compose
 from ..configuration_dcformer import DCFormerConfig
 from ..heads_dcformer import matmul_shared
@@ -156,15 +156,15 @@ def is_default(
     """Whether a layer for which no implementation is named takes the fused kernels; see `FusedAttention.is_default`.
 
     The self-check runs here where it has not yet, outside of the graph where one is traced. A program of `torch.export`
-    has no kernels.
+    has no kernels; nor have transforms of `torch.func`, of which the chunked implementation says what can be done.
     """
     device = query.device
-    if not is_gpu(device) or torch.compiler.is_exporting():
+    if not is_gpu(device) or torch.compiler.is_exporting() or active_transform(query, key) is not None:
         return False
     reason = unsupported_reason(
         dropout=attention.attention_dropout if attention.training else 0.0,
-        head_maps=attention.compose.pre_heads is not None,
-        head_embeddings=getattr(attention, "head_embeddings", None) is not None,  # other modules have none
+        head_maps=getattr(attention, "key_heads", None) is not None,  # other modules have none
+        head_embeddings=getattr(attention, "head_embeddings", None) is not None,
     )
     reason = reason or _mask_reason(attention_mask, query.shape[2], device)
     if reason is not None:
