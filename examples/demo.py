@@ -77,9 +77,9 @@ def main(arguments: list[str] | None = None) -> float:
     for name, wanted in (("a right answer", True), ("a wrong answer", False)):
         for question, given in zip(asked, answers, strict=True):
             if (given == question["answer"]) == wanted:
-                print(
-                    f"\n{name}, {given!r}, and where its heads look, in {question['prompt'].strip().splitlines()[-1]}"
-                )
+                expected = "" if wanted else f", expected {question['answer']!r},"
+                asked_last = question["prompt"].strip().splitlines()[-1]
+                print(f"\n{name}, {given!r}{expected} and where its heads look, in {asked_last}")
                 print(_composed_heads(model, tokenizer, question["prompt"]))
                 break
     right = sum(sum(marks) for marks in by_task.values())

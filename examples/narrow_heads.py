@@ -9,9 +9,9 @@ attribute of that thing. A model of one layer and width 64 splits its attention 
 channels matches few attributes and carries few away: its scores are a matrix of low rank ("Low-Rank Bottleneck in
 Multi-head Attention Models", arXiv 2002.07028). Where heads are mixed, what one finds is of use to all.
 
-Counted are the steps until 95 % of new questions are answered. Every variant and number of heads gets the same data
-and its own learning rate of one grid, found with a seed that is not reported: the one with the highest accuracy over
-the run. A run that is done is written at once, and not run again: stop and start as you like.
+Counted are the steps until 95 % of new questions are answered, in two measurements in a row. Every variant and number
+of heads gets the same data and its own learning rate of one grid, found with a seed that is not reported: the one with
+the highest accuracy over the run. A run that is done is written at once, and not run again: stop and start as you like.
 """
 
 import argparse
@@ -191,22 +191,29 @@ def _range(values: list[float], limit: float) -> str:
 def table(runs: list[dict]) -> str:
     """Every variant at every number of heads, in Markdown."""
     lines = [
-        f"Steps and seconds of one core until {100 * REACHED:.0f} % are answered: median and range over seeds; "
-        "accuracy after the last step.\n",
+        f"Steps and seconds of one core until {100 * REACHED:.0f} % are answered in two measurements in a row, "
+        f"{MEASURED} steps apart: the first of the two, median and range over seeds; accuracy after a run's last step. "
+        f"Rates of {', '.join(f'{rate:g}' for rate in RATES)}; * at the edge of these.\n",
         "| heads | | parameters | rate | seeds | steps | seconds | accuracy |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    uncounted = []
     for (variant, heads), found in sorted(reported(runs).items(), key=lambda item: item[0][1]):
         steps = [steps_to(run["curve"]) or math.inf for run in found]
         seconds = [
             run["seconds"] if math.isfinite(reached) else math.inf for run, reached in zip(found, steps, strict=True)
         ]
         ends = [100 * run["curve"][-1][1] for run in found]
+        rate = f"{found[0]['rate']:g}" + "*" * (found[0]["rate"] in (min(RATES), max(RATES)))
         lines.append(
-            f"| {heads} | {VARIANTS[variant].label} | {found[0]['parameters']:,} | {found[0]['rate']:g} | {len(found)} "
+            f"| {heads} | {VARIANTS[variant].label} | {found[0]['parameters']:,} | {rate} | {len(found)} "
             f"| {_range(steps, found[0]['limit'])} | {_range(seconds, max(run['seconds'] for run in found))} "
             f"| {min(ends):.1f} to {max(ends):.1f} % |"
         )
+        if late := sum(not math.isfinite(at) and end >= 100 * REACHED for at, end in zip(steps, ends, strict=True)):
+            uncounted.append(f"{VARIANTS[variant].label} with {heads} heads, {late} of {len(found)} seeds")
+    if uncounted:
+        lines += ["", f"There at the last step alone, and so not counted: {'; '.join(uncounted)}."]
     return "\n".join(lines) + "\n"
 
 

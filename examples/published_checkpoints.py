@@ -47,6 +47,7 @@ MODELS_ADVICE = "run with network, or give whole folders to --models"
 # of single tasks, and with five examples, are not known here.
 PAPER = {
     "dcformer-2.8b": {"average": 56.4},
+    "dcpythia-2.8b": {"average": 54.5},
     "dcpythia-6.9b": {"average": 56.7, "perplexity": 7.36, "accuracy": 39.0},
     "pythia-2.8b": {"average": 53.1},
     "pythia-6.9b": {"average": 55.1, "perplexity": 10.05, "accuracy": 31.9},

@@ -166,7 +166,7 @@ def _at_equal_size(runs: list[dict], baseline: str) -> list[str]:
         for family in (VARIANT, baseline)
         for width in widths
     }
-    means = {at: statistics.mean(run["loss"] for run in by_seed.values()) for at, by_seed in found.items() if by_seed}
+    differences: dict[int, dict[int, float]] = {}
     for width in widths:
         ours, theirs = found[VARIANT, width], found[baseline, width]
         if not (seeds := sorted(ours.keys() & theirs.keys())):
@@ -176,10 +176,38 @@ def _at_equal_size(runs: list[dict], baseline: str) -> list[str]:
         p = ttest_rel(*(list(by_seed.values()) for by_seed in losses)).pvalue if len(seeds) > 1 else math.nan
         one, other = ours[seeds[0]], theirs[seeds[0]]
         sizes = [f"{one[cost]:.4g} ({one[cost] / other[cost] - 1:+.1%})" for cost in ("parameters", "flops")]
-        cells = [str(width), *sizes, *(f"{means[family, width]:.4f}" for family in (VARIANT, baseline))]
+        both = [[run["loss"] for run in by_seed.values()] for by_seed in (ours, theirs)]
+        cells = [str(width), *sizes, *(f"{statistics.mean(those):.4f} ± {study.spread(those):.4f}" for those in both)]
         cells += [f"{mean:+.4f} ± {error:.4f}", f"{p:.3f}"]
         lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", "p: of a paired t-test."]
+        differences[width] = {seed: losses[1][seed] - losses[0][seed] for seed in seeds}
+    told = "Losses: mean and standard deviation of seeds. Lower by: mean and standard error of the seeds' differences; "
+    return [*lines, "", told + "p: of a paired t-test.", *_over_sizes(differences, FAMILIES[baseline]["qk_norm"])]
+
+
+def _over_sizes(differences: dict[int, dict[int, float]], has_norms: bool) -> list[str]:
+    """One comparison of all sizes: width -> seed -> by how much the loss is lower. `has_norms`: the baseline."""
+    from scipy.stats import ttest_1samp
+
+    seeds = sorted(set.intersection(*map(set, differences.values()))) if len(differences) > 1 else []
+    if len(seeds) < 2:
+        return []
+    rows = [[by_seed[seed] for seed in seeds] for by_seed in differences.values()]
+    lower, pairs = sum(value > 0 for row in rows for value in row), len(rows) * len(seeds)
+    mean = statistics.mean(map(statistics.mean, rows))
+    lines = [
+        "",
+        f"Over all sizes, paired by size and seed: lower in {lower} of {pairs} pairs, by {mean:+.4f} in the mean.",
+    ]
+    for unit, units in (("sizes", rows), ("seeds", list(zip(*rows, strict=True)))):
+        test = ttest_1samp([statistics.mean(those) for those in units], 0.0)
+        lines.append(
+            f"With the {len(units)} {unit} as units, a mean of each: ± {mean - test.confidence_interval().low:.4f} "
+            f"(95 % interval, Student's t), p = {test.pvalue:.3f}."
+        )
+    also = "windows" if has_norms else "norms and windows"
+    lines.append(f"At equal width and tokens, not at equal parameters or compute; {also} differ, too.")
+    return lines
 
 
 def _costs(run: dict) -> dict[str, float]:

@@ -28,7 +28,6 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 import dcformer
 from dcformer.optimization import parameter_groups
@@ -193,10 +192,19 @@ class Curve(TrainerCallback):
         self.file, self.curriculum, self.data = folder / "curve.jsonl", curriculum, data
         self.start = time.process_time()  # the process may have had other runs
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Measures what a process that was ended just after its checkpoint has not."""
+        lines = self.file.read_text().splitlines() if self.file.is_file() else []
+        if state.global_step > (json.loads(lines[-1])["step"] if lines else 0):
+            self.on_save(args, state, control, **kwargs)
+
     def on_save(self, args, state, control, model=None, **kwargs):
         was_training = model.training
         model.eval()
-        scores = {name: round(score(model, rows)["accuracy"], 4) for name, rows in self.data.items()}
+        scores = {}
+        for name, rows in self.data.items():
+            measured = score(model, rows)
+            scores |= {name: round(measured["accuracy"], 4), f"{name}_loss": round(measured["loss"], 4)}
         model.train(was_training)
         loss = next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None)
         stage = self.curriculum.stage_of(state.global_step)
@@ -207,13 +215,24 @@ class Curve(TrainerCallback):
         tqdm.write(json.dumps(line))
 
 
+def newest_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that is complete: `Trainer` writes its state last. None if there is none."""
+    for file in sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda f: -int(f.parent.name.split("-")[1])):
+        try:
+            json.loads(file.read_text())
+        except ValueError:
+            continue  # cut short
+        return str(file.parent)
+    return None
+
+
 def check_settings(folder: Path, settings: dict, resume: bool) -> str | None:
     """The checkpoint to go on from, or None to begin; refuses to go on with other settings.
 
     Raises:
         SystemExit: naming what differs, or the checkpoints that a new run would overwrite.
     """
-    file, checkpoint = folder / "settings.json", get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    file, checkpoint = folder / "settings.json", newest_checkpoint(folder)
     if checkpoint is None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "curve.jsonl").unlink(missing_ok=True)

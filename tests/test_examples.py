@@ -50,6 +50,13 @@ def test_demo_prints_what_the_model_answers(capsys):
     assert accuracy >= 0.9  # what the bundled checkpoint is there to show
 
 
+def test_demo_prints_what_a_wrong_answer_should_have_been(capsys, monkeypatch):
+    asked = demo.held_out_questions(1, seed=2026)
+    monkeypatch.setattr(demo, "answer", lambda *_: ["wrong", *(question["answer"] for question in asked[1:])])
+    demo.main(["--questions-per-task", "1", "--show", "0"])
+    assert f"\na wrong answer, 'wrong', expected {asked[0]['answer']!r}, and where " in capsys.readouterr().out
+
+
 def test_bundled_checkpoint():
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) <= 8e6
     config = json.loads((CHECKPOINT / "config.json").read_text())
@@ -198,9 +205,15 @@ def test_training_script_makes_a_checkpoint_and_resumes(tmp_path):
     ):
         with pytest.raises(SystemExit, match=message):
             train_synthetic.main(script_options(part, *flags))
-    shutil.rmtree(part / "runs" / "dcformer" / "checkpoint-6")  # the one before the decay is left
+    cut = part / "runs" / "dcformer" / "checkpoint-6" / "trainer_state.json"  # the one before the decay is left
+    cut.write_text(cut.read_text()[:100])
+    curve = part / "runs" / "dcformer" / "curve.jsonl"
+    curve.write_text(curve.read_text().splitlines(keepends=True)[0])  # ended between checkpoint 4 and its line
     done = run_script(part, *length, "--resume")
     assert done.returncode == 0, done.stderr
+    again = json.loads((part / "checkpoint" / "training.json").read_text())["dcformer"]
+    for was, now in zip(report["curve"], again["curve"], strict=True):
+        assert {**was, "processor_seconds": 0} == {**now, "processor_seconds": 0}
     resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "checkpoint").state_dict()
     assert all(torch.equal(value, resumed[name]) for name, value in model.state_dict().items())
 
@@ -362,6 +375,14 @@ def test_documented_commands_of_published_checkpoints(capsys):
         published_checkpoints.main(["--help"])
     known = capsys.readouterr().out
     assert all(word in known for words in options for word in words if word.startswith("--"))
+
+
+def test_the_page_has_the_papers_figures():
+    page = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+-[\d.]+B) \| ([\d.]+) % \| (?:-|([\d.]+), ([\d.]+) %) \|$", page, re.MULTILINE)
+    told = {name.lower(): [float(figure) for figure in figures if figure] for name, *figures in rows}
+    assert told == {name: list(figures.values()) for name, figures in published_checkpoints.PAPER.items()}
+    assert "dcpythia-2.8b" in told
 
 
 def test_published_checkpoints_ask_for_the_tasks_of_the_group():

@@ -78,15 +78,29 @@ def test_the_rate_that_learns_soonest_is_reported():
 
 
 def test_the_table_says_what_was_not_reached():
-    seeds = ([0.95, 0.96], [0.1, 0.2, 0.95, 0.99], [0.5, 0.5, 0.5, 0.5])
+    seeds = ([0.95, 0.96], [0.1, 0.2, 0.95, 0.99], [0.5, 0.5, 0.5, 0.96])
     runs = all_rates() + [a_run("plain", 4, seed, 2e-3, accuracies) for seed, accuracies in enumerate(seeds)]
     (row,) = (line for line in study.table(runs).splitlines() if line.startswith("| 4 |"))
-    assert row == "| 4 | plain attention | 10 | 0.002 | 3 | 300 (100 to over 400) | 2 (2 to over 2) | 50.0 to 99.0 % |"
+    assert row == "| 4 | plain attention | 10 | 0.002 | 3 | 300 (100 to over 400) | 2 (2 to over 2) | 96.0 to 99.0 % |"
+    assert study.table(runs).endswith(
+        "\nThere at the last step alone, and so not counted: plain attention with 4 heads, 1 of 3 seeds.\n"
+    )
+
+
+def test_the_table_marks_rates_at_the_edge_and_says_what_counts():
+    for best, cell in ((1e-3, "| 0.001* |"), (2e-3, "| 0.002 |"), (8e-3, "| 0.008* |")):
+        runs = [*all_rates(best=best), a_run("plain", 4, 0, best, [0.5] * 4)]
+        assert cell in study.table(runs)
+    assert "two measurements in a row" in study.table(runs) and "* at the edge" in study.table(runs)
 
 
 def test_committed_table_is_that_of_the_results():
     done = study.read_runs(study.OUTPUT / "results.json")
-    assert (study.OUTPUT / "table.md").read_text().partition("\n")[2] == study.table(done)
+    table = (study.OUTPUT / "table.md").read_text()
+    assert table.partition("\n")[2] == study.table(done)
+    page = (REPOSITORY / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    assert table.count("* |") == 4 and "Four of the 23 cells have their rate at the lowest of the grid" in page
+    assert "plain, QK-norm with 16 heads, 1 of 5 seeds." in table
     assert (study.OUTPUT / "curves.svg").is_file()
     cells = {(name, heads) for name, what in study.VARIANTS.items() for heads in what.heads}
     reported = study.reported(done)

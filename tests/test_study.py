@@ -98,6 +98,19 @@ def test_rank_correlation():
     assert study.rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(0.8)
 
 
+def test_every_variant_is_told_against_plain_attention():
+    """Half of the interval of 0.1, 0.2, 0.3 is 4.303 standard errors, 0.1 / sqrt(3)."""
+    plain = dict.fromkeys(range(3), 1.0)
+    losses = {("text", "small"): {"plain": plain, "r1": {0: 0.9, 1: 0.8, 2: 0.7}, "r2": {0: 0.5, 1: 1.5}}}
+    rows = dict(line.strip("| ").split(" | ", 1) for line in study.against_plain(losses)[2:])
+    assert rows["R = 1"] == "+0.0719 | +0.2000 ± 0.2484, 3 of 3"
+    assert rows["R = 2 (DCFormer++)"] == "+0.0756 | +0.0000 ± 6.3531, 1 of 2" and rows["pre only"] == "+0.0121"
+    losses["text", "small"]["r1"] = {0: 1.1, 1: 1.2, 2: 1.11}
+    assert "-0.1367 ± 0.1368, 0 of 3 |" in "".join(study.against_plain(losses))
+    losses["text", "small"]["r1"] = {0: 1.1, 1: 1.1, 2: 1.11}
+    assert "-0.1033 ± 0.0143*, 0 of 3 |" in "".join(study.against_plain(losses))
+
+
 @pytest.mark.slow
 def test_a_study_resumes(tmp_path, capsys):
     """Finished runs are not trained again; missing ones are, and come out the same."""

@@ -793,8 +793,9 @@ class DCFormerModel(DCFormerPreTrainedModel):
     def _check_head_maps(self) -> None:
         """Refuses layers that read other heads than the configuration says, by which they are saved and loaded."""
         rows = [getattr(self.config, field, None) for field in MAP_FIELDS]
-        for index, layer in zip(range(self.config.num_hidden_layers), self.layers, strict=False):
-            own = layer.self_attn.key_heads, layer.self_attn.value_heads
+        layers: Any = self.layers
+        for index, layer in zip(range(self.config.num_hidden_layers), layers, strict=False):
+            own: tuple[HeadMap | None, HeadMap | None] = (layer.self_attn.key_heads, layer.self_attn.value_heads)
             if rows == [None, None] and own == (None, None):
                 return  # a model without maps
             for field, of_layers, heads in zip(MAP_FIELDS, rows, own, strict=True):

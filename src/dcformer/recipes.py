@@ -89,6 +89,8 @@ class Recipe:
         Returns:
             name -> value: AdamW 0.9, 0.95, 1e-8, weight decay 0.1, clipping at 1, warm-up for 1 % of the steps (as a
             share, which holds for other steps too), cosine to 10 %; the accumulation that makes a step of `sequences`.
+            Without `bf16`, in which the runs compute: `TrainingArguments` refuses it without a GPU, unless `use_cpu` is
+            set. Add it where there is a GPU that has it, as examples/pretrain.py does.
 
         Raises:
             DCFormerError: when the sequences of a step cannot be shared out; the message names the nearest that can.

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 
 import pytest
@@ -93,6 +94,18 @@ def test_the_report_reads_the_runs(tmp_path):
     assert (tmp_path / "small.png").stat().st_size > 10_000
 
 
+def test_all_sizes_are_compared_at_once():
+    """Means of the sizes 1 and 3, of the seeds 1, 2 and 3; half of the interval is 12.706 and 4.303 standard errors."""
+    differences = {32: {0: 0.0, 1: 1.0, 2: 2.0}, 48: {0: 2.0, 1: 3.0, 2: 4.0, 3: 9.0}}
+    _, first, sizes, seeds, last = small_law._over_sizes(differences, has_norms=True)
+    assert first.endswith("lower in 5 of 6 pairs, by +2.0000 in the mean.")
+    assert "the 2 sizes as units, a mean of each: ± 12.7062" in sizes and sizes.endswith("p = 0.295.")
+    assert "the 3 seeds as units, a mean of each: ± 2.4841" in seeds and seeds.endswith("p = 0.074.")
+    assert last.endswith("; windows differ, too.")
+    assert small_law._over_sizes({32: differences[32]}, True) == [] == small_law._over_sizes({}, True)
+    assert small_law._over_sizes({32: {0: 1.0}, 48: {0: 2.0}}, False) == []
+
+
 def test_compute_is_counted_in_four_ways(tmp_path):
     """Losses that fall by 1 nat each time compute doubles; the variant is one nat below at the same size."""
     runs = []
@@ -147,6 +160,11 @@ def test_bad_arguments():
 def test_the_committed_report_is_that_of_its_runs(tmp_path):
     pytest.importorskip("matplotlib")
     runs = json.loads((small_law.OUTPUT / "small.json").read_text())["runs"]
-    assert small_law.report(runs, tmp_path, 1.0) == (small_law.OUTPUT / "small.md").read_text(encoding="utf-8")
+    text = (small_law.OUTPUT / "small.md").read_text(encoding="utf-8")
+    assert small_law.report(runs, tmp_path, 1.0) == text
+    # the page speaks in the report's numbers
+    page = (REPOSITORY / "docs" / "scaling.md").read_text(encoding="utf-8")
+    told = re.findall(r"as units, a mean of each: (± [\d.]+) .*?, (p = [\d.]+)\.$", text, re.MULTILINE)
+    assert len(told) == 4 and re.findall(r"(± 0\.\d{4}), (p = [\d.]+)", page) == told
     assert (tmp_path / "small.csv").read_text() == (small_law.OUTPUT / "small.csv").read_text()
     assert len(small_law.reported(runs, 1.0)) == 36

@@ -22,6 +22,7 @@ import finetune
 import pretrain
 
 from dcformer import DCFormerForCausalLM
+from dcformer.errors import DCFormerError
 from dcformer.optimization import composition_rate_ratios
 from dcformer.training import (
     LORA_TARGETS,
@@ -207,26 +208,29 @@ def test_pretrain_streams_from_a_preset(tmp_path):
     assert (config.vocab_size, config.hidden_size, config.pad_token_id) == (288, 32, 0)
 
 
+RATES = ["--tokenizer", CHECKPOINT, "--config_overrides", "{num_hidden_layers: 1, hidden_size: 64, head_dim: 4}"]
+RATES += ["--data", TEXT, "--max_steps", "1", "--learning_rate", "1e-3", "--use_cpu", "--report_to", "none"]
+RATES += ["--max_length", "64"]
+
+
 @pytest.mark.parametrize(
     ("flags", "distinct"),
-    [(["--compose_rates"], True), ([], False), (["--compose_rates", "--optim", "adafactor"], False)],
+    [(["--compose_rates"], True), ([], False), (["--compose_rates", "--optim", "adamw_torch"], True)],
     ids=str,
 )
 def test_rates_of_composition(flags, distinct, tmp_path):
-    """Their own where they are asked for, with PyTorch's AdamW."""
-    arguments = [
-        "--tokenizer",
-        CHECKPOINT,
-        "--config_overrides",
-        "{num_hidden_layers: 1, hidden_size: 64, head_dim: 4}",
-    ]
-    arguments += ["--data", TEXT, "--max_steps", "1", "--learning_rate", "1e-3", "--use_cpu", "--report_to", "none"]
-    trainer, _ = prepare_pretraining([*arguments, *flags, "--max_length", "64", "--output_dir", str(tmp_path)])
+    """Their own where they are asked for."""
+    trainer, _ = prepare_pretraining([*RATES, *flags, "--output_dir", str(tmp_path)])
     trainer.create_optimizer()
     rates = {id(p): group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
     compose = trainer.model.model.layers[0].self_attn.compose
     ratio = rates[id(compose.qkw)] / rates[id(trainer.model.lm_head.weight)]
     assert ratio == (pytest.approx(composition_rate_ratios(trainer.model.config)["qkw"]) if distinct else 1)
+
+
+def test_rates_of_composition_need_an_optimizer_that_takes_them(tmp_path):
+    with pytest.raises(DCFormerError, match=r"--optim adafactor: --compose_rates needs PyTorch's AdamW, .*adamw_torch"):
+        prepare_pretraining([*RATES, "--compose_rates", "--optim", "adafactor", "--output_dir", str(tmp_path)])
 
 
 def test_pretraining_resumes_with_the_rates_of_composition(tmp_path):

@@ -54,8 +54,8 @@ class PretrainingConfig(TrainingConfig):
     compose_rates: bool = field(
         default=False,
         metadata={
-            "help": "learning rates of composition in proportion to its initial values (`dcformer.parameter_groups`), "
-            "with PyTorch's AdamW"
+            "help": "learning rates of composition in proportion to its initial values (`dcformer.parameter_groups`); "
+            "needs an --optim that begins with adamw_torch"
         },
     )
 
@@ -205,9 +205,15 @@ def _make_trainer(
 
 
 def _check_optimizer(trainer: SFTTrainer) -> None:
-    """Refuses an optimizer or schedule that the trainer could not create later, when training starts."""
+    """Refuses an optimizer or schedule that the trainer could not create, or not as asked, when training starts."""
     args = trainer.args
-    with refused(ImportError, ValueError, what=f"--optim {getattr(args.optim, 'value', args.optim)}"):
+    optimizer = getattr(args.optim, "value", args.optim)
+    if getattr(args, "compose_rates", False) and not optimizer.startswith("adamw_torch"):
+        raise DCFormerError(
+            f"--optim {optimizer}: --compose_rates needs PyTorch's AdamW, a name that begins with adamw_torch; choose "
+            "one, such as --optim adamw_torch, or leave --compose_rates out"
+        )
+    with refused(ImportError, ValueError, what=f"--optim {optimizer}"):
         trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
     what = f"--lr_scheduler_type {args.lr_scheduler_type.value} --lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
@@ -248,8 +254,7 @@ class _Trainer(SFTTrainer):
         return super().compute_loss(count, inputs, *args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        wanted = getattr(self.args, "compose_rates", False) and self.args.optim.value.startswith("adamw_torch")
-        if self.optimizer is None and wanted:  # other optimizers group parameters, or scale steps, by themselves
+        if self.optimizer is None and getattr(self.args, "compose_rates", False):
             chosen = self.model if model is None else model
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, chosen)
             groups = parameter_groups(chosen, self.args.learning_rate, self.args.weight_decay)
