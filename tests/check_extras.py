@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.request
 from pathlib import Path
 
@@ -57,7 +58,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"python -m dcformer.publish {CHECKPOINT} hub --remote_code", "README.md"),
     ],
     "kernels": [
-        ("python -c 'import dcformer.kernels.ops'", ""),
+        (f"TRITON_INTERPRET=1 dcformer-selfcheck --model {CHECKPOINT} --device cpu --dtype float32", "passed"),
     ],
     "jax": [
         (f"dcformer-convert safetensors-to-jax --model {CHECKPOINT} --output jax --format maxtext", "(maxtext)"),
@@ -75,6 +76,12 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
          "--output_dir tuned", "wrote tuned"),
         ("python examples/finetune.py --config examples/configs/finetune_synthetic.yaml --max_steps 2 --use_cpu "
          "--use_peft --output_dir lora", "wrote lora"),
+    ],
+    "deepspeed": [  # training with it needs the extra `train` as well
+        ("DS_ACCELERATOR=cpu python -c 'import dcformer, deepspeed; print(\"version\", deepspeed.__version__)'",
+         "version"),
+        ("!python examples/pretrain.py --config examples/configs/pretrain_tiny.yaml --output_dir pretrained",
+         PIP_HINT.format("train")),
     ],
     "quantize": [
         (f"""python -c 'import dcformer; from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -202,6 +209,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"any of {', '.join(COMMANDS)} (default: all)")
     extras = parser.parse_args().extras or list(COMMANDS)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if missing := project["optional-dependencies"].keys() - COMMANDS.keys() - {"dev"}:
+        parser.error(f"COMMANDS lacks extras of pyproject.toml: {', '.join(sorted(missing))}")
     if unknown := set(extras) - COMMANDS.keys():
         parser.error(f"no commands for {', '.join(sorted(unknown))}: expected any of {', '.join(COMMANDS)}")
     failed = []

@@ -252,6 +252,12 @@ def test_communication():
         (["--set", "hidden_size"], "--set hidden_size: expected FIELD=VALUE"),
         (["--set", "hidden_size=abc"], "Field 'hidden_size' expected int, got str"),
         (["--set", 'rope_parameters={"a":1}'], "rope_parameters has unknown keys, a"),
+        (["--set", "pad_token_id=99999999"], "pad_token_id=99999999 is not in the vocabulary: expected 0 to 50256"),
+        (["--set", "compose_rank=8"], "cannot train this model: rank 8 is beyond the fused kernels"),
+        (["--set", "head_dim=512"], "head dim 512 is beyond the fused kernels"),
+        (["--set", "num_attention_heads=128"], "128 heads per group are beyond the fused kernels"),
+        (["--set", "attention_dropout=0.1"], "attention_dropout=0.1 is not part of the fused kernels"),
+        (["--set", "head_embeddings=add"], "head_embeddings are beyond the fused kernels"),
         (["--memory", "-3"], "memory=-3e+09: expected the bytes of a GPU, above 0"),
         (["--memory", "0"], "memory=0: expected"),
         (["--memory", "nan"], "memory=nan: expected"),
@@ -262,6 +268,20 @@ def test_wrong_input(capsys, words, message):
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and message in printed.err
     assert not printed.out
+
+
+def test_what_only_other_implementations_can_train(capsys):
+    words = ["--preset", "dcformer-405m", "--set", "compose_rank=8", "attention_dropout=0.1"]
+    for attention in ("dcformer_chunked", "eager"):
+        assert main([*words, "--attention", attention]) == 0
+        assert f"; {attention}" in capsys.readouterr().out
+
+
+def test_padding_beyond_a_part_of_the_vocabulary():
+    """A GPU has half of the rows: the padding token's may be among the others."""
+    config = DCFormerConfig(**(SIZES | {"vocab_size": 104, "compose_groups": 2}))
+    padded = DCFormerConfig(**(SIZES | {"vocab_size": 104, "compose_groups": 2, "pad_token_id": 103}))
+    assert memory(Setup(padded, 2, 2, length=32)) == memory(Setup(config, 2, 2, length=32))
 
 
 def test_a_model_without_layers(capsys):

@@ -1723,9 +1723,15 @@ _CHUNKED = _in(
     ),
     (
         "transforms not refused",
-        "    _refuse_transforms(query, key, value, *weights)\n",
+        "    refuse_transforms(CHUNKED, query, key, value, *weights)\n",
         "",
         T_CHUNKED + "test_transforms_name_eager",
+    ),
+    (
+        "batched gradients not refused",
+        "    if torch._C._functorch.is_legacy_batchedtensor(grad_output):",
+        "    if False:",
+        T_CHUNKED + "test_batched_gradients_name_eager",
     ),
 )
 
@@ -1755,6 +1761,24 @@ _LAYERS = _in(
         'if kwargs.get("compose_trace") is not None:',
         "if False:",
         T_ATTENTION + "test_no_trace_of_plain_attention",
+    ),
+    (
+        "head maps that do not match the configuration",
+        "            self._check_head_maps()\n",
+        "            pass\n",
+        T_SURGERY + "test_head_maps_move_with_their_layers",
+    ),
+    (
+        "the window of the layer's own configuration",
+        'kwargs["sliding_window"] = sliding_window',
+        'kwargs["sliding_window"] = self.config.sliding_window',
+        T_SURGERY + "test_functions_of_the_library_get_the_window_of_the_place",
+    ),
+    (
+        "the implementation of the layer's own configuration",
+        "implementation = attn_implementation or self.config._attn_implementation",
+        "implementation = self.config._attn_implementation",
+        T_SURGERY + "test_a_layer_of_a_model_with_another_implementation",
     ),
     (
         "a layer's own place in the cache",

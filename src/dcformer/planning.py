@@ -20,9 +20,11 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from .analysis import num_parameters
 from .chunked_dcformer import BLOCK_SCORES
+from .compose_dcformer import FUSED_ATTENTION
 from .configuration_dcformer import DCFormerConfig
 from .errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from .heads_dcformer import MAP_FIELDS
+from .kernels import unsupported_reason
 from .modeling_dcformer import DCFormerForCausalLM
 from .parallel_dcformer import check_tensor_parallel
 
@@ -51,7 +53,8 @@ class Setup:
         memory: bytes of a GPU.
 
     Raises:
-        DCFormerError: on numbers below 1, unknown names, sizes that do not divide, and sizes beyond the model's.
+        DCFormerError: on numbers below 1, unknown names, sizes that do not divide, sizes beyond the model's, and models
+            beyond the fused kernels.
     """
 
     config: DCFormerConfig
@@ -78,6 +81,16 @@ class Setup:
             raise DCFormerError(f"optimizer={self.optimizer!r}: expected one of {sorted(OPTIMIZERS)}")
         if self.attention not in IMPLEMENTATIONS:
             raise DCFormerError(f"attention={self.attention!r}: expected one of {IMPLEMENTATIONS}")
+        if self.attention == "dcformer_triton":
+            reason = FUSED_ATTENTION[self.attention].unsupported_reason(self.config)
+            if reason := reason or unsupported_reason(dropout=self.config.attention_dropout):
+                raise DCFormerError(
+                    f"attention='dcformer_triton' cannot train this model: {reason}; plan it with "
+                    "'dcformer_chunked' or 'eager'"
+                )
+        pad, vocabulary = self.config.pad_token_id, self.config.vocab_size
+        if pad is not None and not -vocabulary <= pad < vocabulary:
+            raise DCFormerError(f"pad_token_id={pad} is not in the vocabulary: expected 0 to {vocabulary - 1}")
         if self.length > (limit := self.config.max_position_embeddings):
             raise DCFormerError(f"length={self.length} is above max_position_embeddings={limit}")
         if self.tensor_parallel > 1:
@@ -138,6 +151,7 @@ def _build(setup: Setup, layers: int = 1, split_vocabulary: bool = True) -> DCFo
         # multi-gate MLPs stay whole; logits are gathered
         "intermediate_size": config.intermediate_size if config.mlp_gates else -(-config.intermediate_size // parts),
         "vocab_size": -(-config.vocab_size // parts) if split_vocabulary else config.vocab_size,
+        "pad_token_id": None,  # it need not be in this part of the vocabulary
     }
     with torch.device("meta"):
         return DCFormerForCausalLM(type(config).from_dict(config.to_dict() | changed))

@@ -8,9 +8,10 @@ import argparse
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
-from .errors import DCFormerError, refused
+from .errors import CONFIG_ERRORS, DCFormerError, refused
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,9 +38,13 @@ def _check(options: argparse.Namespace) -> int:
     from .kernels.selfcheck import kinds
 
     config: Any = None
-    with refused(OSError, ValueError):
-        config = AutoConfig.from_pretrained(options.model) if options.model else None
-        config = config or DCFormerConfig.from_preset(options.preset)
+    if options.model:
+        file = Path(options.model) / "config.json"
+        with refused(OSError, *CONFIG_ERRORS, what=str(file) if file.exists() else options.model):
+            config = AutoConfig.from_pretrained(options.model)
+    else:
+        with refused(ValueError):
+            config = DCFormerConfig.from_preset(options.preset)
     if not isinstance(config, DCFormerConfig):
         raise DCFormerError(f"{options.model} is a {config.model_type!r} model: expected 'dcformer' or 'dcpythia'.")
     device = _device(("cpu" if is_interpreted() else "cuda") if options.device is None else options.device)

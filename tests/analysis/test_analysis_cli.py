@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from analysis_models import CHECKPOINT, PROMPT
+from safetensors.torch import save_file
 from test_analysis_html import parsed
 
 from dcformer.analysis import attribute_heads, cli, composition_summary, head_diversity, single_token, trace
@@ -143,6 +144,48 @@ def test_models_are_read_in_float32(tmp_path, bundled):
 def test_no_model(tmp_path, capsys, no_heavy_import):
     assert main([str(tmp_path / "no"), "--text", "a", "--output", str(tmp_path / "out")]) == 1
     assert str(tmp_path / "no") in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def rewrite(**fields):
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", cut),
+        ("config.json", cut),
+        ("config.json", lambda file: file.write_text("[]")),
+        ("config.json", rewrite(hidden_size="x")),
+        ("tokenizer.json", cut),
+    ],
+    ids=["weights", "configuration", "a list", "a bad value", "tokenizer"],
+)
+def test_the_damaged_file_is_named(tmp_path, capsys, name, damage, no_heavy_import):
+    folder = shutil.copytree(CHECKPOINT, tmp_path / "model")
+    damage(folder / name)
+    assert main([str(folder), "--diversity"]) == (name != "tokenizer.json")  # which it does not need
+    first = capsys.readouterr().err
+    assert main([str(folder), "--text", "a", "--output", str(tmp_path / "out")]) == 1
+    for error in [first] * bool(first) + [capsys.readouterr().err]:
+        assert error.startswith("error: ") and error.count("\n") == 1 and str(folder / name) in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_parameters_are_refused(tmp_path, capsys, bundled, no_heavy_import):
+    """Layers of random numbers are not analysed."""
+    folder = shutil.copytree(CHECKPOINT, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    kept = {name: tensor for name, tensor in bundled[0].state_dict().items() if ".layers.1." not in name}
+    save_file({name: tensor.clone() for name, tensor in kept.items()}, folder / "model.safetensors", {"format": "pt"})
+    assert main([str(folder), "--text", "a", "--output", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    lost = len(bundled[0].state_dict()) - len(kept)
+    assert error.startswith(f"error: {folder} lacks {lost} parameters, model.layers.1.")
+    assert not (tmp_path / "out").exists()
 
 
 def test_diversity_of_a_folder(capsys, bundled, monkeypatch):

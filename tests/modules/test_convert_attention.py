@@ -278,6 +278,9 @@ def test_attentions_are_the_composed_weights():
     model = converted("bert")
     maps = model(**text(), output_attentions=True).attentions
     assert len(maps) == 2 and maps[0].shape == (2, 2, 9, 9) and (maps[0].sum(-1) - 1).abs().max() > 1e-3
+    model.set_attn_implementation("dcmha_chunked")
+    with pytest.raises(ValueError, match=r"output_attentions=True.*'dcmha_chunked' never holds.*\('dcmha'\)"):
+        model(**text(), output_attentions=True)
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from ..errors import CONFIG_ERRORS, DCFormerError, refused, require_extra
+from ..hub_dcformer import stored_tensors, weight_files
 from .attribution import attribute_heads
 from .circuits import single_token
 from .diversity import Diversity, head_diversity
@@ -28,8 +29,10 @@ from .maps import map_diversity
 from .summary import StageSummary, composition_summary
 from .terms import breakdown
 from .tracing import MAPS, AnalysisTrace, trace
+from .weights import StoredModel
 
 _SHARES = (0.5, 0.9, 0.99)
+_JSON = ("config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,8 +58,9 @@ def diversity_report(model: str, other: str | None, form: str) -> str:
     lines += ["| model | circuit | area | k50 | k90 | k99 | effective rank |", "|---|---|---|---|---|---|---|"]
     curves = ["", "Mean curves, the share that k = 1, 2, ... directions capture:"]
     for folder in [model, other] if other else [model]:
+        stored = _stored(folder)
         for circuit in ("qk", "ov"):
-            found = head_diversity(folder, circuit, form)
+            found = head_diversity(stored, circuit, form)
             ks = " | ".join(f"{found.least(share).double().mean():.1f}" for share in _SHARES)
             lines.append(f"| {folder} | {circuit} | {_mean(found.area)} | {ks} | {found.effective_rank.mean():.1f} |")
             curves.append(f"{folder},{circuit}," + ",".join(f"{value:.4f}" for value in found.mean.tolist()))
@@ -88,6 +92,39 @@ def _new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
+def _require_intact(folder: str, *names: str) -> None:
+    """Raises an error that names the file of a folder that cannot be read: those of the libraries do not.
+
+    Looks at its weights and, where they exist, at the JSON files of these names.
+    """
+    if not Path(folder).is_dir():
+        return  # a name on the Hub, or nothing
+    for file in (Path(folder) / name for name in names):
+        with refused(OSError, ValueError, what=str(file)):
+            if file.exists() and not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+                raise DCFormerError(f"{file} holds no JSON object: copy or download it again.")
+    with refused(OSError):
+        for weights in [str(file) for file in sorted(Path(folder).glob("*.safetensors"))] or weight_files(folder, {}):
+            for _ in stored_tensors(weights):
+                pass
+
+
+def _config_file(folder: str) -> str:
+    """The file; of a name on the Hub, the name."""
+    file = Path(folder) / "config.json"
+    return str(file) if file.exists() else folder
+
+
+def _stored(folder: str) -> StoredModel:
+    _require_intact(folder, "config.json")
+    try:
+        return StoredModel(folder)
+    except DCFormerError as error:
+        if str(error).startswith(folder):
+            raise
+        raise DCFormerError(f"{_config_file(folder)}: {error}") from error
+
+
 def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
     from transformers import (
         AutoConfig,
@@ -97,7 +134,8 @@ def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
         AutoTokenizer,
     )
 
-    with refused(OSError, *CONFIG_ERRORS, what=folder):
+    _require_intact(folder, *_JSON)
+    with refused(OSError, *CONFIG_ERRORS, what=_config_file(folder)):
         config = AutoConfig.from_pretrained(folder)
     if is_image != hasattr(config, "patch_size"):
         reads, wants = ("texts", "--text") if is_image else ("images", "--image")
@@ -106,8 +144,17 @@ def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
     reader: Any = AutoImageProcessor if is_image else AutoTokenizer
     with refused(OSError, ValueError, KeyError, RuntimeError, what=folder):
         # in float32, whatever it is stored in: integrals of bfloat16 gradients do not add up
-        model = model_class.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-        return model, reader.from_pretrained(folder)
+        both = model_class.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
+    model, info = both
+    if missing := sorted(info["missing_keys"]):
+        raise DCFormerError(
+            f"{folder} lacks {len(missing)} parameters, {', '.join(missing[:3])}{', ...' if missing[3:] else ''}: "
+            f"expected all of a {type(model).__name__}."
+        )
+    with refused(OSError, ValueError, KeyError, RuntimeError, what=folder):
+        return model.eval(), reader.from_pretrained(folder)
 
 
 def _analyse(options: argparse.Namespace) -> None:
@@ -208,7 +255,7 @@ def _figures(
     entry = breakdown(found, number, "post", query, key)
     metrics["shown"]["terms"] = {term: part.tolist() for term, part in entry.terms.items()}
 
-    models = {options.model: model} | ({options.compare: options.compare} if options.compare else {})
+    models = {options.model: model} | ({options.compare: _stored(options.compare)} if options.compare else {})
     names = [Path(name).resolve().name for name in models]
     if len(set(names)) < len(names):
         names[1] += " (--compare)"

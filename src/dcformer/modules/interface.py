@@ -162,6 +162,11 @@ def _eager(*args: Any, **kwargs: Any) -> Any:
 
 
 def _chunked(*args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True needs attention maps, which attn_implementation='dcmha_chunked' never holds. Call "
+            "model.set_attn_implementation('dcmha')."
+        )
     return _attend(chunked_attention, *args, **kwargs)
 
 

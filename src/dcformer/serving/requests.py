@@ -24,19 +24,31 @@ _IGNORED: dict[str, dict[str, tuple[Any, ...]]] = {
         "functions": ([],),
         "logprobs": (False,),
         "modalities": (["text"],),
+        "moderation": (),
         "n": (1,),
         "prediction": (),
         "presence_penalty": (0,),
         "response_format": ({"type": "text"},),
         "tool_choice": ("auto", "none"),
         "top_logprobs": (0,),
+        "verbosity": ("medium",),
         "web_search_options": (),
     },
-    TEXT: {"best_of": (1,), "echo": (False,), "logprobs": (), "n": (1,), "presence_penalty": (0,)},
+    TEXT: {
+        "best_of": (1,),
+        "echo": (False,),
+        "logit_bias": ({},),
+        "logprobs": (),
+        "n": (1,),
+        "presence_penalty": (0,),
+    },
     RESPONSES: {
         "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
         "include": ([],),
         "max_tool_calls": (),
+        "moderation": (),
         "previous_response_id": (),
         "prompt": (),
         "text": ({"format": {"type": "text"}},),
@@ -58,6 +70,20 @@ _NUMBERS: dict[str, tuple[Any, float, float, str]] = {
     "frequency_penalty": ((int, float), -0.99, 2, "a number above -1, and at most 2"),
     "seed": (int, -(2**63), 2**63 - 1, "a whole number of 64 bits"),
 }
+# Other values: (types, types of the elements if it is a list, what was expected).
+_KINDS: dict[str, tuple[Any, Any, str]] = {
+    "chat_template_kwargs": (dict, None, "an object"),
+    "instructions": (str, None, "a text"),
+    "logit_bias": (dict, None, "an object of token ids and numbers"),
+    "stop": ((str, list), str, "a text or a list of texts"),
+    "suffix": (str, None, "a text"),
+    "tools": (list, dict, "a list of objects"),
+}
+# Parts of text in `input`, and the texts that an item about a tool has.
+_TEXTS = ("input_text", "output_text", "text")
+_TOOL_ITEMS = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
+# In `generation_config`: settings whose results the server cannot return, and the harmless value.
+_ONE_ANSWER = {"num_return_sequences": 1, "return_dict_in_generate": False}
 
 
 def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str, str] | None:
@@ -77,14 +103,20 @@ def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str
         return "messages", fault
     if path == TEXT and (not isinstance(body.get("prompt"), str) or not body["prompt"]):
         return "prompt", f"prompt={body.get('prompt')!r} must be a non-empty text."
-    if path == RESPONSES and not body.get("input"):
-        return "input", f"input={body.get('input')!r} must not be empty."
+    if path == RESPONSES and (fault := _input_fault(body.get("input"))):
+        return "input", fault
     for name, (kind, low, high, expected) in _NUMBERS.items():
         value = body.get(name)
         if value is None:
             continue
         if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
             return name, f"{name}={value!r} must be {expected}."
+    for name, (kind, elements, expected) in _KINDS.items():
+        value = body.get(name)
+        if value is not None and not _is_a(value, kind, elements):
+            return name, f"{name}={value!r} must be {expected}."
+    if (fault := _generation_fault(body.get("generation_config"))) is not None:
+        return "generation_config", fault
     for name, harmless in (_IGNORED[path] | dict.fromkeys(ignored, ())).items():
         value = body.get(name)
         if value is not None and value not in harmless:
@@ -92,26 +124,113 @@ def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str
     return None
 
 
+def _is_a(value: Any, kind: Any, elements: Any = None) -> bool:
+    return isinstance(value, kind) and not (isinstance(value, list) and any(not isinstance(v, elements) for v in value))
+
+
+def _generation_fault(text: Any) -> str | None:
+    if text is None:
+        return None
+    try:
+        settings = json.loads(text) if isinstance(text, str) else None
+    except ValueError as error:
+        return f"generation_config={text!r} is no JSON: {error}."
+    if not isinstance(settings, dict):
+        return f"generation_config={text!r} must be a text that holds a JSON object."
+    for name, harmless in _ONE_ANSWER.items():
+        if settings.get(name) not in (None, harmless):
+            return f"generation_config has {name}={settings[name]!r}, but an answer is one text: leave it out."
+    return None
+
+
 def _messages_fault(messages: Any) -> str | None:
     if not isinstance(messages, list) or not messages:
         return f"messages={messages!r} must be a list of at least one message."
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"messages[{i}]={message!r} must be an object with a role."
-        content = message.get("content")
-        if content is None or isinstance(content, str):
-            continue
-        if not isinstance(content, list):
-            return f"messages[{i}].content={content!r} must be a text, or a list of parts."
-        for part in content:
-            is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            if not is_text:  # the server would drop it
-                return f"messages[{i}].content has a part {part!r}: expected a type 'text' and a text, nothing else."
+        if fault := _message_fault(f"messages[{i}]", message, ("text",)):
+            return fault
+        if (calls := message.get("tool_calls")) is not None and (fault := _calls_fault(f"messages[{i}]", calls)):
+            return fault
     return None
 
 
+def _message_fault(name: str, message: Any, kinds: tuple[str, ...]) -> str | None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return f"{name}={message!r} must be an object with a role."
+    return _content_fault(f"{name}.content", message.get("content"), kinds)
+
+
+def _content_fault(name: str, content: Any, kinds: tuple[str, ...]) -> str | None:
+    if content is None or isinstance(content, str):
+        return None
+    if not isinstance(content, list):
+        return f"{name}={content!r} must be a text, or a list of parts."
+    return _parts_fault(name, content, kinds)
+
+
+def _parts_fault(name: str, parts: Any, kinds: tuple[str, ...]) -> str | None:
+    if not isinstance(parts, list):
+        return f"{name}={parts!r} must be a list of parts."
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get("text"), str)):
+            types = " or ".join(map(repr, kinds))  # the server would drop others
+            return f"{name} has a part {part!r}: expected a type {types} and a text, nothing else."
+    return None
+
+
+def _calls_fault(name: str, calls: Any) -> str | None:
+    if not _is_a(calls, list, dict):
+        return f"{name}.tool_calls={calls!r} must be a list of objects."
+    for call in calls:
+        function = call.get("function") or call
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str | dict):
+            return f"{name}.tool_calls has a call {call!r}: expected a function with arguments."
+    return None
+
+
+def _input_fault(given: Any) -> str | None:
+    """What is wrong with the input of a response: a text, the parts of one message, or messages and calls of tools."""
+    if not isinstance(given, str | list) or not given:
+        return f"input={given!r} must be a text or a list, and not empty."
+    if isinstance(given, str):
+        return None
+    if not isinstance(given[0], dict) or "role" not in given[0]:
+        return _parts_fault("input", given, _TEXTS)
+    return next(filter(None, (_item_fault(f"input[{i}]", item) for i, item in enumerate(given))), None)
+
+
+def _item_fault(name: str, item: Any) -> str | None:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "reasoning":
+        return _parts_fault(f"{name}.content", item.get("content") or [], ("reasoning_text",))
+    if kind not in _TOOL_ITEMS or "role" in item:
+        return _message_fault(name, item, _TEXTS)
+    for field in _TOOL_ITEMS[kind]:
+        if not isinstance(item.get(field), str):
+            return f"{name}.{field}={item.get(field)!r} must be a text."
+    return None
+
+
+def without_empty(path: str, body: Any) -> Any:
+    """A faultless body without what asks for nothing: the server fails on it, or drops the text beside it."""
+    if not isinstance(body, dict):
+        return body
+    body = dict(body)
+    if isinstance(body.get("stop"), list):
+        body["stop"] = [text for text in body["stop"] if text]
+    optional = [(body, name) for name in ("stop", "logit_bias", "chat_template_kwargs")]
+    optional += [(message, "tool_calls") for message in (body["messages"] if path == CHAT else ())]
+    for owner, name in optional:
+        if not owner.get(name):
+            owner.pop(name, None)
+    return body
+
+
 class RequestChecks:
-    """ASGI middleware: status 400 for faulty requests, and for values that the server itself refuses later."""
+    """ASGI middleware: status 400 for faulty requests, and for values that the server itself refuses later.
+
+    Of the others, what asks for nothing is left out (`without_empty`).
+    """
 
     def __init__(self, app: Callable, ignored: Collection[str] = ()):
         self.app, self.ignored = app, ignored
@@ -129,12 +248,14 @@ class RequestChecks:
             content += message.get("body", b"")
             more = message.get("more_body", False)
         try:
-            fault = find_fault(scope["path"], json.loads(content), self.ignored)
+            body = json.loads(content)
         except ValueError:
-            fault = None  # not JSON: the server reports it
-        if fault is not None:
-            await _refuse(send, *fault)
-            return
+            pass  # not JSON: the server reports it
+        else:
+            if fault := find_fault(scope["path"], body, self.ignored):
+                await _refuse(send, *fault)
+                return
+            content = json.dumps(without_empty(scope["path"], body)).encode()
 
         is_replayed = is_started = False
 
