@@ -1,16 +1,20 @@
-"""Which learning rate composition wants, where it can be seen in seconds: to find the fact of a person.
+"""Which learning rate composition wants: the search for a person's fact, learned by a model of two layers.
 
-    python benchmarks/composition_rates.py --rates plain 1 0.1 rule --seeds 0 1
+    python benchmarks/composition_rates.py             # what is missing of the runs, then the table
+    python benchmarks/composition_rates.py --sizes wide --ways plain 1 --seeds 0 --output runs/look.json   # a look
+    python benchmarks/composition_rates.py --report    # the table of what is done
 
-"Anna visited Paris. Boris visited Rome. Boris saw" is answered by a model of two layers; chance is a loss of 0.693. For
-each rate of composition's parameters relative to the others' ("rule": `composition_rate_ratios`; "plain": a model
-without composition) and each seed it prints the mean loss of every 50 steps, as JSON. One thread.
+"Anna visited Paris. Boris visited Rome. Boris saw" is to be answered; chance is a loss of 0.693. For every way to
+choose the rates of composition's parameters (`WAYS`), every rate of the other parameters and every seed, the mean loss
+of each 50 steps is written to the results as soon as the run is done; no run is made twice. One core a run.
 """
 
 import argparse
 import json
 import random
+import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,10 +24,44 @@ from dcformer.optimization import composition_rate_ratios
 from dcformer.synthetic.vocabulary import COUNTRY_TO_CITIES, NAMES, entities
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from study import VARIANTS, about_runs, as_trained, read_runs, spread, write_text
 from synthetic_rows import collate, token_ids
 
-ROWS, TOKENS, WINDOW, LEARNING_RATE, WARMUP = 48, 22, 8, 2e-3, 50
-PLAIN = {"compose_pre": False, "compose_post": False, "compose_query": False, "compose_key": False}
+RESULTS = Path(__file__).resolve().parent / "results" / "composition_rates.json"
+TOKENS, WINDOW, WARMUP, STEPS, MEAN = 22, 8, 50, 250, 50
+DECAY = 0.1
+# What composition's parameters have, relative to the rate of the others: one ratio for all of them, or for some.
+WAYS = {
+    "plain": "no composition",
+    "1": "1",
+    "0.1": "0.1",
+    "0.02": "0.02",
+    "rule": "by initial values",
+    "qkw": "`qkw` 0.1, others 1",
+    "gate_proj.weight": "gates 0.1, others 1",
+    "dw1_proj.weight": "`dw1` 0.1, others 1",
+    "decay": f"1, with weight decay {DECAY} on composition",
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, the rows of a step, the rates and the ways that are tried on it."""
+
+    width: int
+    heads: int
+    std: float  # of ordinary matrices before training
+    rows: int
+    rates: tuple[float, ...]
+    ways: tuple[str, ...] = tuple(WAYS)
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+SIZES = {
+    "narrow": Size(128, 8, 0.06, 48, (1e-3, 2e-3, 4e-3)),
+    # the paper's width, heads, initialisation and peak rate; four minutes a run
+    "wide": Size(1024, 16, 0.02, 16, (3e-4,), ("plain", "1", "0.1", "rule"), (0, 1)),
+}
 
 
 def make_row(rng: random.Random) -> dict[str, list[int]]:
@@ -47,53 +85,132 @@ def make_row(rng: random.Random) -> dict[str, list[int]]:
     }
 
 
-def run(rate: str, seed: int, steps: int) -> list[float]:
-    """Mean loss of every 50 steps."""
-    torch.manual_seed(seed)
+def make_model(size: Size, way: str) -> dcformer.DCFormerForCausalLM:
+    """The model before training."""
     config = dcformer.DCFormerConfig(
         vocab_size=288,
-        hidden_size=128,
-        intermediate_size=352,
+        hidden_size=size.width,
+        intermediate_size=11 * size.width // 4,
         num_hidden_layers=2,
-        num_attention_heads=8,
+        num_attention_heads=size.heads,
         sliding_window=WINDOW,
         max_position_embeddings=512,
-        initializer_range=0.06,
+        initializer_range=size.std,
         pad_token_id=0,
         attn_implementation="eager",
-        **(PLAIN if rate == "plain" else {}),
+        **(VARIANTS["plain"].switches if way == "plain" else {}),
     )
     model = dcformer.DCFormerForCausalLM(config)
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)
-    ratios = composition_rate_ratios(config)
-    if rate not in ("rule", "plain"):
-        ratios = dict.fromkeys(ratios, float(rate))
-    groups = dcformer.parameter_groups(model, LEARNING_RATE, 0.1, ratios)
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98))
+    return model
+
+
+def make_groups(model: dcformer.DCFormerForCausalLM, way: str, rate: float) -> list[dict]:
+    """Parameter groups with the rates, and the weight decay, of a way."""
+    own = composition_rate_ratios(model.config)
+    if way == "rule":
+        ratios = own
+    elif way in own:
+        ratios = {way: 0.1}
+    else:
+        ratios = dict.fromkeys(own, 1.0 if way in ("plain", "decay") else float(way))
+    groups = dcformer.parameter_groups(model, rate, DECAY, ratios)
+    if way == "decay":
+        for group in groups:
+            if group["name"].startswith("compose."):
+                group["weight_decay"] = DECAY
+    return groups
+
+
+def train(settings: dict, folder: str) -> dict:
+    """One run: its settings and the mean loss of every 50 steps."""
+    torch.set_num_threads(1)
+    torch.manual_seed(settings["seed"])
+    size = SIZES[settings["size"]]
+    model = make_model(size, settings["way"])
+    groups = make_groups(model, settings["way"], settings["rate"])
+    optimizer = torch.optim.AdamW(groups, lr=settings["rate"], betas=(0.9, 0.98))
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
-    rng, losses = random.Random(seed), []
-    for _ in range(steps):
-        loss = model(**collate([make_row(rng) for _ in range(ROWS)], WINDOW), use_cache=False).loss
+    rng, losses = random.Random(settings["seed"]), []
+    for _ in range(settings["steps"]):
+        loss = model(**collate([make_row(rng) for _ in range(size.rows)], WINDOW), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         warmup.step()
         losses.append(loss.item())
-    return [round(sum(losses[start : start + 50]) / 50, 3) for start in range(0, steps - 49, 50)]
+    return settings | {"losses": [round(statistics.mean(losses[i : i + MEAN]), 4) for i in range(0, len(losses), MEAN)]}
 
 
-def main() -> None:
+def _cell(runs: list[dict], at: int) -> str:
+    """Mean over seeds of the loss of 50 steps, with its spread."""
+    losses = [run["losses"][at] for run in runs]
+    return f"{statistics.mean(losses):.3f}" + (f" ± {spread(losses):.3f}" if len(losses) > 1 else "")
+
+
+def table(runs: list[dict]) -> str:
+    """For every size, way and rate the losses of the last 50 steps and of those before, in Markdown."""
+    lines = []
+    for name, size in SIZES.items():
+        of_size = [run for run in runs if run["size"] == name]
+        if not of_size:
+            continue
+        seeds = sorted({run["seed"] for run in of_size})
+        lines += [
+            f"Width {size.width}, {size.heads} heads, {size.rows} rows a step; seeds {', '.join(map(str, seeds))}: "
+            f"mean loss of the last {MEAN} of {of_size[0]['steps']} steps, and of the {MEAN} before, with the "
+            "standard deviation over seeds.",
+            "",
+            "| rate of composition, relative to the others' | " + " | ".join(f"{rate:g}" for rate in size.rates) + " |",
+            "|---|" + "---|" * len(size.rates),
+        ]
+        for way in size.ways:
+            cells = []
+            for rate in size.rates:
+                found = [run for run in of_size if (run["way"], run["rate"]) == (way, rate)]
+                cells.append(f"{_cell(found, -1)}; {_cell(found, -2)}" if found else "")
+            lines.append(f"| {WAYS[way]} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", default=["plain", "1", "0.1", "0.02", "rule"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--steps", type=int, default=250)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    for seed in arguments.seeds:
-        for rate in arguments.rates:
-            losses = run(rate, seed, arguments.steps)
-            print(json.dumps({"rate": rate, "seed": seed, "losses": losses}), flush=True)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the file of all runs")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--seeds", nargs="+", type=int, help="those of the size when not given")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"a multiple of {MEAN} (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    options = parser.parse_args(arguments)
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers}: expected more than 0")
+    if options.steps < 2 * MEAN or options.steps % MEAN:
+        parser.error(f"--steps {options.steps}: expected a multiple of {MEAN}, at least {2 * MEAN}")
+    try:
+        runs = [run for run in read_runs(options.output) if run["steps"] == options.steps]
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    wanted = [
+        {"size": name, "way": way, "rate": rate, "seed": seed, "steps": options.steps}
+        for name in options.sizes
+        for seed in options.seeds or SIZES[name].seeds
+        for way in SIZES[name].ways
+        if way in options.ways
+        for rate in SIZES[name].rates
+    ]
+    missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in runs)]
+    print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {options.output}", flush=True)
+    if missing and not options.report:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        for run in as_trained(train, missing, options.workers):
+            runs.append(run)
+            runs.sort(key=lambda r: (list(SIZES).index(r["size"]), list(WAYS).index(r["way"]), r["rate"], r["seed"]))
+            lines = ",\n".join(json.dumps(run) for run in runs)
+            write_text(options.output, f'{{"about": {json.dumps(about_runs())},\n"runs": [\n{lines}\n]}}\n')
+    print(table(runs))
 
 
 if __name__ == "__main__":

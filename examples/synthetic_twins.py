@@ -7,7 +7,8 @@
 
 Every variant of `train_synthetic.py` gets the same rows, stages, steps and rates: each rate of `RATES` with seed 0, and
 the other seeds at the variant's own best. The rate is constant, as in the recipe before its decay. Measured every 200
-steps is the accuracy on validation questions, none of which is trained on; its mean over the run tells the best rate.
+steps are accuracy and loss on validation questions, none of which is trained on; the mean accuracy over the run tells
+the best rate.
 At the end each attention pattern is asked for on its own, with questions of the test split.
 """
 
@@ -16,9 +17,10 @@ import json
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -116,6 +118,7 @@ def train(run: Run, folder: Path, steps: int) -> dict:
         "minutes": report["minutes"],
         "curve": [[line["step"], line["alone"]] for line in report["curve"]],
         "losses": [[line["step"], line["stage"], line["loss"]] for line in report["curve"]],
+        "held_out_losses": [[line["step"], line["alone_loss"]] for line in report["curve"]],
         "patterns": by_pattern(model, tokenizer),
     }
 
@@ -163,36 +166,56 @@ def steps_to(run: dict, mark: float) -> int | None:
     return reached
 
 
-def _steps_cell(runs: list[dict], mark: float) -> str:
-    steps = sorted(found for run in runs if (found := steps_to(run, mark)) is not None)
-    never = len(runs) - len(steps)
-    told = [f"{step:,}" for step in steps] + [f"over {runs[0]['steps']:,}"] * never
-    return "; ".join(told)
+def first_stage(run: dict) -> int | None:
+    """The first validation at which the easiest rows had been learned; None if there is none, or it was not noted."""
+    return next((step for step, stage, _ in run.get("losses", []) if stage), None)
+
+
+def _steps_cell(runs: list[dict], reached: Callable[[dict], int | None]) -> str:
+    """Steps until something is reached, seed by seed."""
+    return "; ".join(f"over {run['steps']:,}" if (step := reached(run)) is None else f"{step:,}" for run in runs)
+
+
+def _final_cell(values: Sequence[float | None], form: str, unit: str = "") -> str:
+    """What the runs end with, seed by seed, and their mean with its spread; "-" where it was not measured."""
+    told = ", ".join("-" if value is None else f"{value:{form}}" for value in values) + unit
+    values = [value for value in values if value is not None]
+    if len(values) < 2:
+        return told
+    return f"{told} (mean {statistics.mean(values):{form}} ± {spread(values):{form}})"
 
 
 def table(done: dict[Run, dict]) -> str:
     """Every variant at its best rate, and all rates with the first seed, in Markdown."""
     marks = " | ".join(f"steps to {100 * mark:.0f} %" for mark in MARKS)
     lines = [
-        f"| | parameters | rate | seeds | accuracy at the end | {marks} | CPU minutes |",
-        "|---|---|---|---|---|" + "---|" * len(MARKS) + "---|",
+        "Every variant at its best rate, seed by seed. Steps are those of the first validation, one in "
+        f"{VALIDATE_STEPS}, that has reached it.",
+        "",
+        f"| | parameters | rate | seeds | accuracy at the end | loss at the end | steps to the second stage | {marks} "
+        "| CPU minutes |",
+        "|---|---|---|---|---|---|---|" + "---|" * len(MARKS) + "---|",
     ]
     for variant, label in LABELS.items():
         if (rate := best_rate(variant, done)) is None:
             continue
         runs = _at_rate(variant, rate, done)
-        final = [100 * run["curve"][-1][1] for run in runs]
-        told = ", ".join(f"{value:.1f}" for value in final)
-        within = f" (mean {statistics.mean(final):.1f} ± {spread(final):.1f})" if len(final) > 1 else ""
+        accuracies = _final_cell([100 * run["curve"][-1][1] for run in runs], ".1f", " %")
+        measured = [run["held_out_losses"][-1][1] if "held_out_losses" in run else None for run in runs]
+        losses = _final_cell(measured, ".2f")
         minutes = statistics.mean(run["minutes"] for run in runs)
-        cells = [label, f"{runs[0]['parameters']:,}", f"{rate:g}", str(len(runs)), f"{told} %{within}"]
-        cells += [_steps_cell(runs, mark) for mark in MARKS] + [f"{minutes:.0f}"]
+        cells = [label, f"{runs[0]['parameters']:,}", f"{rate:g}", ", ".join(str(run["seed"]) for run in runs)]
+        cells += [accuracies, losses, _steps_cell(runs, first_stage)]
+        cells += [_steps_cell(runs, partial(steps_to, mark=mark)) for mark in MARKS] + [f"{minutes:.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "Seed 0 at each rate: accuracy at the end, and its mean over the run.", ""]
+    lines += ["", "Seed 0 at each rate: accuracy at the end, its mean over the run, and steps to the second stage.", ""]
     lines += ["| | " + " | ".join(f"{rate:g}" for rate in RATES) + " |", "|---|" + "---|" * len(RATES)]
     for variant, label in LABELS.items():
         found = [done.get(Run(variant, rate, SEEDS[0])) for rate in RATES]
-        cells = [f"{run['curve'][-1][1]:.1%}, {quality(run):.1%}" if run else "" for run in found]
+        cells = [
+            f"{run['curve'][-1][1]:.1%}, {quality(run):.1%}; {_steps_cell([run], first_stage)}" if run else ""
+            for run in found
+        ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines + _pattern_lines(done)) + "\n"
 
@@ -221,14 +244,14 @@ def _pattern_lines(done: dict[Run, dict]) -> list[str]:
 
 
 def picture(done: dict[Run, dict], file: Path) -> None:
-    """Accuracy against steps and against operations, a line for each run at its variant's best rate so far, in SVG."""
+    """Accuracy and loss against steps and operations, a line for each run at its variant's best rate so far, in SVG."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = "twins"  # the same file from the same runs
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), sharex="col", sharey="row", layout="constrained")
     styles = ("-", "-.", "--", ":", (0, (5, 1, 1, 1, 1, 1)))
     for (variant, label), color, style in zip(LABELS.items(), pyplot.cm.tab10.colors, styles, strict=False):
         first = [run for rate in RATES if (run := Run(variant, rate, SEEDS[0])) in done]
@@ -236,16 +259,18 @@ def picture(done: dict[Run, dict], file: Path) -> None:
             continue
         rate = max(first, key=lambda run: quality(done[run])).rate  # the best so far
         for run in _at_rate(variant, rate, done):
-            steps, accuracy = zip(*run["curve"], strict=True)
-            scales = (1.0, run["flops_per_step"])
-            for axis, scale in zip(axes, scales, strict=True):
-                axis.plot([step * scale for step in steps], [100 * a for a in accuracy], color=color, ls=style, lw=1.4,
-                          label=f"{label}, {rate:g}" if run["seed"] == SEEDS[0] else None)  # fmt: skip
-    axes[0].set(xlabel="steps", ylabel="validation accuracy, %")
-    axes[1].set(xlabel="operations of training")
-    if axes[0].lines:
-        axes[0].legend(fontsize=8, frameon=False)
-    for axis in axes:
+            name = f"{label}, {rate:g}" if run["seed"] == SEEDS[0] else None
+            measured = (run["curve"], 100), (run.get("held_out_losses", []), 1)
+            for row, (curve, unit) in zip(axes, measured, strict=True):
+                for axis, scale in zip(row, (1, run["flops_per_step"]), strict=True):
+                    values = [value * unit for _, value in curve]
+                    axis.plot([step * scale for step, _ in curve], values, color=color, ls=style, lw=1.4, label=name)
+    axes[0, 0].set(ylabel="validation accuracy, %")
+    axes[1, 0].set(xlabel="steps", ylabel="validation loss, nats an answer", yscale="log")
+    axes[1, 1].set(xlabel="operations of training")
+    if axes[0, 0].lines:
+        axes[0, 0].legend(fontsize=8, frameon=False)
+    for axis in axes.flat:
         axis.grid(color="0.9")
     save_figure(figure, file)
 

@@ -258,7 +258,7 @@ def train(variant: str, arguments: argparse.Namespace, tokenizer) -> dict:
     checkpoint = check_settings(folder, settings, arguments.resume)
     set_seed(arguments.seed)
     model = make_model(tokenizer, attn_implementation=arguments.attention, **VARIANTS[variant])
-    groups = parameter_groups(model, arguments.learning_rate, arguments.weight_decay, ratios={})  # one rate for all
+    groups = parameter_groups(model, arguments.learning_rate, arguments.weight_decay)
     validation = {
         "alone": make_data("validation", 4, 1, arguments.seed, tokenizer),
         "in_context": make_data("validation", 2, 1 + EXAMPLES, arguments.seed, tokenizer),

@@ -57,7 +57,8 @@ def test_every_trainable_parameter_is_in_one_group(fields):
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 def test_rates_and_decay_by_name(fields):
     model = DCFormerForCausalLM(tiny_config(**fields))
-    settings = {id(p): group for group in parameter_groups(model, lr=1e-3, weight_decay=0.1) for p in group["params"]}
+    groups = parameter_groups(model, lr=1e-3, weight_decay=0.1, ratios="initial")
+    settings = {id(p): group for group in groups for p in group["params"]}
     ratios = composition_rate_ratios(model.config)
     for name, parameter in model.named_parameters():
         group, is_composition = settings[id(parameter)], ".compose." in name
@@ -97,7 +98,10 @@ def test_own_ratios_and_what_is_refused():
     model = DCFormerForCausalLM(tiny_config())
     rates = {group["name"]: group["lr"] for group in parameter_groups(model, 1e-3, ratios={"qkw": 0.1})}
     assert rates["compose.qkw"] == pytest.approx(1e-4) and rates["compose.dw1_proj"] == rates["matrices"] == 1e-3
-    assert {group["lr"] for group in parameter_groups(model, 1e-3, ratios={})} == {1e-3}
+    for one_rate in ({}, None):
+        assert {group["lr"] for group in parameter_groups(model, 1e-3, ratios=one_rate)} == {1e-3}
+    with pytest.raises(ValueError, match="ratios='rule': expected 'initial'"):
+        parameter_groups(model, 1e-3, ratios="rule")
     for lr in (0, -1e-3, math.nan, math.inf):
         with pytest.raises(ValueError, match=f"lr={lr}"):
             parameter_groups(model, lr)
@@ -167,7 +171,7 @@ def test_rates_of_each_part_follow_what_it_starts_with(name):
     torch.manual_seed(0)
     make, ordinary = OTHERS[name]
     model = make()
-    groups = parameter_groups(model, lr=1e-3, weight_decay=0.1)
+    groups = parameter_groups(model, lr=1e-3, weight_decay=0.1, ratios="initial")
     found = [id(parameter) for group in groups for parameter in group["params"]]
     assert len(found) == len(set(found)) and set(found) == {id(parameter) for parameter in model.parameters()}
     group_of = {id(parameter): group for group in groups for parameter in group["params"]}
@@ -195,10 +199,12 @@ def test_one_rate_without_composition():
 def test_zero_init_and_gates_from_zero_have_rates():
     """What starts at 0 to begin as plain attention is trained at the rate that it would have otherwise."""
     models = (convert_attention(LlamaForCausalLM(LlamaConfig(**LLAMA))), OTHERS["converted"][0]())
-    rates = [{group["name"]: group["lr"] for group in parameter_groups(model, lr=1e-3)} for model in models]
+    rates = [
+        {group["name"]: group["lr"] for group in parameter_groups(model, lr=1e-3, ratios="initial")} for model in models
+    ]
     assert rates[0] == rates[1] and rates[0]["compose.qkw"] < 1e-4
     from_zero = DCViTForImageClassification(DCViTConfig(**VIT, compose_gate_init=0.0))
-    assert all(group["lr"] > 0 for group in parameter_groups(from_zero, lr=1e-3))
+    assert all(group["lr"] > 0 for group in parameter_groups(from_zero, lr=1e-3, ratios="initial"))
 
 
 @pytest.mark.parametrize(
@@ -211,13 +217,13 @@ def test_with_adapters(options):
     peft = pytest.importorskip("peft")
     plain = DCFormerForCausalLM(tiny_config())
     adapted = peft.get_peft_model(copy.deepcopy(plain), peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options))
-    groups = {group["name"]: group for group in parameter_groups(adapted, lr=1e-3)}
+    groups = {group["name"]: group for group in parameter_groups(adapted, lr=1e-3, ratios="initial")}
     found = [id(parameter) for group in groups.values() for parameter in group["params"]]
     assert sorted(found) == sorted(id(parameter) for parameter in adapted.parameters() if parameter.requires_grad)
     names = {id(parameter): name for name, parameter in adapted.named_parameters()}
     assert any("lora_A" in names[id(parameter)] for parameter in groups["matrices"]["params"])
     assert groups["matrices"]["weight_decay"] == 0.1
-    rates = {group["name"]: group["lr"] for group in parameter_groups(plain, lr=1e-3)}
+    rates = {group["name"]: group["lr"] for group in parameter_groups(plain, lr=1e-3, ratios="initial")}
     trained = {name for name in groups if name.startswith("compose.")}
     saved = {"compose": {"compose.qkw", "compose.dw1_proj", "compose.gate_proj"}, "gate_proj": {"compose.gate_proj"}}
     assert trained == (saved[options["modules_to_save"][0]] if options else set())
@@ -233,7 +239,7 @@ def test_trainer_takes_them_in_one_line(tmp_path):
         rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, model.config.vocab_size, (8, 12))]
         options = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "steps"}
         args = TrainingArguments(str(tmp_path), max_steps=4, save_steps=steps_saved, warmup_steps=2, **options)
-        optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2))
+        optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2, ratios="initial"))
         trainer = Trainer(model, args, train_dataset=rows, optimizers=(optimizer, None))
         trainer.train(resume_from_checkpoint=resume)
         initial = {group["name"]: group["initial_lr"] for group in optimizer.param_groups}

@@ -67,8 +67,26 @@ def test_table_says_what_was_not_reached():
     runs = [*all_rates(), a_run("plain", 1e-3, 1, [0.1, 0.2, 0.3])]
     told = twins.table(twins.finished(runs))
     row = next(line for line in told.splitlines() if line.startswith(f"| {twins.LABELS['plain']} | 10"))
-    assert "| 0.001 | 2 |" in row and "80.0, 30.0 % (mean 55.0 ± 35.4)" in row
+    assert "| 0.001 | 0, 1 |" in row and "80.0, 30.0 % (mean 55.0 ± 35.4)" in row
     assert "200; over 600" in row and "600; over 600" in row
+
+
+def test_table_keeps_the_order_of_seeds():
+    """Of every column, whichever seed is first to reach something."""
+    runs = [run for run in all_rates() if run["variant"] != "plain"]
+    runs += [a_run("plain", rate, 0, [0.1, 0.2, 0.6]) for rate in twins.RATES]
+    runs[-4]["losses"] = [[200, 0, 0.6], [400, 0, 0.3], [600, 1, 0.2]]
+    runs += [a_run("plain", twins.RATES[0], 1, [0.6, 0.7, 0.8]) | {"losses": [[200, 1, 0.2]]}]
+    told = twins.table(twins.finished(runs))
+    row = next(line for line in told.splitlines() if line.startswith(f"| {twins.LABELS['plain']} | 10"))
+    assert "| 600; 200 | 600; 200 | over 600; 600 | over 600; over 600 |" in row and "| 60.0, 80.0 %" in row
+
+
+def test_table_has_the_losses_that_were_measured():
+    runs = [run | {"held_out_losses": [[200, 3.0], [400, 0.5]]} for run in all_rates()]
+    runs += [a_run("plain", 1e-3, 1, [0.1]) | {"held_out_losses": [[200, 1.5]]}, a_run("plain", 1e-3, 2, [0.1])]
+    told = twins.table(twins.finished(runs))
+    assert "| 0.50, 1.50, - (mean 1.00 ± 0.71) |" in told and told.count("| 0.50 |") == len(twins.LABELS) - 1
 
 
 def test_table_has_patterns_of_the_best_rate():
@@ -102,6 +120,8 @@ def test_runs_are_added_and_kept(tmp_path, capsys):
     results = tmp_path / "docs" / "results.json"
     first = json.loads(results.read_text())["runs"]
     assert len(first) == 1 and first[0]["curve"][-1][0] == 2 and first[0]["losses"] == [[2, 0, None]]
+    [[step, loss]] = first[0]["held_out_losses"]
+    assert step == 2 and 1 < loss < 20
     assert first[0]["patterns"].keys() == {task.pattern for task in twins.TASKS}
     twins.main([*options, "--limit=2", "--workers=2"])
     three = json.loads(results.read_text())["runs"]

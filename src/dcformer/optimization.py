@@ -1,12 +1,12 @@
 """Learning rates for models with composition: parameter groups for any of PyTorch's optimizers.
 
-Whether lower rates help is open: docs/training.md has what was measured. One rate for all is the default everywhere.
+One rate for all is the default: where it was measured (docs/training.md), lower rates of composition gained nothing.
 """
 
 import math
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -24,9 +24,9 @@ def composition_rate_ratios(config: Any) -> dict[str, float]:
     """Learning rates of composition's parameters, relative to that of ordinary matrices.
 
     Adam moves an entry by up to the learning rate a step, however small the entry is. Composition starts with entries
-    that are much smaller than those of other matrices (`compose_init_std`; for `qkw` some hundred times), so at one
-    rate for all they are overwritten within the first steps. These ratios keep the relative change of a step no larger
-    than that of an ordinary matrix: std of a parameter / std of ordinary matrices, at most 1.
+    that are much smaller than those of other matrices (`compose_init_std`; for `qkw` some hundred times). These ratios
+    keep the relative change of a step no larger than that of an ordinary matrix: std of a parameter / std of ordinary
+    matrices, at most 1.
 
     Args:
         config: a `DCFormerConfig` or `DCViTConfig`, or anything with their fields of composition. Ordinary matrices
@@ -70,9 +70,12 @@ def _settings_of(composition: DCFormerCompose, owners: list[nn.Module]) -> Simpl
 
 
 def parameter_groups(
-    model: nn.Module, lr: float, weight_decay: float = 0.1, ratios: dict[str, float] | None = None
+    model: nn.Module,
+    lr: float,
+    weight_decay: float = 0.1,
+    ratios: dict[str, float] | Literal["initial"] | None = None,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer, with learning rates of their own for composition.
+    """Parameter groups for an optimizer, composition apart: without weight decay, and with its own rates if asked for.
 
     For training from scratch. One line for `transformers.Trainer`; its schedule scales every group's own rate:
 
@@ -85,8 +88,8 @@ def parameter_groups(
         weight_decay: of matrices outside composition, embeddings of tokens included. Composition, norms, biases and
             head embeddings, which act as biases or scales, get none.
         ratios: learning rates of composition's parameters relative to `lr`, by their name within `DCFormerCompose`; 1
-            for those that it leaves out, so {} means `lr` for all of them. When not given, `composition_rate_ratios` of
-            each composed part: of its own sizes, and of the configuration of the innermost model that it is in.
+            for those that it leaves out, and for all of them when not given. "initial": `composition_rate_ratios` of
+            each composed part, of its own sizes and of the configuration of the innermost model that it is in.
 
     Returns:
         groups with "params", "lr", "weight_decay" and "name": "matrices", "vectors" (norms, biases, head embeddings)
@@ -97,11 +100,14 @@ def parameter_groups(
         ValueError: when `lr` or a ratio is not a number above 0, `weight_decay` none of at least 0, or a ratio is of no
             parameter of composition.
     """
-    if not (0 < lr < math.inf) or any(not 0 < ratio < math.inf for ratio in (ratios or {}).values()):
+    if isinstance(ratios, str) and ratios != "initial":
+        raise ValueError(f"ratios={ratios!r}: expected 'initial', or ratios by name.")
+    by_initial_values, ratios = ratios == "initial", {} if ratios is None or isinstance(ratios, str) else ratios
+    if not (0 < lr < math.inf) or any(not 0 < ratio < math.inf for ratio in ratios.values()):
         raise ValueError(f"lr={lr} and ratios={ratios}: expected numbers above 0.")
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay={weight_decay}: expected a number of at least 0.")
-    if unknown := [name for name in ratios or {} if name not in _NAMES]:
+    if unknown := [name for name in ratios if name not in _NAMES]:
         raise ValueError(f"ratios name {unknown[0]!r}: expected some of {', '.join(_NAMES)}.")
 
     modules = dict(model.named_modules())
@@ -111,7 +117,7 @@ def parameter_groups(
             continue
         parts = path.split(".") if path else []
         owners = [modules[".".join(parts[:i])] for i in reversed(range(len(parts)))]
-        own = composition_rate_ratios(_settings_of(module, owners)) if ratios is None else ratios
+        own = composition_rate_ratios(_settings_of(module, owners)) if by_initial_values else ratios
         for inner, parameter in module.named_parameters():
             if (name := _WRAPPERS.sub("", inner)) in _NAMES:
                 composition[id(parameter)] = name, own.get(name, 1.0)

@@ -319,7 +319,7 @@ def test_mixed_precision_is_close_to_full(make_model, images):
 
 def test_groups_for_optimizers(make_model):
     model = make_model()
-    groups = parameter_groups(model, lr=1e-3)
+    groups = parameter_groups(model, lr=1e-3, ratios="initial")
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     ratio = {group["name"]: group["lr"] / 1e-3 for group in groups}
     assert ratio["compose.qkw"] < 0.05 and ratio["matrices"] == 1

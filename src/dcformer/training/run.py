@@ -257,7 +257,7 @@ class _Trainer(SFTTrainer):
         if self.optimizer is None and getattr(self.args, "compose_rates", False):
             chosen = self.model if model is None else model
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, chosen)
-            groups = parameter_groups(chosen, self.args.learning_rate, self.args.weight_decay)
+            groups = parameter_groups(chosen, self.args.learning_rate, self.args.weight_decay, "initial")
             self.optimizer = optimizer_class(groups, **options)
         return super().create_optimizer(model)
 
