@@ -247,6 +247,11 @@ _CHUNKS = Fallback(
     "composed_attention(..., chunk_bytes=...); for models `_LEAST_BYTES` in kernels/launch.py",
     partial(_gain, section_name="kernels", name=f"kernels {SIZE} chunks"),
 )
+_GIVEN = Fallback(
+    "`weights` stores P first and `back_1` reads it, as above 32 heads: 14 passes instead of 12",
+    "`GIVEN_ABOVE = 0` in kernels/launch.py",
+    partial(_gain, section_name="kernels", name=f"kernels {SIZE} given"),
+)
 TO_SETTLE = (
     Row(
         "8 warps per multiprocessor hide too little of what they wait for",
@@ -265,7 +270,7 @@ TO_SETTLE = (
         partial(_over_bounds, names=("back_1_kernel",)),
         (
             _TILES,
-            Fallback("`weights` stores P first and `back_1` reads it, as above 32 heads: 14 passes instead of 12"),
+            _GIVEN,
         ),
     ),
     Row(

@@ -34,6 +34,7 @@ from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
 _Result = TypeVar("_Result")
 
 FIRST_CHUNK = 128  # queries of the smallest chunk
+GIVEN_ABOVE = 32  # heads per group above which back_1 reads weights that `weights` has stored: registers do not suffice
 _LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks cost launches
 UNBOUNDED = 2**30  # of `Visibility`: more than any number of keys
 _MOST_PROGRAMS = 65535  # along a grid's second and third axis
@@ -521,7 +522,7 @@ class Problem:
         maps = self._new_map(chunk, self.q.dtype)  # of dW, then dP, then dS
         self._fill_scores(chunk, maps, self.v, grad_out, 1.0, _UNLIMITED)
         weights = self._new_map(chunk, self.q.dtype)
-        source, is_given = scores, self.heads[1] > 0
+        source, is_given = scores, self.M > GIVEN_ABOVE
         if is_given:
             self._compose("weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights)
             source = weights
