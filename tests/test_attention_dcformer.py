@@ -959,3 +959,19 @@ def test_unknown_implementations_are_refused():
     for name in ("sdpa", "flash_attention_2"):
         with pytest.raises(ValueError, match=name):
             model.set_attn_implementation(name)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 40)], ids=str)
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+def test_empty_batches_and_sequences(implementation, shape):
+    """No rows or no tokens: results and gradients of that size, with masks and caches."""
+    model = DCFormerForCausalLM(tiny_config())
+    model.set_attn_implementation(implementation)
+    ids = torch.zeros(shape, dtype=torch.long)
+    for mask in (None, torch.ones_like(ids)):
+        output = model(ids, attention_mask=mask, use_cache=False)
+        assert output.logits.shape == (*shape, 97)
+        output.logits.sum().backward()
+        with torch.no_grad():
+            assert model(ids, attention_mask=mask, use_cache=True).logits.shape == (*shape, 97)
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())

@@ -216,8 +216,8 @@ class DCViTAttention(nn.Module):
 
     def _project(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
         """[B, T, E] -> queries, keys and values [B, H, T, D]."""
-        shape, layers = (*hidden_states.shape[:-1], -1, self.head_dim), (self.q_proj, self.k_proj, self.v_proj)
-        return [layer(hidden_states).view(shape).transpose(1, 2) for layer in layers]
+        parts = [layer(hidden_states) for layer in (self.q_proj, self.k_proj, self.v_proj)]
+        return [x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in parts]
 
     def _place(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
