@@ -127,6 +127,19 @@ def test_the_window_is_that_of_the_configuration(whole):
         assert difference[reach] > 0 and not difference[reach + 1 :].any()
 
 
+def test_a_model_with_fewer_layers_says_so_when_it_is_saved(whole, tmp_path):
+    model = copy.deepcopy(whole)
+    remove_first(model)
+    with pytest.raises(ValueError, match=r"has 3 layers and config\.num_hidden_layers=4.*num_hidden_layers = 3"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    model.config.num_hidden_layers = 3
+    model.save_pretrained(tmp_path)
+    loaded = DCFormerForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    ids = torch.randint(3, 60, (2, 9))
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-9, atol=1e-9)
+
+
 MAPS = {"key_head_map": [[0, 0, 1, 1], [0, 1, 1, 0]], "value_head_map": [[0, 0, 1, 1], [0, 1, 1, 0]]}
 
 

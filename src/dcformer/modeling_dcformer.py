@@ -665,9 +665,17 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             args, kwargs: those of `PreTrainedModel.save_pretrained`. With `save_original_format=True` the tensors of a
                 model that was loaded with hub names get these again (a decoder without head keeps this
                 package's); `config.json` is in this package's keys all the same.
+
+        Raises:
+            ValueError: for a model that would not run, or would be loaded with layers that it does not have.
         """
         if isinstance(decoder := self.base_model, DCFormerModel):
-            decoder.running_layers()  # what cannot run cannot be loaded
+            layers, _ = decoder.running_layers()  # what cannot run cannot be loaded
+            if len(layers) < (number := decoder.config.num_hidden_layers):
+                raise ValueError(
+                    f"the model has {len(layers)} layers and config.num_hidden_layers={number}: loaded again, it would "
+                    f"have new ones behind them. Set config.num_hidden_layers = {len(layers)}."
+                )
         was_converted = bool(getattr(self, "_weight_conversions", None))  # a new model has no other original format
         kwargs["save_original_format"] = was_converted and kwargs.get("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)
