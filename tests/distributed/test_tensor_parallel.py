@@ -181,7 +181,9 @@ def test_the_plan_counts_the_same(found, name):
     counts = found[1][f"{name}_3"]["counts"]
     total = counts["forward"] + counts["backward"]
     config = COUNTED[name](3)
-    setup = Setup(config, gpus=2, tensor_parallel=2, batch=2, length=13, dtype=torch.float64)
+    setup = Setup(
+        config, gpus=2, tensor_parallel=2, batch=2, length=13, dtype=torch.float64, attention="dcformer_chunked"
+    )
     planned = {(c.kind.replace("-", "_"), c.group): c for c in collectives(setup)}
     expected = {("all_reduce", "tensor parallel"): total.pop(("all_reduce", (2, 13, 32)))}
     small, seeds = total.pop(("all_reduce", (8,)), 0), total.pop(("all_reduce", (8, 32)), 0)
