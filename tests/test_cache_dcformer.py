@@ -1,4 +1,4 @@
-"""The static window layer holds and shows exactly what the library's own does; caches of other models are noticed."""
+"""Layers hold and show exactly what the library's own do; caches of other models are noticed."""
 
 import copy
 import itertools
@@ -9,15 +9,17 @@ from helpers import randomise, tiny_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
 from dcformer import DCFormerForCausalLM
 from dcformer.cache_dcformer import (
+    GrowingLayer,
     StaticFullLayer,
     StaticWindowLayer,
     check_cache_layers,
     count_rows,
     static_layer,
+    use_growing_layers,
     use_static_layers,
 )
 
@@ -50,6 +52,107 @@ def test_same_as_the_librarys_layer(window, capacity, pieces):
     own.reset()
     assert int(own.get_seq_length()) == 0 and not own.keys.any()
     assert torch.equal(own.update(*_states(5, 1))[0][0, 0, 0], torch.full((3,), 6.0))
+
+
+def _crop(layer):
+    layer.crop(-min(2, layer.get_seq_length()))
+
+
+def _differentiated(layer):
+    with torch.inference_mode(False), torch.enable_grad():
+        keys, values = _states(90, 1)
+        layer.update(keys.clone().requires_grad_(), values)
+    layer.keys = layer.keys.detach()
+
+
+def _inferred(layer):
+    with torch.inference_mode():
+        layer.update(*_states(80, 2))
+
+
+BETWEEN = {
+    "cut": _crop,
+    "choose": lambda layer: layer.batch_select_indices(torch.tensor([0])),
+    "repeat": lambda layer: layer.batch_repeat_interleave(1),
+    "forget": lambda layer: layer.reset() if layer.is_initialized else None,
+    "differentiate": _differentiated,
+    "infer": _inferred,
+}
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.one_of(st.integers(0, 50), st.sampled_from([1, 1, 1, "copy", *BETWEEN])), min_size=1, max_size=25))
+@example([3, 1, "copy", 1, 1])
+@example(["infer", 1, "copy", 1])
+@example([40, "infer", 1, "differentiate", 1, "cut", 1, 1])
+def test_a_growing_layer_is_the_librarys(calls):
+    """Whatever else is done to it; and what it has given out stays as it was."""
+    own, library, seen, given_out = GrowingLayer(), DynamicLayer(), 0, []
+    with torch.no_grad():
+        for call in calls:
+            if isinstance(call, int):
+                ours, theirs = (layer.update(*_states(seen, call)) for layer in (own, library))
+                seen += call
+                given_out += [(mine, mine.clone()) for mine in ours]
+                assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+            elif call == "copy":
+                original, own = own, copy.deepcopy(own)
+                original.update(*_states(99, 1))  # of which the copy must know nothing
+            else:
+                for layer in (own, library):
+                    BETWEEN[call](layer)
+            assert own.get_seq_length() == library.get_seq_length()
+            assert not seen or own.keys is None or torch.equal(own.keys, library.keys)
+    assert all(torch.equal(now, before) for now, before in given_out)
+
+
+def test_a_growing_layer_seldom_moves():
+    layer, moves = GrowingLayer(), 0
+    with torch.no_grad():
+        layer.update(*_states(0, 160))
+        for step in range(160, 320):
+            before = layer.keys.data_ptr(), layer.values.data_ptr()
+            layer.update(*_states(step, 1))
+            moves += before != (layer.keys.data_ptr(), layer.values.data_ptr())
+    assert 0 < moves <= 160 // 32
+    layer.reset()
+    assert not layer._memory
+
+
+@pytest.mark.parametrize("field", ["batch", "dtype"])
+def test_a_growing_layer_refuses_what_the_librarys_refuses(field):
+    layer = GrowingLayer()
+    with torch.no_grad():
+        layer.update(*_states(0, 3))
+        if field == "batch":
+            with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+                layer.update(*(states.expand(2, -1, -1, -1) for states in _states(3, 1)))
+        else:
+            keys, _ = layer.update(*(states.double() for states in _states(3, 1)))
+            assert keys.dtype == torch.float64 and keys[0, 0, :, 0].tolist() == [1, 2, 3, 4]
+
+
+def test_empty_layers_that_would_be_copied_for_every_token_are_replaced():
+    config = tiny_config(layer_pattern="LG")
+    kinds = ["DynamicSlidingWindowLayer", "GrowingLayer"]
+    model = randomise(DCFormerForCausalLM(config)).eval()
+    ids = torch.randint(97, (1, 5))
+    for cache in (DynamicCache(config=config), None):
+        with torch.no_grad():
+            cache = model(ids, past_key_values=cache, use_cache=True).past_key_values
+        assert [type(layer).__name__ for layer in cache.layers] == kinds
+    plain = DynamicCache()
+    use_growing_layers(plain)
+    plain.update(*_states(0, 2), 1)
+    assert [type(layer) for layer in plain.layers] == [GrowingLayer] * 2
+    filled = DynamicCache()
+    filled.update(*_states(0, 2), 0)
+    offloaded = DynamicCache(config=config)
+    offloaded.offloading = True
+    for cache in (filled, offloaded, StaticCache(config, max_cache_len=4)):
+        before = [type(layer) for layer in cache.layers]
+        use_growing_layers(cache)
+        assert [type(layer) for layer in cache.layers] == before
 
 
 def test_decoding_keeps_its_memory_in_place():

@@ -214,6 +214,36 @@ _CACHE = _in(
     "cache",
     CACHE,
     (
+        "a growing layer writes behind keys that something else has put there",
+        "        if held is not filled or length",
+        "        if filled is None or length",
+        T_CACHE + "test_a_growing_layer_is_the_librarys",
+    ),
+    (
+        "a growing layer writes outside inference mode to what was made inside",
+        "memory.shape[2] or is_frozen:",
+        "memory.shape[2]:",
+        T_CACHE + "test_a_growing_layer_is_the_librarys",
+    ),
+    (
+        "a growing layer moves for every token",
+        "room = max(LEAST_ROOM, length // ROOM)",
+        "room = 0",
+        T_CACHE + "test_a_growing_layer_seldom_moves",
+    ),
+    (
+        "a growing layer writes in place while gradients are recorded",
+        "        if torch.is_grad_enabled() or torch.compiler",
+        "        if torch.compiler",
+        T_CACHE + "test_a_growing_layer_is_the_librarys",
+    ),
+    (
+        "offloaded caches grow in place",
+        "is not DynamicCache or cache.offloading or",
+        "is not DynamicCache or",
+        T_CACHE + "test_empty_layers_that_would_be_copied_for_every_token_are_replaced",
+    ),
+    (
         "full one token late",
         "is_full = self.cumulative_length >= self.max_cache_len",
         "is_full = self.cumulative_length > self.max_cache_len",
@@ -240,7 +270,7 @@ _CACHE = _in(
         "",
         SAME_LAYER,
     ),
-    ("not forgotten", "        super().reset()\n", "", SAME_LAYER),
+    ("not forgotten", "        super().reset()\n        self._int_is", "        self._int_is", SAME_LAYER),
     (
         "memory not kept in place",
         "            held.copy_(torch.where(is_full, held.roll(-1, dims=-2), held))\n"

@@ -1,8 +1,9 @@
-"""Additions to the library's caches: static layers, and checks for caches that another model filled.
+"""Additions to the library's caches: layers, and checks for caches that another model filled.
 
-All caches are Transformers' own. Its static layers give values as many heads as keys, and the sliding one keeps its
-length as a Python int, which makes a compiled decoding step a new graph when the window fills up, and a second one
-before that. `generate(cache_implementation="static")` uses `StaticFullLayer` and `StaticWindowLayer` instead.
+All caches are Transformers' own. Its dynamic layers copy all that they hold for every new token: `GrowingLayer` has
+room for some. Its static layers give values as many heads as keys, and the sliding one keeps its length as a Python
+int, which makes a compiled decoding step a new graph when the window fills up, and a second one before that.
+`generate(cache_implementation="static")` uses `StaticFullLayer` and `StaticWindowLayer` instead.
 """
 
 import copy
@@ -10,10 +11,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
+from .attention_dcformer import active_transform
 from .configuration_dcformer import DCFormerConfig
 from .heads_dcformer import MAP_FIELDS
+
+LEAST_ROOM = 32  # tokens that a growing layer can take up before it moves, at least
+ROOM = 16  # of a longer one, a part in so many
 
 _REFUSED = "past_key_values does not belong to this model"
 _ADVICE = "Pass a cache that this model filled, or none."
@@ -166,6 +178,70 @@ def count_rows(layer: StaticLayer, length: int) -> tuple[torch.Tensor, torch.Ten
     return layer.keys, layer.values
 
 
+class GrowingLayer(DynamicLayer):
+    """All keys and values, [B, G, S, channels], at the front of memory that has room for more.
+
+    The numbers are those of the library's layer. What was given out is never written to again: keys and values that
+    something else has put here (beams chosen anew, a cut) are copied once, with new room behind them. While gradients
+    are recorded, and in graphs, tokens are added in the library's way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # "keys", "values": all, and what is filled
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values [B, G, T, channels]; returns all."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or active_transform(key_states, value_states):
+            self._memory.clear()
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._append("keys", self.keys, key_states)
+        self.values = self._append("values", self.values, value_states)
+        return self.keys, self.values
+
+    def reset(self) -> None:
+        """Forgets all tokens, and their memory."""
+        super().reset()
+        self._memory.clear()
+
+    def _append(self, name: str, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, G, T, channels] behind those that are held."""
+        count = held.shape[-2] if held.numel() else 0
+        if count and (held.dtype, held.device, *held.shape[:2]) != (new.dtype, new.device, *new.shape[:2]):
+            return torch.cat([held, new], dim=-2)  # or its error
+        length = count + new.shape[-2]
+        memory, filled = self._memory.get(name, (held, None))
+        is_frozen = memory.is_inference() and not torch.is_inference_mode_enabled()
+        if held is not filled or length > memory.shape[2] or is_frozen:
+            room = max(LEAST_ROOM, length // ROOM)
+            memory = new.new_empty(*new.shape[:2], length + room, new.shape[3])
+            if count:
+                memory[:, :, :count] = held
+        memory[:, :, count:length] = new
+        filled = memory[:, :, :length]
+        self._memory[name] = memory, filled
+        return filled
+
+
+def use_growing_layers(cache: Cache) -> None:
+    """Puts layers of this file in the place of the library's empty ones in a dynamic cache, but for windows.
+
+    Args:
+        cache: `past_key_values` of a forward pass; other caches are left alone.
+    """
+    if type(cache) is not DynamicCache or cache.offloading or torch.compiler.is_compiling():
+        return
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = GrowingLayer
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and not layer.is_initialized:
+            cache.layers[index] = GrowingLayer()
+
+
 class _OwnValues(StaticLayer):
     """A static layer whose values have a head count of their own, that of the first ones it gets."""
 
@@ -255,11 +331,13 @@ def use_static_layers(cache: StaticCache, sliding_window: int | None) -> None:
 
 
 __all__ = [
+    "GrowingLayer",
     "StaticFullLayer",
     "StaticWindowLayer",
     "check_cache_layers",
     "check_cache_rows",
     "count_rows",
     "static_layer",
+    "use_growing_layers",
     "use_static_layers",
 ]

@@ -33,7 +33,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_dcformer import LOAD_EAGER, ComposeTrace, attend_composed, eager_attention, no_trace
-from .cache_dcformer import check_cache_layers, check_cache_rows, count_rows, static_layer, use_static_layers
+from .cache_dcformer import (
+    check_cache_layers,
+    check_cache_rows,
+    count_rows,
+    static_layer,
+    use_growing_layers,
+    use_static_layers,
+)
 from .chunked_dcformer import CHUNKED
 from .compose_dcformer import (
     DEFAULT_ATTENTION,
@@ -732,6 +739,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
             check_cache_layers(past_key_values, self.config, hidden_states.shape[1])
+            use_growing_layers(past_key_values)
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 raise ValueError(
                     "past_key_values cannot be used in training with gradient checkpointing: layers that are computed "
