@@ -119,6 +119,17 @@ def test_a_growing_layer_seldom_moves():
     assert not layer._memory
 
 
+def test_in_graphs_a_growing_layer_adds_tokens_in_the_librarys_way():
+    layer, compiled = GrowingLayer(), torch.compile(GrowingLayer.update, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        layer.update(*_states(0, 3))
+        keys, values = compiled(layer, *_states(3, 2))
+        assert not layer._memory
+        assert all(torch.equal(*pair) for pair in zip((keys, values), _states(0, 5), strict=True))
+        layer.update(*_states(5, 1))
+    assert torch.equal(layer.keys, _states(0, 6)[0])
+
+
 @pytest.mark.parametrize("field", ["batch", "dtype"])
 def test_a_growing_layer_refuses_what_the_librarys_refuses(field):
     layer = GrowingLayer()
