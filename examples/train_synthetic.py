@@ -27,7 +27,7 @@ from synthetic_rows import Stage, collate, make_row
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import dcformer
 from dcformer.optimization import parameter_groups
@@ -332,7 +332,8 @@ pipeline_tag: text-generation
 
 A DCFormer of {parameters:,} parameters (4 layers, local and global alternating, 8 heads) trained from scratch on this
 package's few-shot tasks (`dcformer.synthetic`): find the right fact of a context, transform it, answer in one word. It
-is there for the demonstration and the tests, and knows {vocabulary} words.
+is there for the demonstration and the tests, and knows {words} words. Other words are spelled with
+{characters} more tokens, which mean no more to it than `<unk>`: they were added after training, with its rows.
 
 ```python
 import dcformer  # registers the model type
@@ -361,8 +362,22 @@ one answer, so a model can be right in all. `training.json` has the curve on the
 """
 
 
+def add_characters(model: dcformer.DCFormerForCausalLM, tokenizer) -> None:
+    """Gives a model that knows words alone a row for each character that `tokenizer` spells others with.
+
+    It was not trained on any, so they are to it what any unknown word is: their rows are those of `<unk>`.
+    """
+    known = model.config.vocab_size
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            layer.weight[known:] = layer.weight[tokenizer.unk_token_id]
+
+
 def publish(runs: Path, checkpoint: Path) -> None:
     """Makes the bundled checkpoint: weight file, tokenizer and a model card, which also names the trained twins.
+
+    It can spell words that it was not trained on, as `generate(stop_strings=...)` asks of a tokenizer.
 
     Raises:
         FileNotFoundError: when "dcformer" has not been trained.
@@ -375,7 +390,8 @@ def publish(runs: Path, checkpoint: Path) -> None:
             if all(report[name] == first[name] for name in ("steps", "decay_steps", "batch_size", "seed")):
                 reports[variant] = report
     model = dcformer.DCFormerForCausalLM.from_pretrained(runs / "dcformer")
-    tokenizer = AutoTokenizer.from_pretrained(runs / "dcformer")
+    words, tokenizer = model.config.vocab_size, build_tokenizer(model_max_length=MAX_TOKENS, spell=True)
+    add_characters(model, tokenizer)
     rows = "\n".join(
         f"| {variant} | {r['parameters']:,} | {r['learning_rate']:g} | {r['test_accuracy']:.1%} | "
         f"{r['test_loss']:.3f} | {r['minutes']} |"
@@ -383,7 +399,8 @@ def publish(runs: Path, checkpoint: Path) -> None:
     )
     card = CARD.format(
         parameters=first["parameters"],
-        vocabulary=len(tokenizer),
+        words=words,
+        characters=len(tokenizer) - words,
         seed=first["seed"],
         steps=first["steps"],
         decay_steps=first["decay_steps"],

@@ -72,17 +72,26 @@ def test_bundled_checkpoint():
     assert tokenizer.model_max_length == config["max_position_embeddings"]
 
 
-def test_where_the_bundled_model_can_stop():
-    """Strings cannot be looked for in a closed vocabulary (docs/generation.md); its words are tokens."""
+def test_the_bundled_model_stops_at_strings_and_at_tokens():
     model, tokenizer = AutoModelForCausalLM.from_pretrained(CHECKPOINT), AutoTokenizer.from_pretrained(CHECKPOINT)
     batch = tokenizer("\n< Peter owns the desk. >. Peter owns a kind of", return_tensors="pt")
-    with pytest.raises(ValueError, match="substring not found"):
-        model.generate(**batch, max_new_tokens=4, stop_strings=["desk"], tokenizer=tokenizer)
     length = batch["input_ids"].shape[1]
-    first, second, *_ = model.generate(**batch, max_new_tokens=4, do_sample=False)[0, length:].tolist()
-    assert first != second
-    stopped = model.generate(**batch, max_new_tokens=4, do_sample=False, eos_token_id=[tokenizer.eos_token_id, second])
-    assert stopped[0, length:].tolist() == [first, second]
+    options = {**batch, "max_new_tokens": 4, "do_sample": False}
+    first, second, *rest = model.generate(**options)[0, length:].tolist()
+    assert first != second and rest
+    for stop in (
+        {"eos_token_id": [tokenizer.eos_token_id, second]},
+        {"stop_strings": ["desk", tokenizer.decode([second])], "tokenizer": tokenizer},
+    ):
+        assert model.generate(**options, **stop)[0, length:].tolist() == [first, second]
+
+
+def test_characters_of_the_bundled_checkpoint_are_unknown_words_to_it():
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(CHECKPOINT), AutoTokenizer.from_pretrained(CHECKPOINT)
+    words = len(train_synthetic.build_tokenizer())
+    assert len(tokenizer) == len(train_synthetic.build_tokenizer(spell=True)) > words
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        assert torch.equal(layer.weight[words:], layer.weight[tokenizer.unk_token_id].expand(len(tokenizer) - words, -1))
 
 
 def test_bundled_checkpoint_scores_what_its_card_says():
@@ -195,6 +204,7 @@ def test_training_script_makes_a_checkpoint_and_resumes(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole" / "checkpoint")
     assert tokenizer.model_max_length == model.config.max_position_embeddings
+    assert len(tokenizer) == model.config.vocab_size and tokenizer.unk_token_id not in tokenizer("spelt")["input_ids"]
 
     part, length = tmp_path / "part", ("--steps", "8", "--decay-steps", "2")
     assert run_script(part, "--steps", "6", "--decay-steps", "2").returncode == 0

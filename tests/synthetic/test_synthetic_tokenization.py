@@ -1,5 +1,7 @@
 """The word-level tokenizer and the encoding of contexts."""
 
+import string
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,6 +66,24 @@ def test_unknown_words_and_white_space(tokenizer):
     ids = tokenizer("the  aardvark ,\tthe fox\n\n the bee")["input_ids"]
     assert tokenizer.decode(ids) == "the <unk>, the fox\n\nthe bee"
     assert tokenizer.decode(ids, skip_special_tokens=True) == "the, the fox\n\nthe bee"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(string.ascii_letters + string.digits + "_", min_size=1, max_size=20))
+def test_unknown_words_can_be_spelled(word):
+    words, spelling = build_tokenizer(), build_tokenizer(spell=True)
+    ids = spelling(f"the {word}, the fox")["input_ids"]
+    assert spelling.decode(ids) == f"the {word}, the fox"
+    known = word in words.get_vocab()
+    assert (words(word)["input_ids"] == spelling(word)["input_ids"]) == known
+
+
+def test_a_tokenizer_that_spells_knows_the_same_words(tokenizer):
+    spelling = build_tokenizer(spell=True)
+    assert tokenizer.get_vocab().items() <= spelling.get_vocab().items()
+    for record in generate_dataset("test", 1):
+        assert spelling(record["texts"])["input_ids"] == tokenizer(record["texts"])["input_ids"]
+    assert spelling("desk é")["input_ids"] == [*tokenizer("desk")["input_ids"], tokenizer.unk_token_id]
 
 
 def test_prompt_and_answer_tokenise_like_the_text(tokenizer):

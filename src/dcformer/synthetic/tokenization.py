@@ -1,5 +1,6 @@
 """Word-level tokenizer of the synthetic tasks, and encoding of contexts for training."""
 
+import string
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,12 @@ SPECIAL_TOKENS = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<bos
 MODEL_MAX_LENGTH = 2048
 IGNORE_INDEX = -100
 
+_CHARACTERS = string.ascii_letters + string.digits + "_"
+_INSIDE = "##"  # before a character that does not begin a word
 _TOKEN = r"\n|\w+|[^\w\s]"  # a newline, a word or a punctuation mark; other white space only separates
 
 
-def build_tokenizer(model_max_length: int = MODEL_MAX_LENGTH) -> PreTrainedTokenizerFast:
+def build_tokenizer(model_max_length: int = MODEL_MAX_LENGTH, spell: bool = False) -> PreTrainedTokenizerFast:
     """Build the word-level tokenizer of generated contexts.
 
     Each word, punctuation mark and newline is a token; newlines end answers. Nothing is added around a text: the
@@ -27,23 +30,33 @@ def build_tokenizer(model_max_length: int = MODEL_MAX_LENGTH) -> PreTrainedToken
 
     Args:
         model_max_length: tokens that the model takes, its ``max_position_embeddings``.
+        spell: whether words of ASCII letters, digits and underscores that are not known are spelled, behind the longest
+            known word that they begin with, rather than ``<unk>``. ``generate(stop_strings=...)`` needs that: the
+            library decodes a word of its own together with every token.
 
     Returns:
         A tokenizer that pads on the left, with the same ids on every machine: special tokens, newline, punctuation,
-        the words of the sentences, then the word lists.
+        the words of the sentences, the word lists, then the characters, at the beginning of a word and inside one.
     """
     split = pre_tokenizers.Split(Regex(_TOKEN), behavior="removed", invert=True)
     tokens = [*SPECIAL_TOKENS.values(), "\n", "[", "]"]
     for text in (*wording(), *(" ".join(words) for words in word_lists().values())):
         tokens += [token for token, _ in split.pre_tokenize_str(text)]
+    if spell:
+        tokens += [prefix + character for prefix in ("", _INSIDE) for character in _CHARACTERS]
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
 
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL_TOKENS["unk_token"]))
+    unknown = SPECIAL_TOKENS["unk_token"]
+    if spell:
+        model = models.WordPiece(vocabulary, unk_token=unknown, continuing_subword_prefix=_INSIDE)
+    else:
+        model = models.WordLevel(vocabulary, unk_token=unknown)
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = split
     # The first decoder puts a space before each token but the first and takes it away before punctuation.
     tokenizer.decoder = decoders.Sequence(
         [
-            decoders.WordPiece(prefix="##", cleanup=True),
+            decoders.WordPiece(prefix=_INSIDE, cleanup=True),
             decoders.Fuse(),
             decoders.Replace(Regex(" ?\n ?"), "\n"),
         ]
