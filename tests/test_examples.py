@@ -91,7 +91,8 @@ def test_characters_of_the_bundled_checkpoint_are_unknown_words_to_it():
     words = len(train_synthetic.build_tokenizer())
     assert len(tokenizer) == len(train_synthetic.build_tokenizer(spell=True)) > words
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        assert torch.equal(layer.weight[words:], layer.weight[tokenizer.unk_token_id].expand(len(tokenizer) - words, -1))
+        unknown = layer.weight[tokenizer.unk_token_id]
+        assert torch.equal(layer.weight[words:], unknown.expand(len(tokenizer) - words, -1))
 
 
 def test_bundled_checkpoint_scores_what_its_card_says():
