@@ -47,6 +47,7 @@ def build_tokenizer(model_max_length: int = MODEL_MAX_LENGTH, spell: bool = Fals
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
 
     unknown = SPECIAL_TOKENS["unk_token"]
+    model: models.Model
     if spell:
         model = models.WordPiece(vocabulary, unk_token=unknown, continuing_subword_prefix=_INSIDE)
     else:
