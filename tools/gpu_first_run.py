@@ -735,7 +735,8 @@ def describe(run: Run) -> dict[str, Any]:
     try:
         about = suite().describe(suite().Bench(smoke=run.smoke))
     except (ImportError, AttributeError) as error:
-        why = "; ".join([str(error).splitlines()[0], *below])
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        why = "; ".join([first, *below])
         raise Unusable(f"the source tree does not import here: {why}; bring other versions with --wheels") from None
     return about | {"sources": digest(), "below_the_lowest_versions": "; ".join(below) or None}
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -454,6 +455,17 @@ def test_versions_that_are_missing_or_old_are_named(monkeypatch):
     monkeypatch.setattr(first_run, "version", missing)
     with pytest.raises(first_run.Unusable, match=r"torch is not installed in .*PYTHON="):
         first_run.versions_below()
+
+
+def test_why_the_source_tree_does_not_import_is_said(monkeypatch, tmp_path):
+    def suite():
+        raise ImportError("\nAutoImageProcessor requires the Torchvision library\nInstall it")
+
+    monkeypatch.setattr(first_run, "suite", suite)
+    monkeypatch.setattr(first_run, "versions_below", lambda: ["transformers 5.17.0 is older"])
+    expected = "here: AutoImageProcessor requires the Torchvision library; transformers 5.17.0 is older; bring"
+    with pytest.raises(first_run.Unusable, match=expected):
+        first_run.describe(SimpleNamespace(smoke=True))
 
 
 def make_wheel(folder, name="colour_of_gpus", version="1.0"):

@@ -11,7 +11,7 @@ from helpers import REPOSITORY
 from transformers import AutoImageProcessor, pipeline
 from transformers.utils import is_torchvision_available
 
-from dcformer import DCViTImageProcessor
+from dcformer import DCViTImageProcessor, vision
 from dcformer.errors import DCFormerError, MissingExtraError
 from dcformer.vision import DCViTImageProcessorPil, read_image_folder
 
@@ -60,6 +60,19 @@ def test_processor_is_found_by_the_auto_class(make_model, tmp_path):
     again = json.loads((tmp_path / "again" / "preprocessor_config.json").read_text())
     assert again["image_processor_type"] == "DCViTImageProcessor"
     assert pil(photograph(), return_tensors="pt").pixel_values.shape == (1, 3, 16, 16)
+
+
+def test_an_auto_class_that_refuses_everything_stays_as_it_is(monkeypatch):
+    # without Pillow, and without torchvision before Transformers 5.21, with which GPUs may come
+    asked = []
+
+    def refuse(*args, **kwargs):
+        asked.append(args)
+        raise ImportError("AutoImageProcessor requires the Torchvision library")
+
+    monkeypatch.setattr(AutoImageProcessor, "register", refuse)
+    vision.register()
+    assert asked == [(vision.DCViTConfig,)]
 
 
 def test_pipeline(make_model, tmp_path, caplog):

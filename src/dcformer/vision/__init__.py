@@ -1,7 +1,8 @@
 """DCViT: a vision Transformer with dynamically composable multi-head attention (arXiv 2405.08553, section 4.4)."""
 
+from contextlib import suppress
+
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification
-from transformers.utils import is_vision_available
 
 from .big_vision import convert_big_vision
 from .configuration_dcvit import VISION_PRESETS, DCViTConfig
@@ -14,8 +15,9 @@ def register() -> None:
     AutoConfig.register(DCViTConfig.model_type, DCViTConfig, exist_ok=True)
     AutoModel.register(DCViTConfig, DCViTModel, exist_ok=True)
     AutoModelForImageClassification.register(DCViTConfig, DCViTForImageClassification, exist_ok=True)
-    if is_vision_available():  # Pillow is installed; without it the Auto class refuses everything
-        processors: dict[str, type] = {"pil": DCViTImageProcessorPil, "torchvision": DCViTImageProcessor}
+    processors: dict[str, type] = {"pil": DCViTImageProcessorPil, "torchvision": DCViTImageProcessor}
+    # The Auto class refuses everything without Pillow, and before Transformers 5.21 without torchvision.
+    with suppress(ImportError):
         AutoImageProcessor.register(DCViTConfig, image_processor_classes=processors, exist_ok=True)
 
 
