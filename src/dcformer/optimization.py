@@ -5,6 +5,7 @@ One rate for all is the default: where it was measured (docs/training.md), lower
 
 import math
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -69,6 +70,21 @@ def _settings_of(composition: DCFormerCompose, owners: list[nn.Module]) -> Simpl
     return SimpleNamespace(**sizes, compose_rank=composition.rank, **found)
 
 
+def _parameters_of(part: DCFormerCompose) -> Iterator[tuple[str, nn.Parameter]]:
+    """Its own parameters by name, without adapters."""
+    for inner, parameter in part.named_parameters():
+        if (name := _WRAPPERS.sub("", inner)) in _NAMES:
+            yield name, parameter
+
+
+def names_without_decay(model: nn.Module) -> set[str]:
+    """Paths of matrices that get no weight decay: composition's, and head embeddings, which act as biases or scales."""
+    parts = [module for module in model.modules() if isinstance(module, DCFormerCompose)]
+    composition = {id(parameter) for part in parts for _, parameter in _parameters_of(part)}
+    named = model.named_parameters()
+    return {path for path, p in named if id(p) in composition or path.rpartition(".")[2] in EMBEDDING_NAMES}
+
+
 def parameter_groups(
     model: nn.Module,
     lr: float,
@@ -112,15 +128,13 @@ def parameter_groups(
 
     modules = dict(model.named_modules())
     composition: dict[int, tuple[str, float]] = {}  # id of a parameter -> its name, its rate relative to `lr`
-    for path, module in modules.items():
-        if not isinstance(module, DCFormerCompose):
+    for path, part in modules.items():
+        if not isinstance(part, DCFormerCompose):
             continue
         parts = path.split(".") if path else []
         owners = [modules[".".join(parts[:i])] for i in reversed(range(len(parts)))]
-        own = composition_rate_ratios(_settings_of(module, owners)) if by_initial_values else ratios
-        for inner, parameter in module.named_parameters():
-            if (name := _WRAPPERS.sub("", inner)) in _NAMES:
-                composition[id(parameter)] = name, own.get(name, 1.0)
+        own = composition_rate_ratios(_settings_of(part, owners)) if by_initial_values else ratios
+        composition |= {id(p): (name, own.get(name, 1.0)) for name, p in _parameters_of(part)}
     groups: dict[tuple[str, float], dict[str, Any]] = {}
 
     def add(group: str, parameter: nn.Parameter, ratio: float, decay: float) -> None:
@@ -140,4 +154,4 @@ def parameter_groups(
     return list(groups.values())
 
 
-__all__ = ["composition_rate_ratios", "parameter_groups"]
+__all__ = ["composition_rate_ratios", "names_without_decay", "parameter_groups"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import REPOSITORY, hear, tiny_config
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +24,7 @@ import pretrain
 
 from dcformer import DCFormerForCausalLM
 from dcformer.errors import DCFormerError
-from dcformer.optimization import composition_rate_ratios
+from dcformer.optimization import composition_rate_ratios, parameter_groups
 from dcformer.training import (
     LORA_TARGETS,
     DataArguments,
@@ -226,6 +227,21 @@ def test_rates_of_composition(flags, distinct, tmp_path):
     compose = trainer.model.model.layers[0].self_attn.compose
     ratio = rates[id(compose.qkw)] / rates[id(trainer.model.lm_head.weight)]
     assert ratio == (pytest.approx(composition_rate_ratios(trainer.model.config)["qkw"]) if distinct else 1)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_composition_gets_no_weight_decay(adapters, tmp_path):
+    """The same parameters decay as in the groups of `parameter_groups`; adapters do, on composition too."""
+    trainer, _ = prepare_pretraining([*RATES, "--output_dir", str(tmp_path)])
+    if adapters:
+        targets = ["q_proj", "compose.dw1_proj"]
+        trainer.model = get_peft_model(trainer.model, LoraConfig(target_modules=targets, modules_to_save=["lm_head"]))
+    trainer.create_optimizer()
+    found = {id(p) for group in trainer.optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    groups = parameter_groups(trainer.model, lr=1e-3)
+    assert found == {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    names = {name for name, p in trainer.model.named_parameters() if id(p) in found}
+    assert any("q_proj" in name for name in names) and any("dw1_proj" in name for name in names) == adapters
 
 
 def test_rates_of_composition_need_an_optimizer_that_takes_them(tmp_path):

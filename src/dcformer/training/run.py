@@ -26,10 +26,9 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from ..analysis import num_parameters
 from ..errors import DCFormerError, refused
-from ..heads_dcformer import EMBEDDING_NAMES
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
-from ..optimization import parameter_groups
+from ..optimization import names_without_decay, parameter_groups
 from .arguments import (
     DataArguments,
     ModelArguments,
@@ -262,9 +261,9 @@ class _Trainer(SFTTrainer):
         return super().create_optimizer(model)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """As the library's, and without head embeddings, which act as biases or scales."""
-        names = SFTTrainer.get_decay_parameter_names(self, model)
-        return [name for name in names if name.rpartition(".")[2] not in EMBEDDING_NAMES]
+        """As the library's, and as `parameter_groups`: without composition and without head embeddings."""
+        excluded = names_without_decay(model)
+        return [name for name in SFTTrainer.get_decay_parameter_names(self, model) if name not in excluded]
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         counts: list[int] = []
