@@ -142,7 +142,7 @@ def test_images():
 def test_bad_input(bundled, prompt):
     model, _ = bundled
     for call, message in (
-        (lambda: attribute_heads(model, prompt, 288), "target 288 is out of range: there are 288"),
+        (lambda: attribute_heads(model, prompt, 412), "target 412 is out of range: there are 412"),
         (lambda: attribute_heads(model, prompt, -1), "target -1 is out of range"),
         (lambda: attribute_heads(model, prompt, 5, versus=-100), "target -100 is out of range"),
         (lambda: attribute_heads(model, prompt, 1.5), "target 1.5 is not a whole number"),

@@ -75,14 +75,15 @@ def test_tokens_that_are_not_one(bundled):
     for text, message in (
         (" a fish", r"' a fish' is 2 tokens, \['a', 'fish'\]: expected a text that is one token"),
         ("", r"'' is 0 tokens"),
-        ("zebra", "'zebra' is unknown to the tokenizer, which makes it '<unk>'"),
+        ("zébra", "'zébra' is unknown to the tokenizer, which makes it '<unk>'"),
+        ("zebra", r"'zebra' is 5 tokens, \['z', '##e', .*: expected a text that is one token"),
     ):
         with pytest.raises(DCFormerError, match=message):
             ov_table(model, tokenizer, 0, 0, ["tuna", text])
     for call, message in (
         (lambda: ov_table(model, tokenizer, 4, 0, ["tuna"]), "layer 4 is out of range"),
         (lambda: ov_table(model, tokenizer, 0, 8, ["tuna"]), "head 8 is out of range"),
-        (lambda: ov_table(model, tokenizer, 0, 0, [288]), "token id 288 is out of range"),
+        (lambda: ov_table(model, tokenizer, 0, 0, [412]), "token id 412 is out of range"),
         (lambda: ov_table(model, tokenizer, 0, 0, [-1]), "token id -1 is out of range"),
         (lambda: ov_table(model, tokenizer, 0, 0, []), "no token id is named"),
         (lambda: ov_table(model, tokenizer, 0, 0, ["tuna"], k=0), "k=0 must be at least 1"),

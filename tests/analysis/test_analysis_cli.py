@@ -119,7 +119,7 @@ def test_usage(capsys):
     ("change", "message"),
     [
         (["--target", " a fish"], "' a fish' is 2 tokens, ['a', 'fish']"),
-        (["--target", "zebra"], "'zebra' is unknown to the tokenizer"),
+        (["--target", "zébra"], "'zébra' is unknown to the tokenizer"),
         (["--layer", "4"], "--layer 4 is out of range"),
         (["--query", "24"], "--query 24 is out of range"),
         (["--key", "-25"], "--key -25 is out of range"),

@@ -97,7 +97,7 @@ ANSWERS = ["--tasks", "dcformer_synthetic_heldout_answers", "--limit", "4"]
         ([*ANSWERS, "--apply_chat_template"], "--apply_chat_template: the tokenizer of checkpoints/dcformer-synthetic"),
         ([*ANSWERS, "--model_args", "pretrained=absent"], "pretrained=absent: expected a folder"),
         ([*ANSWERS, "--model_args", "max_length=513"], "max_length=513: expected 1 to 512"),
-        ([*ANSWERS, "--model_args", "pretrained=small"], "has 288 tokens, the model a vocabulary of 97"),
+        ([*ANSWERS, "--model_args", "pretrained=small"], "has 412 tokens, the model a vocabulary of 97"),
         ([*ANSWERS, "--model_args", "dtype=bf17"], "dtype=bf17: expected auto, float32, bfloat16 or float16"),
         ([*ANSWERS, "--model", "hg"], "Attempted to load model 'hg'"),
     ],

@@ -187,7 +187,7 @@ def test_configuration_of_a_new_model(fails):
     assert "config_overrides '[3]': expected a mapping" in fails(config_overrides="[3]", script=pretrain)
     assert "config_overrides '{a: [': " in fails(config_overrides="{a: [", script=pretrain)
     message = fails(config_overrides="{vocab_size: 5, num_hidden_layers: 1}", script=pretrain)
-    assert "has 288 tokens, the model's vocabulary has 5" in message
+    assert "has 412 tokens, the model's vocabulary has 5" in message
 
 
 def test_too_long(fails, tmp_path):
@@ -205,7 +205,7 @@ def test_mismatched_tokenizer(fails, tmp_path):
     tokenizer.save_pretrained(tmp_path / "larger")
     file = write(tmp_path / "added.jsonl", [{"text": "the fox"}, {"text": "the aardvark"}])
     message = fails(tokenizer=str(tmp_path / "larger"), data=file)  # an added token matters where a row has it
-    assert "training row 1 has the token 'aardvark' with id 288, the model's vocabulary has 288" in message
+    assert "training row 1 has the token 'aardvark' with id 412, the model's vocabulary has 412" in message
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] != "aardvark"]
@@ -215,9 +215,9 @@ def test_mismatched_tokenizer(fails, tmp_path):
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(state))
     (tmp_path / "other" / "tokenizer_config.json").write_text((CHECKPOINT / "tokenizer_config.json").read_text())
     message = fails(tokenizer=str(tmp_path / "other"))
-    assert "is not the model's: 2 of its 288 tokens, such as 'fox'" in message
+    assert "is not the model's: 2 of its 412 tokens, such as 'fox'" in message
 
-    file = write(tmp_path / "rows.jsonl", [{"text": "Call me what you like, and whenever you want to."}])
+    file = write(tmp_path / "rows.jsonl", [{"text": "数学 は とても 楽しい と 思う。"}])
     assert "does not know" in fails(data=file)
     assert "does not know" in fails(data=file, script=pretrain)
 

@@ -125,7 +125,7 @@ def test_finetune_yaml_evaluation_tensorboard_and_reload(tmp_path, capsys):
     summary = finetune.main(flags)
     printed = capsys.readouterr().out
     assert f"held-out accuracy: {summary['before']:.1%} before, {summary['after']:.1%} after" in printed
-    assert "trains 976,128 of 976,128 parameters" in printed
+    assert "trains 1,007,872 of 1,007,872 parameters" in printed
     curve = losses(out)
     assert len(curve) == 3 and curve[-1] < curve[0]
     assert list(out.glob("runs/*/events*"))
@@ -206,7 +206,7 @@ def test_pretrain_streams_from_a_preset(tmp_path):
     curve = losses(tmp_path)
     assert curve[-1] < curve[0] - 0.3
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config
-    assert (config.vocab_size, config.hidden_size, config.pad_token_id) == (288, 32, 0)
+    assert (config.vocab_size, config.hidden_size, config.pad_token_id) == (412, 32, 0)
 
 
 RATES = ["--tokenizer", CHECKPOINT, "--config_overrides", "{num_hidden_layers: 1, hidden_size: 64, head_dim: 4}"]
