@@ -333,8 +333,8 @@ pipeline_tag: text-generation
 A DCFormer of {parameters:,} parameters (4 layers, local and global alternating, 8 heads) trained from scratch on this
 package's few-shot tasks (`dcformer.synthetic`): find the right fact of a context, transform it, answer in one word. It
 is there for the demonstration and the tests, and knows {words} words. Other words are spelled with
-{characters} more tokens, which mean no more to it than `<unk>`: they were added after training, with its rows, and make it
-one of {whole:,} parameters.
+{characters} more tokens, which mean no more to it than `<unk>`: they were added after training, with its rows.
+With them it has {whole:,} parameters.
 
 ```python
 import dcformer  # registers the model type
@@ -351,8 +351,8 @@ ask("\\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Bor
 three examples, no question line of which occurs in training) that are the model's first choice. Twins had the same seed
 and steps and went through the same stages, each to the next when it had learned the last, at a learning rate that suits
 them. It is one run each, with the seed for which the rates were chosen; other seeds of the same recipe leave the first
-stages much later, so these rows do not tell which variant is better: docs/twins/table.md has three seeds of each, before
-the learning rate falls.
+stages much later, so these rows do not tell which variant is better: docs/twins/table.md has three seeds of each,
+before the learning rate falls.
 
 | | parameters | learning rate | held-out accuracy | held-out loss | processor minutes |
 |---|---|---|---|---|---|
