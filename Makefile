@@ -23,7 +23,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-kernels test-kernel-tools test-distributed test-min test-extras test-gpu lint format docs-check bench bench-gpu gpu-first-run kernel-report kernel-roofline hf-contract clean mutation-check test-deepspeed
+.PHONY: help setup demo test test-fast test-long test-kernels test-kernel-tools test-distributed test-min test-extras test-gpu lint format docs-check bench bench-gpu gpu-first-run kernel-report kernel-roofline hf-contract clean mutation-check test-deepspeed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,20 +50,24 @@ $(STAMP): setup.py pyproject.toml $(CONSTRAINTS)
 	@rm -f $(UNFINISHED) && echo '$(INSTALLED)' > $@
 
 # Nothing here may reach for the network; the tokenizers' threads would fight with the data loaders' processes.
-demo test test-fast test-kernels test-kernel-tools test-distributed test-gpu docs-check bench bench-gpu hf-contract: export HF_HUB_OFFLINE = 1
-demo test test-fast test-kernels test-kernel-tools test-distributed test-gpu docs-check bench bench-gpu hf-contract: export TOKENIZERS_PARALLELISM = false
+demo test test-fast test-long test-kernels test-kernel-tools test-distributed test-gpu docs-check bench bench-gpu hf-contract: export HF_HUB_OFFLINE = 1
+demo test test-fast test-long test-kernels test-kernel-tools test-distributed test-gpu docs-check bench bench-gpu hf-contract: export TOKENIZERS_PARALLELISM = false
 
 demo: $(STAMP) ## run the demonstration on the bundled checkpoint
 	$(VENV_PYTHON) examples/demo.py $(ARGS)
 
 test: $(STAMP) ## run all tests but those of the next targets, two at a time, e.g. ARGS="-k cache -x"
-	$(PYTEST) $(TWO) $(NO_TRITON) -m 'not distributed' $(ARGS)
+	$(PYTEST) $(TWO) $(NO_TRITON) -m 'not distributed and not long' $(ARGS)
 
 test-fast: $(STAMP) ## run those of them that are not marked slow
-	$(PYTEST) $(TWO) $(NO_TRITON) -m 'not slow and not distributed' $(ARGS)
+	$(PYTEST) $(TWO) $(NO_TRITON) -m 'not slow and not distributed and not long' $(ARGS)
 
 test-kernels: $(STAMP) ## run the kernels' tests in Triton's interpreter, two at a time, e.g. ARGS="-k decode"
-	TRITON_INTERPRET=1 $(PYTEST) $(TWO) tests/kernels $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) $(TWO) tests/kernels -m 'not long' $(ARGS)
+
+test-long: $(STAMP) ## run the longest tests, of programs and of kernels, which the targets above leave out
+	$(PYTEST) $(TWO) $(NO_TRITON) -m 'long and not distributed' $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) $(TWO) tests/kernels -m long $(ARGS)
 
 test-kernel-tools: $(STAMP) ## run the tests of the kernels' tools: first GPU run, report of registers, launches
 	$(PYTEST) $(TWO) $(KERNEL_TOOLS) $(ARGS)

@@ -196,7 +196,7 @@ def run_script(folder, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, script, *script_options(folder, *flags)], capture_output=True, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_script_makes_a_checkpoint_and_resumes(tmp_path):
     done = run_script(tmp_path / "whole", "--steps", "8", "--decay-steps", "2")
     assert done.returncode == 0, done.stderr
@@ -239,7 +239,7 @@ def synthetic_file(tmp_path):
     return str(file)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_published_checkpoints_are_evaluated_once_a_task(tmp_path, synthetic_file, monkeypatch, capsys):
     """The bundled checkpoint and a folder of the authors' in place of theirs; the tables have both."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'dcformer[eval]'")

@@ -615,7 +615,7 @@ def test_flash_attention_gets_one_width(monkeypatch):
 # --- the study --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_study_resumes(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     arms = {arm: mhe_study.ARMS[arm] for arm in ("MHA", "MHE-Add", "single head")}

@@ -111,7 +111,7 @@ def test_every_variant_is_told_against_plain_attention():
     assert "-0.1033 ± 0.0143*, 0 of 3 |" in "".join(study.against_plain(losses))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_study_resumes(tmp_path, capsys):
     """Finished runs are not trained again; missing ones are, and come out the same."""
     arguments = [*SMALL, "--variants", "plain", "r1", "--output", str(tmp_path)]
@@ -192,6 +192,7 @@ def train_or_fail(settings: dict, folder: str) -> dict:
     return settings
 
 
+@pytest.mark.long
 def test_a_run_that_fails_does_not_take_others_with_it():
     """What runs beside it is returned, what waits is not begun, and the error is raised."""
     done = []
@@ -257,6 +258,7 @@ def commands() -> list[str]:
     return list(dict.fromkeys(shlex.join(command) for command in found if command[1] == "examples/study.py"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_page_run(command, tmp_path):
     arguments = shlex.split(command)[2:]

@@ -113,7 +113,7 @@ def test_a_run_counts_its_own_processor_time(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "curve.jsonl").read_text())["processor_seconds"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_are_added_and_kept(tmp_path, capsys):
     options = [f"--output={tmp_path / 'docs'}", f"--runs={tmp_path / 'runs'}", "--steps=2"]
     twins.main([*options, "--limit=1"])

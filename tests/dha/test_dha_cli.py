@@ -236,7 +236,7 @@ def test_the_story_runs(tmp_path, capsys):
     assert printed.splitlines()[-1].startswith("< Peter owns the desk.")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_study_resumes(tmp_path, capsys):
     arguments = ["--output", str(tmp_path), "--seeds", "0", "--steps", "10", "--base-steps", "2"]
     dha_study.main(arguments)

@@ -111,7 +111,7 @@ def test_verdicts(ours, says):
     assert compare.verdict({0: 1.0}, {0: 2.0}) == "cannot be told"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trains_resumes_and_reports(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare, "RATES", (1e-3,))
     arguments = ["--output", str(tmp_path), *SMALL, "--seeds", "0", "--steps", "2"]

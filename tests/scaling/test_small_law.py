@@ -130,7 +130,7 @@ def test_a_look_at_one_size_is_reported(tmp_path):
         small_law.report(look[:3], tmp_path, 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(small_law, "RATES", small_law.RATES[:2])
     monkeypatch.setattr(small_law, "FAMILIES", {"dcformer++": small_law.FAMILIES["dcformer++"]})

@@ -25,6 +25,7 @@ RUNS = {
     "packed stream": [*TEXT, "--streaming", "--packing", "--shuffle_buffer", "50", "--max_length", "200"],
     "conversations, adapters with dropout": [*CHAT, "--use_peft", "--lora_dropout", "0.1"],
 }
+FIRST, *OTHERS = RUNS
 
 
 def start(arguments: list[str], folder: Path, *more: str) -> subprocess.Popen:
@@ -83,7 +84,9 @@ def test_killed_after_the_last_checkpoint(arguments, lost, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    "arguments", [RUNS[FIRST], *(pytest.param(RUNS[name], marks=pytest.mark.long) for name in OTHERS)], ids=RUNS
+)
 def test_killed_and_resumed(arguments, tmp_path):
     finish(start(arguments, tmp_path / "whole"))
 
