@@ -90,7 +90,7 @@ def test_key_sides_beyond_2_to_the_31_elements(strides):
 
 
 @pytest.mark.skipif(not INTERPRETED or DEVICE != "cpu", reason="reserves memory of the CPU")
-@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("groups", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_maps_beyond_2_to_the_31_elements(groups):
     expected, found = passes(problem(groups=groups)), passes(problem(Wide, groups=groups))
     for name in expected:  # equal but for what was never written

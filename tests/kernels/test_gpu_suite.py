@@ -121,6 +121,7 @@ def run(tmp_path, *arguments):
     return status, json.loads((tmp_path / "gpu_suite.json").read_text())
 
 
+@pytest.mark.long
 def test_smoke_run(tmp_path, capsys, monkeypatch):
     status, content = run(tmp_path)
     monkeypatch.setattr(suite, "draw", lambda *_: False)
