@@ -8,8 +8,11 @@ import copy
 import importlib.util
 import json
 import logging
+import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -236,7 +239,9 @@ def test_another_device_driver_or_version_is_checked_again(gpu, what):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", '{"passed": true}', '{"passed": "yes", "summary": ""}', b"\xff"]
+    "content",
+    ["", "{", "[]", "null", '{"passed": true}', '{"passed": "yes", "summary": ""}', b"\xff", "[" * 200_000],
+    ids=lambda content: str(content)[:20],
 )
 def test_a_damaged_cache_is_checked_again(gpu, content):
     there = model(layer_types=["full_attention"] * 2).to("meta")
@@ -492,6 +497,17 @@ def test_where_verdicts_are_kept(monkeypatch, tmp_path):
     assert verdicts.cache_folder() == tmp_path / "xdg" / "dcformer"
     monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "own"))
     assert verdicts.cache_folder() == tmp_path / "own"
+
+
+@pytest.mark.parametrize("folder", [None, "~nobody-of-that-name/x"])
+def test_where_verdicts_are_kept_without_a_home(folder, monkeypatch):
+    """A container's user may have no name and no home; the first forward pass on a GPU must not fail for that."""
+    for name in ("DCFORMER_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if folder is not None:
+        monkeypatch.setenv("DCFORMER_CACHE", folder)
+    monkeypatch.setattr("pwd.getpwuid", lambda user: {}[user])
+    assert verdicts.cache_folder() == Path(tempfile.gettempdir()) / f"dcformer-{os.getuid()}"
 
 
 def test_what_a_verdict_depends_on(monkeypatch):

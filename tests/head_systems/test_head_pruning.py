@@ -123,3 +123,41 @@ def test_conversion_begins_with_open_gates():
     assert prune_heads(model) == 0
     with pytest.raises(ValueError, match="kept_heads: a conversion begins with all heads"):
         to_head_system(source, "head_pruning", kept_heads=[[0], [0, 1]])
+
+
+def pruned():
+    model = closed(heads_model("pruning", False, torch.float32), (0, 1), (1, 0), (1, 3))
+    prune_heads(model)
+    return model
+
+
+def test_layers_that_change_places_take_their_heads_with_them(tmp_path):
+    """Layers are saved and loaded by `kept_heads`: with the lists of other layers they are refused."""
+    model = pruned()
+    model.model.layers = torch.nn.ModuleList(list(model.model.layers)[::-1])
+    model.config.layer_types.reverse()
+    expected = r"layer 0 has the heads \[1, 2\], kept_heads of the configuration asks for \[0, 2, 3\]"
+    for use in (lambda: model(tokens()), lambda: model.save_pretrained(tmp_path / "out")):
+        with pytest.raises(ValueError, match=expected):
+            use()
+    assert not (tmp_path / "out").exists()
+    model.config.head_system_options["kept_heads"].reverse()
+    model.save_pretrained(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(loaded(tokens()).logits, model(tokens()).logits, atol=1e-6, rtol=1e-6)
+
+
+def test_fewer_layers_keep_the_heads_of_the_first(tmp_path):
+    model = pruned()
+    model.save_pretrained(tmp_path / "whole")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", num_hidden_layers=1)
+    assert loaded.config.head_system_options["kept_heads"] == [[0, 2, 3]]
+    loaded.save_pretrained(tmp_path / "one")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    del model.model.layers[1]
+    model.config.num_hidden_layers = 1
+    for other in (loaded, again):
+        torch.testing.assert_close(other(tokens()).logits, model(tokens()).logits, atol=1e-6, rtol=1e-6)
+    model.config.num_hidden_layers = 2  # as when drafting with few layers ends
+    assert model.config.head_system_options["kept_heads"] == [[0, 2, 3], [1, 2]]
+    assert not any(name.startswith("_all") for name in model.config.to_dict())

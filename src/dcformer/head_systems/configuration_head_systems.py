@@ -1,5 +1,7 @@
 """`HeadSystemsConfig`: a DCFormer whose heads interact in another way, too."""
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 
 from ..configuration_dcformer import DCFormerConfig
@@ -29,6 +31,25 @@ class HeadSystemsConfig(DCFormerConfig):
     def __post_init__(self, **kwargs):
         self.head_system_options = dict(self.head_system_options or {})
         super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field. Fewer layers keep the `kept_heads` of the first, as they do other fields with an entry each."""
+        super().__setattr__(name, value)
+        fields = self.__dict__
+        if name == "head_system_options":
+            fields.pop("_all_kept_heads", None)
+        elif name == "num_hidden_layers" and (options := fields.get("head_system_options")):
+            kept = fields.pop("_all_kept_heads", options.get("kept_heads"))
+            if kept is not None and value >= 0:
+                if value < len(kept):
+                    fields["_all_kept_heads"] = kept
+                fields["head_system_options"] = options | {"kept_heads": kept[:value]}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, without what raising the number of layers again would restore."""
+        fields: dict[str, Any] = super().to_dict()
+        fields.pop("_all_kept_heads", None)
+        return fields
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # as in DCFormerConfig

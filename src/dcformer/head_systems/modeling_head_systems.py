@@ -11,6 +11,7 @@ from transformers.utils import can_return_tuple
 
 from ..modeling_dcformer import DCFormerForCausalLM, DCFormerModel
 from .configuration_head_systems import HeadSystemsConfig
+from .head_pruning import HeadPruning
 from .outputs_head_systems import (
     HeadSystemsCausalLMOutput,
     HeadSystemsModelOutput,
@@ -30,6 +31,22 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
     def __init__(self, config: HeadSystemsConfig):
         super().__init__(config)
         self._extras: dict[str, Any] = {}  # of the last forward pass, for the heads
+
+    def _check_head_maps(self) -> None:
+        """As the decoder's, and refuses layers with other heads than the configuration's `kept_heads` has there."""
+        super()._check_head_maps()
+        rows = self.config.head_system_options.get("kept_heads")
+        layers: Any = self.layers[: max(self.config.num_hidden_layers, 0)]
+        for index, layer in enumerate(layers):
+            system = layer.self_attn.system
+            if not isinstance(system, HeadPruning):
+                return
+            expected = list(range(system.sizes.num_heads)) if rows is None else [*rows, *[None] * len(layers)][index]
+            if system.kept != expected:
+                raise ValueError(
+                    f"layer {index} has the heads {system.kept}, kept_heads of the configuration asks for {expected}: "
+                    'when layers change places, so must the lists of head_system_options["kept_heads"].'
+                )
 
     @can_return_tuple
     @wraps(DCFormerModel.forward)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,11 +22,18 @@ logger = logging.get_logger(__name__)
 
 
 def cache_folder() -> Path:
-    """DCFORMER_CACHE, or `dcformer` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
+    """DCFORMER_CACHE, or `dcformer` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache).
+
+    Without a home folder (a container's user that the system does not know) it is one for that user among temporary
+    files.
+    """
     folder = os.environ.get("DCFORMER_CACHE")
     if not folder:
-        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcformer")
-    return Path(folder).expanduser()
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "dcformer")
+    folder = os.path.expanduser(folder)  # as it is where there is no such user
+    if folder.startswith("~"):
+        folder = os.path.join(tempfile.gettempdir(), f"dcformer-{os.getuid()}")
+    return Path(folder)
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -84,7 +92,7 @@ def kept_verdict(on: dict[str, str], kind: dict[str, Any]) -> tuple[bool, str] |
         passed, summary = content["passed"], content["summary"]
         if type(passed) is not bool or type(summary) is not str or (content["machine"], content["kind"]) != (on, kind):
             return None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return passed, summary
 
