@@ -128,6 +128,16 @@ def test_dynamic_lengths_are_one_graph(dynamic, count, padded):
     assert len(graphs.nodes) == count
 
 
+def test_dynamic_lengths_are_one_graph_with_head_embeddings():
+    graphs = Graphs()
+    network = model(max_position_embeddings=512, num_key_value_heads=None, head_embeddings="add")
+    compiled = torch.compile(network, backend=graphs, fullgraph=True, dynamic=True)
+    for length in (20, 33, 47):
+        inputs = left_padded(length)
+        torch.testing.assert_close(compiled(**inputs).logits, network(**inputs).logits)
+    assert len(graphs.nodes) == 1
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_training_step_compiles_whole_with_dropout(checkpointing):
     """The compiled step has its own random numbers: it must run, differentiate and drop the same weights both ways."""

@@ -74,6 +74,14 @@ def test_keys_and_values_of_different_width(overrides):
     torch.testing.assert_close(run(program, ids), run_eagerly(model, ids), atol=1e-5, rtol=0)
 
 
+def test_a_model_with_a_layer_less_than_its_configuration():
+    model = make(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "full_attention"])
+    del model.model.layers[1]
+    program = export_decoding_step(model, max_cache_len=12)
+    ids = torch.randint(0, 97, (1, 12))
+    torch.testing.assert_close(run(program, ids), run_eagerly(model, ids), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("system", ["collaborative", "overlapped", "mixture_of_heads", "output_gate", "head_pruning"])
 def test_head_systems(system):
     """Whose caches have other heads and channels than plain attention's."""

@@ -42,7 +42,8 @@ class DecodingStep(TorchExportableModuleWithHybridCache):
         model(token, past_key_values=probe)
         layer: Any
         held: Any
-        for index, (layer, held) in enumerate(zip(self.cache.layers, probe.layers, strict=True)):
+        # The model may have fewer layers than the configuration says, and the cache has been made by that.
+        for index, (layer, held) in enumerate(zip(self.cache.layers, probe.layers, strict=False)):
             layer.lazy_initialization(held.keys[:, :, :0], held.values[:, :, :0])  # heads and channels, no token
             for name, attribute in _BUFFERS.items():
                 self.register_buffer(f"{name}_{index}", getattr(layer, attribute), persistent=False)

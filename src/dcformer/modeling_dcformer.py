@@ -367,7 +367,8 @@ class DCFormerAttention(nn.Module):
         Returns:
             output [B, T, H, D], and the weights [B, H, T, S] or None.
         """
-        if implementation not in ("eager", CHUNKED, *FUSED_ATTENTION):  # one of Transformers' own
+        is_of_library = implementation not in ("eager", CHUNKED, *FUSED_ATTENTION)
+        if is_of_library:
             if kwargs.get("compose_trace") is not None:
                 raise ValueError(no_trace(implementation))
             kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
@@ -377,7 +378,7 @@ class DCFormerAttention(nn.Module):
                 kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
             elif not (self.key_heads.is_consecutive and self.key_heads.heads == self.value_heads.heads):
                 key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
-        if self.num_key_value_groups != (groups := query.shape[1] // key.shape[1]):
+        if is_of_library and self.num_key_value_groups != (groups := query.shape[1] // key.shape[1]):
             self.num_key_value_groups = groups
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         return attend_composed(
