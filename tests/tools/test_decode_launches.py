@@ -1,12 +1,18 @@
 """Launches of a compiled decoding step, as inductor schedules them, and the host's part of a step."""
 
 import ast
+import importlib
 import re
 
 import pytest
-from helpers import run_source
+from helpers import REPOSITORY, run_source
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
+
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(REPOSITORY / "tools"))
+    roofline = importlib.import_module("kernel_roofline")
 
 
 @pytest.mark.slow
@@ -19,9 +25,13 @@ def test_a_fused_layer_launches_at_most_one_more_than_llamas():
     assert counts["llama"] > 12  # 7 products, attention, norms, RoPE, the cache, activations
     assert max(counts["dcformer"], counts["dcformer, windows"]) <= counts["llama"] + 1
     assert counts["dcformer, not fused"] > counts["dcformer"] + 4
+    for how, suffix in (("fused", ""), ("not fused", ", not fused")):
+        found = tuple(counts[f"dcformer{suffix}{kind}"] - counts["llama"] for kind in ("", ", windows"))
+        assert roofline.EXTRA_LAUNCHES[how] == found
     parts = {name: ast.literal_eval(part) for name, _, part in lines}
     assert parts["llama"]["mm"] == 7 and parts["dcformer"]["mm"] == 5
-    assert parts["dcformer"]["generated"] <= 7  # rows of the static cache are not among them
+    assert parts["llama"]["generated"] <= 7  # RoPE's `cat` is whole and a norm counted once, as on a GPU
+    assert parts["dcformer"]["generated"] <= 5  # rows of the static cache are not among them
     assert parts["dcformer"]["composed_decode"] == 3 and parts["dcformer"]["prepare_decode_into"] == 1
 
 
