@@ -554,6 +554,10 @@ def test_what_the_kernels_do_not_do():
         with torch.no_grad(), pytest.raises(ValueError, match="does not fit 1 sequences"):
             model(ids[:, :length], attention_mask=torch.ones(2, 1, length, length, dtype=torch.bool, device=DEVICE))
     for length in (4, LENGTH):
+        empty = torch.zeros(1, 1, length, length, device="meta")
+        with torch.no_grad(), pytest.raises(ValueError, match="attention_mask is on device 'meta'"):
+            model(ids[:, :length], attention_mask=empty)
+    for length in (4, LENGTH):
         heads = torch.ones(1, 4, length, length, dtype=torch.bool, device=DEVICE).tril()
         with torch.no_grad(), pytest.raises(ValueError, match="no mask per head: use attn_implementation='eager'"):
             model(ids[:, :length], attention_mask=heads)

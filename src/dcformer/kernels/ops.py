@@ -216,6 +216,8 @@ def _check_bounds(
     for name, bound in of_keys.items():
         if bound is not None and (bound.is_floating_point() or bound.is_complex() or bound.dtype == torch.bool):
             raise ValueError(f"{name} is {bound.dtype}: expected integers, places among the keys.")
+        if bound is not None:
+            _require_data(name, bound)
     for name, bound in (("key_start", key_start), ("key_end", key_end)):
         if bound is not None and bound.shape != (batch,):
             raise ValueError(f"{name} is {tuple(bound.shape)}: expected one bound per sequence, ({batch},).")
@@ -224,6 +226,11 @@ def _check_bounds(
             raise ValueError(
                 f"visible has a tensor of {tuple(bound.shape)}: expected ({batch} or 1, {length}) for both."
             )
+
+
+def _require_data(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name} is on device 'meta', where tensors have no data: expected it beside the queries.")
 
 
 # --- Transformers -----------------------------------------------------------------------------------------------------
@@ -299,8 +306,10 @@ def triton_attention(
     require_supported(trace=compose_trace is not None)
     require_supported(device=query.device, dtype=query.dtype, dropout=dropout)
     check_shapes(query, key, value, attention_mask)
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad:
-        require_supported(mask="gradients")
+    if isinstance(attention_mask, torch.Tensor):
+        _require_data("attention_mask", attention_mask)
+        if attention_mask.requires_grad:
+            require_supported(mask="gradients")
     is_causal, length = getattr(module, "is_causal", True) if is_causal is None else is_causal, query.shape[2]
     if isinstance(attention_mask, QueryBlockMask) and attention_mask.is_plain:
         is_causal, sliding_window, attention_mask = True, attention_mask.window, None
