@@ -303,18 +303,19 @@ def triton_attention(
             traced or captured the contents of masks are asserted when it runs.
     """
     dropout = dropout if module.training else 0.0
-    require_supported(trace=compose_trace is not None)
-    require_supported(device=query.device, dtype=query.dtype, dropout=dropout)
-    check_shapes(query, key, value, attention_mask)
+    require_supported(trace=compose_trace is not None, dropout=dropout)
+    if attention_mask is not None:
+        check_shapes(query, key, value, attention_mask)
     if isinstance(attention_mask, torch.Tensor):
         _require_data("attention_mask", attention_mask)
         if attention_mask.requires_grad:
             require_supported(mask="gradients")
-    is_causal, length = getattr(module, "is_causal", True) if is_causal is None else is_causal, query.shape[2]
+    length = query.shape[2]
     if isinstance(attention_mask, QueryBlockMask) and attention_mask.is_plain:
         is_causal, sliding_window, attention_mask = True, attention_mask.window, None
-    weights = [w for stage in (pre, post) if stage is not None for w in stage.tensors()]
-    if 1 <= length <= MAX_QUERIES and not _needs_gradients(query, key, value, *weights):
+    elif is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if 1 <= length <= MAX_QUERIES and not _needs_gradients(query, key, value, pre, post):
         visible = None
         if attention_mask is not None:
             rows = attention_mask.rows(0, length) if isinstance(attention_mask, QueryBlockMask) else attention_mask
@@ -333,8 +334,11 @@ def triton_attention(
     return composed_attention(query, key, value, pre, post, **options).transpose(1, 2), None  # type: ignore[union-attr]
 
 
-def _needs_gradients(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def _needs_gradients(*inputs: torch.Tensor | ComposeWeights | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    tensors = [t for x in inputs if x is not None for t in (x.tensors() if isinstance(x, ComposeWeights) else [x])]
+    return any(t.requires_grad for t in tensors)
 
 
 __all__ = ["composed_attention", "triton_attention"]
