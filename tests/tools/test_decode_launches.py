@@ -41,8 +41,9 @@ def test_host_time_is_measured_without_a_gpu():
     run = run_source("tools/decode_host_time.py", "--shapes", "405m", "--dtype", "float32", "--steps", "20")
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     assert "prepare_kernel 1.00, scores_kernel 1.00, output_kernel 1.00" in run.stdout
-    times = [float(time) for time in re.findall(r"(\d+) us$", run.stdout, re.MULTILINE)]
-    assert len(times) == 7 and min(times) > 0
+    lines = [line for line in run.stdout.splitlines() if " us" in line]
+    times = [[float(time) for time in re.findall(r"(\d+) us", line)] for line in lines]
+    assert len(times) == 7 and all(0 < shortest <= min(medians) for shortest, *medians in times)
 
 
 SECOND_LAYERS = """
@@ -56,11 +57,15 @@ from triton.runtime import driver
 sys.path.insert(0, "tools")
 from decode_host_time import decode, fake_driver
 from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer.kernels import decode as decode_kernels, generator, prepare
 
 def look(argument):
-    if not isinstance(argument, torch.Tensor):  # profilers' hooks and what is for them are objects of each launch
-        return argument if isinstance(argument, (int, float, tuple, type(None))) else type(argument)
-    return argument.dtype, argument.shape, argument.stride(), argument.data_ptr() % 16
+    if isinstance(argument, torch.Tensor):
+        argument = argument.data_ptr()
+    if isinstance(argument, int) and argument > 2**31:  # an address, which a repeated launch is given as a number
+        return "address", argument % 16
+    # profilers' hooks and what is for them are objects of each launch
+    return argument if isinstance(argument, (int, float, tuple, type(None))) else type(argument)
 
 launched, stand_in = [], fake_driver(Counter())
 plain = stand_in.launcher_cls
@@ -74,12 +79,14 @@ for fields in ({}, {"num_key_value_heads": 2, "compose_static": True}):
     config = DCFormerConfig(**sizes, num_attention_heads=4, sliding_window=None, **fields)
     model = DCFormerForCausalLM(config).to(torch.bfloat16).eval()
     model.set_attn_implementation("dcformer_triton")
+    known = [module._RUN._known for module in (decode_kernels, generator, prepare)]
+    model.register_forward_pre_hook(lambda *_: [one.clear() for one in known] and None)
     for fuse in (False, True):
         if fuse:
             model.fuse_projections()
         launched.clear()
         with mock.patch("dcformer.kernels.limits._device_reason", lambda *_: None):
-            decode(model, 40)
+            decode(model, 40, rounds=2)
         half = sum(name == "scores_kernel" for name, _ in launched) // 2
         assert half == 80, half
         steps, step = [], []
