@@ -116,7 +116,7 @@ def composed_attention(
     numbers = {"causal_offset": causal_offset, "sliding_window": sliding_window, "chunk_bytes": chunk_bytes}
     _check_numbers(causal, numbers)
     groups = _check(query, key, value, pre, post, cu_seqlens)
-    _check_bounds(query.shape[0], query.shape[2], key_start, key_end, cu_seqlens, visible)
+    _check_bounds(query.shape[0], query.shape[2], query.device, key_start, key_end, cu_seqlens, visible)
     (_, _, length, dim), key_length = query.shape, key.shape[2]
     offset = key_length - length if causal_offset is None else _countable(causal_offset)
     sliding_window = None if sliding_window is None else _countable(sliding_window)
@@ -206,6 +206,7 @@ def _check(
 def _check_bounds(
     batch: int,
     length: int,
+    device: torch.device,
     key_start: torch.Tensor | None,
     key_end: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
@@ -217,7 +218,7 @@ def _check_bounds(
         if bound is not None and (bound.is_floating_point() or bound.is_complex() or bound.dtype == torch.bool):
             raise ValueError(f"{name} is {bound.dtype}: expected integers, places among the keys.")
         if bound is not None:
-            _require_data(name, bound)
+            _require_data(name, bound, device)
     for name, bound in (("key_start", key_start), ("key_end", key_end)):
         if bound is not None and bound.shape != (batch,):
             raise ValueError(f"{name} is {tuple(bound.shape)}: expected one bound per sequence, ({batch},).")
@@ -228,8 +229,9 @@ def _check_bounds(
             )
 
 
-def _require_data(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type == "meta":
+def _require_data(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuses a tensor on device "meta" for queries on another one."""
+    if tensor.device.type == "meta" and device.type != "meta":
         raise ValueError(f"{name} is on device 'meta', where tensors have no data: expected it beside the queries.")
 
 
@@ -307,7 +309,7 @@ def triton_attention(
     if attention_mask is not None:
         check_shapes(query, key, value, attention_mask)
     if isinstance(attention_mask, torch.Tensor):
-        _require_data("attention_mask", attention_mask)
+        _require_data("attention_mask", attention_mask, query.device)
         if attention_mask.requires_grad:
             require_supported(mask="gradients")
     length = query.shape[2]
