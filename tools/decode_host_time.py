@@ -4,8 +4,12 @@
 
 Kernels are compiled for a GPU and all up to the call of the driver runs as it would there; a stand-in for the launcher
 does nothing. Tensors are on the CPU, where torch computes when it would only launch on a GPU: that is part of the
-figures, and least with the shape "small"; the host's own work does not depend on the shape. The hidden size is 64. Each
-figure is the shortest of many calls, as other work on the machine only ever adds.
+figures, and least with the shape "small"; the host's own work does not depend on the shape. The hidden size is 64.
+
+Each figure is of many calls, of a dynamic cache that grows by a token a step, while nothing else is timed. Kernels have
+been compiled, but no launch is remembered: every length is new. Three columns: the shortest call, as other work on the
+machine only ever adds; the median; and the median of the first layer's calls, where launches are chosen when one has to
+be. Asking a GPU what it can do is left out (`limits._device_reason`).
 """
 
 import argparse
@@ -14,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -57,19 +62,27 @@ def fake_driver(launches: Counter[str]) -> Any:
     )
 
 
-def decode(model: Any, steps: int) -> None:
-    """Decodes so many tokens behind an empty cache, twice: kernels are compiled in the first round."""
+def decode(model: Any, steps: int, rounds: int = 1) -> None:
+    """Decodes so many tokens behind an empty cache."""
     from transformers import DynamicCache
 
     with torch.no_grad():
-        for _ in range(2):
+        for _ in range(rounds):
             cache = DynamicCache(config=model.config)
             for _ in range(steps):
                 model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
 
 
-def shortest(label: str, model: Any, steps: int) -> float:
-    """Seconds of the shortest call of one of `TIMED` while decoding. Nothing else is timed meanwhile."""
+def forget() -> None:
+    """Forgets all launches, so that lengths are new. Kernels stay compiled."""
+    from dcformer.kernels import decode, generator, prepare
+
+    for module in (decode, generator, prepare):
+        module._RUN._known.clear()
+
+
+def times(label: str, model: Any, steps: int) -> tuple[float, float, float]:
+    """Seconds of calls of one of `TIMED` while decoding: the shortest, the median, and that of the first layer's."""
     owner, name = TIMED[label]
     module, _, attribute = owner.rpartition(".")
     holder: Any = sys.modules[owner] if owner in sys.modules else getattr(sys.modules[module], attribute)
@@ -81,9 +94,12 @@ def shortest(label: str, model: Any, steps: int) -> float:
         seconds.append(time.perf_counter() - start)
         return result
 
+    forget()
     with mock.patch.object(holder, name, timed):
         decode(model, steps)
-    return min(seconds)
+    per_step = len(seconds) // steps
+    first = [x for i, x in enumerate(seconds) if i % per_step < per_step // LAYERS]
+    return min(seconds), median(seconds), median(first)
 
 
 def main() -> int:
@@ -115,13 +131,17 @@ def main() -> int:
             model.set_attn_implementation("dcformer_triton")
             model.fuse_projections()
             launches.clear()
-            decode(model, arguments.steps)
+            for _ in range(2):  # all variants of kernels are compiled, those for new lengths too
+                forget()
+                decode(llama, arguments.steps)
+                decode(model, arguments.steps)
             calls = 2 * arguments.steps * LAYERS
             kernels = ", ".join(f"{name} {count / calls:.2f}" for name, count in launches.items())
             print(f"{shape}: kernels per layer: {kernels}")
+            print(f"  {'':28}{'shortest':>12}{'median':>12}{'first layer':>12}")
             for label in TIMED:
-                seconds = shortest(label, llama if "Llama" in label else model, arguments.steps)
-                print(f"  {label:28}{seconds * 1e6:8.0f} us", flush=True)
+                found = times(label, llama if "Llama" in label else model, arguments.steps)
+                print(f"  {label:28}" + "".join(f"{seconds * 1e6:9.0f} us" for seconds in found), flush=True)
     return 0
 
 

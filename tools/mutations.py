@@ -1057,6 +1057,18 @@ _KERNELS = (
             "o_h % REP * stride_wh + o_h // REP * stride_wr",
             T_DECODE + "test_packed_cache",
         ),
+        (
+            "splits behind the last key have keys",
+            "last = tl.maximum(tl.minimum(first + split_len, S), first)",
+            "last = tl.minimum(first + split_len, S)",
+            T_DECODE + "test_operator_is_well_behaved",
+        ),
+        (
+            "launches for every number of keys",
+            "key.shape[1], _rounded_length(S), S > 1, value",
+            "key.shape[1], S, S > 1, value",
+            "tests/kernels/test_model.py::test_layers_repeat_the_launches_of_the_first",
+        ),
     )
     + _in(
         "kernels",
@@ -1069,14 +1081,14 @@ _KERNELS = (
         ),
         (
             "launches of other devices",
-            "key = (device, numbers, geometry(tensors))",
-            "key = (None, numbers, geometry(tensors))",
+            "key = (device, numbers, looked)",
+            "key = (None, numbers, looked)",
             T_REPEATED + "test_the_device_is_part_of_a_geometry",
         ),
         (
             "launches of other numbers",
-            "key = (device, numbers, geometry(tensors))",
-            "key = (device, (), geometry(tensors))",
+            "key = (device, numbers, looked)",
+            "key = (device, (), looked)",
             T_REPEATED + "test_a_repeated_launch_is_the_chosen_one",
         ),
         (
@@ -1086,10 +1098,16 @@ _KERNELS = (
             T_REPEATED + "test_a_repeated_launch_is_the_chosen_one",
         ),
         (
-            "part of what was made without its place",
-            "tensor.as_strided(*self.part)",
-            "tensor.as_strided(*self.part[:2], 0)",
+            "part of a tensor without its place",
+            "addresses[number] + offset",
+            "addresses[number]",
             T_REPEATED + "test_a_repeated_launch_is_the_chosen_one",
+        ),
+        (
+            "what varies is what it was first",
+            "arguments[i] = varying[name]",
+            "pass",
+            T_REPEATED + "test_what_varies_is_given_anew_and_chooses_nothing",
         ),
     )
     + _in(

@@ -43,7 +43,7 @@ def active_transform(*tensors: torch.Tensor | None) -> str | None:
     """What is done to tensors in which only PyTorch's own operators can take part, in words; None for nothing."""
     if torch._C._are_functorch_transforms_active():
         return "transforms of torch.func (grad, vmap, jvp, ...)"
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level < 0:
         return None
     unpack = torch.autograd.forward_ad.unpack_dual
     is_dual = any(t is not None and unpack(t).tangent is not None for t in tensors)

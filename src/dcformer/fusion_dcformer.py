@@ -30,7 +30,8 @@ def is_plain_linear(linear: Any) -> TypeGuard[nn.Linear]:
     """
     if type(linear) is not nn.Linear or not has_no_hooks(linear):
         return False
-    weight, bias = linear.weight, linear.bias
+    parameters = vars(linear)["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
     return type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
 
 
@@ -81,7 +82,7 @@ class FusedProjections:
                 return False
             now = vars(linear)["_parameters"]
             for name, parameter, address in parameters:
-                if now[name] is not parameter or _address(parameter) != address:
+                if now[name] is not parameter or (parameter is not None and parameter.data_ptr() != address):
                     return False
         return True
 

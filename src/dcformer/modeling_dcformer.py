@@ -214,8 +214,15 @@ class DCFormerAttention(nn.Module):
 
     def projections(self) -> dict[str, nn.Module | None]:
         """The layers that read the hidden states, in the order in which `fused` has them; None for absent ones."""
-        own = {name: getattr(self, name) for name in ("q_proj", "k_proj", "v_proj")}
-        return own | {f"compose.{name}": getattr(self.compose, name) for name in ("dw1_proj", "gate_proj")}
+        own = self._modules  # read in every step of decoding: attributes of modules are slow
+        of_compose = self.compose._modules
+        return {
+            "q_proj": own["q_proj"],
+            "k_proj": own["k_proj"],
+            "v_proj": own["v_proj"],
+            "compose.dw1_proj": of_compose.get("dw1_proj"),
+            "compose.gate_proj": of_compose.get("gate_proj"),
+        }
 
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
         """What moves or converts a module: parameters that got memory of their own are fused again."""
@@ -307,7 +314,8 @@ class DCFormerAttention(nn.Module):
         """[B, T, E] -> queries, keys and values [B, H(kv), T, D], and all of `_project_fused` where that is used."""
         fused = [] if self.fused is None else self._project_fused(hidden_states)
         parts = fused[:3] or [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
-        return [*(states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for states in parts), *fused]
+        split = (states.view(*states.shape[:-1], -1, self.head_dim) for states in parts)
+        return [*(states.transpose(1, 2) for states in split), *fused]
 
     def _project_fused(self, hidden_states: torch.Tensor) -> list[torch.Tensor | None]:
         """[B, T, E] -> the results of `projections`, [B, T, any], from one product; None for absent ones."""

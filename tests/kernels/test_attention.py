@@ -717,6 +717,7 @@ ERRORS = {
     "causal_offset=2.5: expected an integer": ((_tensors(1, 2, 5, 16),) * 3, {"causal_offset": 2.5}),
     "causal_offset=2 needs causal=True": ((_tensors(1, 2, 5, 16),) * 3, {"causal_offset": 2, "causal": False}),
     "chunk_bytes=-1: expected at least 0": ((_tensors(1, 2, 5, 16),) * 3, {"chunk_bytes": -1}),
+    "key_start is on device 'meta'": ((_tensors(1, 2, 5, 16),) * 3, {"key_start": torch.zeros(1, device="meta").int()}),
     "key_end is torch.float32: expected integers": ((_tensors(1, 2, 5, 16),) * 3, {"key_end": torch.ones(1)}),
     r"visible\[1\] is torch.bool: expected integers": (
         (_tensors(1, 2, 5, 16),) * 3,

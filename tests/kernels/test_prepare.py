@@ -195,6 +195,65 @@ def test_what_is_left_to_torch():
     assert prepare(attention, x, attention.fused(x), rotary) is None
 
 
+def _hooked(name):
+    return lambda attention: attention.get_submodule(name).register_forward_hook(lambda *_: None)
+
+
+def _norm_of_another_dtype(attention):
+    attention.k_norm.double()
+
+
+def _another_norm(attention):
+    attention.q_norm = torch.nn.RMSNorm(attention.head_dim)
+
+
+def _another_epsilon(attention):
+    attention.q_norm.eps *= 2
+
+
+def _another_activation(attention):
+    attention.compose.act_fn = torch.nn.SiLU()
+
+
+def _another_parameter(attention):
+    attention.compose.qkw = type("Sharded", (torch.nn.Parameter,), {})(attention.compose.qkw)
+
+
+def _parameter_of_another_dtype(attention):
+    attention.compose.qkw.data = attention.compose.qkw.data.double()
+
+
+def _parameter_elsewhere(attention):
+    attention.compose.pre_static = torch.nn.Parameter(attention.compose.pre_static.to("meta"))
+
+
+def _another_linear(attention):
+    attention.compose.dw1_proj = torch.nn.Sequential(attention.compose.dw1_proj)
+
+
+def _own_forward(attention):
+    attention.compose.gate_proj.forward = lambda x: x
+
+
+CHANGES = [
+    *(_hooked(name) for name in ("q_norm", "k_norm", "compose", "compose.dw1_proj", "compose.gate_proj")),
+    _norm_of_another_dtype, _another_norm, _another_epsilon, _another_activation, _another_parameter,
+    _parameter_of_another_dtype, _parameter_elsewhere, _another_linear, _own_forward,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_changes_between_two_steps_are_noticed(change):
+    """Nothing is remembered of what the kernel may take the place of."""
+    attention, _, rope = make((6, 2, 1, 2, 24, 1, 1), torch.float32, compose_static=True)
+    x = torch.randn(1, 1, 32, device=DEVICE)
+    projected, rotary = attention.fused(x), rope(x, torch.arange(1, device=DEVICE)[None])
+    assert prepare(attention, x, projected, rotary) is not None
+    change(attention)
+    assert prepare(attention, x, projected, rotary) is None
+
+
 @torch.no_grad()
 def test_parts_that_are_not_of_one_product_are_refused():
     attention, _, rope = make((6, 2, 1, 2, 24, 2, 3), torch.float32)

@@ -25,7 +25,7 @@ class Compiled:
 class Kernel:
     """Takes arguments by name, as jitted functions do; interpreted, it returns nothing."""
 
-    arg_names = ("p_x", "p_y", "p_out", "p_part", "stride", "scale", "WIDTH")
+    arg_names = ("p_x", "p_y", "p_behind", "p_out", "p_part", "stride", "scale", "WIDTH")
 
     def __init__(self, is_interpreted: bool = False):
         self.log: list = []
@@ -47,16 +47,17 @@ def make(kernel: Kernel) -> tuple[Repeated, list]:
         chosen.append(scale)
         out, rest = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty(3, 8, device=x.device)
         arguments = {"p_x": x, "p_y": y, "p_out": out, "p_part": rest[:, 2:5], "stride": x.stride(0), "scale": scale}
-        return [out, rest], [Launch(kernel, (x.shape[0],), arguments, {"WIDTH": x.shape[1]}, {"num_warps": 4})]
+        arguments["p_behind"] = None if y is None else y[:, 1:]
+        wholes = {} if y is None else {"p_behind": y}
+        constants, options = {"WIDTH": x.shape[1]}, {"num_warps": 4}
+        return [out, rest], [Launch(kernel, (x.shape[0],), arguments, constants, options, wholes)]
 
     return Repeated(choose), chosen
 
 
 def look(argument: Any) -> Any:
-    """What a kernel sees of an argument."""
-    if not isinstance(argument, torch.Tensor):
-        return argument
-    return argument.data_ptr(), argument.shape, argument.stride(), argument.dtype
+    """What a compiled kernel sees of an argument."""
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 @st.composite
@@ -77,7 +78,7 @@ def calls(draw) -> Iterator[tuple]:
 
 @given(st.lists(calls(), min_size=1, max_size=12))
 def test_a_repeated_launch_is_the_chosen_one(sequence):
-    """Whatever came before: grid, numbers, given tensors and those that were made, parts of them included."""
+    """Whatever came before: grid, numbers, given tensors and those that were made, parts of both included."""
     kernel = Kernel()
     run, chosen = make(kernel)
     for x, y, scale in sequence:
@@ -85,7 +86,7 @@ def test_a_repeated_launch_is_the_chosen_one(sequence):
         grid, arguments = kernel.log[-1]
         assert (out.shape, out.dtype, rest.shape) == (x.shape, x.dtype, (3, 8))
         assert grid == (x.shape[0], 1, 1)
-        expected = (x, y, out, rest[:, 2:5], x.stride(0), scale, x.shape[1])
+        expected = (x, y, None if y is None else y[:, 1:], out, rest[:, 2:5], x.stride(0), scale, x.shape[1])
         assert [look(argument) for argument in arguments] == [look(argument) for argument in expected]
     assert len(kernel.log) == len(sequence)
     assert len(chosen) == len({(geometry([x, y]), scale) for x, y, scale in sequence})
@@ -131,6 +132,22 @@ def test_alignment_is_part_of_a_geometry():
     for offset in (0, 4, 1, 8):
         run([memory[start + offset :][:6].view(2, 3), None], 1.0)
     assert len(chosen) == 2
+
+
+def test_what_varies_is_given_anew_and_chooses_nothing():
+    kernel, chosen = Kernel(), []
+
+    def choose(x):
+        chosen.append(len(x))
+        arguments = {name: None for name in Kernel.arg_names[:-1]} | {"p_x": x, "stride": len(x)}
+        return [], [Launch(kernel, (1,), arguments, {"WIDTH": 1}, {"num_warps": 4})]
+
+    run = Repeated(choose, look=lambda tensors: (tensors[0].dtype, {"stride": len(tensors[0])}))
+    memory = torch.zeros(9)
+    for length in (5, 7, 2):
+        run([memory[:length]])
+        assert kernel.log[-1][1][Kernel.arg_names.index("stride")] == length
+    assert chosen == [5]
 
 
 def test_the_device_is_part_of_a_geometry():

@@ -105,29 +105,35 @@ def test_kernels_are_within_their_instructions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["scores_kernel", "output_kernel"])
-def test_barriers_of_decoding_are_in_the_machine_code(name):
+@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize("is_static", [False, True], ids=["", "static"])
+@pytest.mark.parametrize("number", [0, 1], ids=["scores", "output"])
+def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, queries):
     """Where maps change hands through memory there is a barrier of the whole block in PTX, and no read past the caches.
 
-    `bar.sync` makes what a thread wrote before it visible to all threads of the block behind it. `ld.global.nc` might
-    not see it.
+    `bar.sync` makes what a thread wrote before it visible to all threads of the block behind it: to plain loads, and to
+    `cp.async`, which reads for the thread that issues it, as that does. `ld.global.nc` might not see it, nor might
+    `cp.async.bulk`, which has a proxy of its own.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from dcformer.kernels import decode
 
-    specs = decode.kernel_specs(shapes=decode.SHAPES[2:3])
-    spec = next(spec for spec in specs if spec["kernel"].__name__ == name)
+    (_, heads, dim), dtype = decode.SHAPES[2], torch.bfloat16
+    example = list(decode._example(1, heads, queries, 2048, dim, dtype))
+    if is_static:
+        example[5] = example[8] = torch.empty((1, heads, heads), dtype=dtype, device="meta")
+    spec = decode._spec(decode._launches(*example, 1, dim**-0.5, None)[1][number])
     source = ASTSource(**{key: spec[key] for key in ("signature", "constexprs", "attrs")}, fn=spec["kernel"])
     options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg")}
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     lines, start = inspect.getsourcelines(spec["kernel"].fn)
-    is_static = [i for i, line in enumerate(lines) if "if STATIC & FLAGS" in line]  # not part of this specialisation
+    of_static = [i for i, line in enumerate(lines) if "if STATIC & FLAGS" in line]
     expected = {
         start + i
         for i, line in enumerate(lines)
-        if "tl.debug_barrier()" in line and not any(i - 4 < first < i for first in is_static)
+        if "tl.debug_barrier()" in line and (is_static or not any(i - 4 < first < i for first in of_static))
     }
     file = re.search(r'^\s*\.file\s+(\d+)\s+".*decode\.py"', ptx, re.MULTILINE)[1]
     found, place = set(), (None, 0)
@@ -136,5 +142,8 @@ def test_barriers_of_decoding_are_in_the_machine_code(name):
             place = (location[1], int(location[2]))
         elif re.match(r"\s*bar\.sync\s+0;", line) and place[0] == file:
             found.add(place[1])
-    assert len(expected) == 2 and expected <= found
-    assert "ld.global.nc" not in ptx
+    assert len(expected) == (4 if is_static and number else 2) and expected <= found
+    reads = set(re.findall(r"\b(?:ld|cp)[\w.:]*\.global[\w.:]*", ptx))
+    kinds = {re.sub(r"(\.v\d)?\.b\d+$", "", read) for read in reads}
+    assert kinds <= {"ld.global", "cp.async.ca.shared.global", "cp.async.cg.shared.global"}
+    assert number == 0 or "cp.async.ca.shared.global" in reads  # maps are among what it reads

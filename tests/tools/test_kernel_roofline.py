@@ -155,6 +155,21 @@ def test_windows_and_fewer_keys_are_faster():
     assert roofline.decoding_throughput(shape, 1152, 0.75, gpu) > roofline.decoding_throughput(shape, 1152, 0.5, gpu)
 
 
+def test_launches_of_decoding_take_their_time():
+    """Each layer takes those of its kind, and the output layer takes none: what is left of a plain model's step."""
+    gpu, shape = roofline.device(), roofline.SHAPES["2.8B"]
+    plain = shape.layers * (shape.linear + 2 * shape.width * 1152) * 2 + shape.width * roofline.VOCABULARY * 2
+    plain /= gpu.hbm * 0.8
+
+    def step(of_global: int, of_local: int) -> float:
+        assumed = roofline.Assumptions(launch=1e-5, extra_launches=(of_global, of_local))
+        return plain / roofline.decoding_throughput(shape, 1152, 0.75, gpu, assumed)
+
+    assert step(4, 0) - step(0, 0) == pytest.approx(shape.layers * 0.25 * 4e-5)
+    assert step(0, 4) - step(0, 0) == pytest.approx(shape.layers * 0.75 * 4e-5)
+    assert step(-1, 0) < step(0, 0)
+
+
 @pytest.mark.parametrize("option", ["--length=512", "--hbm=1e12"])
 def test_json_refuses_what_it_would_ignore(option, capsys):
     with pytest.raises(SystemExit):
@@ -189,6 +204,8 @@ def test_it_prints_that_it_is_an_estimate(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("ESTIMATE, not a measurement")
     assert "| back_1 |" in printed and "Attention alone" in printed
+    assert "LG, fused | LGLL, fused | LG, not fused" in printed
+    assert "LG 96%, LGLL 105%: out of reach, by bytes |" in printed  # and 96 % is not
     with pytest.raises(SystemExit):
         roofline.main(["--arch", "80"])
     assert "--compile" in capsys.readouterr().err

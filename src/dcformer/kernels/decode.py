@@ -37,7 +37,7 @@ from .layout import Layout, Part, check_states, check_weights, packed_weights, s
 from .limits import MAX_QUERIES, require_supported
 from .repeated import Launch, Repeated
 from .schemas import DEVICES, decode_op, refuse_backward
-from .sizes import ceil_div, power_of_2
+from .sizes import ceil_div, power_of_2, round_up
 from .triton.heads import GATE, KEY, QUERY, STATIC
 from .triton.precision import product, rounded
 
@@ -68,7 +68,7 @@ def _visible_keys(p_visible, o_t, stride_as, o_s, m_s):
 def _split_keys(p_visible, stride_at, stride_as, i_p, split_len, T, S, B_T: tl.constexpr, B_V: tl.constexpr):
     """The keys of split i_p that queries see lie in first <= s < last; first is a whole unit. None: first >= last."""
     first = i_p * split_len
-    last = tl.minimum(first + split_len, S)
+    last = tl.maximum(tl.minimum(first + split_len, S), first)  # splits behind the last key are empty
     if p_visible is not None:
         start, stop = first, last
         first, last = stop, start
@@ -434,8 +434,32 @@ def _stage_arguments(
     return arguments, constants
 
 
+def _rounded_length(keys: int) -> int:
+    """A number of keys for which launches are chosen: that many or more, by at most a sixteenth or 63."""
+    return round_up(keys, max(64, power_of_2(keys) // 32))
+
+
+def _visible_strides(visible: torch.Tensor | None) -> dict[str, int]:
+    """Of batch rows, queries and keys; 0 where all rows share one."""
+    if visible is None:
+        return dict.fromkeys(("stride_ab", "stride_at", "stride_as"), 0)
+    batch = visible.stride(0) if visible.shape[0] > 1 else 0
+    return {"stride_ab": batch, "stride_at": visible.stride(2), "stride_as": visible.stride(3)}
+
+
+def _look(tensors) -> tuple[tuple, dict[str, int]]:
+    """What decides about `_launches` but for numbers: not the very number of keys, which grows from step to step."""
+    query, key, value, *weights, visible = tensors
+    S = key.shape[2]
+    sizes = query.shape, key.shape[1], _rounded_length(S), S > 1, value.shape[3]  # strides do not matter to one key
+    channels = [None if weight is None else weight.shape[-2] for weight in weights]
+    of_all = [None if t is None else (t.stride(), t.dtype, t.data_ptr() & 15) for t in (query, key, value, *weights)]
+    seen = None if visible is None else visible.data_ptr() & 15
+    return (sizes, *channels, *of_all, seen), {"S": S} | _visible_strides(visible)
+
+
 def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]]:
-    """Allocates the output [B, T, H, Dv] and what lies in between, and chooses tiles, by `geometry` only.
+    """Allocates the output [B, T, H, Dv] and what lies in between, and chooses tiles, by `_look` only.
 
     Args:
         query, key, value: as for `decode_op`.
@@ -443,7 +467,7 @@ def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch
     """
     *weights, visible, groups, scale, num_splits = rest
     layout = Layout.of(weights, groups)
-    (B, H, T, D), S, DV = query.shape, key.shape[2], value.shape[3]
+    (B, H, T, D), S, DV = query.shape, _rounded_length(key.shape[2]), value.shape[3]
     M, repeats, item = H // groups, H // key.shape[1], query.element_size()
     row_bytes = (D + DV) / 2 * item / repeats
     n_p, split_len = split_keys(B * groups, T, S, row_bytes, num_splits)
@@ -451,9 +475,6 @@ def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch
     shared = math.gcd(M, repeats) if dot else M
     units = ceil_div(S, UNIT.value)
     b_m = power_of_2(M)
-    visible_strides = (0, 0, 0)
-    if visible is not None:
-        visible_strides = (visible.stride(0) if visible.shape[0] > 1 else 0, visible.stride(2), visible.stride(3))
 
     def tile(dim: int) -> dict[str, int]:
         """Block sizes of rows, keys and channels."""
@@ -466,21 +487,21 @@ def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch
         b_r = min(4, power_of_2(M * T), max(1, elements // (UNIT.value * b_d)))
         return {"B_R": b_r, "B_S": min(128, longest, max(UNIT.value, elements // (b_r * b_d))), "B_D": b_d}
 
-    new = {"device": query.device, "dtype": torch.float32}
     output = torch.empty((B, T, H, DV), device=query.device, dtype=query.dtype)
-    maps = torch.empty((B, H, T, units * UNIT.value), **new)
-    tops, sums = torch.empty((B, T, n_p, H), **new), torch.empty((B, T, n_p, H), **new)
-    parts = torch.empty((n_p, *output.shape), **new) if n_p > 1 else output
+    # one piece of memory for all that lies in between, its parts aligned
+    counts = (B * H * T * units * UNIT.value, *(B * T * n_p * H,) * 2, n_p * output.numel() if n_p > 1 else 0)
+    counts = [round_up(count, 32) for count in counts]
+    between = torch.empty(sum(counts), device=query.device, dtype=torch.float32)
+    maps, tops, sums, parts = between.split(counts)
+    parts = parts if n_p > 1 else output
     arguments = {
         "p_visible": visible,
         "p_maps": maps,
         "p_max": tops,
         "p_sum": sums,
-        "stride_ab": visible_strides[0],
-        "stride_at": visible_strides[1],
-        "stride_as": visible_strides[2],
+        **_visible_strides(visible),
         "T": T,
-        "S": S,
+        "S": key.shape[2],
         "n_m": M,
         "n_p": n_p,
         "split_len": split_len,
@@ -535,10 +556,10 @@ def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch
         arguments = {"p_parts": parts, "p_out": output, "n_p": n_p, "n_out": output.numel()}
         grid = (ceil_div(output.numel(), b_n),)
         launches.append(Launch(add_kernel, grid, arguments, constants, options | {"maxnreg": 128}))
-    return [output, maps, tops, sums, *([parts] if n_p > 1 else [])], launches
+    return [output, between], launches
 
 
-_RUN = Repeated(_launches)
+_RUN = Repeated(_launches, _look)
 
 
 @torch.library.register_kernel(decode_op.name(), DEVICES)
@@ -627,7 +648,9 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
         raise ValueError(f"num_splits={num_splits}: expected at least 1, or None to have it chosen.")
     groups = check_weights(pre, post, query, key) or key.shape[1]  # without composition no heads mix
     require_supported(heads=H // groups)
-    given = [query, key, value, *(w for weights in (pre, post) if weights is not None for w in weights.tensors())]
+    given = [query, key, value]
+    for weights in (pre, post):
+        given += [] if weights is None else weights.tensors()
     refuse_transforms("dcformer_triton", *given)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise ValueError(

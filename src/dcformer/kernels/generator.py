@@ -408,17 +408,25 @@ def can_replace(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
     No where something else is to happen as well: adapters, quantisation, sharded or offloaded weights, hooks,
     transforms of `torch.func` and forward-mode differentiation.
     """
-    linears = [linear for linear in (compose.dw1_proj, compose.gate_proj) if linear is not None]
-    return (
-        len(linears) > 0
-        and unsupported_reason(device=hidden_states.device, dtype=hidden_states.dtype) is None
-        and type(compose.act_fn) in APPROXIMATE
-        and has_no_hooks(compose)
-        and all(_is_plain(linear) for linear in linears)
-        and (compose.qkw is None or type(compose.qkw) is nn.Parameter)
-        and all(p.device == hidden_states.device for p in compose.parameters())
-        and active_transform(hidden_states, *compose.parameters()) is None
-    )
+    device = hidden_states.device
+    return unsupported_reason(device=device, dtype=hidden_states.dtype) is None and is_plain(compose, hidden_states)
+
+
+def is_plain(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
+    """`can_replace` without a look at what the kernels support besides activations."""
+    # asked by every layer in every step of decoding: attributes of modules are slow
+    modules = vars(compose)["_modules"]
+    linears = [linear for name in ("dw1_proj", "gate_proj") if (linear := modules.get(name)) is not None]
+    if not linears or type(modules["act_fn"]) not in APPROXIMATE or not has_no_hooks(compose):
+        return False
+    if not all(_is_plain(linear) for linear in linears):
+        return False
+    if (qkw := compose.qkw) is not None and type(qkw) is not nn.Parameter:
+        return False
+    parameters = [vars(linear)["_parameters"]["weight"] for linear in linears]
+    parameters += [parameter for parameter in vars(compose)["_parameters"].values() if parameter is not None]
+    device = hidden_states.device
+    return all(p.device == device for p in parameters) and active_transform(hidden_states, *parameters) is None
 
 
 def _first_layer(hidden_states: torch.Tensor, compose: DCFormerCompose) -> FirstLayer:

@@ -116,7 +116,7 @@ def composed_attention(
     numbers = {"causal_offset": causal_offset, "sliding_window": sliding_window, "chunk_bytes": chunk_bytes}
     _check_numbers(causal, numbers)
     groups = _check(query, key, value, pre, post, cu_seqlens)
-    _check_bounds(query.shape[0], query.shape[2], key_start, key_end, cu_seqlens, visible)
+    _check_bounds(query.shape[0], query.shape[2], query.device, key_start, key_end, cu_seqlens, visible)
     (_, _, length, dim), key_length = query.shape, key.shape[2]
     offset = key_length - length if causal_offset is None else _countable(causal_offset)
     sliding_window = None if sliding_window is None else _countable(sliding_window)
@@ -206,6 +206,7 @@ def _check(
 def _check_bounds(
     batch: int,
     length: int,
+    device: torch.device,
     key_start: torch.Tensor | None,
     key_end: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
@@ -216,6 +217,8 @@ def _check_bounds(
     for name, bound in of_keys.items():
         if bound is not None and (bound.is_floating_point() or bound.is_complex() or bound.dtype == torch.bool):
             raise ValueError(f"{name} is {bound.dtype}: expected integers, places among the keys.")
+        if bound is not None:
+            _require_data(name, bound, device)
     for name, bound in (("key_start", key_start), ("key_end", key_end)):
         if bound is not None and bound.shape != (batch,):
             raise ValueError(f"{name} is {tuple(bound.shape)}: expected one bound per sequence, ({batch},).")
@@ -224,6 +227,12 @@ def _check_bounds(
             raise ValueError(
                 f"visible has a tensor of {tuple(bound.shape)}: expected ({batch} or 1, {length}) for both."
             )
+
+
+def _require_data(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuses a tensor on device "meta" for queries on another one."""
+    if tensor.device.type == "meta" and device.type != "meta":
+        raise ValueError(f"{name} is on device 'meta', where tensors have no data: expected it beside the queries.")
 
 
 # --- Transformers -----------------------------------------------------------------------------------------------------
@@ -296,16 +305,19 @@ def triton_attention(
             traced or captured the contents of masks are asserted when it runs.
     """
     dropout = dropout if module.training else 0.0
-    require_supported(trace=compose_trace is not None)
-    require_supported(device=query.device, dtype=query.dtype, dropout=dropout)
-    check_shapes(query, key, value, attention_mask)
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad:
-        require_supported(mask="gradients")
-    is_causal, length = getattr(module, "is_causal", True) if is_causal is None else is_causal, query.shape[2]
+    require_supported(trace=compose_trace is not None, dropout=dropout)
+    if attention_mask is not None:
+        check_shapes(query, key, value, attention_mask)
+    if isinstance(attention_mask, torch.Tensor):
+        _require_data("attention_mask", attention_mask, query.device)
+        if attention_mask.requires_grad:
+            require_supported(mask="gradients")
+    length = query.shape[2]
     if isinstance(attention_mask, QueryBlockMask) and attention_mask.is_plain:
         is_causal, sliding_window, attention_mask = True, attention_mask.window, None
-    weights = [w for stage in (pre, post) if stage is not None for w in stage.tensors()]
-    if 1 <= length <= MAX_QUERIES and not _needs_gradients(query, key, value, *weights):
+    elif is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if 1 <= length <= MAX_QUERIES and not _needs_gradients(query, key, value, pre, post):
         visible = None
         if attention_mask is not None:
             rows = attention_mask.rows(0, length) if isinstance(attention_mask, QueryBlockMask) else attention_mask
@@ -324,8 +336,11 @@ def triton_attention(
     return composed_attention(query, key, value, pre, post, **options).transpose(1, 2), None  # type: ignore[union-attr]
 
 
-def _needs_gradients(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def _needs_gradients(*inputs: torch.Tensor | ComposeWeights | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    tensors = [t for x in inputs if x is not None for t in (x.tensors() if isinstance(x, ComposeWeights) else [x])]
+    return any(t.requires_grad for t in tensors)
 
 
 __all__ = ["composed_attention", "triton_attention"]

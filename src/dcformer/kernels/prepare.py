@@ -24,8 +24,8 @@ from torch import nn
 from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, Generated
 from ..fusion_dcformer import has_no_hooks
 from ..modeling_dcformer import DCFormerRMSNorm
-from .generator import APPROXIMATE, _axes, _generated, _options, _row_arguments, _tile, can_replace, generator_kernel
-from .limits import DTYPES, MAX_QUERIES, require_supported, unsupported_reason
+from .generator import APPROXIMATE, _axes, _generated, _options, _row_arguments, _tile, generator_kernel, is_plain
+from .limits import MAX_QUERIES, require_supported, unsupported_reason
 from .repeated import Launch, Repeated
 from .schemas import DEVICES, prepare_into_op, prepare_op, prepared_shapes, refuse_backward
 from .sizes import power_of_2
@@ -155,11 +155,10 @@ def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     """What the operators return, queries, weights and then rows of keys and values, and the launch that fills them.
 
     Args:
-        given: queries, keys and values; the seven `others`, None for absent ones; of a static cache keys and values,
-            their channels behind the first D, None where there are none, and the place, or five times None; and the
-            numbers of `prepare_op`, its plan without places.
+        given: queries, keys and values; the seven `others`, None for absent ones; of a static cache keys, values and
+            the place, or three times None; and the numbers of `prepare_op`, its plan without places.
     """
-    *first, keys, values, behind_keys, behind_values, place, plan, norm_eps, approximate = given
+    *first, keys, values, place, plan, norm_eps, approximate = given
     query, key, value, hidden, gates, _, query_weight, _, cos, _ = first
     _check_strides([x for x in (query, key, value, hidden, gates) if x is not None])
     head_dim, stages, sides, *_, heads_per_group, rank = plan
@@ -168,11 +167,11 @@ def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     queries, weights = made = [query.new_empty(shape) for shape in shapes[::3]]
     if place is None:
         keys, values = (query.new_empty(shape) for shape in shapes[1:3])
-        behind_keys, behind_values = (_behind(x, head_dim) for x in (keys, values))
         made += [keys, values]
     batch, heads, length, _ = queries.shape
     kv_heads = keys.shape[1]
-    rows = [x for x in (behind_keys, behind_values) if x is not None]
+    wholes = [x for x in (keys, values) if x.shape[-1] > head_dim]
+    rows = [x[..., head_dim:] for x in wholes]  # composition weights
     row_pointers, row_strides, row_sizes = _row_arguments(rows, heads, width)
     generators = heads // heads_per_group * stages * sides
     tile = _tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, generators)
@@ -221,6 +220,7 @@ def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
         dict(zip(prepare_kernel.arg_names, arguments, strict=False)),
         constants,
         _options(tile),
+        dict(zip(("p_rows_0", "p_rows_1"), wholes * 2, strict=False)),
     )
     is_empty = not batch or not length
     return made, [] if is_empty else [launch]
@@ -236,11 +236,6 @@ def _check_strides(parts: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _behind(rows: torch.Tensor, head_dim: int) -> torch.Tensor | None:
-    """The channels behind keys or values, which their composition weights have; None where there are none."""
-    return rows[..., head_dim:] if rows.shape[-1] > head_dim else None
-
-
 def _others(others: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor | None]:
     given: list[torch.Tensor | None] = [None] * 7
     for place, tensor in zip(places, others, strict=True):
@@ -254,15 +249,14 @@ _RUN = Repeated(_launches)
 @torch.library.register_kernel(prepare_op.name(), DEVICES)
 def _prepare(query, key, value, others, plan, norm_eps, approximate):
     given = [query, key, value, *_others(others, plan[7:])]
-    queries, weights, keys, values = _RUN([*given, *[None] * 5], tuple(plan[:7]), norm_eps, approximate)
+    queries, weights, keys, values = _RUN([*given, None, None, None], tuple(plan[:7]), norm_eps, approximate)
     return tuple(refuse_backward("prepare_decode", [queries, keys, values, weights], given))
 
 
 @torch.library.register_kernel(prepare_into_op.name(), DEVICES)
 def _prepare_into(query, key, value, others, keys, values, place, plan, norm_eps, approximate):
     given = [query, key, value, *_others(others, plan[7:])]
-    held = [keys, values, _behind(keys, plan[0]), _behind(values, plan[0]), place]
-    made = _RUN([*given, *held], tuple(plan[:7]), norm_eps, approximate)
+    made = _RUN([*given, keys, values, place], tuple(plan[:7]), norm_eps, approximate)
     torch.autograd.graph.increment_version([x for x in (keys, values) if not x.is_inference()])
     return tuple(refuse_backward("prepare_decode_into", made, [*given, keys, values]))
 
@@ -272,25 +266,26 @@ def _prepare_into(query, key, value, others, keys, values, place, plan, norm_eps
 
 def _can_prepare(attention: Any, hidden_states: torch.Tensor, states: torch.Tensor, cos: torch.Tensor) -> bool:
     """Whether the kernel may take the place of what an attention module does: see `prepare`."""
-    compose, norms = attention.compose, (attention.q_norm, attention.k_norm)
-    plain_norms = all(type(norm) is nn.Identity for norm in norms)
-    if not plain_norms:
-        if any(type(norm) is not DCFormerRMSNorm or norm.weight.dtype != states.dtype for norm in norms):
+    dtype, device = states.dtype, states.device
+    if states.shape[1] > MAX_QUERIES or torch.is_grad_enabled() or states.stride(-1) != 1:
+        return False
+    if not hidden_states.dtype == cos.dtype == dtype or cos.device != device:
+        return False
+    modules = vars(attention)["_modules"]  # asked in every step of decoding: attributes of modules are slow
+    compose, query_norm, key_norm = modules["compose"], modules["q_norm"], modules["k_norm"]
+    if type(query_norm) is not nn.Identity or type(key_norm) is not nn.Identity:
+        for norm in (query_norm, key_norm):
+            if type(norm) is not DCFormerRMSNorm or vars(norm)["_parameters"]["weight"].dtype != dtype:
+                return False
+        if query_norm.eps != key_norm.eps:
             return False
-        if norms[0].eps != norms[1].eps:
-            return False
-    dtypes = {hidden_states.dtype, cos.dtype} | ({compose.qkw.dtype} if compose.qkw is not None else set())
-    return (
-        states.shape[1] <= MAX_QUERIES
-        and not torch.is_grad_enabled()
-        and dtypes == {states.dtype}
-        and states.dtype in DTYPES
-        and states.stride(-1) == 1
-        and unsupported_reason(device=states.device, head_dim=attention.head_dim) is None
-        and cos.device == states.device
-        and all(has_no_hooks(module) for module in (compose, *norms))
-        and (not compose.generators or can_replace(compose, hidden_states))
-    )
+    if not (has_no_hooks(compose) and has_no_hooks(query_norm) and has_no_hooks(key_norm)):
+        return False
+    if unsupported_reason(device=device, dtype=dtype, head_dim=attention.head_dim) is not None:
+        return False
+    if not compose.generators:
+        return True
+    return ((qkw := compose.qkw) is None or qkw.dtype == dtype) and is_plain(compose, hidden_states)
 
 
 def _can_fill(held: Any, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> bool:
@@ -332,18 +327,19 @@ def prepare(
     assert query is not None and key is not None
     if not _can_prepare(attention, hidden_states, query, position_embeddings[0]):
         return None
-    compose: DCFormerCompose = attention.compose
+    modules = vars(attention)["_modules"]
+    compose: DCFormerCompose = modules["compose"]
     stages, sides = _axes(compose) if compose.generators else ([], [])
     rank = compose.rank if hidden is not None else 0
     channels = [compose.channels[stage] for stage in ("pre", "post")]
     require_supported(rank=rank, heads=compose.heads_per_group)
     cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in position_embeddings)
-    norms = [getattr(norm, "weight", None) for norm in (attention.q_norm, attention.k_norm)]
+    norms = [vars(modules[name])["_parameters"].get("weight") for name in ("q_norm", "k_norm")]
     given = (hidden, gates, None if hidden is None else compose.qkw, *norms, cos, sin)
     plan = [attention.head_dim, len(stages), len(sides), *channels, compose.heads_per_group, rank]
     tensors = (query, key, value, [x for x in given if x is not None])
     plan += [i for i, x in enumerate(given) if x is not None]
-    numbers = (plan, getattr(attention.q_norm, "eps", 0.0), APPROXIMATE.get(type(compose.act_fn), "none"))
+    numbers = (plan, getattr(modules["q_norm"], "eps", 0.0), APPROXIMATE.get(type(compose.act_fn), "none"))
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
     if held is not None and _can_fill(held, prepared_shapes(query, key, gates is not None, plan)[1:3], query):

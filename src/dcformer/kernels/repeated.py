@@ -1,13 +1,13 @@
 """Launches that are chosen once and then repeated: the host's part of a decoding step.
 
 What an operator of decoding launches follows from the geometry of its tensors and a few numbers, and these are the same
-in all layers of a step. Choosing tiles, and Triton's look at some forty arguments of each launch, take the host longer
-than the device needs for the kernels. So the first call of a geometry chooses, and the others give the compiled kernels
-their pointers and nothing else.
+in all layers of a step and in many steps. Choosing tiles, and Triton's look at some forty arguments of each launch,
+take the host longer than the device needs for the kernels. So the first call of a geometry chooses, and the others give
+the compiled kernels addresses, the few numbers that vary, and nothing else.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Launch:
         arguments: what is known when it runs, by name.
         constants: what is known when it is compiled, by name.
         options: of the compiler, `num_warps` for one.
+        wholes: for arguments that are a part of another tensor which was given, by name, that one.
     """
 
     kernel: Any
@@ -32,6 +33,7 @@ class Launch:
     arguments: dict[str, Any]
     constants: dict[str, Any]
     options: dict[str, int]
+    wholes: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> Any:
         """Launches the kernel. Returns it as it was compiled; from Triton's interpreter None."""
@@ -39,23 +41,17 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where an argument comes from: a tensor by its number, or the part of one that was made."""
-
-    number: int
-    part: tuple[Any, ...] | None = None  # size, strides, offset
-
-    def find(self, tensors: Tensors) -> torch.Tensor | None:
-        tensor = tensors[self.number]
-        return tensor if self.part is None or tensor is None else tensor.as_strided(*self.part)
-
-
-@dataclass(frozen=True)
 class _Known:
-    """What was launched: shapes and dtypes of what was made, and each kernel with its grid, arguments and places."""
+    """What was launched.
 
-    made: list[tuple[torch.Size, torch.dtype]]
-    launches: list[tuple[Any, tuple[int, int, int], list[Any], list[tuple[int, _Place]]]]
+    Attributes:
+        made: shapes, strides and dtypes of what was made.
+        launches: of each kernel what launches it, all arguments in order; which of them are addresses: of the tensor of
+            a number, so many bytes behind its start; and which of them vary, by name.
+    """
+
+    made: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    launches: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int, int]], list[tuple[int, str]]]]
 
 
 def geometry(tensors: Tensors) -> tuple:
@@ -69,12 +65,18 @@ class Repeated:
     Args:
         choose: (tensors, then numbers) -> the tensors that it made, contiguous and each with memory of its own, and the
             launches that fill them. Every tensor that a launch takes is one of the given or the made ones, or a part of
-            the latter. It must depend on nothing but numbers and `geometry`.
+            one. But for arguments that vary it must depend on nothing but numbers and what `look` says.
+        look: tensors -> what decides about launches, hashable, and the arguments that vary without doing so, by name.
         most: how many choices are remembered; the oldest is forgotten.
     """
 
-    def __init__(self, choose: Callable[..., tuple[list[torch.Tensor], list[Launch]]], most: int = 256):
-        self.choose, self.most = choose, most
+    def __init__(
+        self,
+        choose: Callable[..., tuple[list[torch.Tensor], list[Launch]]],
+        look: Callable[[Tensors], tuple[Hashable, dict[str, int]]] = lambda tensors: (geometry(tensors), {}),
+        most: int = 256,
+    ):
+        self.choose, self.look, self.most = choose, look, most
         self._known: dict[tuple, _Known] = {}
 
     def __call__(self, tensors: Tensors, *numbers: Any) -> list[torch.Tensor]:
@@ -89,21 +91,24 @@ class Repeated:
         """
         assert tensors[0] is not None
         device = tensors[0].device
-        key = (device, numbers, geometry(tensors))
+        looked, varying = self.look(tensors)
+        key = (device, numbers, looked)
         known = self._known.get(key)
         with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
             if known is None:
-                return self._first(key, tensors)
-            made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in known.made]
-            found = [*tensors, *made]
-            for kernel, grid, values, places in known.launches:
+                return self._first(key, varying, tensors)
+            made = [torch.empty_strided(*size, dtype=dtype, device=device) for *size, dtype in known.made]
+            addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *made)]
+            for run, values, places, names in known.launches:
                 arguments = values.copy()
-                for i, place in places:
-                    arguments[i] = place.find(found)
-                kernel[grid](*arguments)
+                for i, number, offset in places:
+                    arguments[i] = addresses[number] + offset
+                for i, name in names:
+                    arguments[i] = varying[name]
+                run(*arguments)
         return made
 
-    def _first(self, key: tuple, tensors: Tensors) -> list[torch.Tensor]:
+    def _first(self, key: tuple, varying: dict[str, int], tensors: Tensors) -> list[torch.Tensor]:
         """Chooses, launches and remembers; the interpreter has no compiled kernels to remember."""
         given = [None if t is None else t.detach() for t in tensors]  # a tensor that is given twice is two
         made, launches = self.choose(*given, *key[1])
@@ -113,24 +118,32 @@ class Repeated:
             for kernel, launch in zip(kernels, launches, strict=True):
                 named = launch.constants | launch.arguments
                 values = [named.get(name) for name in launch.kernel.arg_names]
-                places = [(i, _place(x, given, made)) for i, x in enumerate(values) if isinstance(x, torch.Tensor)]
-                for i, _ in places:
-                    values[i] = None
+                places, names = [], []
+                for i, name in enumerate(launch.kernel.arg_names):
+                    value = values[i]
+                    if isinstance(value, torch.Tensor):
+                        places.append((i, *_place(value, launch.wholes.get(name), given, made)))
+                        values[i] = None
+                    elif name in varying:
+                        names.append((i, name))
                 x, y, z, *_ = (*launch.grid, 1, 1)
-                steps.append((kernel, (x, y, z), values, places))
+                steps.append((kernel[x, y, z], values, places, names))
             while len(self._known) >= self.most:
                 self._known.pop(next(iter(self._known)), None)
-            self._known[key] = _Known([(t.shape, t.dtype) for t in made], steps)
+            self._known[key] = _Known([(t.shape, t.stride(), t.dtype) for t in made], steps)
         return made
 
 
-def _place(argument: torch.Tensor, given: Tensors, made: list[torch.Tensor]) -> _Place:
+def _place(
+    argument: torch.Tensor, whole: torch.Tensor | None, given: Tensors, made: list[torch.Tensor]
+) -> tuple[int, int]:
+    """Of which tensor an argument is a part, or all, and how many bytes behind its start."""
+    whole = argument if whole is None else whole
+    memory = argument.untyped_storage().data_ptr()
     for number, tensor in enumerate([*given, *made]):
-        if argument is tensor:
-            return _Place(number)
-    for number, tensor in enumerate(made, len(given)):
-        if argument.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            return _Place(number, (argument.shape, argument.stride(), argument.storage_offset()))
+        has_memory = number >= len(given)  # of its own
+        if tensor is not None and (tensor is whole or (has_memory and tensor.untyped_storage().data_ptr() == memory)):
+            return number, argument.data_ptr() - tensor.data_ptr()
     raise AssertionError("a launch takes a tensor that was neither given nor made")
 
 
