@@ -272,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         1 when a kernel wants too much shared memory, or one other than `back_*` spills with up to 32 heads (below
-        sm_90, more than 16 bytes); otherwise 0.
+        sm_90, more than 32 bytes); otherwise 0.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90], choices=SHARED_LIMIT)
@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     too_large = [line for line in rows if line["shared"] > SHARED_LIMIT[line["arch"]]]
     spills = [  # of back_* some cost less than what avoids them; two blocks of heads hardly fit
         line for (spec, arch), line in zip(work, rows, strict=True)
-        if line["stack"] > (0 if arch == 90 else 16) and line["kernel"][:5] != "back_" and spec.get("heads", 0) <= 32
+        if line["stack"] > (0 if arch == 90 else 32) and line["kernel"][:5] != "back_" and spec.get("heads", 0) <= 32
     ]  # fmt: skip
     if args.json:
         print(json.dumps(rows, indent=1))
