@@ -30,6 +30,9 @@ from dcformer.kernels.launch import LAUNCHES, Gradients, Problem, Visibility
 from dcformer.kernels.layout import Layout, Part
 from dcformer.kernels.tuning import Tile
 
+# products of gradients in scaled float16 -> kernel of `LAUNCHES`: another code than that of the same kernel elsewhere
+SCALED = {"grad_weights": "scores", "grad_query": "values", "grad_key": "keys"}
+
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB per block
 SHAPES = ("405m", "2.8b", "6.9b", "13b")
 FULL = Layout(pre=Part.QUERY | Part.KEY | Part.GATE, post=Part.QUERY | Part.KEY | Part.GATE, rank=2)
@@ -47,12 +50,14 @@ class Usage:
         stack: bytes per thread; not 0 when registers spill.
         shared: KiB per block.
         loops: instructions of one thread in one turn of each innermost loop that reads memory.
+        products: of those that also multiply matrices on tensor cores.
     """
 
     registers: int
     stack: int
     shared: float
     loops: tuple[int, ...]
+    products: tuple[int, ...] = ()
 
 
 def compile_usage(spec: dict[str, Any], arch: int) -> Usage:
@@ -74,7 +79,7 @@ def compile_usage(spec: dict[str, Any], arch: int) -> Usage:
         usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
         code = _tool("nvdisasm", "-c", file.name)
     registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))  # type: ignore[index]
-    return Usage(registers, stack, compiled.metadata.shared / 1024, _loops(code))
+    return Usage(registers, stack, compiled.metadata.shared / 1024, _loops(code), _loops(code, r"\b\w*MMA\b"))
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -83,13 +88,14 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def _loops(code: str) -> tuple[int, ...]:
-    """Instructions of all innermost loops that read memory, in machine code as `nvdisasm` prints it.
+def _loops(code: str, also: str = "") -> tuple[int, ...]:
+    """Instructions of all innermost loops that read memory, in machine code as `nvdisasm` prints it; of those with an
+    instruction that the expression `also` matches, if it is given.
 
     A branch back to a label ends a loop; one that holds another loop is not innermost.
     """
     labels: dict[str, int] = {}
-    count, loops, loads = 0, [], []
+    count, loops, loads, others = 0, [], [], []
     for line in code.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = count
@@ -97,12 +103,14 @@ def _loops(code: str) -> tuple[int, ...]:
             count += 1
             if re.search(r"\b(LDG|LDGSTS|UTMALDG)\b", line):
                 loads.append(count)
+            if re.search(also, line):
+                others.append(count)
             target = re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)
             if target and target[1] in labels:
                 loops.append((labels[target[1]], count))
     loops = [(start, stop) for start, stop in loops if any(start < load <= stop for load in loads)]
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    return tuple(stop - start for start, stop in inner)
+    return tuple(stop - start for start, stop in inner if any(start < other <= stop for other in others))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -127,6 +135,8 @@ class Launches(Problem):
 
     def _start(self, kernel, grid, name, tile, values) -> None:  # type: ignore[no-untyped-def]
         name = name or kernel.__name__.removesuffix("_kernel")
+        if values.get("SCALED"):
+            name = next((scaled for scaled, plain in SCALED.items() if plain == name), name)
         if name in self.specs:
             return
         signature, constants, aligned = {}, {}, []
@@ -188,14 +198,14 @@ def attention_specs(
 def issued(spec: dict[str, Any], usage: Usage) -> float | None:
     """Instructions of one warp per query, key and head (that exists) in the inner loop of a kernel of attention; None
     for those that do not loop over pairs of queries and keys."""
-    name, tile, constants = spec["name"], spec["tile"], spec["constexprs"]
+    name, tile, constants = SCALED.get(spec["name"], spec["name"]), spec["tile"], spec["constexprs"]
     if name not in LAUNCHES or not usage.loops:
         return None
     if name == "scores":
         steps = -(-constants["D"] // constants["B_D"])
         return max(usage.loops) * steps * tile.num_warps / (tile.b_t * tile.b_s)
     if "M" not in constants:  # products: where all is visible
-        return min(usage.loops) * tile.num_warps / (tile.b_t * tile.b_s)
+        return min(usage.products or usage.loops) * tile.num_warps / (tile.b_t * tile.b_s)
     keys = tile.b_s if name == "lse" else 1
     return max(usage.loops) * tile.num_warps / (tile.b_t * keys * spec["heads"])
 
@@ -262,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         1 when a kernel wants too much shared memory, or one other than `back_*` spills with up to 32 heads (below
-        sm_90, more than 16 bytes); otherwise 0.
+        sm_90, more than 32 bytes); otherwise 0.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90], choices=SHARED_LIMIT)
@@ -282,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     too_large = [line for line in rows if line["shared"] > SHARED_LIMIT[line["arch"]]]
     spills = [  # of back_* some cost less than what avoids them; two blocks of heads hardly fit
         line for (spec, arch), line in zip(work, rows, strict=True)
-        if line["stack"] > (0 if arch == 90 else 16) and line["kernel"][:5] != "back_" and spec.get("heads", 0) <= 32
+        if line["stack"] > (0 if arch == 90 else 32) and line["kernel"][:5] != "back_" and spec.get("heads", 0) <= 32
     ]  # fmt: skip
     if args.json:
         print(json.dumps(rows, indent=1))

@@ -30,6 +30,7 @@ T_PREPARE = "tests/kernels/test_prepare.py::"
 T_REPEATED = "tests/kernels/test_repeated.py::"
 T_ATTEND = "tests/kernels/test_attention.py::"
 T_KERNEL = T_ATTEND + "test_output_and_gradients"
+T_BEYOND = T_ATTEND + "test_gradients_beyond_float16_are_noticed"
 FORMULA, GENERATORS = T_COMPOSE + "test_compose_is_its_formula", T_COMPOSE + "test_generators_are_their_formulas"
 PACKING = T_COMPOSE + "test_pack_and_unpack_are_inverse"
 MAXTEXT, PAX = T_CONVERT + "test_maxtext_to_pytorch", T_CONVERT + "test_pax_to_pytorch"
@@ -990,6 +991,51 @@ _KERNELS = (
             "        if tl.max(bound) > largest:",
             "        if tl.max(bound) < 0:",
             T_ATTEND + "test_matrices_beyond_float16_are_noticed[key side]",
+            T_ATTEND + "test_matrices_after_the_softmax_beyond_float16_are_noticed[torch.float16]",
+        ),
+        (
+            "gradients of matrices beyond float16 are not noticed",
+            "            count += tl.sum((tl.abs(part) > most).to(tl.int32))\n",
+            "",
+            T_BEYOND + "[gradients of matrices-torch.bfloat16]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/products.py",
+        (
+            "gradients of scores beyond float16 are not noticed",
+            "tl.sum((tl.abs(wide) > most).to(tl.int32))",
+            "0",
+            T_BEYOND + "[gradients of scores-torch.bfloat16]",
+        ),
+        (
+            "gradients of scores beyond float16 are infinite",
+            "within(wide, most).to(x.dtype)",
+            "x",
+            T_BEYOND + "[gradients of scores-torch.bfloat16]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/scales.py",
+        (
+            "gradients as small as the loss is",
+            "    exponent = tl.floor(tl.minimum(",
+            "    exponent = 0.0 * tl.floor(tl.minimum(",
+            T_ATTEND + "test_gradients_of_any_size_lose_nothing[-80]",
+        ),
+        (
+            "gradients beyond float16 by composition",
+            "tl.maximum(size + log2(amplified), ",
+            "tl.maximum(size, ",
+            T_BEYOND + "[composed gradients-torch.bfloat16]",
+        ),
+        (
+            "small gradients beside large ones are lost unnoticed",
+            "fewest, 0.0) < FEWEST",
+            "fewest, 0.0) < -1000.0",
+            T_BEYOND + "[queries with little-torch.bfloat16]",
         ),
     )
     + _in(
@@ -1191,8 +1237,8 @@ _KERNELS = (
         ),
         (
             "query heads of a key counted once",
-            "for i_r in range(0, rep):",
-            "for i_r in range(0, 1):",
+            "for i_r in range(0, rep):\n        i_q = i_b * H + i_h * rep + i_r  # of",
+            "for i_r in range(0, 1):\n        i_q = i_b * H + i_h * rep + i_r  # of",
             T_KERNEL + "[grouped-query]",
         ),
     )
@@ -1201,8 +1247,8 @@ _KERNELS = (
         "kernels/launch.py",
         (
             "gradient of scores without scale",
-            "self._fill_values(chunk, maps, self.k, grads.query, self.scale)",
-            "self._fill_values(chunk, maps, self.k, grads.query)",
+            "self._fill_values(chunk, grad_scores, self.k, grads.query, self.scale, still)",
+            "self._fill_values(chunk, grad_scores, self.k, grads.query, 1.0, still)",
             T_KERNEL + "[7 queries]",
         ),
         (

@@ -287,11 +287,11 @@ def test_stored_weights_with_few_heads(name, monkeypatch):
     check(CASES[name], monkeypatch)
 
 
-@pytest.mark.parametrize(("dtype", "of_output", "of_gradients"), [(torch.bfloat16, 1.25, 2), (torch.float16, 2, 3)])
-def test_errors_in_16_bits_beside_those_of_eager(dtype, of_output, of_gradients):
-    """The aim, no more than eager's, is missed: eager has all maps in float32, the kernels have composed weights and
-    gradients of maps in 16 bits. With bfloat16, outputs themselves are rounded to no more, so theirs come near it.
-    Prints the rows of docs/kernels.md; the bounds are those figures, rounded up.
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.02), (torch.float16, 3)])
+def test_errors_in_16_bits_beside_those_of_eager(dtype, most, unmarked):
+    """In bfloat16 they are no more than eager's: what the kernels round more often is in float16, which has three bits
+    more; the output, rounded to bfloat16 as often as eager's, is at 1.01. In float16 they are more, as eager has all
+    maps in float32. Prints the rows of docs/kernels.md; the bound of float16 is the largest of these, rounded up.
     """
     case = Case(length=48, heads=8, dtype=dtype)
     exact, low, found = (
@@ -303,7 +303,7 @@ def test_errors_in_16_bits_beside_those_of_eager(dtype, of_output, of_gradients)
         ours, eagers = ((result[name].double() - expected).norm() / expected.norm() for result in (found, low))
         ratios[name] = ours / eagers
         print(f"| {name} | {ours:.2e} | {eagers:.2e} | {ratios[name]:.2f} |")
-    assert ratios["out"] <= of_output and max(ratios.values()) <= of_gradients
+    assert max(ratios.values()) <= most
 
 
 def test_strides_do_not_matter():
@@ -487,6 +487,131 @@ def test_matrices_beyond_float16_are_noticed(source, monkeypatch):
     found = composed_attention(*inputs, pre)
     found.float().sum().backward()
     assert found.isfinite().all() and all(t.grad.isfinite().all() for t in inputs)
+
+
+@pytest.fixture
+def unmarked(monkeypatch):
+    """As in a process that has met nothing too large for float16."""
+    monkeypatch.setattr(overflow, "_wide", set())
+    monkeypatch.setattr(overflow, "_watches", {})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_matrices_after_the_softmax_beyond_float16_are_noticed(dtype, unmarked):
+    """One pair of head and key has 300 · 300; W fits the dtype where values of keys are small or weights are."""
+    case = Case(heads=4, length=20, dtype=dtype, stages=("post",), sides=("key",), rank=1, gate=False)
+    tensors = case.tensors()
+    for part in ("down", "up"):
+        tensors[f"post.key.{part}"][0, 0, 0] = 300
+    tensors["value"] *= 2**-10
+
+    def attend(dtype, attend):
+        query, key, value = (tensors[name].to(DEVICE, dtype) for name in ("query", "key", "value"))
+        of_dtype = {name: tensor.to(DEVICE, dtype) for name, tensor in tensors.items()}
+        return attend(query, key, value, None, stage_weights(of_dtype, "post", 1)).double()
+
+    exact, found = attend(torch.float64, eager(case)), attend(dtype, fused(case))
+    assert overflow.needs_bfloat16(torch.device(DEVICE))
+    fits = exact.abs().amax(-1) < 30  # W below 65504
+    assert 0 < fits.sum() < fits.numel()
+    # weights and M(s) are rounded to bfloat16, then W to the dtype
+    assert ((found - exact).abs()[fits] <= 4 * torch.finfo(torch.bfloat16).eps * exact.abs().amax()).all()
+    assert (found - exact)[fits].norm() <= 2 * torch.finfo(torch.bfloat16).eps * exact[fits].norm()
+
+
+def gradients_of(case, factors=None, **changed):
+    """Gradients by name, of gradients of the output times factors [T]; `changed` are other inputs by name."""
+    tensors = case.tensors() | {name.replace("_", "."): tensor for name, tensor in changed.items()}
+    tensors = {name: t.to(DEVICE, case.dtype, copy=True).requires_grad_() for name, t in tensors.items()}
+    grad = tensors.pop("grad").detach()
+    pre, post = (stage_weights(tensors, stage, case.groups) for stage in ("pre", "post"))
+    out = composed_attention(tensors["query"], tensors["key"], tensors["value"], pre, post, **case.options())
+    out.backward(grad if factors is None else grad * factors[:, None].to(DEVICE, case.dtype))
+    return {name: t.grad.double() for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("exponent", [-80, 60])
+def test_gradients_of_any_size_lose_nothing(exponent, unmarked):
+    """Whatever a loss is multiplied with: in bfloat16 a power of two changes exponents only, those of each 16 queries
+    (a tile) by themselves."""
+    case = Case(length=40, kv_heads=2, static=True, dtype=torch.bfloat16)
+    expected = gradients_of(case)
+    found = gradients_of(case, torch.full((40,), 2.0**exponent))
+    assert all(torch.equal(found[name], expected[name] * 2.0**exponent) for name in expected)
+    factors = 2.0 ** (exponent // 20 * (torch.arange(40) // 16)).double()
+    found = gradients_of(case, factors)
+    for name in ("query", "pre.query.down", "post.query.up"):
+        factor = factors.view(1, 1, -1, *(1,) * (expected[name].dim() - 3)).to(DEVICE)
+        assert torch.equal(found[name], expected[name] * factor), name
+    assert not overflow.needs_bfloat16(torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_that_are_zero_or_not_finite(dtype, unmarked):
+    """Zeros give zeros. What is not finite stays among the queries and keys that it belongs to, and is no reason to do
+    without float16: loss scaling produces it on purpose."""
+    case = Case(length=40, heads=2, dtype=dtype)
+    assert all((grad == 0).all() for grad in gradients_of(case, torch.zeros(40)).values())
+    expected = gradients_of(case)
+    for value in (math.inf, math.nan):
+        factors = torch.ones(40)
+        factors[20] = value
+        found = gradients_of(case, factors)
+        others = torch.arange(40) != 20
+        assert torch.equal(found["query"][:, :, others], expected["query"][:, :, others])
+        assert not found["query"][:, :, 20].isfinite().any()
+        for name in ("key", "value"):
+            assert not found[name][:, :, :21].isfinite().any()
+            assert found[name][:, :, 32:].isfinite().all()
+    assert not overflow.needs_bfloat16(torch.device(DEVICE))
+
+
+# what is too large for float16 where some inputs of a small case are one number, or times a factor
+LARGE = {
+    # scores of 16,384, which are all the same: no weight takes it all
+    "gradients of matrices": {"query": (64.0, 0), "key": (64.0, 0), "pre_key_up": (0, 0), "pre_key_gate": (0, 0)},
+    "gradients of scores": {"query": (0, 0.001), "key": (0, 0.001), "pre_key_gate": (5e4, 0)},
+    "composed gradients": {"post_key_gate": (3000.0, 0)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", [*LARGE, "queries with little"])
+def test_gradients_beyond_float16_are_noticed(kind, dtype, unmarked, monkeypatch):
+    """That pass is made again with maps in bfloat16; without that, as later on a GPU, its gradients are finite."""
+    case = Case(length=40, heads=2, dtype=dtype, sides=("key",))
+    factors, tensors, changed = torch.full((40,), 2.0**-8), case.tensors(), {}  # float16 holds the results
+    for name, (number, factor) in LARGE.get(kind, {}).items():
+        changed[name] = number + factor * tensors[name.replace("_", ".")]
+    if kind == "queries with little":
+        if dtype == torch.float16:
+            pytest.skip("what such gradients are is rounded in float16 already")
+        factors[5] *= 2.0**-40
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "look", lambda device: False)
+        found = gradients_of(case, factors, **changed)
+        assert all(grad.isfinite().all() for grad in found.values())
+    assert not overflow.needs_bfloat16(torch.device(DEVICE))
+    found = gradients_of(case, factors, **changed)
+    assert overflow.needs_bfloat16(torch.device(DEVICE))
+    again = gradients_of(case, factors, **changed)
+    assert all(torch.equal(found[name], again[name]) and found[name].isfinite().all() for name in found)
+
+
+def test_scores_are_what_log_sum_exps_are_of_when_bfloat16_begins_between_passes(unmarked):
+    """Large scores are rounded by more than 1 in bfloat16: with another log-sum-exp weights would be off."""
+    case = Case(length=20, heads=2, dtype=torch.bfloat16)
+    tensors = case.tensors() | {name: torch.full((1, 2, 20, 16), 64.0) for name in ("query", "key")}
+    inputs = [tensors[name].to(DEVICE, case.dtype).requires_grad_() for name in ("query", "key", "value")]
+    out = composed_attention(*inputs)
+    assert not overflow.needs_bfloat16(torch.device(DEVICE))
+    overflow._wide.add(torch.device(DEVICE))
+    out.backward(tensors["grad"].to(DEVICE, case.dtype))
+    # all keys that a query sees have the same weight
+    weights = torch.ones(20, 20, device=DEVICE, dtype=torch.float64).tril()
+    exact = (weights / weights.sum(1, keepdim=True)).mT @ tensors["grad"].double().to(DEVICE)
+    error = (inputs[2].grad.double() - exact).norm() / exact.norm()
+    assert error <= 2 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -750,7 +875,14 @@ ERRORS = {
         (_tensors(1, 2, 5, 16),) * 3,
         {"pre": ComposeWeights(SideWeights(torch.zeros(1, 2, 5, 5, device="meta")))},
     ),
-    "static is": ((_tensors(1, 2, 5, 16),) * 3, {"post": ComposeWeights(static=_tensors(1, 3, 3))}),
+    r"static is torch.float32 \(1, 3, 3\)": (
+        (_tensors(1, 2, 5, 16),) * 3,
+        {"post": ComposeWeights(static=_tensors(1, 3, 3))},
+    ),
+    r"static is torch.int64 \(1, 2, 2\): expected floating point": (
+        (_tensors(1, 2, 5, 16),) * 3,
+        {"pre": ComposeWeights(static=torch.ones(1, 2, 2, dtype=torch.int64, device=DEVICE))},
+    ),
 }
 
 

@@ -49,6 +49,7 @@ def test_instructions_of_innermost_loops_that_read_memory(report):
     assert report._loops(CODE) == (3,)  # LDGSTS, HMMA, BRA
     assert report._loops(CODE.replace("LDGSTS", "LDS")) == (6,)  # of those that read memory, the outer one
     assert report._loops(CODE.replace("FADD R1, R1, R2", "LDG.E R1, [R2.64]")) == (3, 2)
+    assert report._loops(CODE, r"\b\w*MMA\b") == (3,) and report._loops(CODE.replace("HMMA", "FFMA"), "HMMA") == ()
     assert report._loops("") == ()
 
 
@@ -61,16 +62,19 @@ def test_instructions_are_those_of_all_warps_per_query_key_and_head(report):
     assert issued("back_1", Tile(64, 1, 4, 3), (1000,), heads=20, M=20) == 1000 * 4 / (64 * 20)  # those that exist
     assert issued("scores", Tile(128, 64, 8, 3), (512,), D=80, B_D=64) == 1.0  # two steps
     assert issued("values", Tile(64, 64, 8, 3), (900, 512, 900), D=80, B_D=128) == 1.0  # where all is visible
+    spec = {"name": "grad_key", "tile": Tile(64, 64, 8, 3), "heads": 32, "constexprs": {"D": 80, "B_D": 128}}
+    assert report.issued(spec, report.Usage(255, 0, 100.0, (44, 900, 512), (900, 512))) == 1.0  # not that over norms
     assert issued("project", None, (10,)) is None
 
 
 def test_kernels_are_those_that_are_launched(report):
     specs = report.attention_specs(32, 128, 90)
-    others = {"expand", "join", "project"}
+    others = {"expand", "join", "project", "norms", "scale", *report.SCALED}
     assert specs.keys() == set(LAUNCHES) - {"weights"} | others
     assert report.attention_specs(40, 128, 90).keys() == set(LAUNCHES) | others  # two blocks of heads
     back = specs["back_1"]
-    assert back["signature"]["p_in"] == "*fp16" and back["signature"]["p_grads"] == "*bf16"
+    assert back["signature"]["p_in"] == back["signature"]["p_grads"] == "*fp16"
+    assert back["signature"]["p_out"] == "*bf16"
     assert back["signature"]["stride_map"] == "i64" and back["constexprs"]["M"] == 32
     number = back["kernel"].arg_names.index("T")
     odd = report.attention_specs(32, 128, 90, is_odd=True)["back_1"]
@@ -84,7 +88,8 @@ def test_every_kernel_of_the_package_is_in_the_report(report):
     for shape, of_shape in specs.items():
         names = {spec["name"].split()[0] for spec in of_shape}
         attention = {name for name in LAUNCHES if name != "weights" or shape == "13b"}  # above 32 heads
-        assert names == attention | {"expand", "join", "project", "decode", "generator", "prepare"}
+        others = {"expand", "join", "project", "norms", "scale", *report.SCALED}
+        assert names == attention | others | {"decode", "generator", "prepare"}
         assert {spec["shape"] for spec in of_shape} == {shape}
     assert len(report.all_specs(90)) == sum(map(len, specs.values()))
 

@@ -7,8 +7,8 @@ One pass over a map of all heads, [B, H, S, T], is what costs most; the passes o
                  back_0  S, dP -> dS      values  dS, k -> dQ        keys  dS, q -> dK
 
 W takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side before, `project` takes
-their gradients back. Above 32 heads per group back_1 takes weights that `weights` has made of S: P; W
-takes its place.
+their gradients back. Above 32 heads per group back_1 takes weights that `weights` has made of S: P; W takes its place.
+In 16 bits S, P, dW, dP, dS and the matrices are float16, gradients times powers of two that `scale` finds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +29,7 @@ from .triton.compose import compose_kernel, join_kernel, lse_kernel
 from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
+from .triton.scales import norms_kernel, scale_kernel
 from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
 
 _Result = TypeVar("_Result")
@@ -39,6 +40,7 @@ _LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks
 UNBOUNDED = 2**30  # of `Visibility`: more than any number of keys
 _MOST_PROGRAMS = 65535  # along a grid's second and third axis
 _JOINED = 64  # queries whose log-sum-exps one program joins
+_NORMED = 64  # rows whose norms one program finds
 _MOST_INT32 = 2**31 - 1
 _LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
 _PARTS = (512, 256, 128, 64)  # keys of a program, the first with which there are enough programs
@@ -113,7 +115,13 @@ class Problem:
         scale: factor of the scores.
         chunk_bytes: bound of the memory that the maps of a chunk take, above what the smallest chunk needs:
             128 queries of one sequence. None for 256 MiB, or 1/64 of the device's memory where that is more.
-        is_wide: keep scores in bfloat16 and not in float16, see `overflow`; those of float32 stay float32.
+        is_wide: keep maps and matrices in bfloat16 where they would be float16, see `overflow`; those of float32 stay
+            float32.
+
+    Attributes:
+        map_dtype: of scores, of weights that the key side composes, of the gradients of both kinds of weights, and of
+            the matrices M(s) and their gradients. What products with keys, values and queries read, W and the gradients
+            of scores, has the dtype of these.
     """
 
     def __init__(
@@ -134,9 +142,9 @@ class Problem:
         self.S, self.DV, self.kv_heads = key.shape[2], value.shape[3], key.shape[1]
         self.G, self.M = layout.groups, self.H // layout.groups
         self.heads = head_blocks(self.M)
-        self.score_dtype = torch.bfloat16 if is_wide else torch.float16
+        self.map_dtype = torch.bfloat16 if is_wide else torch.float16
         if query.dtype == torch.float32:
-            self.score_dtype = torch.float32
+            self.map_dtype = torch.float32
         is_cuda = query.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(query.device) if is_cuda else (9, 0)
         self.arch = 10 * major + minor
@@ -183,6 +191,11 @@ class Problem:
         """Queries that those of a map are a multiple of: the largest tile of the kernels of composition."""
         return max(self._tile(name).b_t for name in _COMPOSITION)
 
+    @property
+    def block(self) -> int:
+        """Queries that gradients have one power of two for: a multiple of the tiles of all kernels with it."""
+        return max(self.step, self._tile("scores").b_t, self._tile("keys").b_t)
+
     def _chunk(self, t_0: int, n_t: int) -> Chunk:
         s_0 = min(self.S, max(0, t_0 + self.visibility.low)) // 16 * 16
         s_1 = max(s_0, round_up(max(0, min(self.S, t_0 + n_t + self.visibility.high)), 16))
@@ -225,7 +238,7 @@ class Problem:
             part = Problem(
                 self.q[rows], self.k[rows], self.v[rows], _of_rows(self.weights, rows), seen, self.layout, self.scale,
                 self.chunk_bytes,
-                self.score_dtype == torch.bfloat16,
+                self.map_dtype == torch.bfloat16,
             )  # fmt: skip
             part.trial = self.trial
             yield rows, part
@@ -306,6 +319,7 @@ class Problem:
             "H": self.H, "G": self.G, "T": self.T, "S": self.S,
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
+            "STEP": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
         }  # fmt: skip
         known |= composition_constants(self.layout, self.M) | arguments
         values = {key: self.q if known.get(key) is None else known[key] for key in kernel.arg_names}
@@ -342,66 +356,102 @@ class Problem:
         return max(1, ceil_div(span, n_keys)), n_keys
 
     def _fill_scores(
-        self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, limit: dict[str, Any]
-    ) -> None:
-        """out [B, H, n_s, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d]."""
+        self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, limit: dict[str, Any],
+        scales: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """out [B, H, n_s, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d], times `scales` [B·G, blocks] of queries."""
         tile = self._tile("scores")
         grid = (ceil_div(chunk.n_s, tile.b_s), ceil_div(chunk.n_p, tile.b_t), self.B * self.H)
         self._launch(
             scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, scale=scale, **limit,
             **_strides("a", a, "bhs"), **_strides("b", b, "bht"), **product_constants("scores", a.shape[3], tile),
-            STEP=max(self.step, tile.b_t),
+            p_scale=scales, SCALED=scales is not None,
         )  # fmt: skip
 
-    def _limit(self, dtype: torch.dtype, helps: bool = True) -> dict[str, Any]:
-        """Arguments of kernels that keep numbers within what a dtype holds, float16 with room for what is made of them.
-
-        Args:
-            dtype: of what they store.
-            helps: whether bfloat16 is used in its place once a number was cut off.
-        """
-        if dtype != torch.float16:
+    @property
+    def _limit(self) -> dict[str, Any]:
+        """Arguments of kernels that keep maps within what their dtype holds, float16 with room for what is made of
+        them."""
+        if self.map_dtype != torch.float16:
             return _UNLIMITED
-        return {"largest": LARGEST, "MARK": helps, "p_mark": mark_of(self.q.device) if helps else None}
+        return {"largest": LARGEST, "MARK": True, "p_mark": mark_of(self.q.device)}
 
     def _fill_values(
-        self, chunk: Chunk, tiles: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float = 1.0
-    ) -> None:
-        """out [B, H, T, d] = scale · tiles [B, H, n_s, n_p] times v [B, Hkv, S, d], for a chunk's queries."""
+        self, chunk: Chunk, tiles: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
+        scales: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """out [B, H, T, d] = scale · tiles [B, H, n_s, n_p] times v [B, Hkv, S, d], for a chunk's queries. With
+        `scales`, those of `_scales`, tiles are float16 and times these."""
         tile = self._tile("values")
         grid = (ceil_div(chunk.n_t, tile.b_t), 1, self.B * self.H)
         self._launch(
             values_kernel, grid, chunk, "values", tile, p_map=tiles, p_v=v, p_out=out, scale=scale,
-            **_strides("v", v, "bhs"), **_strides("o", out, "bht"), **product_constants("values", v.shape[3], tile),
+            **self._undone(chunk, tiles, v, chunk.s_0, self._keys_of(chunk), scales), **_strides("v", v, "bhs"),
+            **_strides("o", out, "bht"), **product_constants("values", v.shape[3], tile),
         )  # fmt: skip
 
     def _add_keys(
-        self, chunk: Chunk, tiles: torch.Tensor, q: torch.Tensor, out: torch.Tensor, scale: float = 1.0
-    ) -> None:
+        self, chunk: Chunk, tiles: torch.Tensor, q: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
+        scales: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """out [B, Hkv, S, d] = scale · tiles [B, H, n_s, n_p] times q [B, H, T, d], summed over the heads of a key; of
-        several chunks the sum."""
+        several chunks the sum. `scales` are as for `_fill_values`."""
         tile = self._tile("keys")
         grid = (ceil_div(chunk.n_s, tile.b_s), 1, self.B * self.kv_heads)
         self._launch(
             keys_kernel, grid, chunk, "keys", tile, p_map=tiles, p_q=q, p_out=out, scale=scale, ADD=chunk.n_t < self.T,
-            **_strides("q", q, "bht"), **_strides("o", out, "bhs"), **product_constants("keys", q.shape[3], tile),
+            **self._undone(chunk, tiles, q, chunk.t_0, chunk.n_t, scales), **_strides("q", q, "bht"),
+            **_strides("o", out, "bhs"), **product_constants("keys", q.shape[3], tile),
         )  # fmt: skip
 
-    def _matrices(self, chunk: Chunk) -> list[torch.Tensor | None]:
-        """The key side of both stages as matrices [B·G, n_s, heads, heads]; None where there is none."""
+    def _keys_of(self, chunk: Chunk) -> int:
+        """Keys of a chunk that exist."""
+        return max(0, min(self.S - chunk.s_0, chunk.n_s))
+
+    def _undone(
+        self, chunk: Chunk, tiles: torch.Tensor, x: torch.Tensor, first: int, count: int, scales: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """Arguments of products that undo the powers of two of a map; with the norms of states of another dtype."""
+        if scales is None:
+            return {"SCALED": False, "n_largest": 1}
+        largest = None if x.dtype == tiles.dtype else self._norms(chunk, x, first, count)
+        return {
+            "SCALED": True, "p_inverse": scales[1], "p_finite": scales[2], "p_mark": mark_of(self.q.device),
+            "p_largest": largest, "n_largest": 1 if largest is None else largest.shape[2],
+        }  # fmt: skip
+
+    def _norms(self, chunk: Chunk, x: torch.Tensor, first: int, count: int, rows: bool = False) -> torch.Tensor:
+        """Norms of rows first to first + count of x [B, heads, N, d], [B, heads, count]; if not `rows`, the largest of
+        each few."""
+        (_, heads, _, dim), blocks = x.shape, ceil_div(count, _NORMED)
+        out = self._new(self.B, heads, count if rows else blocks)
+        strides: dict[str, Any] = {**_strides("x", x, "bhn")}
+        self._launch(
+            norms_kernel, (blocks, 1, self.B * heads), chunk, p_x=x, p_norms=out, **strides, H=heads, first=first,
+            count=count, D=dim, B_D=min(64, padded(dim)), B_N=_NORMED, ROWS=rows,
+        )  # fmt: skip
+        return out
+
+    def _matrices(self, chunk: Chunk, amplified: torch.Tensor | None = None) -> list[torch.Tensor | None]:
+        """The key side of both stages as matrices [B·G, n_s, heads, heads]; None where there is none.
+
+        Args:
+            chunk: of which keys.
+            amplified: [B·G, programs], to be filled with what that after the softmax makes of gradients.
+        """
         out: list[torch.Tensor | None] = []
-        for stage, dtype in enumerate((self.score_dtype, self.q.dtype)):
+        for stage in range(2):
             flags = self.layout.post if stage else self.layout.pre
             if not flags & (Part.KEY | Part.STATIC):
                 out.append(None)
                 continue
             shape = (self.B * self.G, chunk.n_s, sum(self.heads), sum(self.heads))
-            matrices = torch.empty(shape, dtype=dtype, device=self.q.device)
+            matrices = torch.empty(shape, dtype=self.map_dtype, device=self.q.device)
             constants = matrix_constants(self.layout, self.M, stage)
             grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
             self._launch(
-                expand_kernel, grid, chunk, p_m=matrices, **self._key_side(stage), **constants,
-                **self._limit(dtype, helps=not stage),
+                expand_kernel, grid, chunk, p_m=matrices, p_amplified=amplified, **self._key_side(stage), **constants,
+                **self._limit, AMPLIFIED=bool(stage) and amplified is not None,
             )  # fmt: skip
             out.append(matrices)
         return out
@@ -414,7 +464,30 @@ class Problem:
             f"stride_w{axis}": stride for axis, stride in zip("bhrcs", strides, strict=True)
         }
 
-    def _project(self, stage: int, chunk: Chunk, parts: torch.Tensor, grads: Gradients) -> None:
+    def _scales(
+        self, chunk: Chunk, grad_out: torch.Tensor, extra: torch.Tensor | None, amplified: torch.Tensor
+    ) -> torch.Tensor:
+        """Powers of two that gradients of maps are multiplied by, what undoes them, and whether they are of finite
+        numbers: [3, B·G, blocks of queries].
+
+        Args:
+            chunk: of which queries and keys.
+            grad_out: gradients of the output, [B, H, T, DV].
+            extra: what is added to gradients of composed scores, [B, H, n_t].
+            amplified: see `_matrices`.
+        """
+        of_queries = self._norms(chunk, grad_out, chunk.t_0, chunk.n_t, rows=True)
+        of_values = self._norms(chunk, self.v, chunk.s_0, self._keys_of(chunk))
+        scales = self._new(3, self.B * self.G, ceil_div(chunk.n_t, self.block))
+        self._launch(
+            scale_kernel, (scales.shape[2], self.B * self.G), chunk, p_norms=of_queries, p_largest=of_values,
+            p_amplified=amplified, p_extra=extra, p_scale=scales, kv_heads=self.kv_heads, n_largest=of_values.shape[2],
+            n_amplified=amplified.shape[1], B_H=power_of_2(self.M), B_T=min(64, self.block), EXTRA=extra is not None,
+            FEW=self.q.dtype == torch.bfloat16, **self._limit,
+        )  # fmt: skip
+        return scales
+
+    def _project(self, stage: int, chunk: Chunk, parts: torch.Tensor, scales: torch.Tensor, grads: Gradients) -> None:
         """Adds a chunk's gradients of a stage's key side and static projection, from those of the matrices."""
         _, key, static = grads.weights[3 * stage : 3 * stage + 3]
         constants = matrix_constants(self.layout, self.M, stage)
@@ -424,7 +497,7 @@ class Problem:
         self._launch(
             project_kernel, grid, chunk, p_gm=parts, p_gwk=key, p_gstatic=parts_of_static, **self._key_side(stage),
             factor=1.0 if stage else _LN_2, B_T=tile.b_t, TURNED=bool(stage), ADD=chunk.n_t < self.T,
-            **constants,
+            p_inverse=scales[1], p_finite=scales[2], **self._limit, **constants,
         )  # fmt: skip
         if static is not None and parts_of_static is not None:
             static += parts_of_static.sum((0, 1))
@@ -437,18 +510,22 @@ class Problem:
 
     def _make_scores(self, chunk: Chunk) -> torch.Tensor:
         """The map of scores times log2(e), [B, H, n_s, n_p]."""
-        scores = self._new_map(chunk, self.score_dtype)
-        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, self._limit(self.score_dtype))
+        scores = self._new_map(chunk, self.map_dtype)
+        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, self._limit)
         return scores
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, H, T, DV] (a view of [B, T, H, DV]) and log-sum-exp [B, H, T] in float32, base 2."""
-        found = self._searched("forward", self._forward)
-        if look(self.q.device) and self.score_dtype == torch.float16:
-            self.score_dtype = torch.bfloat16
-            found = self._forward()
+        return self._widened("forward", self._forward)
+
+    def _widened(self, name: str, run: Callable[[], _Result]) -> _Result:
+        """Result of a pass; of a second one, in bfloat16, where something was too large for float16."""
+        found = self._searched(name, run)
+        if look(self.q.device) and self.map_dtype == torch.float16:
+            self.map_dtype = torch.bfloat16
+            found = run()
         return found
 
     def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -487,7 +564,7 @@ class Problem:
 
         Every sum has one owner and one order: the result does not change from run to run.
         """
-        return self._searched("backward", partial(self._backward, grad_out, lse, grad_lse))
+        return self._widened("backward", partial(self._backward, grad_out, lse, grad_lse))
 
     def _backward(self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None) -> Gradients:
         def zeros(like: torch.Tensor) -> torch.Tensor:
@@ -517,34 +594,53 @@ class Problem:
         self, chunk: Chunk, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None, grads: Gradients
     ) -> None:
         """Adds a chunk to the gradients; writes those of its queries."""
-        pre, post = self._matrices(chunk)
+        programs = ceil_div(chunk.n_s, matrix_constants(self.layout, self.M, 1)["B_S"])
+        amplified = self._new(self.B * self.G, programs)
+        pre, post = self._matrices(chunk, amplified)
+        extra = None  # derivative of a base 2 log-sum-exp by a composed score: a weight over ln 2
+        if grad_lse is not None:
+            extra = (grad_lse[:, :, chunk.t_0 : chunk.t_0 + chunk.n_t] / _LN_2).contiguous()  # [B, H, n_t]
+        scales = self._scales(chunk, grad_out, extra, amplified)
         scores = self._make_scores(chunk)
-        maps = self._new_map(chunk, self.q.dtype)  # of dW, then dP, then dS
-        self._fill_scores(chunk, maps, self.v, grad_out, 1.0, _UNLIMITED)
-        weights = self._new_map(chunk, self.q.dtype)
+        if self.map_dtype == torch.bfloat16:  # in the forward pass they may have been float16, rounded otherwise
+            lse = torch.empty_like(lse)
+            self._fill_lse(chunk, scores, pre, lse)
+        maps = self._new_map(chunk, self.map_dtype)  # of dW, then dP, both times `scales`, then dS
+        self._fill_scores(chunk, maps, self.v, grad_out, 1.0, _UNLIMITED, scales[0])
+        weights = self._new_map(chunk, self.map_dtype)  # of P, where it is stored, then W
         source, is_given = scores, self.M > GIVEN_ABOVE
         if is_given:
             self._compose("weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights)
             source = weights
-        tensors = {"p_grads": maps, "p_lse": lse, "p_m0": pre, "p_m1": post}
+        weights = weights.view(self.q.dtype)
+        is_scaled = self.map_dtype == torch.float16
+        grad_scores = maps if is_scaled else maps.view(self.q.dtype)
+        tensors = {"p_grads": maps, "p_lse": lse, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
         n_parts = self._parts("back_1", chunk)[0]
         # Weights made from a rounded log-sum-exp do not quite sum to one, given ones are rounded themselves. Divided by
         # their sum, gradients of composed scores sum to zero, as they must; in 16 bits the first does not show.
         has_mass = is_given or self.q.dtype == torch.float32
         sums = self._new(n_parts, 1 + has_mass, self.B, self.H, chunk.n_t)
-        self._back(1, chunk, grads, n_parts, p_in=source, p_out=weights, p_delta=sums, GIVEN=is_given, **tensors)
+        outputs = {"p_out": weights, "p_delta": sums}
+        self._back(1, chunk, grads, scales, n_parts, p_in=source, GIVEN=is_given, **outputs, **tensors)
         self._add_keys(chunk, weights, grad_out, grads.value)
         delta, *mass = sums.sum(0)  # [B, H, n_t]
         if mass:
             delta = torch.where(mass[0] > 0, delta / mass[0], 0.0)
-        if grad_lse is not None:  # base 2; its derivative by a composed score is a weight over ln 2
-            delta = delta - grad_lse[:, :, chunk.t_0 : chunk.t_0 + chunk.n_t] / _LN_2
+        if extra is not None:
+            of_heads = scales[0].view(self.B, self.G, -1).repeat_interleave(self.M, 1)  # [B, H, blocks]
+            delta = delta - extra * of_heads.repeat_interleave(self.block, 2)[:, :, : chunk.n_t]
         n_parts = self._parts("back_0", chunk)[0]
-        self._back(0, chunk, grads, n_parts, p_scores=scores, p_delta=delta, factor=_LN_2, **tensors)
-        self._fill_values(chunk, maps, self.k, grads.query, self.scale)
-        self._add_keys(chunk, maps, self.q, grads.key, self.scale)
+        outputs = {"p_out": grad_scores, "p_delta": delta}
+        constants: dict[str, Any] = {"factor": _LN_2, "SCALED": is_scaled}
+        self._back(0, chunk, grads, scales, n_parts, p_scores=scores, **constants, **outputs, **tensors)
+        still = scales if is_scaled else None
+        self._fill_values(chunk, grad_scores, self.k, grads.query, self.scale, still)
+        self._add_keys(chunk, grad_scores, self.q, grads.key, self.scale, still)
 
-    def _back(self, stage: int, chunk: Chunk, grads: Gradients, n_parts: int, **tensors: Any) -> None:
+    def _back(
+        self, stage: int, chunk: Chunk, grads: Gradients, scales: torch.Tensor, n_parts: int, **tensors: Any
+    ) -> None:
         """Takes a chunk's gradients back through a stage, and adds to those of its weights."""
         name, flags = f"back_{stage}", self.layout.post if stage else self.layout.pre
         side_parts, matrix_parts = None, None
@@ -552,12 +648,12 @@ class Problem:
             side_parts = self._new(n_parts, self.B, self.H, self.layout.channels, chunk.n_t)
         if flags & (Part.KEY | Part.STATIC):
             heads, tiles = sum(self.heads), ceil_div(chunk.n_t, self._tile(name).b_t)
-            matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.q.dtype)
+            matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.map_dtype)
         self._compose(name, chunk, p_gwq=side_parts, p_gm=matrix_parts, **tensors)
         if side_parts is not None and (side := grads.weights[3 * stage]) is not None:
             torch.sum(side_parts, 0, out=side[..., chunk.t_0 : chunk.t_0 + chunk.n_t])
         if matrix_parts is not None:
-            self._project(stage, chunk, matrix_parts, grads)
+            self._project(stage, chunk, matrix_parts, scales, grads)
 
 
 # --- constants of kernels ---------------------------------------------------------------------------------------------

@@ -145,9 +145,11 @@ def check_weights(
                     f"the {'queries' if kind == 'query' else 'keys'}."
                 )
         size = heads // weights.groups
-        if weights.static is not None and tuple(weights.static.shape) != (weights.groups, size, size):
+        static, expected = weights.static, (weights.groups, size, size)
+        if static is not None and not (tuple(static.shape) == expected and static.is_floating_point()):
             raise ValueError(
-                f"{name}.static is {tuple(weights.static.shape)}: expected [G, M, M] = {(weights.groups, size, size)}."
+                f"{name}.static is {static.dtype} {tuple(static.shape)}: expected floating point [G, M, M] = "
+                f"{expected}."
             )
     if len(set(channels.values())) > 1:
         raise ValueError(

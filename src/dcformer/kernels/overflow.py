@@ -1,7 +1,8 @@
 """Scores that float16 cannot hold: the kernels cut them off, this module notices, says so once and has bfloat16 used.
 
-So are entries of the matrices with which the key side composes scores. The kernels leave a mark on their device. In the
-first calls of a process it is waited for, and a pass that left it is run again. Later a GPU is not waited for: more
+So are entries of the matrices with which the key side composes, gradients of these, and gradients of scores. Gradients
+of which float16 would keep fewer bits than bfloat16 does are noticed, too. The kernels leave a mark on their device. In
+the first calls of a process it is waited for, and a pass that left it is run again. Later a GPU is not waited for: more
 calls may pass until the mark is seen. Imports no Triton.
 """
 
@@ -32,12 +33,12 @@ _wide: set[torch.device] = set()
 
 
 def needs_bfloat16(device: torch.device) -> bool:
-    """Whether scores on a device are to be kept in bfloat16: some were too large for float16."""
+    """Whether scores and other maps on a device are to be kept in bfloat16: some were too large for float16."""
     return device in _wide
 
 
 def mark_of(device: torch.device) -> torch.Tensor:
-    """Where kernels leave their mark: they store 1 when they cut off a score."""
+    """Where kernels leave their mark: they store 1 when they cut something off."""
     watch = _watches.get(device)
     if watch is None:
         watch = _watches[device] = _Watch(torch.zeros(1, dtype=torch.int32, device=device))
@@ -45,7 +46,7 @@ def mark_of(device: torch.device) -> torch.Tensor:
 
 
 def look(device: torch.device) -> bool:
-    """Looks whether a score was cut off; to be called after kernels were launched.
+    """Looks whether something was cut off; to be called after kernels were launched.
 
     Returns:
         whether that is new: `needs_bfloat16` holds from now on, and what was launched is to be run again.
@@ -73,9 +74,10 @@ def look(device: torch.device) -> bool:
     if seen:
         _wide.add(device)
         logger.warning(
-            f"attention scores on {device}, or the weights that compose them, went beyond what float16 holds "
-            f"(±{LARGEST / 1.4426950408889634:,.0f}), where they are cut off. From now on the kernels keep scores in "
-            "bfloat16, which is less exact. Models with norms of queries and keys (qk_norm=True) have no such scores."
+            f"attention scores on {device}, composition weights, or gradients of these went beyond what float16 holds "
+            f"(of scores ±{LARGEST / 1.4426950408889634:,.0f}), where they are cut off. From now on the kernels keep "
+            "scores in bfloat16, and what else heads mix, which is less exact. Models with norms of queries and keys "
+            "(qk_norm=True) have no such scores."
         )
     return seen
 

@@ -76,6 +76,8 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
             return Tile(64, 64, 8, 2) if dim <= 128 else Tile(32, 32, 4, 2)
         if kernel == "scores":
             return Tile(128, 128, 8, 3)
+        if kernel == "keys" and arch < 90 and dim <= 128:
+            return Tile(64, 64, 8, 2)  # with 128 queries that of gradients spills up to 160 bytes
         has_little = arch in (86, 89) or arch >= 120  # shared memory: 99 KiB a block
         return Tile(128, 64, 8, 2 if has_little else 3) if dim <= 128 else Tile(64, 32, 8, 2)
     if dtype == torch.float32:
@@ -85,6 +87,8 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
         return Tile(128, 2 if kernel == "lse" and rank <= 2 else 1, 8, 3)
     if kernel == "compose" and heads <= 32:
         return Tile(64, 1, 4, 2)  # 3 stages spill 32 bytes, these 8
+    if kernel == "back_1" and heads <= 32 and arch < 90:
+        return Tile(64, 1, 4, 2)  # with 3 stages ptxas may take 32 registers, and spill 2680 bytes
     return Tile(64, 2 if kernel == "lse" and heads <= 32 and rank <= 2 else 1, 4, 3)
 
 

@@ -39,20 +39,22 @@ from .heads import (
 
 @triton.jit
 def back_1_kernel(
-    p_in, p_grads, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out, p_gwq, p_delta, p_gm,
-    stride_ib, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
-    F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, GIVEN: tl.constexpr,
+    p_in, p_grads, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_inverse, p_out, p_gwq, p_delta, p_gm,
+    stride_ib, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales,
+    F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr,
+    H1: tl.constexpr, B_T: tl.constexpr, STEP: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """Back through the composition of weights: from dW to dP.
 
     Args:
-        p_in: the map of scores, or with GIVEN of weights; then p_out may be the same.
-        p_grads: the map of dW; dP takes its place.
+        p_in: the map of scores, or with GIVEN of weights; then p_out may be the same memory.
+        p_grads: the map of dW, times a power of two for STEP queries; dP takes its place.
+        p_inverse: what undoes that, [B·G, n_scales].
         p_out: the map of composed weights, to be written.
         p_gwq: parts of gradients of the query side's weights, [parts of keys, B·H, C, n_t].
-        p_delta: parts of two sums, Σ_s P dP and, in float32 or with GIVEN, Σ_s P, [parts of keys, 1 or 2, B·H, n_t].
-        p_gm: parts of gradients of M(s), transposed: [tiles of queries, B·G, n_s, h', h].
+        p_delta: parts of two sums, Σ_s P dP and, in float32 or with GIVEN, Σ_s P, [parts of keys, 1 or 2, B·H, n_t];
+            the first times the power of two.
+        p_gm: parts of gradients of M(s), transposed: [tiles of queries, B·G, n_s, h', h]; times the power of two.
     """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
@@ -105,7 +107,8 @@ def back_1_kernel(
         if (KEY | STATIC) & F_POST:
             store_matrix_grad(p_gm + s * stride_m, row, narrow, H0, H1)
     i_part = i_s * n_bh + i_bg * M
-    store_side_grads(p_gwq + i_part * C * n_t, grads, 1.0, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
+    inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // STEP)
+    store_side_grads(p_gwq + i_part * C * n_t, grads, inverse, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
     p_delta += (i_s * n_bh * MASS + i_part) * n_t
     store_heads(p_delta, delta, n_t, o_t, m_t, M, H0, H1)
     if MASS:
@@ -114,18 +117,19 @@ def back_1_kernel(
 
 @triton.jit
 def back_0_kernel(
-    p_scores, p_grads, p_m0, p_w0, p_first, p_last, p_lse, p_delta, p_gwq, p_gm,
-    stride_ib, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, factor,
+    p_scores, p_grads, p_m0, p_w0, p_first, p_last, p_lse, p_delta, p_inverse, p_out, p_gwq, p_gm,
+    stride_ib, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, factor,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr,
+    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Back through the softmax and the composition of scores: from dP to the gradients of scores.
 
     Args:
-        p_grads: the map of dP; the gradients of scores take its place.
-        p_delta: Σ_s P dP, [B·H, n_t].
+        p_grads: the map of dP, times a power of two as for `back_1_kernel`.
+        p_delta: Σ_s P dP, [B·H, n_t], times that as well.
+        p_out: the map of gradients of scores, to be written, with SCALED times that, too; may be the memory of p_grads.
         p_gwq: as for `back_1_kernel`, times `factor`, as scores are not what they seem.
-        p_gm: parts of gradients of M(s): [tiles of queries, B·G, n_s, h, h'], without the factor.
+        p_gm: parts of gradients of M(s): [tiles of queries, B·G, n_s, h, h'], without the factor, times the power.
     """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
@@ -136,8 +140,10 @@ def back_0_kernel(
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
     delta = load_heads(p_delta + i_bg * M * n_t, n_t, o_t, m_t, 0.0, M, H0, H1)
+    inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // STEP)
     p_scores += i_bg * M * stride_map
     p_grads += i_bg * M * stride_map
+    p_out += i_bg * M * stride_map
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
@@ -158,8 +164,13 @@ def back_0_kernel(
         grads = add_side_grads(grads, x, da, hid, grad_hid, F_PRE, R, H1)
         narrow = cast(da, dtype, H1)
         ds = composed(narrow, da, w0, grad_hid, turned_matrix(m0, dtype, F_PRE, H1), 0, F_PRE, R, H1)
-        store_row(p_grads + s * n_p, ds, stride_map, o_t, M, H0, H1)
+        if not SCALED:
+            grad = ()
+            for i in tl.static_range(1 + (H1 > 0)):
+                grad = grad + (ds[i] * inverse,)
+            ds = grad
+        store_row(p_out + s * n_p, ds, stride_map, o_t, M, H0, H1)
         if (KEY | STATIC) & F_PRE:
-            store_matrix_grad(p_gm + s * stride_m, cast(row, dtype, H1), narrow, H0, H1)
+            store_matrix_grad(p_gm + s * stride_m, row, narrow, H0, H1)
     i_part = (i_s * n_bh + i_bg * M) * C
-    store_side_grads(p_gwq + i_part * n_t, grads, factor, C * n_t, n_t, o_t, m_t, F_PRE, R, M, H0, H1)
+    store_side_grads(p_gwq + i_part * n_t, grads, factor * inverse, C * n_t, n_t, o_t, m_t, F_PRE, R, M, H0, H1)

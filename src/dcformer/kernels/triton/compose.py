@@ -156,6 +156,6 @@ def compose_kernel(
         p, _, _ = weights_of(x, w0, m0, lse, visible, F_PRE, R, H0, H1)
         if POST:
             m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
-            narrow = cast(p, p_out.dtype.element_ty, H1)
+            narrow = cast(p, p_m1.dtype.element_ty, H1)
             p = composed(narrow, p, w1, hidden(p, w1, 0, F_POST, R, H1), m1, R, F_POST, R, H1)
         store_row(p_out + s * n_p, p, stride_map, o_t, M, H0, H1)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .heads import GATE, KEY, STATIC, intervals, span
-from .precision import rounded, within
+from .precision import LARGEST_HALF, rounded, within
 
 
 @triton.jit
@@ -47,10 +47,10 @@ def _store_channel(p_tile, grad, mask, ADD: tl.constexpr):
 
 @triton.jit
 def expand_kernel(
-    p_wk, p_static, p_m, p_mark,
+    p_wk, p_static, p_m, p_mark, p_amplified,
     stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws, G, rep, S, s_0, n_s, largest,
     F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr,
-    MARK: tl.constexpr,
+    MARK: tl.constexpr, AMPLIFIED: tl.constexpr,
 ):  # fmt: skip
     """M(s) of a stage for the keys of a chunk: p_m [B·G, n_s, HP, HP], zeros beyond the M heads, within ±largest.
 
@@ -59,18 +59,20 @@ def expand_kernel(
         p_static: [G, M, M], from row to column.
         p_mark: becomes 1, with MARK, where a number may be beyond: sums of the largest parts are. (A maximum of all
             numbers would hold them all in registers.)
+        p_amplified: with AMPLIFIED, what M(s) may multiply the largest number of a gradient with, [B·G, programs].
     """
     i_s, i_bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_s, o_h = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_H)
     m_side = (o_s + s_0 < S)[:, None] & (o_h < M)[None, :]
     out = tl.zeros([B_S, B_H, B_H], tl.float32)  # [s, h, h']
-    bound = tl.zeros([B_S], tl.float32)
+    bound, amplified = tl.zeros([B_S], tl.float32), tl.zeros([B_S], tl.float32)
     if STATIC & F:
         mask = (o_h < M)[:, None] & (o_h < M)[None, :]
         static = tl.load(p_static + i_bg % G * M * M + o_h[:, None] * M + o_h[None, :], mask=mask, other=0.0)
         static = static.to(tl.float32)
         out += static[None, :, :]
         bound += tl.max(tl.abs(static))
+        amplified += tl.max(tl.sum(tl.abs(static), 1))
     if KEY & F:
         p_tile = _side_tile(p_wk, i_bg, s_0 + o_s, o_h, G, rep, stride_wb, stride_wh, stride_wr, stride_ws, M)
         for r in tl.static_range(R):
@@ -78,13 +80,18 @@ def expand_kernel(
             up = _load_channel(p_tile + (R + r) * stride_wc, m_side)
             out += down[:, :, None] * up[:, None, :]
             bound += tl.max(tl.abs(down), 1) * tl.max(tl.abs(up), 1)
+            if AMPLIFIED:
+                amplified += tl.max(tl.abs(down), 1) * tl.sum(tl.abs(up), 1)
         if GATE & F:
             gate = _load_channel(p_tile + 2 * R * stride_wc, m_side)
             bound += tl.max(tl.abs(gate), 1)
+            amplified += tl.max(tl.abs(gate), 1)
             out += tl.where((o_h[:, None] == o_h[None, :])[None, :, :], gate[:, :, None], 0.0)
     if MARK:
         if tl.max(bound) > largest:
             tl.store(p_mark, 1)  # all that store, store the same
+    if AMPLIFIED:
+        tl.store(p_amplified + i_bg * tl.num_programs(0) + i_s, tl.max(amplified))
     out = within(out, largest)
     p_out = p_m + (i_bg * n_s + o_s)[:, None, None] * (HP * HP) + o_h[None, :, None] * HP + o_h[None, None, :]
     mask = (o_s < n_s)[:, None, None] & (o_h < HP)[None, :, None] & (o_h < HP)[None, None, :]
@@ -92,17 +99,46 @@ def expand_kernel(
 
 
 @triton.jit
+def _added_parts(
+    at, p_first, p_last, p_inverse, p_finite, i_bg, o_s, m_s, m_h, n_bg, n_scales, n_t, s_0, n_s,
+    HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr, B_T: tl.constexpr, STEP: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Parts [s, h, h'] of all tiles of queries, without their powers of two; how many were infinite, and with CUT are
+    cut off instead, if dO is finite."""
+    p_gm, o_m = at
+    grad, count = tl.zeros([B_S, B_H, B_H], tl.float32), tl.full([], 0, tl.int32)
+    for i_t in range(0, tl.cdiv(n_t, B_T)):
+        o_t = i_t * B_T + tl.arange(0, B_T)
+        first, last = intervals(p_first, p_last, o_t, o_t < n_t)
+        low, high = span(first, last)
+        is_seen = m_s & (o_s + s_0 >= low) & (o_s + s_0 < high)
+        p_part = p_gm + (i_t * n_bg + i_bg) * n_s * (HP * HP)
+        part = tl.load(p_part + o_m, mask=is_seen[:, None, None] & m_h, other=0.0).to(tl.float32)
+        o_scale = i_bg * n_scales + i_t * B_T // STEP
+        if CUT:
+            most = tl.where(tl.load(p_finite + o_scale) > 0, LARGEST_HALF, float("inf"))
+            count += tl.sum((tl.abs(part) > most).to(tl.int32))
+            part = within(part, most)
+        grad += part * tl.load(p_inverse + o_scale)
+    return grad, count
+
+
+@triton.jit
 def project_kernel(
-    p_gm, p_wk, p_gwk, p_gstatic, p_first, p_last, stride_ib,
-    stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws, n_bg, G, rep, S, t_0, n_t, s_0, n_s, factor,
+    p_gm, p_wk, p_gwk, p_gstatic, p_mark, p_inverse, p_finite, p_first, p_last, stride_ib,
+    stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws,
+    n_bg, G, rep, S, t_0, n_t, s_0, n_s, n_scales, factor,
     F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr,
-    B_S: tl.constexpr, B_T: tl.constexpr, TURNED: tl.constexpr, ADD: tl.constexpr,
+    B_S: tl.constexpr, B_T: tl.constexpr, STEP: tl.constexpr, TURNED: tl.constexpr, ADD: tl.constexpr,
+    MARK: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of M(s) over the tiles of queries, in their order, and takes them back to what makes M(s).
 
     Args:
         p_gm: their parts, [tiles of B_T queries, B·G, n_s, HP, HP]; with TURNED as columns by rows. A tile has written
-            those of the keys that any of its queries sees.
+            those of the keys that any of its queries sees. They are times a power of two.
+        p_mark: becomes 1, with MARK, where a part was too large for its dtype: infinite, although dO is finite.
+        p_inverse, p_finite: what undoes the power of two, and whether dO is finite, [B·G, n_scales] for STEP queries.
         p_gwk: gradients of p_wk, [B, Hkv, REP, C, S] contiguous; with ADD, added to the stored values.
         p_gstatic: parts of the gradient of the static projection, [programs of keys, B·G, M, M].
         factor: of all gradients.
@@ -118,14 +154,19 @@ def project_kernel(
         + o_h[None, None, :] * (HP + 1 - h_stride)
     )
     m_h = (o_h < M)[None, :, None] & (o_h < M)[None, None, :]
-    grad = tl.zeros([B_S, B_H, B_H], tl.float32)  # [s, h, h']
-    for i_t in range(0, tl.cdiv(n_t, B_T)):
-        o_t = i_t * B_T + tl.arange(0, B_T)
-        first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, o_t < n_t)
-        low, high = span(first, last)
-        is_seen = m_s & (o_s + s_0 >= low) & (o_s + s_0 < high)
-        p_part = p_gm + (i_t * n_bg + i_bg) * n_s * (HP * HP)
-        grad += tl.load(p_part + o_m, mask=is_seen[:, None, None] & m_h, other=0.0).to(tl.float32)
+    at = (p_gm, o_m)
+    grad, _ = _added_parts(
+        at, p_first + p_bounds, p_last + p_bounds, p_inverse, p_finite, i_bg, o_s, m_s, m_h, n_bg, n_scales, n_t, s_0,
+        n_s, HP, B_H, B_S, B_T, STEP, False,
+    )  # fmt: skip
+    if MARK:
+        if tl.max((tl.abs(grad) < float("inf")).to(tl.int32) ^ 1) > 0:
+            grad, count = _added_parts(
+                at, p_first + p_bounds, p_last + p_bounds, p_inverse, p_finite, i_bg, o_s, m_s, m_h, n_bg, n_scales,
+                n_t, s_0, n_s, HP, B_H, B_S, B_T, STEP, True,
+            )  # fmt: skip
+            if count > 0:
+                tl.store(p_mark, 1)  # all that store, store the same
     grad *= factor
     if STATIC & F:
         o_static = o_h[:, None] * M + o_h[None, :]

@@ -9,6 +9,9 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+LARGEST_HALF = tl.constexpr(65504.0)  # of float16
+
+
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """float32 to another dtype, to nearest even; the interpreter would truncate to bfloat16."""

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from .heads import NO_KEY, intervals, span
-from .precision import add_product, rounded, within
+from .precision import LARGEST_HALF, add_product, product, rounded, within
+from .scales import factor_of, power
 
 
 @triton.jit
@@ -30,16 +31,43 @@ def _load_map(p_map, o_s, o_t, n_s, n_p):
 
 
 @triton.jit
+def _like_map(x, factor, dtype: tl.constexpr):
+    """States in the dtype of a map, times a power of two where that is another than theirs: bfloat16 in float16 keeps
+    all its bits down to 2^-27 of the largest norm."""
+    if x.dtype == dtype:
+        return x
+    else:
+        return rounded(x.to(tl.float32) * factor, dtype)
+
+
+@triton.jit
+def _cut(x, finite):
+    """A tile of a map in float16 without numbers that are infinite although dO is finite: those are cut off. And how
+    many these are."""
+    most = tl.where(finite > 0, LARGEST_HALF, float("inf"))
+    wide = x.to(tl.float32)
+    return within(wide, most).to(x.dtype), tl.sum((tl.abs(wide) > most).to(tl.int32))
+
+
+@triton.jit
+def _is_broken(total, m_n):
+    """Whether a number of the rows m_n of a tile is not finite."""
+    return tl.max(tl.where(m_n[:, None] & ((tl.abs(total) < float("inf")) == 0), 1, 0)) > 0
+
+
+@triton.jit
 def scores_kernel(
-    p_a, p_b, p_map, p_mark, p_first, p_last,
+    p_a, p_b, p_map, p_mark, p_scale, p_first, p_last,
     stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_map: tl.int64,
-    H, rep, S, t_0, n_t, n_p, s_0, n_s, scale, largest,
+    H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, scale, largest,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, STEP: tl.constexpr, MARK: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """map[s, t] = scale · (a[s] · b[t]), within ±largest: scores of keys and queries, dW of values and dO.
 
     With MARK, p_mark becomes 1 where a number is beyond. Keys that none of STEP queries sees are left alone; STEP is a
-    multiple of B_T, and of that of the kernels of composition.
+    multiple of B_T, and of that of the kernels of composition. With SCALED they are also times p_scale [B·G, n_scales],
+    a number for STEP queries and a group of heads.
     """
     i_s, i_t, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -58,6 +86,8 @@ def scores_kernel(
         b = _load_states(p_b, stride_bt, t_0 + o_t, m_t, o_d, D)  # [t, d]
         total = add_product(total, a, tl.trans(b))
     total *= scale
+    if SCALED:
+        total *= tl.load(p_scale + (i_b * G + i_h // (H // G)) * n_scales + i_t * B_T // STEP)
     if MARK:
         if tl.max(tl.abs(total)) > largest:
             tl.store(p_mark, 1)  # all that store, store the same
@@ -68,10 +98,11 @@ def scores_kernel(
 
 @triton.jit
 def _add_values(
-    total, start, stop, at, D: tl.constexpr, B_D: tl.constexpr, B_S: tl.constexpr, MASKED: tl.constexpr
+    total, count, start, stop, at,
+    D: tl.constexpr, B_D: tl.constexpr, B_S: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Adds mapᵀ v over the keys start to stop of the map."""
-    p_map, p_v, stride_vs, first, last, o_t, n_p, s_0, n_s, S = at
+    """Adds mapᵀ v over the keys start to stop of the map, and how many numbers of the map are cut off; see `_cut`."""
+    p_map, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, p_finite, factor = at
     o_d = tl.arange(0, B_D)
     for s in tl.range(start, stop, B_S):
         o_s = s + tl.arange(0, B_S)
@@ -79,19 +110,30 @@ def _add_values(
         if MASKED:
             is_seen = ((s_0 + o_s)[:, None] >= first[None, :]) & ((s_0 + o_s)[:, None] < last[None, :])
             x = tl.where(is_seen, x, 0.0).to(x.dtype)
+        if CUT:
+            x, n = _cut(x, tl.load(p_finite, mask=m_t, other=0.0)[None, :])
+            count += n
         v = _load_states(p_v, stride_vs, s_0 + o_s, s_0 + o_s < S, o_d, D)  # [s, d]
-        total = add_product(total, tl.trans(x), v)
-    return total
+        total = add_product(total, tl.trans(x), _like_map(v, factor, x.dtype))
+    return total, count
 
 
 @triton.jit
 def values_kernel(
-    p_map, p_v, p_out, p_first, p_last,
+    p_map, p_v, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
     stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_map: tl.int64,
-    H, rep, S, t_0, n_t, n_p, s_0, n_s, scale,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr,
+    H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = scale · Σ_s map[s, t] v[s]: the output of W and values, dQ of dS and keys."""
+    """out[t] = scale · Σ_s map[s, t] v[s]: the output of W and values, dQ of dS and keys.
+
+    With SCALED the map is float16 and times powers of two.
+
+    Args:
+        p_mark: becomes 1 where a number of the map was too large: infinite, although dO is finite.
+        p_inverse, p_finite: what undoes the powers of two, and whether dO is finite: [B·G, n_scales] for STEP queries.
+        p_largest: norms of v if they are bfloat16, [B, Hkv, n_largest].
+    """
     i_t, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     o_t, o_d = i_t * B_T + tl.arange(0, B_T), tl.arange(0, B_D)  # in the chunk
@@ -107,11 +149,22 @@ def values_kernel(
     outer = tl.maximum((earliest - s_0) // B_S * B_S, inner)
     p_map += i_bh * stride_map
     p_v += i_b * stride_vb + i_h // rep * stride_vh
+    exponent, count = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    o_scale = (i_b * G + i_h // (H // G)) * n_scales + o_t // STEP
+    if SCALED:
+        if p_v.dtype.element_ty != p_map.dtype.element_ty:
+            exponent = factor_of(p_largest + (i_b * (H // rep) + i_h // rep) * n_largest, n_largest)
     total = tl.zeros([B_T, B_D], tl.float32)
-    at = (p_map, p_v, stride_vs, first, last, o_t, n_p, s_0, n_s, S)
-    total = _add_values(total, start, inner, at, D, B_D, B_S, True)
-    total = _add_values(total, inner, outer, at, D, B_D, B_S, False)
-    total = _add_values(total, outer, stop, at, D, B_D, B_S, True)
+    at = (p_map, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, p_finite + o_scale, power(exponent))
+    total, count = _add_values(total, count, start, inner, at, D, B_D, B_S, True, False)
+    total, count = _add_values(total, count, inner, outer, at, D, B_D, B_S, False, False)
+    total, count = _add_values(total, count, outer, stop, at, D, B_D, B_S, True, False)
+    if SCALED:
+        if _is_broken(total, m_t):
+            total, count = _add_values(tl.zeros_like(total), count, start, stop, at, D, B_D, B_S, True, True)
+            if count > 0:
+                tl.store(p_mark, 1)  # all that store, store the same
+        total = total * power(-exponent) * tl.load(p_inverse + o_scale, mask=m_t, other=0.0)[:, None]
     p_tile = p_out + i_b * stride_ob + i_h * stride_oh + (t_0 + o_t)[:, None].to(tl.int64) * stride_ot + o_d[None, :]
     tl.store(p_tile, rounded(total * scale, p_out.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
 
@@ -138,10 +191,13 @@ def _queries_of(p_first, p_last, t_0, n_t, low, high, B: tl.constexpr):
 
 @triton.jit
 def _add_keys(
-    total, start, stop, at, D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, MASKED: tl.constexpr
+    total, count, start, stop, at, scales,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, STEP: tl.constexpr,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Adds map q over the queries start to stop of the chunk."""
+    """Adds map q over the queries start to stop of the chunk, and how many numbers of the map are cut off: `_cut`."""
     p_map, p_q, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s = at
+    p_inverse, p_finite, exponent = scales
     o_d = tl.arange(0, B_D)
     for t in tl.range(start, stop, B_T):
         o_t = t + tl.arange(0, B_T)
@@ -152,20 +208,43 @@ def _add_keys(
             is_seen = ((s_0 + o_s)[:, None] >= first[None, :]) & ((s_0 + o_s)[:, None] < last[None, :])
             x = tl.where(is_seen, x, 0.0).to(x.dtype)
         q = _load_states(p_q, stride_qt, t_0 + o_t, m_t, o_d, D)  # [t, d]
-        total = add_product(total, x, q)
-    return total
+        if SCALED:
+            if CUT:
+                x, n = _cut(x, tl.load(p_finite + t // STEP))
+                count += n
+            inverse = tl.load(p_inverse + t // STEP) * power(-exponent)
+            total += product(x, _like_map(q, power(exponent), x.dtype)) * inverse
+        else:
+            total = add_product(total, x, q)
+    return total, count
+
+
+@triton.jit
+def _scales_of(
+    p_inverse, p_finite, p_largest, i_bh, H, G, n_scales, n_largest, p_q, p_map, SCALED: tl.constexpr
+):  # fmt: skip
+    """Where a head's inverse powers of two and finite blocks are, and log2 of the factor of its queries."""
+    exponent = tl.full([], 0, tl.int32)
+    if SCALED:
+        o_scale = i_bh // (H // G) * n_scales  # groups of all sequences
+        p_inverse += o_scale
+        p_finite += o_scale
+        if p_q.dtype.element_ty != p_map.dtype.element_ty:
+            exponent = factor_of(p_largest + i_bh * n_largest, n_largest)
+    return p_inverse, p_finite, exponent
 
 
 @triton.jit
 def keys_kernel(
-    p_map, p_q, p_out, p_first, p_last,
+    p_map, p_q, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_map: tl.int64,
-    H, rep, S, t_0, n_t, n_p, s_0, n_s, scale,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, ADD: tl.constexpr,
+    H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, STEP: tl.constexpr,
+    ADD: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """out[s] = scale · Σ_t map[s, t] q[t], over all heads that share a key: dV of W and dO, dK of dS and queries.
 
-    With ADD it is added to the stored values.
+    With ADD it is added to the stored values. SCALED and what belongs to it: see `values_kernel`; norms are those of q.
     """
     i_s, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)  # of heads of keys
     n_h = H // rep
@@ -179,14 +258,28 @@ def keys_kernel(
     start = some_0 // B_T * B_T
     inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T) * B_T, some_1), start)
     outer = tl.maximum(all_1 // B_T * B_T, inner)
-    total = tl.zeros([B_S, B_D], tl.float32)
+    total, count = tl.zeros([B_S, B_D], tl.float32), tl.full([], 0, tl.int32)
     for i_r in range(0, rep):
-        p_head = p_map + (i_b * H + i_h * rep + i_r) * stride_map
+        i_q = i_b * H + i_h * rep + i_r  # of heads of queries
+        p_head = p_map + i_q * stride_map
         p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
         at = (p_head, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
-        total = _add_keys(total, start, inner, at, D, B_D, B_T, True)
-        total = _add_keys(total, inner, outer, at, D, B_D, B_T, False)
-        total = _add_keys(total, outer, some_1, at, D, B_D, B_T, True)
+        scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
+        total, count = _add_keys(total, count, start, inner, at, scales, D, B_D, B_T, STEP, True, SCALED, False)
+        total, count = _add_keys(total, count, inner, outer, at, scales, D, B_D, B_T, STEP, False, SCALED, False)
+        total, count = _add_keys(total, count, outer, some_1, at, scales, D, B_D, B_T, STEP, True, SCALED, False)
+    if SCALED:
+        if _is_broken(total, m_s):
+            total = tl.zeros_like(total)
+            for i_r in range(0, rep):
+                i_q = i_b * H + i_h * rep + i_r
+                p_head = p_map + i_q * stride_map
+                p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
+                at = (p_head, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
+                scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
+                total, count = _add_keys(total, count, start, some_1, at, scales, D, B_D, B_T, STEP, True, SCALED, True)
+            if count > 0:
+                tl.store(p_mark, 1)  # all that store, store the same
     total *= scale
     p_tile = p_out + i_b * stride_ob + i_h * stride_oh + (s_0 + o_s)[:, None].to(tl.int64) * stride_os + o_d[None, :]
     mask = m_s[:, None] & (o_d < D)[None, :]

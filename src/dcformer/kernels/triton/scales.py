@@ -1,0 +1,161 @@
+"""Powers of two that bring the gradients of maps into the range of float16: `norms_kernel`, `scale_kernel`.
+
+Everything after dO is linear in it, so a factor of dO that is the same for all queries of a block and all heads of a
+group can be undone where sums leave the maps. It is chosen by what dW and dP can be at most, from the norms of dO and
+of values and from composition weights: nothing is cut off, however large or small a loss is scaled.
+"""
+# mypy: disable-error-code="no-untyped-def, assignment"
+# (arguments of kernels have no types in Python; the annotations there are Triton's)
+
+import triton
+import triton.language as tl
+
+from .heads import GATE, KEY, QUERY, STATIC
+
+TARGET = tl.constexpr(14)  # log2 of what dP and what a log-sum-exp's gradient adds may be: a factor of 4 below the end
+FEWEST = tl.constexpr(-12)  # log2 of that for the query with the least; see `scale_kernel`
+
+
+@triton.jit
+def finite(x):
+    """|x|, zero where it is infinite or not a number."""
+    size = tl.abs(x)
+    return tl.where(size < float("inf"), size, 0.0)
+
+
+@triton.jit
+def log2(x):
+    """Of a size, 0 included: of what float32 has least."""
+    return tl.log2(tl.maximum(x, 1.1754944e-38))
+
+
+@triton.jit
+def power(exponent):
+    """2 to a whole number from -126 to 126, exactly."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def factor_of(p_largest, n_largest):
+    """log2 of the power of two that brings states whose largest norms are given to norms of up to 1024."""
+    largest = tl.zeros([128], tl.float32)
+    for i in range(0, n_largest, 128):
+        o = i + tl.arange(0, 128)
+        largest = tl.maximum(largest, finite(tl.load(p_largest + o, mask=o < n_largest, other=0.0)))
+    exponent = tl.floor(-log2(tl.max(largest))) + 10.0
+    return tl.minimum(tl.maximum(exponent, -126.0), 126.0).to(tl.int32)
+
+
+@triton.jit
+def norms_kernel(
+    p_x, p_norms, stride_xb, stride_xh, stride_xn, H, first, count,
+    D: tl.constexpr, B_D: tl.constexpr, B_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Norms over the D channels of rows `first` to first + count of x [B, H, N, D].
+
+    p_norms is [B·H, count] with ROWS, otherwise the largest of each B_N rows, [B·H, blocks]. Infinite where a number is
+    not finite. Squares are those of numbers up to 1: none is out of range.
+    """
+    i_n, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    o_n, o_d = i_n * B_N + tl.arange(0, B_N), tl.arange(0, B_D)
+    p_tile = p_x + i_bh // H * stride_xb + i_bh % H * stride_xh + (first + o_n)[:, None].to(tl.int64) * stride_xn
+    largest, is_finite = tl.zeros([B_N], tl.float32), tl.full([B_N], 1, tl.int32)
+    for d in tl.range(0, D, B_D):
+        mask = (o_n < count)[:, None] & (d + o_d < D)[None, :]
+        x = tl.abs(tl.load(p_tile + (d + o_d)[None, :], mask=mask, other=0.0).to(tl.float32))  # [n, d]
+        is_finite = tl.minimum(is_finite, tl.min((x < float("inf")).to(tl.int32), 1))
+        largest = tl.maximum(largest, tl.max(finite(x), 1))
+    total = tl.zeros([B_N], tl.float32)
+    unit = tl.where(largest > 0, largest, 1.0)
+    for d in tl.range(0, D, B_D):
+        mask = (o_n < count)[:, None] & (d + o_d < D)[None, :]
+        x = tl.load(p_tile + (d + o_d)[None, :], mask=mask, other=0.0).to(tl.float32) / unit[:, None]
+        total += tl.sum(finite(x) * finite(x), 1)
+    norm = tl.where(is_finite > 0, largest * tl.sqrt(total), float("inf"))
+    if ROWS:
+        tl.store(p_norms + i_bh * count + o_n, norm, mask=o_n < count)
+    else:
+        tl.store(p_norms + i_bh * tl.num_programs(0) + i_n, tl.max(norm, 0))
+
+
+@triton.jit
+def scale_kernel(
+    p_norms, p_largest, p_amplified, p_extra, p_w1, p_scale, p_mark, G, kv_heads, T, t_0, n_t, n_largest, n_amplified,
+    F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, B_H: tl.constexpr, STEP: tl.constexpr,
+    B_T: tl.constexpr, EXTRA: tl.constexpr, MARK: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """The power of two for each STEP queries of a group of heads, its inverse, and whether their dO is finite.
+
+    Args:
+        p_norms: of dO, [B·H, n_t].
+        p_largest: norms of values, [B, Hkv, n_largest].
+        p_amplified: how much larger the key side and the static projection after the softmax make a gradient at most,
+            [B·G, n_amplified].
+        p_extra: with EXTRA, what is added to the gradients of composed scores before they are multiplied by weights,
+            [B·H, n_t].
+        p_scale: [3, B·G, blocks of STEP queries].
+        p_mark: with MARK it becomes 1 where float16 would keep less than bfloat16 does: where composition may make
+            gradients 2048 times as large; and with FEW where the largest dW of a query, if it has one, may be less
+            than 2^-12: most numbers are about 2^-5 of such bounds, and float16 has 8 bits down to 2^-17.
+    """
+    i_t, i_bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_h = tl.arange(0, B_H)
+    m_h = o_h < M
+    # norms of values: of all heads, so that it does not matter which query heads share them
+    values, are_finite = tl.zeros([1024], tl.float32), tl.full([1024], 1, tl.int32)
+    for i in range(0, kv_heads * n_largest, 1024):
+        o = i + tl.arange(0, 1024)
+        p_part = p_largest + i_bg // G * kv_heads * n_largest + o
+        part = tl.load(p_part, mask=o < kv_heads * n_largest, other=0.0)
+        values = tl.maximum(values, finite(part))
+        are_finite = tl.minimum(are_finite, (part < float("inf")).to(tl.int32))
+    value = tl.max(values)
+    # what composition makes of dW: sums of sizes over heads
+    amplified = tl.zeros([], tl.float32)
+    if (KEY | STATIC) & F_POST:
+        of_keys = tl.zeros([1024], tl.float32)
+        for i in range(0, n_amplified, 1024):
+            o = i + tl.arange(0, 1024)
+            part = tl.load(p_amplified + i_bg * n_amplified + o, mask=o < n_amplified, other=0.0)
+            of_keys = tl.maximum(of_keys, finite(part))
+        amplified = tl.max(of_keys)
+    of_queries = tl.full([B_T], 1.0, tl.float32)
+    norm, extra = tl.zeros([B_T], tl.float32), tl.zeros([B_T], tl.float32)
+    least, is_finite = tl.full([B_T], float("inf"), tl.float32), tl.full([B_T], 1, tl.int32)
+    for t in range(0, STEP, B_T):
+        o_t = i_t * STEP + t + tl.arange(0, B_T)
+        mask = (o_t < n_t)[:, None] & m_h[None, :]
+        o_map = (i_bg * M + o_h)[None, :] * n_t + o_t[:, None]
+        x = tl.load(p_norms + o_map, mask=mask, other=0.0)  # [t, h]
+        is_finite = tl.minimum(is_finite, tl.min((x < float("inf")).to(tl.int32), 1))
+        row = tl.max(finite(x), 1)
+        norm = tl.maximum(norm, row)
+        least = tl.minimum(least, tl.where(row > 0, row, float("inf")))
+        if EXTRA:
+            extra = tl.maximum(extra, tl.max(finite(tl.load(p_extra + o_map, mask=mask, other=0.0)), 1))
+        if QUERY & F_POST:
+            p_w = p_w1 + i_bg * M * (C * T) + t_0 + o_h[None, :] * (C * T) + o_t[:, None]
+            here = tl.full([B_T], 1.0, tl.float32)
+            if GATE & F_POST:
+                here = tl.max(finite(1.0 + tl.load(p_w + 2 * R * T, mask=mask, other=0.0).to(tl.float32)), 1)
+            for r in tl.static_range(R):
+                down = finite(tl.load(p_w + r * T, mask=mask, other=0.0).to(tl.float32))
+                up = finite(tl.load(p_w + (R + r) * T, mask=mask, other=0.0).to(tl.float32))
+                here += tl.max(down, 1) * tl.sum(up, 1)
+            of_queries = tl.maximum(of_queries, here)
+    amplified += tl.max(of_queries)
+    size = log2(tl.max(norm)) + log2(value)  # of dW
+    over = tl.maximum(size + log2(amplified), log2(tl.max(extra))) - TARGET
+    exponent = tl.floor(tl.minimum(tl.maximum(-over, -126.0), 126.0))
+    if MARK:
+        if amplified > 2048.0:
+            tl.store(p_mark, 1)  # all that store, store the same
+        if FEW:
+            fewest = log2(tl.min(least)) + log2(value) + exponent
+            if tl.where(value > 0, fewest, 0.0) < FEWEST:
+                tl.store(p_mark, 1)
+    stride = tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
+    p_scale += i_bg * tl.num_programs(0) + i_t
+    tl.store(p_scale, power(exponent.to(tl.int32)))
+    tl.store(p_scale + stride, power(-exponent.to(tl.int32)))
+    tl.store(p_scale + 2 * stride, tl.minimum(tl.min(is_finite), tl.min(are_finite)).to(tl.float32))
