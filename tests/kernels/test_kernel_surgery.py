@@ -1,25 +1,31 @@
 """Layers removed, swapped, repeated or changed: the kernels give the answer of the definition."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from helpers import randomise, tiny_config
-from kernel_device import DEVICE, INTERPRETED
+from kernel_device import DEVICE
 from test_surgery import SURGERY, WINDOW, answers
 
 from dcformer import DCFormerForCausalLM
 
 
-@pytest.mark.parametrize("surgery", SURGERY, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
-def test_one_answer_after_surgery(surgery, padded):
-    """The interpreter takes a minute for a case; of most whole rows it does one, of 18 tokens, without pieces."""
-    is_short = INTERPRETED and not padded and surgery is not SURGERY[0]
+def cases():
+    """Every surgery, with padding and without, on one row at once and on two in pieces: a minute in the interpreter."""
+    for surgery, padded, pieces in itertools.product(SURGERY, (True, False), (False, True)):
+        is_long = pieces and not (padded and surgery is SURGERY[0])
+        name = "-".join([surgery.__name__, "padded" if padded else "whole", "in pieces" if pieces else "at once"])
+        yield pytest.param(surgery, padded, pieces, id=name, marks=[pytest.mark.long] if is_long else [])
+
+
+@pytest.mark.parametrize(("surgery", "padded", "pieces"), list(cases()))
+def test_one_answer_after_surgery(surgery, padded, pieces):
     torch.manual_seed(0)
     whole = randomise(DCFormerForCausalLM(tiny_config(num_hidden_layers=4, sliding_window=WINDOW))).eval().to(DEVICE)
     torch.manual_seed(1)
-    ids = torch.randint(97, (1, 18) if is_short else (2, 31)).to(DEVICE)
+    ids = torch.randint(97, (2, 31) if pieces else (1, 18)).to(DEVICE)
     mask = torch.ones_like(ids)
     if padded:
         mask[0, :3] = 0
@@ -28,7 +34,7 @@ def test_one_answer_after_surgery(surgery, padded):
         model = copy.deepcopy(whole)
         model.set_attn_implementation(implementation)
         surgery(model)
-        return answers(model.to(dtype), ids, mask, {} if is_short else {"in pieces": 6})
+        return answers(model.to(dtype), ids, mask, {"in pieces": 6} if pieces else {})
 
     exact, eager, found = (
         run("eager", torch.float64),
