@@ -412,6 +412,10 @@ def test_server_refuses_continuous_batching_before_it_loads(capsys):
         (["bundled", "--attn-implementation", "sdpa"], "attn_implementation='sdpa' cannot compose attention heads"),
         (["bundled", "--attn-implementation", "dcformer_chunked"], "Unsupported attention implementation"),
         (["bundled", "--dtype", "float12"], "'float12'"),
+        (["bundled", "--device", "cuda"], "--device 'cuda': this PyTorch finds no CUDA device"),
+        (["bundled", "--device=cuda:7"], "--device 'cuda:7': this PyTorch finds no CUDA device"),
+        (["bundled", "--device", "0"], "--device '0': Cannot access accelerator device"),
+        (["--device", "gpu"], "--device 'gpu': Expected one of cpu, cuda"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -423,6 +427,9 @@ def test_models_that_cannot_be_served(tmp_path, monkeypatch, capsys, arguments, 
     shutil.copytree(tmp_path / "bundled", tmp_path / "damaged", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "damaged" / "pytorch_model.bin").touch()
     monkeypatch.setattr("uvicorn.Server.run", lambda _: pytest.fail("the server starts"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if arguments[-1] == "0" and torch.accelerator.is_available():
+        pytest.skip("device 0 exists here")
     assert main(arguments) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
     assert message in line

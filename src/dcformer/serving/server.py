@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import dcformer  # registers the model types: the server loads them without remote code
 
 from ..errors import DCFormerError, first_line, raise_bug
-from ..loading import LOADING_ERRORS, damaged_file
+from ..loading import LOADING_ERRORS, damaged_file, named_device
 from .requests import SOMETIMES_IGNORED, RequestChecks
 
 _PROGRAM = "dcformer-serve"
+_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # what `--device` may name beside devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,6 +84,11 @@ def _own_application() -> Iterator[None]:
 
     class ModelManager(library_manager):  # type: ignore[misc, valid-type]
         """Loads our causal models by their type; the library's manager looks classes up by name in `transformers`."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            if kwargs.get("device", "auto") not in _DEVICE_MAPS:
+                named_device(kwargs["device"])
+            super().__init__(*args, **kwargs)
 
         def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
             model, revision = model_id_and_revision.split("@", 1)
