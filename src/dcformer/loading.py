@@ -60,9 +60,8 @@ def named_device(name: str) -> torch.device:
         raise DCFormerError(f"--device {name!r}: this PyTorch finds no CUDA device. Use --device cpu.")
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
-        raise DCFormerError(
-            f"--device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices, expected an index below that."
-        )
+        count = torch.cuda.device_count()
+        raise DCFormerError(f"--device {name!r}: this machine has {count} CUDA devices. Use an index below {count}.")
     return torch.device("cuda", index)
 
 

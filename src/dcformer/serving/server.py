@@ -16,7 +16,7 @@ import dcformer  # registers the model types: the server loads them without remo
 
 from ..errors import DCFormerError, first_line, raise_bug
 from ..loading import LOADING_ERRORS, damaged_file, named_device
-from .requests import SOMETIMES_IGNORED, RequestChecks
+from .requests import CHAT, RESPONSES, SOMETIMES_IGNORED, TEXT, BadRequestError, RequestChecks, find_misfit
 
 _PROGRAM = "dcformer-serve"
 _DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # what `--device` may name beside devices
@@ -117,8 +117,24 @@ def _own_application() -> Iterator[None]:
             except CacheNotFound:  # nothing has been downloaded yet
                 return []
 
-    def build_server(*args: Any, **kwargs: Any) -> Any:
-        application = library_build(*args, **kwargs)
+    def check_by_model(path: str, handler: Any) -> None:
+        """Lets a handler refuse what does not fit the model, as soon as it has loaded or found it."""
+        resolve = handler._resolve_model
+
+        def resolve_and_check(body: dict[str, Any]) -> Any:
+            name, model, processor = resolve(body)
+            tokenizer = getattr(processor, "tokenizer", processor)
+            if fault := find_misfit(path, body, model.config.get_text_config(), tokenizer):
+                raise BadRequestError(*fault)
+            return name, model, processor
+
+        handler._resolve_model = resolve_and_check
+
+    def build_server(manager: Any, chat_handler: Any, **others: Any) -> Any:
+        check_by_model(CHAT, chat_handler)
+        check_by_model(TEXT, others["completion_handler"])
+        check_by_model(RESPONSES, others["response_handler"])
+        application = library_build(manager, chat_handler, **others)
         application.add_middleware(RequestChecks, ignored=SOMETIMES_IGNORED & UNUSED_CHAT_COMPLETION_FIELDS)
         return application
 
