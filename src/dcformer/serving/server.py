@@ -130,11 +130,11 @@ def _own_application() -> Iterator[None]:
 
         handler._resolve_model = resolve_and_check
 
-    def build_server(manager: Any, chat_handler: Any, **others: Any) -> Any:
-        check_by_model(CHAT, chat_handler)
-        check_by_model(TEXT, others["completion_handler"])
-        check_by_model(RESPONSES, others["response_handler"])
-        application = library_build(manager, chat_handler, **others)
+    def build_server(*args: Any, **kwargs: Any) -> Any:
+        check_by_model(CHAT, args[1])
+        check_by_model(TEXT, kwargs["completion_handler"])
+        check_by_model(RESPONSES, kwargs["response_handler"])
+        application = library_build(*args, **kwargs)
         application.add_middleware(RequestChecks, ignored=SOMETIMES_IGNORED & UNUSED_CHAT_COMPLETION_FIELDS)
         return application
 
