@@ -79,7 +79,7 @@ PLACES = [
     (finetune, TUNE, "training.data._check_readable"),
     (lm_eval, SCORE, "evaluation.cli._check_batch_size"),
     (lm_eval, SCORE, "evaluation.items._choices"),
-    (selfcheck, "--device meta", "selfcheck._device"),
+    (selfcheck, "--device meta", "loading.named_device"),
 ]
 
 

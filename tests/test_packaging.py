@@ -7,16 +7,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10; pytest brings it there
-    import tomli as tomllib
 
 SOURCE = REPOSITORY / "src"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]

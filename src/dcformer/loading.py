@@ -1,14 +1,15 @@
-"""Why a model folder does not load. Libraries often say what is wrong without naming the damaged file."""
+"""Why a model does not load: libraries often name neither the damaged file nor the device that is not there."""
 
 import json
 import os
 import pickle
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
-from .errors import CONFIG_ERRORS, raise_bug
+from .errors import CONFIG_ERRORS, DCFormerError, first_line, raise_bug
 from .hub_dcformer import stored_tensors, weight_files
 
 # What `from_pretrained` of a configuration, a tokenizer or a model raises on folders that it cannot read.
@@ -43,4 +44,25 @@ def damaged_file(folder: str | os.PathLike, error: Exception) -> str | None:
     return None
 
 
-__all__ = ["LOADING_ERRORS", "damaged_file"]
+def named_device(name: str) -> torch.device:
+    """The device that a command line's `--device` names, with its index where it is a CUDA device.
+
+    Raises:
+        DCFormerError: when PyTorch knows no such device, or this machine lacks it.
+    """
+    try:
+        device = torch.device(int(name) if name.isdigit() else name)  # a number is one of the accelerators
+    except RuntimeError as error:
+        raise DCFormerError(f"--device {name!r}: {first_line(error)}") from error
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise DCFormerError(f"--device {name!r}: this PyTorch finds no CUDA device. Use --device cpu.")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise DCFormerError(f"--device {name!r}: this machine has {count} CUDA devices. Use an index below {count}.")
+    return torch.device("cuda", index)
+
+
+__all__ = ["LOADING_ERRORS", "damaged_file", "named_device"]

@@ -31,11 +31,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    import torch
     from transformers import AutoConfig
 
     from .configuration_dcformer import DCFormerConfig
     from .kernels.limits import is_interpreted, unsupported_reason
     from .kernels.selfcheck import kinds
+    from .loading import named_device
 
     config: Any = None
     if options.model:
@@ -47,7 +49,12 @@ def _check(options: argparse.Namespace) -> int:
             config = DCFormerConfig.from_preset(options.preset)
     if not isinstance(config, DCFormerConfig):
         raise DCFormerError(f"{options.model} is a {config.model_type!r} model: expected 'dcformer' or 'dcpythia'.")
-    device = _device(("cpu" if is_interpreted() else "cuda") if options.device is None else options.device)
+    if options.device is not None:
+        device = named_device(options.device)
+    elif is_interpreted():
+        device = torch.device("cpu")
+    else:  # without one, the kernels say what is missing
+        device = named_device("cuda") if torch.cuda.is_available() else torch.device("cuda", 0)
     if (reason := unsupported_reason(device=device)) is not None:
         raise DCFormerError(reason)
     print(_where(device))
@@ -57,22 +64,6 @@ def _check(options: argparse.Namespace) -> int:
             passed &= _check_kind(device, kind)
     print("passed" if passed else "FAILED: models whose attn_implementation is unset use 'dcformer_chunked' here")
     return 0 if passed else 1
-
-
-def _device(name: str) -> Any:
-    """The device of a name, with its index where it is a CUDA device."""
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise DCFormerError(f"--device {name!r}: {error}") from error
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise DCFormerError(f"--device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices.")
-    return torch.device("cuda", index)
 
 
 def _where(device: Any) -> str:

@@ -174,6 +174,18 @@ def test_equal_values_in_other_dtypes(tmp_path):
     assert "lm_head.weight" in found and 0 < max(found.values()) < 0.01
 
 
+@pytest.mark.parametrize("value", ["nan", "-1", "-1e-9"])
+@pytest.mark.parametrize("option", ["--atol", "--logits-atol"])
+def test_a_tolerance_that_is_none(model_folder, option, value, capsys):
+    assert verify(model_folder, model_folder, f"{option}={value}", "--num-tokens", 0) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"error: {option}={float(value)} must be a number of at least 0" in printed.err
+    with pytest.raises(ConversionError, match=r"^atol=.* must be a number of at least 0"):
+        compare(model_folder, model_folder, atol=float(value))
+    with pytest.raises(ConversionError, match=r"^atol=.* must be a number of at least 0"):
+        compare_logits(model_folder, model_folder, atol=float(value))
+
+
 def test_missing_tensors(model_folder, copy, capsys):
     change_config(copy, qk_norm=False)
     norms = [f"model.layers.{i}.self_attn.{side}_norm.weight" for i in range(2) for side in "qk"]

@@ -148,6 +148,17 @@ def test_bad_requests_are_refused_and_the_server_stays(server):
         (text_path, text | {"suffix": 5}, "suffix", "suffix=5 must be a text"),
         (responses_path, {"model": good["model"], "input": ["a"]}, "input", "input has a part 'a'"),
     ]
+    # what the tokenizer and the model cannot take, in streams too
+    answer = {"model": good["model"], "input": "a"}
+    for more in ({"stream": False}, {"stream": True}):
+        cases += [
+            (text_path, text | more | {"prompt": " "}, "prompt", "prompt=' ' has no tokens"),
+            (text_path, text | more | {"prompt": "a \ud800"}, "prompt", "prompt holds '\\ud800'"),
+            (chat_path, good | more | {"messages": [{"role": "user", "content": "\udfff"}]}, "messages", "'\\udfff'"),
+            (text_path, text | more | {"max_tokens": 10**9}, "max_tokens", "=1000000000, expected at most 512"),
+            (chat_path, good | more | {"max_tokens": 513}, "max_tokens", "max_tokens=513, expected at most 512"),
+            (responses_path, answer | more | {"max_output_tokens": 513}, "max_output_tokens", "=513, expected at most"),
+        ]
     for path, body, field, message in cases:
         with pytest.raises(urllib.error.HTTPError) as raised:
             post(address, body, path)
@@ -161,6 +172,7 @@ def test_bad_requests_are_refused_and_the_server_stays(server):
         (chat_path, good | nothing | {"messages": [good["messages"][0] | {"tool_calls": None}]}),
         (text_path, text),
         (text_path, text | {"stop": ""}),
+        (text_path, text | {"prompt": "a \U00010000"}),  # a whole pair of surrogates, as JSON writes it
     ):
         with post(address, body, path) as response:
             assert len(json.load(response)["choices"]) == 1
@@ -204,6 +216,11 @@ FAULTS = [
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": None}]}, None),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a\udfff"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\U0001f600"}]}, None),
+        ({"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs"),
+        ({"stop": ["\ud800"]}, "stop"),
         ({"max_tokens": True}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -253,6 +270,7 @@ FAULTS += [
     (requests.TEXT, {"prompt": "a"}, None),
     (requests.TEXT, {}, "prompt"),
     (requests.TEXT, {"prompt": ["a"]}, "prompt"),
+    (requests.TEXT, {"prompt": "a\ud800"}, "prompt"),
     (requests.TEXT, {"prompt": "a", "echo": True}, "echo"),
     (requests.TEXT, {"prompt": "a", "logprobs": 0}, "logprobs"),
     (requests.RESPONSES, {"input": "a", "top_logprobs": 1}, "top_logprobs"),
@@ -305,6 +323,36 @@ def test_faults_of_requests(path, body, field):
         assert fault is None
     else:
         assert fault[0] == field and fault[1].startswith(field)
+
+
+LONGEST = 8  # max_position_embeddings of the model below
+MISFITS = [
+    (requests.TEXT, {"prompt": "a"}, None),
+    (requests.TEXT, {"prompt": " \n"}, "prompt"),
+    (requests.TEXT, {"prompt": "a", "max_tokens": LONGEST}, None),
+    (requests.TEXT, {"prompt": "a", "max_tokens": LONGEST + 1}, "max_tokens"),
+    (requests.CHAT, {"max_completion_tokens": 10**9}, "max_completion_tokens"),
+    (requests.RESPONSES, {"max_output_tokens": LONGEST + 1}, "max_output_tokens"),
+    (requests.CHAT, {"generation_config": '{"max_new_tokens": 8, "max_length": 8}'}, None),
+    (requests.CHAT, {"generation_config": '{"max_new_tokens": 9}'}, "generation_config"),
+    (requests.CHAT, {"generation_config": '{"max_length": 1e9}'}, "generation_config"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), MISFITS, ids=str)
+def test_what_the_model_cannot_answer(path, body, field):
+    def tokenizer(text):
+        return {"input_ids": text.split()}
+
+    assert requests.find_fault(path, {"messages": MESSAGES, "input": "a"} | body) is None
+    fault = requests.find_misfit(path, body, tiny_config(max_position_embeddings=LONGEST), tokenizer)
+    if field is None:
+        assert fault is None
+    else:
+        assert fault[0] == field and fault[1].startswith(field)
+        assert field == "prompt" or f"expected at most {LONGEST}" in fault[1]
+    if field != "prompt":  # a model without a longest length
+        assert requests.find_misfit(path, body, object(), tokenizer) is None
 
 
 @needs_server
@@ -412,6 +460,10 @@ def test_server_refuses_continuous_batching_before_it_loads(capsys):
         (["bundled", "--attn-implementation", "sdpa"], "attn_implementation='sdpa' cannot compose attention heads"),
         (["bundled", "--attn-implementation", "dcformer_chunked"], "Unsupported attention implementation"),
         (["bundled", "--dtype", "float12"], "'float12'"),
+        (["bundled", "--device", "cuda"], "--device 'cuda': this PyTorch finds no CUDA device"),
+        (["bundled", "--device=cuda:7"], "--device 'cuda:7': this PyTorch finds no CUDA device"),
+        (["bundled", "--device", "0"], "--device '0': Cannot access accelerator device"),
+        (["--device", "gpu"], "--device 'gpu': Expected one of cpu, cuda"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -423,6 +475,9 @@ def test_models_that_cannot_be_served(tmp_path, monkeypatch, capsys, arguments, 
     shutil.copytree(tmp_path / "bundled", tmp_path / "damaged", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "damaged" / "pytorch_model.bin").touch()
     monkeypatch.setattr("uvicorn.Server.run", lambda _: pytest.fail("the server starts"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if arguments[-1] == "0" and torch.accelerator.is_available():
+        pytest.skip("device 0 exists here")
     assert main(arguments) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
     assert message in line

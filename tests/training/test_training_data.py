@@ -6,9 +6,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from helpers import REPOSITORY
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -247,15 +250,49 @@ def test_output_without_the_option(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def write_checkpoint(folder, names):
+    folder.mkdir()
+    for name in names:
+        if name.endswith(".json"):
+            (folder / name).write_text("{}")
+        elif name.endswith(".safetensors"):
+            save_file({"state": torch.ones(9)}, folder / name)
+        else:
+            numpys = {"numpy": np.random.get_state()} if name.startswith("rng") else {}
+            torch.save({"state": {0: torch.ones(9)}, "step": 1, **numpys}, folder / name)
+
+
+@pytest.mark.parametrize("damage", ["half of it", "noise", "nothing", "other bytes"])
+@pytest.mark.parametrize("adapters", [True, False])
+def test_checkpoints_with_a_damaged_file(adapters, damage, tmp_path, fails, capsys):
+    """Each file of tensors that the trainer loads is damaged once."""
+    weights = "adapter_model.safetensors" if adapters else "model.safetensors"
+    names = [weights, "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+    folders = [tmp_path / f"checkpoint-{step}" for step in (4, 12)]
+    for folder in folders:
+        write_checkpoint(folder, [*names, "trainer_state.json"])
+    training = TrainingConfig(output_dir=str(tmp_path), resume_from_checkpoint="last", use_cpu=True)
+    assert check_output(training) == str(folders[1])
+    for name in names:
+        file = folders[1] / name
+        whole = file.read_bytes()
+        damaged = {"half of it": whole[: len(whole) // 2], "noise": bytes(range(256)), "nothing": b""}
+        file.write_bytes(damaged.get(damage, whole.replace(b"state", b"\xff" * 5)))
+        capsys.readouterr()
+        assert check_output(training) == str(folders[0])
+        assert f"checkpoint-12 is skipped: it has no readable {name}\n" in capsys.readouterr().out
+        message = fails(output_dir=str(tmp_path), resume_from_checkpoint=str(folders[1]))
+        assert f"error: {folders[1]} is not a complete checkpoint: it has no readable {name}." in message
+        file.write_bytes(whole)
+
+
 def test_newest_whole_checkpoint(tmp_path, capsys):
     """Each file that a checkpoint needs is taken away once, from the newest; then all of them."""
     training = TrainingConfig(output_dir=str(tmp_path), resume_from_checkpoint="last", use_cpu=True)
     assert check_output(training) is None
     files = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
     for step in (4, 12):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        for name in files:
-            (tmp_path / f"checkpoint-{step}" / name).write_text("{}")
+        write_checkpoint(tmp_path / f"checkpoint-{step}", files)
     assert check_output(training) == str(tmp_path / "checkpoint-12")
     capsys.readouterr()
     for name, part in zip(files, ("weights", "optimizer", "scheduler", "trainer_state.json"), strict=True):

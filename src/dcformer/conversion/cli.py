@@ -11,7 +11,14 @@ import numpy as np
 from ..errors import ConversionError, DCFormerError
 from .checkpoint import open_checkpoint
 from .convert import convert_hub_to_safetensors, convert_jax_to_safetensors, convert_safetensors_to_jax
-from .verification import check_length, compare_configs, compare_logits, compare_tensors, format_table
+from .verification import (
+    check_length,
+    check_tolerance,
+    compare_configs,
+    compare_logits,
+    compare_tensors,
+    format_table,
+)
 
 _CONVERSIONS: dict[str, Callable[..., Any]] = {
     "jax-to-safetensors": convert_jax_to_safetensors,
@@ -45,6 +52,8 @@ def run(command: str, args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    check_tolerance(args.atol, "--atol")
+    check_tolerance(args.logits_atol, "--logits-atol")
     first, second = (
         open_checkpoint(
             getattr(args, side),

@@ -74,8 +74,9 @@ def compare_tensors(
         one `Comparison` per tensor of either checkpoint.
 
     Raises:
-        ConversionError: when a tensor cannot be read.
+        ConversionError: when a tensor cannot be read, or `check_tolerance` refuses `atol`.
     """
+    check_tolerance(atol)
     results = []
     # in the order of the checkpoint that stacks layers, if any, so that each stored tensor is read once
     stacked, other = sorted((first, second), key=lambda checkpoint: len(checkpoint.parts))
@@ -151,8 +152,9 @@ def compare_logits(
 
     Raises:
         ConversionError: when a folder cannot be loaded, tokens are outside a vocabulary or longer than `check_length`
-            allows, or the vocabularies differ.
+            allows, the vocabularies differ, or `check_tolerance` refuses `atol`.
     """
+    check_tolerance(atol)
     logits: list[torch.Tensor] = []
     ids = None if tokens is None else _as_ids(tokens)
     check_length(num_tokens if ids is None else ids.shape[1], is_random=ids is None)
@@ -175,6 +177,20 @@ def compare_logits(
         raise ConversionError(f"The vocabularies differ: {logits[0].shape[-1]} and {logits[1].shape[-1]}.")
     difference = _largest_difference(*logits)
     return Comparison("logits", f"{list(logits[0].shape)} float32", difference, difference <= atol)
+
+
+def check_tolerance(atol: float, name: str = "atol") -> None:
+    """Refuses a tolerance that no difference could be compared with.
+
+    Args:
+        atol: largest absolute difference that is to count as equal.
+        name: what to call it in the message.
+
+    Raises:
+        ConversionError: when it is negative or NaN, with which even equal values would count as different.
+    """
+    if not atol >= 0:
+        raise ConversionError(f"{name}={atol} must be a number of at least 0; 0 asks for equal values.")
 
 
 def check_length(length: int, *configs: DCFormerConfig, is_random: bool = True) -> None:
@@ -226,4 +242,12 @@ def format_table(comparisons: Sequence[Comparison], every: bool = False) -> str:
     return "\n".join(lines)
 
 
-__all__ = ["Comparison", "check_length", "compare_configs", "compare_logits", "compare_tensors", "format_table"]
+__all__ = [
+    "Comparison",
+    "check_length",
+    "check_tolerance",
+    "compare_configs",
+    "compare_logits",
+    "compare_tensors",
+    "format_table",
+]

@@ -181,8 +181,8 @@ def _device_reason(kind: str, index: int | None) -> str | None:
         return f"the fused kernels need Triton, which is not installed: pip install 'dcformer[kernels]', or {_OTHERS}"
     if kind != "cuda":
         return (
-            f"the fused kernels need a CUDA device, the tensors are on {kind!r}: {_OTHERS}. (TRITON_INTERPRET=1, set "
-            "before the start, runs them slowly on a CPU, for tests.)"
+            f"the fused kernels need a CUDA device, the tensors are on {kind!r}: {_OTHERS} (TRITON_INTERPRET=1, set "
+            "before the start, runs them slowly on a CPU, for tests)"
         )
     if torch.version.cuda is None or not torch.cuda.is_available():
         return f"the fused kernels need a CUDA device, and this PyTorch finds none: {_OTHERS}"

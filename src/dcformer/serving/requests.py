@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..errors import raise_bug
+from ..errors import DCFormerError, raise_bug
 
 logger = logging.get_logger(__name__)
 
@@ -61,10 +61,10 @@ _IGNORED: dict[str, dict[str, tuple[Any, ...]]] = {
 SOMETIMES_IGNORED = frozenset({"max_completion_tokens"})
 # Numbers: (type, lowest, highest, what was expected). JSON's true and false do not count.
 _LENGTH = (int, 1, float("inf"), "a whole number of at least 1")
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_SETTINGS = ("max_new_tokens", "max_length")  # the same, in `generation_config`
 _NUMBERS: dict[str, tuple[Any, float, float, str]] = {
-    "max_tokens": _LENGTH,
-    "max_completion_tokens": _LENGTH,
-    "max_output_tokens": _LENGTH,
+    **dict.fromkeys(_LENGTHS, _LENGTH),
     "temperature": ((int, float), 0, float("inf"), "a number of at least 0"),
     "top_p": ((int, float), 0, 1, "a number from 0 to 1"),
     "frequency_penalty": ((int, float), -0.99, 2, "a number above -1, and at most 2"),
@@ -99,6 +99,9 @@ def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str
     """
     if path not in _IGNORED or not isinstance(body, dict):
         return None
+    for name, value in body.items():
+        if (character := _surrogate(value)) is not None:
+            return name, f"{name} holds {character!r}, half of a surrogate pair, which is no character: leave it out."
     if path == CHAT and (fault := _messages_fault(body.get("messages"))):
         return "messages", fault
     if path == TEXT and (not isinstance(body.get("prompt"), str) or not body["prompt"]):
@@ -121,6 +124,41 @@ def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str
         value = body.get(name)
         if value is not None and value not in harmless:
             return name, f"{name}={value!r} is not supported by this server: leave it out."
+    return None
+
+
+def find_misfit(path: str, body: dict[str, Any], config: Any, tokenizer: Any) -> tuple[str, str] | None:
+    """What is wrong with a request that `find_fault` passes, judged by the model that is to answer it.
+
+    Args:
+        path: of the URL.
+        body: decoded JSON.
+        config: the model's. Without `max_position_embeddings`, lengths are not judged.
+        tokenizer: the model's.
+
+    Returns:
+        the field and a sentence for the error, or None.
+    """
+    if path == TEXT and not len(tokenizer(body["prompt"])["input_ids"]):
+        return "prompt", f"prompt={body['prompt']!r} has no tokens for this model: expected a text of at least one."
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        return None
+    settings = json.loads(body.get("generation_config") or "{}")
+    lengths = [(name, name, body.get(name)) for name in _LENGTHS]
+    lengths += [("generation_config", f"generation_config has {name}", settings.get(name)) for name in _SETTINGS]
+    for field, what, value in lengths:
+        if isinstance(value, int | float) and value > longest:
+            return field, f"{what}={value}, expected at most {longest}, the model's max_position_embeddings."
+    return None
+
+
+def _surrogate(value: Any) -> str | None:
+    """The first lone surrogate within decoded JSON; texts with one cannot be encoded, and tokenizers refuse them."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return error.object[error.start]
     return None
 
 
@@ -226,6 +264,19 @@ def without_empty(path: str, body: Any) -> Any:
     return body
 
 
+class BadRequestError(DCFormerError):
+    """A request that the served model cannot answer.
+
+    Args:
+        field: at fault.
+        sentence: for the error.
+    """
+
+    def __init__(self, field: str, sentence: str):
+        super().__init__(sentence)
+        self.field = field
+
+
 class RequestChecks:
     """ASGI middleware: status 400 for faulty requests, and for values that the server itself refuses later.
 
@@ -279,7 +330,7 @@ class RequestChecks:
             raise_bug(error, (Exception,))
             logger.warning(f"{scope['path']}: {error}")
             logger.debug("refused here", exc_info=True)
-            await _refuse(send, None, str(error))
+            await _refuse(send, getattr(error, "field", None), str(error))
 
 
 async def _refuse(send: Callable, field: str | None, sentence: str) -> None:

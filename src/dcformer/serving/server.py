@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import dcformer  # registers the model types: the server loads them without remote code
 
 from ..errors import DCFormerError, first_line, raise_bug
-from ..loading import LOADING_ERRORS, damaged_file
-from .requests import SOMETIMES_IGNORED, RequestChecks
+from ..loading import LOADING_ERRORS, damaged_file, named_device
+from .requests import CHAT, RESPONSES, SOMETIMES_IGNORED, TEXT, BadRequestError, RequestChecks, find_misfit
 
 _PROGRAM = "dcformer-serve"
+_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # what `--device` may name beside devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,6 +85,11 @@ def _own_application() -> Iterator[None]:
     class ModelManager(library_manager):  # type: ignore[misc, valid-type]
         """Loads our causal models by their type; the library's manager looks classes up by name in `transformers`."""
 
+        def __init__(self, *args: Any, **kwargs: Any):
+            if kwargs.get("device", "auto") not in _DEVICE_MAPS:
+                named_device(kwargs["device"])
+            super().__init__(*args, **kwargs)
+
         def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
             model, revision = model_id_and_revision.split("@", 1)
             where = {"revision": revision, "trust_remote_code": self.trust_remote_code}
@@ -111,7 +117,23 @@ def _own_application() -> Iterator[None]:
             except CacheNotFound:  # nothing has been downloaded yet
                 return []
 
+    def check_by_model(path: str, handler: Any) -> None:
+        """Lets a handler refuse what does not fit the model, as soon as it has loaded or found it."""
+        resolve = handler._resolve_model
+
+        def resolve_and_check(body: dict[str, Any]) -> Any:
+            name, model, processor = resolve(body)
+            tokenizer = getattr(processor, "tokenizer", processor)
+            if fault := find_misfit(path, body, model.config.get_text_config(), tokenizer):
+                raise BadRequestError(*fault)
+            return name, model, processor
+
+        handler._resolve_model = resolve_and_check
+
     def build_server(*args: Any, **kwargs: Any) -> Any:
+        check_by_model(CHAT, args[1])
+        check_by_model(TEXT, kwargs["completion_handler"])
+        check_by_model(RESPONSES, kwargs["response_handler"])
         application = library_build(*args, **kwargs)
         application.add_middleware(RequestChecks, ignored=SOMETIMES_IGNORED & UNUSED_CHAT_COMPLETION_FIELDS)
         return application

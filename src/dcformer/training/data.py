@@ -21,11 +21,13 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTTrainer
 
 from ..configuration_dcformer import DCFormerConfig
-from ..errors import DCFormerError, refused
+from ..errors import DCFormerError, raise_bug, refused
+from ..hub_dcformer import stored_tensors
 from ..peft_dcformer import LORA_TARGETS
 from .arguments import DataArguments, TrainingConfig
 
@@ -42,6 +44,7 @@ _CHECKPOINT_PARTS = {  # DeepSpeed keeps all of them in a folder global_stepN
     "optimizer": ("optimizer*", "global_step*"),
     "scheduler": ("scheduler.pt", "global_step*"),
 }
+_TENSOR_FILES = ("*model*.safetensors", "pytorch_model*.bin", "optimizer*.pt", "scheduler.pt", "rng_state*.pth")
 
 
 def load_rows(source: str, split: str = "train", config: str | None = None, streaming: bool = False) -> Rows:
@@ -295,7 +298,7 @@ def check_output(training: TrainingConfig, model: str | None = None) -> str | No
 
 
 def _missing(checkpoint: Path) -> list[str]:
-    """What a checkpoint lacks; the trainer writes the state last."""
+    """What a checkpoint lacks, damaged files among it; the trainer writes the state last."""
     missing = [
         part
         for part, patterns in _CHECKPOINT_PARTS.items()
@@ -308,7 +311,21 @@ def _missing(checkpoint: Path) -> list[str]:
         TrainerState.load_from_json(os.fspath(checkpoint / TRAINER_STATE_NAME))
     except (OSError, json.JSONDecodeError, TypeError):
         missing.append(TRAINER_STATE_NAME)
-    return missing
+    return missing + [file.name for file in sorted(checkpoint.glob("*")) if _is_damaged(file)]
+
+
+def _is_damaged(file: Path) -> bool:
+    """Whether a file of tensors that the trainer resumes from cannot be read. The tensors themselves are not."""
+    if not file.is_file() or not any(file.match(pattern) for pattern in _TENSOR_FILES):
+        return False
+    try:
+        with safe_globals():  # the state of NumPy's generator, in rng_state
+            for _ in stored_tensors(os.fspath(file)):
+                pass
+    except Exception as error:  # torch.load raises anything where bytes of a pickle are wrong
+        raise_bug(error, (Exception,))
+        return True
+    return False
 
 
 def check_adapters(model: PreTrainedModel, names: Sequence[str] | None, option: str) -> None:
