@@ -416,7 +416,7 @@ def is_plain(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
     """`can_replace` without a look at what the kernels support besides activations."""
     # asked by every layer in every step of decoding: attributes of modules are slow
     modules = vars(compose)["_modules"]
-    linears = [linear for name in ("dw1_proj", "gate_proj") if (linear := modules.get(name)) is not None]
+    linears = [modules[name] for name in ("dw1_proj", "gate_proj") if modules.get(name) is not None]
     if not linears or type(modules["act_fn"]) not in APPROXIMATE or not has_no_hooks(compose):
         return False
     if not all(_is_plain(linear) for linear in linears):
