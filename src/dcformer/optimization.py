@@ -154,4 +154,4 @@ def parameter_groups(
     return list(groups.values())
 
 
-__all__ = ["composition_rate_ratios", "names_without_decay", "parameter_groups"]
+__all__ = ["composition_rate_ratios", "parameter_groups"]
