@@ -785,7 +785,9 @@ def test_layouts_follow_from_the_weights(name):
     assert layout.channels == (2 * rank + case.gate if case.stages and case.sides else 0)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(
+    "kv_heads", [2, pytest.param(4, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_key_sides_behind_a_cache_are_as_good(kv_heads, groups, chunk, monkeypatch):

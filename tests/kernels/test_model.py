@@ -614,7 +614,11 @@ def choices(monkeypatch):
 
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
-@pytest.mark.parametrize("fields", [{"num_key_value_heads": 4}, CONFIGS["static"]], ids=["mha", "grouped, static"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_key_value_heads": 4}, pytest.param(CONFIGS["static"], marks=pytest.mark.long)],
+    ids=["mha", "grouped, static"],
+)
 @torch.no_grad()
 def test_layers_repeat_the_launches_of_the_first(fields, fuse, choices):
     """Three layers, the launches chosen by one, give what the definition gives."""

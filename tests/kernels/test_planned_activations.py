@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="measures a model on the
 CASES = [("full", 20), ("full", 90), ("groups", 20), ("no gate", 20), ("query-wise, rank 1", 20)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize(("variant", "length"), CASES)
 def test_planned_as_the_chunked_implementation(variant, length, dtype):
     """Chunked attention keeps a little more. (For rows of at most `FEW_QUERIES` tokens it keeps their maps, too.)"""
