@@ -314,8 +314,7 @@ class DCFormerAttention(nn.Module):
         """[B, T, E] -> queries, keys and values [B, H(kv), T, D], and all of `_project_fused` where that is used."""
         fused = [] if self.fused is None else self._project_fused(hidden_states)
         parts = fused[:3] or [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
-        split = (states.view(*states.shape[:-1], -1, self.head_dim) for states in parts)
-        return [*(states.transpose(1, 2) for states in split), *fused]
+        return [*(states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for states in parts), *fused]
 
     def _project_fused(self, hidden_states: torch.Tensor) -> list[torch.Tensor | None]:
         """[B, T, E] -> the results of `projections`, [B, T, any], from one product; None for absent ones."""
