@@ -41,7 +41,10 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
             system = layer.self_attn.system
             if not isinstance(system, HeadPruning):
                 return
-            expected = list(range(system.sizes.num_heads)) if rows is None else [*rows, *[None] * len(layers)][index]
+            if rows is None:
+                expected = list(range(system.sizes.num_heads))
+            else:
+                expected = rows[index] if index < len(rows) else None
             if system.kept != expected:
                 raise ValueError(
                     f"layer {index} has the heads {system.kept}, kept_heads of the configuration asks for {expected}: "
