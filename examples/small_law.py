@@ -7,7 +7,8 @@
 Models of four layers with heads of 16 channels and 17.5 characters a parameter outside embeddings, on the text in
 examples/data, which the larger ones see several times. Three families, as the paper's published runs have them:
 transformer++, the same with norms of queries and keys, and dcformer++, which has those norms, windows in every other
-layer, and composition. Rates follow the paper's own: they fall with the cube root of size, from a family's best of one
+layer, and composition. A fourth has the norms and the windows: composition is all that tells it from dcformer++.
+Rates follow the paper's own: they fall with the cube root of size, from a family's best of one
 grid at width 48, found by the loss on one half of the held-out text with a seed of its own. The other half is reported.
 A run that is done is written at once, and not run again: stop and start as you like.
 
@@ -37,12 +38,15 @@ TOKENS_A_PARAMETER = 17.5
 RATES, RATE_WIDTH, RATE_SEED, SEEDS = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), 48, 100, (0, 1, 2)
 PLAIN = dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False)
 WHOLE = {"layer_pattern": "G", "sliding_window": None}
+WINDOWS = {"layer_pattern": "LG", "sliding_window": WINDOW}
 FAMILIES = {
     "transformer++": PLAIN | WHOLE | {"qk_norm": False},
     "transformer++-qknorm": PLAIN | WHOLE | {"qk_norm": True},
-    "dcformer++": {"layer_pattern": "LG", "sliding_window": WINDOW, "qk_norm": True},
+    "transformer++-qknorm-windows": PLAIN | WINDOWS | {"qk_norm": True},
+    "dcformer++": WINDOWS | {"qk_norm": True},
 }
-BASELINES, VARIANT = ("transformer++", "transformer++-qknorm"), "dcformer++"
+VARIANT = "dcformer++"
+BASELINES = tuple(family for family in FAMILIES if family != VARIANT)
 FORMS = {"log": "The paper's form of the law", "power": "A power law"}
 LAWS = {"log": "L = a + b ln C", "power": "ln L = a + b ln C"}
 COSTS = (
@@ -156,9 +160,9 @@ def reported(runs: list[dict], scale: float) -> list[dict]:
 
 def _at_equal_size(runs: list[dict], baseline: str) -> list[str]:
     """By how much the loss is lower at equal width and tokens, seed by seed, and what composition costs there."""
-    from scipy.stats import ttest_rel
+    from scipy.stats import ttest_ind, ttest_rel
 
-    heads = ("width", "parameters", "operations", "loss", "loss of the baseline", "lower by", "p")
+    heads = ("width", "parameters", "operations", "loss", "loss of the baseline", "lower by", "p", "Welch's p")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     widths = sorted({run["width"] for run in runs})
     found = {
@@ -173,20 +177,33 @@ def _at_equal_size(runs: list[dict], baseline: str) -> list[str]:
             continue
         losses = [{seed: by_seed[seed]["loss"] for seed in seeds} for by_seed in (ours, theirs)]
         mean, error, _ = study.compare(*losses)
-        p = ttest_rel(*(list(by_seed.values()) for by_seed in losses)).pvalue if len(seeds) > 1 else math.nan
+        p = welch = math.nan
+        if len(seeds) > 1:
+            p = ttest_rel(*(list(by_seed.values()) for by_seed in losses)).pvalue
+            welch = ttest_ind(*(list(by_seed.values()) for by_seed in losses), equal_var=False).pvalue
         one, other = ours[seeds[0]], theirs[seeds[0]]
         sizes = [f"{one[cost]:.4g} ({one[cost] / other[cost] - 1:+.1%})" for cost in ("parameters", "flops")]
         both = [[run["loss"] for run in by_seed.values()] for by_seed in (ours, theirs)]
         cells = [str(width), *sizes, *(f"{statistics.mean(those):.4f} ± {study.spread(those):.4f}" for those in both)]
-        cells += [f"{mean:+.4f} ± {error:.4f}", f"{p:.3f}"]
+        cells += [f"{mean:+.4f} ± {error:.4f}", f"{p:.3f}", f"{welch:.3f}"]
         lines.append("| " + " | ".join(cells) + " |")
         differences[width] = {seed: losses[1][seed] - losses[0][seed] for seed in seeds}
-    told = "Losses: mean and standard deviation of seeds. Lower by: mean and standard error of the seeds' differences; "
-    return [*lines, "", told + "p: of a paired t-test.", *_over_sizes(differences, FAMILIES[baseline]["qk_norm"])]
+    told = (
+        "Losses: mean and standard deviation of seeds. Lower by: mean and standard error of the seeds' differences; "
+        "p: of a paired t-test; Welch's: of one without pairs, as two families share a seed's order of texts alone."
+    )
+    return [*lines, "", told, *_over_sizes(differences, baseline)]
 
 
-def _over_sizes(differences: dict[int, dict[int, float]], has_norms: bool) -> list[str]:
-    """One comparison of all sizes: width -> seed -> by how much the loss is lower. `has_norms`: the baseline."""
+def _also_different(baseline: str) -> str:
+    """What tells a baseline from the variant beside composition: "norms and windows", or nothing."""
+    ours, theirs = FAMILIES[VARIANT], FAMILIES[baseline]
+    fields = {"qk_norm": "norms", "layer_pattern": "windows"}
+    return " and ".join(name for field, name in fields.items() if ours[field] != theirs[field])
+
+
+def _over_sizes(differences: dict[int, dict[int, float]], baseline: str) -> list[str]:
+    """One comparison of all sizes: width -> seed -> by how much the loss is lower than the baseline's."""
     from scipy.stats import ttest_1samp
 
     seeds = sorted(set.intersection(*map(set, differences.values()))) if len(differences) > 1 else []
@@ -205,8 +222,9 @@ def _over_sizes(differences: dict[int, dict[int, float]], has_norms: bool) -> li
             f"With the {len(units)} {unit} as units, a mean of each: ± {mean - test.confidence_interval().low:.4f} "
             f"(95 % interval, Student's t), p = {test.pvalue:.3f}."
         )
-    also = "windows" if has_norms else "norms and windows"
-    lines.append(f"At equal width and tokens, not at equal parameters or compute; {also} differ, too.")
+    also = _also_different(baseline)
+    told = f"{also} differ, too" if also else "nothing but composition differs"
+    lines.append(f"At equal width and tokens, not at equal parameters or compute; {told}.")
     return lines
 
 
@@ -298,7 +316,7 @@ def report(runs: list[dict], folder: Path, scale: float) -> str:
         lines += ["", "### By how compute is counted", "", *_by_cost(shown, baseline)]
         for form, label in FORMS.items():
             options = ["--baseline", baseline, "--variant", VARIANT, "--form", form]
-            if (baseline, form) == (BASELINES[-1], "log"):  # the picture is of the closer comparison
+            if (baseline, form) == (BASELINES[-1], "log"):  # the picture is of the closest comparison
                 options += ["--plot", str(folder / "small.png")]
             try:
                 _, _, found = analyse([str(folder / "small.csv"), *options]).partition("\n\n")  # behind the runs

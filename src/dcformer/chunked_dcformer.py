@@ -700,18 +700,19 @@ class _Group:
         return products.transpose(1, 2)
 
     def maps(self, call: _Call, block: _Block, keep: bool = False) -> _Maps:
-        """Scores, weights and composed weights of a block; without `keep` only the last are still there afterwards."""
+        """Scores, weights and composed weights of a block; without `keep` only the last are still there afterwards.
+
+        Weights take the place of composed scores, which nobody needs again. Scores without a stage are gone with them.
+        """
         q, k = self.q[block.batch, :, block.queries], self.k[block.batch, :, block.keys]
         scores = self._products(call, "scores", q, k)  # [b, t, M, S']
         composed_scores, pre_hidden = self.pre.mix(call, "composed scores", scores, block)
         empty = call.hide(composed_scores, block, self.heads)
-        reused = "scores" if composed_scores is not scores else "composed scores"
-        weights = call.space("weights" if keep else reused, scores.shape, scores)
-        torch.softmax(composed_scores, dim=-1, out=weights)
+        weights = torch.softmax(composed_scores, dim=-1, out=composed_scores)
         if empty is not None:
             weights.masked_fill_(empty, 0.0)
-        reused = "composed scores" if reused == "scores" else "scores"
-        composed, post_hidden = self.post.mix(call, "composed" if keep else reused, weights, block)
+        free = "composed" if keep or weights is scores else "scores"
+        composed, post_hidden = self.post.mix(call, free, weights, block)
         if self.dtype != self.compute:
             composed = composed.to(self.dtype).to(self.compute)
         return _Maps(scores, weights, composed, pre_hidden, post_hidden)
@@ -731,13 +732,18 @@ class _Group:
         grad_output = grad_output.to(self.compute).transpose(1, 2)  # [b, M, t, Dv]
         at_queries, at_keys = (block.batch, slice(None), block.queries), (block.batch, slice(None), block.keys)
         maps = self.maps(call, block, keep=True)
-        grad = self._products(call, "grad", grad_output, self.v[at_keys])  # [b, t, M, S']
-        grad, composed = (call.drop(m, block, self.heads) for m in (grad, maps.composed))
+        composed = call.drop(maps.composed, block, self.heads)
         for total, one, other in zip(grad_v[at_keys], composed.permute(0, 2, 3, 1), grad_output, strict=True):
             total.baddbmm_(one, other)  # [M, S', t] times [M, t, Dv]
-        grad = self.post.back(call, "grad weights", maps.weights, maps.post_hidden, grad, block)
-        grad = torch._softmax_backward_data(grad, maps.weights, -1, grad.dtype)
-        grad = self.pre.back(call, "grad scores", maps.scores, maps.pre_hidden, grad, block)
+        # The fewer maps there are, the longer they stay in the cache: gradients take turns in two pieces of memory, one
+        # of them that of the composed weights.
+        first, second = "composed", "grad"
+        grad = self._products(call, first, grad_output, self.v[at_keys])  # [b, t, M, S']
+        grad = call.drop(grad, block, self.heads)
+        grad = self.post.back(call, second, maps.weights, maps.post_hidden, grad, block)
+        grad = torch._softmax_backward_data(grad, maps.weights, -1, grad.dtype, grad_input=grad)
+        unused = second if self.post.is_empty else first
+        grad = self.pre.back(call, unused, maps.scores, maps.pre_hidden, grad, block)
         self._multiply(grad.transpose(1, 2), self.k[at_keys], grad_q[at_queries])
         for total, one, other in zip(grad_k[at_keys], grad.permute(0, 2, 3, 1), self.q[at_queries], strict=True):
             total.baddbmm_(one, other)
