@@ -338,6 +338,21 @@ def test_a_trace_collects_the_maps_of_every_step(cache):
             assert not held[..., expected.shape[-1] :].any()  # places of a static cache that are still empty
 
 
+@pytest.mark.parametrize("drafts", ["assistant", "early exit"])
+def test_a_trace_holds_no_drafts(drafts):
+    """Those of another model, with other heads and without maps, and those of the first layer of this one."""
+    config = make_config("gqa")
+    model, ids, trace, calls = make_model(config, "eager"), prompts()[3][None], ComposeTrace(), []
+    expected = greedy(model, ids)[:, ids.shape[1] :]
+    wider = copy.deepcopy(config)
+    wider.update({"num_attention_heads": 8, "head_dim": config.head_dim})
+    by = {"assistant_model": make_model(wider)} if drafts == "assistant" else {"assistant_early_exit": 1}
+    model.model.layers[-1].register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(generate(model, ids, compose_trace=trace, **by), expected)
+    assert len(trace.layers) == 2 * len(calls) > 0
+    assert {layer.composed_weights.shape[1] for layer in trace.layers} == {config.num_attention_heads}
+
+
 @pytest.mark.parametrize("implementation", ["dcformer_chunked", "dcformer_triton"])
 def test_maps_of_what_never_holds_them(implementation, monkeypatch):
     """An error of `generate`; in a forward pass a warning and an empty tuple, as Transformers' own tests want it."""

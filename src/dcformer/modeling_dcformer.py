@@ -879,7 +879,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         r"""
         compose_trace (`ComposeTrace`, *optional*):
             Collects the attention maps before and after each composition, with `attn_implementation="eager"`. In
-            `generate` it is an argument like any other of the model.
+            `generate` it is an argument like any other of the model, and of this model alone: not of an assistant.
         """
         if compose_trace is not None:
             kwargs["compose_trace"] = compose_trace  # type: ignore[typeddict-unknown-key]  # for the attention only
@@ -917,6 +917,11 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         super()._validate_generation_mode(generation_mode, generation_config, *args)  # type: ignore[misc]  # as below
         if generation_config.output_attentions and (missing := self._why_no_maps()):
             raise ValueError(missing)
+
+    def _get_candidate_generator(self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+        """As the library's, but an assistant is not asked for a `ComposeTrace`, which is of this model."""
+        of_drafts = {name: value for name, value in model_kwargs.items() if name != "compose_trace"}
+        return super()._get_candidate_generator(*args, model_kwargs=of_drafts, **kwargs)  # type: ignore[misc]  # as below
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
         """The static cache of `generate`, with local layers that compile to a single graph."""
