@@ -1766,9 +1766,9 @@ _CHUNKED = _in(
         T_ATTENTION + "test_dropout_is_the_same_in_forward_and_backward",
     ),
     (
-        "the gradient of scores in the memory of that of weights",
-        "unused = second if self.post.is_empty else first",
-        "unused = second",
+        "a gradient in the memory of the one that it is made from",
+        "self.pre.back(call, first, maps.scores",
+        "self.pre.back(call, second, maps.scores",
         T_ATTENTION + "test_each_branch_alone",
     ),
     (

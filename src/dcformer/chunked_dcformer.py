@@ -740,10 +740,12 @@ class _Group:
         first, second = "composed", "grad"
         grad = self._products(call, first, grad_output, self.v[at_keys])  # [b, t, M, S']
         grad = call.drop(grad, block, self.heads)
-        grad = self.post.back(call, second, maps.weights, maps.post_hidden, grad, block)
-        grad = torch._softmax_backward_data(grad, maps.weights, -1, grad.dtype, grad_input=grad)
-        unused = second if self.post.is_empty else first
-        grad = self.pre.back(call, unused, maps.scores, maps.pre_hidden, grad, block)
+        if not self.post.is_empty:
+            grad = self.post.back(call, second, maps.weights, maps.post_hidden, grad, block)
+            first, second = second, first
+        out = call.space(second, grad.shape, grad)
+        grad = torch._softmax_backward_data(grad, maps.weights, -1, grad.dtype, grad_input=out)
+        grad = self.pre.back(call, first, maps.scores, maps.pre_hidden, grad, block)
         self._multiply(grad.transpose(1, 2), self.k[at_keys], grad_q[at_queries])
         for total, one, other in zip(grad_k[at_keys], grad.permute(0, 2, 3, 1), self.q[at_queries], strict=True):
             total.baddbmm_(one, other)
