@@ -322,10 +322,7 @@ TO_SETTLE = (
         "instructions per query, key and head over what was counted on, no stack in `lse` and `compose` (report)",
         1.0,
         _compiled,
-        (
-            Fallback("the Triton that the limits are from", 'pip install "triton==3.7.1"'),
-            Fallback("heads as rows, `[warp, h, 8]`, which does not spill"),
-        ),
+        (Fallback("the Triton that the limits are from", 'pip install "triton==3.7.1"'),),
     ),
 )
 
