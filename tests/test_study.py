@@ -98,6 +98,13 @@ def test_rank_correlation():
     assert study.rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(0.8)
 
 
+def test_seeds_that_a_difference_of_the_paper_would_take():
+    """A standard deviation of 0.1, and ln(11.68 / 10.87) = 0.0719: (2.802 * 0.1 / 0.0719)² = 15.2."""
+    losses = {"plain": dict.fromkeys(range(3), 1.0), "r1": {0: 0.9, 1: 0.8, 2: 0.7, 3: 9.0}}
+    assert study.seeds_needed("r1", "plain", losses) == 16
+    assert study.seeds_needed("r1", "plain", losses | {"r1": {0: 0.9, 1: 0.9, 2: 0.9001}}) == 2
+
+
 def test_every_variant_is_told_against_plain_attention():
     """Half of the interval of 0.1, 0.2, 0.3 is 4.303 standard errors, 0.1 / sqrt(3)."""
     plain = dict.fromkeys(range(3), 1.0)
