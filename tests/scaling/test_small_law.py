@@ -180,6 +180,6 @@ def test_the_committed_report_is_that_of_its_runs(tmp_path):
     # the page speaks in the report's numbers
     page = (REPOSITORY / "docs" / "scaling.md").read_text(encoding="utf-8")
     told = re.findall(r"as units, a mean of each: (± [\d.]+) .*?, (p = [\d.]+)\.$", text, re.MULTILINE)
-    assert len(told) == 4 and re.findall(r"(± 0\.\d{4}), (p = [\d.]+)", page) == told
+    assert len(told) == 6 and re.findall(r"(± 0\.\d{4}), (p = [\d.]+)", page) == told
     assert (tmp_path / "small.csv").read_text() == (small_law.OUTPUT / "small.csv").read_text()
-    assert len(small_law.reported(runs, 1.0)) == 36
+    assert len(small_law.reported(runs, 1.0)) == 48
