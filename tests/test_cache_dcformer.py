@@ -119,6 +119,21 @@ def test_a_growing_layer_seldom_moves():
     assert not layer._memory
 
 
+def test_gradients_go_through_a_growing_layer():
+    """Those of keys that were given out before others were added, too."""
+    first, second = (_states(seen, count)[0].requires_grad_() for seen, count in ((0, 3), (3, 2)))
+    found = []
+    for layer in (GrowingLayer(), DynamicLayer()):
+        with torch.no_grad():
+            layer.update(*_states(0, 0))
+        before = layer.update(first, first)[0]
+        squares = before.square().sum()  # keeps what was given out
+        after = layer.update(second, second)[0]
+        assert not getattr(layer, "_memory", None)
+        found.append(torch.autograd.grad(squares + after.pow(3).sum(), [first, second]))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_in_graphs_a_growing_layer_adds_tokens_in_the_librarys_way():
     layer, compiled = GrowingLayer(), torch.compile(GrowingLayer.update, backend="eager", fullgraph=True)
     with torch.no_grad():

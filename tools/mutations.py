@@ -236,7 +236,7 @@ _CACHE = _in(
         "a growing layer writes in place while gradients are recorded",
         "        if torch.is_grad_enabled() or torch.compiler",
         "        if torch.compiler",
-        T_CACHE + "test_a_growing_layer_is_the_librarys",
+        T_CACHE + "test_gradients_go_through_a_growing_layer",
     ),
     (
         "a growing layer writes in place in graphs",
