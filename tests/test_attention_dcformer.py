@@ -920,6 +920,7 @@ def test_a_trace_costs_nothing_when_off():
         ({"value": (2, 2, 6, 8)}, r"value \(2, 2, 6, 8\)"),
         ({"key": (2, 2, 7, 6)}, r"key \(2, 2, 7, 6\)"),
         ({"key": (1, 2, 7, 8), "value": (1, 2, 7, 8)}, r"query \(2, 4, 7, 8\), key \(1, 2, 7, 8\)"),
+        ({"value": (1, 2, 7, 8)}, r"value \(1, 2, 7, 8\) do not fit"),
         ({"mask": (2, 7, 7)}, r"mask of shape \(2, 7, 7\).*\[B or 1, 1 or H, T, S\]"),
         ({"mask": (2, 1, 7, 6)}, r"\(2, 1, 7, 6\) does not fit 2 sequences, 4 heads, 7 queries and 7 keys"),
         ({"mask": (2, 1, 1, 7)}, r"\(2, 1, 1, 7\)"),

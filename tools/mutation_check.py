@@ -95,7 +95,8 @@ def run_tests(
     """Runs tests on a copy of the source until the first failure.
 
     Returns:
-        "killed" when a test failed, "survived" when all passed, "invalid" when they could not be run; and the process.
+        "killed" when a test failed, or ended the process, "survived" when all passed, "invalid" when they could not be
+        run; and the process.
     """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={timeout}", *tests]
     run = subprocess.run(
@@ -107,8 +108,9 @@ def run_tests(
         timeout=2 * timeout,
         check=False,
     )
-    # pytest: 0 all passed, 1 some failed, else they were not run to their end; skipped tests notice nothing
-    verdict = {0: SURVIVED, 1: KILLED}.get(run.returncode, INVALID)
+    # pytest: 0 all passed, 1 some failed, else they were not run to their end; skipped tests notice nothing. Below 0: a
+    # signal, as of memory that is not the process's
+    verdict = KILLED if run.returncode < 0 else {0: SURVIVED, 1: KILLED}.get(run.returncode, INVALID)
     if verdict == SURVIVED and not re.search(r"\d+ passed", run.stdout):
         verdict = INVALID
     return verdict, run
@@ -132,7 +134,8 @@ def judge(root: Path, mutation: Mutation, timeout: int) -> dict[str, str]:
     if verdict == INVALID:
         return {"verdict": verdict, "by": (run.stdout + run.stderr)[-1500:]}
     noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
-    return {"verdict": verdict, "by": noticed.group(1) if noticed else ""}
+    ended = f"signal {-run.returncode}" if run.returncode < 0 else ""
+    return {"verdict": verdict, "by": noticed.group(1) if noticed else ended}
 
 
 def check_unchanged(root: Path, mutations: Sequence[Mutation], timeout: int) -> None:

@@ -984,7 +984,7 @@ _KERNELS = (
             "matrices beyond float16 become infinite",
             "    out = within(out, largest)\n",
             "",
-            T_ATTEND + "test_matrices_beyond_float16_are_noticed[static]",
+            T_ATTEND + "test_matrices_are_cut_off_until_the_mark_is_seen",
         ),
         (
             "matrices beyond float16 are not noticed",

@@ -470,6 +470,13 @@ def attention_of(query, key, value):
     return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value.double()
 
 
+@pytest.fixture
+def unmarked(monkeypatch):
+    """As in a process that has met nothing too large for float16."""
+    monkeypatch.setattr(overflow, "_wide", set())
+    monkeypatch.setattr(overflow, "_watches", {})
+
+
 @pytest.mark.parametrize("source", ["key side", "static"])
 def test_matrices_beyond_float16_are_noticed(source, monkeypatch):
     """As scores are: M(s) before the softmax is kept in the scores' dtype."""
@@ -489,11 +496,14 @@ def test_matrices_beyond_float16_are_noticed(source, monkeypatch):
     assert found.isfinite().all() and all(t.grad.isfinite().all() for t in inputs)
 
 
-@pytest.fixture
-def unmarked(monkeypatch):
-    """As in a process that has met nothing too large for float16."""
-    monkeypatch.setattr(overflow, "_wide", set())
-    monkeypatch.setattr(overflow, "_watches", {})
+def test_matrices_are_cut_off_until_the_mark_is_seen(unmarked, monkeypatch):
+    """As in calls on a GPU that do not wait for it: an infinite entry would leave nothing but NaN."""
+    monkeypatch.setattr(launch, "look", lambda device: False)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
+    pre = ComposeWeights(static=7e4 * torch.eye(2, device=DEVICE)[None].bfloat16())
+    assert composed_attention(query, key, value, pre).isfinite().all()
+    assert overflow.mark_of(query.device) and not overflow.needs_bfloat16(query.device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -78,6 +78,7 @@ def small(tool, tmp_path):
     ("old", "new", "test", "code", "verdict", "by"),
     [
         ("2 * x", "3 * x", "test_double", 0, "killed", "tests/test_numbers.py::test_double"),
+        ("2 * x", "__import__('os').abort()", "test_double", 0, "killed", "signal 6"),
         ("2 * x", "x + 3", "test_double", 1, "survived", ""),
         ("2 * x", "3 * x", "test_zero", 1, "survived", ""),
         ("2 * x", "2 *", "test_double", 1, "invalid", "invalid syntax"),
