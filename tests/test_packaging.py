@@ -169,6 +169,7 @@ def distributions(tmp_path_factory):
         return files, names, wheel.read(metadata).decode(), wheel.read(scripts).decode()
 
 
+@pytest.mark.long
 def test_sdist_is_the_repository(distributions):
     """Whole: its tests need the documentation, the examples and the checkpoint, which is small."""
     there, *_ = distributions
@@ -188,6 +189,7 @@ def test_sdist_is_the_repository(distributions):
     assert not there - tracked - made - set(untracked)
 
 
+@pytest.mark.long
 def test_wheel_is_the_package(distributions):
     _, names, metadata, scripts = distributions
     expected = {path.relative_to(SOURCE).as_posix() for path in FILES}
@@ -205,6 +207,7 @@ def test_wheel_is_the_package(distributions):
     }
 
 
+@pytest.mark.long
 def test_readme_of_the_index_has_no_dead_links(distributions):
     *_, metadata, _ = distributions
     fields = email.message_from_string(metadata)

@@ -436,7 +436,7 @@ def finish(process):
     return process.returncode, out, err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scripts(native, hub, tmp_path):
     jax, back, converted = tmp_path / "jax", tmp_path / "back", tmp_path / "converted"
     first = start("safetensors_to_jax", "--model", native, "--output", jax, "--format", "pax")

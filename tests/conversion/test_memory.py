@@ -121,6 +121,7 @@ def folder(tmp_path):
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.long
 def test_conversions(folder):
     """From one format to the next, so that one checkpoint is generated, and two are on disk at a time."""
     hub, native, maxtext, back, pax = (folder / name for name in ("hub", "native", "maxtext", "back", "pax"))

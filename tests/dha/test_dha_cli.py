@@ -225,7 +225,7 @@ def test_wrong_input_is_one_line(source, tmp_path, capsys):
 # --- the examples -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_story_runs(tmp_path, capsys):
     pytest.importorskip("lm_eval")
     import fewer_heads

@@ -258,7 +258,7 @@ def start(words):
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_module(work, lm_eval):
     done = start([sys.executable, "-m", "dcformer.evaluation", *MODEL, "--tasks", "dcformer_nothing"])
     assert done.returncode == 1 and "error: Tasks not found: dcformer_nothing" in done.stderr

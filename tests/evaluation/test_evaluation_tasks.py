@@ -147,6 +147,7 @@ def test_generation_options(evaluate, gen_kwargs):
     assert (texts[0] == texts[1]) == ("cache_implementation" in gen_kwargs)
 
 
+@pytest.mark.long
 def test_automatic_batch_size(evaluate, heldout):
     """lm-eval tries batches of texts as long as the model takes: shortened here."""
     done = evaluate(HELDOUT, 40, batch_size="auto", max_batch_size=8, max_length=128)

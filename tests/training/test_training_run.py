@@ -156,7 +156,7 @@ def test_held_out_accuracy_is_the_share_of_tokens(tmp_path):
     assert abs(sum(batches) / len(batches) - right / total) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_finetuning_raises_held_out_accuracy(tmp_path):
     """The bundled checkpoint, which was trained on answers only, learns the texts themselves."""
     flags = ["--data", TEXT.replace("test", "train"), "--eval_data", TEXT, "--packing", "--max_length", "128", *TUNE]
