@@ -918,10 +918,11 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         if generation_config.output_attentions and (missing := self._why_no_maps()):
             raise ValueError(missing)
 
-    def _get_candidate_generator(self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """As the library's, but an assistant is not asked for a `ComposeTrace`, which is of this model."""
-        of_drafts = {name: value for name, value in model_kwargs.items() if name != "compose_trace"}
-        return super()._get_candidate_generator(*args, model_kwargs=of_drafts, **kwargs)  # type: ignore[misc]  # as below
+        given = kwargs["model_kwargs"]
+        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != "compose_trace"}
+        return super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # as below
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
         """The static cache of `generate`, with local layers that compile to a single graph."""
