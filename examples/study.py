@@ -475,9 +475,10 @@ def seeds_needed(better: str, worse: str, losses: dict[str, dict[int, float]]) -
 
     With so many its 95 % interval is without 0 in 80 % of studies (normal approximation); at least 2.
     """
-    differences = [losses[worse][seed] - losses[better][seed] for seed in losses[better].keys() & losses[worse].keys()]
+    _, error, _ = compare(losses[better], losses[worse])
+    found = len(losses[better].keys() & losses[worse].keys())
     errors = 1.960 + 0.842  # standard errors: the quantiles of 97.5 % and of 80 %
-    return max(2, math.ceil((errors * spread(differences) / float(paper_difference(better, worse))) ** 2))
+    return max(2, math.ceil((errors * error / float(paper_difference(better, worse))) ** 2 * found))
 
 
 def against_plain(losses: dict[Cell, dict[str, dict[int, float]]]) -> list[str]:
