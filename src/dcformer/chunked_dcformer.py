@@ -700,19 +700,18 @@ class _Group:
         return products.transpose(1, 2)
 
     def maps(self, call: _Call, block: _Block, keep: bool = False) -> _Maps:
-        """Scores, weights and composed weights of a block; without `keep` only the last are still there afterwards.
-
-        Weights take the place of composed scores, which nobody needs again. Scores without a stage are gone with them.
-        """
+        """Scores, weights and composed weights of a block; without `keep` only the last are still there afterwards."""
         q, k = self.q[block.batch, :, block.queries], self.k[block.batch, :, block.keys]
         scores = self._products(call, "scores", q, k)  # [b, t, M, S']
         composed_scores, pre_hidden = self.pre.mix(call, "composed scores", scores, block)
         empty = call.hide(composed_scores, block, self.heads)
-        weights = torch.softmax(composed_scores, dim=-1, out=composed_scores)
+        reused = "scores" if composed_scores is not scores else "composed scores"
+        weights = call.space("weights" if keep else reused, scores.shape, scores)
+        torch.softmax(composed_scores, dim=-1, out=weights)
         if empty is not None:
             weights.masked_fill_(empty, 0.0)
-        free = "composed" if keep or weights is scores else "scores"
-        composed, post_hidden = self.post.mix(call, free, weights, block)
+        reused = "composed scores" if reused == "scores" else "scores"
+        composed, post_hidden = self.post.mix(call, "composed" if keep else reused, weights, block)
         if self.dtype != self.compute:
             composed = composed.to(self.dtype).to(self.compute)
         return _Maps(scores, weights, composed, pre_hidden, post_hidden)
