@@ -8,17 +8,23 @@ import torch
 from helpers import randomise, tiny_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from dcformer import DCFormerForCausalLM
 from dcformer.cache_dcformer import (
+    LEAST_ROOM,
     GrowingLayer,
+    GrowingWindowLayer,
     StaticFullLayer,
     StaticWindowLayer,
     check_cache_layers,
-    count_rows,
-    static_layer,
+    lend_room,
     use_growing_layers,
     use_static_layers,
 )
@@ -160,7 +166,7 @@ def test_a_growing_layer_refuses_what_the_librarys_refuses(field):
 
 def test_empty_layers_that_would_be_copied_for_every_token_are_replaced():
     config = tiny_config(layer_pattern="LG")
-    kinds = ["DynamicSlidingWindowLayer", "GrowingLayer"]
+    kinds = ["GrowingWindowLayer", "GrowingLayer"]
     model = randomise(DCFormerForCausalLM(config)).eval()
     ids = torch.randint(97, (1, 5))
     for cache in (DynamicCache(config=config), None):
@@ -171,6 +177,10 @@ def test_empty_layers_that_would_be_copied_for_every_token_are_replaced():
     use_growing_layers(plain)
     plain.update(*_states(0, 2), 1)
     assert [type(layer) for layer in plain.layers] == [GrowingLayer] * 2
+    assisted = DynamicCache(config=config)
+    assisted.layers[0].record_past = True  # as `activate_past_recording`, which the lowest version does not have
+    use_growing_layers(assisted)
+    assert assisted.layers[0].record_past and assisted.layers[0].sliding_window == config.sliding_window
     filled = DynamicCache()
     filled.update(*_states(0, 2), 0)
     offloaded = DynamicCache(config=config)
@@ -329,30 +339,156 @@ def test_nothing_is_left_on_the_cache():
     assert set(vars(cache)) == before
 
 
-def test_layers_whose_rows_may_be_filled():
-    """Those of a static cache that keep all rows, once they have memory; no cache that does more."""
+@settings(deadline=None)
+@given(
+    window=st.integers(2, 7),
+    pieces=st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.booleans()), min_size=1, max_size=14),
+)
+@torch.no_grad()
+def test_a_window_that_lends_room_is_the_librarys(window, pieces):
+    """Tokens that are written to its memory and tokens that are added, in any order, also after a choice of beams."""
+    own, library = GrowingWindowLayer(sliding_window=window), DynamicSlidingWindowLayer(sliding_window=window)
+    seen, given_out = 0, []
+    for count, lent, chosen in pieces:
+        keys, values = _states(seen, count)
+        expected = library.update(keys, values)
+        assert own.get_mask_sizes(count)[0] >= count
+        room = own.lend([keys.shape, values.shape], keys) if lent else None
+        if room is None:
+            assert not lent or not own.is_initialized
+            found = own.update(keys, values)
+        else:
+            stop = room.row + count
+            room.keys[:, :, room.row : stop], room.values[:, :, room.row : stop] = keys, values
+            found = [memory[:, :, :stop].clone() for memory in (room.keys, room.values)]
+            room.count(count)
+        seen += count
+        for one, other in zip((*found, own.keys, own.values), (*expected, library.keys, library.values), strict=True):
+            assert torch.equal(one, other)
+        assert own.get_seq_length() == library.get_seq_length() == seen
+        assert own.get_mask_sizes(3) == library.get_mask_sizes(3)
+        given_out.append((own.keys, own.keys.clone()))
+        if chosen:
+            for layer in (own, library):
+                layer.reorder_cache(torch.tensor([0]))
+    assert all(torch.equal(held, copy) for held, copy in given_out)
+
+
+def test_a_window_moves_seldom():
+    layer, addresses = GrowingWindowLayer(sliding_window=9), set()
+    with torch.no_grad():
+        layer.update(*_states(0, 3))
+        for step in range(3, 203):
+            room = layer.lend([(1, 2, 1, 3)] * 2, layer.keys)
+            addresses.add(room.keys.untyped_storage().data_ptr())
+            given = layer.keys
+            room.count(1)
+            assert layer.keys.shape[2] == min(step + 1, 8) and given.shape[2] == min(step, 8)
+    assert 2 <= len(addresses) <= 200 // LEAST_ROOM + 1
+
+
+@torch.no_grad()
+def test_windows_that_lend_no_room():
+    """While tokens may be taken back, and where something else has cut what they hold."""
+    for change in ("record_past", "cut", "empty"):
+        layer = GrowingWindowLayer(sliding_window=4)
+        if change != "empty":
+            layer.update(*_states(0, 6))
+            assert layer.lend([(1, 2, 1, 3)] * 2, layer.keys) is not None
+        if change == "record_past":
+            layer.record_past = True
+        elif change == "cut":
+            layer.keys, layer.values = layer.keys[:, :, 1:], layer.values[:, :, 1:]
+        assert layer.lend([(1, 2, 1, 3)] * 2, torch.zeros(())) is None
+
+
+SHAPES = [(2, 4, 1, 8)] * 2
+
+
+def filled_cache(kind, config, own=False):
+    """A cache of two layers, of which the first holds three tokens of two sequences."""
+    cache = kind(config=config, max_cache_len=9) if issubclass(kind, StaticCache) else kind(config=config)
+    if own:
+        use_static_layers(cache, config.sliding_window)
+    if type(cache) is DynamicCache:
+        use_growing_layers(cache)
+    for index in range(2):
+        cache.update(torch.randn(2, 4, 3, 8), torch.randn(2, 4, 3, 8), index)
+    return cache
+
+
+@pytest.mark.parametrize("kind", ["growing", "static", "own static"])
+@torch.no_grad()
+def test_layers_that_lend_room(kind):
+    """Those that keep all rows, once they have memory. What is written there is what the layer then holds."""
     config = tiny_config(layer_types=["full_attention", "sliding_attention"])
-    key, value = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 3, 8)
-    for own in (False, True):
-        cache = StaticCache(config=config, max_cache_len=9)
-        if own:
-            use_static_layers(cache, config.sliding_window)
-        assert static_layer(cache, 0) is None
-        for index in range(2):
-            cache.update(key, value, index)
-        layer = static_layer(cache, 0)
-        assert layer is cache.layers[0] and static_layer(cache, 1) is None
-        keys, values = count_rows(layer, 2)
-        assert keys is layer.keys and values is layer.values and cache.get_seq_length(0) == 5
+    like = torch.randn(2, 4, 1, 8)
+    cache = filled_cache(DynamicCache if kind == "growing" else StaticCache, config, kind == "own static")
+    before = [cache.layers[0].keys[:, :, :3].clone(), cache.layers[0].values[:, :, :3].clone()]
+    assert (lend_room(cache, 1, SHAPES, like) is None) == (kind != "growing")  # windows of static caches move
+    assert lend_room(cache, 2, SHAPES, like) is None
+    for length in (3, 4, 5):
+        room = lend_room(cache, 0, SHAPES, like)
+        row = room.row if room.place is None else int(room.place)
+        assert row == length and (room.place is None) == (kind == "growing")
+        room.keys[:, :, row], room.values[:, :, row] = length, -length
+        room.count(1)
+        assert cache.get_seq_length(0) == length + 1
+    for held, old, sign in zip((cache.layers[0].keys, cache.layers[0].values), before, (1, -1), strict=True):
+        assert torch.equal(held[:, :, :3], old)
+        assert [float(held[1, 2, row, 5]) for row in (3, 4, 5)] == [3 * sign, 4 * sign, 5 * sign]
 
-    class Other(StaticCache):
-        pass
 
-    offloaded = StaticCache(config=config, max_cache_len=9)
-    offloaded.update(key, value, 0)
-    offloaded.offloading = True  # its constructor and `update` ask for streams of a GPU
-    caches = DynamicCache(config=config), Other(config=config, max_cache_len=9)
-    for cache in caches:
-        cache.update(key, value, 0)
-    for cache in (*caches, offloaded):
-        assert static_layer(cache, 0) is None
+@torch.no_grad()
+def test_layers_that_lend_no_room():
+    """Without memory, of other forms, in caches that do more than to keep rows."""
+    config, like = tiny_config(layer_types=["full_attention"] * 2), torch.randn(2, 4, 1, 8)
+    for kind in (DynamicCache, StaticCache):
+        fresh = kind(config=config, max_cache_len=9) if kind is StaticCache else kind(config=config)
+        use_growing_layers(fresh)
+        assert lend_room(fresh, 0, SHAPES, like) is None
+        cache = filled_cache(kind, config)
+        assert lend_room(cache, 0, SHAPES, like) is not None
+        others = [[(2, 4, 1, 8), shape] for shape in ((3, 4, 1, 8), (2, 2, 1, 8), (2, 4, 1, 9))]
+        for shapes in [*others, *(shapes[::-1] for shapes in others)]:
+            assert lend_room(cache, 0, shapes, like) is None
+        assert lend_room(cache, 0, SHAPES, like.double()) is None
+        assert lend_room(cache, 0, SHAPES, like.to("meta")) is None
+        cache.offloading = True
+        assert lend_room(cache, 0, SHAPES, like) is None
+        other = filled_cache(type("Other", (kind,), {}), config)
+        assert lend_room(other, 0, SHAPES, like) is None
+    assert lend_room(filled_cache(StaticCache, config), 0, [(2, 4, 10, 8)] * 2, like) is None
+    cache = filled_cache(DynamicCache, config)
+    cache.layers[0].values = cache.layers[0].values[:, :, 1:]
+    assert lend_room(cache, 0, SHAPES, like) is None
+    with torch.enable_grad():
+        assert lend_room(filled_cache(DynamicCache, config), 0, SHAPES, like) is None
+    assert lend_room(EncoderDecoderCache(DynamicCache(), DynamicCache()), 0, SHAPES, like) is None
+
+
+@torch.no_grad()
+def test_what_a_growing_layer_gave_out_is_not_written_to_by_what_it_lends():
+    """A room that is lent and not used changes nothing; nor do rows that are written after a cut."""
+    config, like = tiny_config(layer_types=["full_attention"] * 2), torch.randn(2, 4, 1, 8)
+    cache = filled_cache(DynamicCache, config)
+    layer = cache.layers[0]
+    given, copy = layer.keys, layer.keys.clone()
+    lend_room(cache, 0, SHAPES, like).keys[:, :, 3] = 9.0
+    assert layer.get_seq_length() == 3 and torch.equal(layer.keys, copy)
+    room = lend_room(cache, 0, SHAPES, like)
+    room.keys[:, :, 3] = 8.0
+    room.count(1)
+    longer, cut = layer.keys, layer.keys.clone()
+    layer.keys, layer.values = layer.keys[:, :, :2], layer.values[:, :, :2]
+    room = lend_room(cache, 0, SHAPES, like)
+    assert room.row == 2
+    room.keys[:, :, 2] = 7.0
+    room.count(1)
+    assert torch.equal(given, copy) and torch.equal(longer, cut)
+    assert torch.equal(layer.keys[:, :, :2], copy[:, :, :2]) and (layer.keys[:, :, 2] == 7).all()
+    with torch.inference_mode():
+        inference = lend_room(cache, 0, SHAPES, like).keys
+        cache.batch_repeat_interleave(1)
+        lend_room(cache, 0, SHAPES, like).count(1)
+    assert lend_room(cache, 0, SHAPES, like).keys is not inference

@@ -26,6 +26,7 @@ NEEDS = {
     "dcformer.kernels.launch": "kernels",
     "dcformer.kernels.ops": "kernels",
     "dcformer.kernels.prepare": "kernels",
+    "dcformer.kernels.step": "kernels",
     "dcformer.kernels.search": "kernels",
     "dcformer.kernels.triton": "kernels",
     "dcformer.kernels.tuning": "kernels",

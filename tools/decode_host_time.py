@@ -27,14 +27,15 @@ import torch
 
 LAYERS = 2
 HEADS = {"small": (4, 16), "405m": (16, 64), "2.8b": (32, 80), "6.9b": (32, 128), "13b": (40, 128)}
-# what is timed: label -> where the function is
+# what is timed: label -> where the function is. `decode_step` is all between a layer's product and its last projection
 TIMED = {
     "layer": ("dcformer.modeling_dcformer.DCFormerDecoderLayer", "forward"),
     "Llama's layer": ("transformers.models.llama.modeling_llama.LlamaDecoderLayer", "forward"),
     "check of the fused weights": ("dcformer.fusion_dcformer.FusedProjections", "is_intact"),
     "fused product": ("dcformer.fusion_dcformer.FusedProjections", "__call__"),
-    "prepare": ("dcformer.kernels.prepare", "prepare"),
-    "composed_decode": ("dcformer.kernels.ops", "composed_decode"),
+    "decode_step": ("dcformer.kernels.step", "decode_step"),
+    "attention": ("dcformer.modeling_dcformer.DCFormerAttention", "forward"),
+    "Llama's attention": ("transformers.models.llama.modeling_llama.LlamaAttention", "forward"),
     "an operator's launches": ("dcformer.kernels.repeated.Repeated", "__call__"),
 }
 
@@ -75,9 +76,9 @@ def decode(model: Any, steps: int, rounds: int = 1) -> None:
 
 def forget() -> None:
     """Forgets all launches, so that lengths are new. Kernels stay compiled."""
-    from dcformer.kernels import decode, generator, prepare
+    from dcformer.kernels import decode, generator, prepare, step
 
-    for module in (decode, generator, prepare):
+    for module in (decode, generator, prepare, step):
         module._RUN._known.clear()
 
 
@@ -98,6 +99,7 @@ def times(label: str, model: Any, steps: int) -> tuple[float, float, float]:
     with mock.patch.object(holder, name, timed):
         decode(model, steps)
     per_step = len(seconds) // steps
+    seconds = seconds[per_step:]  # the first token is the prompt, which goes another way
     first = [x for i, x in enumerate(seconds) if i % per_step < per_step // LAYERS]
     return min(seconds), median(seconds), median(first)
 
@@ -107,6 +109,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=HEADS, default=["small"])
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--steps", type=int, default=200, help="tokens decoded for each figure")
+    parser.add_argument("--window", type=int, help="of all layers of DCFormer; none when not given")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("unset TRITON_INTERPRET: interpreted kernels have no launcher.")
@@ -114,7 +117,7 @@ def main() -> int:
     from triton.runtime import driver
 
     from dcformer import DCFormerConfig, DCFormerForCausalLM
-    from dcformer.kernels import ops, prepare  # noqa: F401  # so that their functions can be timed
+    from dcformer.kernels import step  # noqa: F401  # so that its function can be timed
 
     torch.set_num_threads(1)
     launches: Counter[str] = Counter()
@@ -127,7 +130,9 @@ def main() -> int:
             sizes |= {"num_attention_heads": heads, "head_dim": dim}
             dtype = getattr(torch, arguments.dtype)
             llama = LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).eval()
-            model = DCFormerForCausalLM(DCFormerConfig(**sizes, sliding_window=None)).to(dtype).eval()
+            kinds = None if arguments.window is None else ["sliding_attention"] * LAYERS
+            config = DCFormerConfig(**sizes, sliding_window=arguments.window, layer_types=kinds)
+            model = DCFormerForCausalLM(config).to(dtype).eval()
             model.set_attn_implementation("dcformer_triton")
             model.fuse_projections()
             launches.clear()

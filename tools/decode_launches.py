@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 # Kernels behind an operator: scores, output, and the sum of the splits.
-KERNELS = {"composed_decode": 3, "prepare_decode": 1, "prepare_decode_into": 1, "generate_packed": 1}
+KERNELS = {"composed_decode": 3, "prepare_decode": 1, "decode_step": 4, "generate_packed": 1}
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 128,

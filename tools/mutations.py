@@ -26,7 +26,7 @@ T_CHECKPOINT, T_INFERENCE = "tests/conversion/test_checkpoint.py::", "tests/conv
 T_OUTPUT, T_ROUND_TRIP = "tests/conversion/test_output.py::", "tests/conversion/test_round_trip.py::"
 T_VERIFY, T_CLI = "tests/conversion/test_verification.py::", "tests/conversion/test_cli.py::"
 T_GENERATOR, T_DECODE = "tests/kernels/test_generator.py::", "tests/kernels/test_decode.py::"
-T_PREPARE = "tests/kernels/test_prepare.py::"
+T_STEP = "tests/kernels/test_step.py::"
 T_REPEATED = "tests/kernels/test_repeated.py::"
 T_ATTEND = "tests/kernels/test_attention.py::"
 T_KERNEL = T_ATTEND + "test_output_and_gradients"
@@ -216,8 +216,8 @@ _CACHE = _in(
     CACHE,
     (
         "a growing layer writes behind keys that something else has put there",
-        "        if held is not filled or length",
-        "        if filled is None or length",
+        "        if held is not known or first",
+        "        if known is None or first",
         T_CACHE + "test_a_growing_layer_is_the_librarys",
     ),
     (
@@ -225,6 +225,48 @@ _CACHE = _in(
         "memory.shape[2] or is_frozen:",
         "memory.shape[2]:",
         T_CACHE + "test_a_growing_layer_is_the_librarys",
+    ),
+    (
+        "a window lends what the library keeps to take tokens back",
+        'if is_whole and not getattr(self, "record_past", False) else None',
+        "if is_whole else None",
+        T_CACHE + "test_windows_that_lend_no_room",
+    ),
+    (
+        "a window lends behind tokens that something else has cut",
+        'if is_whole and not getattr(self, "record_past", False) else None',
+        'if not getattr(self, "record_past", False) else None',
+        T_CACHE + "test_windows_that_lend_no_room",
+    ),
+    (
+        "a window keeps a token too many",
+        "keep = min(held, self.sliding_window - 1)",
+        "keep = min(held, self.sliding_window)",
+        T_CACHE + "test_a_window_that_lends_room_is_the_librarys",
+    ),
+    (
+        "a window stays at the front of its memory",
+        "        first += length - keep\n",
+        "",
+        T_CACHE + "test_a_window_that_lends_room_is_the_librarys",
+    ),
+    (
+        "a window does not count what was lent",
+        "        self.cumulative_length += length\n        held",
+        "        held",
+        T_CACHE + "test_a_window_that_lends_room_is_the_librarys",
+    ),
+    (
+        "rows of another width are lent",
+        "if (*held.shape[:2], held.shape[3]) != (batch, heads, width) or length > held.shape[2]:",
+        "if held.shape[:2] != (batch, heads) or length > held.shape[2]:",
+        T_CACHE + "test_layers_that_lend_no_room",
+    ),
+    (
+        "offloaded caches lend their memory",
+        "not in (DynamicCache, StaticCache) or cache.offloading or",
+        "not in (DynamicCache, StaticCache) or",
+        T_CACHE + "test_layers_that_lend_no_room",
     ),
     (
         "a growing layer moves for every token",
@@ -1052,28 +1094,80 @@ _KERNELS = (
         "kernels",
         "kernels/prepare.py",
         (
-            "values always in the first rows of a static cache",
-            "        p_values += i_row * stride_vn\n",
+            "values always in the first rows of a cache",
+            "    p_values += i_row * stride_vn\n",
             "",
-            T_PREPARE + "test_rows_of_a_static_cache_are_written_where_they_belong",
+            T_STEP + "test_the_first_and_the_last_rows[growing-1]",
         ),
         (
-            "channels of keys in the first rows of a static cache",
-            "            p_rows_0 += i_row * stride_rn_0 * UNIT\n",
+            "channels of keys in the first rows of a cache",
+            "        p_rows_0 += i_row * stride_rn_0 * UNIT\n",
             "",
-            T_PREPARE + "test_rows_of_a_static_cache_are_written_where_they_belong",
+            T_STEP + "test_the_first_and_the_last_rows[growing-1]",
+        ),
+        (
+            "the host's row in a static cache",
+            "        i_row = tl.load(p_place).to(tl.int64)\n",
+            "",
+            T_STEP + "test_the_first_and_the_last_rows[static-1]",
         ),
         (
             "a row too many fits into a static cache",
-            "fits = i_row <= S - N",
-            "fits = i_row <= S - N + 1",
-            T_PREPARE + "test_a_static_cache_that_is_full_gives_nan",
+            "fits = i_row <= capacity - N",
+            "fits = i_row <= capacity - N + 1",
+            T_STEP + "test_a_static_cache_that_is_full_gives_nan",
         ),
         (
             "a full static cache is written past its end",
-            "        i_row = tl.minimum(i_row, S - N)\n",
+            "        i_row = tl.minimum(i_row, capacity - N)\n",
             "",
-            T_PREPARE + "test_a_static_cache_that_is_full_gives_nan[35]",
+            T_STEP + "test_a_static_cache_that_is_full_gives_nan[35]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/step.py",
+        (
+            "query-side weights of the other stage",
+            "of_queries.pop(0)",
+            "of_queries.pop()",
+            T_STEP + "test_without_causality",
+        ),
+        (
+            "weights behind values read behind keys",
+            "rows = memory[:, :, :count]",
+            "rows = keys[:, :, :count]",
+            T_STEP + "test_without_causality",
+        ),
+        (
+            "parameters of another dtype or place are not noticed",
+            "        return self.addresses == [tensor.data_ptr() for tensor in self.given]\n",
+            "        return True\n",
+            T_STEP + "test_what_is_left_to_the_layer[_parameter_of_another_dtype]",
+        ),
+        (
+            "norms of another eps are not noticed",
+            'if getattr(query_norm, "eps", 0.0) != self.eps or',
+            "if",
+            T_STEP + "test_what_is_left_to_the_layer[_another_epsilon]",
+        ),
+        (
+            "hooks on norms are not noticed",
+            "if not (has_no_hooks(compose) and has_no_hooks(query_norm) and has_no_hooks(key_norm)):",
+            "if not has_no_hooks(compose):",
+            T_STEP + "test_what_is_left_to_the_layer",
+        ),
+        (
+            "a growing cache is read without its new tokens",
+            "count = keys.shape[2] if in_place else row + product.shape[1]",
+            "count = keys.shape[2] if in_place else row",
+            T_STEP + "test_without_causality",
+        ),
+        (
+            "a repeated launch has the first one's number of keys",
+            '"S": count, "row": row',
+            '"row": row',
+            "tests/kernels/test_model.py::test_layers_repeat_the_launches_of_the_first[mha-fused]",
         ),
     )
     + _in(
@@ -1111,7 +1205,7 @@ _KERNELS = (
         ),
         (
             "launches for every number of keys",
-            "key.shape[1], _rounded_length(S), S > 1, value",
+            "key.shape[1], rounded_length(S), S > 1, value",
             "key.shape[1], S, S > 1, value",
             "tests/kernels/test_model.py::test_layers_repeat_the_launches_of_the_first",
         ),
@@ -1127,14 +1221,14 @@ _KERNELS = (
         ),
         (
             "launches of other devices",
-            "key = (device, numbers, looked)",
-            "key = (None, numbers, looked)",
+            "key = (device, numbers, self.look(tensors))",
+            "key = (None, numbers, self.look(tensors))",
             T_REPEATED + "test_the_device_is_part_of_a_geometry",
         ),
         (
             "launches of other numbers",
-            "key = (device, numbers, looked)",
-            "key = (device, (), looked)",
+            "key = (device, numbers, self.look(tensors))",
+            "key = (device, (), self.look(tensors))",
             T_REPEATED + "test_a_repeated_launch_is_the_chosen_one",
         ),
         (

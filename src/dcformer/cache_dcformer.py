@@ -7,7 +7,8 @@ int, which makes a compiled decoding step a new graph when the window fills up, 
 """
 
 import copy
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import (
     Cache,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -27,6 +29,7 @@ from .heads_dcformer import MAP_FIELDS
 LEAST_ROOM = 32  # tokens that a growing layer can take up before it moves, at least
 ROOM = 16  # of a longer one, a part in so many
 
+_NAMES = ("keys", "values")  # of a layer
 _REFUSED = "past_key_values does not belong to this model"
 _ADVICE = "Pass a cache that this model filled, or none."
 
@@ -156,39 +159,130 @@ def check_cache_rows(
             )
 
 
-def static_layer(cache: Cache, layer_idx: int) -> StaticLayer | None:
-    """A layer of a static cache whose rows may be filled where they are, from `cumulative_length` on.
+class Room(NamedTuple):
+    """Memory of a cache's layer, lent to a kernel that writes the rows of new tokens behind those that are filled.
+
+    Attributes:
+        layer: whose it is.
+        keys, values: all of its memory, [B, G, capacity, channels].
+        place: the first of the new rows, an integer on the device; or None.
+        row: the same for the host, where there is no `place`; else 0.
+    """
+
+    layer: Any
+    keys: torch.Tensor
+    values: torch.Tensor
+    place: torch.Tensor | None
+    row: int
+
+    def count(self, length: int) -> None:
+        """Tells the layer that so many rows have been filled."""
+        if self.place is not None:
+            self.layer.cumulative_length.add_(length)
+        else:
+            self.layer.take(length)
+
+
+def lend_room(cache: Cache, layer_idx: int, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Room | None:
+    """What a cache can lend for new rows, instead of taking them by `update`.
 
     Args:
         cache: `past_key_values` of a forward pass.
         layer_idx: the layer's place in it.
+        shapes: of new keys and values, [B, G, T, channels].
+        like: of their dtype and device.
 
     Returns:
-        the layer, for `count_rows` afterwards; None for a cache or a layer that does more than to keep rows.
+        the room; None for a cache or a layer that does more than to keep rows (static windows, which move), and for one
+        that holds other rows: `update` and its checks see to these.
     """
-    if type(cache) is not StaticCache or getattr(cache, "offloading", False):
+    if type(cache) not in (DynamicCache, StaticCache) or cache.offloading or layer_idx >= len(cache.layers):
         return None
     layer: Any = cache.layers[layer_idx]
-    return layer if type(layer) in (StaticLayer, StaticFullLayer) and layer.is_initialized else None
+    if type(layer) in (GrowingLayer, GrowingWindowLayer):
+        return layer.lend(shapes, like)
+    if type(layer) not in (StaticLayer, StaticFullLayer) or not layer.is_initialized:
+        return None
+    place = layer.cumulative_length
+    if (place.dtype, place.device) != (torch.int64, like.device):
+        return None
+    for held, (batch, heads, length, width) in zip((layer.keys, layer.values), shapes, strict=True):
+        if (*held.shape[:2], held.shape[3]) != (batch, heads, width) or length > held.shape[2]:
+            return None
+        if (held.dtype, held.device, held.stride(3)) != (like.dtype, like.device, 1):
+            return None
+    return Room(layer, layer.keys, layer.values, place, 0)
 
 
-def count_rows(layer: StaticLayer, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `layer.update` does besides filling rows, of `length` tokens: keys and values [B, G, S, channels]."""
-    layer.cumulative_length.add_(length)
-    return layer.keys, layer.values
+class _GrowingLayer(DynamicLayer):
+    """A dynamic layer with memory that has room for more tokens.
 
-
-class GrowingLayer(DynamicLayer):
-    """All keys and values, [B, G, S, channels], at the front of memory that has room for more.
-
-    The numbers are those of the library's layer. What was given out is never written to again: keys and values that
-    something else has put here (beams chosen anew, a cut) are copied once, with new room behind them. While gradients
-    are recorded, and in graphs, tokens are added in the library's way.
+    What was given out is never written to again: keys and values that something else has put here (beams chosen anew, a
+    cut) are copied once, with new room behind them.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._memory: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # "keys", "values": all, and what is filled
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # "keys", "values": all memory, the part of it that is held, and the first row of that
+        self._memory: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def reset(self) -> None:
+        """Forgets all tokens, and their memory."""
+        super().reset()
+        self._memory.clear()
+
+    def lend(self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Room | None:
+        """As `lend_room`; the rows are used up once `take` counts them."""
+        if not self.is_initialized or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        held = self.keys, self.values
+        for rows, (batch, heads, _, width) in zip(held, shapes, strict=True):
+            if rows.dim() != 4 or (*rows.shape[:2], rows.shape[3]) != (batch, heads, width):
+                return None
+            if rows.dtype != like.dtype or rows.device != like.device:
+                return None
+        row = held[0].shape[2]
+        if held[1].shape[2] != row or active_transform(like):
+            return None
+        keys = self._reserve("keys", held[0], shapes[0], like)
+        values = self._reserve("values", held[1], shapes[1], like)
+        return Room(self, keys, values, None, row)
+
+    def take(self, length: int) -> None:
+        """Counts so many tokens whose rows have been written to the memory of `lend`."""
+        held = self.keys.shape[2] + length
+        self.keys, self.values = (self._give_out(name, held, held) for name in _NAMES)
+
+    def _reserve(self, name: str, held: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Memory that begins with what is held and has room for more of this shape behind it."""
+        count = held.shape[2] if held.numel() else 0
+        memory, known, first = self._memory.get(name, (held, None, 0))
+        length = count + shape[2]
+        is_frozen = memory.is_inference() and not torch.is_inference_mode_enabled()
+        if held is not known or first + length > memory.shape[2] or is_frozen:
+            room = max(LEAST_ROOM, length // ROOM)
+            # whole multiples of 16 tokens: strides of another alignment would be other kernels
+            memory, first = like.new_empty(*shape[:2], -(length + room) // 16 * -16, shape[3]), 0
+            if count:
+                memory[:, :, :count] = held
+            self._memory[name] = memory, held, first
+        return memory.narrow(2, first, memory.shape[2] - first) if first else memory
+
+    def _give_out(self, name: str, length: int, keep: int) -> torch.Tensor:
+        """The last `keep` of `length` tokens from the first that was held."""
+        memory, _, first = self._memory[name]
+        first += length - keep
+        held = memory.narrow(2, first, keep)
+        self._memory[name] = memory, held, first
+        return held
+
+
+class GrowingLayer(_GrowingLayer):
+    """All keys and values, [B, G, S, channels], at the front of memory that has room for more.
+
+    The numbers are those of the library's layer. While gradients are recorded, and in graphs, tokens are added in the
+    library's way.
+    """
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -203,32 +297,37 @@ class GrowingLayer(DynamicLayer):
         self.values = self._append("values", self.values, value_states)
         return self.keys, self.values
 
-    def reset(self) -> None:
-        """Forgets all tokens, and their memory."""
-        super().reset()
-        self._memory.clear()
-
     def _append(self, name: str, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Tokens [B, G, T, channels] behind those that are held."""
         count = held.shape[-2] if held.numel() else 0
         if count and (held.dtype, held.device, *held.shape[:2]) != (new.dtype, new.device, *new.shape[:2]):
             return torch.cat([held, new], dim=-2)  # or its error
         length = count + new.shape[-2]
-        memory, filled = self._memory.get(name, (held, None))
-        is_frozen = memory.is_inference() and not torch.is_inference_mode_enabled()
-        if held is not filled or length > memory.shape[2] or is_frozen:
-            room = max(LEAST_ROOM, length // ROOM)
-            memory = new.new_empty(*new.shape[:2], length + room, new.shape[3])
-            if count:
-                memory[:, :, :count] = held
-        memory[:, :, count:length] = new
-        filled = memory[:, :, :length]
-        self._memory[name] = memory, filled
-        return filled
+        self._reserve(name, held, new.shape, new)[:, :, count:length] = new
+        return self._give_out(name, length, length)
+
+
+class GrowingWindowLayer(_GrowingLayer, DynamicSlidingWindowLayer):
+    """The last keys and values that a window's next query sees, as the library's layer keeps them.
+
+    They move through memory that has room for more. Only room that is lent is filled so; `update` is the library's.
+    """
+
+    def lend(self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Room | None:
+        """As `lend_room`; nothing while the library keeps what is behind the window, to take tokens back."""
+        is_whole = self.is_initialized and self.keys.shape[-2] == min(self.cumulative_length, self.sliding_window - 1)
+        return super().lend(shapes, like) if is_whole and not getattr(self, "record_past", False) else None
+
+    def take(self, length: int) -> None:
+        """Counts so many tokens whose rows have been written to the memory of `lend`."""
+        self.cumulative_length += length
+        held = self.keys.shape[2] + length
+        keep = min(held, self.sliding_window - 1)
+        self.keys, self.values = (self._give_out(name, held, keep) for name in _NAMES)
 
 
 def use_growing_layers(cache: Cache) -> None:
-    """Puts layers of this file in the place of the library's empty ones in a dynamic cache, but for windows.
+    """Puts layers of this file in the place of the library's empty ones in a dynamic cache.
 
     Args:
         cache: `past_key_values` of a forward pass; other caches are left alone.
@@ -238,8 +337,14 @@ def use_growing_layers(cache: Cache) -> None:
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = GrowingLayer
     for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and not layer.is_initialized:
+        if getattr(layer, "is_initialized", True):
+            continue
+        if type(layer) is DynamicLayer:
             cache.layers[index] = GrowingLayer()
+        elif type(layer) is DynamicSlidingWindowLayer:
+            window = GrowingWindowLayer(sliding_window=layer.sliding_window)
+            vars(window).update(vars(layer))  # what `generate` has asked of it, too
+            cache.layers[index] = window
 
 
 class _OwnValues(StaticLayer):
@@ -332,12 +437,13 @@ def use_static_layers(cache: StaticCache, sliding_window: int | None) -> None:
 
 __all__ = [
     "GrowingLayer",
+    "GrowingWindowLayer",
+    "Room",
     "StaticFullLayer",
     "StaticWindowLayer",
     "check_cache_layers",
     "check_cache_rows",
-    "count_rows",
-    "static_layer",
+    "lend_room",
     "use_growing_layers",
     "use_static_layers",
 ]

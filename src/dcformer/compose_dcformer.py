@@ -271,18 +271,19 @@ class FusedGenerators:
         generate_packed: (hidden states, module, keys, values, first layer) -> the same without the key-wise weights,
             which it writes where `DCFormerCompose.pack` puts them, into keys and values [B, Hkv, N, D + channels]. Not
             differentiable.
-        prepare: (attention module, hidden states, parts of its fused product, (cos, sin), its static cache or None) ->
-            all that a layer with a cache does before the cache: queries [B, H, N, D], keys and values [B, Hkv, N, D +
-            channels], None if they are in the static cache already, and weights as from `generate_packed`; or None
-            where it cannot.
+        prepare: (attention module, hidden states, parts of its fused product, (cos, sin)) -> all that a layer with a
+            cache does before the cache: queries [B, H, N, D], keys and values [B, Hkv, N, D + channels], and weights as
+            from `generate_packed`; or None where it cannot.
+        step: (attention module, hidden states, its fused product, (cos, sin), what asks the cache for its `Room`,
+            attention mask, perhaps whether it is causal) -> all that the layer does before the projection of its
+            output, [B, N, H, D], and the room, its rows filled; or None where it cannot.
     """
 
     can_replace: Callable[["DCFormerCompose", torch.Tensor], bool]
     generate: Callable[[torch.Tensor, "DCFormerCompose", "FirstLayer"], Generated]
     generate_packed: Callable[[torch.Tensor, "DCFormerCompose", torch.Tensor, torch.Tensor, "FirstLayer"], Generated]
-    prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Generated] | None] = (
-        lambda *_: None
-    )
+    prepare: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, Generated] | None] = lambda *_: None
+    step: Callable[..., tuple[torch.Tensor, Any] | None] = lambda *_, **__: None
 
 
 # By the name of the attention implementation that they belong to.
@@ -402,6 +403,8 @@ class DCFormerCompose(nn.Module):
         self._head_maps = {"pre": key_heads, "post": value_heads}
         heads, self.rank = settings.num_attention_heads, settings.compose_rank
         self.generators = settings.compose_generators
+        names = {name for generator in self.generators for name in generator}
+        self.parts = tuple(name in names for name in ("pre", "post", "query", "key"))  # that have generators
         self.heads_per_group = heads // settings.compose_groups
         self.key_value_repeats = {stage: heads // settings.cached_heads(stage, layer_idx) for stage in ("pre", "post")}
         self.channels = {stage: settings.compose_cache_channels(stage, layer_idx) for stage in ("pre", "post")}
@@ -573,8 +576,7 @@ class DCFormerCompose(nn.Module):
         repeats = self.key_value_repeats[stage] if heads is None else heads // packed.shape[1]
         low_rank = self.rank if self.dw1_proj is not None else 0
         width = 2 * low_rank + (self.gate_proj is not None)
-        weights = packed[..., head_dim : head_dim + repeats * width]
-        weights = weights.unflatten(-1, (repeats, width)).permute(0, 1, 3, 4, 2)  # [B, Hkv, rep, 2R + 1, S]
+        weights = key_weights_behind(packed, head_dim, repeats, width)  # [B, Hkv, rep, 2R + 1, S]
         if (head_map := self._heads(stage)) is not None:
             weights = head_map.by_query_head(weights)  # [B, H, 2R + 1, S]
         if gather:
@@ -606,6 +608,22 @@ class DCFormerCompose(nn.Module):
             heads = (query or key).packed.shape[1:-2].numel()  # type: ignore[union-attr]
             groups = heads // self.heads_per_group
         return ComposeWeights(query, key, static, groups)
+
+
+def key_weights_behind(packed: torch.Tensor, head_dim: int, repeats: int, width: int) -> torch.Tensor:
+    """Key-wise weights where `DCFormerCompose.pack` has put them: a view.
+
+    Args:
+        packed: keys or values, [B, Hkv, S, D + channels].
+        head_dim: D.
+        repeats: query heads of a key/value head.
+        width: channels of a query head.
+
+    Returns:
+        [B, Hkv, repeats, width, S].
+    """
+    weights = packed[..., head_dim : head_dim + repeats * width]
+    return weights.unflatten(-1, (repeats, width)).permute(0, 1, 3, 4, 2)
 
 
 def stages(generators: DCFormerCompose, *generated: Generated) -> Stages:
@@ -667,5 +685,6 @@ __all__ = [
     "compose",
     "compose_init_std",
     "default_implementation",
+    "key_weights_behind",
     "stages",
 ]

@@ -14,13 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def has_no_hooks(module: nn.Module) -> bool:
     """Whether nothing happens around a module's forward: no hook, no offloading."""
     state = vars(module)  # asked in every step of decoding: attributes of modules are slow
-    return "forward" not in state and not any(state[hooks] for hooks in _HOOKS)
+    is_hooked = (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    )
+    return not is_hooked and "forward" not in state
 
 
 def is_plain_linear(linear: Any) -> TypeGuard[nn.Linear]:
@@ -43,31 +47,38 @@ class FusedProjections:
 
     Attributes:
         linears: as given.
+        sizes: rows of each layer that is present.
         weight: [all rows, E], those of the layers one after the other.
         bias: [all rows], zero for layers without one; None when no layer has one.
+        remembered: what kernels have found out about the layer around it; None before.
     """
 
     @torch.no_grad()
     def __init__(self, linears: Sequence[nn.Linear | None]):
         self.linears = tuple(linears)
+        self.remembered: Any = None
         present = self._present()
         first = present[0].weight
-        self._sizes = [linear.weight.shape[0] for linear in present]
-        self.weight = torch.empty(sum(self._sizes), first.shape[1], dtype=first.dtype, device=first.device)
+        self.sizes = [linear.weight.shape[0] for linear in present]
+        self.weight = torch.empty(sum(self.sizes), first.shape[1], dtype=first.dtype, device=first.device)
         has_bias = any(linear.bias is not None for linear in present)
-        self.bias = self.weight.new_zeros(sum(self._sizes)) if has_bias else None
+        self.bias = self.weight.new_zeros(sum(self.sizes)) if has_bias else None
         self._places: list[tuple[nn.Linear, list[tuple[str, torch.Tensor | None, int]]]] = []
         start = 0
-        for linear, size in zip(present, self._sizes, strict=True):
+        for linear, size in zip(present, self.sizes, strict=True):
             _move(linear.weight, self.weight[start : start + size])
             if self.bias is not None and linear.bias is not None:
                 _move(linear.bias, self.bias[start : start + size])
             self._places.append((linear, [(name, p, _address(p)) for name, p in linear._parameters.items()]))
             start += size
 
-    def __call__(self, hidden_states: torch.Tensor) -> list[torch.Tensor | None]:
-        """[B, T, E] -> for every layer its output, [B, T, rows of the layer], a view; None for those that are None."""
-        parts = iter(F.linear(hidden_states, self.weight, self.bias).split(self._sizes, dim=-1))
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[B, T, E] -> the outputs of all layers, one after the other, [B, T, all rows]."""
+        return F.linear(hidden_states, self.weight, self.bias)
+
+    def split(self, product: torch.Tensor) -> list[torch.Tensor | None]:
+        """[B, T, all rows] -> for every layer its output, [B, T, rows of the layer], a view; None for absent ones."""
+        parts = iter(product.split(self.sizes, dim=-1))
         return [None if linear is None else next(parts) for linear in self.linears]
 
     def is_intact(self, linears: Iterable[nn.Module | None]) -> bool:
@@ -75,8 +86,9 @@ class FusedProjections:
 
         Not so when one has been replaced, hooked, moved or given other tensors since: the product would not know of it.
         """
-        if any(one is not other for one, other in zip(linears, self.linears, strict=True)):
-            return False
+        for one, other in zip(linears, self.linears, strict=True):
+            if one is not other:
+                return False
         for linear, parameters in self._places:
             if not has_no_hooks(linear):
                 return False

@@ -8,6 +8,7 @@ Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, F
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ from .attention_dcformer import LOAD_EAGER, ComposeTrace, attend_composed, eager
 from .cache_dcformer import (
     check_cache_layers,
     check_cache_rows,
-    count_rows,
-    static_layer,
+    lend_room,
     use_growing_layers,
     use_static_layers,
 )
@@ -260,17 +260,30 @@ class DCFormerAttention(nn.Module):
                 from the mask; None for all.
             attn_implementation: for which the mask was made; the configuration's when not given.
         """
-        projected_query, key, value, *fused = self._project(hidden_states)  # [B, H(kv), T, D]
         implementation = attn_implementation or self.config._attn_implementation
-        if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
-            implementation = default_implementation(self, hidden_states, projected_query, key, attention_mask)
         layer_idx = self.layer_idx if layer_idx is None else layer_idx
         is_cached = past_key_values is not None
 
-        prepared = held = None  # by a kernel, if there is one; and the static cache that it can write to
-        if fused and past_key_values is not None and implementation in FUSED_GENERATORS:
-            held = static_layer(past_key_values, layer_idx)
-            prepared = FUSED_GENERATORS[implementation].prepare(self, hidden_states, fused, position_embeddings, held)
+        product = None if self.fused is None else self._fused_product(hidden_states)
+        projected = self._project(hidden_states) if product is None else ()
+        if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
+            projected = projected or self._parts(product)
+            query, key = projected[:2]
+            implementation = default_implementation(self, hidden_states, query, key, attention_mask)
+        kernels = None  # of a decoding step
+        if product is not None and past_key_values is not None:
+            kernels = FUSED_GENERATORS.get(implementation)
+        if kernels is not None and kwargs.get("compose_trace") is None:  # all of it in one
+            lend = partial(lend_room, past_key_values, layer_idx)
+            is_causal = kwargs.get("is_causal")
+            stepped = kernels.step(self, hidden_states, product, position_embeddings, lend, attention_mask, is_causal)
+            if stepped is not None:
+                output, room = stepped
+                room.count(hidden_states.shape[1])
+                return self.o_proj(output.flatten(2)), None
+
+        projected_query, key, value, *fused = projected or self._parts(product)  # [B, H(kv), T, D]
+        prepared = None if kernels is None else kernels.prepare(self, hidden_states, fused, position_embeddings)
         if prepared is not None:
             query, key, value, (generated, statics) = prepared
         else:
@@ -285,12 +298,9 @@ class DCFormerAttention(nn.Module):
                 )
         if past_key_values is not None:
             key_width, value_width = widths = self.cache_widths
-            if key is None and held is not None:
-                key, value = count_rows(held, query.shape[2])
-            else:
-                if layer_idx == 0:
-                    check_cache_rows(past_key_values, key, value, widths, self.head_dim)
-                key, value = past_key_values.update(key, value, layer_idx)
+            if layer_idx == 0:
+                check_cache_rows(past_key_values, key, value, widths, self.head_dim)
+            key, value = past_key_values.update(key, value, layer_idx)
             gather = implementation not in FUSED_ATTENTION or not self.keeps_shapes  # kernels read them where they are
             heads = query.shape[1] if self.keeps_shapes else None
             key, pre_key = self.compose.unpack(key, key_width, "pre", gather, heads)  # [B, Hkv, S, D], S keys' weights
@@ -310,14 +320,18 @@ class DCFormerAttention(nn.Module):
         )
         return self._output(output, hidden_states, projected_query), weights
 
-    def _project(self, hidden_states: torch.Tensor) -> Sequence[Any]:
-        """[B, T, E] -> queries, keys and values [B, H(kv), T, D], and all of `_project_fused` where that is used."""
-        fused = [] if self.fused is None else self._project_fused(hidden_states)
-        parts = fused[:3] or [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
-        return [*(states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for states in parts), *fused]
+    def _project(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
+        """[B, T, E] -> queries, keys and values [B, H(kv), T, D]."""
+        parts = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return [states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for states in parts]
 
-    def _project_fused(self, hidden_states: torch.Tensor) -> list[torch.Tensor | None]:
-        """[B, T, E] -> the results of `projections`, [B, T, any], from one product; None for absent ones."""
+    def _parts(self, product: torch.Tensor) -> Sequence[Any]:
+        """The fused product [B, T, all rows] -> what `_project` returns, and the results of all projections."""
+        fused: Any = self.fused.split(product)
+        return [*(states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for states in fused[:3]), *fused]
+
+    def _fused_product(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[B, T, E] -> the results of `projections`, one after the other, [B, T, all rows]."""
         if self.training or torch.is_grad_enabled():
             raise ValueError(
                 f"the projections of layer {self.layer_idx} are fused, which is for inference only, and "

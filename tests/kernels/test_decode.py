@@ -11,7 +11,7 @@ from dcformer.attention_dcformer import eager_attention
 from dcformer.compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights
 from dcformer.kernels import decode, schemas
 from dcformer.kernels.decode import composed_decode
-from dcformer.kernels.layout import packed_weights, six
+from dcformer.kernels.layout import packed_weights
 
 pytestmark = pytest.mark.usefixtures("poison")
 FULL = ("query_maps", "query_gates", "key_maps", "key_gates")
@@ -317,8 +317,8 @@ def test_packed_cache(KV, gate, projection):
 
 def launches(q, k, v, pre, post):
     """What one call launches."""
-    weights = six(*packed_weights(pre, post, k.shape[1]))
-    return decode._launches(q, k, v, *weights, None, 1, 1.0, 1)[1]
+    weights = schemas.place_tensors(*packed_weights(pre, post, k.shape[1]), 6)
+    return decode.launches(q, k, v, *weights, None, 1, 1.0, 1)[1]
 
 
 def test_any_strides():

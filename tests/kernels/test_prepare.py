@@ -9,7 +9,6 @@ from kernel_device import DEVICE
 from test_generator import SWITCHES as GENERATOR_SWITCHES
 from test_generator import assert_sides_within, assert_within
 
-from dcformer.cache_dcformer import StaticFullLayer
 from dcformer.fusion_dcformer import FusedProjections
 from dcformer.kernels.prepare import prepare
 from dcformer.modeling_dcformer import DCFormerAttention, DCFormerRotaryEmbedding, apply_rotary
@@ -76,7 +75,7 @@ def check(dtype, shape, switches, start=0):
     if batch > 1:
         positions = positions + torch.arange(batch, device=DEVICE)[:, None]
     rotary = rope(x, positions)
-    projected = attention.fused(x)
+    projected = attention.fused.split(attention.fused(x))
     found = prepare(attention, x, projected, rotary)
     low = by_torch(attention, x, projected, rotary)
     wide = [part if part is None else part.double() for part in projected]
@@ -108,77 +107,6 @@ def test_ranks_of_grouped_queries(rank):
     check(torch.bfloat16, (12, 3, 1, rank, 64, 1, 1), {}, start=1000)
 
 
-def held_by(attention, batch, capacity, place, dtype, fill=7.0):
-    """A static layer whose rows are all `fill`, and `place` of them taken."""
-    layer = StaticFullLayer(max_cache_len=capacity)
-    heads, widths = attention.config.num_key_value_heads, attention.cache_widths
-    channels = [attention.compose.channels[stage] for stage in ("pre", "post")]
-    new = [torch.empty(batch, heads, 0, sum(both), dtype=dtype) for both in zip(widths, channels, strict=True)]
-    layer.lazy_initialization(*(x.to(DEVICE) for x in new))
-    layer.keys.fill_(fill)
-    layer.values.fill_(fill)
-    layer.cumulative_length.fill_(place)
-    return layer
-
-
-@pytest.mark.parametrize("place", [0, 34])
-@pytest.mark.parametrize("off", [(), ("pre",), ("post",), ("key",), ("pre", "post", "query", "key")], ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-@torch.no_grad()
-def test_rows_of_a_static_cache_are_written_where_they_belong(shape, off, place):
-    """Bit for bit what goes to another cache; no other row changes."""
-    attention, _, rope = make(shape, torch.float32, **{f"compose_{name}": False for name in off})
-    batch, tokens = shape[-2:]
-    x = torch.randn(batch, tokens, 32, device=DEVICE)
-    rotary = rope(x, place + torch.arange(tokens, device=DEVICE)[None])
-    projected = attention.fused(x)
-    query, key, value, (generated, _) = prepare(attention, x, projected, rotary)
-    held = held_by(attention, batch, 37, place, x.dtype)
-    versions = held.keys._version, held.values._version
-    expected = [held.keys.clone(), held.values.clone()]
-    for rows, new in zip(expected, (key, value), strict=True):
-        rows[:, :, place : place + tokens] = new
-    found = prepare(attention, x, projected, rotary, held)
-    assert found[1] is None and found[2] is None
-    assert torch.equal(found[0], query)
-    assert torch.equal(held.keys, expected[0]) and torch.equal(held.values, expected[1])
-    assert found[3][0].keys() == generated.keys()
-    assert all(torch.equal(found[3][0][name].by_head, side.by_head) for name, side in generated.items())
-    assert held.cumulative_length == place  # `count_rows` does that
-    assert versions < (held.keys._version, held.values._version)
-
-
-@pytest.mark.parametrize("place", [35, 37, 10**6, 2**33])
-@torch.no_grad()
-def test_a_static_cache_that_is_full_gives_nan(place):
-    """Nothing outside of it is touched; the host does not know."""
-    shape = (6, 2, 1, 2, 24, 2, 3)
-    attention, _, rope = make(shape, torch.float32)
-    x = torch.randn(2, 3, 32, device=DEVICE)
-    rotary = rope(x, torch.arange(3, device=DEVICE)[None])
-    held = held_by(attention, 2, 37, place, x.dtype)
-    keys, values = held.keys[:, :, :34].clone(), held.values[:, :, :34].clone()
-    query, *_ = prepare(attention, x, attention.fused(x), rotary, held)
-    assert query.isnan().all()
-    assert torch.equal(held.keys[:, :, :34], keys) and torch.equal(held.values[:, :, :34], values)
-
-
-@torch.no_grad()
-def test_a_static_cache_of_another_form_is_left_alone():
-    """The check that follows names what is wrong with it."""
-    shape = (6, 2, 1, 2, 24, 2, 3)
-    attention, _, rope = make(shape, torch.float32)
-    x = torch.randn(2, 3, 32, device=DEVICE)
-    rotary = rope(x, torch.arange(3, device=DEVICE)[None])
-    held = [held_by(attention, 2, 37, 0, torch.bfloat16), held_by(attention, 1, 37, 0, x.dtype)]
-    held += [held_by(attention, 2, 2, 0, x.dtype), held_by(attention, 2, 37, 0, x.dtype)]
-    held[-1].keys = held[-1].keys[..., 1:]
-    for layer in held:
-        _, key, value, _ = prepare(attention, x, attention.fused(x), rotary, layer)
-        assert key is not None and value is not None
-        assert (layer.keys == 7).all() and (layer.values == 7).all()
-
-
 @torch.no_grad()
 def test_what_is_left_to_torch():
     shape = (4, 2, 1, 2, 8, 1, 17)
@@ -186,13 +114,13 @@ def test_what_is_left_to_torch():
     for tokens, dtype, expected in ((16, None, True), (17, None, False), (1, torch.bfloat16, False)):
         x = torch.randn(1, tokens, 32, device=DEVICE)
         rotary = [part.to(dtype or part.dtype) for part in rope(x, torch.arange(tokens, device=DEVICE)[None])]
-        assert (prepare(attention, x, attention.fused(x), rotary) is not None) == expected
+        assert (prepare(attention, x, attention.fused.split(attention.fused(x)), rotary) is not None) == expected
     x = torch.randn(1, 1, 32, device=DEVICE)
     rotary = rope(x, torch.zeros(1, 1, dtype=torch.long, device=DEVICE))
     with torch.enable_grad():
-        assert prepare(attention, x, attention.fused(x), rotary) is None
+        assert prepare(attention, x, attention.fused.split(attention.fused(x)), rotary) is None
     attention.q_norm.register_forward_hook(lambda *_: None)
-    assert prepare(attention, x, attention.fused(x), rotary) is None
+    assert prepare(attention, x, attention.fused.split(attention.fused(x)), rotary) is None
 
 
 def _hooked(name):
@@ -248,7 +176,7 @@ def test_changes_between_two_steps_are_noticed(change):
     """Nothing is remembered of what the kernel may take the place of."""
     attention, _, rope = make((6, 2, 1, 2, 24, 1, 1), torch.float32, compose_static=True)
     x = torch.randn(1, 1, 32, device=DEVICE)
-    projected, rotary = attention.fused(x), rope(x, torch.arange(1, device=DEVICE)[None])
+    projected, rotary = attention.fused.split(attention.fused(x)), rope(x, torch.arange(1, device=DEVICE)[None])
     assert prepare(attention, x, projected, rotary) is not None
     change(attention)
     assert prepare(attention, x, projected, rotary) is None
@@ -258,7 +186,7 @@ def test_changes_between_two_steps_are_noticed(change):
 def test_parts_that_are_not_of_one_product_are_refused():
     attention, _, rope = make((6, 2, 1, 2, 24, 2, 3), torch.float32)
     x = torch.randn(2, 3, 32, device=DEVICE)
-    projected, rotary = attention.fused(x), rope(x, torch.arange(3, device=DEVICE)[None])
+    projected, rotary = attention.fused.split(attention.fused(x)), rope(x, torch.arange(3, device=DEVICE)[None])
     for i in range(5):
         parts = [part.contiguous() if i == j else part for j, part in enumerate(projected)]
         with pytest.raises(ValueError, match="expected those of one tensor"):

@@ -21,7 +21,7 @@ NAMES = {
     "dcformer::generate_weights",
     "dcformer::generate_packed",
     "dcformer::prepare_decode",
-    "dcformer::prepare_decode_into",
+    "dcformer::decode_step",
     "dcformer::chunked_attention",
     "dcformer::chunked_attention_backward",
 }
@@ -85,8 +85,10 @@ with torch.no_grad():
     first = (q, k, v, [hidden, gates, qkw, cos, cos])
     one = torch.ops.dcformer.prepare_decode(*first, plan, 0.0, "none")
     assert [x.shape for x in one] == [(2, 4, 3, 16), (2, 2, 3, 32), (2, 2, 3, 32), (2, 2, 4, 5, 3)]
-    other = torch.ops.dcformer.prepare_decode_into(*first, keys, keys.clone(), place, plan, 0.0, "none")
-    assert [x.shape for x in other] == [(2, 4, 3, 16), (2, 2, 4, 5, 3)]
+    plan = [4, 16, 1, 1, 1, 1, 16, 16, 4, 2, 1, 0, 0, 3, 4, 7]
+    product, others = new(2, 3, 64 + 2 * 32 + 64 + 16), [qkw, cos, cos, place]
+    out = torch.ops.dcformer.decode_step(product, others, keys, keys.clone(), plan, [0.0, 0.25], "none")
+    assert out.shape == (2, 3, 4, 16)
 try:
     torch.ops.dcformer.composed_decode(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), [], None, [1, -1], 1.0)
 except RuntimeError as error:

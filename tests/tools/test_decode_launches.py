@@ -32,7 +32,8 @@ def test_a_fused_layer_launches_at_most_one_more_than_llamas():
     assert parts["llama"]["mm"] == 7 and parts["dcformer"]["mm"] == 5
     assert parts["llama"]["generated"] <= 7  # RoPE's `cat` is whole and a norm counted once, as on a GPU
     assert parts["dcformer"]["generated"] <= 5  # rows of the static cache are not among them
-    assert parts["dcformer"]["composed_decode"] == 3 and parts["dcformer"]["prepare_decode_into"] == 1
+    assert parts["dcformer"]["decode_step"] == 4  # windows of a static cache move between two operators
+    assert parts["dcformer, windows"]["composed_decode"] == 3 and parts["dcformer, windows"]["prepare_decode"] == 1
 
 
 @pytest.mark.slow
@@ -43,7 +44,7 @@ def test_host_time_is_measured_without_a_gpu():
     assert "prepare_kernel 1.00, scores_kernel 1.00, output_kernel 1.00" in run.stdout
     lines = [line for line in run.stdout.splitlines() if " us" in line]
     times = [[float(time) for time in re.findall(r"(\d+) us", line)] for line in lines]
-    assert len(times) == 7 and all(0 < shortest <= min(medians) for shortest, *medians in times)
+    assert len(times) == 8 and all(0 < shortest <= min(medians) for shortest, *medians in times)
 
 
 SECOND_LAYERS = """
@@ -57,7 +58,7 @@ from triton.runtime import driver
 sys.path.insert(0, "tools")
 from decode_host_time import decode, fake_driver
 from dcformer import DCFormerConfig, DCFormerForCausalLM
-from dcformer.kernels import decode as decode_kernels, generator, prepare
+from dcformer.kernels import decode as decode_kernels, generator, prepare, step as step_kernels
 
 def look(argument):
     if isinstance(argument, torch.Tensor):
@@ -79,7 +80,7 @@ for fields in ({}, {"num_key_value_heads": 2, "compose_static": True}):
     config = DCFormerConfig(**sizes, num_attention_heads=4, sliding_window=None, **fields)
     model = DCFormerForCausalLM(config).to(torch.bfloat16).eval()
     model.set_attn_implementation("dcformer_triton")
-    known = [module._RUN._known for module in (decode_kernels, generator, prepare)]
+    known = [module._RUN._known for module in (decode_kernels, generator, prepare, step_kernels)]
     model.register_forward_pre_hook(lambda *_: [one.clear() for one in known] and None)
     for fuse in (False, True):
         if fuse:

@@ -129,7 +129,7 @@ def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, queries
     example = list(decode._example(1, heads, queries, 2048, dim, dtype))
     if is_static:
         example[5] = example[8] = torch.empty((1, heads, heads), dtype=dtype, device="meta")
-    spec = decode._spec(decode._launches(*example, 1, dim**-0.5, None)[1][number])
+    spec = decode._spec(decode.launches(*example, 1, dim**-0.5, None)[1][number])
     source = ASTSource(**{key: spec[key] for key in ("signature", "constexprs", "attrs")}, fn=spec["kernel"])
     options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg")}
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

@@ -56,6 +56,12 @@ def _prepare(*args: Any) -> Any:
     return prepare(*args)
 
 
+def _decode_step(*args: Any, **kwargs: Any) -> Any:
+    from .step import decode_step
+
+    return decode_step(*args, **kwargs)
+
+
 def _is_default(*args: Any) -> bool:
     from .selfcheck import is_default
 
@@ -87,7 +93,7 @@ def register() -> None:
         AttentionInterface.register("dcformer_triton", _triton_attention)
         AttentionMaskInterface.register("dcformer_triton", chunked_mask)
         FUSED_GENERATORS["dcformer_triton"] = FusedGenerators(
-            _can_replace, _generate_weights, _generate_packed, _prepare
+            _can_replace, _generate_weights, _generate_packed, _prepare, _decode_step
         )
 
 

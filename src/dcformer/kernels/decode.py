@@ -33,10 +33,10 @@ import triton.language as tl
 
 from ..attention_dcformer import refuse_transforms
 from ..compose_dcformer import ComposeWeights
-from .layout import Layout, Part, check_states, check_weights, packed_weights, six
+from .layout import Layout, Part, check_states, check_weights, packed_weights
 from .limits import MAX_QUERIES, require_supported
 from .repeated import Launch, Repeated
-from .schemas import DEVICES, decode_op, refuse_backward
+from .schemas import DEVICES, decode_op, place_tensors, refuse_backward
 from .sizes import ceil_div, power_of_2, round_up
 from .triton.heads import GATE, KEY, QUERY, STATIC
 from .triton.precision import product, rounded
@@ -434,12 +434,12 @@ def _stage_arguments(
     return arguments, constants
 
 
-def _rounded_length(keys: int) -> int:
+def rounded_length(keys: int) -> int:
     """A number of keys for which launches are chosen: that many or more, by at most a sixteenth or 63."""
     return round_up(keys, max(64, power_of_2(keys) // 32))
 
 
-def _visible_strides(visible: torch.Tensor | None) -> dict[str, int]:
+def visible_strides(visible: torch.Tensor | None) -> dict[str, int]:
     """Of batch rows, queries and keys; 0 where all rows share one."""
     if visible is None:
         return dict.fromkeys(("stride_ab", "stride_at", "stride_as"), 0)
@@ -447,18 +447,18 @@ def _visible_strides(visible: torch.Tensor | None) -> dict[str, int]:
     return {"stride_ab": batch, "stride_at": visible.stride(2), "stride_as": visible.stride(3)}
 
 
-def _look(tensors) -> tuple[tuple, dict[str, int]]:
-    """What decides about `_launches` but for numbers: not the very number of keys, which grows from step to step."""
+def _look(tensors) -> tuple:
+    """What decides about `launches` but for numbers: not the very number of keys, which grows from step to step."""
     query, key, value, *weights, visible = tensors
     S = key.shape[2]
-    sizes = query.shape, key.shape[1], _rounded_length(S), S > 1, value.shape[3]  # strides do not matter to one key
+    sizes = query.shape, key.shape[1], rounded_length(S), S > 1, value.shape[3]  # strides do not matter to one key
     channels = [None if weight is None else weight.shape[-2] for weight in weights]
     of_all = [None if t is None else (t.stride(), t.dtype, t.data_ptr() & 15) for t in (query, key, value, *weights)]
     seen = None if visible is None else visible.data_ptr() & 15
-    return (sizes, *channels, *of_all, seen), {"S": S} | _visible_strides(visible)
+    return sizes, *channels, *of_all, seen
 
 
-def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]]:
+def launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocates the output [B, T, H, Dv] and what lies in between, and chooses tiles, by `_look` only.
 
     Args:
@@ -467,7 +467,7 @@ def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch
     """
     *weights, visible, groups, scale, num_splits = rest
     layout = Layout.of(weights, groups)
-    (B, H, T, D), S, DV = query.shape, _rounded_length(key.shape[2]), value.shape[3]
+    (B, H, T, D), S, DV = query.shape, rounded_length(key.shape[2]), value.shape[3]
     M, repeats, item = H // groups, H // key.shape[1], query.element_size()
     row_bytes = (D + DV) / 2 * item / repeats
     n_p, split_len = split_keys(B * groups, T, S, row_bytes, num_splits)
@@ -499,7 +499,7 @@ def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch
         "p_maps": maps,
         "p_max": tops,
         "p_sum": sums,
-        **_visible_strides(visible),
+        **visible_strides(visible),
         "T": T,
         "S": key.shape[2],
         "n_m": M,
@@ -542,8 +542,8 @@ def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch
         constants | stage_constants | tile(DV) | {"D": DV, "ALIGN": align, "B_P": b_p},
         options,
     )
-    launches = [scores, weighted]
-    for launch in launches:
+    chosen = [scores, weighted]
+    for launch in chosen:
         # two programs of 8 warps per multiprocessor, for left alone, ptxas may spill to squeeze in more; one program
         # in cases that need more registers
         many_rows = dot and (launch.constants["B_R"] > 16 or b_m > 32)
@@ -555,11 +555,11 @@ def _launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch
         constants = {"B_P": b_p, "B_N": b_n}
         arguments = {"p_parts": parts, "p_out": output, "n_p": n_p, "n_out": output.numel()}
         grid = (ceil_div(output.numel(), b_n),)
-        launches.append(Launch(add_kernel, grid, arguments, constants, options | {"maxnreg": 128}))
-    return [output, between], launches
+        chosen.append(Launch(add_kernel, grid, arguments, constants, options | {"maxnreg": 128}))
+    return [output, between], chosen
 
 
-_RUN = Repeated(_launches, _look)
+_RUN = Repeated(launches, _look)
 
 
 @torch.library.register_kernel(decode_op.name(), DEVICES)
@@ -570,7 +570,9 @@ def _decode(query, key, value, weights, visible, plan, scale):
     else:
         seen = None if visible is None else visible.view(torch.uint8)
         splits = None if num_splits < 0 else num_splits
-        output = _RUN([query, key, value, *six(weights, places), seen], groups, scale, splits)[0]
+        tensors = [query, key, value, *place_tensors(weights, places, 6), seen]
+        varying = {"S": key.shape[2]} | visible_strides(seen)
+        output = _RUN(tensors, groups, scale, splits, varying=varying)[0]
     return refuse_backward("composed_decode", [output], [query, key, value, *weights])[0]
 
 
@@ -681,7 +683,7 @@ def kernel_specs(
     for name, heads, dim in shapes:
         for batch, queries in ((1, 1), (64, 1), (1, 8)):
             example = _example(batch, heads, queries, keys, dim, dtype)
-            for launch in _launches(*example, 1, dim**-0.5, None)[1]:
+            for launch in launches(*example, 1, dim**-0.5, None)[1]:
                 label = f"decode {launch.kernel.__name__.removesuffix('_kernel')} {name} B={batch} T={queries}"
                 specs.append({"label": label, **_spec(launch)})
     return specs

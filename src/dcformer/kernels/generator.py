@@ -253,7 +253,7 @@ def _row_arguments(
     return [*both] or [None, None], [stride // unit for stride in strides], sizes
 
 
-def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
+def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     """The launch of the kernel, which makes no tensors.
 
     Args:
@@ -296,7 +296,7 @@ def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     return [], [Launch(generator_kernel, grid, named, constants, _options(tile))]
 
 
-_RUN = Repeated(_launches)
+_RUN = Repeated(launches)
 
 
 def _launch(
@@ -419,14 +419,19 @@ def is_plain(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
     linears = [modules[name] for name in ("dw1_proj", "gate_proj") if modules.get(name) is not None]
     if not linears or type(modules["act_fn"]) not in APPROXIMATE or not has_no_hooks(compose):
         return False
-    if not all(_is_plain(linear) for linear in linears):
+    own = vars(compose)["_parameters"]
+    if (qkw := own.get("qkw")) is not None and type(qkw) is not nn.Parameter:
         return False
-    if (qkw := compose.qkw) is not None and type(qkw) is not nn.Parameter:
-        return False
-    parameters = [vars(linear)["_parameters"]["weight"] for linear in linears]
-    parameters += [parameter for parameter in vars(compose)["_parameters"].values() if parameter is not None]
+    parameters = [parameter for parameter in own.values() if parameter is not None]
+    for linear in linears:
+        if not _is_plain(linear):
+            return False
+        parameters.append(vars(linear)["_parameters"]["weight"])
     device = hidden_states.device
-    return all(p.device == device for p in parameters) and active_transform(hidden_states, *parameters) is None
+    for parameter in parameters:
+        if parameter.device != device:
+            return False
+    return active_transform(hidden_states, *parameters) is None
 
 
 def _first_layer(hidden_states: torch.Tensor, compose: DCFormerCompose) -> FirstLayer:

@@ -72,14 +72,6 @@ def packed_weights(
     return [w for w in found if w is not None], [i for i, w in enumerate(found) if w is not None]
 
 
-def six(weights: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor | None]:
-    """The tensors of `packed_weights` at their places, None where there is none."""
-    found: list[torch.Tensor | None] = [None] * 6
-    for place, weight in zip(places, weights, strict=True):
-        found[place] = weight
-    return found
-
-
 def check_states(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -160,4 +152,4 @@ def check_weights(
     return groups.pop() if groups else None
 
 
-__all__ = ["Layout", "Part", "check_states", "check_weights", "packed_weights", "six"]
+__all__ = ["Layout", "Part", "check_states", "check_weights", "packed_weights"]

@@ -17,10 +17,10 @@ from ..compose_dcformer import ComposeWeights
 from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, visible_and_bias
 from .decode import composed_decode
 from .launch import UNBOUNDED, Problem, Visibility
-from .layout import Layout, check_states, check_weights, packed_weights, six
+from .layout import Layout, check_states, check_weights, packed_weights
 from .limits import MAX_QUERIES, require_supported, unsupported_reason
 from .overflow import needs_bfloat16
-from .schemas import DEVICES, attention_backward_op, attention_op
+from .schemas import DEVICES, attention_backward_op, attention_op, place_tensors
 
 logger = logging.get_logger(__name__)
 
@@ -38,7 +38,7 @@ def _problem(
 ) -> Problem:
     """What the operators' arguments stand for."""
     groups, low, high, chunk_bytes, *places = plan
-    given, (first, last) = six(weights, places), bounds.unbind()
+    given, (first, last) = place_tensors(weights, places, 6), bounds.unbind()
     return Problem(
         query, key, value, given, Visibility(first, last, low, high), Layout.of(given, groups), scale,
         None if chunk_bytes < 0 else chunk_bytes, needs_bfloat16(query.device),
@@ -277,6 +277,62 @@ def _intervals(mask: torch.Tensor | QueryBlockMask) -> tuple[torch.Tensor, torch
     return first, last
 
 
+def _check_mask(mask: torch.Tensor | QueryBlockMask | None, device: torch.device) -> None:
+    """Refuses a mask without data, or with gradients."""
+    if isinstance(mask, torch.Tensor):
+        _require_data("attention_mask", mask, device)
+        if mask.requires_grad:
+            require_supported(mask="gradients")
+
+
+def _causality(
+    module: nn.Module,
+    mask: torch.Tensor | QueryBlockMask | None,
+    sliding_window: int | None,
+    is_causal: bool | None,
+) -> tuple[bool, int | None, torch.Tensor | QueryBlockMask | None]:
+    """Whether attention is causal and in which window, and the mask where that is not all."""
+    if isinstance(mask, QueryBlockMask) and mask.is_plain:
+        return True, mask.window, None
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal, sliding_window, mask
+
+
+def visible_keys(
+    module: nn.Module,
+    attention_mask: torch.Tensor | QueryBlockMask | None,
+    sliding_window: int | None,
+    is_causal: bool | None,
+    sizes: tuple[int, int, int],
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Which keys each of a few queries sees.
+
+    Args:
+        module, attention_mask, sliding_window, is_causal: as for `triton_attention`.
+        sizes: B, T and S.
+        device: of the queries.
+
+    Returns:
+        bool [B or 1, 1, T, S]; None where every query sees all keys.
+
+    Raises:
+        ValueError: for masks that `unsupported_reason` names, and of another shape.
+    """
+    (_, length, keys), mask = sizes, attention_mask
+    _check_mask(mask, device)
+    is_causal, sliding_window, mask = _causality(module, mask, sliding_window, is_causal)
+    if mask is not None:
+        if mask.shape[0] not in (1, sizes[0]) or tuple(mask.shape[2:]) != sizes[1:]:
+            raise ValueError(
+                f"attention mask of shape {tuple(mask.shape)} does not fit {sizes[0]} sequences, {length} queries and "
+                f"{keys} keys: expected [B or 1, 1, T, S]."
+            )
+        return _visible(mask.rows(0, length) if isinstance(mask, QueryBlockMask) else mask)
+    if is_causal and (length > 1 or (sliding_window is not None and keys > sliding_window)):
+        return causal_rows(length, keys, sliding_window, device)[:, None]
+    return None
+
+
 def triton_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -308,24 +364,14 @@ def triton_attention(
     require_supported(trace=compose_trace is not None, dropout=dropout)
     if attention_mask is not None:
         check_shapes(query, key, value, attention_mask)
-    if isinstance(attention_mask, torch.Tensor):
-        _require_data("attention_mask", attention_mask, query.device)
-        if attention_mask.requires_grad:
-            require_supported(mask="gradients")
+    _check_mask(attention_mask, query.device)
     length = query.shape[2]
-    if isinstance(attention_mask, QueryBlockMask) and attention_mask.is_plain:
-        is_causal, sliding_window, attention_mask = True, attention_mask.window, None
-    elif is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
     if 1 <= length <= MAX_QUERIES and not _needs_gradients(query, key, value, pre, post):
-        visible = None
-        if attention_mask is not None:
-            rows = attention_mask.rows(0, length) if isinstance(attention_mask, QueryBlockMask) else attention_mask
-            visible = _visible(rows)
-        elif is_causal and (length > 1 or (sliding_window is not None and key.shape[2] > sliding_window)):
-            visible = causal_rows(length, key.shape[2], sliding_window, query.device)[:, None]
+        sizes = (query.shape[0], length, key.shape[2])
+        visible = visible_keys(module, attention_mask, sliding_window, is_causal, sizes, query.device)
         query, key, value = map(_rows_contiguous, (query, key, value))
         return composed_decode(query, key, value, pre, post, scale=scaling, visible=visible), None
+    is_causal, sliding_window, attention_mask = _causality(module, attention_mask, sliding_window, is_causal)
     options: dict[str, Any] = {"scale": scaling, "causal": is_causal}
     options |= {"sliding_window": sliding_window if is_causal else None}  # as in the other implementations
     if attention_mask is not None:
@@ -343,4 +389,4 @@ def _needs_gradients(*inputs: torch.Tensor | ComposeWeights | None) -> bool:
     return any(t.requires_grad for t in tensors)
 
 
-__all__ = ["composed_attention", "triton_attention"]
+__all__ = ["composed_attention", "triton_attention", "visible_keys"]

@@ -4,7 +4,8 @@ Behind the one product of `FusedProjections` queries and keys are normalised and
 generated, and keys and values get those of their tokens behind them. In torch that is some fifteen launches for a few
 kilobytes. Here a program takes a head of the queries, keys or values, or a generator of a group (`generator_kernel`),
 and writes where the next reader wants it: queries and query-side weights as the kernels of decoding read them, keys and
-values as rows of the cache, channels included. In a static cache they go to their place; another one takes the rows.
+values as rows of the cache, channels included. Where a cache lends its memory they go to their place (`step`); another
+one takes the rows (`prepare`).
 
 It rounds where torch rounds. Letters as in `generator`; T new tokens of a sequence, D head dim, P rotary dim.
 """
@@ -21,13 +22,14 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from ..attention_dcformer import active_transform
 from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, Generated
 from ..fusion_dcformer import has_no_hooks
 from ..modeling_dcformer import DCFormerRMSNorm
 from .generator import APPROXIMATE, _axes, _generated, _options, _row_arguments, _tile, generator_kernel, is_plain
 from .limits import MAX_QUERIES, require_supported, unsupported_reason
 from .repeated import Launch, Repeated
-from .schemas import DEVICES, prepare_into_op, prepare_op, prepared_shapes, refuse_backward
+from .schemas import DEVICES, place_tensors, prepare_op, prepared_shapes, refuse_backward
 from .sizes import power_of_2
 from .triton.precision import rounded
 
@@ -81,12 +83,12 @@ def _prepare_head(
     tl.store(p_tile, rounded(out, dtype), mask=m_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row"])
 def prepare_kernel(
     p_q, p_k, p_v, p_hidden, p_gates, p_qkw, p_q_weight, p_k_weight, p_cos, p_sin,
     p_query, p_keys, p_values, p_weights, p_rows_0, p_rows_1, p_place,
     stride_xb, stride_xn, stride_cb, stride_cn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_rb_0, stride_rh_0, stride_rn_0, stride_rb_1, stride_rh_1, stride_rn_1, B, H, N, S, eps,
+    stride_rb_0, stride_rh_0, stride_rn_0, stride_rb_1, stride_rh_1, stride_rn_1, B, H, N, capacity, row, eps,
     HKV: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, GENERATORS: tl.constexpr,
     PLACED: tl.constexpr, C: tl.constexpr, M: tl.constexpr, R: tl.constexpr, GATE: tl.constexpr, TANH: tl.constexpr,
     EPS: tl.constexpr, SIDES: tl.constexpr, ROWS: tl.constexpr, REP: tl.constexpr, PAD: tl.constexpr,
@@ -103,22 +105,24 @@ def prepare_kernel(
         p_q_weight, p_k_weight: [D] of the norms; unused without NORM.
         p_cos, p_sin: [B or 1, N, P].
         p_query: out, [B, H, N, D], contiguous.
-        p_keys, p_values: out, [B, HKV, S, D and more]; the channels behind the first D are the generators'.
-        p_place: with PLACED, the first of the N rows to write, an integer; else they are the first. If they are not
-            within S, queries become NaN, and the last N rows are written.
+        p_keys, p_values: out, [B, HKV, capacity, D and more]; the channels behind the first D are the generators'.
+        p_place: with PLACED, the first of the N rows to write, an integer. If they are not all within the capacity,
+            queries become NaN, and the last N rows are written.
+        row: the first of the N rows without PLACED.
         eps: of the norms of queries and keys.
     """
     i_b, i_j = tl.program_id(0).to(tl.int64), tl.program_id(1)
     fits = None
+    i_row = tl.cast(row, tl.int64)
     if PLACED:
         i_row = tl.load(p_place).to(tl.int64)
-        fits = i_row <= S - N
-        i_row = tl.minimum(i_row, S - N)
-        p_keys += i_row * stride_kn
-        p_values += i_row * stride_vn
-        if ROWS:
-            p_rows_0 += i_row * stride_rn_0 * UNIT
-            p_rows_1 += i_row * stride_rn_1 * UNIT
+        fits = i_row <= capacity - N
+        i_row = tl.minimum(i_row, capacity - N)
+    p_keys += i_row * stride_kn
+    p_values += i_row * stride_vn
+    if ROWS:
+        p_rows_0 += i_row * stride_rn_0 * UNIT
+        p_rows_1 += i_row * stride_rn_1 * UNIT
     if GENERATORS > 0:
         if i_j < GENERATORS:
             generator_kernel(
@@ -151,12 +155,13 @@ def prepare_kernel(
 # --- op ---------------------------------------------------------------------------------------------------------------
 
 
-def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
-    """What the operators return, queries, weights and then rows of keys and values, and the launch that fills them.
+def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
+    """Queries, weights and then rows of keys and values, and the launch that fills them. No launch without tokens.
 
     Args:
-        given: queries, keys and values; the seven `others`, None for absent ones; of a static cache keys, values and
-            the place, or three times None; and the numbers of `prepare_op`, its plan without places.
+        given: queries, keys and values; the seven `others`, None for absent ones; of a cache keys, values and place
+            (None where it is the argument `row`), or three times None; and the numbers of `prepare_op`, its plan
+            without places.
     """
     *first, keys, values, place, plan, norm_eps, approximate = given
     query, key, value, hidden, gates, _, query_weight, _, cos, _ = first
@@ -165,7 +170,7 @@ def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     width = 2 * rank + (gates is not None)
     shapes = prepared_shapes(query, key, gates is not None, plan)
     queries, weights = made = [query.new_empty(shape) for shape in shapes[::3]]
-    if place is None:
+    if keys is None:
         keys, values = (query.new_empty(shape) for shape in shapes[1:3])
         made += [keys, values]
     batch, heads, length, _ = queries.shape
@@ -193,6 +198,7 @@ def _launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
         heads,
         length,
         keys.shape[2],
+        0,
         norm_eps,
     )
     constants = {
@@ -236,41 +242,32 @@ def _check_strides(parts: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _others(others: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor | None]:
-    given: list[torch.Tensor | None] = [None] * 7
-    for place, tensor in zip(places, others, strict=True):
-        given[place] = tensor
-    return given
-
-
-_RUN = Repeated(_launches)
+_RUN = Repeated(launches)
 
 
 @torch.library.register_kernel(prepare_op.name(), DEVICES)
 def _prepare(query, key, value, others, plan, norm_eps, approximate):
-    given = [query, key, value, *_others(others, plan[7:])]
+    given = [query, key, value, *place_tensors(others, plan[7:], 7)]
     queries, weights, keys, values = _RUN([*given, None, None, None], tuple(plan[:7]), norm_eps, approximate)
     return tuple(refuse_backward("prepare_decode", [queries, keys, values, weights], given))
-
-
-@torch.library.register_kernel(prepare_into_op.name(), DEVICES)
-def _prepare_into(query, key, value, others, keys, values, place, plan, norm_eps, approximate):
-    given = [query, key, value, *_others(others, plan[7:])]
-    made = _RUN([*given, keys, values, place], tuple(plan[:7]), norm_eps, approximate)
-    torch.autograd.graph.increment_version([x for x in (keys, values) if not x.is_inference()])
-    return tuple(refuse_backward("prepare_decode_into", made, [*given, keys, values]))
 
 
 # --- the module's call ------------------------------------------------------------------------------------------------
 
 
-def _can_prepare(attention: Any, hidden_states: torch.Tensor, states: torch.Tensor, cos: torch.Tensor) -> bool:
-    """Whether the kernel may take the place of what an attention module does: see `prepare`."""
-    dtype, device = states.dtype, states.device
+def fits(hidden_states: torch.Tensor, states: torch.Tensor, cos: torch.Tensor) -> bool:
+    """Whether the kernel takes these tensors; `states` are a part of a product, or all of it."""
+    dtype = states.dtype
     if states.shape[1] > MAX_QUERIES or torch.is_grad_enabled() or states.stride(-1) != 1:
         return False
-    if not hidden_states.dtype == cos.dtype == dtype or cos.device != device:
+    if hidden_states.dtype != dtype or cos.dtype != dtype or cos.device != states.device:
         return False
+    return active_transform(states) is None
+
+
+def can_prepare(attention: Any, hidden_states: torch.Tensor, states: torch.Tensor) -> bool:
+    """Whether the kernel may take the place of what the modules of a layer do with tensors that fit."""
+    dtype = states.dtype
     modules = vars(attention)["_modules"]  # asked in every step of decoding: attributes of modules are slow
     compose, query_norm, key_norm = modules["compose"], modules["q_norm"], modules["k_norm"]
     if type(query_norm) is not nn.Identity or type(key_norm) is not nn.Identity:
@@ -281,22 +278,12 @@ def _can_prepare(attention: Any, hidden_states: torch.Tensor, states: torch.Tens
             return False
     if not (has_no_hooks(compose) and has_no_hooks(query_norm) and has_no_hooks(key_norm)):
         return False
-    if unsupported_reason(device=device, dtype=dtype, head_dim=attention.head_dim) is not None:
+    if unsupported_reason(device=states.device, dtype=dtype, head_dim=attention.head_dim) is not None:
         return False
     if not compose.generators:
         return True
-    return ((qkw := compose.qkw) is None or qkw.dtype == dtype) and is_plain(compose, hidden_states)
-
-
-def _can_fill(held: Any, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> bool:
-    """Whether a static layer has room for rows of keys and values [B, Hkv, N, any] of these shapes."""
-    place = held.cumulative_length
-    return all(
-        (*x.shape[:2], x.shape[3]) == (batch, heads, width)
-        and length <= x.shape[2]
-        and (x.dtype, x.device, x.stride(-1)) == (like.dtype, like.device, 1)
-        for x, (batch, heads, length, width) in zip((held.keys, held.values), shapes, strict=True)
-    ) and (place.dtype, place.device) == (torch.int64, like.device)
+    qkw = vars(compose)["_parameters"].get("qkw")
+    return (qkw is None or qkw.dtype == dtype) and is_plain(compose, hidden_states)
 
 
 def prepare(
@@ -304,8 +291,7 @@ def prepare(
     hidden_states: torch.Tensor,
     projected: Sequence[torch.Tensor | None],
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    held: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Generated] | None:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Generated] | None:
     """QK-norm, RoPE, the generators' second layer and the rows of the cache, in one launch.
 
     Args:
@@ -314,18 +300,15 @@ def prepare(
         projected: the parts of its fused product, [B, N, columns] and sharing strides: queries, keys, values, and the
             first layer of low rank and gates, None where they are absent.
         position_embeddings: cosines and sines, each [B or 1, N, P].
-        held: the layer's part of a static cache, `keys` and `values` [B, Hkv, S, D + channels] and the row of the next
-            token, `cumulative_length`, which stays as it is; or None.
 
     Returns:
-        queries [B, H, N, D]; rows of keys and values [B, Hkv, N, D + channels], None if they have gone to `held`; and
-        what `DCFormerCompose.forward` returns, without the key-wise weights that are in the rows. None for more than 16
-        tokens, with gradients, for several dtypes (autocast), and where a norm or the composition is more than its
-        parameters.
+        queries [B, H, N, D]; rows of keys and values [B, Hkv, N, D + channels]; and what `DCFormerCompose.forward`
+        returns, without the key-wise weights that are in the rows. None for more than 16 tokens, with gradients, for
+        several dtypes (autocast), and where a norm or the composition is more than its parameters.
     """
     query, key, value, hidden, gates = projected
     assert query is not None and key is not None
-    if not _can_prepare(attention, hidden_states, query, position_embeddings[0]):
+    if not fits(hidden_states, query, position_embeddings[0]) or not can_prepare(attention, hidden_states, query):
         return None
     modules = vars(attention)["_modules"]
     compose: DCFormerCompose = modules["compose"]
@@ -340,12 +323,7 @@ def prepare(
     tensors = (query, key, value, [x for x in given if x is not None])
     plan += [i for i, x in enumerate(given) if x is not None]
     numbers = (plan, getattr(modules["q_norm"], "eps", 0.0), APPROXIMATE.get(type(compose.act_fn), "none"))
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    if held is not None and _can_fill(held, prepared_shapes(query, key, gates is not None, plan)[1:3], query):
-        queries, weights = prepare_into_op(*tensors, held.keys, held.values, held.cumulative_length, *numbers)
-    else:
-        queries, keys, values, weights = prepare_op(*tensors, *numbers)
+    queries, keys, values, weights = prepare_op(*tensors, *numbers)
     stored = [(stage, side) for stage in stages for side in sides[: len(sides) - any(channels)]]
     generated = _generated(stored, weights) if stages else {}
     return queries, keys, values, (generated, compose.static_projections())
@@ -387,4 +365,4 @@ def kernel_specs() -> list[dict[str, Any]]:
     return specs
 
 
-__all__ = ["kernel_specs", "prepare"]
+__all__ = ["can_prepare", "fits", "kernel_specs", "launches", "prepare"]

@@ -6,8 +6,9 @@ take the host longer than the device needs for the kernels. So the first call of
 the compiled kernels addresses, the few numbers that vary, and nothing else.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,34 +66,37 @@ class Repeated:
     Args:
         choose: (tensors, then numbers) -> the tensors that it made, contiguous and each with memory of its own, and the
             launches that fill them. Every tensor that a launch takes is one of the given or the made ones, or a part of
-            one. But for arguments that vary it must depend on nothing but numbers and what `look` says.
-        look: tensors -> what decides about launches, hashable, and the arguments that vary without doing so, by name.
+            one. But for arguments that vary they must depend on nothing but numbers and what `look` says.
+        look: tensors -> what of them decides about launches, hashable.
         most: how many choices are remembered; the oldest is forgotten.
     """
 
     def __init__(
         self,
         choose: Callable[..., tuple[list[torch.Tensor], list[Launch]]],
-        look: Callable[[Tensors], tuple[Hashable, dict[str, int]]] = lambda tensors: (geometry(tensors), {}),
+        look: Callable[[Tensors], Hashable] = geometry,
         most: int = 256,
     ):
         self.choose, self.look, self.most = choose, look, most
         self._known: dict[tuple, _Known] = {}
 
-    def __call__(self, tensors: Tensors, *numbers: Any) -> list[torch.Tensor]:
+    def __call__(
+        self, tensors: Tensors, *numbers: Any, varying: Mapping[str, int] = MappingProxyType({})
+    ) -> list[torch.Tensor]:
         """Launches what was or is chosen.
 
         Args:
             tensors: on one device, the first one not None; None for absent ones.
             numbers: hashable.
+            varying: arguments of launches, by name, by which nothing is chosen. They go to all that have such an
+                argument.
 
         Returns:
             the tensors that were made.
         """
         assert tensors[0] is not None
         device = tensors[0].device
-        looked, varying = self.look(tensors)
-        key = (device, numbers, looked)
+        key = (device, numbers, self.look(tensors))
         known = self._known.get(key)
         with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
             if known is None:
@@ -108,10 +112,12 @@ class Repeated:
                 run(*arguments)
         return made
 
-    def _first(self, key: tuple, varying: dict[str, int], tensors: Tensors) -> list[torch.Tensor]:
+    def _first(self, key: tuple, varying: Mapping[str, int], tensors: Tensors) -> list[torch.Tensor]:
         """Chooses, launches and remembers; the interpreter has no compiled kernels to remember."""
         given = [None if t is None else t.detach() for t in tensors]  # a tensor that is given twice is two
         made, launches = self.choose(*given, *key[1])
+        for launch in launches:
+            launch.arguments |= {name: number for name, number in varying.items() if name in launch.arguments}
         kernels = [launch.run() for launch in launches]
         if all(kernel is not None for kernel in kernels):
             steps = []

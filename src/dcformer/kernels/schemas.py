@@ -41,6 +41,14 @@ def _inference_op(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Call
     return define
 
 
+def place_tensors(tensors: Sequence[torch.Tensor], places: Sequence[int], count: int) -> list[torch.Tensor | None]:
+    """So many tensors, the present ones at their places, None at the others."""
+    found: list[torch.Tensor | None] = [None] * count
+    for place, tensor in zip(places, tensors, strict=True):
+        found[place] = tensor
+    return found
+
+
 class _NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -327,37 +335,46 @@ def _(query, key, value, others, plan, norm_eps, approximate):
     return tuple(query.new_empty(shape) for shape in prepared_shapes(query, key, 1 in plan[7:], plan))
 
 
-@_inference_op("prepare_decode_into", mutates_args=("keys", "values"))
-def prepare_into_op(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+# --- all of that and attention ----------------------------------------------------------------------------------------
+
+
+@_inference_op("decode_step", mutates_args=("keys", "values"))
+def decode_step_op(
+    product: torch.Tensor,
     others: Sequence[torch.Tensor],
     keys: torch.Tensor,
     values: torch.Tensor,
-    place: torch.Tensor,
     plan: Sequence[int],
-    norm_eps: float,
+    numbers: Sequence[float],
     approximate: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `prepare_op`, but rows of keys and values go to their place in a static cache. Has no gradients.
+) -> torch.Tensor:
+    """From the product of a layer's projections to the output of its heads, by way of a cache. Has no gradients.
 
     Args:
-        keys, values: of the cache, [B, Hkv, S, D + channels]; the last dimension contiguous. N rows are filled.
-        place: the first of these rows, an integer on the device. Where they would end behind S the last N are filled,
-            and the queries are NaN: the host does not know.
-        Others: those of `prepare_op`.
+        product: [B, N, columns]: queries H·D, keys and values Hkv·D each, and the first layer of generators, as for
+            `generate_weights_op`: hidden G·C·K and gates G·C·M, as far as present. N at most 16.
+        others: of nine tensors those that exist: qkw; the weights [D] of the queries' and the keys' norm; cosines and
+            sines [B or 1, N, P]; static projections [H, M] before and after the softmax; the first of the rows to
+            fill, an integer on the device; and which keys each query sees, bool [B or 1, 1, N, S]. All but the last two
+            of one dtype.
+        keys, values: memory of the cache, [B, Hkv, capacity, D + channels]; the last dimension contiguous. N rows are
+            filled. With a row on the device S is all of the capacity; where rows would end behind it the last N are
+            filled, and the result is NaN: the host does not know.
+        plan: H; D; which of pre, post, query and key have generators, 0 or 1 each; channels behind keys and behind
+            values; M; R; whether there are gates; rows that are filled already, where no tensor says so; places of
+            `others` among the nine.
+        numbers: eps of the norms; factor of the scores.
+        approximate: as for `generate_weights_op`.
 
     Returns:
-        queries and weights, as there.
+        [B, N, H, D].
     """
-    raise _kernel("prepare_decode_into")
+    raise _kernel("decode_step")
 
 
-@torch.library.register_fake(prepare_into_op.name())
-def _(query, key, value, others, keys, values, place, plan, norm_eps, approximate):
-    queries, _, _, weights = prepared_shapes(query, key, 1 in plan[7:], plan)
-    return query.new_empty(queries), query.new_empty(weights)
+@torch.library.register_fake(decode_step_op.name())
+def _(product, others, keys, values, plan, numbers, approximate):
+    return product.new_empty((product.shape[0], product.shape[1], plan[0], plan[1]))
 
 
 __all__ = [
@@ -365,10 +382,11 @@ __all__ = [
     "attention_backward_op",
     "attention_op",
     "decode_op",
+    "decode_step_op",
     "generate_packed_op",
     "generate_weights_op",
     "generated_shape",
-    "prepare_into_op",
+    "place_tensors",
     "prepare_op",
     "prepared_shapes",
     "refuse_backward",

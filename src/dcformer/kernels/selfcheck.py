@@ -130,18 +130,20 @@ def kinds(config: DCFormerConfig, dtype: str, states: str | None = None) -> list
 
 def _switches(config: Any, heads: int, kv_heads: int, groups: int) -> tuple[Any, ...]:
     """The first fields of `Kind`, up to `activation`."""
-    is_dynamic = bool(config.compose_generators)
+    own = vars(config)  # asked by every layer in every step of decoding: attributes of a configuration are slow
+    pre, post, query, key = (own[f"compose_{name}"] for name in ("pre", "post", "query", "key"))
+    is_dynamic = (pre or post) and (query or key)
     return (
-        heads, kv_heads, groups, config.head_dim, config.compose_rank * (is_dynamic and config.compose_projection),
-        is_dynamic and config.compose_gate, config.compose_static, config.compose_pre, config.compose_post,
-        is_dynamic and config.compose_query, is_dynamic and config.compose_key, config.compose_act,
+        heads, kv_heads, groups, config.head_dim, own["compose_rank"] * (is_dynamic and own["compose_projection"]),
+        is_dynamic and own["compose_gate"], own["compose_static"], pre, post,
+        is_dynamic and query, is_dynamic and key, own["compose_act"],
     )  # fmt: skip
 
 
 # --- the default ------------------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_passed: dict[tuple[str, int | None, Kind], bool] = {}
+_passed: dict[tuple[Any, ...], bool] = {}
 _told: set[str] = set()
 
 
@@ -213,9 +215,11 @@ def may_use(device_type: str, index: int | None, *fields: Any) -> bool:
 
     Warns once of each reason why not. A constant of a graph that is traced.
     """
+    key = (device_type, index, *fields)
+    if (passed := _passed.get(key)) is not None:  # by every layer in every step of decoding
+        return passed
     *switches, dtype, states = fields
     kind, device = Kind(*(*switches, _name(dtype), _name(states))), torch.device(device_type, index)
-    key = (device_type, index, kind)
     with _lock:
         if key not in _passed:
             if _is_capturing(device):  # not remembered

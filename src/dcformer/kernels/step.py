@@ -1,0 +1,216 @@
+"""A decoding step of a layer as one operator: from the product of its projections to the output of its heads.
+
+`prepare` and `decode` have the kernels. Between them lies the cache. Where that lends its memory, rows of new keys and
+values are written and read there, and nothing else has to happen: no copy, and for the host one call, which repeats
+launches that were chosen once (`repeated`).
+"""
+
+# Arguments of operators are those of their prototypes in `schemas`.
+# mypy: disable-error-code="no-untyped-def"
+
+from typing import Any
+
+import torch
+
+from ..compose_dcformer import key_weights_behind
+from ..fusion_dcformer import has_no_hooks
+from . import decode, prepare
+from .generator import APPROXIMATE
+from .limits import require_supported
+from .ops import visible_keys
+from .prepare import can_prepare, fits
+from .repeated import Launch, Repeated, geometry
+from .schemas import DEVICES, decode_step_op, place_tensors, refuse_backward
+
+_FIELDS = 11  # of the operator's plan, before the number of rows
+
+
+def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
+    """The output [B, N, H, D] and what lies before it, and the launches that fill them.
+
+    Args:
+        given: the product, keys and values; the nine `others` of `decode_step_op`, None for absent ones, `visible` as
+            uint8; and the plan without rows and places, its numbers, a number of keys like S, and GELU's flavour.
+    """
+    product, keys, values, *others, plan, (norm_eps, scale), count, approximate = given
+    qkw, query_weight, key_weight, cos, sin, *statics, place, visible = others
+    heads, head_dim, *present, behind_keys, behind_values, heads_per_group, rank, has_gate = plan
+    require_supported(rank=rank, head_dim=head_dim)
+    stages, sides = sum(present[:2]), sum(present[2:])
+    generators, width = stages * sides, 2 * rank + has_gate
+
+    columns = [heads * head_dim, *(keys.shape[1] * head_dim,) * 2, generators * 2 * rank * heads]
+    columns.append(generators * heads * has_gate)
+    parts = [part if part.shape[-1] else None for part in product.split(columns, dim=-1)]
+    sizes = head_dim, stages, sides, behind_keys, behind_values, heads_per_group, rank
+    (queries, weights), first = prepare.launches(
+        *parts, qkw, query_weight, key_weight, cos, sin, keys, values, place, sizes, norm_eps, approximate
+    )
+    for launch in first:
+        launch.wholes |= dict.fromkeys(("p_q", "p_k", "p_v", "p_hidden", "p_gates"), product)
+
+    of_queries, six, wholes = list(weights), [], []
+    for stage, memory, behind, static in zip(
+        present[:2], (keys, values), (behind_keys, behind_values), statics, strict=True
+    ):
+        rows = memory[:, :, :count]
+        six += [of_queries.pop(0) if stage and present[2] else None]
+        six += [key_weights_behind(rows, head_dim, heads // keys.shape[1], width) if behind else None]
+        six += [None if static is None else static.view(-1, heads_per_group, heads_per_group)]
+        wholes.append({"p_k": memory, "p_v": memory, "p_wk": memory, "p_static": static})
+    composes = generators or any(static is not None for static in statics)
+    groups = heads // heads_per_group if composes else keys.shape[1]
+    require_supported(heads=heads // groups)
+    states = (memory[:, :, :count, :head_dim] for memory in (keys, values))
+    made, second = decode.launches(queries, *states, *six, visible, groups, scale, None)
+    for launch, whole in zip(second, wholes, strict=False):  # `scores` reads keys, `output` values
+        launch.wholes |= {name: tensor for name, tensor in whole.items() if tensor is not None}
+    return [*made, queries, weights], [*first, *second]
+
+
+def _look(tensors) -> tuple:
+    """What of the tensors decides: not how long the memory is, unless a row on the device has to be within it; nor the
+    shape of the mask, which grows with it."""
+    product, keys, values, *others, place, visible = tensors
+    rows = [((*t.shape[:2], t.shape[3]), t.stride(), t.dtype, t.data_ptr() & 15) for t in (keys, values)]
+    capacity = None if place is None else keys.shape[2]
+    return geometry([product, *others, place]), *rows, capacity, None if visible is None else visible.data_ptr() & 15
+
+
+_RUN = Repeated(launches, _look)
+
+
+@torch.library.register_kernel(decode_step_op.name(), DEVICES)
+def _decode_step(product, others, keys, values, plan, numbers, approximate):
+    *placed, visible = place_tensors(others, plan[_FIELDS + 1 :], 9)
+    row, in_place = plan[_FIELDS], placed[7] is not None
+    count = keys.shape[2] if in_place else row + product.shape[1]
+    seen = None if visible is None else visible.view(torch.uint8)
+    made = _RUN(
+        [product, keys, values, *placed, seen],
+        tuple(plan[:_FIELDS]), tuple(numbers), decode.rounded_length(count), approximate,
+        varying={"S": count, "row": row} | decode.visible_strides(seen),
+    )  # fmt: skip
+    torch.autograd.graph.increment_version([x for x in (keys, values) if not x.is_inference()])
+    return refuse_backward("decode_step", made[:1], [product, *others, keys, values])[0]
+
+
+class _Layer:
+    """What a step takes from the modules of a layer. It is remembered as long as they have not changed.
+
+    Args:
+        attention: the layer's `DCFormerAttention`, of which `can_prepare` says that the kernel may replace its modules.
+        product: of its projections.
+    """
+
+    def __init__(self, attention: Any, product: torch.Tensor):
+        modules = vars(attention)["_modules"]
+        self.of_product = product.dtype, product.device
+        self.compose, self.query_norm, self.key_norm = (modules[name] for name in ("compose", "q_norm", "k_norm"))
+        self.act_fn, self.eps = self.compose.act_fn, getattr(self.query_norm, "eps", 0.0)
+        owners = (self.compose, self.query_norm, self.key_norm, self.compose, self.compose)
+        names = ("qkw", "weight", "weight", "pre_static", "post_static")
+        places = (0, 1, 2, 5, 6)  # among the operator's nine
+        held = [(vars(owner)["_parameters"], name) for owner, name in zip(owners, names, strict=True)]
+        self.parameters = [(of, name, of.get(name)) for of, name in held]
+        self.addresses: list[int] = []
+        self.given = [tensor for *_, tensor in self.parameters if tensor is not None]
+        self.places = [n for n, (*_, tensor) in zip(places, self.parameters, strict=True) if tensor is not None]
+
+        compose, dim = self.compose, attention.head_dim
+        heads, self.kv_heads = (size // dim for size in attention.fused.sizes[:2])
+        self.widths = [dim + compose.channels[stage] for stage in ("pre", "post")]
+        rank, has_gate = compose.rank if compose.dw1_proj is not None else 0, compose.gate_proj is not None
+        self.plan = [heads, dim, *map(int, compose.parts), *(width - dim for width in self.widths)]
+        self.plan += [compose.heads_per_group, rank, int(has_gate)]
+        self.approximate = APPROXIMATE.get(type(self.act_fn), "none")
+
+    def is_current(self, attention: Any, product: torch.Tensor) -> bool:
+        """Whether all is as it was found: modules, hooks, eps, and parameters with their places.
+
+        The projections are not looked at: `FusedProjections.is_intact` knows about these.
+        """
+        modules, compose = vars(attention)["_modules"], self.compose
+        query_norm, key_norm = self.query_norm, self.key_norm
+        if (
+            modules["compose"] is not compose
+            or modules["q_norm"] is not query_norm
+            or modules["k_norm"] is not key_norm
+        ):
+            return False
+        if vars(compose)["_modules"]["act_fn"] is not self.act_fn or (product.dtype, product.device) != self.of_product:
+            return False
+        if not (has_no_hooks(compose) and has_no_hooks(query_norm) and has_no_hooks(key_norm)):
+            return False
+        if getattr(query_norm, "eps", 0.0) != self.eps or getattr(key_norm, "eps", 0.0) != self.eps:
+            return False
+        for of, name, tensor in self.parameters:
+            if of.get(name) is not tensor:
+                return False
+        return self.addresses == [tensor.data_ptr() for tensor in self.given]
+
+
+def _layer(attention: Any, hidden_states: torch.Tensor, product: torch.Tensor) -> _Layer | None:
+    """The layer as it is now; None where the kernel may not take the place of its modules."""
+    if torch.compiler.is_compiling():  # what is remembered would be a guard of the graph
+        return _Layer(attention, product) if can_prepare(attention, hidden_states, product) else None
+    known = attention.fused.remembered
+    if known is None or not known.is_current(attention, product):
+        known = _Layer(attention, product) if can_prepare(attention, hidden_states, product) else None
+        if known is not None:
+            known.addresses = [tensor.data_ptr() for tensor in known.given]
+        attention.fused.remembered = known
+    return known
+
+
+def decode_step(
+    attention: Any,
+    hidden_states: torch.Tensor,
+    product: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    lend: Any,
+    attention_mask: Any = None,
+    is_causal: bool | None = None,
+) -> tuple[torch.Tensor, Any] | None:
+    """All that a layer with a cache does between its fused product and the projection of its output.
+
+    Args:
+        attention: the layer's `DCFormerAttention`.
+        hidden_states: [B, N, E].
+        product: [B, N, columns], of `attention.fused`.
+        position_embeddings: cosines and sines, each [B or 1, N, P].
+        lend: (shapes [B, Hkv, N, channels] of new keys and values, a tensor like them) -> the `Room` that a cache has
+            for them, or None.
+        attention_mask, is_causal: as for `triton_attention`.
+
+    Returns:
+        output [B, N, H, D], and the room, whose rows are filled and not counted yet; or None, with nothing done, where
+        `prepare` would give None, and where the cache lends nothing.
+
+    Raises:
+        ValueError: as `triton_attention`.
+    """
+    cos, sin = position_embeddings
+    batch, length, _ = product.shape
+    if not batch or not length or not fits(hidden_states, product, cos):
+        return None
+    if (layer := _layer(attention, hidden_states, product)) is None:
+        return None
+    keys, values = layer.widths
+    shapes = [(batch, layer.kv_heads, length, keys), (batch, layer.kv_heads, length, values)]
+    if (room := lend(shapes, product)) is None:
+        return None
+    count = room.row + length if room.place is None else room.keys.shape[2]
+    visible = visible_keys(attention, attention_mask, None, is_causal, (batch, length, count), product.device)
+    if cos.stride(-1) != 1 or sin.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    others, plan = [*layer.given, cos, sin], [*layer.plan, room.row, *layer.places, 3, 4]
+    for place, tensor in ((7, room.place), (8, visible)):
+        if tensor is not None:
+            others.append(tensor)
+            plan.append(place)
+    numbers = [layer.eps, attention.scaling]
+    return decode_step_op(product, others, room.keys, room.values, plan, numbers, layer.approximate), room
+
+
+__all__ = ["decode_step"]

@@ -1,0 +1,258 @@
+"""A decoding step as one operator, against the same kernels with a cache between them: bit for bit."""
+
+import pytest
+import torch
+from kernel_device import DEVICE
+from test_prepare import CHANGES, PLAIN, SHAPES, SWITCHES, make
+
+from dcformer.cache_dcformer import GrowingLayer, Room, StaticFullLayer
+from dcformer.kernels import step
+from dcformer.kernels.ops import triton_attention
+from dcformer.kernels.prepare import prepare
+
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+]
+CAPACITY = 37
+FILL = 7.0  # of rows that nobody has written
+
+
+def room_of(attention, batch, filled, dtype, in_place, capacity=CAPACITY):
+    """Memory of which some rows hold numbers; the others must be neither read nor written."""
+    heads, dim = attention.config.num_key_value_heads, attention.head_dim
+    memory = [
+        torch.full((batch, heads, capacity, dim + attention.compose.channels[stage]), FILL, dtype=dtype, device=DEVICE)
+        for stage in ("pre", "post")
+    ]
+    for rows in memory:
+        rows[:, :, :filled] = 0.5 * torch.randn(rows[:, :, :filled].shape).to(DEVICE, dtype)
+    place = torch.tensor(filled, device=DEVICE) if in_place else None
+    return Room(None, *memory, place, 0 if in_place else filled)
+
+
+def in_pieces(attention, x, product, rope, room, filled, mask=None, is_causal=None):
+    """What `decode_step` does, with a copy of the cache in between; also the rows that it then holds."""
+    parts = attention.fused.split(product)
+    query, *new, (generated, statics) = prepare(attention, x, parts, rope)
+    rows = [old[:, :, :filled].clone() for old in (room.keys, room.values)]
+    rows = [torch.cat([old, tokens], dim=2) for old, tokens in zip(rows, new, strict=True)]
+    states, sides = zip(
+        *(
+            attention.compose.unpack(packed, attention.head_dim, stage)
+            for packed, stage in zip(rows, ("pre", "post"), strict=True)
+        ),
+        strict=True,
+    )
+    weights = [
+        attention.compose.stage_weights(generated.get((stage, "query")), side, statics.get(stage))
+        for stage, side in zip(("pre", "post"), sides, strict=True)
+    ]
+    out, _ = triton_attention(attention, query, *states, mask, attention.scaling, 0.0, *weights, is_causal=is_causal)
+    return out, rows
+
+
+@torch.no_grad()
+def check(shape, switches, dtype, in_place, filled=20, mask=None):
+    attention, _, embedding = make(shape, dtype, **switches)
+    batch, tokens = shape[-2:]
+    x = torch.randn(batch, tokens, 32).to(DEVICE, dtype)
+    rope = embedding(x, filled + torch.arange(tokens, device=DEVICE)[None])
+    product, room = attention.fused(x), room_of(attention, batch, filled, dtype, in_place)
+    count = filled + tokens
+    if mask is None and in_place:
+        mask = torch.ones(1, 1, tokens, count, dtype=torch.bool, device=DEVICE).tril(filled)
+    expected, rows = in_pieces(attention, x, product, rope, room, filled, mask)
+    behind = [memory[:, :, count:].clone() for memory in (room.keys, room.values)]
+    versions = room.keys._version, room.values._version
+    if in_place:  # of which the host does not know how much is filled
+        mask = torch.nn.functional.pad(mask, (0, CAPACITY - count))
+    asked = []
+
+    def lend(*arguments):
+        asked.append(arguments)
+        return room
+
+    found, returned = step.decode_step(attention, x, product, rope, lend, mask)
+    assert returned is room and found.dtype == dtype
+    assert torch.equal(found, expected)
+    for memory, held, after in zip((room.keys, room.values), rows, behind, strict=True):
+        assert torch.equal(memory[:, :, :count], held) and torch.equal(memory[:, :, count:], after)
+    assert versions < (room.keys._version, room.values._version)
+    ((shapes, like),) = asked
+    assert shapes == [(*rows.shape[:2], tokens, rows.shape[3]) for rows in (room.keys, room.values)]
+    assert like.dtype == dtype and like.device == room.keys.device
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("switches", [*SWITCHES, {"compose_pre": False, "compose_key": False}], ids=str)
+def test_switches(switches, in_place):
+    check((6, 2, 2, 2, 24, 2, 3), switches, torch.float32, in_place)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dtypes(dtype, in_place):
+    check((6, 2, 1, 2, 24, 2, 1), {"compose_static": True}, dtype, in_place)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape):
+    check(shape, {}, torch.float32, in_place=shape[-1] % 2 == 1)
+
+
+@pytest.mark.parametrize("filled", [0, 1, CAPACITY - 3])
+@pytest.mark.parametrize("in_place", [False, True], ids=["growing", "static"])
+def test_the_first_and_the_last_rows(in_place, filled):
+    check((6, 2, 1, 2, 24, 2, 3), {}, torch.float32, in_place, filled)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("is_additive", [False, True])
+@pytest.mark.parametrize("in_place", [False, True], ids=["growing", "static"])
+def test_masks(in_place, is_additive, batch):
+    """Padding on the left, and a query that sees nothing."""
+    mask = torch.ones(batch, 1, 3, 23, dtype=torch.bool, device=DEVICE).tril(20)
+    mask[-1, :, :, :5] = False
+    mask[-1, :, 1] = False
+    if is_additive and not in_place:
+        mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    check((6, 2, 1, 2, 24, 2, 3), {}, torch.float32, in_place, mask=mask)
+
+
+@torch.no_grad()
+def test_without_causality():
+    attention, _, embedding = make((6, 2, 1, 2, 24, 2, 3), torch.float32)
+    x = torch.randn(2, 3, 32, device=DEVICE)
+    rope, product = embedding(x, torch.arange(3, device=DEVICE)[None]), attention.fused(x)
+    room = room_of(attention, 2, 5, x.dtype, False)
+    expected, _ = in_pieces(attention, x, product, rope, room, 5, is_causal=False)
+    found, _ = step.decode_step(attention, x, product, rope, lambda *_: room, None, False)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("place", [35, 37, 10**6, 2**33])
+@torch.no_grad()
+def test_a_static_cache_that_is_full_gives_nan(place):
+    """Nothing outside of it is touched; the host does not know."""
+    attention, _, embedding = make((6, 2, 1, 2, 24, 2, 3), torch.float32)
+    x = torch.randn(2, 3, 32, device=DEVICE)
+    rope = embedding(x, torch.arange(3, device=DEVICE)[None])
+    room = room_of(attention, 2, CAPACITY, x.dtype, True)._replace(place=torch.tensor(place, device=DEVICE))
+    keys, values = room.keys[:, :, :34].clone(), room.values[:, :, :34].clone()
+    mask = torch.ones(1, 1, 3, CAPACITY, dtype=torch.bool, device=DEVICE)
+    found, _ = step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room, mask)
+    assert found.isnan().all()
+    assert torch.equal(room.keys[:, :, :34], keys) and torch.equal(room.values[:, :, :34], values)
+
+
+@pytest.mark.parametrize("change", [*CHANGES, None])
+@torch.no_grad()
+def test_what_is_left_to_the_layer(change):
+    """What the kernel cannot know of, and a cache that lends nothing: no row is written, nobody is asked in vain."""
+    attention, _, embedding = make((6, 2, 1, 2, 24, 1, 1), torch.float32, compose_static=True)
+    x = torch.randn(1, 1, 32, device=DEVICE)
+    rope, product = embedding(x, torch.arange(1, device=DEVICE)[None]), attention.fused(x)
+    room = room_of(attention, 1, 5, x.dtype, False)
+    assert step.decode_step(attention, x, product, rope, lambda *_: room) is not None
+    before, lend = room.keys.clone(), (lambda *_: None) if change is None else (lambda *_: room)
+    if change is not None:
+        change(attention)
+    # of the projections the layer has asked before
+    is_noticed = not attention.fused.is_intact(attention.projections().values())
+    assert is_noticed or step.decode_step(attention, x + 1, product + 1, rope, lend) is None
+    assert torch.equal(room.keys, before)
+
+
+@torch.no_grad()
+def test_no_tokens():
+    attention, _, embedding = make((6, 2, 1, 2, 24, 1, 1), torch.float32)
+    for shape in ((0, 1, 32), (1, 0, 32)):
+        x = torch.randn(shape, device=DEVICE)
+        rope = embedding(x, torch.arange(shape[1], device=DEVICE)[None])
+        assert step.decode_step(attention, x, attention.fused(x), rope, lambda *_: pytest.fail("asked")) is None
+
+
+@pytest.mark.parametrize("mask", ["per head", "too short", "bias", "gradients"])
+@torch.no_grad()
+def test_masks_that_are_refused(mask):
+    attention, _, embedding = make((6, 2, 1, 2, 24, 1, 2), torch.float32)
+    x = torch.randn(1, 2, 32, device=DEVICE)
+    rope, room = embedding(x, torch.arange(2, device=DEVICE)[None]), room_of(attention, 1, 5, x.dtype, False)
+    before = room.keys.clone()
+    tensor, message = {
+        "per head": (torch.ones(1, 6, 2, 7).bool(), "no mask per head"),
+        "too short": (torch.ones(1, 1, 2, 6).bool(), r"shape \(1, 1, 2, 6\) does not fit .* 7 keys"),
+        "bias": (torch.rand(1, 1, 2, 7), "add no biases"),
+        "gradients": (torch.zeros(1, 1, 2, 7).requires_grad_(), "requires gradients"),
+    }[mask]
+    with pytest.raises(ValueError, match=message):
+        step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room, tensor.to(DEVICE))
+    assert torch.equal(room.keys, before)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("switches", [{"compose_static": True}, PLAIN], ids=str)
+@torch.no_grad()
+def test_operator_is_well_behaved(switches, in_place, monkeypatch):
+    attention, _, embedding = make((6, 2, 1, 2, 24, 1, 1), torch.float32, **switches)
+    x = torch.randn(1, 1, 32, device=DEVICE)
+    rope, room = embedding(x, torch.arange(1, device=DEVICE)[None]), room_of(attention, 1, 5, x.dtype, in_place)
+    calls = []
+
+    def record(*arguments):
+        calls.append(arguments)
+        return operator(*arguments)
+
+    operator = step.decode_step_op
+    monkeypatch.setattr(step, "decode_step_op", record)
+    mask = torch.ones(1, 1, 1, CAPACITY if in_place else 6, dtype=torch.bool, device=DEVICE)
+    step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room, mask)
+    torch.library.opcheck(operator, calls[0])
+    assert torch.Tag.pt2_compliant_tag in operator.tags
+
+
+def test_a_backward_pass_through_the_operator_is_an_error(monkeypatch):
+    attention, _, embedding = make((6, 2, 1, 2, 24, 1, 1), torch.float32)
+    x = torch.randn(1, 1, 32, device=DEVICE)
+    calls, operator = [], step.decode_step_op
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(step, "decode_step_op", lambda *arguments: calls.append(arguments))
+        rope, room = embedding(x, torch.arange(1, device=DEVICE)[None]), room_of(attention, 1, 5, x.dtype, False)
+        step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room)
+    product, *rest = calls[0]
+    out = operator(product.requires_grad_(), *rest)
+    with pytest.raises(RuntimeError, match="decode_step has no backward pass"):
+        out.sum().backward()
+
+
+@torch.no_grad()
+def test_layers_of_caches_lend_what_the_operator_fills():
+    """Steps through the two kinds of layers, in turn with tokens that are added in the ordinary way."""
+    attention, _, embedding = make((6, 2, 1, 2, 24, 2, 1), torch.float32)
+    results = []
+    for layer in (GrowingLayer(), StaticFullLayer(max_cache_len=CAPACITY)):
+        generator, found, filled = torch.Generator().manual_seed(5), [], 0
+        for tokens, add in ((4, True), (1, False), (2, False), (3, True), (1, False)):
+            x = torch.randn(2, tokens, 32, generator=generator).to(DEVICE)
+            rope, product = embedding(x, filled + torch.arange(tokens, device=DEVICE)[None]), attention.fused(x)
+            if add:
+                _, key, value, _ = prepare(attention, x, attention.fused.split(product), rope)
+                layer.update(key, value)
+            else:
+                is_static = isinstance(layer, StaticFullLayer)
+                if is_static:
+                    room = Room(layer, layer.keys, layer.values, layer.cumulative_length, 0)
+                    mask = torch.ones(1, 1, tokens, CAPACITY, dtype=torch.bool, device=DEVICE).tril(filled)
+                else:
+                    width = 24 + attention.compose.channels["pre"]
+                    room, mask = layer.lend([(2, 2, tokens, width)] * 2, product), None
+                out, room = step.decode_step(attention, x, product, rope, lambda *_, room=room: room, mask)
+                room.count(tokens)
+                found.append(out)
+            filled += tokens
+            assert int(layer.get_seq_length()) == filled
+        results.append((found, layer.keys[:, :, :filled], layer.values[:, :, :filled]))
+    (outs, *rows), (others, *other_rows) = results
+    assert all(torch.equal(one, other) for one, other in zip(outs, others, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(rows, other_rows, strict=True))
