@@ -13,7 +13,7 @@ from kernel_device import DEVICE, INTERPRETED
 
 from dcformer import DCFormerForCausalLM
 from dcformer.compose_dcformer import DEFAULT_ATTENTION
-from dcformer.kernels import decode, generator, launch, limits, selfcheck, verdicts
+from dcformer.kernels import decode, generator, launch, limits, selfcheck, step, verdicts
 from dcformer_commands.selfcheck import main
 
 HERE = torch.device(DEVICE, None if INTERPRETED else 0)
@@ -59,6 +59,7 @@ def test_right_kernels_pass(name):
     weights += [f"{stage}.static" for stage in composes] * kind.static
     gradients = [f"attention, gradient of {name}" for name in ("query", "key", "value", *weights)]
     assert {"attention, forward", "decoding, 1 query", "decoding, 3 queries", *gradients, *made} <= set(names)
+    assert ("fused steps, token 1" in names) == ("fused steps, token 2" in names) == (kind.dtype == kind.states)
     assert all(check.eager > 0 for check in results)  # the yardstick is more than zero, so something was computed
 
 
@@ -91,12 +92,23 @@ def break_gradients(patch, of, by=1e-3):
 def break_decoding(patch):
     right = decode._RUN
 
-    def run(*arguments):
-        made = right(*arguments)
+    def run(*arguments, **options):
+        made = right(*arguments, **options)
         wrong(made[0])
         return made
 
     patch.setattr(decode, "_RUN", run)
+
+
+def break_step(patch):
+    right = step._RUN
+
+    def run(*arguments, **options):
+        made = right(*arguments, **options)
+        wrong(made[0])
+        return made
+
+    patch.setattr(step, "_RUN", run)
 
 
 def break_generator(patch, packed):
@@ -137,6 +149,7 @@ BROKEN = {
         {f"attention, gradient of {i}.query.{part}" for i in ("pre", "post") for part in ("down", "up", "gate")},
     ),
     "decoding": (break_decoding, {"decoding, 1 query", "decoding, 3 queries"}),
+    "fused steps": (break_step, {"fused steps, token 1", "fused steps, token 2"}),
     "generator": (
         lambda p: break_generator(p, False),
         {

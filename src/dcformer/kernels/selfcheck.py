@@ -1,8 +1,9 @@
 """The self-check: whether the fused kernels compute the definition on this device, and the default that follows.
 
 With `attn_implementation` unset, each layer asks `is_default` for the tensors at hand. On a CUDA device the first such
-question of a kind of layer runs `checks`: attention forward and backward, decoding and the weight generators, at small
-shapes, against the eager definition. The verdict is remembered, and kept in the cache folder (`verdicts`).
+question of a kind of layer runs `checks`: attention forward and backward, decoding, the weight generators and steps of
+fused layers, at small shapes, against the eager definition. The verdict is remembered, and kept in the cache folder
+(`verdicts`).
 
 Tolerances: the definition in float64 is the yardstick. Of a result the largest error and the norm of all errors may be
 at most twice those of the definition in the low precision, plus a band, relative to the largest number and to the norm:
@@ -25,11 +26,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import DynamicCache
 from transformers.utils import logging
 
 from ..attention_dcformer import active_transform, attend, eager_attention
+from ..cache_dcformer import lend_room, use_growing_layers
 from ..compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, autocast_dtype, compose
 from ..configuration_dcformer import DCFormerConfig
+from ..fusion_dcformer import FusedProjections
 from ..heads_dcformer import matmul_shared
 from ..masks_dcformer import QueryBlockMask
 from . import verdicts
@@ -325,6 +330,8 @@ def checks(device: torch.device, kind: Kind) -> Iterator[Check]:
         yield from subject.generators()
         if kind.key:
             yield from subject.packed_generators()
+    if kind.states == kind.dtype:  # autocast goes another way
+        yield from subject.fused_steps()
 
 
 @dataclass(frozen=True)
@@ -346,28 +353,30 @@ class _Subject:
         self.states: torch.dtype = getattr(torch, kind.states)
         self.generator = torch.Generator().manual_seed(0)
         self.eager_module: Any = SimpleNamespace(is_causal=True, training=False)
-        self.exact, self.compose = self._make_compose()
+        self.exact, self.compose = self._make(partial(DCFormerCompose, self._config(head_dim=2)))
 
-    def _make_compose(self) -> tuple[DCFormerCompose, DCFormerCompose]:
-        """The layer's module with parameters that make composition matter, in float64 and in the dtype of states."""
+    def _config(self, head_dim: int) -> DCFormerConfig:
         kind = self.kind
-        config = DCFormerConfig(
+        return DCFormerConfig(
             hidden_size=_HIDDEN_SIZE, num_attention_heads=kind.heads, num_key_value_heads=kind.kv_heads,
-            head_dim=2, num_hidden_layers=1, compose_groups=kind.groups, compose_rank=max(1, kind.rank),
+            head_dim=head_dim, num_hidden_layers=1, compose_groups=kind.groups, compose_rank=max(1, kind.rank),
             compose_projection=kind.rank > 0, compose_gate=kind.gate, compose_static=kind.static, compose_pre=kind.pre,
             compose_post=kind.post, compose_query=kind.query, compose_key=kind.key, compose_act=kind.activation,
         )  # fmt: skip
+
+    def _make(self, make: Callable[[], nn.Module]) -> tuple[Any, Any]:
+        """A module with parameters that make composition matter, in float64 and in the dtype of states."""
         with torch.device("meta"):  # no draw from the global generator
-            module = DCFormerCompose(config)
+            module = make()
         exact = module.to(torch.float64).to_empty(device=self.device)
         with torch.no_grad():
             for parameter in exact.parameters():
                 parameter.copy_(self._new(*parameter.shape, scale=2 * parameter.shape[-1] ** -0.5, dtype=self.states))
         with torch.device("meta"):
-            module = DCFormerCompose(config)
+            module = make()
         low = module.to(self.states).to_empty(device=self.device)
         low.load_state_dict(exact.state_dict())
-        return exact, low
+        return exact.eval(), low.eval()
 
     def _new(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Random numbers in float64 that the dtype has."""
@@ -584,6 +593,46 @@ class _Subject:
             # the last call repeats the launches that the one before chose, as models do
             low, _, found = (results(self.compose, self._autocast(), fused) for fused in (False, True, True))
         yield from self._compare("generators into the cache", truth, low, found)
+
+    def fused_steps(self) -> Iterator[Check]:
+        """Two tokens of a layer with fused projections, up to the output of the heads.
+
+        That is QK-norm, RoPE, generators, and the rows of a cache, which are written and read in place.
+        """
+        from ..modeling_dcformer import DCFormerAttention, DCFormerRotaryEmbedding
+        from .step import decode_step
+
+        config, keys = self._config(self.kind.head_dim), self.lengths.keys
+        modules: tuple[DCFormerAttention, DCFormerAttention] = self._make(partial(DCFormerAttention, config, 0))
+        rotary, hidden = DCFormerRotaryEmbedding(config).to(self.device), self._new(2, keys + 2, _HIDDEN_SIZE)
+        for module in modules:
+            module.o_proj = nn.Identity()  # type: ignore[assignment]
+        low = modules[1]
+        low.fused = FusedProjections(tuple(low.projections().values()))  # type: ignore[arg-type]
+
+        def results(module: DCFormerAttention, by_kernels: bool = False) -> _Results:
+            cache, out, start = DynamicCache(), {}, 0
+            use_growing_layers(cache)
+            states = hidden.to(module.q_proj.weight.dtype)
+            for stop in (keys, keys + 1, keys + 2):
+                x, mask = states[:, start:stop], self._visible(stop - start, stop)
+                rope = rotary(x, torch.arange(start, stop, device=self.device)[None])
+                if by_kernels and start:
+                    stepped = decode_step(module, x, module.fused(x), rope, partial(lend_room, cache, 0), mask)
+                    if stepped is None:
+                        raise RuntimeError("a fused step was left to the layer's own operations")
+                    found, room = stepped
+                    room.count(1)
+                else:
+                    found, _ = module(x, rope, mask, cache, 0, attn_implementation="eager")
+                if start:
+                    out[f"token {start - keys + 1}"] = found.reshape(2, -1)
+                start = stop
+            return out
+
+        with torch.no_grad():
+            truth, by_definition, found = results(modules[0]), results(low), results(low, True)
+        yield from self._compare("fused steps", truth, by_definition, found)
 
     def _compare(
         self, name: str, truth: _Results, low: _Results, found: _Results, span: float = 0.0
