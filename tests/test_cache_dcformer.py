@@ -374,6 +374,22 @@ def test_a_window_that_lends_room_is_the_librarys(window, pieces):
     assert all(torch.equal(held, copy) for held, copy in given_out)
 
 
+@pytest.mark.parametrize("kind", [GrowingLayer, GrowingWindowLayer])
+@torch.no_grad()
+def test_memory_is_not_held_twice(kind):
+    """What other operations have replaced is let go, not kept until the next token."""
+    layer = kind() if kind is GrowingLayer else kind(sliding_window=9)
+    layer.update(*_states(0, 3))
+    changes = [lambda: layer.reorder_cache(torch.tensor([0]))]
+    changes += [lambda: layer.update(*_states(4, 1))] * (kind is GrowingWindowLayer)
+    for change in changes:
+        layer.lend([(1, 2, 1, 3)] * 2, layer.keys)
+        layer.take(1)
+        assert layer._memory
+        change()
+        assert not layer._memory
+
+
 def test_a_window_moves_seldom():
     layer, addresses = GrowingWindowLayer(sliding_window=9), set()
     with torch.no_grad():
@@ -395,6 +411,8 @@ def test_windows_that_lend_no_room():
         if change != "empty":
             layer.update(*_states(0, 6))
             assert layer.lend([(1, 2, 1, 3)] * 2, layer.keys) is not None
+        if change == "empty":  # as after an allocation ahead of use
+            layer.lazy_initialization(*_states(0, 0))
         if change == "record_past":
             layer.record_past = True
         elif change == "cut":

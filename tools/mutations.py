@@ -228,14 +228,14 @@ _CACHE = _in(
     ),
     (
         "a window lends what the library keeps to take tokens back",
-        'if is_whole and not getattr(self, "record_past", False) else None',
-        "if is_whole else None",
+        'or self.keys.dim() != 4 or getattr(self, "record_past", False):',
+        "or self.keys.dim() != 4:",
         T_CACHE + "test_windows_that_lend_no_room",
     ),
     (
         "a window lends behind tokens that something else has cut",
-        'if is_whole and not getattr(self, "record_past", False) else None',
-        'if not getattr(self, "record_past", False) else None',
+        "return super().lend(shapes, like) if is_whole else None",
+        "return super().lend(shapes, like)",
         T_CACHE + "test_windows_that_lend_no_room",
     ),
     (
@@ -1135,13 +1135,13 @@ _KERNELS = (
         ),
         (
             "weights behind values read behind keys",
-            "rows = memory[:, :, :count]",
-            "rows = keys[:, :, :count]",
+            "rows = memory[:, :, :rounded]",
+            "rows = keys[:, :, :rounded]",
             T_STEP + "test_without_causality",
         ),
         (
             "parameters of another dtype or place are not noticed",
-            "        return self.addresses == [tensor.data_ptr() for tensor in self.given]\n",
+            "        return self.addresses == _addresses(self.given)\n",
             "        return True\n",
             T_STEP + "test_what_is_left_to_the_layer[_parameter_of_another_dtype]",
         ),

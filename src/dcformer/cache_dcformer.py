@@ -231,6 +231,11 @@ class _GrowingLayer(DynamicLayer):
         super().reset()
         self._memory.clear()
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Puts sequences in another order, in memory of their own."""
+        self._memory.clear()
+        super().reorder_cache(beam_idx)
+
     def lend(self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Room | None:
         """As `lend_room`; the rows are used up once `take` counts them."""
         if not self.is_initialized or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -260,6 +265,7 @@ class _GrowingLayer(DynamicLayer):
         length = count + shape[2]
         is_frozen = memory.is_inference() and not torch.is_inference_mode_enabled()
         if held is not known or first + length > memory.shape[2] or is_frozen:
+            self._memory.pop(name, None)  # before there is more
             room = max(LEAST_ROOM, length // ROOM)
             # whole multiples of 16 tokens: strides of another alignment would be other kernels
             memory, first = like.new_empty(*shape[:2], -(length + room) // 16 * -16, shape[3]), 0
@@ -313,10 +319,19 @@ class GrowingWindowLayer(_GrowingLayer, DynamicSlidingWindowLayer):
     They move through memory that has room for more. Only room that is lent is filled so; `update` is the library's.
     """
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values [B, G, T, channels]; returns those that the T queries may see."""
+        self._memory.clear()
+        return super().update(key_states, value_states, *args, **kwargs)
+
     def lend(self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Room | None:
         """As `lend_room`; nothing while the library keeps what is behind the window, to take tokens back."""
-        is_whole = self.is_initialized and self.keys.shape[-2] == min(self.cumulative_length, self.sliding_window - 1)
-        return super().lend(shapes, like) if is_whole and not getattr(self, "record_past", False) else None
+        if not self.is_initialized or self.keys.dim() != 4 or getattr(self, "record_past", False):
+            return None
+        is_whole = self.keys.shape[2] == min(self.cumulative_length, self.sliding_window - 1)
+        return super().lend(shapes, like) if is_whole else None
 
     def take(self, length: int) -> None:
         """Counts so many tokens whose rows have been written to the memory of `lend`."""

@@ -176,15 +176,21 @@ class DCFormerAttention(nn.Module):
     """Dynamically composable multi-head attention (paper section 3).
 
     Variants keep `forward`, which is the way past composition and cache, and override those of its steps in which they
-    differ: `_project`, `_place`, `_attend`, `_output`.
+    differ: `_project`, `_normalise`, `_place`, `_attend`, `_output`.
     """
 
+    own_steps: frozenset[str] = frozenset()  # in which a variant differs: nothing else may take their place
     head_embeddings: str | None = None  # `HeadEmbeddingAttention` has them
     keeps_shapes = True  # queries, keys and values have those of plain attention, for which there are kernels
 
     # DeepSpeed's ZeRO-3 gathers all parameters in here as one. Module by module it would gather them for the backward
     # pass by the tensors that a module returns, and find none in the `SideWeights` of `DCFormerCompose`.
     _z3_leaf = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        names = ("_project", "_normalise", "_place", "_attend", "_output")
+        cls.own_steps = frozenset(n for n in names if getattr(cls, n) is not getattr(DCFormerAttention, n))
 
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__()
@@ -264,14 +270,15 @@ class DCFormerAttention(nn.Module):
         layer_idx = self.layer_idx if layer_idx is None else layer_idx
         is_cached = past_key_values is not None
 
-        product = None if self.fused is None else self._fused_product(hidden_states)
+        is_fused = self.fused is not None and "_project" not in self.own_steps
+        product = self._fused_product(hidden_states) if is_fused else None
         projected = self._project(hidden_states) if product is None else ()
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             projected = projected or self._parts(product)
             query, key = projected[:2]
             implementation = default_implementation(self, hidden_states, query, key, attention_mask)
         kernels = None  # of a decoding step
-        if product is not None and past_key_values is not None:
+        if product is not None and past_key_values is not None and not self.own_steps:
             kernels = FUSED_GENERATORS.get(implementation)
         if kernels is not None and kwargs.get("compose_trace") is None:  # all of it in one
             lend = partial(lend_room, past_key_values, layer_idx)

@@ -22,6 +22,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM  # noqa: E402  # after the skips
 from dcformer.cache_dcformer import use_static_layers  # noqa: E402
+from dcformer.modeling_dcformer import DCFormerAttention  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTH = 20  # the window of local layers is 8
@@ -195,6 +196,34 @@ def test_fused_decoding_is_one_operator_of_a_layer(fused):
         assert operators.counts() == counts
     for layer, (_, _, keys, values, *_) in zip(cache.layers, operators.calls["decode_step"], strict=True):
         assert same_memory(keys, layer.keys) and same_memory(values, layer.values)
+
+
+VARIANTS = {
+    "_project": lambda self, x: [2 * part for part in DCFormerAttention._project(self, x)],
+    "_normalise": lambda self, query, key: (query, 0.5 * key),
+    "_place": lambda self, query, key, value, *args: (query, key, 2 * value),
+    "_attend": lambda self, *args, **kwargs: (2 * DCFormerAttention._attend(self, *args, **kwargs)[0], None),
+    "_output": lambda self, output, *args: self.o_proj(output.flatten(2).sin()),
+}
+
+
+@pytest.mark.parametrize("step", VARIANTS)
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_triton"])
+@torch.no_grad()
+def test_variants_take_their_own_steps_when_they_are_fused(step, implementation, fused):
+    """Each step that a subclass overrides is taken in prefill and decoding, whatever kernels there are."""
+    variant, plain = (copy.deepcopy(model_named("mha")) for _ in range(2))
+    variant_class = type("Variant", (DCFormerAttention,), {step: VARIANTS[step]})
+    assert variant_class.own_steps == {step}
+    for model in (variant, plain):
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = variant_class
+    variant.fuse_projections()
+    ids = tokens()
+    found, expected = (in_pieces(with_implementation(m, implementation), ids, [17, 1, 2]) for m in (variant, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    other = in_pieces(with_implementation(model_named("mha"), implementation), ids, [17, 1, 2])
+    assert (found[:, 17:] - other[:, 17:]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["static", "ring"])

@@ -34,6 +34,8 @@ KINDS = {
                              "bfloat16", "bfloat16"),
     "2 heads of 16": ({"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}, False,
                       "bfloat16", "bfloat16"),  # few numbers, whose roundings do not even out
+    "odd head dim": ({"head_dim": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                      "partial_rotary_factor": 0.5}}, False, "float32", "float32"),
     "no composition": ({"compose_query": False, "compose_key": False, "compose_pre": False, "compose_post": False},
                        True, "float32", "float32"),
 }  # fmt: skip

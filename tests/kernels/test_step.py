@@ -146,7 +146,20 @@ def test_a_static_cache_that_is_full_gives_nan(place):
     assert torch.equal(room.keys[:, :, :34], keys) and torch.equal(room.values[:, :, :34], values)
 
 
-@pytest.mark.parametrize("change", [*CHANGES, None])
+def _turned(name):
+    """The parameter has its numbers, laid out column by column in the same memory."""
+
+    def change(attention):
+        parameter = getattr(attention.compose, name)
+        numbers = parameter.detach().clone()
+        parameter.data = parameter.data.view(-1).as_strided(parameter.shape, (1, parameter.shape[0]))
+        parameter.copy_(numbers)
+
+    change.__name__ = f"{name} turned"
+    return change
+
+
+@pytest.mark.parametrize("change", [*CHANGES, _turned("post_static"), _turned("qkw"), None])
 @torch.no_grad()
 def test_what_is_left_to_the_layer(change):
     """What the kernel cannot know of, and a cache that lends nothing: no row is written, nobody is asked in vain."""
@@ -173,7 +186,7 @@ def test_no_tokens():
         assert step.decode_step(attention, x, attention.fused(x), rope, lambda *_: pytest.fail("asked")) is None
 
 
-@pytest.mark.parametrize("mask", ["per head", "too short", "bias", "gradients"])
+@pytest.mark.parametrize("mask", ["per head", "too short", "bias", "gradients", "elsewhere"])
 @torch.no_grad()
 def test_masks_that_are_refused(mask):
     attention, _, embedding = make((6, 2, 1, 2, 24, 1, 2), torch.float32)
@@ -185,9 +198,11 @@ def test_masks_that_are_refused(mask):
         "too short": (torch.ones(1, 1, 2, 6).bool(), r"shape \(1, 1, 2, 6\) does not fit .* 7 keys"),
         "bias": (torch.rand(1, 1, 2, 7), "add no biases"),
         "gradients": (torch.zeros(1, 1, 2, 7).requires_grad_(), "requires gradients"),
+        "elsewhere": (torch.ones(1, 1, 2, 7, dtype=torch.bool, device="meta"), "on device 'meta'"),
     }[mask]
+    tensor = tensor if tensor.is_meta else tensor.to(DEVICE)
     with pytest.raises(ValueError, match=message):
-        step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room, tensor.to(DEVICE))
+        step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room, tensor)
     assert torch.equal(room.keys, before)
 
 

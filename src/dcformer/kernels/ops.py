@@ -278,9 +278,11 @@ def _intervals(mask: torch.Tensor | QueryBlockMask) -> tuple[torch.Tensor, torch
 
 
 def _check_mask(mask: torch.Tensor | QueryBlockMask | None, device: torch.device) -> None:
-    """Refuses a mask without data, or with gradients."""
+    """Refuses a mask without data, on another device than the queries, or with gradients."""
     if isinstance(mask, torch.Tensor):
         _require_data("attention_mask", mask, device)
+        if mask.device != device:
+            raise ValueError(f"attention_mask is on {mask.device}, the queries are on {device}: expected one device.")
         if mask.requires_grad:
             require_supported(mask="gradients")
 

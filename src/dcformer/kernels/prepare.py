@@ -280,6 +280,10 @@ def can_prepare(attention: Any, hidden_states: torch.Tensor, states: torch.Tenso
         return False
     if unsupported_reason(device=states.device, dtype=dtype, head_dim=attention.head_dim) is not None:
         return False
+    for module in (compose, query_norm, key_norm):
+        for parameter in vars(module)["_parameters"].values():
+            if parameter is not None and (parameter.device != states.device or not parameter.is_contiguous()):
+                return False
     if not compose.generators:
         return True
     qkw = vars(compose)["_parameters"].get("qkw")

@@ -330,7 +330,7 @@ def checks(device: torch.device, kind: Kind) -> Iterator[Check]:
         yield from subject.generators()
         if kind.key:
             yield from subject.packed_generators()
-    if kind.states == kind.dtype:  # autocast goes another way
+    if kind.states == kind.dtype and kind.head_dim > 1:  # autocast goes another way, and RoPE needs two channels
         yield from subject.fused_steps()
 
 
@@ -356,8 +356,11 @@ class _Subject:
         self.exact, self.compose = self._make(partial(DCFormerCompose, self._config(head_dim=2)))
 
     def _config(self, head_dim: int) -> DCFormerConfig:
-        kind = self.kind
+        kind, turned = self.kind, 1.0
+        if head_dim % 2:  # RoPE turns pairs of channels
+            turned = (head_dim - 0.5) / head_dim
         return DCFormerConfig(
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": turned},
             hidden_size=_HIDDEN_SIZE, num_attention_heads=kind.heads, num_key_value_heads=kind.kv_heads,
             head_dim=head_dim, num_hidden_layers=1, compose_groups=kind.groups, compose_rank=max(1, kind.rank),
             compose_projection=kind.rank > 0, compose_gate=kind.gate, compose_static=kind.static, compose_pre=kind.pre,

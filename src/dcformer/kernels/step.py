@@ -8,6 +8,7 @@ launches that were chosen once (`repeated`).
 # Arguments of operators are those of their prototypes in `schemas`.
 # mypy: disable-error-code="no-untyped-def"
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from .prepare import can_prepare, fits
 from .repeated import Launch, Repeated, geometry
 from .schemas import DEVICES, decode_step_op, place_tensors, refuse_backward
 
-_FIELDS = 11  # of the operator's plan, before the number of rows
+# the operator's `others`, in the order that its plan counts them by
+_OTHERS = ("qkw", "q_norm", "k_norm", "cos", "sin", "pre_static", "post_static", "place", "visible")
+_AT = {name: number for number, name in enumerate(_OTHERS)}
+_FIELDS = 11  # of the plan, before the number of rows
 
 
 def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
@@ -30,9 +34,10 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
 
     Args:
         given: the product, keys and values; the nine `others` of `decode_step_op`, None for absent ones, `visible` as
-            uint8; and the plan without rows and places, its numbers, a number of keys like S, and GELU's flavour.
+            uint8; and the plan without rows and places, its numbers, S as `decode.rounded_length` has it, and GELU's
+            flavour. The memory is longer than one key, and may be shorter than the rounded S: no choice differs by it.
     """
-    product, keys, values, *others, plan, (norm_eps, scale), count, approximate = given
+    product, keys, values, *others, plan, (norm_eps, scale), rounded, approximate = given
     qkw, query_weight, key_weight, cos, sin, *statics, place, visible = others
     heads, head_dim, *present, behind_keys, behind_values, heads_per_group, rank, has_gate = plan
     require_supported(rank=rank, head_dim=head_dim)
@@ -53,7 +58,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     for stage, memory, behind, static in zip(
         present[:2], (keys, values), (behind_keys, behind_values), statics, strict=True
     ):
-        rows = memory[:, :, :count]
+        rows = memory[:, :, :rounded]
         six += [of_queries.pop(0) if stage and present[2] else None]
         six += [key_weights_behind(rows, head_dim, heads // keys.shape[1], width) if behind else None]
         six += [None if static is None else static.view(-1, heads_per_group, heads_per_group)]
@@ -61,7 +66,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     composes = generators or any(static is not None for static in statics)
     groups = heads // heads_per_group if composes else keys.shape[1]
     require_supported(heads=heads // groups)
-    states = (memory[:, :, :count, :head_dim] for memory in (keys, values))
+    states = (memory[:, :, :rounded, :head_dim] for memory in (keys, values))
     made, second = decode.launches(queries, *states, *six, visible, groups, scale, None)
     for launch, whole in zip(second, wholes, strict=False):  # `scores` reads keys, `output` values
         launch.wholes |= {name: tensor for name, tensor in whole.items() if tensor is not None}
@@ -82,8 +87,8 @@ _RUN = Repeated(launches, _look)
 
 @torch.library.register_kernel(decode_step_op.name(), DEVICES)
 def _decode_step(product, others, keys, values, plan, numbers, approximate):
-    *placed, visible = place_tensors(others, plan[_FIELDS + 1 :], 9)
-    row, in_place = plan[_FIELDS], placed[7] is not None
+    *placed, visible = place_tensors(others, plan[_FIELDS + 1 :], len(_OTHERS))
+    row, in_place = plan[_FIELDS], placed[_AT["place"]] is not None
     count = keys.shape[2] if in_place else row + product.shape[1]
     seen = None if visible is None else visible.view(torch.uint8)
     made = _RUN(
@@ -108,14 +113,13 @@ class _Layer:
         self.of_product = product.dtype, product.device
         self.compose, self.query_norm, self.key_norm = (modules[name] for name in ("compose", "q_norm", "k_norm"))
         self.act_fn, self.eps = self.compose.act_fn, getattr(self.query_norm, "eps", 0.0)
-        owners = (self.compose, self.query_norm, self.key_norm, self.compose, self.compose)
-        names = ("qkw", "weight", "weight", "pre_static", "post_static")
-        places = (0, 1, 2, 5, 6)  # among the operator's nine
-        held = [(vars(owner)["_parameters"], name) for owner, name in zip(owners, names, strict=True)]
-        self.parameters = [(of, name, of.get(name)) for of, name in held]
-        self.addresses: list[int] = []
+        of_compose = vars(self.compose)["_parameters"]
+        held = {name: (of_compose, name) for name in ("qkw", "pre_static", "post_static")}
+        held |= {name: (vars(modules[name])["_parameters"], "weight") for name in ("q_norm", "k_norm")}
+        self.parameters = [(of, name, of.get(name)) for of, name in held.values()]
         self.given = [tensor for *_, tensor in self.parameters if tensor is not None]
-        self.places = [n for n, (*_, tensor) in zip(places, self.parameters, strict=True) if tensor is not None]
+        self.addresses: list[int] = []
+        self.places = [_AT[name] for name, (of, in_module) in held.items() if of.get(in_module) is not None]
 
         compose, dim = self.compose, attention.head_dim
         heads, self.kv_heads = (size // dim for size in attention.fused.sizes[:2])
@@ -126,7 +130,7 @@ class _Layer:
         self.approximate = APPROXIMATE.get(type(self.act_fn), "none")
 
     def is_current(self, attention: Any, product: torch.Tensor) -> bool:
-        """Whether all is as it was found: modules, hooks, eps, and parameters with their places.
+        """Whether all is as it was found: modules, hooks, eps, and parameters, contiguous at their addresses.
 
         The projections are not looked at: `FusedProjections.is_intact` knows about these.
         """
@@ -147,7 +151,11 @@ class _Layer:
         for of, name, tensor in self.parameters:
             if of.get(name) is not tensor:
                 return False
-        return self.addresses == [tensor.data_ptr() for tensor in self.given]
+        return self.addresses == _addresses(self.given)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
 
 
 def _layer(attention: Any, hidden_states: torch.Tensor, product: torch.Tensor) -> _Layer | None:
@@ -158,7 +166,7 @@ def _layer(attention: Any, hidden_states: torch.Tensor, product: torch.Tensor) -
     if known is None or not known.is_current(attention, product):
         known = _Layer(attention, product) if can_prepare(attention, hidden_states, product) else None
         if known is not None:
-            known.addresses = [tensor.data_ptr() for tensor in known.given]
+            known.addresses = _addresses(known.given)
         attention.fused.remembered = known
     return known
 
@@ -204,11 +212,12 @@ def decode_step(
     visible = visible_keys(attention, attention_mask, None, is_causal, (batch, length, count), product.device)
     if cos.stride(-1) != 1 or sin.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    others, plan = [*layer.given, cos, sin], [*layer.plan, room.row, *layer.places, 3, 4]
-    for place, tensor in ((7, room.place), (8, visible)):
+    others = [*layer.given, cos, sin]
+    plan = [*layer.plan, room.row, *layer.places, _AT["cos"], _AT["sin"]]
+    for name, tensor in (("place", room.place), ("visible", visible)):
         if tensor is not None:
             others.append(tensor)
-            plan.append(place)
+            plan.append(_AT[name])
     numbers = [layer.eps, attention.scaling]
     return decode_step_op(product, others, room.keys, room.values, plan, numbers, layer.approximate), room
 
