@@ -31,7 +31,7 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from ..attention_dcformer import active_transform, attend, eager_attention
-from ..cache_dcformer import lend_room, use_growing_layers
+from ..cache_dcformer import Room
 from ..compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, autocast_dtype, compose
 from ..configuration_dcformer import DCFormerConfig
 from ..fusion_dcformer import FusedProjections
@@ -615,21 +615,24 @@ class _Subject:
 
         def results(module: DCFormerAttention, by_kernels: bool = False) -> _Results:
             cache, out, start = DynamicCache(), {}, 0
-            use_growing_layers(cache)
+            memory: list[torch.Tensor] = []  # with room, as a growing cache lends it
             states = hidden.to(module.q_proj.weight.dtype)
             for stop in (keys, keys + 1, keys + 2):
                 x, mask = states[:, start:stop], self._visible(stop - start, stop)
                 rope = rotary(x, torch.arange(start, stop, device=self.device)[None])
                 if by_kernels and start:
-                    stepped = decode_step(module, x, module.fused(x), rope, partial(lend_room, cache, 0), mask)
+                    room = Room(None, memory[0], memory[1], None, start)
+                    stepped = decode_step(module, x, module.fused(x), rope, lambda *_, room=room: room, mask)
                     if stepped is None:
                         raise RuntimeError("a fused step was left to the layer's own operations")
-                    found, room = stepped
-                    room.count(1)
+                    found, _ = stepped
                 else:
                     found, _ = module(x, rope, mask, cache, 0, attn_implementation="eager")
                 if start:
                     out[f"token {start - keys + 1}"] = found.reshape(2, -1)
+                elif by_kernels:
+                    layer: Any = cache.layers[0]
+                    memory += [nn.functional.pad(rows, (0, 0, 0, 16)) for rows in (layer.keys, layer.values)]
                 start = stop
             return out
 
