@@ -20,7 +20,7 @@ from dcformer.attention_dcformer import eager_attention
 from dcformer.chunked_dcformer import chunked_attention
 from dcformer.kernels import composed_attention, launch, ops, overflow, schemas
 from dcformer.kernels.launch import Problem, Visibility
-from dcformer.kernels.layout import Layout, Part, packed_weights, six
+from dcformer.kernels.layout import Layout, Part, packed_weights
 from dcformer.kernels.ops import triton_attention
 from dcformer.kernels.triton.compose import join_kernel
 from dcformer.kernels.tuning import KERNELS, candidates, choose
@@ -786,7 +786,7 @@ def test_layouts_follow_from_the_weights(name):
     case = SWITCHES[name]
     pre, post = (stage_weights(case.tensors(), stage, case.groups) for stage in ("pre", "post"))
     weights, places = packed_weights(pre, post, case.kv_heads or case.heads)
-    layout = Layout.of(six(weights, places), case.groups)
+    layout = Layout.of(schemas.place_tensors(weights, places, 6), case.groups)
     flags = sum({"query": Part.QUERY, "key": Part.KEY}[side] for side in case.sides) + Part.STATIC * case.static
     flags += Part.GATE * (case.gate and bool(case.sides))
     expected = [flags if stage in case.stages else 0 for stage in ("pre", "post")]
