@@ -57,7 +57,7 @@ COSTS = (
 )
 
 
-def make_config(family: str, width: int):
+def make_config(family: str, width: int, head_dim: int = HEAD_DIM):
     from dcformer import DCFormerConfig
 
     return DCFormerConfig(
@@ -66,7 +66,7 @@ def make_config(family: str, width: int):
         hidden_size=width,
         intermediate_size=8 * round(width / 3),
         num_hidden_layers=LAYERS,
-        num_attention_heads=width // HEAD_DIM,
+        num_attention_heads=width // head_dim,
         max_position_embeddings=LENGTH,
         initializer_range=0.7 / math.sqrt(width),  # the usual 0.02 is for wide models
         attn_implementation="dcformer_chunked" if family == VARIANT else "sdpa",
@@ -103,7 +103,7 @@ def train(settings: dict, folder: str) -> dict:
 
     torch.set_num_threads(1)
     rows, test, _ = study.make_data("text", settings["steps"] * BATCH)
-    config = make_config(settings["family"], settings["width"])
+    config = make_config(settings["family"], settings["width"], settings.get("head_dim", HEAD_DIM))
     set_seed(settings["seed"])
     model = DCFormerForCausalLM(config)
     trainer, _, seconds = study.fit(model, settings, rows, test[::2], folder)

@@ -1,0 +1,117 @@
+"""Text with 3, 6 and 12 heads of one width: what composition adds where heads are many and narrow.
+
+    python examples/heads_on_text.py            # what is not in docs/scaling/heads.json yet, then the table
+    python examples/heads_on_text.py --report   # the table of what is done
+
+The models, texts, steps and losses are those of `small_law.py` at width 48: plain attention with norms of queries and
+keys and windows in every other layer, and the same with composition. Only the number of heads differs, and with it
+their width: 16, 8 and 4 channels. Each family has its rate for each number of heads, from one grid, by one half of the
+held-out text with a seed of its own; the other half is reported. Runs of 3 heads are those of the law.
+
+Writes heads.json and heads.md.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import small_law
+import study
+from small_law import RATE_SEED, SEEDS
+from study import read_runs, write_text
+
+WIDTH = small_law.RATE_WIDTH
+FAMILIES = ("transformer++-qknorm-windows", small_law.VARIANT)
+HEAD_DIMS = (16, 8, 4)
+RATES = (8e-3, 1.6e-2, 3.2e-2)  # the law's best at this width is the one in the middle, for both
+
+
+def settings_of(family: str, head_dim: int, seed: int, rate: float, scale: float) -> dict:
+    """The settings of a run, as the law's with the width of heads."""
+    return small_law.settings_of(family, WIDTH, seed, rate, scale) | {"head_dim": head_dim}
+
+
+def of_the_law(path: Path) -> list[dict]:
+    """The law's own runs at this width."""
+    runs = [run for run in read_runs(path) if run["width"] == WIDTH and run["family"] in FAMILIES]
+    return [run | {"head_dim": small_law.HEAD_DIM} for run in runs]
+
+
+def chosen_rate(runs: list[dict], family: str, head_dim: int, scale: float) -> float | None:
+    """The rate of the grid with the lowest loss on the half that is not reported; None before all are done."""
+    wanted = {rate: settings_of(family, head_dim, RATE_SEED, rate, scale) for rate in RATES}
+    losses = {r: run["choice_loss"] for r, s in wanted.items() for run in runs if s.items() <= run.items()}
+    return study.best_rate(losses, RATES)
+
+
+def report(runs: list[dict], scale: float) -> str:
+    """Losses by number of heads, and by how much they are lower with composition, seed by seed."""
+    from scipy.stats import ttest_ind, ttest_rel
+
+    plain, ours = FAMILIES
+    heads = ("heads", "rates", "plain", "composed", "lower by", "p", "Welch's p", "minutes, plain and composed")
+    lines = ["<!-- written by examples/heads_on_text.py -->", "# Heads on text", ""]
+    lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    edge = []
+    for head_dim in HEAD_DIMS:
+        found: dict[str, dict[int, dict]] = {}
+        rates = {family: chosen_rate(runs, family, head_dim, scale) for family in FAMILIES}
+        for family, rate in rates.items():
+            if rate is None:
+                continue
+            wanted = {seed: settings_of(family, head_dim, seed, rate, scale) for seed in SEEDS}
+            found[family] = {s: run for s, w in wanted.items() for run in runs if w.items() <= run.items()}
+            edge += [f"{family} with {WIDTH // head_dim} heads"] if rate in (min(RATES), max(RATES)) else []
+        if any(len(found.get(family, ())) < len(SEEDS) for family in FAMILIES):
+            lines.append(f"| {WIDTH // head_dim} | " + " | ".join(["not done"] * (len(heads) - 1)) + " |")
+            continue
+        losses = {family: {seed: run["loss"] for seed, run in of.items()} for family, of in found.items()}
+        mean, error, _ = study.compare(losses[ours], losses[plain])
+        both = [list(losses[family].values()) for family in (ours, plain)]
+        minutes = (statistics.mean(run["cpu_seconds"] for run in found[family].values()) / 60 for family in FAMILIES)
+        cells = [str(WIDTH // head_dim), f"{rates[plain]:g}; {rates[ours]:g}"]
+        cells += [f"{statistics.mean(those):.4f} ± {study.spread(those):.4f}" for those in reversed(both)]
+        cells += [f"{mean:+.4f} ± {error:.4f}", f"{ttest_rel(*both).pvalue:.3f}"]
+        cells += [f"{ttest_ind(*both, equal_var=False).pvalue:.3f}", " and ".join(f"{m:.1f}" for m in minutes)]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"Nats a character, width {WIDTH}, {len(SEEDS)} seeds: mean and standard deviation. Lower by: mean and "
+        "standard error of the seeds' differences; p: of a paired t-test; Welch's: of one without pairs.",
+        f"Rates are of {', '.join(f'{rate:g}' for rate in RATES)}"
+        + (f"; at the edge of the grid: {', '.join(edge)}." if edge else "; none is at the edge of the grid."),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=small_law.OUTPUT, help="folder of heads.json and heads.md")
+    parser.add_argument("--law", type=Path, default=small_law.OUTPUT / "small.json", help="runs of the law")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps, for a look")
+    workers = os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, default=workers, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="no training")
+    arguments = parser.parse_args()
+    path, scale = arguments.output / "heads.json", arguments.scale
+    law = of_the_law(arguments.law)
+
+    def run(wanted: list[dict], what: str) -> list[dict]:
+        missing = [settings for settings in wanted if not any(settings.items() <= done.items() for done in law)]
+        return law + small_law.train_missing(missing, path, arguments.workers, what)
+
+    if not arguments.report:
+        cells = [(family, head_dim) for head_dim in HEAD_DIMS for family in FAMILIES]
+        runs = run([settings_of(*cell, RATE_SEED, rate, scale) for cell in cells for rate in RATES], "rates")
+        best = {cell: chosen_rate(runs, *cell, scale) for cell in cells}
+        run([settings_of(*cell, seed, best[cell], scale) for cell in cells for seed in SEEDS], "seeds")  # type: ignore
+    text = report(law + (read_runs(path) if path.exists() else []), scale)
+    write_text(arguments.output / "heads.md", text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

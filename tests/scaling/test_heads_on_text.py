@@ -1,0 +1,99 @@
+"""The study of heads on text: what differs, the choice of rates, resuming, the committed table."""
+
+import itertools
+import json
+import sys
+
+import pytest
+from helpers import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import heads_on_text
+import small_law
+
+FOLDER = REPOSITORY / "docs" / "scaling"
+RATES = heads_on_text.RATES
+
+
+def run_of(family, head_dim, seed, rate, choice, loss):
+    settings = heads_on_text.settings_of(family, head_dim, seed, rate, 1.0)
+    return settings | {"choice_loss": choice, "loss": loss, "cpu_seconds": 60.0}
+
+
+def runs_of(best: float) -> list[dict]:
+    """All runs; composition leads by a tenth for each doubling of the heads, at the best rate only."""
+    runs = []
+    for i, head_dim in enumerate(heads_on_text.HEAD_DIMS):
+        for family in heads_on_text.FAMILIES:
+            lead = 0.1 * i if family == small_law.VARIANT else 0.0
+            for rate in RATES:
+                off = abs(rate - best)
+                runs.append(run_of(family, head_dim, heads_on_text.RATE_SEED, rate, off, 9.0))
+                runs += [run_of(family, head_dim, s, rate, 0.0, 2 - lead + s / 100 + off) for s in heads_on_text.SEEDS]
+    return runs
+
+
+def test_only_heads_and_composition_differ():
+    plain, ours = (
+        [small_law.make_config(family, heads_on_text.WIDTH, dim).to_dict() for dim in heads_on_text.HEAD_DIMS]
+        for family in heads_on_text.FAMILIES
+    )
+    of_heads = {"num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters"}
+    for configs in (plain, ours):
+        for one, other in itertools.pairwise(configs):
+            assert {name for name in one if one[name] != other[name]} <= of_heads
+            assert one["num_attention_heads"] * one["head_dim"] == other["num_attention_heads"] * other["head_dim"]
+    for one, other in zip(plain, ours, strict=True):
+        differ = {name for name in one if one[name] != other[name]}
+        assert {name for name in differ if not name.startswith("compose")} == set()
+        assert "compose_pre" in differ
+
+
+@pytest.mark.parametrize("best", RATES)
+def test_the_table_has_each_family_at_its_best_rate(best):
+    told = heads_on_text.report(runs_of(best), 1.0)
+    rows = [line for line in told.splitlines() if line.startswith(("| 3 ", "| 6 ", "| 12 "))]
+    assert [row.split(" | ")[4].split()[0] for row in rows] == ["+0.0000", "+0.1000", "+0.2000"]
+    assert all(f"| {best:g}; {best:g} |" in row and "| 1.0 and 1.0 |" in row for row in rows)
+    assert ("at the edge of the grid: " in told) == (best != RATES[1])
+
+
+def test_what_is_not_done_is_named():
+    runs = [run for run in runs_of(RATES[1]) if not (run["head_dim"] == 4 and run["seed"] == 2)]
+    told = heads_on_text.report(runs, 1.0)
+    assert "| 12 | not done |" in told and told.count("not done") == 7 and "| 6 | 0.016" in told
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_is_not_run_again(tmp_path, monkeypatch, capsys):
+    """Two rates, one seed, some steps: with runs of the law taken over, and nothing left to do afterwards."""
+    monkeypatch.setattr(heads_on_text, "RATES", (8e-3, 1.6e-2))
+    monkeypatch.setattr(heads_on_text, "SEEDS", (0,))
+    monkeypatch.setattr(heads_on_text, "HEAD_DIMS", (16, 8))
+    scale, law = 0.002, tmp_path / "small.json"
+    of_law = [
+        small_law.settings_of(family, heads_on_text.WIDTH, seed, rate, scale)
+        | {"choice_loss": rate, "loss": 3.0, "cpu_seconds": 1.0}
+        for family in heads_on_text.FAMILIES
+        for seed, rate in ((heads_on_text.RATE_SEED, 8e-3), (heads_on_text.RATE_SEED, 1.6e-2), (0, 8e-3))
+    ]
+    law.write_text(json.dumps({"runs": of_law}))
+    command = ["heads_on_text.py", "--output", tmp_path, "--law", law, "--scale", scale, "--workers", 1]
+    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+    assert heads_on_text.main() == 0
+    runs = json.loads((tmp_path / "heads.json").read_text())["runs"]
+    assert sorted({(run["family"], run["head_dim"], run["seed"]) for run in runs}) == sorted(
+        (family, 8, seed) for family in heads_on_text.FAMILIES for seed in (0, heads_on_text.RATE_SEED)
+    )
+    assert len(runs) == 6 and all(0 < run["loss"] < 6 for run in runs)
+    capsys.readouterr()
+    monkeypatch.setattr(small_law, "train", lambda *_: pytest.fail("trained again"))
+    assert heads_on_text.main() == 0
+    assert "4 of 4 runs" in capsys.readouterr().out
+
+
+def test_the_committed_table_is_that_of_the_committed_runs():
+    runs = heads_on_text.of_the_law(FOLDER / "small.json") + heads_on_text.read_runs(FOLDER / "heads.json")
+    told = heads_on_text.report(runs, 1.0)
+    assert told == (FOLDER / "heads.md").read_text(encoding="utf-8")
+    assert told.count("| 3 | 0.016; 0.016 |") == told.count("| 6 | 0.016; 0.008 |") == 1
