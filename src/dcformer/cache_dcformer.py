@@ -206,12 +206,17 @@ def lend_room(cache: Cache, layer_idx: int, shapes: Sequence[tuple[int, ...]], l
     place = layer.cumulative_length
     if (place.dtype, place.device) != (torch.int64, like.device):
         return None
-    for held, (batch, heads, length, width) in zip((layer.keys, layer.values), shapes, strict=True):
-        if (*held.shape[:2], held.shape[3]) != (batch, heads, width) or length > held.shape[2]:
-            return None
-        if (held.dtype, held.device, held.stride(3)) != (like.dtype, like.device, 1):
+    for held, shape in zip((layer.keys, layer.values), shapes, strict=True):
+        if not _go_together(held, shape, like) or shape[2] > held.shape[2] or held.stride(3) != 1:
             return None
     return Room(layer, layer.keys, layer.values, place, 0)
+
+
+def _go_together(held: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> bool:
+    """Whether rows of a shape [B, G, T, channels] and of the form of `like` can go behind those that are held."""
+    if held.dim() != 4 or (*held.shape[:2], held.shape[3]) != (*shape[:2], shape[3]):
+        return False
+    return held.dtype == like.dtype and held.device == like.device
 
 
 class _GrowingLayer(DynamicLayer):
@@ -241,10 +246,8 @@ class _GrowingLayer(DynamicLayer):
         if not self.is_initialized or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         held = self.keys, self.values
-        for rows, (batch, heads, _, width) in zip(held, shapes, strict=True):
-            if rows.dim() != 4 or (*rows.shape[:2], rows.shape[3]) != (batch, heads, width):
-                return None
-            if rows.dtype != like.dtype or rows.device != like.device:
+        for rows, shape in zip(held, shapes, strict=True):
+            if not _go_together(rows, shape, like):
                 return None
         row = held[0].shape[2]
         if held[1].shape[2] != row or active_transform(like):

@@ -91,26 +91,15 @@ def break_gradients(patch, of, by=1e-3):
     patch.setattr(launch.Problem, "backward", backward)
 
 
-def break_decoding(patch):
-    right = decode._RUN
+def break_launches(patch, module):
+    right = module._RUN
 
     def run(*arguments, **options):
         made = right(*arguments, **options)
         wrong(made[0])
         return made
 
-    patch.setattr(decode, "_RUN", run)
-
-
-def break_step(patch):
-    right = step._RUN
-
-    def run(*arguments, **options):
-        made = right(*arguments, **options)
-        wrong(made[0])
-        return made
-
-    patch.setattr(step, "_RUN", run)
+    patch.setattr(module, "_RUN", run)
 
 
 def break_generator(patch, packed):
@@ -150,8 +139,8 @@ BROKEN = {
         lambda p: break_gradients(p, lambda grads: grads.weights[::3]),  # the query side of both stages
         {f"attention, gradient of {i}.query.{part}" for i in ("pre", "post") for part in ("down", "up", "gate")},
     ),
-    "decoding": (break_decoding, {"decoding, 1 query", "decoding, 3 queries"}),
-    "fused steps": (break_step, {"fused steps, token 1", "fused steps, token 2"}),
+    "decoding": (lambda p: break_launches(p, decode), {"decoding, 1 query", "decoding, 3 queries"}),
+    "fused steps": (lambda p: break_launches(p, step), {"fused steps, token 1", "fused steps, token 2"}),
     "generator": (
         lambda p: break_generator(p, False),
         {
