@@ -32,12 +32,14 @@ from dcformer.kernels.tuning import Tile
 
 # products of gradients in scaled float16 -> kernel of `LAUNCHES`: another code than that of the same kernel elsewhere
 SCALED = {"grad_weights": "scores", "grad_query": "values", "grad_key": "keys"}
+SIZED = "scores_sized"  # scores of a backward pass, which finds the sizes of what it multiplies
 
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB per block
 SHAPES = ("405m", "2.8b", "6.9b", "13b")
 FULL = Layout(pre=Part.QUERY | Part.KEY | Part.GATE, post=Part.QUERY | Part.KEY | Part.GATE, rank=2)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LENGTH = 2048
+_PRODUCTS = {LAUNCHES[name][0] for name in ("scores", "values", "keys")}
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 
 
@@ -51,6 +53,7 @@ class Usage:
         shared: KiB per block.
         loops: instructions of one thread in one turn of each innermost loop that reads memory.
         products: of those that also multiply matrices on tensor cores.
+        spilling: of those that read or write the stack.
     """
 
     registers: int
@@ -58,6 +61,7 @@ class Usage:
     shared: float
     loops: tuple[int, ...]
     products: tuple[int, ...] = ()
+    spilling: tuple[int, ...] = ()
 
 
 def compile_usage(spec: dict[str, Any], arch: int) -> Usage:
@@ -79,7 +83,8 @@ def compile_usage(spec: dict[str, Any], arch: int) -> Usage:
         usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
         code = _tool("nvdisasm", "-c", file.name)
     registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))  # type: ignore[index]
-    return Usage(registers, stack, compiled.metadata.shared / 1024, _loops(code), _loops(code, r"\b\w*MMA\b"))
+    products, spilling = _loops(code, r"\b\w*MMA\b"), _loops(code, r"\b(LDL|STL)\b")
+    return Usage(registers, stack, compiled.metadata.shared / 1024, _loops(code), products, spilling)
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -135,6 +140,8 @@ class Launches(Problem):
 
     def _start(self, kernel, grid, name, tile, values) -> None:  # type: ignore[no-untyped-def]
         name = name or kernel.__name__.removesuffix("_kernel")
+        if values.get("SIZES"):
+            name = SIZED
         if values.get("SCALED"):
             name = next((scaled for scaled, plain in SCALED.items() if plain == name), name)
         if name in self.specs:
@@ -195,19 +202,22 @@ def attention_specs(
     return problem.specs
 
 
-def issued(spec: dict[str, Any], usage: Usage) -> float | None:
+def issued(spec: dict[str, Any], usage: Usage, is_masked: bool = False) -> float | None:
     """Instructions of one warp per query, key and head (that exists) in the inner loop of a kernel of attention; None
-    for those that do not loop over pairs of queries and keys."""
-    name, tile, constants = SCALED.get(spec["name"], spec["name"]), spec["tile"], spec["constexprs"]
+    for those that do not loop over pairs of queries and keys. Some kernels mask keys in a loop of its own: that of the
+    other is meant, where all queries of a tile see the keys, and with `is_masked` that one."""
+    name, tile, constants = spec["name"], spec["tile"], spec["constexprs"]
+    name = "scores" if name == SIZED else SCALED.get(name, name)
     if name not in LAUNCHES or not usage.loops:
         return None
-    if name == "scores":
+    if name == "scores":  # without what is done once for a tile of states
         steps = -(-constants["D"] // constants["B_D"])
-        return max(usage.loops) * steps * tile.num_warps / (tile.b_t * tile.b_s)
-    if "M" not in constants:  # products: where all is visible
-        return min(usage.products or usage.loops) * tile.num_warps / (tile.b_t * tile.b_s)
+        return max(usage.products or usage.loops) * steps * tile.num_warps / (tile.b_t * tile.b_s)
+    count = (max if is_masked else min)(usage.products or usage.loops)
+    if "M" not in constants:  # products
+        return count * tile.num_warps / (tile.b_t * tile.b_s)
     keys = tile.b_s if name == "lse" else 1
-    return max(usage.loops) * tile.num_warps / (tile.b_t * keys * spec["heads"])
+    return count * tile.num_warps / (tile.b_t * keys * spec["heads"])
 
 
 @cache
@@ -272,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         1 when a kernel wants too much shared memory, or one other than `back_*` spills with up to 32 heads (below
-        sm_90, more than 32 bytes); otherwise 0.
+        sm_90, more than 32 bytes), a product only if it does so in a loop; otherwise 0.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90], choices=SHARED_LIMIT)
@@ -291,8 +301,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = [row(spec, arch, usage) for (spec, arch), usage in zip(work, usages, strict=True)]
     too_large = [line for line in rows if line["shared"] > SHARED_LIMIT[line["arch"]]]
     spills = [  # of back_* some cost less than what avoids them; two blocks of heads hardly fit
-        line for (spec, arch), line in zip(work, rows, strict=True)
+        line for (spec, arch), usage, line in zip(work, usages, rows, strict=True)
         if line["stack"] > (0 if arch == 90 else 32) and line["kernel"][:5] != "back_" and spec.get("heads", 0) <= 32
+        and (spec["kernel"] not in _PRODUCTS or usage.spilling)
     ]  # fmt: skip
     if args.json:
         print(json.dumps(rows, indent=1))

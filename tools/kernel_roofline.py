@@ -36,15 +36,17 @@ ROWS_PADDED = 8  # channels that a cache has behind keys, and behind values
 PART = 256  # keys of a program of composition: of two sequences of 2048 tokens or more
 
 # Instructions issued (one for a warp) per query, key and head that exists, sm_90: `kernel_report.issued` of the tiles
-# in `tuning`; `--compile` finds them anew. Kernel -> heads up to -> number.
+# in `tuning`; `--compile` finds them anew. Kernel -> heads up to -> number. "lse_masked": of keys that not all queries
+# of a tile see.
 ISSUED: dict[str, dict[int, float]] = {
-    "lse": {16: 0.615, 32: 0.518, 40: 0.802},
+    "lse": {16: 0.517, 32: 0.439, 40: 0.728},
+    "lse_masked": {16: 0.587, 32: 0.482, 40: 0.781},
     "compose": {16: 0.898, 32: 0.730, 40: 1.148},
     "weights": {40: 0.698},
     "back_1": {16: 1.570, 32: 1.701, 40: 2.359},
     "back_0": {16: 1.242, 32: 1.252, 40: 2.294},
-    "grad_query": {16: 0.173, 40: 0.251},
-    "grad_key": {16: 0.396, 40: 0.570},
+    "grad_query": {16: 0.173, 40: 0.255},
+    "grad_key": {16: 0.327, 40: 0.445},
 }
 
 
@@ -183,7 +185,7 @@ class _Kind:
 
 
 _KINDS = {
-    "lse": _Kind(dots=2, exps=1.5, maps_out=0, parts=1),
+    "lse": _Kind(dots=2, exps=1.25, maps_out=0, parts=1),  # of tiles with 4 keys a turn
     "compose": _Kind(dots=3, exps=1, matrices=2, channels=2 * CHANNELS),
     "weights": _Kind(dots=2, exps=1),
     "back_1": _Kind(dots=6, exps=1, maps_in=2, maps_out=2, matrices=2, channels=2 * CHANNELS, parts=CHANNELS + 2,
@@ -209,18 +211,31 @@ def visited(length: int, b_t: int, window: int | None, b_s: int = 1) -> int:
     return count
 
 
+def seen_by_all(length: int, b_t: int, window: int | None, b_s: int = 1) -> int:
+    """Of these keys those that all queries of a tile see, in steps of b_s from the first that any sees."""
+    count = 0
+    for t in range(0, length, b_t):
+        first, latest = (max(0, n - window + 1) if window else 0 for n in (t, min(t + b_t, length) - 1))
+        start = first + -(-(latest - first) // b_s) * b_s
+        count += max(0, (t + 1 - start) // b_s * b_s)
+    return count
+
+
 def part_count(length: int, window: int | None, tile: Tile) -> int:
     """Into how many parts programs split the keys of a tile of queries."""
     return -(-min(length, (window or length) + tile.b_t + 15) // PART)
 
 
-def composition_work(name: str, shape: Shape, length: int, window: int | None, tile: Tile, issued: float) -> Work:
+def composition_work(
+    name: str, shape: Shape, length: int, window: int | None, tile: Tile, issued: float, masked: float | None = None
+) -> Work:
     """What a kernel of composition asks for, for one sequence.
 
     Args:
         name: of `launch.LAUNCHES`.
         tile: how it is launched.
         issued: instructions of warps per query, key and head.
+        masked: of keys that not all queries of a tile see, if another number.
     """
     heads = sum(head_blocks(shape.heads))  # with those that do not exist
     kind = _GIVEN if name == "back_1" and shape.heads > 32 else _KINDS[name]
@@ -232,10 +247,11 @@ def composition_work(name: str, shape: Shape, length: int, window: int | None, t
     side = BF16 * shape.heads * kind.channels
     parts = FP32 * shape.heads * kind.parts * length * (part_count(length, window, tile) if kind.parts > 1 else 1)
     grads = keys * matrix * kind.grads
+    at_edges = 0 if masked is None else (keys - seen_by_all(length, tile.b_t, window, tile.b_s)) * tile.b_t
     return Work(
         name,
         flops=2.0 * kind.dots * heads**2 * area,
-        instructions=issued * area * shape.heads,
+        instructions=(issued * (area - at_edges) + (masked or 0.0) * at_edges) * shape.heads,
         exps=kind.exps * area * heads,
         l2=maps + parts + grads + keys * matrix * kind.matrices + programs * tile.b_t * side,
         hbm=maps + parts + grads + length * (matrix * kind.matrices + side),
@@ -284,7 +300,8 @@ def attention_work(
         return choose(name, shape.heads, shape.dim, torch.bfloat16, arch, RANK)
 
     def composed(name: str) -> Work:
-        return composition_work(name, shape, length, window, tile(name), issued(name, shape.heads))
+        masked = issued(f"{name}_masked", shape.heads) if f"{name}_masked" in ISSUED else None
+        return composition_work(name, shape, length, window, tile(name), issued(name, shape.heads), masked)
 
     def product(name: str, kind: str) -> Work:
         count = issued(name, shape.heads) if name in ISSUED else 0.0  # of the others it is far below their bounds
@@ -302,9 +319,11 @@ def attention_work(
     parts = FP32 * shape.heads * length * part_count(length, window, tile("back_1")) * (2 * CHANNELS + 2)
     sums = parts + 2 * side * (2 + 2 + 1)
     forward = [expand, product("scores", "scores"), composed("lse"), composed("compose"), product("values", "values")]
-    read = 4 * BF16 * shape.heads * length * shape.dim  # queries, keys, values and gradients of the output
+    read = 2 * BF16 * shape.heads * length * shape.dim  # values and gradients of the output
     norms = Work("norms", l2=read, hbm=read)  # `scale` reads little
-    backward = [expand, norms, product("scores", "scores"), product("grad_weights", "scores")]
+    sized = product("scores", "scores")  # queries and keys are read once more, for their sizes, from L2
+    sized = replace(sized, l2=sized.l2 + read)
+    backward = [expand, norms, sized, product("grad_weights", "scores")]
     backward += [composed("weights")] if shape.heads > 32 else []
     backward += [
         composed("back_1"), product("grad_values", "keys"), composed("back_0"), product("grad_query", "values"),
@@ -458,8 +477,9 @@ def compiled(arch: int, shapes: Iterable[Shape]) -> Callable[[str, int], float]:
 
     @cache
     def issued(name: str, heads: int) -> float:
-        spec = kernel_report.attention_specs(heads, dims[heads], arch)[name]
-        return kernel_report.issued(spec, kernel_report.compile_usage(spec, arch)) or 0.0
+        spec = kernel_report.attention_specs(heads, dims[heads], arch)[name.removesuffix("_masked")]
+        usage = kernel_report.compile_usage(spec, arch)
+        return kernel_report.issued(spec, usage, name.endswith("_masked")) or 0.0
 
     return issued
 

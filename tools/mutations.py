@@ -1260,10 +1260,28 @@ _KERNELS = (
             T_KERNEL + "[7 queries]",
         ),
         (
-            "turn of two keys leaves its part",
+            "turn of keys leaves its part",
             "start = s_0 + (start - s_0) // B_S * B_S",
             "start = start",
             T_KERNEL + "[a document of two parts]",
+        ),
+        (
+            "keys that some see are taken to be seen by all",
+            "tl.min(tl.where(m_t, last, NO_KEY))",
+            "tl.max(tl.where(m_t, last, 0))",
+            T_KERNEL + "[63]",
+        ),
+        (
+            "keys that some see no more are taken to be seen by all",
+            "tl.max(tl.where(m_t, first, 0))",
+            "tl.min(tl.where(m_t, first, NO_KEY))",
+            T_KERNEL + "[window 16]",
+        ),
+        (
+            "keys behind those that all see are left out",
+            "s += tl.where(i_s < inner, 0, skipped)",
+            "s += 0",
+            T_KERNEL + "[63]",
         ),
         (
             "sums of earlier keys keep their scale",
@@ -1324,6 +1342,18 @@ _KERNELS = (
         "kernels",
         "kernels/triton/products.py",
         (
+            "sizes of queries with a window are not found",
+            "if (i_s == 0) | (low >= s_1):",
+            "if i_s == 0:",
+            T_ATTEND + "test_sizes_are_those_of_all_tiles_that_are_multiplied[window 5]",
+        ),
+        (
+            "sizes of keys that the first queries do not see are not found",
+            "(i_h % rep == 0) & ((high <= s_1) | (low >= s_1 + B_S))",
+            "(i_h % rep == 0) & (i_t == 0)",
+            T_ATTEND + "test_sizes_are_those_of_all_tiles_that_are_multiplied[window 5]",
+        ),
+        (
             "what is not seen is multiplied",
             "return some_0, some_1, all_0, tl.where(count == all_1 - all_0, all_1, 0)",
             "return some_0, some_1, all_0, all_1",
@@ -1341,8 +1371,8 @@ _KERNELS = (
         "kernels/launch.py",
         (
             "gradient of scores without scale",
-            "self._fill_values(chunk, grad_scores, self.k, grads.query, self.scale, still)",
-            "self._fill_values(chunk, grad_scores, self.k, grads.query, 1.0, still)",
+            "self._fill_values(chunk, grad_scores, self.k, grads.query, self.scale, still, of_keys)",
+            "self._fill_values(chunk, grad_scores, self.k, grads.query, 1.0, still, of_keys)",
             T_KERNEL + "[7 queries]",
         ),
         (

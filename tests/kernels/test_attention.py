@@ -556,6 +556,57 @@ def test_gradients_of_any_size_lose_nothing(exponent, unmarked):
     assert not overflow.needs_bfloat16(torch.device(DEVICE))
 
 
+def test_queries_and_keys_of_any_size_lose_nothing(unmarked):
+    """Products take them to float16, times powers of two: scores are the same, so gradients but for factors."""
+    case = Case(length=40, kv_heads=2, window=20, dtype=torch.bfloat16)
+    tensors, factor = case.tensors(), 2.0**60
+    expected = gradients_of(case)
+    found = gradients_of(case, query=tensors["query"] * factor, key=tensors["key"] / factor)
+    assert torch.equal(found.pop("query") * factor, expected.pop("query"))
+    assert torch.equal(found.pop("key") / factor, expected.pop("key"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not overflow.needs_bfloat16(torch.device(DEVICE))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["grouped-query", "window 5", "padding, window", "documents", "every other 16 queries", "nothing seen", "chunks"],
+)
+def test_sizes_are_those_of_all_tiles_that_are_multiplied(name, monkeypatch, unmarked):
+    """The first program that meets a tile of keys, or of queries, finds the largest of its numbers."""
+    case = dataclasses.replace((SWITCHES | VISIBILITY)[name], dtype=torch.bfloat16)
+    case = dataclasses.replace(case, length=max(40, case.length), end=None if case.end is None else (40, 3))
+    if case.documents is not None:
+        case = dataclasses.replace(case, documents=(0, 17, 40))
+    if case.chunk:
+        monkeypatch.setattr(launch, "FIRST_CHUNK", case.chunk)
+    made, real = [], Problem._make_scores
+
+    def spy(self, chunk, sizes=()):
+        scores = real(self, chunk, sizes)
+        if sizes:
+            made.append((self, chunk, sizes))
+        return scores
+
+    monkeypatch.setattr(Problem, "_make_scores", spy)
+    gradients_of(case)
+    assert len(made) == (3 if case.chunk else 1)
+    for problem, chunk, sizes in made:
+        here = torch.zeros(case.batch, chunk.n_p, chunk.n_s, dtype=torch.bool)
+        some = case.visible()[:, 0, chunk.t_0 : chunk.t_0 + chunk.n_t, chunk.s_0 : chunk.s_0 + chunk.n_s]
+        here[:, : some.shape[1], : some.shape[2]] = some
+        blocks = here.unfold(1, 16, 16).unfold(2, 16, 16).flatten(3).any(-1)  # [B, tiles of queries, of keys]
+        for x, start, size, needed in (
+            (problem.k, chunk.s_0, sizes[0], blocks.any(1)),
+            (problem.q, chunk.t_0, sizes[1], blocks.any(2)),
+        ):
+            rows = torch.nn.functional.pad(x[:, :, start:].float().abs().amax(-1), (0, 64))
+            expected = rows[:, :, : 16 * size.shape[2]].unflatten(2, (-1, 16)).amax(-1)
+            needed = needed[:, None].expand_as(size)
+            assert needed.any() and torch.equal(size[needed], expected[needed])
+            assert ((size == 0) | (size == expected)).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_that_are_zero_or_not_finite(dtype, unmarked):
     """Zeros give zeros. What is not finite stays among the queries and keys that it belongs to, and is no reason to do

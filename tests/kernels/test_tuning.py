@@ -85,7 +85,7 @@ def test_the_fastest_tile_is_found_kept_and_used(tuned, monkeypatch):
 
     kernels = {"scores", "lse", "compose", "values"}
     assert {name for name, _ in Clock.tried} == kernels
-    usual = Tile(16, 2, 1, 1)  # of lse
+    usual = Tile(16, 4, 1, 1)  # of lse
     assert {tile for _, tile in Clock.tried} == {*PRODUCTS, *TILES, usual}
     (tiles,) = json.loads(tuned.read_text()).values()
     assert len(tiles) == len(kernels)
@@ -229,14 +229,15 @@ def test_other_values_of_the_variable_are_errors(monkeypatch, value):
         composed_attention(*problem(5))
 
 
-def test_two_keys_share_a_turn_where_registers_suffice(monkeypatch):
+def test_as_many_keys_share_a_turn_as_registers_suffice_for(monkeypatch):
     monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
 
-    def keys(heads=32, rank=2, dtype=torch.bfloat16):
-        return tuning.choose("lse", heads, 128, dtype, 90, rank).b_s
+    def keys(heads=32, rank=2, arch=90, dtype=torch.bfloat16):
+        return tuning.choose("lse", heads, 128, dtype, arch, rank).b_s
 
-    assert keys() == keys(heads=16) == keys(rank=1) == 2
-    assert keys(rank=3) == keys(heads=40) == keys(dtype=torch.float32) == 1
+    assert keys() == keys(heads=16) == keys(rank=1) == keys(rank=3) == keys(rank=0) == keys(arch=80) == 4
+    assert keys(rank=4) == keys(rank=3, arch=80) == 2
+    assert keys(rank=4, arch=80) == keys(heads=40) == keys(dtype=torch.float32) == 1
 
 
 def test_keys_tell_windows_from_causal_attention_and_compositions_apart(monkeypatch):

@@ -51,6 +51,9 @@ def test_instructions_of_innermost_loops_that_read_memory(report):
     assert report._loops(CODE.replace("FADD R1, R1, R2", "LDG.E R1, [R2.64]")) == (3, 2)
     assert report._loops(CODE, r"\b\w*MMA\b") == (3,) and report._loops(CODE.replace("HMMA", "FFMA"), "HMMA") == ()
     assert report._loops("") == ()
+    code = CODE.replace("FADD R1, R1, R2", "STL [R1], R2")
+    assert report._loops(code, r"\b(LDL|STL)\b") == () == report._loops(CODE, r"\b(LDL|STL)\b")  # behind the loop
+    assert report._loops(CODE.replace("HMMA", "LDL"), r"\b(LDL|STL)\b") == (3,)
 
 
 def test_instructions_are_those_of_all_warps_per_query_key_and_head(report):
@@ -59,8 +62,13 @@ def test_instructions_are_those_of_all_warps_per_query_key_and_head(report):
         return report.issued(spec, report.Usage(255, 0, 100.0, loops))
 
     assert issued("lse", Tile(64, 2, 4, 3), (1024,), M=32) == 1.0
+    spec = {"name": "lse", "tile": Tile(64, 2, 4, 3), "heads": 32, "constexprs": {"M": 32}}
+    of_loops = report.Usage(255, 0, 100.0, (2048, 1024), (2048, 1024))  # with a mask and without
+    assert report.issued(spec, of_loops) == 1.0 and report.issued(spec, of_loops, is_masked=True) == 2.0
     assert issued("back_1", Tile(64, 1, 4, 3), (1000,), heads=20, M=20) == 1000 * 4 / (64 * 20)  # those that exist
     assert issued("scores", Tile(128, 64, 8, 3), (512,), D=80, B_D=64) == 1.0  # two steps
+    spec = {"name": report.SIZED, "tile": Tile(128, 64, 8, 3), "constexprs": {"D": 80, "B_D": 64}}
+    assert report.issued(spec, report.Usage(255, 0, 100.0, (512, 2000), (512,))) == 1.0  # not that over sizes
     assert issued("values", Tile(64, 64, 8, 3), (900, 512, 900), D=80, B_D=128) == 1.0  # where all is visible
     spec = {"name": "grad_key", "tile": Tile(64, 64, 8, 3), "heads": 32, "constexprs": {"D": 80, "B_D": 128}}
     assert report.issued(spec, report.Usage(255, 0, 100.0, (44, 900, 512), (900, 512))) == 1.0  # not that over norms
@@ -69,7 +77,7 @@ def test_instructions_are_those_of_all_warps_per_query_key_and_head(report):
 
 def test_kernels_are_those_that_are_launched(report):
     specs = report.attention_specs(32, 128, 90)
-    others = {"expand", "join", "project", "norms", "scale", *report.SCALED}
+    others = {"expand", "join", "project", "norms", "scale", report.SIZED, *report.SCALED}
     assert specs.keys() == set(LAUNCHES) - {"weights"} | others
     assert report.attention_specs(40, 128, 90).keys() == set(LAUNCHES) | others  # two blocks of heads
     back = specs["back_1"]
@@ -88,7 +96,7 @@ def test_every_kernel_of_the_package_is_in_the_report(report):
     for shape, of_shape in specs.items():
         names = {spec["name"].split()[0] for spec in of_shape}
         attention = {name for name in LAUNCHES if name != "weights" or shape == "13b"}  # above 32 heads
-        others = {"expand", "join", "project", "norms", "scale", *report.SCALED}
+        others = {"expand", "join", "project", "norms", "scale", report.SIZED, *report.SCALED}
         assert names == attention | others | {"decode", "generator", "prepare"}
         assert {spec["shape"] for spec in of_shape} == {shape}
     assert len(report.all_specs(90)) == sum(map(len, specs.values()))
@@ -106,7 +114,10 @@ def test_kernels_are_within_their_instructions():
             assert 0 < found[name, is_odd]["instructions"] <= most, name
     for row in rows:
         assert row["arch"] == 90 and 0 < row["registers"] <= 255 and row["shared"] <= 227, row
-        assert row["kernel"].startswith("back_") or row["stack"] == 0, row
+        may_spill = (
+            row["kernel"].startswith("back_") or row["kernel"] == "grad_key"
+        )  # which does not in loops: returncode
+        assert may_spill or row["stack"] == 0, row
 
 
 @pytest.mark.slow

@@ -91,6 +91,27 @@ def test_a_kernel_of_composition():
     assert work.l2 == maps + keys * matrices + 32 * side
 
 
+@pytest.mark.parametrize(
+    ("length", "b_t", "window", "b_s"), [(64, 16, None, 1), (70, 16, 20, 1), (64, 16, 33, 4), (50, 16, 5, 2)]
+)
+def test_keys_that_all_queries_of_a_tile_see(length, b_t, window, b_s):
+    reach = window or length
+    count = 0
+    for t_0 in range(0, length, b_t):
+        rows = range(t_0, min(t_0 + b_t, length))
+        first = max(0, t_0 - reach + 1)
+        turns = (range(s, s + b_s) for s in range(first, length, b_s))
+        count += b_s * sum(all(t - reach < s <= t for t in rows for s in turn) for turn in turns)
+    assert roofline.seen_by_all(length, b_t, window, b_s) == count
+
+
+def test_keys_at_edges_cost_more():
+    """Of 16 and 32 keys that two tiles visit the second's first 16 are seen by all of its queries."""
+    work = roofline.composition_work("lse", SMALL, 32, None, Tile(16, 1, 4, 3), issued=1.5, masked=2.0)
+    all_see = (0 + 1) + (16 + 1)  # the first key of a tile's own, too
+    assert work.instructions == (1.5 * all_see + 2.0 * (16 + 32 - all_see)) * 16 * 2
+
+
 def test_a_kernel_that_writes_gradients():
     work = roofline.composition_work("back_0", SMALL, 32, None, Tile(16, 1, 4, 3), issued=2.0)
     area, matrix = 48 * 16, 16 * 16 * 2
@@ -143,7 +164,8 @@ def test_every_pass_is_counted():
     assert counts["lse"] + counts["compose"] + 2 == 5 and counts["back_1"] + counts["back_0"] + 5 == 12
     assert roofline._GIVEN.maps_in + roofline._GIVEN.maps_out + counts["weights"] + counts["back_0"] + 5 == 14
     assert "weights" in {w.name for w in roofline.attention_work(roofline.SHAPES["13B"], 64, None, roofline.stored)[1]}
-    assert roofline.ISSUED.keys() == roofline._KINDS.keys() | {"grad_query", "grad_key"}  # those that convert states
+    others = {"lse_masked", "grad_query", "grad_key"}  # its second loop, and products that convert states
+    assert roofline.ISSUED.keys() == roofline._KINDS.keys() | others
 
 
 def test_windows_and_fewer_keys_are_faster():

@@ -357,16 +357,31 @@ class Problem:
 
     def _fill_scores(
         self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, limit: dict[str, Any],
-        scales: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None, sizes: Sequence[torch.Tensor] = (),
     ) -> None:  # fmt: skip
-        """out [B, H, n_s, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d], times `scales` [B·G, blocks] of queries."""
+        """out [B, H, n_s, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d], times `scales` [B·G, blocks] of queries;
+        `sizes`, those of `_new_sizes`, are filled with the largest of a and of b."""
         tile = self._tile("scores")
-        grid = (ceil_div(chunk.n_s, tile.b_s), ceil_div(chunk.n_p, tile.b_t), self.B * self.H)
+        grid = (*self._score_tiles(chunk), self.B * self.H)
         self._launch(
             scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, scale=scale, **limit,
             **_strides("a", a, "bhs"), **_strides("b", b, "bht"), **product_constants("scores", a.shape[3], tile),
             p_scale=scales, SCALED=scales is not None,
+            p_sizes_a=sizes[0] if sizes else None, p_sizes_b=sizes[1] if sizes else None, SIZES=bool(sizes),
         )  # fmt: skip
+
+    def _score_tiles(self, chunk: Chunk) -> tuple[int, int]:
+        """Tiles of keys and of queries in which `_fill_scores` makes a map."""
+        tile = self._tile("scores")
+        return ceil_div(chunk.n_s, tile.b_s), ceil_div(chunk.n_p, tile.b_t)
+
+    def _new_sizes(self, chunk: Chunk) -> list[torch.Tensor]:
+        """Room for the largest size of a number of each tile of keys and of queries, [B, Hkv, tiles] and [B, H, tiles]:
+        zeros, as those that nobody sees and that see nothing are not looked at."""
+        heads, tiles = (self.kv_heads, self.H), self._score_tiles(chunk)
+        counts = [self.B * h * n for h, n in zip(heads, tiles, strict=True)]
+        both = torch.zeros(sum(counts), dtype=torch.float32, device=self.q.device).split(counts)
+        return [part.view(self.B, h, n) for part, h, n in zip(both, heads, tiles, strict=True)]
 
     @property
     def _limit(self) -> dict[str, Any]:
@@ -378,46 +393,43 @@ class Problem:
 
     def _fill_values(
         self, chunk: Chunk, tiles: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
-        scales: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None, sizes: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """out [B, H, T, d] = scale · tiles [B, H, n_s, n_p] times v [B, Hkv, S, d], for a chunk's queries. With
-        `scales`, those of `_scales`, tiles are float16 and times these."""
+        `scales`, those of `_scales`, tiles are float16 and times these; `sizes` are those of v if it is bfloat16."""
         tile = self._tile("values")
         grid = (ceil_div(chunk.n_t, tile.b_t), 1, self.B * self.H)
         self._launch(
             values_kernel, grid, chunk, "values", tile, p_map=tiles, p_v=v, p_out=out, scale=scale,
-            **self._undone(chunk, tiles, v, chunk.s_0, self._keys_of(chunk), scales), **_strides("v", v, "bhs"),
-            **_strides("o", out, "bht"), **product_constants("values", v.shape[3], tile),
+            **self._undone(scales, sizes), **_strides("v", v, "bhs"), **_strides("o", out, "bht"),
+            **product_constants("values", v.shape[3], tile),
         )  # fmt: skip
 
     def _add_keys(
         self, chunk: Chunk, tiles: torch.Tensor, q: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
-        scales: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None, sizes: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """out [B, Hkv, S, d] = scale · tiles [B, H, n_s, n_p] times q [B, H, T, d], summed over the heads of a key; of
-        several chunks the sum. `scales` are as for `_fill_values`."""
+        several chunks the sum. `scales` and `sizes` are as for `_fill_values`."""
         tile = self._tile("keys")
         grid = (ceil_div(chunk.n_s, tile.b_s), 1, self.B * self.kv_heads)
         self._launch(
             keys_kernel, grid, chunk, "keys", tile, p_map=tiles, p_q=q, p_out=out, scale=scale, ADD=chunk.n_t < self.T,
-            **self._undone(chunk, tiles, q, chunk.t_0, chunk.n_t, scales), **_strides("q", q, "bht"),
-            **_strides("o", out, "bhs"), **product_constants("keys", q.shape[3], tile),
+            **self._undone(scales, sizes), **_strides("q", q, "bht"), **_strides("o", out, "bhs"),
+            **product_constants("keys", q.shape[3], tile),
         )  # fmt: skip
 
     def _keys_of(self, chunk: Chunk) -> int:
         """Keys of a chunk that exist."""
         return max(0, min(self.S - chunk.s_0, chunk.n_s))
 
-    def _undone(
-        self, chunk: Chunk, tiles: torch.Tensor, x: torch.Tensor, first: int, count: int, scales: torch.Tensor | None
-    ) -> dict[str, Any]:
-        """Arguments of products that undo the powers of two of a map; with the norms of states of another dtype."""
+    def _undone(self, scales: torch.Tensor | None, sizes: torch.Tensor | None) -> dict[str, Any]:
+        """Arguments of products that undo the powers of two of a map; with the sizes of states of another dtype."""
         if scales is None:
             return {"SCALED": False, "n_largest": 1}
-        largest = None if x.dtype == tiles.dtype else self._norms(chunk, x, first, count)
         return {
             "SCALED": True, "p_inverse": scales[1], "p_finite": scales[2], "p_mark": mark_of(self.q.device),
-            "p_largest": largest, "n_largest": 1 if largest is None else largest.shape[2],
+            "p_largest": sizes, "n_largest": 1 if sizes is None else sizes.shape[2],
         }  # fmt: skip
 
     def _norms(self, chunk: Chunk, x: torch.Tensor, first: int, count: int, rows: bool = False) -> torch.Tensor:
@@ -508,10 +520,10 @@ class Problem:
     def _new_map(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         return self._new(self.B, self.H, chunk.n_s, chunk.n_p, dtype=dtype)
 
-    def _make_scores(self, chunk: Chunk) -> torch.Tensor:
-        """The map of scores times log2(e), [B, H, n_s, n_p]."""
+    def _make_scores(self, chunk: Chunk, sizes: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """The map of scores times log2(e), [B, H, n_s, n_p]; fills the sizes of keys and queries, if any."""
         scores = self._new_map(chunk, self.map_dtype)
-        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, self._limit)
+        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, self._limit, sizes=sizes)
         return scores
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -601,7 +613,11 @@ class Problem:
         if grad_lse is not None:
             extra = (grad_lse[:, :, chunk.t_0 : chunk.t_0 + chunk.n_t] / _LN_2).contiguous()  # [B, H, n_t]
         scales = self._scales(chunk, grad_out, extra, amplified)
-        scores = self._make_scores(chunk)
+        is_scaled = self.map_dtype == torch.float16
+        # where products are to bring keys and queries to float16
+        sizes = self._new_sizes(chunk) if is_scaled and self.q.dtype == torch.bfloat16 else []
+        of_keys, of_queries = sizes or (None, None)
+        scores = self._make_scores(chunk, sizes)
         if self.map_dtype == torch.bfloat16:  # in the forward pass they may have been float16, rounded otherwise
             lse = torch.empty_like(lse)
             self._fill_lse(chunk, scores, pre, lse)
@@ -613,7 +629,6 @@ class Problem:
             self._compose("weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights)
             source = weights
         weights = weights.view(self.q.dtype)
-        is_scaled = self.map_dtype == torch.float16
         grad_scores = maps if is_scaled else maps.view(self.q.dtype)
         tensors = {"p_grads": maps, "p_lse": lse, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
         n_parts = self._parts("back_1", chunk)[0]
@@ -635,8 +650,8 @@ class Problem:
         constants: dict[str, Any] = {"factor": _LN_2, "SCALED": is_scaled}
         self._back(0, chunk, grads, scales, n_parts, p_scores=scores, **constants, **outputs, **tensors)
         still = scales if is_scaled else None
-        self._fill_values(chunk, grad_scores, self.k, grads.query, self.scale, still)
-        self._add_keys(chunk, grad_scores, self.q, grads.key, self.scale, still)
+        self._fill_values(chunk, grad_scores, self.k, grads.query, self.scale, still, of_keys)
+        self._add_keys(chunk, grad_scores, self.q, grads.key, self.scale, still, of_queries)
 
     def _back(
         self, stage: int, chunk: Chunk, grads: Gradients, scales: torch.Tensor, n_parts: int, **tensors: Any

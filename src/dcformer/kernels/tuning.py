@@ -45,7 +45,7 @@ _CANDIDATES = {
         for stages in _STAGES
     ),
     "composition": tuple(Tile(b_t, 1, b_t // 16, stages) for b_t in (64, 128) for stages in _STAGES),
-    "lse": tuple(Tile(b_t, b_s, b_t // 16, stages) for b_t in (64, 128) for b_s in (2, 1) for stages in _STAGES),
+    "lse": tuple(Tile(b_t, b_s, b_t // 16, stages) for b_t in (64, 128) for b_s in (4, 2, 1) for stages in _STAGES),
 }
 
 
@@ -76,27 +76,33 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
             return Tile(64, 64, 8, 2) if dim <= 128 else Tile(32, 32, 4, 2)
         if kernel == "scores":
             return Tile(128, 128, 8, 3)
-        if kernel == "keys" and arch < 90 and dim <= 128:
-            return Tile(64, 64, 8, 2)  # with 128 queries that of gradients spills up to 160 bytes
         has_little = arch in (86, 89) or arch >= 120  # shared memory: 99 KiB a block
-        return Tile(128, 64, 8, 2 if has_little else 3) if dim <= 128 else Tile(64, 32, 8, 2)
+        if dim > 128:
+            return Tile(64, 32, 8, 2)
+        if kernel == "keys":  # many keys: the more, the less often queries are brought to float16
+            return Tile(64, 128, 8, 3 if arch >= 90 and not has_little else 2)
+        return Tile(128, 64, 8, 2 if has_little else 3)
     if dtype == torch.float32:
         return Tile(32, 1, 4, 2)
-    if kernel in ("lse", "compose") and heads <= 32 and arch >= 90:
-        # two keys share one rescaling where registers suffice
-        return Tile(128, 2 if kernel == "lse" and rank <= 2 else 1, 8, 3)
+    if kernel == "lse":  # as many keys share one rescaling as registers suffice for
+        if arch >= 90 and heads <= 32:
+            return Tile(128, 4 if rank <= 3 else 2, 8, 3)
+        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 else 4
+        return Tile(64, keys, 4, 3 if arch >= 90 else 2)
+    if kernel == "compose" and heads <= 32 and arch >= 90:
+        return Tile(128, 1, 8, 3)
     if kernel == "compose" and heads <= 32:
         return Tile(64, 1, 4, 2)  # 3 stages spill 32 bytes, these 8
-    if kernel == "back_1" and heads <= 32 and arch < 90:
-        return Tile(64, 1, 4, 2)  # with 3 stages ptxas may take 32 registers, and spill 2680 bytes
-    return Tile(64, 2 if kernel == "lse" and heads <= 32 and rank <= 2 else 1, 4, 3)
+    if kernel in ("back_1", "back_0") and heads <= 32 and arch < 90:
+        return Tile(64, 1, 4, 2)  # with 3 stages ptxas may take 32 registers, and spill 2680 bytes in back_1
+    return Tile(64, 1, 4, 3)
 
 
 def _interpreter_tile(kernel: str) -> Tile | None:
     """In the interpreter, small tiles, so that short sequences have several."""
     if not INTERPRETED.value:
         return None
-    return Tile(16, 16 if kernel in _PRODUCTS else 2 if kernel == "lse" else 1, 1, 1)
+    return Tile(16, 16 if kernel in _PRODUCTS else 4 if kernel == "lse" else 1, 1, 1)
 
 
 # --- what a search has found ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .heads import (
+    NO_KEY,
     cast,
     composed,
     filled,
@@ -43,6 +44,56 @@ def program_keys(first, last, i_s, n_keys, s_0, n_s):
 
 
 @triton.jit
+def seen_by_all(first, last, m_t, start, stop, B_S: tl.constexpr):
+    """Of a program's keys start to stop those that all its queries see, cut to whole turns of B_S."""
+    latest, earliest = tl.max(tl.where(m_t, first, 0)), tl.min(tl.where(m_t, last, NO_KEY))
+    inner = tl.minimum(start + tl.cdiv(tl.maximum(latest - start, 0), B_S) * B_S, tl.maximum(start, stop))
+    outer = start + (tl.minimum(earliest, stop) - start) // B_S * B_S
+    return inner, tl.maximum(outer, inner)
+
+
+@triton.jit
+def _add_scores(
+    top, total, start, stop, skipped, at, w0,
+    F_PRE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_S: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the exponentials of keys start to stop, each relative to the largest score so far, `top`, to `total`.
+
+    From key `inner` on they are those `skipped` keys further on.
+    """
+    p_scores, p_m0, stride_map, stride_m, n_p, s_0, o_t, first, last, inner = at
+    NB: tl.constexpr = 1 + (H1 > 0)
+    for i_s in tl.range(start, stop, B_S):
+        s = i_s
+        if MASKED:
+            s += tl.where(i_s < inner, 0, skipped)
+        turn, above = (), top
+        for k in tl.static_range(B_S):
+            x = turned(load_row(p_scores + (s + k - s_0) * n_p, stride_map, o_t, M, H0, H1), H1)
+            m0 = load_matrix(p_m0 + (s + k - s_0) * stride_m, F_PRE, H0, H1)
+            wide = widened(x, H0, H1)
+            a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
+            highest = ()
+            for i in tl.static_range(NB):
+                if MASKED:
+                    visible = ((s + k >= first) & (s + k < last))[:, None]
+                    turn = turn + (tl.where(visible, a[i], LOWEST),)
+                else:
+                    turn = turn + (a[i],)
+                highest = highest + (tl.maximum(above[i], turn[k * NB + i]),)
+            above = highest
+        sums = ()
+        for i in tl.static_range(NB):
+            new = total[i] * tl.exp2(top[i] - above[i])
+            for k in tl.static_range(B_S):
+                new += tl.exp2(turn[k * NB + i] - above[i])
+            sums = sums + (new,)
+        top, total = above, sums
+    return top, total
+
+
+@triton.jit
 def lse_kernel(
     p_scores, p_m0, p_w0, p_first, p_last, p_lse,
     stride_ib, stride_l, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, unseen,
@@ -51,7 +102,8 @@ def lse_kernel(
 ):  # fmt: skip
     """Log-sum-exps of composed scores over the keys of a part: p_lse [parts, B·H, stride_l], from its first query.
 
-    B_S keys a turn share one rescaling of the sums. `unseen` stands where a query sees none of the keys.
+    B_S keys a turn share one rescaling of the sums. Those that all queries see are not masked. `unseen` stands where a
+    query sees none of the keys.
     """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
@@ -67,26 +119,11 @@ def lse_kernel(
     NB: tl.constexpr = 1 + (H1 > 0)
     top, total = filled(LOWEST, 1, B_T, H0, H1), filled(0.0, 1, B_T, H0, H1)
     start = s_0 + (start - s_0) // B_S * B_S  # a turn never leaves a part, and what nobody sees is masked
-    for s in tl.range(start, stop, B_S):
-        turn, above = (), top
-        for k in tl.static_range(B_S):
-            x = turned(load_row(p_scores + (s + k - s_0) * n_p, stride_map, o_t, M, H0, H1), H1)
-            m0 = load_matrix(p_m0 + (s + k - s_0) * stride_m, F_PRE, H0, H1)
-            wide = widened(x, H0, H1)
-            a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
-            visible = ((s + k >= first) & (s + k < last))[:, None]
-            highest = ()
-            for i in tl.static_range(NB):
-                turn = turn + (tl.where(visible, a[i], LOWEST),)
-                highest = highest + (tl.maximum(above[i], turn[k * NB + i]),)
-            above = highest
-        sums = ()
-        for i in tl.static_range(NB):
-            new = total[i] * tl.exp2(top[i] - above[i])
-            for k in tl.static_range(B_S):
-                new += tl.exp2(turn[k * NB + i] - above[i])
-            sums = sums + (new,)
-        top, total = above, sums
+    inner, outer = seen_by_all(first, last, m_t, start, stop, B_S)
+    at = (p_scores, p_m0, stride_map, stride_m, n_p, s_0, o_t, first, last, inner)
+    top, total = _add_scores(top, total, inner, outer, 0, at, w0, F_PRE, R, M, H0, H1, B_S, False)
+    stop -= outer - inner  # the keys before and behind these in one loop
+    top, total = _add_scores(top, total, start, stop, outer - inner, at, w0, F_PRE, R, M, H0, H1, B_S, True)
     out = ()
     for i in tl.static_range(NB):
         is_seen = top[i] > LOWEST / 2

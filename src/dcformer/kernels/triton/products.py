@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .heads import NO_KEY, intervals, span
 from .precision import LARGEST_HALF, add_product, product, rounded, within
-from .scales import factor_of, power
+from .scales import factor_of, finite, power
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _load_map(p_map, o_s, o_t, n_s, n_p):
 @triton.jit
 def _like_map(x, factor, dtype: tl.constexpr):
     """States in the dtype of a map, times a power of two where that is another than theirs: bfloat16 in float16 keeps
-    all its bits down to 2^-27 of the largest norm."""
+    all its bits down to 2^-26 of the largest number."""
     if x.dtype == dtype:
         return x
     else:
@@ -56,26 +56,40 @@ def _is_broken(total, m_n):
 
 
 @triton.jit
+def _largest(p_x, stride_n, o_n, m_n, D: tl.constexpr, B_D: tl.constexpr, B_N: tl.constexpr):
+    """The largest size of a finite number of some states."""
+    largest = tl.zeros([B_N], tl.float32)
+    for d in tl.range(0, D, B_D):
+        x = _load_states(p_x, stride_n, o_n, m_n, d + tl.arange(0, B_D), D)
+        largest = tl.maximum(largest, tl.max(finite(x.to(tl.float32)), 1))
+    return tl.max(largest)
+
+
+@triton.jit
 def scores_kernel(
-    p_a, p_b, p_map, p_mark, p_scale, p_first, p_last,
+    p_a, p_b, p_map, p_mark, p_scale, p_sizes_a, p_sizes_b, p_first, p_last,
     stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_map: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, scale, largest,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, STEP: tl.constexpr, MARK: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """map[s, t] = scale · (a[s] · b[t]), within ±largest: scores of keys and queries, dW of values and dO.
 
     With MARK, p_mark becomes 1 where a number is beyond. Keys that none of STEP queries sees are left alone; STEP is a
     multiple of B_T, and of that of the kernels of composition. With SCALED they are also times p_scale [B·G, n_scales],
-    a number for STEP queries and a group of heads.
+    a number for STEP queries and a group of heads. With SIZES the largest size of a number of each tile of a, and of b,
+    goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries]: of those that are multiplied.
     """
     i_s, i_t, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     o_t, o_s = i_t * B_T + tl.arange(0, B_T), i_s * B_S + tl.arange(0, B_S)  # in the chunk
     m_t, m_s = o_t < n_t, o_s + s_0 < S
     o_step = i_t * B_T // STEP * STEP + tl.arange(0, STEP)
-    low, high = span(*intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_step, o_step < n_t))
-    if (high <= s_0 + i_s * B_S) | (low >= s_0 + (i_s + 1) * B_S):
+    p_first += i_b * stride_ib + t_0
+    p_last += i_b * stride_ib + t_0
+    low, high = span(*intervals(p_first, p_last, o_step, o_step < n_t))
+    s_1 = s_0 + i_s * B_S
+    if (high <= s_1) | (low >= s_1 + B_S):
         return
     p_a += i_b * stride_ab + i_h // rep * stride_ah
     p_b += i_b * stride_bb + i_h * stride_bh
@@ -91,6 +105,14 @@ def scores_kernel(
     if MARK:
         if tl.max(tl.abs(total)) > largest:
             tl.store(p_mark, 1)  # all that store, store the same
+    if SIZES:  # by the first program that multiplies a tile
+        if (i_s == 0) | (low >= s_1):
+            size = _largest(p_b, stride_bt, t_0 + o_t, m_t, D, B_D, B_T)
+            tl.store(p_sizes_b + i_bh * tl.num_programs(1) + i_t, size)
+        low, high = span(*intervals(p_first, p_last, o_step - STEP, o_step >= STEP))
+        if (i_t * B_T % STEP == 0) & (i_h % rep == 0) & ((high <= s_1) | (low >= s_1 + B_S)):
+            size = _largest(p_a, stride_as, s_0 + o_s, m_s, D, B_D, B_S)
+            tl.store(p_sizes_a + i_bh // rep * tl.num_programs(0) + i_s, size)
     total = within(total, largest)
     p_tile = p_map + i_bh * stride_map + o_s[:, None] * n_p + o_t[None, :]
     tl.store(p_tile, rounded(total, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])
@@ -132,7 +154,7 @@ def values_kernel(
     Args:
         p_mark: becomes 1 where a number of the map was too large: infinite, although dO is finite.
         p_inverse, p_finite: what undoes the powers of two, and whether dO is finite: [B·G, n_scales] for STEP queries.
-        p_largest: norms of v if they are bfloat16, [B, Hkv, n_largest].
+        p_largest: sizes of v if they are bfloat16, [B, Hkv, n_largest].
     """
     i_t, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -244,7 +266,7 @@ def keys_kernel(
 ):  # fmt: skip
     """out[s] = scale · Σ_t map[s, t] q[t], over all heads that share a key: dV of W and dO, dK of dS and queries.
 
-    With ADD it is added to the stored values. SCALED and what belongs to it: see `values_kernel`; norms are those of q.
+    With ADD it is added to the stored values. SCALED and what belongs to it: see `values_kernel`; sizes are those of q.
     """
     i_s, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)  # of heads of keys
     n_h = H // rep

@@ -37,11 +37,11 @@ def power(exponent):
 
 @triton.jit
 def factor_of(p_largest, n_largest):
-    """log2 of the power of two that brings states whose largest norms are given to norms of up to 1024."""
+    """log2 of the power of two that brings states whose largest sizes are given to sizes of up to 1024."""
     largest = tl.zeros([128], tl.float32)
     for i in range(0, n_largest, 128):
         o = i + tl.arange(0, 128)
-        largest = tl.maximum(largest, finite(tl.load(p_largest + o, mask=o < n_largest, other=0.0)))
+        largest = tl.maximum(largest, tl.load(p_largest + o, mask=o < n_largest, other=0.0))
     exponent = tl.floor(-log2(tl.max(largest))) + 10.0
     return tl.minimum(tl.maximum(exponent, -126.0), 126.0).to(tl.int32)
 
