@@ -8,7 +8,7 @@ keys and windows in every other layer, and the same with composition. Only the n
 their width: 16, 8 and 4 channels. Each family has its rate for each number of heads, from one grid, by one half of the
 held-out text with a seed of its own; the other half is reported. Runs of 3 heads are those of the law.
 
-Writes heads.json and heads.md.
+Writes heads.json, heads.md and heads.svg.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from pathlib import Path
 import small_law
 import study
 from small_law import RATE_SEED, SEEDS
-from study import read_runs, write_text
+from study import read_runs, save_figure, write_text
 
 WIDTH = small_law.RATE_WIDTH
 FAMILIES = ("transformer++-qknorm-windows", small_law.VARIANT)
 HEAD_DIMS = (16, 8, 4)
-RATES = (8e-3, 1.6e-2, 3.2e-2)  # the law's best at this width is the one in the middle, for both
+RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)  # the law's best at this width is the one in the middle, for both
 
 
 def settings_of(family: str, head_dim: int, seed: int, rate: float, scale: float) -> dict:
@@ -46,6 +46,13 @@ def chosen_rate(runs: list[dict], family: str, head_dim: int, scale: float) -> f
     return study.best_rate(losses, RATES)
 
 
+def reported(runs: list[dict], family: str, head_dim: int, scale: float) -> dict[int, dict]:
+    """Runs at the chosen rate by seed, those that are done."""
+    rate = chosen_rate(runs, family, head_dim, scale)
+    wanted = {} if rate is None else {seed: settings_of(family, head_dim, seed, rate, scale) for seed in SEEDS}
+    return {seed: run for seed, settings in wanted.items() for run in runs if settings.items() <= run.items()}
+
+
 def report(runs: list[dict], scale: float) -> str:
     """Losses by number of heads, and by how much they are lower with composition, seed by seed."""
     from scipy.stats import ttest_ind, ttest_rel
@@ -56,15 +63,10 @@ def report(runs: list[dict], scale: float) -> str:
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     edge = []
     for head_dim in HEAD_DIMS:
-        found: dict[str, dict[int, dict]] = {}
         rates = {family: chosen_rate(runs, family, head_dim, scale) for family in FAMILIES}
-        for family, rate in rates.items():
-            if rate is None:
-                continue
-            wanted = {seed: settings_of(family, head_dim, seed, rate, scale) for seed in SEEDS}
-            found[family] = {s: run for s, w in wanted.items() for run in runs if w.items() <= run.items()}
-            edge += [f"{family} with {WIDTH // head_dim} heads"] if rate in (min(RATES), max(RATES)) else []
-        if any(len(found.get(family, ())) < len(SEEDS) for family in FAMILIES):
+        found = {family: reported(runs, family, head_dim, scale) for family in FAMILIES}
+        edge += [f"{f} with {WIDTH // head_dim} heads" for f, rate in rates.items() if rate in (min(RATES), max(RATES))]
+        if any(len(of) < len(SEEDS) for of in found.values()):
             lines.append(f"| {WIDTH // head_dim} | " + " | ".join(["not done"] * (len(heads) - 1)) + " |")
             continue
         losses = {family: {seed: run["loss"] for seed, run in of.items()} for family, of in found.items()}
@@ -86,9 +88,30 @@ def report(runs: list[dict], scale: float) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plot(runs: list[dict], scale: float, path: Path) -> None:
+    """Losses by number of heads: seeds as dots, their means as lines."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.5, 3.2), layout="constrained")
+    for family, label in zip(FAMILIES, ("plain, same norms and windows", "composed"), strict=True):
+        losses = {
+            WIDTH // head_dim: [run["loss"] for run in found.values()]
+            for head_dim in HEAD_DIMS
+            if (found := reported(runs, family, head_dim, scale))
+        }
+        (line,) = axes.plot(losses.keys(), [statistics.mean(of) for of in losses.values()], label=label)
+        for heads, of in losses.items():
+            axes.plot([heads] * len(of), of, "o", color=line.get_color(), markersize=4)
+    axes.set(xscale="log", xlabel=f"heads, {WIDTH} channels in all", ylabel="held-out loss, nats a character")
+    axes.set_xticks([WIDTH // head_dim for head_dim in HEAD_DIMS], [str(WIDTH // head_dim) for head_dim in HEAD_DIMS])
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+    save_figure(figure, path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=small_law.OUTPUT, help="folder of heads.json and heads.md")
+    parser.add_argument("--output", type=Path, default=small_law.OUTPUT, help="folder of what is written")
     parser.add_argument("--law", type=Path, default=small_law.OUTPUT / "small.json", help="runs of the law")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps, for a look")
     workers = os.cpu_count() or 1
@@ -107,8 +130,10 @@ def main() -> int:
         runs = run([settings_of(*cell, RATE_SEED, rate, scale) for cell in cells for rate in RATES], "rates")
         best = {cell: chosen_rate(runs, *cell, scale) for cell in cells}
         run([settings_of(*cell, seed, best[cell], scale) for cell in cells for seed in SEEDS], "seeds")  # type: ignore
-    text = report(law + (read_runs(path) if path.exists() else []), scale)
+    runs = law + (read_runs(path) if path.exists() else [])
+    text = report(runs, scale)
     write_text(arguments.output / "heads.md", text)
+    plot(runs, scale, arguments.output / "heads.svg")
     print(text)
     return 0
 
