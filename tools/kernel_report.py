@@ -53,7 +53,7 @@ class Usage:
         shared: KiB per block.
         loops: instructions of one thread in one turn of each innermost loop that reads memory.
         products: of those that also multiply matrices on tensor cores.
-        spilling: of those that read or write the stack.
+        spilling: of all those, what read or write the stack.
     """
 
     registers: int
@@ -207,13 +207,14 @@ def issued(spec: dict[str, Any], usage: Usage, is_masked: bool = False) -> float
     for those that do not loop over pairs of queries and keys. Some kernels mask keys in a loop of its own: that of the
     other is meant, where all queries of a tile see the keys, and with `is_masked` that one."""
     name, tile, constants = spec["name"], spec["tile"], spec["constexprs"]
+    loops = usage.products if name == SIZED else usage.products or usage.loops  # its other loops find the sizes
     name = "scores" if name == SIZED else SCALED.get(name, name)
-    if name not in LAUNCHES or not usage.loops:
+    if name not in LAUNCHES or not loops:
         return None
-    if name == "scores":  # without what is done once for a tile of states
+    if name == "scores":
         steps = -(-constants["D"] // constants["B_D"])
-        return max(usage.products or usage.loops) * steps * tile.num_warps / (tile.b_t * tile.b_s)
-    count = (max if is_masked else min)(usage.products or usage.loops)
+        return max(loops) * steps * tile.num_warps / (tile.b_t * tile.b_s)
+    count = (max if is_masked else min)(loops)
     if "M" not in constants:  # products
         return count * tile.num_warps / (tile.b_t * tile.b_s)
     keys = tile.b_s if name == "lse" else 1

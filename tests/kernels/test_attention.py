@@ -23,7 +23,7 @@ from dcformer.kernels.launch import Problem, Visibility
 from dcformer.kernels.layout import Layout, Part, packed_weights
 from dcformer.kernels.ops import triton_attention
 from dcformer.kernels.triton.compose import join_kernel
-from dcformer.kernels.tuning import KERNELS, candidates, choose
+from dcformer.kernels.tuning import KERNELS, Tile, candidates, choose
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -568,16 +568,10 @@ def test_queries_and_keys_of_any_size_lose_nothing(unmarked):
     assert not overflow.needs_bfloat16(torch.device(DEVICE))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["grouped-query", "window 5", "padding, window", "documents", "every other 16 queries", "nothing seen", "chunks"],
-)
-def test_sizes_are_those_of_all_tiles_that_are_multiplied(name, monkeypatch, unmarked):
-    """The first program that meets a tile of keys, or of queries, finds the largest of its numbers."""
-    case = dataclasses.replace((SWITCHES | VISIBILITY)[name], dtype=torch.bfloat16)
-    case = dataclasses.replace(case, length=max(40, case.length), end=None if case.end is None else (40, 3))
-    if case.documents is not None:
-        case = dataclasses.replace(case, documents=(0, 17, 40))
+@pytest.mark.parametrize("name", ["grouped-query", "window 5", "padding of whole tiles", "more queries", "chunks"])
+def test_sizes_are_the_largest_of_each_tile(name, monkeypatch, unmarked):
+    """Of keys and queries, by which products bring them to float16: whether anybody sees them or not."""
+    case = dataclasses.replace((SWITCHES | SHAPES | VISIBILITY)[name], dtype=torch.bfloat16)
     if case.chunk:
         monkeypatch.setattr(launch, "FIRST_CHUNK", case.chunk)
     made, real = [], Problem._make_scores
@@ -591,20 +585,40 @@ def test_sizes_are_those_of_all_tiles_that_are_multiplied(name, monkeypatch, unm
     monkeypatch.setattr(Problem, "_make_scores", spy)
     gradients_of(case)
     assert len(made) == (3 if case.chunk else 1)
-    for problem, chunk, sizes in made:
-        here = torch.zeros(case.batch, chunk.n_p, chunk.n_s, dtype=torch.bool)
-        some = case.visible()[:, 0, chunk.t_0 : chunk.t_0 + chunk.n_t, chunk.s_0 : chunk.s_0 + chunk.n_s]
-        here[:, : some.shape[1], : some.shape[2]] = some
-        blocks = here.unfold(1, 16, 16).unfold(2, 16, 16).flatten(3).any(-1)  # [B, tiles of queries, of keys]
-        for x, start, size, needed in (
-            (problem.k, chunk.s_0, sizes[0], blocks.any(1)),
-            (problem.q, chunk.t_0, sizes[1], blocks.any(2)),
+    for problem, chunk, (of_keys, of_queries) in made:
+        for x, rows, found in (
+            (problem.k, slice(chunk.s_0, None), of_keys),
+            (problem.q, slice(chunk.t_0, chunk.t_0 + chunk.n_t), of_queries),
         ):
-            rows = torch.nn.functional.pad(x[:, :, start:].float().abs().amax(-1), (0, 64))
-            expected = rows[:, :, : 16 * size.shape[2]].unflatten(2, (-1, 16)).amax(-1)
-            needed = needed[:, None].expand_as(size)
-            assert needed.any() and torch.equal(size[needed], expected[needed])
-            assert ((size == 0) | (size == expected)).all()
+            largest = x[:, :, rows].float().abs().amax(-1)
+            largest = torch.nn.functional.pad(largest, (0, 64))[:, :, : 16 * found.shape[2]]
+            assert found.shape[2] > 0 and torch.equal(found, largest.unflatten(2, (-1, 16)).amax(-1))
+
+
+@pytest.mark.parametrize("kind", ["queries", "keys", "keys beyond a chunk"])
+def test_large_numbers_that_no_product_needs_do_no_harm(kind, monkeypatch, unmarked):
+    """Products load whole tiles, of other sizes than those whose largest numbers are known."""
+    case = Case(length=48, heads=2, stages=(), dtype=torch.bfloat16, causal=kind != "keys")
+    tensors, options = case.tensors(), {}
+    real = launch.choose
+    monkeypatch.setattr(
+        launch, "choose", lambda name, *args: {"values": Tile(16, 32, 1, 1)}.get(name) or real(name, *args)
+    )
+    if kind == "queries":  # between others
+        few = (torch.arange(48, device=DEVICE) // 16 % 2 == 1)[None]
+        options = {"visible": (torch.zeros_like(few).int(), torch.where(few, 0, 48).int()), "causal": False}
+        tensors["query"][:, :, 16:32] *= 2.0**12
+    else:
+        tensors["key"][:, :, 16:] *= 2.0**12
+    if kind == "keys":
+        options = {"key_end": torch.tensor([10], device=DEVICE), "causal": False}
+    elif kind == "keys beyond a chunk":
+        monkeypatch.setattr(launch, "FIRST_CHUNK", 16)
+        options = {"chunk_bytes": 0}
+    inputs = [tensors[name].to(DEVICE, case.dtype).requires_grad_() for name in ("query", "key", "value")]
+    composed_attention(*inputs, **options).backward(tensors["grad"].to(DEVICE, case.dtype))
+    assert all(t.grad.isfinite().all() and t.grad.any() for t in inputs)
+    assert not overflow.needs_bfloat16(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -236,8 +236,8 @@ def test_as_many_keys_share_a_turn_as_registers_suffice_for(monkeypatch):
         return tuning.choose("lse", heads, 128, dtype, arch, rank).b_s
 
     assert keys() == keys(heads=16) == keys(rank=1) == keys(rank=3) == keys(rank=0) == keys(arch=80) == 4
-    assert keys(rank=4) == keys(rank=3, arch=80) == 2
-    assert keys(rank=4, arch=80) == keys(heads=40) == keys(dtype=torch.float32) == 1
+    assert keys(rank=4) == keys(rank=3, arch=80) == keys(arch=100) == keys(arch=120) == 2
+    assert keys(rank=4, arch=80) == keys(rank=3, arch=120) == keys(heads=40) == keys(dtype=torch.float32) == 1
 
 
 def test_keys_tell_windows_from_causal_attention_and_compositions_apart(monkeypatch):

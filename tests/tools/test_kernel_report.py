@@ -69,6 +69,7 @@ def test_instructions_are_those_of_all_warps_per_query_key_and_head(report):
     assert issued("scores", Tile(128, 64, 8, 3), (512,), D=80, B_D=64) == 1.0  # two steps
     spec = {"name": report.SIZED, "tile": Tile(128, 64, 8, 3), "constexprs": {"D": 80, "B_D": 64}}
     assert report.issued(spec, report.Usage(255, 0, 100.0, (512, 2000), (512,))) == 1.0  # not that over sizes
+    assert report.issued(spec, report.Usage(255, 0, 100.0, (2000,))) is None  # the product is no loop
     assert issued("values", Tile(64, 64, 8, 3), (900, 512, 900), D=80, B_D=128) == 1.0  # where all is visible
     spec = {"name": "grad_key", "tile": Tile(64, 64, 8, 3), "heads": 32, "constexprs": {"D": 80, "B_D": 128}}
     assert report.issued(spec, report.Usage(255, 0, 100.0, (44, 900, 512), (900, 512))) == 1.0  # not that over norms

@@ -376,12 +376,9 @@ class Problem:
         return ceil_div(chunk.n_s, tile.b_s), ceil_div(chunk.n_p, tile.b_t)
 
     def _new_sizes(self, chunk: Chunk) -> list[torch.Tensor]:
-        """Room for the largest size of a number of each tile of keys and of queries, [B, Hkv, tiles] and [B, H, tiles]:
-        zeros, as those that nobody sees and that see nothing are not looked at."""
+        """Room for the largest size of a number of each tile of keys and of queries, [B, Hkv, tiles], [B, H, tiles]."""
         heads, tiles = (self.kv_heads, self.H), self._score_tiles(chunk)
-        counts = [self.B * h * n for h, n in zip(heads, tiles, strict=True)]
-        both = torch.zeros(sum(counts), dtype=torch.float32, device=self.q.device).split(counts)
-        return [part.view(self.B, h, n) for part, h, n in zip(both, heads, tiles, strict=True)]
+        return [self._new(self.B, h, n) for h, n in zip(heads, tiles, strict=True)]
 
     @property
     def _limit(self) -> dict[str, Any]:

@@ -85,6 +85,8 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
     if dtype == torch.float32:
         return Tile(32, 1, 4, 2)
     if kernel == "lse":  # as many keys share one rescaling as registers suffice for
+        if arch >= 100 and heads <= 32:
+            return Tile(128, 2 if rank <= 2 else 1, 8, 3)
         if arch >= 90 and heads <= 32:
             return Tile(128, 4 if rank <= 3 else 2, 8, 3)
         keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 else 4

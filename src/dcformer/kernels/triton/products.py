@@ -78,21 +78,25 @@ def scores_kernel(
     With MARK, p_mark becomes 1 where a number is beyond. Keys that none of STEP queries sees are left alone; STEP is a
     multiple of B_T, and of that of the kernels of composition. With SCALED they are also times p_scale [B·G, n_scales],
     a number for STEP queries and a group of heads. With SIZES the largest size of a number of each tile of a, and of b,
-    goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries]: of those that are multiplied.
+    goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries].
     """
     i_s, i_t, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     o_t, o_s = i_t * B_T + tl.arange(0, B_T), i_s * B_S + tl.arange(0, B_S)  # in the chunk
     m_t, m_s = o_t < n_t, o_s + s_0 < S
-    o_step = i_t * B_T // STEP * STEP + tl.arange(0, STEP)
-    p_first += i_b * stride_ib + t_0
-    p_last += i_b * stride_ib + t_0
-    low, high = span(*intervals(p_first, p_last, o_step, o_step < n_t))
-    s_1 = s_0 + i_s * B_S
-    if (high <= s_1) | (low >= s_1 + B_S):
-        return
     p_a += i_b * stride_ab + i_h // rep * stride_ah
     p_b += i_b * stride_bb + i_h * stride_bh
+    if SIZES:  # of all: other products may meet tiles that nobody sees, or that see nothing
+        if i_s == 0:
+            size = _largest(p_b, stride_bt, t_0 + o_t, m_t, D, B_D, B_T)
+            tl.store(p_sizes_b + i_bh * tl.num_programs(1) + i_t, size)
+        if (i_t == 0) & (i_h % rep == 0):
+            size = _largest(p_a, stride_as, s_0 + o_s, m_s, D, B_D, B_S)
+            tl.store(p_sizes_a + i_bh // rep * tl.num_programs(0) + i_s, size)
+    o_step = i_t * B_T // STEP * STEP + tl.arange(0, STEP)
+    low, high = span(*intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_step, o_step < n_t))
+    if (high <= s_0 + i_s * B_S) | (low >= s_0 + (i_s + 1) * B_S):
+        return
     total = tl.zeros([B_S, B_T], tl.float32)
     for d in tl.range(0, D, B_D):
         o_d = d + tl.arange(0, B_D)
@@ -105,14 +109,6 @@ def scores_kernel(
     if MARK:
         if tl.max(tl.abs(total)) > largest:
             tl.store(p_mark, 1)  # all that store, store the same
-    if SIZES:  # by the first program that multiplies a tile
-        if (i_s == 0) | (low >= s_1):
-            size = _largest(p_b, stride_bt, t_0 + o_t, m_t, D, B_D, B_T)
-            tl.store(p_sizes_b + i_bh * tl.num_programs(1) + i_t, size)
-        low, high = span(*intervals(p_first, p_last, o_step - STEP, o_step >= STEP))
-        if (i_t * B_T % STEP == 0) & (i_h % rep == 0) & ((high <= s_1) | (low >= s_1 + B_S)):
-            size = _largest(p_a, stride_as, s_0 + o_s, m_s, D, B_D, B_S)
-            tl.store(p_sizes_a + i_bh // rep * tl.num_programs(0) + i_s, size)
     total = within(total, largest)
     p_tile = p_map + i_bh * stride_map + o_s[:, None] * n_p + o_t[None, :]
     tl.store(p_tile, rounded(total, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])
@@ -135,7 +131,8 @@ def _add_values(
         if CUT:
             x, n = _cut(x, tl.load(p_finite, mask=m_t, other=0.0)[None, :])
             count += n
-        v = _load_states(p_v, stride_vs, s_0 + o_s, s_0 + o_s < S, o_d, D)  # [s, d]
+        m_s = (o_s < n_s) & (s_0 + o_s < S)
+        v = _load_states(p_v, stride_vs, s_0 + o_s, m_s, o_d, D)  # [s, d]
         total = add_product(total, tl.trans(x), _like_map(v, factor, x.dtype))
     return total, count
 
