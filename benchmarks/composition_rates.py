@@ -87,20 +87,23 @@ def make_row(rng: random.Random) -> dict[str, list[int]]:
     }
 
 
-def make_model(size: Size, way: str) -> dcformer.DCFormerForCausalLM:
-    """The model before training."""
+def make_model(size: Size, way: str, **fields) -> dcformer.DCFormerForCausalLM:
+    """The model before training; `fields` are other ones of its configuration."""
     config = dcformer.DCFormerConfig(
-        vocab_size=288,
-        hidden_size=size.width,
-        intermediate_size=11 * size.width // 4,
-        num_hidden_layers=2,
-        num_attention_heads=size.heads,
-        sliding_window=WINDOW,
-        max_position_embeddings=512,
-        initializer_range=size.std,
-        pad_token_id=0,
-        attn_implementation="eager",
-        **(VARIANTS["plain"].switches if way == "plain" else {}),
+        **{
+            "vocab_size": 288,
+            "hidden_size": size.width,
+            "intermediate_size": 11 * size.width // 4,
+            "num_hidden_layers": 2,
+            "num_attention_heads": size.heads,
+            "sliding_window": WINDOW,
+            "max_position_embeddings": 512,
+            "initializer_range": size.std,
+            "pad_token_id": 0,
+            "attn_implementation": "eager",
+            **(VARIANTS["plain"].switches if way == "plain" else {}),
+            **fields,
+        }
     )
     model = dcformer.DCFormerForCausalLM(config)
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.3)

@@ -1,0 +1,214 @@
+"""What else decides how soon a person's fact is found: depth, rows, warm-up, betas, embeddings, norms, Muon.
+
+    python benchmarks/training_factors.py              # what is missing of the runs, then the table
+    python benchmarks/training_factors.py --factors base muon --output runs/look.json    # a look
+    python benchmarks/training_factors.py --report     # the table of what is done
+
+The task, the model of two layers and the loss are those of `composition_rates.py`. One thing at a time is changed, for
+DCFormer and for plain attention alike. Each cell has its own learning rate: of one grid the one with the lowest loss
+with a seed that is not reported. No run is made twice. One core a run.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import composition_rates
+import torch
+from composition_rates import DECAY, MEAN, STEPS, WINDOW, make_row
+
+import dcformer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from study import about_runs, as_trained, best_rate, compare, read_runs, spread, write_text
+from synthetic_rows import collate
+
+RESULTS = Path(__file__).resolve().parent / "results" / "training_factors.json"
+FAMILIES = {"plain": "plain attention, QK-norm", "dcformer": "DCFormer"}
+RATES, RATE_SEED, SEEDS = (1e-3, 2e-3, 4e-3), 100, (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """How a run is made.
+
+    Attributes:
+        label: what it is called in the table.
+        layers: of the model, local and global in turn, or with `is_global` all global.
+        rows: of a step.
+        warmup: steps of it.
+        betas: of AdamW.
+        embeddings: their standard deviation before training.
+        qk_norm: whether queries and keys have norms.
+        muon: Muon for the matrices of layers, with updates as large as AdamW's; AdamW for the rest.
+    """
+
+    label: str
+    layers: int = 2
+    is_global: bool = False
+    rows: int = 48
+    warmup: int = 50
+    betas: tuple[float, float] = (0.9, 0.98)
+    embeddings: float = 0.3
+    qk_norm: bool = True
+    muon: bool = False
+
+
+FACTORS = {
+    "base": Factor("as in the table above"),
+    "four-layers": Factor("4 layers", layers=4),
+    "global": Factor("both layers global", is_global=True),
+    "few-rows": Factor("24 rows a step", rows=24),
+    "many-rows": Factor("96 rows a step", rows=96),
+    "no-warmup": Factor("no warm-up", warmup=1),
+    "long-warmup": Factor("150 steps of warm-up", warmup=150),
+    "beta-95": Factor("betas 0.9, 0.95", betas=(0.9, 0.95)),
+    "beta-999": Factor("betas 0.9, 0.999", betas=(0.9, 0.999)),
+    "small-embeddings": Factor("embeddings of 0.06, as other matrices", embeddings=0.06),
+    "large-embeddings": Factor("embeddings of 1", embeddings=1.0),
+    "no-norm": Factor("no norms of queries and keys", qk_norm=False),
+    "muon": Factor("Muon for matrices", muon=True),
+}
+
+
+def make_model(factor: Factor, family: str) -> dcformer.DCFormerForCausalLM:
+    """The model before training."""
+    kinds = ("full_attention", "full_attention") if factor.is_global else ("sliding_attention", "full_attention")
+    size = composition_rates.SIZES["rates"]
+    model = composition_rates.make_model(
+        size,
+        family,
+        num_hidden_layers=factor.layers,
+        layer_types=[kinds[i % 2] for i in range(factor.layers)],
+        qk_norm=factor.qk_norm,
+    )
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=factor.embeddings)
+    return model
+
+
+def make_optimizers(model: dcformer.DCFormerForCausalLM, factor: Factor, rate: float) -> list[torch.optim.Optimizer]:
+    """AdamW, or Muon for the matrices of layers and AdamW for what is left."""
+    groups = dcformer.parameter_groups(model, rate, DECAY)
+    if not factor.muon:
+        return [torch.optim.AdamW(groups, lr=rate, betas=factor.betas)]
+    matrices = {p for p in model.model.layers.parameters() if p.dim() == 2}
+    rest = [group | {"params": [p for p in group["params"] if p not in matrices]} for group in groups]
+    theirs = [group | {"params": [p for p in group["params"] if p in matrices]} for group in groups]
+    return [
+        torch.optim.AdamW([group for group in rest if group["params"]], lr=rate, betas=factor.betas),
+        torch.optim.Muon([group for group in theirs if group["params"]], lr=rate, adjust_lr_fn="match_rms_adamw"),
+    ]
+
+
+def train(settings: dict, folder: str) -> dict:
+    """One run: its settings and the mean loss of every 50 steps."""
+    torch.set_num_threads(1)
+    torch.manual_seed(settings["seed"])
+    factor = FACTORS[settings["factor"]]
+    model = make_model(factor, settings["family"])
+    optimizers = make_optimizers(model, factor, settings["rate"])
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / factor.warmup))
+        for optimizer in optimizers
+    ]
+    rng, losses = random.Random(settings["seed"]), []
+    for _ in range(settings["steps"]):
+        loss = model(**collate([make_row(rng) for _ in range(factor.rows)], WINDOW), use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        losses.append(loss.item())
+    return settings | {"losses": [round(statistics.mean(losses[i : i + MEAN]), 4) for i in range(0, len(losses), MEAN)]}
+
+
+def settings_of(factor: str, family: str, rate: float, seed: int, steps: int) -> dict:
+    """What a run is made of."""
+    return {"factor": factor, "family": family, "rate": rate, "seed": seed, "steps": steps}
+
+
+def loss_of(runs: list[dict], settings: dict) -> float | None:
+    """The mean loss of a run's last steps; None where it has not been made."""
+    return next((run["losses"][-1] for run in runs if settings.items() <= run.items()), None)
+
+
+def chosen_rate(runs: list[dict], factor: str, family: str, steps: int) -> float | None:
+    """The rate of the grid with the lowest loss with the seed that chooses; None before all have been run."""
+    losses = {rate: loss_of(runs, settings_of(factor, family, rate, RATE_SEED, steps)) for rate in RATES}
+    return best_rate({rate: loss for rate, loss in losses.items() if loss is not None}, RATES)
+
+
+def table(runs: list[dict], steps: int) -> str:
+    """Losses of each factor and family at its own rate, and by how much DCFormer's is lower, in Markdown."""
+    heads = ("changed", *FAMILIES.values(), "lower by", "rates, plain and DCFormer")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for name, factor in FACTORS.items():
+        rates = {family: chosen_rate(runs, name, family, steps) for family in FAMILIES}
+        found: dict[str, dict[int, float]] = {}
+        for family, rate in rates.items():
+            losses = {s: loss_of(runs, settings_of(name, family, rate, s, steps)) for s in SEEDS} if rate else {}
+            found[family] = {seed: loss for seed, loss in losses.items() if loss is not None}
+        if any(len(losses) < len(SEEDS) for losses in found.values()):
+            lines.append(f"| {factor.label} |" + " not done |" * (len(heads) - 1))
+            continue
+        mean, error, _ = compare(found["dcformer"], found["plain"])
+        cells = [f"{statistics.mean(of.values()):.3f} ± {spread(list(of.values())):.3f}" for of in found.values()]
+        cells += [f"{mean:+.3f} ± {error:.3f}", "; ".join(f"{rate:g}" for rate in rates.values())]
+        lines.append(f"| {factor.label} | " + " | ".join(cells) + " |")
+    chosen = [chosen_rate(runs, name, family, steps) for name in FACTORS for family in FAMILIES]
+    at_edge = sum(rate in (min(RATES), max(RATES)) for rate in chosen)
+    lines += [
+        "",
+        f"Mean loss of the last {MEAN} of {steps} steps, and standard deviation over {len(SEEDS)} seeds; chance is "
+        "0.693. Lower by: mean of the seeds' differences and its standard error. Rates of "
+        f"{', '.join(f'{rate:g}' for rate in RATES)}, by the loss with one more seed; {at_edge} of {len(chosen)} are "
+        "the lowest or the highest of these.",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the file of all runs")
+    parser.add_argument("--factors", nargs="+", choices=FACTORS, default=list(FACTORS))
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"a multiple of {MEAN} (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    options = parser.parse_args(arguments)
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers}: expected more than 0")
+    if options.steps < MEAN or options.steps % MEAN:
+        parser.error(f"--steps {options.steps}: expected a multiple of {MEAN}")
+    try:
+        runs = read_runs(options.output)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    cells = [(factor, family) for factor in options.factors for family in FAMILIES]
+
+    def make(wanted: list[dict], what: str) -> None:
+        missing = [settings for settings in wanted if loss_of(runs, settings) is None]
+        print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {options.output}", flush=True)
+        if not missing or options.report:
+            return
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        for run in as_trained(train, missing, options.workers):
+            runs.append(run)
+            order = (list(FACTORS).index, list(FAMILIES).index)
+            runs.sort(key=lambda r: (order[0](r["factor"]), order[1](r["family"]), r["rate"], r["seed"]))
+            lines = ",\n".join(json.dumps(run) for run in runs)
+            write_text(options.output, f'{{"about": {json.dumps(about_runs())},\n"runs": [\n{lines}\n]}}\n')
+
+    make([settings_of(*cell, rate, RATE_SEED, options.steps) for cell in cells for rate in RATES], "rates")
+    best = {cell: chosen_rate(runs, *cell, options.steps) for cell in cells}
+    make([settings_of(*cell, rate, s, options.steps) for cell, rate in best.items() if rate for s in SEEDS], "seeds")
+    print(table(runs, options.steps))
+
+
+if __name__ == "__main__":
+    main()
