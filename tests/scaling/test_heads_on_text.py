@@ -15,27 +15,27 @@ FOLDER = REPOSITORY / "docs" / "scaling"
 RATES = heads_on_text.RATES
 
 
-def run_of(family, head_dim, seed, rate, choice, loss):
-    settings = heads_on_text.settings_of(family, head_dim, seed, rate, 1.0)
+def run_of(family, width, head_dim, seed, rate, choice, loss):
+    settings = heads_on_text.settings_of(family, width, head_dim, seed, rate, 1.0)
     return settings | {"choice_loss": choice, "loss": loss, "cpu_seconds": 60.0}
 
 
 def runs_of(best: float) -> list[dict]:
     """All runs; composition leads by a tenth for each doubling of the heads, at the best rate only."""
     runs = []
-    for i, head_dim in enumerate(heads_on_text.HEAD_DIMS):
-        for family in heads_on_text.FAMILIES:
-            lead = 0.1 * i if family == small_law.VARIANT else 0.0
-            for rate in RATES:
-                off = abs(rate - best)
-                runs.append(run_of(family, head_dim, heads_on_text.RATE_SEED, rate, off, 9.0))
-                runs += [run_of(family, head_dim, s, rate, 0.0, 2 - lead + s / 100 + off) for s in heads_on_text.SEEDS]
+    for width, head_dims in heads_on_text.HEAD_DIMS.items():
+        for (i, dim), family, rate in itertools.product(enumerate(head_dims), heads_on_text.FAMILIES, RATES):
+            lead, off = 0.1 * i if family == small_law.VARIANT else 0.0, abs(rate - best)
+            if width == heads_on_text.RATE_WIDTH:
+                runs.append(run_of(family, width, dim, heads_on_text.RATE_SEED, rate, off, 9.0))
+            runs += [run_of(family, width, dim, s, rate, 0.0, 2 - lead + s / 100 + off) for s in heads_on_text.SEEDS]
     return runs
 
 
-def test_only_heads_and_composition_differ():
+@pytest.mark.parametrize("width", heads_on_text.HEAD_DIMS)
+def test_only_heads_and_composition_differ(width):
     plain, ours = (
-        [small_law.make_config(family, heads_on_text.WIDTH, dim).to_dict() for dim in heads_on_text.HEAD_DIMS]
+        [small_law.make_config(family, width, dim).to_dict() for dim in heads_on_text.HEAD_DIMS[width]]
         for family in heads_on_text.FAMILIES
     )
     of_heads = {"num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters"}
@@ -52,8 +52,9 @@ def test_only_heads_and_composition_differ():
 @pytest.mark.parametrize("best", RATES)
 def test_the_table_has_each_family_at_its_best_rate(best):
     told = heads_on_text.report(runs_of(best), 1.0)
-    rows = [line for line in told.splitlines() if line.startswith(("| 3 ", "| 6 ", "| 12 "))]
-    assert [row.split(" | ")[4].split()[0] for row in rows] == ["+0.0000", "+0.1000", "+0.2000"]
+    rows = [line for line in told.splitlines() if line.startswith(("| 48 ", "| 64 "))]
+    assert [row.split(" | ")[1] for row in rows] == ["3", "6", "12", "4", "8"]
+    assert [row.split(" | ")[5].split()[0] for row in rows] == ["+0.0000", "+0.1000", "+0.2000", "+0.0000", "+0.1000"]
     assert all(f"| {best:g}; {best:g} |" in row and "| 1.0 and 1.0 |" in row for row in rows)
     assert ("at the edge of the grid: " in told) == (best in (min(RATES), max(RATES)))
 
@@ -61,7 +62,7 @@ def test_the_table_has_each_family_at_its_best_rate(best):
 def test_what_is_not_done_is_named():
     runs = [run for run in runs_of(1.6e-2) if not (run["head_dim"] == 4 and run["seed"] == 2)]
     told = heads_on_text.report(runs, 1.0)
-    assert "| 12 | not done |" in told and told.count("not done") == 7 and "| 6 | 0.016" in told
+    assert "| 48 | 12 | not done |" in told and told.count("not done") == 7 and "| 48 | 6 | 0.016" in told
 
 
 @pytest.mark.slow
@@ -69,10 +70,10 @@ def test_a_run_trains_and_is_not_run_again(tmp_path, monkeypatch, capsys):
     """Two rates, one seed, some steps: with runs of the law taken over, and nothing left to do afterwards."""
     monkeypatch.setattr(heads_on_text, "RATES", (8e-3, 1.6e-2))
     monkeypatch.setattr(heads_on_text, "SEEDS", (0,))
-    monkeypatch.setattr(heads_on_text, "HEAD_DIMS", (16, 8))
+    monkeypatch.setattr(heads_on_text, "HEAD_DIMS", {48: (16, 8)})
     scale, law = 0.002, tmp_path / "small.json"
     of_law = [
-        small_law.settings_of(family, heads_on_text.WIDTH, seed, rate, scale)
+        small_law.settings_of(family, heads_on_text.RATE_WIDTH, seed, rate, scale)
         | {"choice_loss": rate, "loss": 3.0, "cpu_seconds": 1.0}
         for family in heads_on_text.FAMILIES
         for seed, rate in ((heads_on_text.RATE_SEED, 8e-3), (heads_on_text.RATE_SEED, 1.6e-2), (0, 8e-3))
@@ -97,5 +98,5 @@ def test_the_committed_table_is_that_of_the_committed_runs():
     runs = heads_on_text.of_the_law(FOLDER / "small.json") + heads_on_text.read_runs(FOLDER / "heads.json")
     told = heads_on_text.report(runs, 1.0)
     assert told == (FOLDER / "heads.md").read_text(encoding="utf-8")
-    assert told.count("| 3 | 0.016; 0.016 |") == told.count("| 6 | 0.016; 0.008 |") == 1
-    assert told.count("| 12 | 0.032; 0.016 |") == 1 and "none is at the edge of the grid" in told
+    assert told.count("| 48 | 3 | 0.016; 0.016 |") == told.count("| 48 | 6 | 0.016; 0.008 |") == 1
+    assert told.count("| 48 | 12 | 0.032; 0.016 |") == 1 and "none is at the edge of the grid" in told
