@@ -14,6 +14,7 @@ import json
 import random
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +128,27 @@ def make_groups(model: dcformer.DCFormerForCausalLM, way: str, rate: float) -> l
     return groups
 
 
+def fit(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], rows: int, warmup: int, settings: dict
+) -> dict:
+    """Trains a model for the steps and with the seed of `settings`; returns these and the mean loss of every 50 steps."""
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+        for optimizer in optimizers
+    ]
+    rng, losses = random.Random(settings["seed"]), []
+    for _ in range(settings["steps"]):
+        loss = model(**collate([make_row(rng) for _ in range(rows)], WINDOW), use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        losses.append(loss.item())
+    return settings | {"losses": [round(statistics.mean(losses[i : i + MEAN]), 4) for i in range(0, len(losses), MEAN)]}
+
+
 def train(settings: dict, folder: str) -> dict:
     """One run: its settings and the mean loss of every 50 steps."""
     torch.set_num_threads(1)
@@ -135,17 +157,24 @@ def train(settings: dict, folder: str) -> dict:
     model = make_model(size, settings["way"])
     groups = make_groups(model, settings["way"], settings["rate"])
     optimizer = torch.optim.AdamW(groups, lr=settings["rate"], betas=(0.9, 0.98))
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
-    rng, losses = random.Random(settings["seed"]), []
-    for _ in range(settings["steps"]):
-        loss = model(**collate([make_row(rng) for _ in range(size.rows)], WINDOW), use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        warmup.step()
-        losses.append(loss.item())
-    return settings | {"losses": [round(statistics.mean(losses[i : i + MEAN]), 4) for i in range(0, len(losses), MEAN)]}
+    return fit(model, [optimizer], size.rows, WARMUP, settings)
+
+
+def add_runs(
+    runs: list[dict],
+    missing: list[dict],
+    train: Callable[[dict, str], dict],
+    path: Path,
+    workers: int,
+    place: Callable[[dict], tuple],
+) -> None:
+    """Makes runs, adds them to `runs` in the order of `place`, and writes all of these after each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for run in as_trained(train, missing, workers):
+        runs.append(run)
+        runs.sort(key=place)
+        lines = ",\n".join(json.dumps(run) for run in runs)
+        write_text(path, f'{{"about": {json.dumps(about_runs())},\n"runs": [\n{lines}\n]}}\n')
 
 
 def _cell(runs: list[dict], at: int) -> str:
@@ -209,12 +238,11 @@ def main(arguments: list[str] | None = None) -> None:
     missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in runs)]
     print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {options.output}", flush=True)
     if missing and not options.report:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        for run in as_trained(train, missing, options.workers):
-            runs.append(run)
-            runs.sort(key=lambda r: (list(SIZES).index(r["size"]), list(WAYS).index(r["way"]), r["rate"], r["seed"]))
-            lines = ",\n".join(json.dumps(run) for run in runs)
-            write_text(options.output, f'{{"about": {json.dumps(about_runs())},\n"runs": [\n{lines}\n]}}\n')
+
+        def place(run: dict) -> tuple:
+            return list(SIZES).index(run["size"]), list(WAYS).index(run["way"]), run["rate"], run["seed"]
+
+        add_runs(runs, missing, train, options.output, options.workers, place)
     print(table(runs))
 
 

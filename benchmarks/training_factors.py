@@ -10,8 +10,6 @@ with a seed that is not reported. No run is made twice. One core a run.
 """
 
 import argparse
-import json
-import random
 import statistics
 import sys
 from dataclasses import dataclass
@@ -19,13 +17,12 @@ from pathlib import Path
 
 import composition_rates
 import torch
-from composition_rates import DECAY, MEAN, STEPS, WINDOW, make_row
+from composition_rates import DECAY, MEAN, STEPS
 
 import dcformer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from study import about_runs, as_trained, best_rate, compare, read_runs, spread, write_text
-from synthetic_rows import collate
+from study import best_rate, compare, read_runs, spread
 
 RESULTS = Path(__file__).resolve().parent / "results" / "training_factors.json"
 FAMILIES = {"plain": "plain attention, QK-norm", "dcformer": "DCFormer"}
@@ -111,21 +108,7 @@ def train(settings: dict, folder: str) -> dict:
     factor = FACTORS[settings["factor"]]
     model = make_model(factor, settings["family"])
     optimizers = make_optimizers(model, factor, settings["rate"])
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / factor.warmup))
-        for optimizer in optimizers
-    ]
-    rng, losses = random.Random(settings["seed"]), []
-    for _ in range(settings["steps"]):
-        loss = model(**collate([make_row(rng) for _ in range(factor.rows)], WINDOW), use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        losses.append(loss.item())
-    return settings | {"losses": [round(statistics.mean(losses[i : i + MEAN]), 4) for i in range(0, len(losses), MEAN)]}
+    return composition_rates.fit(model, optimizers, factor.rows, factor.warmup, settings)
 
 
 def settings_of(factor: str, family: str, rate: float, seed: int, steps: int) -> dict:
@@ -148,8 +131,10 @@ def table(runs: list[dict], steps: int) -> str:
     """Losses of each factor and family at its own rate, and by how much DCFormer's is lower, in Markdown."""
     heads = ("changed", *FAMILIES.values(), "lower by", "rates, plain and DCFormer")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    chosen: list[float | None] = []
     for name, factor in FACTORS.items():
         rates = {family: chosen_rate(runs, name, family, steps) for family in FAMILIES}
+        chosen += rates.values()
         found: dict[str, dict[int, float]] = {}
         for family, rate in rates.items():
             losses = {s: loss_of(runs, settings_of(name, family, rate, s, steps)) for s in SEEDS} if rate else {}
@@ -161,7 +146,6 @@ def table(runs: list[dict], steps: int) -> str:
         cells = [f"{statistics.mean(of.values()):.3f} ± {spread(list(of.values())):.3f}" for of in found.values()]
         cells += [f"{mean:+.3f} ± {error:.3f}", "; ".join(f"{rate:g}" for rate in rates.values())]
         lines.append(f"| {factor.label} | " + " | ".join(cells) + " |")
-    chosen = [chosen_rate(runs, name, family, steps) for name in FACTORS for family in FAMILIES]
     at_edge = sum(rate in (min(RATES), max(RATES)) for rate in chosen)
     lines += [
         "",
@@ -194,15 +178,11 @@ def main(arguments: list[str] | None = None) -> None:
     def make(wanted: list[dict], what: str) -> None:
         missing = [settings for settings in wanted if loss_of(runs, settings) is None]
         print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {options.output}", flush=True)
-        if not missing or options.report:
-            return
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        for run in as_trained(train, missing, options.workers):
-            runs.append(run)
-            order = (list(FACTORS).index, list(FAMILIES).index)
-            runs.sort(key=lambda r: (order[0](r["factor"]), order[1](r["family"]), r["rate"], r["seed"]))
-            lines = ",\n".join(json.dumps(run) for run in runs)
-            write_text(options.output, f'{{"about": {json.dumps(about_runs())},\n"runs": [\n{lines}\n]}}\n')
+        if missing and not options.report:
+            composition_rates.add_runs(runs, missing, train, options.output, options.workers, place)
+
+    def place(run: dict) -> tuple:
+        return list(FACTORS).index(run["factor"]), list(FAMILIES).index(run["family"]), run["rate"], run["seed"]
 
     make([settings_of(*cell, rate, RATE_SEED, options.steps) for cell in cells for rate in RATES], "rates")
     best = {cell: chosen_rate(runs, *cell, options.steps) for cell in cells}

@@ -1,4 +1,4 @@
-"""Text with 3, 6 and 12 heads of one width: what composition adds where heads are many and narrow.
+"""Text with 3 to 12 heads in the same width: what composition adds where heads are many and narrow.
 
     python examples/heads_on_text.py            # what is not in docs/scaling/heads.json yet, then the table
     python examples/heads_on_text.py --report   # the table of what is done

@@ -74,7 +74,9 @@ def test_runs_are_added_and_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "FACTORS", few)
     monkeypatch.setattr(study, "RATES", (1e-3,))
     monkeypatch.setattr(study, "SEEDS", (0,))
-    monkeypatch.setattr(study, "as_trained", lambda train, wanted, workers: (train(one, "") for one in wanted))
+    monkeypatch.setattr(
+        study.composition_rates, "as_trained", lambda train, wanted, workers: (train(one, "") for one in wanted)
+    )
     torch_threads = torch.get_num_threads()
     out = tmp_path / "new" / "factors.json"
     options = ["--output", str(out), "--steps", "50"]

@@ -53,7 +53,7 @@ class Usage:
         shared: KiB per block.
         loops: instructions of one thread in one turn of each innermost loop that reads memory.
         products: of those that also multiply matrices on tensor cores.
-        spilling: of all those, what read or write the stack.
+        spilling: of `loops`, those that read or write the stack.
     """
 
     registers: int

@@ -115,9 +115,8 @@ def test_kernels_are_within_their_instructions():
             assert 0 < found[name, is_odd]["instructions"] <= most, name
     for row in rows:
         assert row["arch"] == 90 and 0 < row["registers"] <= 255 and row["shared"] <= 227, row
-        may_spill = (
-            row["kernel"].startswith("back_") or row["kernel"] == "grad_key"
-        )  # which does not in loops: returncode
+        # grad_key not in loops, which the exit status tells
+        may_spill = row["kernel"].startswith("back_") or row["kernel"] == "grad_key"
         assert may_spill or row["stack"] == 0, row
 
 
