@@ -131,7 +131,7 @@ def make_groups(model: dcformer.DCFormerForCausalLM, way: str, rate: float) -> l
 def fit(
     model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], rows: int, warmup: int, settings: dict
 ) -> dict:
-    """Trains a model for the steps and with the seed of `settings`; returns these and the mean loss of every 50 steps."""
+    """Trains a model for the steps and with the seed of `settings`; adds the mean loss of every 50 steps to these."""
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
         for optimizer in optimizers
