@@ -67,14 +67,14 @@ SIZES = {
 }
 
 
-def make_row(rng: random.Random) -> dict[str, list[int]]:
-    """Two people, two cities, and a question about each person, as `synthetic_rows.make_row` lays them out."""
+def make_row(rng: random.Random, questions: int = 2) -> dict[str, list[int]]:
+    """Two people, two cities, and a question about each person, or one, as `synthetic_rows.make_row` lays them out."""
     facts = list(zip(rng.sample(NAMES, 2), rng.sample(entities(COUNTRY_TO_CITIES), 2), strict=True))
     ids = token_ids("\n< " + " ".join(f"{person} visited {city}." for person, city in facts) + " >.")
     shared = len(ids)
     positions, branches, labels = list(range(shared)), [0] * shared, {}
     rng.shuffle(facts)
-    for number, (person, city) in enumerate(facts, 1):
+    for number, (person, city) in enumerate(facts[:questions], 1):
         query = token_ids(f"{person} saw")
         ids, branches = ids + query, branches + [number] * len(query)
         positions += range(shared, shared + len(query))
@@ -129,7 +129,12 @@ def make_groups(model: dcformer.DCFormerForCausalLM, way: str, rate: float) -> l
 
 
 def fit(
-    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], rows: int, warmup: int, settings: dict
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    rows: int,
+    warmup: int,
+    settings: dict,
+    questions: int = 2,
 ) -> dict:
     """Trains a model for the steps and with the seed of `settings`; adds the mean loss of every 50 steps to these."""
     schedules = [
@@ -138,7 +143,7 @@ def fit(
     ]
     rng, losses = random.Random(settings["seed"]), []
     for _ in range(settings["steps"]):
-        loss = model(**collate([make_row(rng) for _ in range(rows)], WINDOW), use_cache=False).loss
+        loss = model(**collate([make_row(rng, questions) for _ in range(rows)], WINDOW), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):

@@ -1,4 +1,4 @@
-"""What else decides how soon a person's fact is found: depth, rows, warm-up, betas, embeddings, norms, Muon.
+"""What else decides how soon a person's fact is found: depth, rows, questions, warm-up, betas, embeddings, norms, Muon.
 
     python benchmarks/training_factors.py              # what is missing of the runs, then the table
     python benchmarks/training_factors.py --factors base muon --output runs/look.json    # a look
@@ -26,7 +26,7 @@ from study import best_rate, compare, read_runs, spread
 
 RESULTS = Path(__file__).resolve().parent / "results" / "training_factors.json"
 FAMILIES = {"plain": "plain attention, QK-norm", "dcformer": "DCFormer"}
-RATES, RATE_SEED, SEEDS = (1e-3, 2e-3, 4e-3), 100, (0, 1, 2, 3)
+RATES, RATE_SEED, SEEDS = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), 100, (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Factor:
         label: what it is called in the table.
         layers: of the model, local and global in turn, or with `is_global` all global.
         rows: of a step.
+        questions: of a row.
         warmup: steps of it.
         betas: of AdamW.
         embeddings: their standard deviation before training.
@@ -48,6 +49,7 @@ class Factor:
     layers: int = 2
     is_global: bool = False
     rows: int = 48
+    questions: int = 2
     warmup: int = 50
     betas: tuple[float, float] = (0.9, 0.98)
     embeddings: float = 0.3
@@ -61,6 +63,7 @@ FACTORS = {
     "global": Factor("both layers global", is_global=True),
     "few-rows": Factor("24 rows a step", rows=24),
     "many-rows": Factor("96 rows a step", rows=96),
+    "one-question": Factor("one question a row", questions=1),
     "no-warmup": Factor("no warm-up", warmup=1),
     "long-warmup": Factor("150 steps of warm-up", warmup=150),
     "beta-95": Factor("betas 0.9, 0.95", betas=(0.9, 0.95)),
@@ -108,7 +111,7 @@ def train(settings: dict, folder: str) -> dict:
     factor = FACTORS[settings["factor"]]
     model = make_model(factor, settings["family"])
     optimizers = make_optimizers(model, factor, settings["rate"])
-    return composition_rates.fit(model, optimizers, factor.rows, factor.warmup, settings)
+    return composition_rates.fit(model, optimizers, factor.rows, factor.warmup, settings, factor.questions)
 
 
 def settings_of(factor: str, family: str, rate: float, seed: int, steps: int) -> dict:

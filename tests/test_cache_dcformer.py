@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -331,12 +332,21 @@ def test_an_emptied_cache_is_anyones(kind):
         models[0](ids[:, :1], past_key_values=cache)
 
 
-def test_nothing_is_left_on_the_cache():
-    model = DCFormerForCausalLM(tiny_config())
-    cache = DynamicCache(config=model.config)
-    before = set(vars(cache))
-    model(torch.arange(5)[None], past_key_values=cache)
-    assert set(vars(cache)) == before
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("made_again", [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@torch.no_grad()
+def test_a_copy_of_a_cache_has_the_same_owner(kind, made_again):
+    """As for a prompt's cache, which is copied for each text behind it."""
+    owner, other = (
+        DCFormerForCausalLM(tiny_config(num_key_value_heads=4, compose_rank=rank)).eval() for rank in (2, 3)
+    )
+    cache = kind(config=owner.config, **({"max_cache_len": 20} if kind is StaticCache else {}))
+    ids = torch.arange(12)[None]
+    owner(ids[:, :11], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"compose_rank of the model that filled it is 2, of this model 3"):
+        other(ids[:, 11:], past_key_values=made_again(cache))
+    logits = owner(ids[:, 11:], past_key_values=made_again(cache)).logits
+    torch.testing.assert_close(logits, owner(ids, use_cache=False).logits[:, 11:])
 
 
 @settings(deadline=None)

@@ -1,6 +1,7 @@
 """The study of composition's learning rates: which parameters have which, runs that are added and kept, the page."""
 
 import json
+import random
 import sys
 
 import pytest
@@ -41,6 +42,15 @@ def test_rates_and_decay_of_each_way(way):
         assert group["lr"] == pytest.approx(1e-3 * ratio)
         decays = name == "matrices" or (way == "decay" and name in of_composition)
         assert group["weight_decay"] == (study.DECAY if decays else 0)
+
+
+@pytest.mark.parametrize("questions", [1, 2])
+def test_rows_ask_so_many_questions(questions):
+    row, whole = study.make_row(random.Random(1), questions), study.make_row(random.Random(1))
+    asked = [label for label in row["labels"] if label != -100]
+    assert len(asked) == questions and asked == [label for label in whole["labels"] if label != -100][:questions]
+    assert set(row["branch"]) <= {-1, 0, *range(1, questions + 1)}
+    assert {len(values) for values in row.values()} == {study.TOKENS}
 
 
 def test_table_has_means_and_spreads():

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import warnings
 
 import accelerate
 import pytest
@@ -301,6 +302,48 @@ def test_scores_stay_float32_under_autocast(implementation):
     rounded = copy.deepcopy(model).to(torch.bfloat16)(ids).logits
     # never further from float64 than the model whose weights and residual stream are bfloat16 too
     assert (logits - exact).norm() <= (rounded - exact).norm()
+
+
+@pytest.mark.parametrize("length", [10, 40])  # few queries, and the operator
+@pytest.mark.parametrize("implementation", [None, "eager", "dcformer_chunked"])
+def test_backward_under_autocast(implementation, length):
+    """`backward()` inside of the context, as some write it, gives the gradients that it gives behind it."""
+    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
+    ids, grads = _tokens(length=length), []
+    for is_inside in (True, False):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+            if is_inside:
+                loss.backward()
+        if not is_inside:
+            loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for inside, behind in zip(*grads, strict=True):
+        # the products of weights are the library's, and may round otherwise inside
+        assert (inside - behind).norm() <= 2e-2 * behind.norm() + 1e-7
+
+
+@pytest.mark.parametrize("implementation", [None, "eager", "dcformer_chunked"])
+@torch.no_grad()
+def test_jit_trace(implementation):
+    """As TensorBoard draws a model's graph."""
+    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation))).eval()
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, use_cache=False).logits
+
+    for length in (10, 40):
+        ids = _tokens(length=length)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated, and sizes are constants of the trace
+            traced = torch.jit.trace(Logits(), (ids.flip(1),), check_trace=False)
+        torch.testing.assert_close(traced(ids), model(ids).logits)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -214,6 +214,20 @@ def test_more_layers_than_kinds_are_refused(whole):
         model(torch.zeros(1, 3, dtype=torch.long))
 
 
+@torch.no_grad()
+def test_a_number_beyond_the_layers_changes_nothing(whole):
+    """With and without a cache, as in other models of the library; `save_pretrained` refuses it."""
+    model, ids = copy.deepcopy(whole), torch.arange(20)[None]
+    expected = model(ids, use_cache=False).logits
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    continued = model.generate(ids, **options)
+    model.config.num_hidden_layers = 5
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
+    for kind in ("dynamic", "static"):
+        found = model.generate(ids, **options, cache_implementation=kind, disable_compile=True)
+        assert found.tolist() == continued.tolist()
+
+
 BAD_FIELDS = [
     ({"sliding_window": -3}, "'sliding_attention' but sliding_window=-3"),
     ({"sliding_window": -1}, "'sliding_attention' but sliding_window=-1"),

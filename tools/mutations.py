@@ -349,7 +349,7 @@ _CACHE = _in(
     ),
     (
         "cache of another rank accepted",
-        "        _last_user[cache] = (copy.deepcopy(user), bound)  # lists may change in place\n",
+        "        setattr(cache, _LAST_USER, (copy.deepcopy(user), bound))  # lists may change in place\n",
         "        pass\n",
         T_GENERATION + "test_cache_of_another_model",
     ),

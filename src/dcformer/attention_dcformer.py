@@ -10,7 +10,6 @@ What all implementations compute (paper section 3.1), composition inside groups 
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .compose_dcformer import ComposeWeights, accumulation_dtype, autocast_dtype, compose
+from .compose_dcformer import ComposeWeights, accumulation_dtype, autocast_dtype, compose, without_autocast
 from .heads_dcformer import HeadMap, matmul_shared
 from .masks_dcformer import causal_rows, visible_and_bias
 
@@ -245,7 +244,7 @@ def attend_composed(
     mixed_precision = autocast_dtype(device)
     if mixed_precision is not None:
         query, key, value = (states.to(mixed_precision) for states in (query, key, value))
-    with torch.autocast(device, enabled=False) if mixed_precision is not None else nullcontext():
+    with without_autocast(device):
         return function(module, query, key, value, *arguments, **options)
 
 

@@ -9,7 +9,6 @@ int, which makes a compiled decoding step a new graph when the window fills up, 
 import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers.cache_utils import (
@@ -33,9 +32,9 @@ _NAMES = ("keys", "values")  # of a layer
 _REFUSED = "past_key_values does not belong to this model"
 _ADVICE = "Pass a cache that this model filled, or none."
 
-# For every cache in use: what decides the form of the rows in it, in the model that used it last; and how many tokens
-# it may hold for that model, None where there is no such bound.
-_last_user: WeakKeyDictionary[Cache, tuple[dict[str, Any], int | None]] = WeakKeyDictionary()
+# On every cache in use, and on its copies: what decides the form of the rows in it, in the model that used it last; and
+# how many tokens it may hold for that model, None where there is no such bound.
+_LAST_USER = "_dcformer_last_user"
 _ROW_FIELDS = ("compose_rank", "compose_projection", "compose_gate", *MAP_FIELDS, "head_embeddings")
 _LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
 
@@ -57,7 +56,7 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig, length: int) -> Non
         raise ValueError(f"{_REFUSED}: a {type(cache).__name__} is not a Transformers cache of layers. {_ADVICE}")
     fields = vars(config)  # attributes of a configuration are slow
     user = {name: fields[name] for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
-    last_user, bound = _last_user.get(cache, (None, None))
+    last_user, bound = getattr(cache, _LAST_USER, (None, None))
     if last_user != user:
         bound = _check_all_layers(cache, config)
         # Shapes do not tell everything apart: ranks 1 to 3 are padded to the same width.
@@ -68,7 +67,7 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig, length: int) -> Non
                 f"{_REFUSED}: {wrong[0]} of the model that filled it is {found[wrong[0]]}, of this model "
                 f"{user[wrong[0]]}. {_ADVICE}"
             )
-        _last_user[cache] = (copy.deepcopy(user), bound)  # lists may change in place
+        setattr(cache, _LAST_USER, (copy.deepcopy(user), bound))  # lists may change in place
     is_captured = bound is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if bound is not None and not is_captured and int(cache.get_seq_length()) + length > bound:
         raise ValueError(_short_window(cache.is_sliding.index(True), bound, config))
@@ -81,7 +80,7 @@ def _check_all_layers(cache: Cache, config: DCFormerConfig) -> int | None:
         how many tokens the cache may hold, where that is known and windows of its layers end there; or None.
     """
     layers: Any = cache.layers
-    count = config.num_hidden_layers
+    count = min(config.num_hidden_layers, len(config.layer_types))  # a model may have fewer layers than the first says
     grows = cache.layer_class_to_replicate is not None  # a DynamicCache made without a configuration
     if len(layers) > count or (len(layers) < count and not grows):
         raise ValueError(f"{_REFUSED}: it has {len(layers)} layers, the model has {count}. {_ADVICE}")

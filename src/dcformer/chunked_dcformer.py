@@ -22,7 +22,14 @@ from torch import nn
 from transformers import AttentionInterface
 
 from .attention_dcformer import NO_TRANSFORMS, ComposeTrace, attend, check_shapes, no_trace, refuse_transforms
-from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION, ComposeWeights, SideWeights, accumulation_dtype
+from .compose_dcformer import (
+    CHUNKED,
+    DEFAULT_ATTENTION,
+    ComposeWeights,
+    SideWeights,
+    accumulation_dtype,
+    without_autocast,
+)
 from .heads_dcformer import HeadMap, add_value_bias, matmul_shared, with_ones
 from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
 
@@ -262,16 +269,17 @@ def _backward(
     groups, places, call = _unfold(query, key, plan, mask, dropout, seed)
     inputs = (query, key, value, *weights)
     grads: list[torch.Tensor] = []
-    for group in range(groups):
-        part = _Group(query, key, value, scaling, weights, places, groups, group)
-        for block in call.blocks:
-            part.add_grads(call, block, grad_output[block.batch, block.queries, part.heads])
-        found = part.gradients(places)
-        if groups == 1 and query.shape[1] == key.shape[1]:
-            grads = found  # no memory beside theirs
-        else:
-            grads = grads or [t.new_zeros(t.shape, dtype=part.compute) for t in inputs]
-            part.add_to(grads, found)
+    with without_autocast(query.device.type):  # the forward pass is called so, but `backward()` may be inside of it
+        for group in range(groups):
+            part = _Group(query, key, value, scaling, weights, places, groups, group)
+            for block in call.blocks:
+                part.add_grads(call, block, grad_output[block.batch, block.queries, part.heads])
+            found = part.gradients(places)
+            if groups == 1 and query.shape[1] == key.shape[1]:
+                grads = found  # no memory beside theirs
+            else:
+                grads = grads or [t.new_zeros(t.shape, dtype=part.compute) for t in inputs]
+                part.add_to(grads, found)
     return [grad.to(t.dtype) for grad, t in zip(grads, inputs, strict=True)]
 
 

@@ -7,6 +7,7 @@ group, K = 2·R·M hidden width of a weight generator, C generators in use.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,11 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype of matrix products under autocast on a type of device; None where it is off, or not to be had."""
     is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)  # "meta" has none, and asking is an error
     return torch.get_autocast_dtype(device_type) if is_on else None
+
+
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """Autocast off on a type of device, where it is on."""
+    return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
 class ComposeFields:
@@ -687,4 +693,5 @@ __all__ = [
     "default_implementation",
     "key_weights_behind",
     "stages",
+    "without_autocast",
 ]

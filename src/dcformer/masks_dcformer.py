@@ -20,6 +20,8 @@ _ROWS_AT_ONCE = 256  # queries of a mask examined at once
 
 def is_few(length: int) -> bool:
     """Whether queries are so few that attention maps [B, H, few, S] are linear in S. False for a symbolic length."""
+    if isinstance(length, torch.Tensor):  # a size, as `torch.jit.trace` has them
+        length = int(length)
     return statically_known_true(length <= FEW_QUERIES)  # no guard: a graph of any length stays one
 
 

@@ -6,8 +6,10 @@ import sysconfig
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from head_cases import CASES, heads_config, heads_model, tokens
 from helpers import PLAIN, REPOSITORY, randomise, tiny_config
+from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import dcformer
@@ -209,6 +211,50 @@ def test_reentrant_checkpointing_is_named():
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="use_reentrant"):
         model(tokens(), labels=tokens())
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("composed", [False, True], ids=["plain", "composed"])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_offloaded_layers_give_the_same(case, composed, place, tmp_path):
+    """Offloading's hooks bring in the parameters of modules that are called; of no others."""
+    model, ids = heads_model(case, composed), tokens()
+    expected = model(ids, labels=ids)
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.1"), "cpu")
+    if place == "disk":
+        model.save_pretrained(tmp_path / "model")
+        options = {"device_map": places | {"model.layers.0": "disk"}, "offload_folder": tmp_path / "offload"}
+        offloaded = HeadSystemsForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, **options)
+    else:
+        offloaded = cpu_offload(model, execution_device="cpu")
+    for _ in range(2):
+        found = offloaded(ids, labels=ids)
+        assert float((found.logits - expected.logits).abs().max()) < 1e-12
+        assert float(abs(found.loss - expected.loss)) < 1e-12
+
+
+@pytest.mark.parametrize("targets", [["router"], "all-linear"], ids=str)
+@torch.no_grad()
+def test_adapters_of_routers_act_and_merge(targets):
+    model, ids = heads_model("mixture_paper"), tokens()
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, init_lora_weights=False)
+    adapted = get_peft_model(model, config).eval()
+    on = adapted(ids).logits
+    with adapted.disable_adapter():
+        off = adapted(ids).logits
+    assert float((on - off).abs().max()) > 1e-6
+    assert float((adapted.merge_and_unload()(ids).logits - on).abs().max()) < 1e-6  # routers compute in float32
+
+
+@pytest.mark.parametrize("adapters", [LoraConfig, IA3Config])
+@pytest.mark.parametrize("case", ["mixture", "mixture_query_norm", "pruning"])
+def test_adapters_elsewhere_train(case, adapters):
+    """The losses of what is frozen need no gradient."""
+    adapted = get_peft_model(heads_model(case), adapters(task_type="CAUSAL_LM")).train()
+    adapted(tokens(), labels=tokens()).loss.backward()
+    grads = [p.grad for p in adapted.parameters() if p.requires_grad]
+    assert grads and all(grad is not None and bool(grad.isfinite().all()) for grad in grads)
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------

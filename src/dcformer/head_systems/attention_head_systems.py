@@ -30,7 +30,7 @@ class SystemProjections:
 
     def _output(self, output: torch.Tensor, hidden_states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """[B, T, H, Dz] of the heads -> [B, T, E], through what the system does to them."""
-        return self.o_proj(self.system.output(output, hidden_states, query).flatten(2))
+        return self.o_proj(self.system(output, hidden_states, query).flatten(2))
 
 
 class HeadSystemsAttention(SystemProjections, DCFormerAttention):

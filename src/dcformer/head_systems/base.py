@@ -8,15 +8,14 @@ behind it. It knows nothing of causal models, caches and masks, so that any atte
 Letters: B batch, T queries, S keys, E hidden size, H query heads, Hkv key/value heads, D head dim.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..compose_dcformer import autocast_dtype
+from ..compose_dcformer import without_autocast
 from .options import HeadSizes, HeadSystemOptions
 
 
@@ -90,6 +89,14 @@ class HeadSystem(nn.Module):
         """
         return z
 
+    def forward(self, z: torch.Tensor, x_q: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """`output`, as a module: its hooks (offloading) see to parameters that are in no layer of their own."""
+        return self.output(z, x_q, query)
+
+    def loss_parameters(self) -> Iterable[nn.Parameter]:
+        """The parameters that `losses` are made of in the first place."""
+        return ()
+
     def losses(self, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """Losses of the last forward pass by name, without their coefficient.
 
@@ -137,12 +144,22 @@ def copy_linears(*pairs: tuple[nn.Linear, nn.Linear]) -> None:
             target.bias.copy_(source.bias)
 
 
-def float32_linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """[..., in] -> [..., out] without bias, in float32 (float64 for float64) whatever autocast says, as routers are."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    is_mixed = autocast_dtype(x.device.type) is not None
-    with torch.autocast(x.device.type, enabled=False) if is_mixed else nullcontext():
-        return F.linear(x.to(wide), linear.weight.to(wide))
+class Router(nn.Linear):
+    """A linear layer without bias that computes in float32, whatever the dtype of its weight and autocast say.
+
+    Args:
+        width: channels of the states, E.
+        rows: outputs, one for each of what it chooses from.
+    """
+
+    def __init__(self, width: int, rows: int):
+        super().__init__(width, rows, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., E] -> [..., rows] in float32; in float64 for float64."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with without_autocast(x.device.type):
+            return F.linear(x.to(wide), self.weight.to(wide))
 
 
-__all__ = ["HeadSystem", "copy_linears", "float32_linear"]
+__all__ = ["HeadSystem", "Router", "copy_linears"]

@@ -10,6 +10,7 @@ Letters: B batch, T queries, S keys, H heads, H' heads kept, D head dim, E hidde
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,7 @@ class HeadPruning(HeadSystem):
         self.kv_index = None if s.composed or of_head == [i // even for i in range(len(of_head))] else of_head
         self.log_alpha = nn.Parameter(torch.full((len(self.kept),), START))
         self.fixed_gates: torch.Tensor | None = None  # [H'], instead of the learned ones: see `head_importance`
+        self._seen: torch.Tensor | None = None  # `log_alpha` of the last forward pass
 
     def init_weights(self) -> None:
         """Gates that are 1 in evaluation."""
@@ -109,14 +111,21 @@ class HeadPruning(HeadSystem):
 
     def output(self, z: torch.Tensor, x_q: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """[B, T, H, D] -> [B, T, H', D], each head times its gate."""
+        self._seen = self.log_alpha.detach()
         gates = self.head_gates().to(z.dtype)
         z = z[:, :, self.kept] if z.shape[2] > len(self.kept) else z
         self.gates = gates.detach().expand(*z.shape[:2], -1)
         return z * gates[:, None]
 
+    def loss_parameters(self) -> Iterable[nn.Parameter]:
+        """The gates'."""
+        return (self.log_alpha,)
+
     def losses(self, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """The expected number of open gates."""
-        return {"l0": (self.log_alpha - BETA * math.log(-LOW / HIGH)).sigmoid().sum()}
+        is_away = self.log_alpha.is_meta and self._seen is not None  # offloaded again behind the forward pass
+        logits = self._seen if is_away else self.log_alpha
+        return {"l0": (logits - BETA * math.log(-LOW / HIGH)).sigmoid().sum()}
 
     def from_mha(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear) -> torch.Tensor:
         """All gates 1 in evaluation: exact there."""

@@ -14,13 +14,14 @@ All heads are computed: a dense implementation saves nothing, and keys and value
 Letters: B batch, T queries, H heads: Hs shared ones first, then Hr routed ones; E hidden size.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .base import HeadSystem, float32_linear
+from .base import HeadSystem, Router
 from .options import HeadSizes, HeadSystemOptions, check_range
 
 
@@ -66,9 +67,9 @@ class MixtureOfHeads(HeadSystem):
     """Heads of which every token takes the shared ones and K others."""
 
     options_class = MixtureOfHeadsOptions
-    router: nn.Linear | None
-    shared_router: nn.Linear | None
-    balance_router: nn.Linear
+    router: nn.Module | None  # `Router`, or what an adapter has put in its place
+    shared_router: nn.Module | None
+    balance_router: nn.Module
 
     def __init__(self, sizes: HeadSizes, options: MixtureOfHeadsOptions):
         super().__init__(sizes, options)
@@ -79,13 +80,13 @@ class MixtureOfHeads(HeadSystem):
         rows = {"router": self.routed, "shared_router": shared, "balance_router": 2 if self.shared else 0}  # [a1, a2]
         self.router_rows = {name: n * is_linear for name, n in rows.items()}
         for name, n in self.router_rows.items():
-            setattr(self, name, nn.Linear(sizes.hidden_size, n, bias=False) if n else None)
+            setattr(self, name, Router(sizes.hidden_size, n) if n else None)
         self._routed_by: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def route(self, x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """States [B, T, E] and queries [B, H, T, D] -> gates [B, T, H] in float32."""
         if self.router is not None:
-            logits = float32_linear(self.router, x)  # [B, T, Hr]
+            logits = self.router(x)  # [B, T, Hr]
         else:
             norms = query[:, self.shared :].to(torch.promote_types(query.dtype, torch.float32)).norm(dim=-1).mT
             logits = norms / norms.std(dim=-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)  # [B, T, Hr]
@@ -100,9 +101,9 @@ class MixtureOfHeads(HeadSystem):
         routed = taken * (self.kept / taken.sum(-1, keepdim=True)) if is_code else taken
         if not self.shared:
             return routed
-        parts = float32_linear(self.balance_router, x).softmax(dim=-1)
+        parts = self.balance_router(x).softmax(dim=-1)
         has_one = self.shared_router is None  # whose softmax is 1
-        shared = torch.ones_like(p[..., :1]) if has_one else float32_linear(self.shared_router, x).softmax(dim=-1)
+        shared = torch.ones_like(p[..., :1]) if has_one else self.shared_router(x).softmax(dim=-1)
         if is_code:
             shared, parts = shared * self.shared, 2 * parts
         return torch.cat([parts[..., :1] * shared, parts[..., 1:] * routed], dim=-1)
@@ -112,6 +113,10 @@ class MixtureOfHeads(HeadSystem):
         gates = self.route(x_q, query)
         self.gates = gates.detach()
         return z * gates.to(z.dtype)[..., None]
+
+    def loss_parameters(self) -> Iterable[nn.Parameter]:
+        """Those that the probabilities of the routed heads are made of."""
+        return (self.q_proj if self.router is None else self.router).parameters()
 
     def losses(self, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """The balance loss over the tokens that are not padding: K/Hr ("paper") or K ("code") at uniform routing."""

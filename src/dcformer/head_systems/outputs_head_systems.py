@@ -65,14 +65,19 @@ def aux_loss(systems: list[HeadSystem], attention_mask: Any, is_training: bool) 
     found = [loss for system in systems for loss in system.losses(mask).values()]
     if not found:
         return None
-    trains = is_training and torch.is_grad_enabled() and any(p.requires_grad for p in systems[0].parameters())
-    if trains and not found[0].requires_grad:
+    trains = is_training and torch.is_grad_enabled()
+    if trains and not any(loss.requires_grad for loss in found) and _trains_losses(systems):
         raise ValueError(
             "the head systems' loss has no gradient, as with reentrant gradient checkpointing: pass "
             'gradient_checkpointing_kwargs={"use_reentrant": False}.'
         )
     total = torch.stack([loss.to(found[0].device) for loss in found]).sum()
     return total / len(found) if systems[0].aux_loss_is_mean else total
+
+
+def _trains_losses(systems: list[HeadSystem]) -> bool:
+    """Whether losses are made of parameters that are trained. Not so with adapters elsewhere alone."""
+    return any(p.requires_grad for system in systems for p in system.loss_parameters())
 
 
 def collected(tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:

@@ -345,7 +345,7 @@ class DCMHA(nn.Module):
             is_causal=False,
         )
         if self.system is not None:
-            output = self.system.output(output, query, *raw_query)
+            output = self.system(output, query, *raw_query)
         output = self.out_proj(output.flatten(2))  # [B, T, E]
         if not is_batched:
             output = output[0]
