@@ -99,6 +99,8 @@ ANSWERS = ["--tasks", "dcformer_synthetic_heldout_answers", "--limit", "4"]
         ([*ANSWERS, "--model_args", "max_length=513"], "max_length=513: expected 1 to 512"),
         ([*ANSWERS, "--model_args", "pretrained=small"], "has 412 tokens, the model a vocabulary of 97"),
         ([*ANSWERS, "--model_args", "dtype=bf17"], "dtype=bf17: expected auto, float32, bfloat16 or float16"),
+        ([*ANSWERS, "--device", "foo"], "--device 'foo': Expected one of cpu"),
+        ([*ANSWERS, "--device", "cuda:99"], "--device 'cuda:99': this"),
         ([*ANSWERS, "--model", "hg"], "Attempted to load model 'hg'"),
     ],
     ids=lambda value: " ".join(value).removeprefix(" ".join(ANSWERS)) if isinstance(value, list) else "",

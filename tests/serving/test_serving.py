@@ -1,5 +1,6 @@
 """The server command answers chat completions over HTTP and refuses bad requests and continuous batching clearly."""
 
+import ast
 import asyncio
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -397,6 +399,31 @@ def test_what_asks_for_nothing_is_left_out():
     assert requests.without_empty(requests.CHAT, body) == kept
     assert requests.without_empty(requests.TEXT, {"prompt": "a", "stop": ""}) == {"prompt": "a"}
     assert requests.without_empty(requests.CHAT, [1]) == [1]
+
+
+@needs_server
+def test_what_the_server_tells_the_template_is_known():
+    """Arguments that a later version of the server sets itself have to be put into the list."""
+    from transformers.cli.serving import chat_completion, response
+
+    for module in (chat_completion, response):
+        (call,) = [
+            node
+            for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "apply_chat_template"
+        ]
+        assert {keyword.arg for keyword in call.keywords if keyword.arg} <= requests._OF_TEMPLATES
+    for name in requests._OF_TEMPLATES:
+        for path, rest in ((requests.CHAT, {"messages": MESSAGES}), (requests.RESPONSES, {"input": "a"})):
+            field, told = requests.find_fault(path, rest | {"chat_template_kwargs": {name: False}})
+            assert field == "chat_template_kwargs" and name in told
+
+
+def test_a_faulty_template_is_a_bad_request():
+    space = {"__name__": "transformers.utils.chat_template_utils"}
+    exec("import jinja2\nasync def application(*_):\n    jinja2.Environment().from_string('{{ x')", space)
+    start, body = answer_to(space["application"])
+    assert start["status"] == 400 and b"unexpected end of template" in body["body"]
 
 
 def answer_to(application) -> list[dict]:

@@ -133,6 +133,8 @@ def test_files_that_cannot_be_read(fails, tmp_path):
     assert "mixed cannot be read as rows of one kind" in fails(data=str(tmp_path / "mixed"))
     (tmp_path / "mixed" / "c.csv").write_text("text\nthe fox\n")
     assert "matches files of different kinds (csv, json)" in fails(data=str(tmp_path / "mixed" / "*"))
+    assert f"--config {tmp_path}/absent.yaml: No such file" in fails("--config", str(tmp_path / "absent.yaml"))
+    assert f"--config {tmp_path}: Is a directory" in fails("--config", str(tmp_path))
     (tmp_path / "run.yaml").write_text("max_steps: [1\n")
     assert "run.yaml" in fails("--config", str(tmp_path / "run.yaml"))
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 import dcformer  # registers the model types: `--model hf` loads them without remote code
 
 from ..errors import DCFormerError, first_line, raise_bug
-from ..loading import LOADING_ERRORS, damaged_file
+from ..loading import LOADING_ERRORS, damaged_file, named_device
 from .items import FILE_KEY, NUM_SHOTS, EvaluationError, read_paper_file
 
 TASKS_FOLDER = Path(__file__).resolve().parent / "tasks"
@@ -128,6 +128,8 @@ def _prepare(args: argparse.Namespace) -> str | None:
     with redirect_stdout(io.StringIO()):  # with --config it prints all values, and does so again when it runs
         options = EvaluatorConfig.from_cli(copy.deepcopy(args))
     _add_tasks(args, options.include_path)
+    if args.device and options.model in _HF_MODELS:  # lm-eval takes the CPU in place of what it does not find
+        named_device(args.device)
     _check(options)
     if options.model not in _HF_MODELS:
         return None

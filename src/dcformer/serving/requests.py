@@ -82,6 +82,10 @@ _KINDS: dict[str, tuple[Any, Any, str]] = {
 # Parts of text in `input`, and the texts that an item about a tool has.
 _TEXTS = ("input_text", "output_text", "text")
 _TOOL_ITEMS = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
+# What the server itself tells the chat template.
+_OF_TEMPLATES = frozenset(
+    {"add_generation_prompt", "load_audio_from_video", "return_dict", "return_tensors", "tokenize", "tools"}
+)
 # In `generation_config`: settings whose results the server cannot return, and the harmless value.
 _ONE_ANSWER = {"num_return_sequences": 1, "return_dict_in_generate": False}
 
@@ -118,6 +122,11 @@ def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str
         value = body.get(name)
         if value is not None and not _is_a(value, kind, elements):
             return name, f"{name}={value!r} must be {expected}."
+    for name in sorted(_OF_TEMPLATES & (body.get("chat_template_kwargs") or {}).keys()):
+        return (
+            "chat_template_kwargs",
+            f"chat_template_kwargs has {name!r}, which this server sets itself: leave it out.",
+        )
     if (fault := _generation_fault(body.get("generation_config"))) is not None:
         return "generation_config", fault
     for name, harmless in (_IGNORED[path] | dict.fromkeys(ignored, ())).items():
@@ -324,8 +333,9 @@ class RequestChecks:
 
         try:
             await self.app(scope, replay, watch)
-        except ValueError as error:
-            if is_started:
+        except Exception as error:
+            is_of_template = type(error).__module__.startswith("jinja2.")  # which the server brings
+            if is_started or not (is_of_template or isinstance(error, ValueError)):
                 raise
             raise_bug(error, (Exception,))
             logger.warning(f"{scope['path']}: {error}")

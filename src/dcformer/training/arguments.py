@@ -323,12 +323,16 @@ def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tu
         an object of each class, in their order.
 
     Raises:
-        DCFormerError: on invalid values, an invalid YAML file, or unknown arguments in it.
-        OSError: when the YAML file cannot be read.
+        DCFormerError: on invalid values, an invalid or unreadable YAML file, or unknown arguments in it.
         SystemExit: on unknown options, as argparse does.
     """
     parser = TrlParser(classes)
-    with refused(
-        ValueError, RuntimeError, ImportError, yaml.YAMLError
-    ):  # ImportError: a library of --report_to or --optim
-        return tuple(parser.parse_args_and_config(arguments))
+    # ImportError: a library of --report_to or --optim
+    with refused(ValueError, RuntimeError, ImportError, yaml.YAMLError):
+        try:
+            return tuple(parser.parse_args_and_config(arguments))
+        except OSError as error:
+            raise DCFormerError(
+                f"--config {error.filename}: {error.strerror}. Expected a YAML file of arguments, such as those in "
+                "examples/configs."
+            ) from error
