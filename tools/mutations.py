@@ -1580,8 +1580,8 @@ _ATTENTION = _in(
     ATTENTION,
     (
         "attention under autocast",
-        "with torch.autocast(device, enabled=False) if mixed_precision is not None else nullcontext():",
-        "with nullcontext():",
+        "with without_autocast(device):",
+        "if True:",
         T_MODEL + "test_scores_stay_float32_under_autocast",
     ),
     (
