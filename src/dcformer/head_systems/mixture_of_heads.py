@@ -16,13 +16,13 @@ Letters: B batch, T queries, H heads: Hs shared ones first, then Hr routed ones;
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from .base import HeadSystem, Router
+from .base import HeadSystem
 from .options import HeadSizes, HeadSystemOptions, check_range
+from .router import Router
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class MixtureOfHeads(HeadSystem):
     """Heads of which every token takes the shared ones and K others."""
 
     options_class = MixtureOfHeadsOptions
-    router: nn.Module | None  # `Router`, or what an adapter has put in its place
+    router: nn.Module | None  # `Router`, or an adapter around one; so the others
     shared_router: nn.Module | None
     balance_router: nn.Module
 
@@ -92,8 +92,7 @@ class MixtureOfHeads(HeadSystem):
             logits = norms / norms.std(dim=-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)  # [B, T, Hr]
         p = logits.softmax(dim=-1)
         on = torch.zeros_like(p).scatter(-1, p.topk(self.kept, dim=-1).indices, 1.0)
-        self.router_logits, self._routed_by = logits, (p, on)
-        taken = p * on
+        self.router_logits, self._routed_by, taken = logits, (p, on), p * on
         if self.router is None:
             shared = p.new_ones(*p.shape[:-1], self.shared)
             return torch.cat([shared, on + (taken - taken.detach())], dim=-1)
@@ -104,8 +103,7 @@ class MixtureOfHeads(HeadSystem):
         parts = self.balance_router(x).softmax(dim=-1)
         has_one = self.shared_router is None  # whose softmax is 1
         shared = torch.ones_like(p[..., :1]) if has_one else self.shared_router(x).softmax(dim=-1)
-        if is_code:
-            shared, parts = shared * self.shared, 2 * parts
+        shared, parts = (shared * self.shared, 2 * parts) if is_code else (shared, parts)
         return torch.cat([parts[..., :1] * shared, parts[..., 1:] * routed], dim=-1)
 
     def output(self, z: torch.Tensor, x_q: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -115,7 +113,7 @@ class MixtureOfHeads(HeadSystem):
         return z * gates.to(z.dtype)[..., None]
 
     def loss_parameters(self) -> Iterable[nn.Parameter]:
-        """Those that the probabilities of the routed heads are made of."""
+        """Those behind the routed heads' probabilities."""
         return (self.q_proj if self.router is None else self.router).parameters()
 
     def losses(self, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -132,9 +130,8 @@ class MixtureOfHeads(HeadSystem):
 
     def from_mha(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear) -> torch.Tensor:
         """Routers of zeros: exact in the form "code" while all heads are taken."""
-        router: Any
         for router in self.children():
-            if router not in (self.q_proj, self.k_proj, self.v_proj):
+            if isinstance(router, Router):
                 router.weight.zero_()
         return super().from_mha(q, k, v, o)
 
