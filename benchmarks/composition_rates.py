@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,6 +128,25 @@ def make_groups(model: dcformer.DCFormerForCausalLM, way: str, rate: float) -> l
     return groups
 
 
+def steps_of(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], warmup: int, batches: Iterable[dict]
+) -> Iterator[float]:
+    """Trains a model, a step for each batch, with rates that are constant after a warm-up; yields the losses."""
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+        for optimizer in optimizers
+    ]
+    for batch in batches:
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        yield loss.item()
+
+
 def fit(
     model: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
@@ -137,20 +156,9 @@ def fit(
     questions: int = 2,
 ) -> dict:
     """Trains a model for the steps and with the seed of `settings`; adds the mean loss of every 50 steps to these."""
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
-        for optimizer in optimizers
-    ]
-    rng, losses = random.Random(settings["seed"]), []
-    for _ in range(settings["steps"]):
-        loss = model(**collate([make_row(rng, questions) for _ in range(rows)], WINDOW), use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        losses.append(loss.item())
+    rng = random.Random(settings["seed"])
+    batches = (collate([make_row(rng, questions) for _ in range(rows)], WINDOW) for _ in range(settings["steps"]))
+    losses = list(steps_of(model, optimizers, warmup, batches))
     return settings | {"losses": [round(statistics.mean(losses[i : i + MEAN]), 4) for i in range(0, len(losses), MEAN)]}
 
 
@@ -165,21 +173,67 @@ def train(settings: dict, folder: str) -> dict:
     return fit(model, [optimizer], size.rows, WARMUP, settings)
 
 
-def add_runs(
+def parse_options(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, results: Path, steps: int, part: int, least: int
+) -> argparse.Namespace:
+    """The command line, with the options of every study of this kind; ends the program where they are out of range.
+
+    Args:
+        parser: with the study's own options.
+        arguments: the command line, `sys.argv[1:]` when None.
+        results: the file of all runs, when no other is named.
+        steps: of a run, when not given.
+        part: a divisor of the steps.
+        least: the fewest steps.
+    """
+    parser.add_argument("--output", type=Path, default=results, help="the file of all runs")
+    parser.add_argument("--steps", type=int, default=steps, help=f"a multiple of {part} (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    options = parser.parse_args(arguments)
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers}: expected more than 0")
+    if options.steps < least or options.steps % part:
+        parser.error(f"--steps {options.steps}: expected a multiple of {part}, at least {least}")
+    return options
+
+
+def kept_runs(options: argparse.Namespace) -> list[dict]:
+    """The runs in the file; ends the program where that is none of a study."""
+    try:
+        return read_runs(options.output)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def make_missing(
     runs: list[dict],
-    missing: list[dict],
+    wanted: list[dict],
     train: Callable[[dict, str], dict],
-    path: Path,
-    workers: int,
+    options: argparse.Namespace,
     place: Callable[[dict], tuple],
+    what: str = "",
 ) -> None:
-    """Makes runs, adds them to `runs` in the order of `place`, and writes all of these after each."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for run in as_trained(train, missing, workers):
+    """Makes what is wanted and not there, but for a report; says how much is there.
+
+    Args:
+        runs: of the file; new ones are added in the order of `place`, and all of them written after each.
+        wanted: settings.
+        train: as for `study.as_trained`.
+        options: of `parse_options`.
+        place: of a run among the others.
+        what: is wanted, for the line that is printed.
+    """
+    missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in runs)]
+    print(f"{what}{len(wanted) - len(missing)} of {len(wanted)} runs are in {options.output}", flush=True)
+    if not missing or options.report:
+        return
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    for run in as_trained(train, missing, options.workers):
         runs.append(run)
         runs.sort(key=place)
         lines = ",\n".join(json.dumps(run) for run in runs)
-        write_text(path, f'{{"about": {json.dumps(about_runs())},\n"runs": [\n{lines}\n]}}\n')
+        write_text(options.output, f'{{"about": {json.dumps(about_runs())},\n"runs": [\n{lines}\n]}}\n')
 
 
 def _cell(runs: list[dict], at: int) -> str:
@@ -216,22 +270,11 @@ def table(runs: list[dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="the file of all runs")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", nargs="+", type=int, help="those of the size when not given")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"a multiple of {MEAN} (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--report", action="store_true", help="train nothing")
-    options = parser.parse_args(arguments)
-    if options.workers < 1:
-        parser.error(f"--workers {options.workers}: expected more than 0")
-    if options.steps < 2 * MEAN or options.steps % MEAN:
-        parser.error(f"--steps {options.steps}: expected a multiple of {MEAN}, at least {2 * MEAN}")
-    try:
-        runs = [run for run in read_runs(options.output) if run["steps"] == options.steps]
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    options = parse_options(parser, arguments, RESULTS, STEPS, MEAN, 2 * MEAN)
+    runs = [run for run in kept_runs(options) if run["steps"] == options.steps]
     wanted = [
         {"size": name, "way": way, "rate": rate, "seed": seed, "steps": options.steps}
         for name in options.sizes
@@ -240,14 +283,11 @@ def main(arguments: list[str] | None = None) -> None:
         if way in options.ways
         for rate in SIZES[name].rates
     ]
-    missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in runs)]
-    print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {options.output}", flush=True)
-    if missing and not options.report:
 
-        def place(run: dict) -> tuple:
-            return list(SIZES).index(run["size"]), list(WAYS).index(run["way"]), run["rate"], run["seed"]
+    def place(run: dict) -> tuple:
+        return list(SIZES).index(run["size"]), list(WAYS).index(run["way"]), run["rate"], run["seed"]
 
-        add_runs(runs, missing, train, options.output, options.workers, place)
+    make_missing(runs, wanted, train, options, place)
     print(table(runs))
 
 

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import composition_rates
 import torch
-from composition_rates import WAYS, add_runs
+from composition_rates import WAYS
 from transformers import DataCollatorForTokenClassification
 
 from dcformer.synthetic import build_tokenizer, encode, iterate_contexts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from study import read_runs, spread
+from study import spread
 from train_synthetic import score
 
 RESULTS = Path(__file__).resolve().parent / "results" / "one_question_rates.json"
@@ -39,6 +39,15 @@ def make_texts(split: str, number: int | None, seed: int, tokenizer) -> Iterator
     """Tokenised questions of all tasks in turn, `number` of each; without end when None."""
     records = iterate_contexts(split, number, num_examples=1, seed=seed, first_scored=0)
     return (encode(record, tokenizer) for record in records)
+
+
+def make_batches(steps: int, seed: int, tokenizer) -> Iterator[dict]:
+    """Rows of each step, `input_ids` and `labels` [B, T], padded on the right."""
+    texts, collate = make_texts("train", None, seed, tokenizer), DataCollatorForTokenClassification(tokenizer)
+    for _ in range(steps):
+        batch = collate(list(itertools.islice(texts, SIZE.rows)))
+        del batch["attention_mask"]  # such padding is seen by no other token, and has no loss
+        yield batch
 
 
 def train(settings: dict, folder: str) -> dict:
@@ -57,24 +66,12 @@ def train(settings: dict, folder: str) -> dict:
     )
     groups = composition_rates.make_groups(model, settings["way"], settings["rate"])
     optimizer = torch.optim.AdamW(groups, lr=settings["rate"], betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
-    texts, asked = (
-        make_texts("train", None, settings["seed"], tokenizer),
-        list(make_texts("test", HELD_OUT, 0, tokenizer)),
-    )
-    collate = DataCollatorForTokenClassification(tokenizer)
+    asked = list(make_texts("test", HELD_OUT, 0, tokenizer))
     losses, parts, start = [], [], time.process_time()
-    for step in range(1, settings["steps"] + 1):
-        batch = collate(list(itertools.islice(texts, SIZE.rows)))  # each [B, T]
-        del batch["attention_mask"]  # padding on the right is seen by no other token, and has no loss
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.item())
-        if step % PART == 0:
+    batches = make_batches(settings["steps"], settings["seed"], tokenizer)
+    for loss in composition_rates.steps_of(model, [optimizer], WARMUP, batches):
+        losses.append(loss)
+        if len(losses) % PART == 0:
             scores = score(model.eval(), asked)
             model.train()
             part = {
@@ -124,38 +121,24 @@ def table(runs: list[dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="the file of all runs")
     parser.add_argument("--ways", nargs="+", choices=SIZE.ways, default=list(SIZE.ways))
     parser.add_argument("--rates", nargs="+", type=float, default=list(SIZE.rates))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SIZE.seeds))
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"a multiple of {PART} (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--report", action="store_true", help="train nothing")
-    options = parser.parse_args(arguments)
-    if options.workers < 1:
-        parser.error(f"--workers {options.workers}: expected more than 0")
-    if options.steps < 2 * PART or options.steps % PART:
-        parser.error(f"--steps {options.steps}: expected a multiple of {PART}, at least {2 * PART}")
+    options = composition_rates.parse_options(parser, arguments, RESULTS, STEPS, PART, 2 * PART)
     if not all(rate > 0 for rate in options.rates):
         parser.error(f"--rates {' '.join(map(str, options.rates))}: expected numbers above 0")
-    try:
-        runs = [run for run in read_runs(options.output) if run["steps"] == options.steps]
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    runs = [run for run in composition_rates.kept_runs(options) if run["steps"] == options.steps]
     wanted = [
         {"way": way, "rate": rate, "seed": seed, "steps": options.steps}
         for seed in options.seeds
         for rate in options.rates
         for way in options.ways
     ]
-    missing = [settings for settings in wanted if not any(settings.items() <= run.items() for run in runs)]
-    print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are in {options.output}", flush=True)
-    if missing and not options.report:
 
-        def place(run: dict) -> tuple:
-            return SIZE.ways.index(run["way"]), run["rate"], run["seed"]
+    def place(run: dict) -> tuple:
+        return SIZE.ways.index(run["way"]), run["rate"], run["seed"]
 
-        add_runs(runs, missing, train, options.output, options.workers, place)
+    composition_rates.make_missing(runs, wanted, train, options, place)
     print(table(runs))
 
 

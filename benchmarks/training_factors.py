@@ -22,7 +22,7 @@ from composition_rates import DECAY, MEAN, STEPS
 import dcformer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from study import best_rate, compare, read_runs, spread
+from study import best_rate, compare, spread
 
 RESULTS = Path(__file__).resolve().parent / "results" / "training_factors.json"
 FAMILIES = {"plain": "plain attention, QK-norm", "dcformer": "DCFormer"}
@@ -162,34 +162,19 @@ def table(runs: list[dict], steps: int) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="the file of all runs")
     parser.add_argument("--factors", nargs="+", choices=FACTORS, default=list(FACTORS))
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"a multiple of {MEAN} (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--report", action="store_true", help="train nothing")
-    options = parser.parse_args(arguments)
-    if options.workers < 1:
-        parser.error(f"--workers {options.workers}: expected more than 0")
-    if options.steps < MEAN or options.steps % MEAN:
-        parser.error(f"--steps {options.steps}: expected a multiple of {MEAN}")
-    try:
-        runs = read_runs(options.output)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    options = composition_rates.parse_options(parser, arguments, RESULTS, STEPS, MEAN, MEAN)
+    runs = composition_rates.kept_runs(options)
     cells = [(factor, family) for factor in options.factors for family in FAMILIES]
-
-    def make(wanted: list[dict], what: str) -> None:
-        missing = [settings for settings in wanted if loss_of(runs, settings) is None]
-        print(f"{what}: {len(wanted) - len(missing)} of {len(wanted)} runs are in {options.output}", flush=True)
-        if missing and not options.report:
-            composition_rates.add_runs(runs, missing, train, options.output, options.workers, place)
 
     def place(run: dict) -> tuple:
         return list(FACTORS).index(run["factor"]), list(FAMILIES).index(run["family"]), run["rate"], run["seed"]
 
-    make([settings_of(*cell, rate, RATE_SEED, options.steps) for cell in cells for rate in RATES], "rates")
+    tried = [settings_of(*cell, rate, RATE_SEED, options.steps) for cell in cells for rate in RATES]
+    composition_rates.make_missing(runs, tried, train, options, place, "rates: ")
     best = {cell: chosen_rate(runs, *cell, options.steps) for cell in cells}
-    make([settings_of(*cell, rate, s, options.steps) for cell, rate in best.items() if rate for s in SEEDS], "seeds")
+    wanted = [settings_of(*cell, rate, s, options.steps) for cell, rate in best.items() if rate for s in SEEDS]
+    composition_rates.make_missing(runs, wanted, train, options, place, "seeds: ")
     print(table(runs, options.steps))
 
 

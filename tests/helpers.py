@@ -109,6 +109,17 @@ def tiny_config(**overrides) -> DCFormerConfig:
     return DCFormerConfig(**(fields | overrides))
 
 
+class Logits(torch.nn.Module):
+    """A model's logits [B, T, V] of ids [B, T] without a cache: tensors alone, as tracing and exporting want them."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
 def randomise(model: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
     """Moves every parameter well away from its initialisation, where composition hardly does anything."""
     generator = torch.Generator().manual_seed(1)

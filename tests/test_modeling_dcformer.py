@@ -11,7 +11,7 @@ import accelerate
 import pytest
 import torch
 import transformers
-from helpers import PLAIN, randomise, tiny_config
+from helpers import PLAIN, Logits, randomise, tiny_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -329,20 +329,11 @@ def test_backward_under_autocast(implementation, length):
 def test_jit_trace(implementation):
     """As TensorBoard draws a model's graph."""
     model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation))).eval()
-
-    class Logits(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids):
-            return self.model(ids, use_cache=False).logits
-
     for length in (10, 40):
         ids = _tokens(length=length)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is deprecated, and sizes are constants of the trace
-            traced = torch.jit.trace(Logits(), (ids.flip(1),), check_trace=False)
+            traced = torch.jit.trace(Logits(model), (ids.flip(1),), check_trace=False)
         torch.testing.assert_close(traced(ids), model(ids).logits)
 
 

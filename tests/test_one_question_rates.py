@@ -41,7 +41,7 @@ def test_table_has_means_and_spreads():
 
 
 def test_the_page_has_the_table_of_the_results():
-    runs = study.read_runs(study.RESULTS)
+    runs = study.composition_rates.read_runs(study.RESULTS)
     assert study.table(runs) in (REPOSITORY / "docs" / "training.md").read_text()
 
 

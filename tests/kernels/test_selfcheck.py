@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import Logits, randomise, tiny_config
 from kernel_device import DEVICE, INTERPRETED
 
 from dcformer import DCFormerForCausalLM
@@ -311,17 +311,8 @@ def test_a_compiled_default_that_failed_is_one_graph_without_kernels(asked, monk
 def test_exported_programs_have_no_kernels(asked, strict):
     model = unset_model()
     ids = torch.arange(1, 21, device=DEVICE)[None]
-
-    class Logits(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids):
-            return self.model(ids, use_cache=False).logits
-
     with torch.no_grad():
-        program = torch.export.export(Logits(), (ids,), strict=strict)
+        program = torch.export.export(Logits(model), (ids,), strict=strict)
         targets = {str(node.target) for node in program.graph.nodes}
         assert not [t for t in targets if "composed_attention" in t or "generate_weights" in t]
         assert asked == []

@@ -92,7 +92,8 @@ class MixtureOfHeads(HeadSystem):
             logits = norms / norms.std(dim=-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)  # [B, T, Hr]
         p = logits.softmax(dim=-1)
         on = torch.zeros_like(p).scatter(-1, p.topk(self.kept, dim=-1).indices, 1.0)
-        self.router_logits, self._routed_by, taken = logits, (p, on), p * on
+        self.router_logits, self._routed_by = logits, (p, on)
+        taken = p * on
         if self.router is None:
             shared = p.new_ones(*p.shape[:-1], self.shared)
             return torch.cat([shared, on + (taken - taken.detach())], dim=-1)
@@ -101,9 +102,9 @@ class MixtureOfHeads(HeadSystem):
         if not self.shared:
             return routed
         parts = self.balance_router(x).softmax(dim=-1)
-        has_one = self.shared_router is None  # whose softmax is 1
-        shared = torch.ones_like(p[..., :1]) if has_one else self.shared_router(x).softmax(dim=-1)
-        shared, parts = (shared * self.shared, 2 * parts) if is_code else (shared, parts)
+        shared = torch.ones_like(p[..., :1]) if self.shared_router is None else self.shared_router(x).softmax(dim=-1)
+        if is_code:
+            shared, parts = shared * self.shared, 2 * parts
         return torch.cat([parts[..., :1] * shared, parts[..., 1:] * routed], dim=-1)
 
     def output(self, z: torch.Tensor, x_q: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -122,11 +122,9 @@ def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str
         value = body.get(name)
         if value is not None and not _is_a(value, kind, elements):
             return name, f"{name}={value!r} must be {expected}."
-    for name in sorted(_OF_TEMPLATES & (body.get("chat_template_kwargs") or {}).keys()):
-        return (
-            "chat_template_kwargs",
-            f"chat_template_kwargs has {name!r}, which this server sets itself: leave it out.",
-        )
+    if taken := sorted(_OF_TEMPLATES & (body.get("chat_template_kwargs") or {}).keys()):
+        name, what = "chat_template_kwargs", taken[0]
+        return name, f"{name} has {what!r}, which this server sets itself: leave it out."
     if (fault := _generation_fault(body.get("generation_config"))) is not None:
         return "generation_config", fault
     for name, harmless in (_IGNORED[path] | dict.fromkeys(ignored, ())).items():
