@@ -1375,6 +1375,21 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="print an earlier run's JSON, measure nothing")
     parser.add_argument("--restarts", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    for name, numbers in (("lengths", args.lengths), ("batch", [args.batch]), ("repeats", [args.repeats])):
+        if min(numbers) < 1:
+            parser.error(f"--{name} {min(numbers)}: expected at least 1")
+    if not args.budget_s >= 0:
+        parser.error(f"--budget-s {args.budget_s}: expected seconds, at least 0")
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out}: expected a folder, this is a file")
+    for option, path in (("plot", args.plot), ("markdown", args.markdown)):
+        if path:
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                parser.error(f"--{option} {path}: no run can be read there, {error}")
+            if not (isinstance(content, dict) and {"about", "cells"} <= content.keys()):
+                parser.error(f"--{option} {path}: expected gpu_suite.json of an earlier run")
     args.variants = VARIANTS
     if args.smoke:
         args.sizes, args.lengths, args.variants = ["smoke"], [17], VARIANTS[:2]

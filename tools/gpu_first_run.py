@@ -770,13 +770,29 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--markdown", type=Path, metavar="JSON", help="print the page of an earlier run, measure nothing"
     )
     parser.add_argument("--selfcheck", metavar="SIZE", help=argparse.SUPPRESS)  # a process of that section
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if not args.time_limit > 0:
+        parser.error(f"--time-limit {args.time_limit}: expected seconds, above 0")
+    return args
+
+
+def read_run(path: Path, option: str) -> dict[str, Any]:
+    """What an earlier run has written."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Unusable(f"{option} {path}: no run can be read there, {error}") from error
+    if not (isinstance(content, dict) and {"about", "sections"} <= content.keys()):
+        raise Unusable(f"{option} {path}: expected first_run.json of an earlier run")
+    return content
 
 
 def first_run(args: argparse.Namespace) -> int:
     """Runs what is asked for, and returns the exit status."""
     run = Run(args.output.resolve(), args.smoke)
     path = run.folder / "first_run.json"
+    if run.folder.exists() and not run.folder.is_dir():
+        raise Unusable(f"--output {args.output} is a file: name a new or an empty folder")
     if path.exists() and not args.resume:
         raise Unusable(f"--output {args.output} holds a run already: go on with --resume, or name another folder")
     if run.folder.exists() and not path.exists() and any(p.name != "site" for p in run.folder.iterdir()):
@@ -786,7 +802,7 @@ def first_run(args: argparse.Namespace) -> int:
     sys.path[:0] = [str(run.folder / "site")]
     about = describe(run)
     if path.exists():
-        run.content = json.loads(path.read_text())
+        run.content = read_run(path, "--resume")
         if changed := same_setup(run.content["about"], about):
             raise Unusable(f"--resume: {args.output} was measured with another setup: {'; '.join(changed)}")
         run.content["calls"] += 1
@@ -820,7 +836,7 @@ def main(arguments: list[str] | None = None) -> int:
         return selfcheck(Run(args.output), args.selfcheck)
     try:
         if args.markdown:
-            print(page(json.loads(args.markdown.read_text())), end="")
+            print(page(read_run(args.markdown, "--markdown")), end="")
             return 0
         signal.signal(signal.SIGTERM, _terminated)  # what was started ends, too
         return first_run(args)

@@ -311,8 +311,8 @@ TO_SETTLE = (
         _clamped,
         (
             Fallback(
-                "scores in bfloat16, which the kernels take by themselves once some were cut off; in another "
-                "implementation none are",
+                "maps in float32, which the kernels take by themselves once scores are large; in another "
+                "implementation none are cut off",
                 'attn_implementation="dcformer_chunked"',
             ),
         ),

@@ -28,6 +28,7 @@ from dcformer import DCFormerConfig
 from dcformer.kernels import decode, generator, prepare
 from dcformer.kernels.launch import LAUNCHES, Gradients, Problem, Visibility
 from dcformer.kernels.layout import Layout, Part
+from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.kernels.tuning import Tile
 
 # products of gradients in scaled float16 -> kernel of `LAUNCHES`: another code than that of the same kernel elsewhere
@@ -170,7 +171,7 @@ class Launches(Problem):
 
 def attention_specs(
     heads: int, dim: int, arch: int, dtype: torch.dtype = torch.bfloat16, layout: Layout = FULL, is_odd: bool = False,
-    tiles: dict[str, Tile] | None = None,
+    tiles: dict[str, Tile] | None = None, beyond: Beyond = NOTHING,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """The kernels of attention as they are launched for one sequence, by name; see `compile_usage`.
 
@@ -181,6 +182,7 @@ def attention_specs(
         layout: what composition there is.
         is_odd: numbers of queries and keys that are not multiples of 16.
         tiles: instead of those of `tuning`, by name of the kernel.
+        beyond: what float16 does not do for.
     """
     length = _LENGTH - is_odd
     new = {"device": "meta", "dtype": dtype}
@@ -193,7 +195,7 @@ def attention_specs(
         weights.append(torch.empty(layout.groups, group, group, **new) if flags & Part.STATIC else None)
     bounds = torch.empty(1, length, device="meta", dtype=torch.int32)
     seen = Visibility(bounds, bounds, high=0)
-    problem = Launches(q, q, q, weights, seen, layout, dim**-0.5, 2**34, tiles=tiles, arch=arch)
+    problem = Launches(q, q, q, weights, seen, layout, dim**-0.5, 2**34, beyond, tiles=tiles, arch=arch)
     (chunk,) = problem.chunks(maps=3)
     lse = torch.empty(1, heads, length, device="meta")
     grads = [None if t is None else torch.empty_like(t, dtype=torch.float32) for t in weights]
@@ -294,8 +296,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print a list instead of a table")
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: expected at least 1")
+    try:
+        re.compile(args.only)
+    except re.error as error:
+        parser.error(f"--only {args.only}: not a regular expression, {error}")
     task = _Task(tuple(args.arch), tuple(args.shapes), args.dtype, args.rank, args.only)
     work = _work(task)
+    if not work:
+        parser.error(f"--only {args.only}: no kernel has such a name; without --only all are listed")
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         found = pool.map(partial(_compile_nth, task), range(len(work)))
         usages = list(tqdm(found, total=len(work), desc="compiling", file=sys.stderr))

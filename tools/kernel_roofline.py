@@ -14,6 +14,7 @@ states that they stream; with `operands` also what their tiles read from L2 agai
 import argparse
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -44,8 +45,8 @@ ISSUED: dict[str, dict[int, float]] = {
     "compose": {16: 0.898, 32: 0.730, 40: 1.148},
     "weights": {40: 0.698},
     "back_1": {16: 1.570, 32: 1.701, 40: 2.359},
-    "back_0": {16: 1.242, 32: 1.252, 40: 2.294},
-    "grad_query": {16: 0.173, 40: 0.255},
+    "back_0": {16: 1.281, 32: 1.281, 40: 2.359},
+    "grad_query": {16: 0.180, 40: 0.260},
     "grad_key": {16: 0.327, 40: 0.445},
 }
 
@@ -59,7 +60,6 @@ class Device:
         issue: instructions of warps.
         exp: exponentials.
         l2, hbm: bytes between L2 and cores, and between memory and L2.
-        memory: bytes of memory.
     """
 
     name: str
@@ -68,7 +68,6 @@ class Device:
     exp: float
     l2: float
     hbm: float
-    memory: float
 
 
 def device(
@@ -78,14 +77,13 @@ def device(
     tensor: float = 989e12,
     l2: float = 5.5e12,
     hbm: float = 4.8e12,
-    memory: float = 141e9,
 ) -> Device:
     """A device with 4 schedulers and 16 units for exp per multiprocessor."""
-    return Device(name, tensor, multiprocessors * 4 * clock, multiprocessors * 16 * clock, l2, hbm, memory)
+    return Device(name, tensor, multiprocessors * 4 * clock, multiprocessors * 16 * clock, l2, hbm)
 
 
 # By what is in the names that drivers give them.
-DEVICES = {"H200": device("H200"), "H100": device("H100", hbm=3.35e12, memory=80e9)}
+DEVICES = {"H200": device("H200"), "H100": device("H100", hbm=3.35e12)}
 
 
 @dataclass(frozen=True)
@@ -601,7 +599,6 @@ def main(argv: list[str] | None = None) -> int:
     figures.add_argument("--clock", type=float, default=1.7e9, help="Hz")
     figures.add_argument("--l2", type=float, default=5.5e12, help="bytes/s")
     figures.add_argument("--hbm", type=float, default=4.8e12, help="bytes/s")
-    figures.add_argument("--memory", type=float, default=141e9, help="bytes")
     shares = parser.add_argument_group("assumed shares of peaks")
     shares.add_argument("--linear", type=float, default=0.7)
     shares.add_argument("--flash", type=float, default=0.5)
@@ -609,10 +606,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.arch != 90 and not args.compile:
         parser.error(f"--arch {args.arch}: stored counts are those of sm_90; add --compile")
-    fixed = ("length", "tensor", "multiprocessors", "clock", "l2", "hbm", "memory")
+    for name in ("length", "tensor", "multiprocessors", "clock", "l2", "hbm"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name} {getattr(args, name)}: expected a number above 0")
+    for name in ("linear", "flash", "stream"):
+        if not 0 < getattr(args, name) <= 1:
+            parser.error(f"--{name} {getattr(args, name)}: expected a share, above 0 and at most 1")
+    fixed = ("length", "tensor", "multiprocessors", "clock", "l2", "hbm", "stream")
     if args.json and (given := [name for name in fixed if getattr(args, name) != parser.get_default(name)]):
-        parser.error(f"--{given[0]} {getattr(args, given[0])}: --json is of fixed devices and lengths; leave one out")
-    gpu = device("GPU", args.multiprocessors, args.clock, args.tensor, args.l2, args.hbm, args.memory)
+        parser.error(
+            f"--{given[0]} {getattr(args, given[0])}: --json is of training on fixed devices and lengths; leave one out"
+        )
+    gpu = device("GPU", args.multiprocessors, args.clock, args.tensor, args.l2, args.hbm)
     assumed = Assumptions(args.linear, args.flash, args.stream)
     issued = compiled(args.arch, [SHAPES[name] for name in args.sizes]) if args.compile else stored
     if args.json:

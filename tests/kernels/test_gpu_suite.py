@@ -203,3 +203,14 @@ def test_decoding_loop_is_greedy_decoding():
             with torch.no_grad():
                 model(ids, past_key_values=step.cache, use_cache=True)
             rewind()
+
+
+@pytest.mark.parametrize("option", ["--plot", "--markdown", "--out", "--budget-s=-1", "--repeats=0", "--lengths=0"])
+def test_options_without_sense_are_refused(option, tmp_path, capsys):
+    """Before anything is measured or written."""
+    path = tmp_path / "file"
+    path.write_text("[]")
+    with pytest.raises(SystemExit):
+        suite.main([option] if "=" in option else [option, str(path)])
+    assert f"error: {option.split('=')[0]}" in capsys.readouterr().err
+    assert path.read_text() == "[]"

@@ -432,6 +432,15 @@ def test_what_stands_beside_ours_does_not_fail_a_section(tmp_path):
 # --- what there is to run on ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"sections": {}}'])
+def test_what_is_no_earlier_run_is_refused(content, tmp_path, capsys):
+    path = tmp_path / "first_run.json"
+    path.write_text(content)
+    for option in (["--markdown", str(path)], ["--output", str(path)]):
+        assert first_run.main([*option]) == 2
+        assert f"{option[0]} {path}" in capsys.readouterr().err
+
+
 def test_without_a_gpu_it_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(signal, "signal", lambda *_: None)

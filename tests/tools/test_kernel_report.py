@@ -163,3 +163,17 @@ def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, queries
     kinds = {re.sub(r"(\.v\d)?\.b\d+$", "", read) for read in reads}
     assert kinds <= {"ld.global", "cp.async.ca.shared.global", "cp.async.cg.shared.global"}
     assert number == 0 or "cp.async.ca.shared.global" in reads  # maps are among what it reads
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--only=[", "not a regular expression"),
+        ("--only=nothing", "no kernel has such a name"),
+        ("--jobs=0", "at least 1"),
+    ],
+)
+def test_options_that_fit_nothing_are_refused(option, message, report, capsys):
+    with pytest.raises(SystemExit):
+        report.main([option, "--arch", "90", "--shapes", "405m"])
+    assert message in capsys.readouterr().err

@@ -17,7 +17,7 @@ with pytest.MonkeyPatch.context() as patch:
 from kernel_roofline import Shape, Training, Work
 
 # a second for 1 GFLOP, 2 G instructions, 4 G exponentials, 8 GB from L2, 16 GB of memory
-GPU = roofline.Device("toy", tensor=1e9, issue=2e9, exp=4e9, l2=8e9, hbm=16e9, memory=32e9)
+GPU = roofline.Device("toy", tensor=1e9, issue=2e9, exp=4e9, l2=8e9, hbm=16e9)
 SMALL = Shape("small", heads=2, dim=16, width=32, inner=64, layers=3)
 
 
@@ -192,11 +192,18 @@ def test_launches_of_decoding_take_their_time():
     assert step(-1, 0) < step(0, 0)
 
 
-@pytest.mark.parametrize("option", ["--length=512", "--hbm=1e12"])
+@pytest.mark.parametrize("option", ["--length=512", "--hbm=1e12", "--stream=0.5"])
 def test_json_refuses_what_it_would_ignore(option, capsys):
     with pytest.raises(SystemExit):
         roofline.main(["--json", option])
-    assert "--json is of fixed devices and lengths" in capsys.readouterr().err
+    assert "--json is of training on fixed devices and lengths" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--clock=0", "--length=-5", "--tensor=nan", "--flash=0", "--linear=1.5"])
+def test_numbers_that_no_device_has_are_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        roofline.main([option])
+    assert f"error: {option.split('=')[0]} " in capsys.readouterr().err
 
 
 def test_make_prints_json_and_nothing_else():

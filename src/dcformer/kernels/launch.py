@@ -8,7 +8,8 @@ One pass over a map of all heads, [B, H, S, T], is what costs most; the passes o
 
 W takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side before, `project` takes
 their gradients back. Above 32 heads per group back_1 takes weights that `weights` has made of S: P; W takes its place.
-In 16 bits S, P, dW, dP, dS and the matrices are float16, gradients times powers of two that `scale` finds.
+In 16 bits S, P, dW, dP, dS and the matrices are float16, gradients times powers of two that `scale` finds; where
+that does not do, see `overflow`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +22,12 @@ import torch
 import triton
 
 from .layout import Layout, Part
-from .overflow import LARGEST, look, mark_of
+from .overflow import LARGEST, LARGEST_EXACT, NOTHING, Beyond, beyond, look, mark_of
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, power_of_2, round_up
 from .triton.backward import back_0_kernel, back_1_kernel
 from .triton.compose import compose_kernel, join_kernel, lse_kernel
+from .triton.heads import SCORES_GRAD
 from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
@@ -115,13 +117,12 @@ class Problem:
         scale: factor of the scores.
         chunk_bytes: bound of the memory that the maps of a chunk take, above what the smallest chunk needs:
             128 queries of one sequence. None for 256 MiB, or 1/64 of the device's memory where that is more.
-        is_wide: keep maps and matrices in bfloat16 where they would be float16, see `overflow`; those of float32 stay
-            float32.
+        beyond: what float16 does not do for, see `overflow`.
 
     Attributes:
-        map_dtype: of scores, of weights that the key side composes, of the gradients of both kinds of weights, and of
-            the matrices M(s) and their gradients. What products with keys, values and queries read, W and the gradients
-            of scores, has the dtype of these.
+        map_dtype: of scores, of weights that the key side composes, and of the matrices M(s): float16, or float32.
+        grad_dtype: of the gradients of both kinds of weights, of scores and of the matrices: the same, or bfloat16;
+            those of scores are then in the dtype of queries and keys, as W is always in that of values.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Problem:
         layout: Layout,
         scale: float,
         chunk_bytes: int | None = None,
-        is_wide: bool = False,
+        beyond: Beyond = NOTHING,
     ):
         self.q, self.k, self.v, self.weights = query, key, value, weights
         self.visibility, self.layout, self.scale = visibility, layout, scale
@@ -142,9 +143,7 @@ class Problem:
         self.S, self.DV, self.kv_heads = key.shape[2], value.shape[3], key.shape[1]
         self.G, self.M = layout.groups, self.H // layout.groups
         self.heads = head_blocks(self.M)
-        self.map_dtype = torch.bfloat16 if is_wide else torch.float16
-        if query.dtype == torch.float32:
-            self.map_dtype = torch.float32
+        self.beyond = beyond
         is_cuda = query.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(query.device) if is_cuda else (9, 0)
         self.arch = 10 * major + minor
@@ -174,6 +173,16 @@ class Problem:
                     f"{what} are {count} numbers, the fused kernels count to {_MOST_INT32}: use shorter sequences or "
                     "attn_implementation='dcformer_chunked'."
                 )
+
+    @property
+    def map_dtype(self) -> torch.dtype:
+        is_wide = self.q.dtype == torch.float32 or Beyond.SCORES in self.beyond
+        return torch.float32 if is_wide else torch.float16
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        is_half = self.map_dtype == torch.float16
+        return torch.bfloat16 if is_half and Beyond.GRADIENTS in self.beyond else self.map_dtype
 
     @property
     def gpu(self) -> str:
@@ -207,7 +216,11 @@ class Problem:
         stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
         # one stage's gradients at a time
         matrices = stages + bool(stages and maps > 1) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
-        return chunk.n_s * (maps * self.H * chunk.n_p + matrices * matrix) * self.q.dtype.itemsize
+        size, of_states = self.map_dtype.itemsize, self.q.dtype.itemsize
+        sizes = maps * size
+        if size != of_states:  # W has memory of its own
+            sizes += of_states
+        return chunk.n_s * (sizes * self.H * chunk.n_p + size * matrices * matrix)
 
     def chunks(self, maps: int) -> list[Chunk]:
         """Chunks of queries, of which one sequence keeps within the bytes; `maps` are held at once."""
@@ -237,8 +250,7 @@ class Problem:
             seen = replace(self.visibility, first=first, last=last)
             part = Problem(
                 self.q[rows], self.k[rows], self.v[rows], _of_rows(self.weights, rows), seen, self.layout, self.scale,
-                self.chunk_bytes,
-                self.map_dtype == torch.bfloat16,
+                self.chunk_bytes, self.beyond,
             )  # fmt: skip
             part.trial = self.trial
             yield rows, part
@@ -255,10 +267,14 @@ class Problem:
         if self.trial is not None and self.trial.kernel == name:
             return self.trial.tile
         found = found_tile(self.gpu, self._key(name)) if autotune_is_on() else None
-        return found or choose(name, self.M, max(self.D, self.DV), self.q.dtype, self.arch, self.layout.rank)
+        return found or choose(name, self.M, max(self.D, self.DV), self._dtype(name), self.arch, self.layout.rank)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """The dtype that decides a kernel's tile: of what it multiplies."""
+        return torch.float32 if self.map_dtype == torch.float32 and name != "scores" else self.q.dtype
 
     def _key(self, name: str) -> Key:
-        layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")
+        layout, dtype = self.layout, str(self._dtype(name)).removeprefix("torch.")
         windowed = self.visibility.low > -UNBOUNDED and self.visibility.high < UNBOUNDED
         dim = max(self.D, self.DV)
         return Key(name, self.arch, self.M, dim, dtype, windowed, layout.pre, layout.post, layout.rank)
@@ -380,13 +396,12 @@ class Problem:
         heads, tiles = (self.kv_heads, self.H), self._score_tiles(chunk)
         return [self._new(self.B, h, n) for h, n in zip(heads, tiles, strict=True)]
 
-    @property
-    def _limit(self) -> dict[str, Any]:
-        """Arguments of kernels that keep maps within what their dtype holds, float16 with room for what is made of
-        them."""
-        if self.map_dtype != torch.float16:
+    def _limit(self, what: Beyond, largest: float) -> dict[str, Any]:
+        """Arguments of kernels that leave a mark where float16 does not do, for numbers beyond the largest."""
+        dtype = self.map_dtype if what == Beyond.SCORES else self.grad_dtype
+        if dtype != torch.float16:
             return _UNLIMITED
-        return {"largest": LARGEST, "MARK": True, "p_mark": mark_of(self.q.device)}
+        return {"largest": largest, "MARK": True, "p_mark": mark_of(self.q.device, what)}
 
     def _fill_values(
         self, chunk: Chunk, tiles: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
@@ -425,7 +440,8 @@ class Problem:
         if scales is None:
             return {"SCALED": False, "n_largest": 1}
         return {
-            "SCALED": True, "p_inverse": scales[1], "p_finite": scales[2], "p_mark": mark_of(self.q.device),
+            "SCALED": True, "p_inverse": scales[1], "p_finite": scales[2],
+            "p_mark": mark_of(self.q.device, Beyond.GRADIENTS),
             "p_largest": sizes, "n_largest": 1 if sizes is None else sizes.shape[2],
         }  # fmt: skip
 
@@ -460,7 +476,7 @@ class Problem:
             grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
             self._launch(
                 expand_kernel, grid, chunk, p_m=matrices, p_amplified=amplified, **self._key_side(stage), **constants,
-                **self._limit, AMPLIFIED=bool(stage) and amplified is not None,
+                **self._limit(Beyond.SCORES, LARGEST), AMPLIFIED=bool(stage) and amplified is not None,
             )  # fmt: skip
             out.append(matrices)
         return out
@@ -492,7 +508,7 @@ class Problem:
             scale_kernel, (scales.shape[2], self.B * self.G), chunk, p_norms=of_queries, p_largest=of_values,
             p_amplified=amplified, p_extra=extra, p_scale=scales, kv_heads=self.kv_heads, n_largest=of_values.shape[2],
             n_amplified=amplified.shape[1], B_H=power_of_2(self.M), B_T=min(64, self.block), EXTRA=extra is not None,
-            FEW=self.q.dtype == torch.bfloat16, **self._limit,
+            FEW=self.q.dtype == torch.bfloat16, **self._limit(Beyond.GRADIENTS, LARGEST),
         )  # fmt: skip
         return scales
 
@@ -505,8 +521,9 @@ class Problem:
         tile = self._tile(f"back_{stage}")
         self._launch(
             project_kernel, grid, chunk, p_gm=parts, p_gwk=key, p_gstatic=parts_of_static, **self._key_side(stage),
-            factor=1.0 if stage else _LN_2, B_T=tile.b_t, TURNED=bool(stage), ADD=chunk.n_t < self.T,
-            p_inverse=scales[1], p_finite=scales[2], **self._limit, **constants,
+            factor=1.0 if stage else _LN_2 / SCORES_GRAD.value, B_T=tile.b_t, TURNED=bool(stage),
+            ADD=chunk.n_t < self.T,
+            p_inverse=scales[1], p_finite=scales[2], **self._limit(Beyond.GRADIENTS, LARGEST), **constants,
         )  # fmt: skip
         if static is not None and parts_of_static is not None:
             static += parts_of_static.sum((0, 1))
@@ -517,10 +534,18 @@ class Problem:
     def _new_map(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         return self._new(self.B, self.H, chunk.n_s, chunk.n_p, dtype=dtype)
 
+    def _weights_in(self, chunk: Chunk, memory: torch.Tensor | None) -> torch.Tensor:
+        """A map of composed weights, in the dtype of the states: in the memory of another, where its numbers have that
+        size, or in its own."""
+        if memory is not None and memory.itemsize == self.q.itemsize:
+            return memory.view(self.q.dtype)
+        return self._new_map(chunk, self.q.dtype)
+
     def _make_scores(self, chunk: Chunk, sizes: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The map of scores times log2(e), [B, H, n_s, n_p]; fills the sizes of keys and queries, if any."""
         scores = self._new_map(chunk, self.map_dtype)
-        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, self._limit, sizes=sizes)
+        limit = self._limit(Beyond.SCORES, LARGEST_EXACT)
+        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, limit, sizes=sizes)
         return scores
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -530,10 +555,10 @@ class Problem:
         return self._widened("forward", self._forward)
 
     def _widened(self, name: str, run: Callable[[], _Result]) -> _Result:
-        """Result of a pass; of a second one, in bfloat16, where something was too large for float16."""
+        """Result of a pass; of another one, with other maps, where something went beyond float16."""
         found = self._searched(name, run)
-        if look(self.q.device) and self.map_dtype == torch.float16:
-            self.map_dtype = torch.bfloat16
+        while look(self.q.device) and self.q.dtype != torch.float32:
+            self.beyond = beyond(self.q.device)
             found = run()
         return found
 
@@ -552,7 +577,7 @@ class Problem:
         pre, post = self._matrices(chunk)
         scores = self._make_scores(chunk)
         self._fill_lse(chunk, scores, pre, lse)
-        weights = scores.view(self.q.dtype)
+        weights = self._weights_in(chunk, scores)
         self._compose("compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights)
         self._fill_values(chunk, weights, self.v, out)
 
@@ -610,28 +635,28 @@ class Problem:
         if grad_lse is not None:
             extra = (grad_lse[:, :, chunk.t_0 : chunk.t_0 + chunk.n_t] / _LN_2).contiguous()  # [B, H, n_t]
         scales = self._scales(chunk, grad_out, extra, amplified)
-        is_scaled = self.map_dtype == torch.float16
+        is_scaled = self.grad_dtype == torch.float16
         # where products are to bring keys and queries to float16
         sizes = self._new_sizes(chunk) if is_scaled and self.q.dtype == torch.bfloat16 else []
         of_keys, of_queries = sizes or (None, None)
         scores = self._make_scores(chunk, sizes)
-        if self.map_dtype == torch.bfloat16:  # in the forward pass they may have been float16, rounded otherwise
+        if self.map_dtype != self.q.dtype and self.map_dtype == torch.float32:
+            # in the forward pass they may have been float16, and rounded
             lse = torch.empty_like(lse)
             self._fill_lse(chunk, scores, pre, lse)
-        maps = self._new_map(chunk, self.map_dtype)  # of dW, then dP, both times `scales`, then dS
+        maps = self._new_map(chunk, self.grad_dtype)  # of dW, then dP, both times `scales`, then dS
         self._fill_scores(chunk, maps, self.v, grad_out, 1.0, _UNLIMITED, scales[0])
-        weights = self._new_map(chunk, self.map_dtype)  # of P, where it is stored, then W
         source, is_given = scores, self.M > GIVEN_ABOVE
         if is_given:
-            self._compose("weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights)
-            source = weights
-        weights = weights.view(self.q.dtype)
-        grad_scores = maps if is_scaled else maps.view(self.q.dtype)
+            source = self._new_map(chunk, self.map_dtype)  # of P, then, where it fits, W
+            self._compose("weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=source)
+        weights = self._weights_in(chunk, source if is_given else None)
+        grad_scores = maps.view(self.q.dtype) if self.grad_dtype == torch.bfloat16 else maps
         tensors = {"p_grads": maps, "p_lse": lse, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
         n_parts = self._parts("back_1", chunk)[0]
         # Weights made from a rounded log-sum-exp do not quite sum to one, given ones are rounded themselves. Divided by
         # their sum, gradients of composed scores sum to zero, as they must; in 16 bits the first does not show.
-        has_mass = is_given or self.q.dtype == torch.float32
+        has_mass = is_given or self.grad_dtype == torch.float32
         sums = self._new(n_parts, 1 + has_mass, self.B, self.H, chunk.n_t)
         outputs = {"p_out": weights, "p_delta": sums}
         self._back(1, chunk, grads, scales, n_parts, p_in=source, GIVEN=is_given, **outputs, **tensors)
@@ -660,7 +685,7 @@ class Problem:
             side_parts = self._new(n_parts, self.B, self.H, self.layout.channels, chunk.n_t)
         if flags & (Part.KEY | Part.STATIC):
             heads, tiles = sum(self.heads), ceil_div(chunk.n_t, self._tile(name).b_t)
-            matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.map_dtype)
+            matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.grad_dtype)
         self._compose(name, chunk, p_gwq=side_parts, p_gm=matrix_parts, **tensors)
         if side_parts is not None and (side := grads.weights[3 * stage]) is not None:
             torch.sum(side_parts, 0, out=side[..., chunk.t_0 : chunk.t_0 + chunk.n_t])

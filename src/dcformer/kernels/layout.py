@@ -13,6 +13,8 @@ from ..attention_dcformer import check_shapes
 from ..compose_dcformer import ComposeWeights
 from .limits import require_supported
 
+_WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what kernels read
+
 
 class Part(IntFlag):
     """What a stage composes with, as flags of all kernels. A low rank has none: R is 0 without one."""
@@ -129,19 +131,19 @@ def check_weights(
                 continue
             packed = side.packed
             (*front, channels[f"{name}.{kind}"], tokens), split = packed.shape, (key_heads, heads // key_heads)
-            fits = front in ([batch, heads], [batch, *split]) and tokens == count and packed.is_floating_point()
+            fits = front in ([batch, heads], [batch, *split]) and tokens == count and packed.dtype in _WEIGHTS
             if not fits:
                 raise ValueError(
-                    f"{name}.{kind} holds {packed.dtype} {tuple(packed.shape)}: expected floating point [B, H, "
-                    f"channels, N] = ({batch}, {heads}, channels, {count}). Make the weights from the same tokens as "
-                    f"the {'queries' if kind == 'query' else 'keys'}."
+                    f"{name}.{kind} holds {packed.dtype} {tuple(packed.shape)}: expected floating point "
+                    f"of 16 to 64 bits, [B, H, channels, N] = ({batch}, {heads}, channels, {count}). Make the "
+                    f"weights from the same tokens as the {'queries' if kind == 'query' else 'keys'}."
                 )
         size = heads // weights.groups
         static, expected = weights.static, (weights.groups, size, size)
-        if static is not None and not (tuple(static.shape) == expected and static.is_floating_point()):
+        if static is not None and not (tuple(static.shape) == expected and static.dtype in _WEIGHTS):
             raise ValueError(
-                f"{name}.static is {static.dtype} {tuple(static.shape)}: expected floating point [G, M, M] = "
-                f"{expected}."
+                f"{name}.static is {static.dtype} {tuple(static.shape)}: expected floating point of 16 "
+                f"to 64 bits, [G, M, M] = {expected}."
             )
     if len(set(channels.values())) > 1:
         raise ValueError(

@@ -19,7 +19,7 @@ from .decode import composed_decode
 from .launch import UNBOUNDED, Problem, Visibility
 from .layout import Layout, check_states, check_weights, packed_weights
 from .limits import MAX_QUERIES, require_supported, unsupported_reason
-from .overflow import needs_bfloat16
+from .overflow import beyond
 from .schemas import DEVICES, attention_backward_op, attention_op, place_tensors
 
 logger = logging.get_logger(__name__)
@@ -41,7 +41,7 @@ def _problem(
     given, (first, last) = place_tensors(weights, places, 6), bounds.unbind()
     return Problem(
         query, key, value, given, Visibility(first, last, low, high), Layout.of(given, groups), scale,
-        None if chunk_bytes < 0 else chunk_bytes, needs_bfloat16(query.device),
+        None if chunk_bytes < 0 else chunk_bytes, beyond(query.device),
     )  # fmt: skip
 
 
@@ -111,6 +111,7 @@ def composed_attention(
         ValueError: on shapes or options that do not fit together, naming them, and beyond `unsupported_reason`.
         NotImplementedError: under transforms of `torch.func` and forward-mode differentiation.
     """
+    _check_types(pre, post, scale, causal, visible)
     of_composition = [weight for stage in (pre, post) if stage is not None for weight in stage.tensors()]
     refuse_transforms("dcformer_triton", query, key, value, *of_composition)
     numbers = {"causal_offset": causal_offset, "sliding_window": sliding_window, "chunk_bytes": chunk_bytes}
@@ -118,15 +119,16 @@ def composed_attention(
     groups = _check(query, key, value, pre, post, cu_seqlens)
     _check_bounds(query.shape[0], query.shape[2], query.device, key_start, key_end, cu_seqlens, visible)
     (_, _, length, dim), key_length = query.shape, key.shape[2]
-    offset = key_length - length if causal_offset is None else _countable(causal_offset)
-    sliding_window = None if sliding_window is None else _countable(sliding_window)
+    offset = key_length - length if causal_offset is None else causal_offset
+    nearest = -UNBOUNDED if sliding_window is None else _countable(offset - sliding_window + 1)
+    offset = _countable(offset)
     position = torch.arange(length, device=query.device, dtype=torch.int32)[None]
     first, last = torch.zeros_like(position), torch.full_like(position, key_length)
     low, high = -UNBOUNDED, UNBOUNDED
     if causal:
         last, high = torch.minimum(last, position + (offset + 1)), offset
     if sliding_window is not None:
-        first, low = (position + (offset - sliding_window + 1)).clamp(min=0), offset - sliding_window + 1
+        first, low = (position + nearest).clamp(min=0), nearest
     for bound, start in ((key_start, True), (key_end, False)):
         if bound is not None:
             bound = _bounds(bound, key_length, query.device)[:, None]  # [B, 1]
@@ -167,10 +169,30 @@ def _bounds(keys: torch.Tensor, key_length: int, device: torch.device) -> torch.
     return keys.to(device).clamp(0, key_length).to(torch.int32)
 
 
+def _check_types(
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    scale: float | None,
+    causal: bool,
+    visible: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Refuses arguments that are something else than they should be, by name."""
+    for name, weights in (("pre", pre), ("post", post)):
+        if weights is not None and not isinstance(weights, ComposeWeights):
+            raise ValueError(f"{name} is of type {type(weights).__name__}: expected ComposeWeights or None.")
+    is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
+    if not (scale is None or is_number):
+        raise ValueError(f"scale={scale!r}: expected a number, or None for D ** -0.5.")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={causal!r}: expected True or False.")
+    if visible is not None and not (isinstance(visible, (tuple, list)) and len(visible) == 2):
+        raise ValueError(f"visible is of type {type(visible).__name__}: expected two tensors, (first, last).")
+
+
 def _check_numbers(causal: bool, numbers: dict[str, Any]) -> None:
     """Refuses numbers of keys or bytes, by name, that are none."""
     for name, number in numbers.items():
-        if number is not None and not isinstance(number, (int, torch.SymInt)):
+        if number is not None and (not isinstance(number, (int, torch.SymInt)) or isinstance(number, bool)):
             raise ValueError(f"{name}={number!r}: expected an integer or None.")
     offset, window, chunk_bytes = numbers.values()
     if window is not None and (not causal or window < 1):
@@ -215,6 +237,8 @@ def _check_bounds(
     of_keys = {"key_start": key_start, "key_end": key_end, "cu_seqlens": cu_seqlens}
     of_keys |= dict(zip(("visible[0]", "visible[1]"), visible or (), strict=False))
     for name, bound in of_keys.items():
+        if bound is not None and not isinstance(bound, torch.Tensor):
+            raise ValueError(f"{name} is of type {type(bound).__name__}: expected a tensor of integers.")
         if bound is not None and (bound.is_floating_point() or bound.is_complex() or bound.dtype == torch.bool):
             raise ValueError(f"{name} is {bound.dtype}: expected integers, places among the keys.")
         if bound is not None:

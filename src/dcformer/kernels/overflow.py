@@ -1,85 +1,109 @@
-"""Scores that float16 cannot hold: the kernels cut them off, this module notices, says so once and has bfloat16 used.
+"""What float16 cannot hold: the kernels leave a mark, this module sees it, says so once and has other maps kept.
 
-So are entries of the matrices with which the key side composes, gradients of these, and gradients of scores. Gradients
-of which float16 would keep fewer bits than bfloat16 does are noticed, too. The kernels leave a mark on their device. In
-the first calls of a process it is waited for, and a pass that left it is run again. Later a GPU is not waited for: more
-calls may pass until the mark is seen. Imports no Triton.
+Scores have a mark of their own: beyond some hundreds float16 holds them less exactly than softmax needs, and beyond
+±60000 they are cut off, as entries of the matrices are with which the key side composes. From then on all maps are
+float32. Gradients have another: where some were cut off, or where float16 would keep fewer bits than bfloat16 does.
+From then on those are bfloat16, scores as they were.
+
+The marks are on their device. In the first calls of a process they are waited for, and a pass that left one is run
+again. Later a GPU is not waited for: more calls may pass until a mark is seen. Imports no Triton.
 """
 
 from dataclasses import dataclass
+from enum import IntFlag
 
 import torch
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-LARGEST = 60000.0  # of a score in float16, times log2(e)
+LARGEST = 60000.0  # of a score, times log2(e), and of an entry of a matrix: what is beyond is cut off
+LARGEST_EXACT = 512.0  # of a score, times log2(e): float16 is 0.25 apart up to there, and weights are off by 9 %
+_LOG2_E = 1.4426950408889634
 _EVERY = 64  # calls between two looks at a GPU, after the first few, which wait for it
 _FIRST = 8
 
 
+class Beyond(IntFlag):
+    """What went beyond float16 on a device."""
+
+    SCORES = 1
+    GRADIENTS = 2
+
+
+NOTHING = Beyond(0)
+
+_WARNINGS = {
+    Beyond.SCORES: (
+        "attention scores on {device} went beyond ±{exact:,.0f}, where float16 is too coarse for them, or composition "
+        "weights beyond what it holds. From now on the kernels keep all maps in float32, which is much slower. Models "
+        "with norms of queries and keys (qk_norm=True) have no such scores."
+    ),
+    Beyond.GRADIENTS: (
+        "gradients of attention maps on {device} went beyond what float16 holds, however they are scaled. From now on "
+        "the kernels keep these in bfloat16, which is less exact."
+    ),
+}
+
+
 @dataclass
 class _Watch:
-    """A device's mark, int32 [1], and the copy of it that is under way."""
+    """A device's marks, int32 [2, 4] of which the first column is used, and the copy of them that is under way."""
 
-    mark: torch.Tensor
+    marks: torch.Tensor
     copy: torch.Tensor | None = None
     event: torch.cuda.Event | None = None
     calls: int = 0
 
 
 _watches: dict[torch.device, _Watch] = {}
-_wide: set[torch.device] = set()
+_found: dict[torch.device, Beyond] = {}
 
 
-def needs_bfloat16(device: torch.device) -> bool:
-    """Whether scores and other maps on a device are to be kept in bfloat16: some were too large for float16."""
-    return device in _wide
+def beyond(device: torch.device) -> Beyond:
+    """What has been found to go beyond float16 on a device so far."""
+    return _found.get(device, NOTHING)
 
 
-def mark_of(device: torch.device) -> torch.Tensor:
-    """Where kernels leave their mark: they store 1 when they cut something off."""
+def mark_of(device: torch.device, what: Beyond) -> torch.Tensor:
+    """Where kernels leave a mark, int32 [1]: they store 1."""
     watch = _watches.get(device)
     if watch is None:
-        watch = _watches[device] = _Watch(torch.zeros(1, dtype=torch.int32, device=device))
-    return watch.mark
+        watch = _watches[device] = _Watch(torch.zeros(2, 4, dtype=torch.int32, device=device))  # addresses are aligned
+    return watch.marks[list(Beyond).index(what), :1]
 
 
 def look(device: torch.device) -> bool:
-    """Looks whether something was cut off; to be called after kernels were launched.
+    """Looks for marks; to be called after kernels were launched.
 
     Returns:
-        whether that is new: `needs_bfloat16` holds from now on, and what was launched is to be run again.
+        whether there is a new one: `beyond` has it from now on, and what was launched is to be run again.
     """
     watch = _watches.get(device)
-    if watch is None or needs_bfloat16(device):
+    if watch is None or Beyond.SCORES in beyond(device):  # float32 holds all
         return False
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return False
         watch.calls += 1
     if device.type != "cuda" or watch.calls <= _FIRST:
-        seen = bool(watch.mark)
+        marks = watch.marks
     elif watch.event is None or watch.copy is None:
         if watch.calls % _EVERY == 0:
-            memory = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)  # whatever the default device
-            watch.copy = memory.copy_(watch.mark, non_blocking=True)
+            memory = torch.empty(2, 4, dtype=torch.int32, device="cpu", pin_memory=True)  # whatever the default device
+            watch.copy = memory.copy_(watch.marks, non_blocking=True)
             watch.event = torch.cuda.Event()
             watch.event.record(torch.cuda.current_stream(device))
         return False
     elif watch.event.query():
-        seen, watch.event = bool(watch.copy), None
+        marks, watch.event = watch.copy, None
     else:
         return False
-    if seen:
-        _wide.add(device)
-        logger.warning(
-            f"attention scores on {device}, composition weights, or gradients of these went beyond what float16 holds "
-            f"(of scores ±{LARGEST / 1.4426950408889634:,.0f}), where they are cut off. From now on the kernels keep "
-            "scores in bfloat16, and what else heads mix, which is less exact. Models with norms of queries and keys "
-            "(qk_norm=True) have no such scores."
-        )
-    return seen
+    new = [what for what, mark in zip(Beyond, marks[:, 0].tolist(), strict=True) if mark and what not in beyond(device)]
+    for what in new:
+        _found[device] = beyond(device) | what
+        logger.warning(_WARNINGS[what].format(device=device, exact=LARGEST_EXACT / _LOG2_E))
+    return bool(new)
 
 
-__all__ = ["LARGEST", "look", "mark_of", "needs_bfloat16"]
+__all__ = ["LARGEST", "LARGEST_EXACT", "NOTHING", "Beyond", "beyond", "look", "mark_of"]

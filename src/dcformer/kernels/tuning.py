@@ -83,7 +83,7 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
             return Tile(64, 128, 8, 3 if arch >= 90 and not has_little else 2)
         return Tile(128, 64, 8, 2 if has_little else 3)
     if dtype == torch.float32:
-        return Tile(32, 1, 4, 2)
+        return Tile(32, 1, 8, 2) if heads <= 32 else Tile(32, 1, 4, 1)
     if kernel == "lse":  # as many keys share one rescaling as registers suffice for
         if arch >= 100 and heads <= 32:
             return Tile(128, 2 if rank <= 2 else 1, 8, 3)

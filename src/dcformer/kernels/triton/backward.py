@@ -15,6 +15,7 @@ import triton.language as tl
 from .compose import program_keys, weights_of
 from .heads import (
     KEY,
+    SCORES_GRAD,
     STATIC,
     add_side_grads,
     cast,
@@ -87,7 +88,7 @@ def back_1_kernel(
             m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
             visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
             p, _, _ = weights_of(x, w0, m0, lse, visible, F_PRE, R, H0, H1)
-            narrow = cast(p, dtype, H1)
+            narrow = cast(p, p_in.dtype.element_ty, H1)
         hid = hidden(p, w1, 0, F_POST, R, H1)
         store_row(p_out + s * n_p, composed(narrow, p, w1, hid, m1, R, F_POST, R, H1), stride_map, o_t, M, H0, H1)
         y = turned(row, H1)
@@ -105,7 +106,7 @@ def back_1_kernel(
         delta, mass = deltas, masses
         store_row(p_grads + s * n_p, dp, stride_map, o_t, M, H0, H1)
         if (KEY | STATIC) & F_POST:
-            store_matrix_grad(p_gm + s * stride_m, row, narrow, H0, H1)
+            store_matrix_grad(p_gm + s * stride_m, row, cast(narrow, dtype, H1), 1.0, H0, H1)
     i_part = i_s * n_bh + i_bg * M
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // STEP)
     store_side_grads(p_gwq + i_part * C * n_t, grads, inverse, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
@@ -129,7 +130,8 @@ def back_0_kernel(
         p_delta: Σ_s P dP, [B·H, n_t], times that as well.
         p_out: the map of gradients of scores, to be written, with SCALED times that, too; may be the memory of p_grads.
         p_gwq: as for `back_1_kernel`, times `factor`, as scores are not what they seem.
-        p_gm: parts of gradients of M(s): [tiles of queries, B·G, n_s, h, h'], without the factor, times the power.
+        p_gm: parts of gradients of M(s): [tiles of queries, B·G, n_s, h, h'], without the factor, times the power and
+            `SCORES_GRAD`.
     """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
@@ -171,6 +173,6 @@ def back_0_kernel(
             ds = grad
         store_row(p_out + s * n_p, ds, stride_map, o_t, M, H0, H1)
         if (KEY | STATIC) & F_PRE:
-            store_matrix_grad(p_gm + s * stride_m, row, narrow, H0, H1)
+            store_matrix_grad(p_gm + s * stride_m, cast(row, dtype, H1), narrow, SCORES_GRAD, H0, H1)
     i_part = (i_s * n_bh + i_bg * M) * C
     store_side_grads(p_gwq + i_part * n_t, grads, factor * inverse, C * n_t, n_t, o_t, m_t, F_PRE, R, M, H0, H1)

@@ -26,6 +26,7 @@ from .precision import add_product, product, rounded
 QUERY, KEY = tl.constexpr(Part.QUERY.value), tl.constexpr(Part.KEY.value)
 STATIC, GATE = tl.constexpr(Part.STATIC.value), tl.constexpr(Part.GATE.value)
 NO_KEY = tl.constexpr(2147483647)  # no key is as far as this
+SCORES_GRAD = tl.constexpr(2.0**-6)  # times gradients of the M(s) of scores: scores are larger than weights
 
 
 @triton.jit
@@ -291,9 +292,12 @@ def store_side_grads(
 
 
 @triton.jit
-def store_matrix_grad(p_m, left, right, H0: tl.constexpr, H1: tl.constexpr):
-    """Stores left [h, t] times right [t, h']: a key's part of the gradient of M(s), from the queries of a tile."""
+def store_matrix_grad(p_m, left, right, factor: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """Stores factor · left [h, t] times right [t, h']: a key's part of the gradient of M(s), from a tile of queries."""
     for i in tl.static_range(1 + (H1 > 0)):
         for j in tl.static_range(1 + (H1 > 0)):
             o_m = head_ids(i, H0, H1)[:, None] * (H0 + H1) + head_ids(j, H0, H1)[None, :]
-            tl.store(p_m + o_m, rounded(product(left[i], right[j]), p_m.dtype.element_ty))
+            grad = product(left[i], right[j])
+            if factor != 1.0:
+                grad *= factor
+            tl.store(p_m + o_m, rounded(grad, p_m.dtype.element_ty))
