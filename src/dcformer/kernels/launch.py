@@ -544,7 +544,7 @@ class Problem:
     def _make_scores(self, chunk: Chunk, sizes: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The map of scores times log2(e), [B, H, n_s, n_p]; fills the sizes of keys and queries, if any."""
         scores = self._new_map(chunk, self.map_dtype)
-        limit = self._limit(Beyond.SCORES, LARGEST_EXACT)
+        limit = self._limit(Beyond.SCORES, LARGEST)
         self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, limit, sizes=sizes)
         return scores
 
@@ -584,12 +584,13 @@ class Problem:
     def _fill_lse(self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, lse: torch.Tensor) -> None:
         """Writes a chunk's log-sum-exps, from those of parts of its keys."""
         n_parts, n_bh = self._parts("lse", chunk)[0], self.B * self.H
+        tensors = {"p_scores": scores, "p_m0": pre} | self._limit(Beyond.SCORES, LARGEST_EXACT)
         if n_parts == 1:
             here = lse[:, :, chunk.t_0 :]
-            self._compose("lse", chunk, p_scores=scores, p_m0=pre, p_lse=here, stride_l=self.T, unseen=torch.inf)
+            self._compose("lse", chunk, p_lse=here, stride_l=self.T, unseen=torch.inf, **tensors)
             return
         parts = self._new(n_parts, n_bh, chunk.n_t)
-        self._compose("lse", chunk, p_scores=scores, p_m0=pre, p_lse=parts, stride_l=chunk.n_t, unseen=-torch.inf)
+        self._compose("lse", chunk, p_lse=parts, stride_l=chunk.n_t, unseen=-torch.inf, **tensors)
         grid = (n_bh, ceil_div(chunk.n_t, _JOINED))
         self._launch(join_kernel, grid, chunk, p_parts=parts, p_lse=lse, n_parts=n_parts, B_P=16, B_T=_JOINED)
 

@@ -95,15 +95,15 @@ def _add_scores(
 
 @triton.jit
 def lse_kernel(
-    p_scores, p_m0, p_w0, p_first, p_last, p_lse,
-    stride_ib, stride_l, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, unseen,
+    p_scores, p_m0, p_w0, p_first, p_last, p_lse, p_mark,
+    stride_ib, stride_l, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, unseen, largest,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
-    B_T: tl.constexpr, B_S: tl.constexpr,
+    B_T: tl.constexpr, B_S: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exps of composed scores over the keys of a part: p_lse [parts, B·H, stride_l], from its first query.
 
     B_S keys a turn share one rescaling of the sums. Those that all queries see are not masked. `unseen` stands where a
-    query sees none of the keys.
+    query sees none of the keys. With MARK, p_mark becomes 1 where the largest score of a query is beyond ±largest.
     """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
@@ -128,6 +128,9 @@ def lse_kernel(
     for i in tl.static_range(NB):
         is_seen = top[i] > LOWEST / 2
         out = out + (tl.where(is_seen, top[i] + tl.log2(tl.where(is_seen, total[i], 1.0)), unseen),)
+        if MARK:
+            if tl.max(tl.where(is_seen, tl.abs(top[i]), 0.0)) > largest:
+                tl.store(p_mark, 1)  # all that store, store the same
     store_heads(p_lse + (i_s * n_bh + i_bg * M) * stride_l, out, stride_l, o_t, m_t, M, H0, H1)
 
 

@@ -5,14 +5,11 @@
 import triton
 import triton.language as tl
 
-from ..overflow import LARGEST
-
 # Triton's interpreter multiplies the bit patterns of bfloat16; there operands are widened, which changes no product.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 LARGEST_HALF = tl.constexpr(65504.0)  # of float16
-CUT = tl.constexpr(LARGEST)  # where scores are cut off
 
 
 @triton.jit
