@@ -58,7 +58,7 @@ class Factor:
 
 
 FACTORS = {
-    "base": Factor("as in the table above"),
+    "base": Factor("nothing"),
     "four-layers": Factor("4 layers", layers=4),
     "global": Factor("both layers global", is_global=True),
     "few-rows": Factor("24 rows a step", rows=24),

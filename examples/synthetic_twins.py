@@ -189,8 +189,8 @@ def table(done: dict[Run, dict]) -> str:
     """Every variant at its best rate, and all rates with the first seed, in Markdown."""
     marks = " | ".join(f"steps to {100 * mark:.0f} %" for mark in MARKS)
     lines = [
-        "Every variant at its best rate, seed by seed. Steps are those of the first validation, one in "
-        f"{VALIDATE_STEPS}, that has reached it.",
+        "Every variant at its best rate (by mean accuracy over the run with seed 0), seed by seed. Steps are those of "
+        f"the first validation, one in {VALIDATE_STEPS}, that has reached it.",
         "",
         f"| | parameters | rate | seeds | accuracy at the end | loss at the end | steps to the second stage | {marks} "
         "| CPU minutes |",

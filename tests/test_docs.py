@@ -7,6 +7,8 @@ import tomllib
 import pytest
 from helpers import REPOSITORY
 
+import dcformer
+
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]+\]\((?!https?://|#)([^)#\s]+)")
@@ -73,6 +75,22 @@ def test_readme_begins_with_what_a_reader_decides_by():
     assert readme.index("![") < readme.index("pip install") < python < readme.index("\n|")
     assert len(BLOCK.search(readme)[1].splitlines()) <= 7
     assert len(re.findall(r"^\| [A-Z]", readme, re.MULTILINE)) == 5
+
+
+def test_docstrings_name_the_model():
+    """The library's decorator does not know models of other packages, and would begin with "The None Model"."""
+    found = {name: getattr(dcformer, name).__doc__ or "" for name in dcformer.__all__}
+    assert not [name for name, text in found.items() if "None Model" in text]
+    assert found["DCFormerForCausalLM"].split()[0] == "DCFormer"
+
+
+def test_counts_of_the_ablation_are_those_of_its_tables():
+    tables = (REPOSITORY / "docs" / "study" / "tables.md").read_text(encoding="utf-8")
+    counts = re.search(r"Of 48 comparisons: (\d+) agrees, (\d+) disagrees, (\d+) open", tables)
+    agree, disagree, still_open = counts.groups()
+    for page in ("index.md", "reproduction.md"):
+        text = " ".join((REPOSITORY / "docs" / page).read_text(encoding="utf-8").split())
+        assert re.search(rf"\b{agree} agree\b.*?\b{disagree} disagree\b,? and {still_open} are open", text), page
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

@@ -182,7 +182,7 @@ def attention_specs(
         layout: what composition there is.
         is_odd: numbers of queries and keys that are not multiples of 16.
         tiles: instead of those of `tuning`, by name of the kernel.
-        beyond: what float16 does not do for.
+        beyond: what has exceeded float16.
     """
     length = _LENGTH - is_odd
     new = {"device": "meta", "dtype": dtype}

@@ -717,7 +717,12 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
 
 
-@auto_docstring
+@auto_docstring(
+    custom_intro="""
+    DCFormer without a head on top: hidden states of a decoder whose attention heads are composed before and after the
+    softmax (arXiv 2405.08553).
+    """
+)
 class DCFormerModel(DCFormerPreTrainedModel):
     layer_class: type[nn.Module] = DCFormerDecoderLayer
     _checked_kinds: tuple[Any, ...] | None = None  # what `running_layers` found right
@@ -867,7 +872,12 @@ class DCFormerModel(DCFormerPreTrainedModel):
             ) from error
 
 
-@auto_docstring
+@auto_docstring(
+    custom_intro="""
+    DCFormer for causal language modeling: a decoder whose attention heads are composed before and after the softmax
+    (arXiv 2405.08553), with a linear layer on top.
+    """
+)
 class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     decoder_class: type[DCFormerModel] = DCFormerModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -901,6 +911,20 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         compose_trace (`ComposeTrace`, *optional*):
             Collects the attention maps before and after each composition, with `attn_implementation="eager"`. In
             `generate` it is an argument like any other of the model, and of this model alone: not of an assistant.
+
+        Example:
+
+        ```python
+        >>> from transformers import AutoTokenizer
+        >>> from dcformer import DCFormerForCausalLM
+
+        >>> folder = "checkpoints/dcformer-synthetic"  # or "Caiyun-AI/DCFormer-2.8B"
+        >>> tokenizer, model = AutoTokenizer.from_pretrained(folder), DCFormerForCausalLM.from_pretrained(folder)
+        >>> prompt = "\n< Peter owns the desk. Olga owns the banana. >. Olga owns a kind of"
+        >>> inputs = tokenizer(prompt, return_tensors="pt")
+        >>> tokenizer.decode(model(**inputs).logits[0, -1].argmax())
+        'fruit'
+        ```
         """
         if compose_trace is not None:
             kwargs["compose_trace"] = compose_trace  # type: ignore[typeddict-unknown-key]  # for the attention only

@@ -9,7 +9,7 @@ One pass over a map of all heads, [B, H, S, T], is what costs most; the passes o
 W takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side before, `project` takes
 their gradients back. Above 32 heads per group back_1 takes weights that `weights` has made of S: P; W takes its place.
 In 16 bits S, P, dW, dP, dS and the matrices are float16, gradients times powers of two that `scale` finds; where
-that does not do, see `overflow`.
+that is not sufficient, see `overflow`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +117,7 @@ class Problem:
         scale: factor of the scores.
         chunk_bytes: bound of the memory that the maps of a chunk take, above what the smallest chunk needs:
             128 queries of one sequence. None for 256 MiB, or 1/64 of the device's memory where that is more.
-        beyond: what float16 does not do for, see `overflow`.
+        beyond: what has exceeded float16, see `overflow`.
 
     Attributes:
         map_dtype: of scores, of weights that the key side composes, and of the matrices M(s): float16, or float32.

@@ -342,7 +342,12 @@ class DCViTPreTrainedModel(PreTrainedModel):
             super()._init_weights(module)
 
 
-@auto_docstring
+@auto_docstring(
+    custom_intro="""
+    DCViT without a head on top: hidden states of a vision Transformer whose attention heads are composed before and
+    after the softmax (arXiv 2405.08553).
+    """
+)
 class DCViTModel(DCViTPreTrainedModel):
     layer_class: type[nn.Module] = DCViTLayer
 

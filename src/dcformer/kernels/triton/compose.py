@@ -4,7 +4,9 @@ Scores arrive times log2(e), so that exp2 and log2 do; log-sum-exps are base 2. 
 so its sums need a pass of their own over the scores; each kernel composes them anew, which costs less than to store
 them.
 
-A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees.
+A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees. M, H0,
+H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
+`launch.Chunk`; o_t are a tile's queries within it, m_t says which of them exist.
 """
 # ruff: noqa: RUF005 - Triton's tuples have no unpacking
 # mypy: disable-error-code="no-untyped-def, assignment"
