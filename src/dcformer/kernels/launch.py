@@ -121,8 +121,8 @@ class Problem:
 
     Attributes:
         map_dtype: of scores, of weights that the key side composes, and of the matrices M(s): float16, or float32.
-        grad_dtype: of the gradients of both kinds of weights, of scores and of the matrices: the same, or bfloat16;
-            those of scores are then in the dtype of queries and keys, as W is always in that of values.
+        grad_dtype: of the gradients of both kinds of weights, of scores and of the matrices: the same, or bfloat16.
+            W is always in the dtype of the states.
     """
 
     def __init__(
@@ -177,7 +177,14 @@ class Problem:
     @property
     def map_dtype(self) -> torch.dtype:
         is_wide = self.q.dtype == torch.float32 or Beyond.SCORES in self.beyond
+        if self.q.dtype == torch.float16:  # bfloat16 would be much less exact than their gradients
+            is_wide = bool(self.beyond)
         return torch.float32 if is_wide else torch.float16
+
+    @property
+    def _is_widened(self) -> bool:
+        """Whether maps are wider than the states."""
+        return self.map_dtype != self.q.dtype and self.map_dtype == torch.float32
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -216,10 +223,9 @@ class Problem:
         stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
         # one stage's gradients at a time
         matrices = stages + bool(stages and maps > 1) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
-        size, of_states = self.map_dtype.itemsize, self.q.dtype.itemsize
-        sizes = maps * size
-        if size != of_states:  # W has memory of its own
-            sizes += of_states
+        size, sizes = self.map_dtype.itemsize, maps * self.map_dtype.itemsize
+        if self._is_widened:  # W has memory of its own, and takes that of no other
+            sizes += self.q.itemsize - (size if maps > 1 and self.M <= GIVEN_ABOVE else 0)
         return chunk.n_s * (sizes * self.H * chunk.n_p + size * matrices * matrix)
 
     def chunks(self, maps: int) -> list[Chunk]:
@@ -266,22 +272,19 @@ class Problem:
     def _tile(self, name: str) -> Tile:
         if self.trial is not None and self.trial.kernel == name:
             return self.trial.tile
-        found = found_tile(self.gpu, self._key(name)) if autotune_is_on() else None
-        return found or choose(name, self.M, max(self.D, self.DV), self._dtype(name), self.arch, self.layout.rank)
-
-    def _dtype(self, name: str) -> torch.dtype:
-        """The dtype that decides a kernel's tile: of what it multiplies."""
-        return torch.float32 if self.map_dtype == torch.float32 and name != "scores" else self.q.dtype
+        found = found_tile(self.gpu, self._key(name)) if autotune_is_on() and not self._is_widened else None
+        dtype = torch.float32 if self._is_widened and name != "scores" else self.q.dtype  # of what it multiplies
+        return found or choose(name, self.M, max(self.D, self.DV), dtype, self.arch, self.layout.rank)
 
     def _key(self, name: str) -> Key:
-        layout, dtype = self.layout, str(self._dtype(name)).removeprefix("torch.")
+        layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")
         windowed = self.visibility.low > -UNBOUNDED and self.visibility.high < UNBOUNDED
         dim = max(self.D, self.DV)
         return Key(name, self.arch, self.M, dim, dtype, windowed, layout.pre, layout.post, layout.rank)
 
     def _searched(self, name: str, run: Callable[[], _Result]) -> _Result:
         """Result of a pass; with DCFORMER_AUTOTUNE=1, tiles of its kernels are searched for first, once per process."""
-        is_long = self.B * self.T >= LEAST_QUERIES
+        is_long = self.B * self.T >= LEAST_QUERIES and not self._is_widened
         if autotune_is_on() and self.trial is None and is_long and can_search(self.q):
             this = (self.gpu, self._key(name))
             if this not in searched:
@@ -641,8 +644,7 @@ class Problem:
         sizes = self._new_sizes(chunk) if is_scaled and self.q.dtype == torch.bfloat16 else []
         of_keys, of_queries = sizes or (None, None)
         scores = self._make_scores(chunk, sizes)
-        if self.map_dtype != self.q.dtype and self.map_dtype == torch.float32:
-            # in the forward pass they may have been float16, and rounded
+        if self._is_widened:  # in the forward pass they may have been float16, and rounded
             lse = torch.empty_like(lse)
             self._fill_lse(chunk, scores, pre, lse)
         maps = self._new_map(chunk, self.grad_dtype)  # of dW, then dP, both times `scales`, then dS
@@ -673,8 +675,9 @@ class Problem:
         constants: dict[str, Any] = {"factor": _LN_2, "SCALED": is_scaled}
         self._back(0, chunk, grads, scales, n_parts, p_scores=scores, **constants, **outputs, **tensors)
         still = scales if is_scaled else None
-        self._fill_values(chunk, grad_scores, self.k, grads.query, self.scale, still, of_keys)
-        self._add_keys(chunk, grad_scores, self.q, grads.key, self.scale, still, of_queries)
+        queries, keys = (t.float() if self._is_widened else t for t in (self.q, self.k))
+        self._fill_values(chunk, grad_scores, keys, grads.query, self.scale, still, of_keys)
+        self._add_keys(chunk, grad_scores, queries, grads.key, self.scale, still, of_queries)
 
     def _back(
         self, stage: int, chunk: Chunk, grads: Gradients, scales: torch.Tensor, n_parts: int, **tensors: Any

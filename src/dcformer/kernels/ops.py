@@ -111,7 +111,9 @@ def composed_attention(
         ValueError: on shapes or options that do not fit together, naming them, and beyond `unsupported_reason`.
         NotImplementedError: under transforms of `torch.func` and forward-mode differentiation.
     """
-    _check_types(pre, post, scale, causal, visible)
+    tensors = {"query": query, "key": key, "value": value, "key_start": key_start, "key_end": key_end}
+    tensors |= {"cu_seqlens": cu_seqlens}
+    _check_types(pre, post, scale, causal, visible, tensors)
     of_composition = [weight for stage in (pre, post) if stage is not None for weight in stage.tensors()]
     refuse_transforms("dcformer_triton", query, key, value, *of_composition)
     numbers = {"causal_offset": causal_offset, "sliding_window": sliding_window, "chunk_bytes": chunk_bytes}
@@ -147,7 +149,7 @@ def composed_attention(
 
     query, key, value = map(_rows_contiguous, (query, key, value))
     weights, places = packed_weights(pre, post, key.shape[1])
-    plan = [groups, low, high, -1 if chunk_bytes is None else chunk_bytes, *places]
+    plan = [groups, low, high, -1 if chunk_bytes is None else min(chunk_bytes, 2**62), *places]
     out, lse = attention_op(query, key, value, weights, bounds, plan, dim**-0.5 if scale is None else scale)
     return (out, lse * math.log(2)) if return_lse else out
 
@@ -175,6 +177,7 @@ def _check_types(
     scale: float | None,
     causal: bool,
     visible: tuple[torch.Tensor, torch.Tensor] | None,
+    tensors: dict[str, torch.Tensor | None],
 ) -> None:
     """Refuses arguments that are something else than they should be, by name."""
     for name, weights in (("pre", pre), ("post", post)):
@@ -187,6 +190,10 @@ def _check_types(
         raise ValueError(f"causal={causal!r}: expected True or False.")
     if visible is not None and not (isinstance(visible, (tuple, list)) and len(visible) == 2):
         raise ValueError(f"visible is of type {type(visible).__name__}: expected two tensors, (first, last).")
+    for name, tensor in (tensors | dict(zip(("visible[0]", "visible[1]"), visible or (), strict=False))).items():
+        is_needed = name in ("query", "key", "value") or name.startswith("visible")
+        if not isinstance(tensor, torch.Tensor) and (is_needed or tensor is not None):
+            raise ValueError(f"{name} is of type {type(tensor).__name__}: expected a tensor.")
 
 
 def _check_numbers(causal: bool, numbers: dict[str, Any]) -> None:
@@ -237,8 +244,6 @@ def _check_bounds(
     of_keys = {"key_start": key_start, "key_end": key_end, "cu_seqlens": cu_seqlens}
     of_keys |= dict(zip(("visible[0]", "visible[1]"), visible or (), strict=False))
     for name, bound in of_keys.items():
-        if bound is not None and not isinstance(bound, torch.Tensor):
-            raise ValueError(f"{name} is of type {type(bound).__name__}: expected a tensor of integers.")
         if bound is not None and (bound.is_floating_point() or bound.is_complex() or bound.dtype == torch.bool):
             raise ValueError(f"{name} is {bound.dtype}: expected integers, places among the keys.")
         if bound is not None:

@@ -3,7 +3,7 @@
 Scores have a mark of their own. Where the largest that a query has is some hundreds, float16 holds them less exactly
 than softmax needs; beyond ±60000 they are cut off, as entries of the matrices are with which the key side composes.
 From then on all maps are float32. Gradients have another: where some were cut off, or where float16 would keep fewer
-bits than bfloat16 does. From then on those are bfloat16, scores as they were.
+bits than bfloat16 does. From then on those are bfloat16, scores as they were; of float16 models all maps are float32.
 
 The marks are on their device. In the first calls of a process they are waited for, and a pass that left one is run
 again. Later a GPU is not waited for: more calls may pass until a mark is seen. Imports no Triton.
@@ -41,7 +41,8 @@ _WARNINGS = {
     ),
     Beyond.GRADIENTS: (
         "gradients of attention maps on {device} went beyond what float16 holds, however they are scaled. From now on "
-        "the kernels keep these in bfloat16, which is less exact."
+        "the kernels keep these in bfloat16, which is less exact; for float16 models all maps in float32, which is "
+        "much slower."
     ),
 }
 
@@ -69,7 +70,9 @@ def mark_of(device: torch.device, what: Beyond) -> torch.Tensor:
     """Where kernels leave a mark, int32 [1]: they store 1."""
     watch = _watches.get(device)
     if watch is None:
-        watch = _watches[device] = _Watch(torch.zeros(2, 4, dtype=torch.int32, device=device))  # addresses are aligned
+        watch = _Watch(torch.zeros(2, 4, dtype=torch.int32, device=device))  # addresses are aligned
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # in a graph they are its own
+            _watches[device] = watch
     return watch.marks[list(Beyond).index(what), :1]
 
 
@@ -100,7 +103,7 @@ def look(device: torch.device) -> bool:
     else:
         return False
     new = [what for what, mark in zip(Beyond, marks[:, 0].tolist(), strict=True) if mark and what not in beyond(device)]
-    for what in new:
+    for what in new[:1]:  # float32, for scores, holds gradients, too
         _found[device] = beyond(device) | what
         logger.warning(_WARNINGS[what].format(device=device, exact=LARGEST_EXACT / _LOG2_E))
     return bool(new)

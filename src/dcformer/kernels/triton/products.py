@@ -234,7 +234,7 @@ def _add_keys(
             inverse = tl.load(p_inverse + t // STEP) * power(-exponent)
             total += product(x, _like_map(q, power(exponent), x.dtype)) * inverse
         else:
-            total = add_product(total, x, _like_map(q, 1.0, x.dtype))
+            total = add_product(total, x, q)
     return total, count
 
 

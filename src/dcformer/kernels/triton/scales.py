@@ -14,6 +14,7 @@ from .heads import GATE, KEY, QUERY, STATIC
 
 TARGET = tl.constexpr(14)  # log2 of what dP and what a log-sum-exp's gradient adds may be: a factor of 4 below the end
 FEWEST = tl.constexpr(-12)  # log2 of that for the query with the least; see `scale_kernel`
+LOST = tl.constexpr(6)  # bits that gradients of the M(s) of scores have less: they are times `heads.SCORES_GRAD`
 
 
 @triton.jit
@@ -81,8 +82,8 @@ def norms_kernel(
 @triton.jit
 def scale_kernel(
     p_norms, p_largest, p_amplified, p_extra, p_w1, p_scale, p_mark, G, kv_heads, T, t_0, n_t, n_largest, n_amplified,
-    F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, B_H: tl.constexpr, STEP: tl.constexpr,
-    B_T: tl.constexpr, EXTRA: tl.constexpr, MARK: tl.constexpr, FEW: tl.constexpr,
+    F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, B_H: tl.constexpr,
+    STEP: tl.constexpr, B_T: tl.constexpr, EXTRA: tl.constexpr, MARK: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The power of two for each STEP queries of a group of heads, its inverse, and whether their dO is finite.
 
@@ -96,7 +97,8 @@ def scale_kernel(
         p_scale: [3, B·G, blocks of STEP queries].
         p_mark: with MARK it becomes 1 where float16 would keep less than bfloat16 does: where composition may make
             gradients 2048 times as large; and with FEW where the largest dW of a query, if it has one, may be less
-            than 2^-12: most numbers are about 2^-5 of such bounds, and float16 has 8 bits down to 2^-17.
+            than 2^-12: most numbers are about 2^-5 of such bounds, and float16 has 8 bits down to 2^-17; less than
+            2^-6 with a key side or a static projection before the softmax.
     """
     i_t, i_bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_h = tl.arange(0, B_H)
@@ -152,7 +154,8 @@ def scale_kernel(
             tl.store(p_mark, 1)  # all that store, store the same
         if FEW:
             fewest = log2(tl.min(least)) + log2(value) + exponent
-            if tl.where(value > 0, fewest, 0.0) < FEWEST:
+            least_size: tl.constexpr = FEWEST + LOST if (KEY | STATIC) & F_PRE else FEWEST
+            if tl.where(value > 0, fewest, 0.0) < least_size:
                 tl.store(p_mark, 1)
     stride = tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
     p_scale += i_bg * tl.num_programs(0) + i_t
