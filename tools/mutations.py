@@ -1075,7 +1075,7 @@ _KERNELS = (
         ),
         (
             "small gradients beside large ones are lost unnoticed",
-            "fewest, 0.0) < FEWEST",
+            "fewest, 0.0) < least_size",
             "fewest, 0.0) < -1000.0",
             T_BEYOND + "[queries with little-torch.bfloat16]",
         ),
