@@ -1377,8 +1377,8 @@ _KERNELS = (
         "kernels/launch.py",
         (
             "gradient of scores without scale",
-            "self._fill_values(chunk, grad_scores, self.k, grads.query, self.scale, still, of_keys)",
-            "self._fill_values(chunk, grad_scores, self.k, grads.query, 1.0, still, of_keys)",
+            "self._fill_values(chunk, grad_scores, keys, grads.query, self.scale, still, of_keys)",
+            "self._fill_values(chunk, grad_scores, keys, grads.query, 1.0, still, of_keys)",
             T_KERNEL + "[7 queries]",
         ),
         (
