@@ -408,6 +408,21 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+def read_json(path: Path, keys: set[str]) -> dict[str, Any]:
+    """What a run has written.
+
+    Raises:
+        ValueError: where nothing can be read, or it is not such a run, which has these keys.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no run can be read there, {error}") from error
+    if not (isinstance(content, dict) and keys <= content.keys()):
+        raise ValueError(f"expected the JSON of an earlier run, with {', '.join(sorted(keys))}")
+    return content
+
+
 def plan_jobs(arguments: argparse.Namespace) -> list[Job]:
     """Checks of a shape first, then its measurements; those that are compared with each other run side by side."""
     jobs, limit = [], memory_limit(arguments.memory_limit)

@@ -42,7 +42,7 @@ if "--smoke" in sys.argv:  # before anything imports Triton, which decides on im
 
 import torch
 import torch.nn.functional as F
-from cpu_suite import REPOSITORY, write_json
+from cpu_suite import REPOSITORY, read_json, write_json
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from tqdm import tqdm
@@ -1385,11 +1385,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for option, path in (("plot", args.plot), ("markdown", args.markdown)):
         if path:
             try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                parser.error(f"--{option} {path}: no run can be read there, {error}")
-            if not (isinstance(content, dict) and {"about", "cells"} <= content.keys()):
-                parser.error(f"--{option} {path}: expected gpu_suite.json of an earlier run")
+                setattr(args, option, (path, read_json(path, {"about", "cells"})))
+            except ValueError as error:
+                parser.error(f"--{option} {path}: {error}")
     args.variants = VARIANTS
     if args.smoke:
         args.sizes, args.lengths, args.variants = ["smoke"], [17], VARIANTS[:2]
@@ -1399,13 +1397,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line. 1 when a check failed or a cell ended in an error, 2 when there is no device to run on."""
     args = parse_arguments(arguments)
-    for path in filter(None, (args.plot, args.markdown)):
-        content = json.loads(path.read_text())
-        if path is args.markdown:
-            print(report(content))
-        elif not draw(content, path.with_suffix(".png")):
+    if args.plot:
+        path, content = args.plot
+        if not draw(content, path.with_suffix(".png")):
             print("no plot: matplotlib is not installed", file=sys.stderr)
             return 2
+        return 0
+    if args.markdown:
+        print(report(args.markdown[1]))
         return 0
     if args.smoke and os.environ.get("TRITON_INTERPRET") != "1":
         print("--smoke needs TRITON_INTERPRET=1 in the environment before Python starts", file=sys.stderr)

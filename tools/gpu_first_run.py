@@ -44,7 +44,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = [str(REPOSITORY / name) for name in ("src", "tools", "benchmarks")]
 sys.path[:0] = [path for path in SOURCES if path not in sys.path]
 
-from cpu_suite import write_json  # noqa: E402 - found there; it imports no torch
+from cpu_suite import read_json, write_json  # noqa: E402 - found there; it imports no torch
 
 PRESETS = ("6.9b", "2.8b", "13b")
 STARTUP_S = 12.0  # of a process: imports
@@ -779,12 +779,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def read_run(path: Path, option: str) -> dict[str, Any]:
     """What an earlier run has written."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Unusable(f"{option} {path}: no run can be read there, {error}") from error
-    if not (isinstance(content, dict) and {"about", "sections"} <= content.keys()):
-        raise Unusable(f"{option} {path}: expected first_run.json of an earlier run")
-    return content
+        return read_json(path, {"about", "sections"})
+    except ValueError as error:
+        raise Unusable(f"{option} {path}: {error}") from error
 
 
 def first_run(args: argparse.Namespace) -> int:

@@ -165,6 +165,19 @@ def largest_lse(case):
     return lse[lse.isfinite()].abs().max()
 
 
+def beside_eager(case):
+    """Of the output and each gradient the norms of errors against float64, of the kernels and of eager in the case's
+    dtype, relative to the norm of what is exact: by name."""
+    exact, low, found = (
+        run(case, precision, attend)
+        for precision, attend in ((torch.float64, eager(case)), (case.dtype, eager(case)), (case.dtype, fused(case)))
+    )
+    return {
+        name: tuple(((result[name].double() - expected).norm() / expected.norm()).item() for result in (found, low))
+        for name, expected in exact.items()
+    }
+
+
 def check(case, monkeypatch):
     if case.chunk:
         monkeypatch.setattr(launch, "FIRST_CHUNK", case.chunk)
@@ -294,17 +307,10 @@ def test_errors_in_16_bits_beside_those_of_eager(dtype, most, unmarked):
     more; the output, rounded to bfloat16 as often as eager's, is at 1.01. In float16 they are more, as eager has all
     maps in float32. Prints the rows of docs/kernels.md; the bound of float16 is the largest of these, rounded up.
     """
-    case = Case(length=48, heads=8, dtype=dtype)
-    exact, low, found = (
-        run(case, precision, attend)
-        for precision, attend in ((torch.float64, eager(case)), (dtype, eager(case)), (dtype, fused(case)))
-    )
-    ratios = {}
-    for name, expected in exact.items():
-        ours, eagers = ((result[name].double() - expected).norm() / expected.norm() for result in (found, low))
-        ratios[name] = ours / eagers
-        print(f"| {name} | {ours:.2e} | {eagers:.2e} | {ratios[name]:.2f} |")
-    assert max(ratios.values()) <= most
+    errors = beside_eager(Case(length=48, heads=8, dtype=dtype))
+    for name, (ours, eagers) in errors.items():
+        print(f"| {name} | {ours:.2e} | {eagers:.2e} | {ours / eagers:.2f} |")
+    assert max(ours / eagers for ours, eagers in errors.values()) <= most
 
 
 def test_strides_do_not_matter():
@@ -419,10 +425,8 @@ def test_gradients_of_log_sum_exps(name, monkeypatch):
             assert error <= 2e-6 * expected.abs().max(), (share, part, error, expected.abs().max())
 
 
-def test_scores_beyond_float16_are_noticed_once(monkeypatch, caplog):
+def test_scores_beyond_float16_are_noticed_once(unmarked, monkeypatch, caplog):
     """That pass and those after it keep all maps in float32, forward and backward."""
-    monkeypatch.setattr(overflow, "_found", {})
-    monkeypatch.setattr(overflow, "_watches", {})
     hear(monkeypatch, overflow.logger)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
@@ -444,12 +448,10 @@ def test_scores_beyond_float16_are_noticed_once(monkeypatch, caplog):
     assert len([record for record in caplog.records if "keep all maps in float32" in record.message]) == 1
 
 
-def test_scores_of_a_later_call_on_a_gpu_are_not_waited_for(monkeypatch):
+def test_scores_of_a_later_call_on_a_gpu_are_not_waited_for(unmarked):
     """The mark is copied every so many calls, and read when the copy is there; the call that finds it is right."""
     if DEVICE != "cuda":
         pytest.skip("needs a CUDA device")
-    monkeypatch.setattr(overflow, "_found", {})
-    monkeypatch.setattr(overflow, "_watches", {})
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
     for _ in range(overflow._FIRST):
@@ -479,10 +481,8 @@ def unmarked(monkeypatch):
 
 
 @pytest.mark.parametrize("source", ["key side", "static"])
-def test_matrices_beyond_float16_are_noticed(source, monkeypatch):
+def test_matrices_beyond_float16_are_noticed(source, unmarked):
     """As scores are: M(s) before the softmax is kept in the scores' dtype."""
-    monkeypatch.setattr(overflow, "_found", {})
-    monkeypatch.setattr(overflow, "_watches", {})
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
     if source == "static":
@@ -697,13 +697,7 @@ def test_scores_are_what_log_sum_exps_are_of_when_float32_begins_between_passes(
 def test_float32_maps_are_as_exact_as_eager(name, unmarked, monkeypatch):
     """For float16 inputs, which tells: with float16 maps errors are up to three times those of eager."""
     monkeypatch.setattr(overflow, "_found", {torch.device(DEVICE): Beyond.SCORES})
-    case = LOW[name]
-    exact, low, found = (
-        run(case, precision, attend)
-        for precision, attend in ((torch.float64, eager(case)), (case.dtype, eager(case)), (case.dtype, fused(case)))
-    )
-    for part, expected in exact.items():
-        ours, eagers = ((result[part].double() - expected).norm() for result in (found, low))
+    for part, (ours, eagers) in beside_eager(LOW[name]).items():
         assert ours <= 1.1 * eagers, (part, ours / eagers)
 
 
@@ -729,14 +723,10 @@ class LargeGate(Case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_large_gradients_of_scores_beside_eager(dtype, unmarked):
     """Float16 would not hold them, whatever those of queries and keys are."""
-    case = LargeGate(heads=2, length=40, sides=("key",), dtype=dtype)
-    exact, low, found = (
-        run(case, precision, attend)
-        for precision, attend in ((torch.float64, eager(case)), (dtype, eager(case)), (dtype, fused(case)))
-    )
+    errors = beside_eager(LargeGate(heads=2, length=40, sides=("key",), dtype=dtype))
     assert overflow.beyond(torch.device(DEVICE)) == Beyond.GRADIENTS
     for part in ("query", "key"):
-        ours, eagers = ((result[part].double() - exact[part]).norm() for result in (found, low))
+        ours, eagers = errors[part]
         assert ours <= (1.1 if dtype == torch.float16 else 2) * eagers, (part, ours / eagers)
 
 
@@ -796,19 +786,12 @@ def test_large_scores_beside_eager(name, unmarked):
     """Beyond some hundreds maps are float32, and errors no larger than eager's. Below that float16 is coarser than
     what eager has. Prints the rows of docs/kernels.md, of which the bounds are the largest, rounded up."""
     case, most = LARGE_SCORES[name]
-    case = dataclasses.replace(case, length=48, dim=64, dtype=torch.bfloat16)
-    exact, low, found = (
-        run(case, precision, attend)
-        for precision, attend in ((torch.float64, eager(case)), (case.dtype, eager(case)), (case.dtype, fused(case)))
-    )
+    errors = beside_eager(dataclasses.replace(case, length=48, dim=64, dtype=torch.bfloat16))
     is_wide = max(case.factor, case.shared) >= 100
     assert overflow.beyond(torch.device(DEVICE)) == (Beyond.SCORES if is_wide else Beyond(0))
-    ratios = {}
-    for part, expected in exact.items():
-        ours, eagers = ((result[part].double() - expected).norm() / expected.norm() for result in (found, low))
-        ratios[part] = ours / eagers
-        print(f"| {name} | {part} | {ours:.2e} | {eagers:.2e} | {ratios[part]:.2f} |")
-    assert max(ratios.values()) <= most
+    for part, (ours, eagers) in errors.items():
+        print(f"| {name} | {part} | {ours:.2e} | {eagers:.2e} | {ours / eagers:.2f} |")
+    assert max(ours / eagers for ours, eagers in errors.values()) <= most
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -176,10 +176,10 @@ class Problem:
 
     @property
     def map_dtype(self) -> torch.dtype:
-        is_wide = self.q.dtype == torch.float32 or Beyond.SCORES in self.beyond
-        if self.q.dtype == torch.float16:  # bfloat16 would be much less exact than their gradients
-            is_wide = bool(self.beyond)
-        return torch.float32 if is_wide else torch.float16
+        too_large = self.beyond
+        if self.q.dtype != torch.float16:  # which bfloat16 would be much less exact than
+            too_large &= Beyond.SCORES
+        return torch.float32 if too_large or self.q.dtype == torch.float32 else torch.float16
 
     @property
     def _is_widened(self) -> bool:
@@ -399,8 +399,8 @@ class Problem:
         heads, tiles = (self.kv_heads, self.H), self._score_tiles(chunk)
         return [self._new(self.B, h, n) for h, n in zip(heads, tiles, strict=True)]
 
-    def _limit(self, what: Beyond, largest: float) -> dict[str, Any]:
-        """Arguments of kernels that leave a mark where float16 does not do, for numbers beyond the largest."""
+    def _limit(self, what: Beyond, largest: float = LARGEST) -> dict[str, Any]:
+        """Arguments of kernels that leave a mark where float16 is not sufficient, for numbers beyond the largest."""
         dtype = self.map_dtype if what == Beyond.SCORES else self.grad_dtype
         if dtype != torch.float16:
             return _UNLIMITED
@@ -479,7 +479,7 @@ class Problem:
             grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
             self._launch(
                 expand_kernel, grid, chunk, p_m=matrices, p_amplified=amplified, **self._key_side(stage), **constants,
-                **self._limit(Beyond.SCORES, LARGEST), AMPLIFIED=bool(stage) and amplified is not None,
+                **self._limit(Beyond.SCORES), AMPLIFIED=bool(stage) and amplified is not None,
             )  # fmt: skip
             out.append(matrices)
         return out
@@ -511,7 +511,7 @@ class Problem:
             scale_kernel, (scales.shape[2], self.B * self.G), chunk, p_norms=of_queries, p_largest=of_values,
             p_amplified=amplified, p_extra=extra, p_scale=scales, kv_heads=self.kv_heads, n_largest=of_values.shape[2],
             n_amplified=amplified.shape[1], B_H=power_of_2(self.M), B_T=min(64, self.block), EXTRA=extra is not None,
-            FEW=self.q.dtype == torch.bfloat16, **self._limit(Beyond.GRADIENTS, LARGEST),
+            FEW=self.q.dtype == torch.bfloat16, **self._limit(Beyond.GRADIENTS),
         )  # fmt: skip
         return scales
 
@@ -525,8 +525,8 @@ class Problem:
         self._launch(
             project_kernel, grid, chunk, p_gm=parts, p_gwk=key, p_gstatic=parts_of_static, **self._key_side(stage),
             factor=1.0 if stage else _LN_2 / SCORES_GRAD.value, B_T=tile.b_t, TURNED=bool(stage),
-            ADD=chunk.n_t < self.T,
-            p_inverse=scales[1], p_finite=scales[2], **self._limit(Beyond.GRADIENTS, LARGEST), **constants,
+            ADD=chunk.n_t < self.T, p_inverse=scales[1], p_finite=scales[2], **self._limit(Beyond.GRADIENTS),
+            **constants,
         )  # fmt: skip
         if static is not None and parts_of_static is not None:
             static += parts_of_static.sum((0, 1))
@@ -547,7 +547,7 @@ class Problem:
     def _make_scores(self, chunk: Chunk, sizes: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The map of scores times log2(e), [B, H, n_s, n_p]; fills the sizes of keys and queries, if any."""
         scores = self._new_map(chunk, self.map_dtype)
-        limit = self._limit(Beyond.SCORES, LARGEST)
+        limit = self._limit(Beyond.SCORES)
         self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, limit, sizes=sizes)
         return scores
 

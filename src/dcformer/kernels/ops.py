@@ -111,15 +111,14 @@ def composed_attention(
         ValueError: on shapes or options that do not fit together, naming them, and beyond `unsupported_reason`.
         NotImplementedError: under transforms of `torch.func` and forward-mode differentiation.
     """
-    tensors = {"query": query, "key": key, "value": value, "key_start": key_start, "key_end": key_end}
-    tensors |= {"cu_seqlens": cu_seqlens}
-    _check_types(pre, post, scale, causal, visible, tensors)
+    of_keys = _given_bounds(key_start, key_end, cu_seqlens, visible)
+    _check_types(pre, post, scale, causal, {"query": query, "key": key, "value": value} | of_keys)
     of_composition = [weight for stage in (pre, post) if stage is not None for weight in stage.tensors()]
     refuse_transforms("dcformer_triton", query, key, value, *of_composition)
     numbers = {"causal_offset": causal_offset, "sliding_window": sliding_window, "chunk_bytes": chunk_bytes}
     _check_numbers(causal, numbers)
     groups = _check(query, key, value, pre, post, cu_seqlens)
-    _check_bounds(query.shape[0], query.shape[2], query.device, key_start, key_end, cu_seqlens, visible)
+    _check_bounds(query.shape[0], query.shape[2], query.device, of_keys)
     (_, _, length, dim), key_length = query.shape, key.shape[2]
     offset = key_length - length if causal_offset is None else causal_offset
     nearest = -UNBOUNDED if sliding_window is None else _countable(offset - sliding_window + 1)
@@ -171,13 +170,28 @@ def _bounds(keys: torch.Tensor, key_length: int, device: torch.device) -> torch.
     return keys.to(device).clamp(0, key_length).to(torch.int32)
 
 
+def _given_bounds(
+    key_start: torch.Tensor | None,
+    key_end: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    visible: tuple[torch.Tensor, torch.Tensor] | None,
+) -> dict[str, torch.Tensor]:
+    """The places among the keys that were given, by name."""
+    bounds = {"key_start": key_start, "key_end": key_end, "cu_seqlens": cu_seqlens}
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    if visible is not None:
+        if not (isinstance(visible, (tuple, list)) and len(visible) == 2):
+            raise ValueError(f"visible is of type {type(visible).__name__}: expected two tensors, (first, last).")
+        given |= {"visible[0]": visible[0], "visible[1]": visible[1]}
+    return given
+
+
 def _check_types(
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
     scale: float | None,
     causal: bool,
-    visible: tuple[torch.Tensor, torch.Tensor] | None,
-    tensors: dict[str, torch.Tensor | None],
+    tensors: dict[str, torch.Tensor],
 ) -> None:
     """Refuses arguments that are something else than they should be, by name."""
     for name, weights in (("pre", pre), ("post", post)):
@@ -188,11 +202,8 @@ def _check_types(
         raise ValueError(f"scale={scale!r}: expected a number, or None for D ** -0.5.")
     if not isinstance(causal, bool):
         raise ValueError(f"causal={causal!r}: expected True or False.")
-    if visible is not None and not (isinstance(visible, (tuple, list)) and len(visible) == 2):
-        raise ValueError(f"visible is of type {type(visible).__name__}: expected two tensors, (first, last).")
-    for name, tensor in (tensors | dict(zip(("visible[0]", "visible[1]"), visible or (), strict=False))).items():
-        is_needed = name in ("query", "key", "value") or name.startswith("visible")
-        if not isinstance(tensor, torch.Tensor) and (is_needed or tensor is not None):
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} is of type {type(tensor).__name__}: expected a tensor.")
 
 
@@ -232,27 +243,15 @@ def _check(
     return groups
 
 
-def _check_bounds(
-    batch: int,
-    length: int,
-    device: torch.device,
-    key_start: torch.Tensor | None,
-    key_end: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    visible: tuple[torch.Tensor, torch.Tensor] | None,
-) -> None:
-    of_keys = {"key_start": key_start, "key_end": key_end, "cu_seqlens": cu_seqlens}
-    of_keys |= dict(zip(("visible[0]", "visible[1]"), visible or (), strict=False))
+def _check_bounds(batch: int, length: int, device: torch.device, of_keys: dict[str, torch.Tensor]) -> None:
     for name, bound in of_keys.items():
-        if bound is not None and (bound.is_floating_point() or bound.is_complex() or bound.dtype == torch.bool):
+        if bound.is_floating_point() or bound.is_complex() or bound.dtype == torch.bool:
             raise ValueError(f"{name} is {bound.dtype}: expected integers, places among the keys.")
-        if bound is not None:
-            _require_data(name, bound, device)
-    for name, bound in (("key_start", key_start), ("key_end", key_end)):
-        if bound is not None and bound.shape != (batch,):
+        _require_data(name, bound, device)
+        if name in ("key_start", "key_end") and bound.shape != (batch,):
             raise ValueError(f"{name} is {tuple(bound.shape)}: expected one bound per sequence, ({batch},).")
-    for bound in visible or ():
-        if bound.dim() != 2 or bound.shape[0] not in (1, batch) or bound.shape[1] != length:
+        of_queries = name.startswith("visible")
+        if of_queries and (bound.dim() != 2 or bound.shape[0] not in (1, batch) or bound.shape[1] != length):
             raise ValueError(
                 f"visible has a tensor of {tuple(bound.shape)}: expected ({batch} or 1, {length}) for both."
             )

@@ -26,7 +26,8 @@ from .precision import add_product, product, rounded
 QUERY, KEY = tl.constexpr(Part.QUERY.value), tl.constexpr(Part.KEY.value)
 STATIC, GATE = tl.constexpr(Part.STATIC.value), tl.constexpr(Part.GATE.value)
 NO_KEY = tl.constexpr(2147483647)  # no key is as far as this
-SCORES_GRAD = tl.constexpr(2.0**-6)  # times gradients of the M(s) of scores: scores are larger than weights
+LOST = tl.constexpr(6)  # bits that gradients of the M(s) of scores have less: scores are larger than weights
+SCORES_GRAD = tl.constexpr(2.0**-LOST.value)  # these are times this
 
 
 @triton.jit

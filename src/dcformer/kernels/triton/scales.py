@@ -10,11 +10,10 @@ of values and from composition weights: nothing is cut off, however large or sma
 import triton
 import triton.language as tl
 
-from .heads import GATE, KEY, QUERY, STATIC
+from .heads import GATE, KEY, LOST, QUERY, STATIC
 
 TARGET = tl.constexpr(14)  # log2 of what dP and what a log-sum-exp's gradient adds may be: a factor of 4 below the end
 FEWEST = tl.constexpr(-12)  # log2 of that for the query with the least; see `scale_kernel`
-LOST = tl.constexpr(6)  # bits that gradients of the M(s) of scores have less: they are times `heads.SCORES_GRAD`
 
 
 @triton.jit
