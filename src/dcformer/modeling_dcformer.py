@@ -47,6 +47,7 @@ from .compose_dcformer import (
     FUSED_ATTENTION,
     FUSED_GENERATORS,
     DCFormerCompose,
+    Generated,
     accumulation_dtype,
     compose_init_std,
     default_implementation,
@@ -277,39 +278,28 @@ class DCFormerAttention(nn.Module):
             projected = projected or self._parts(product)
             query, key = projected[:2]
             implementation = default_implementation(self, hidden_states, query, key, attention_mask)
-        kernels = None  # of a decoding step
-        if product is not None and past_key_values is not None and not self.own_steps:
+        kernels = None  # which take the place of modules in decoding
+        if is_fused and is_cached and not self.own_steps:
             kernels = FUSED_GENERATORS.get(implementation)
-        if kernels is not None and kwargs.get("compose_trace") is None:  # all of it in one
-            lend = partial(lend_room, past_key_values, layer_idx)
-            is_causal = kwargs.get("is_causal")
-            stepped = kernels.step(self, hidden_states, product, position_embeddings, lend, attention_mask, is_causal)
-            if stepped is not None:
-                output, room = stepped
-                room.count(hidden_states.shape[1])
-                return self.o_proj(output.flatten(2)), None
+        if kernels is not None and kwargs.get("compose_trace") is None:
+            lend, is_causal = partial(lend_room, past_key_values, layer_idx), kwargs.get("is_causal")
+            output = self._step(kernels, hidden_states, product, position_embeddings, lend, attention_mask, is_causal)
+            if output is not None:
+                return output, None
 
-        projected_query, key, value, *fused = projected or self._parts(product)  # [B, H(kv), T, D]
-        prepared = None if kernels is None else kernels.prepare(self, hidden_states, fused, position_embeddings)
-        if prepared is not None:
-            query, key, value, (generated, statics) = prepared
-        else:
-            query, key, value = self._place(projected_query, key, value, position_embeddings, is_cached)
-            first_layer = fused[3:]
-            if not is_cached:
-                generated, statics = self.compose(hidden_states, implementation, first_layer)
-                pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
-            else:  # weights of the keys ride behind keys and values: [B, Hkv, T or S, D + channels]
-                key, value, (generated, statics) = self.compose.packed(
-                    hidden_states, key, value, implementation, first_layer
-                )
+        projected = projected or self._parts(product)
+        made = None if kernels is None else kernels.prepare(self, hidden_states, projected[3:], position_embeddings)
+        if made is None:
+            made = self._make(hidden_states, projected, position_embeddings, implementation, is_cached)
+        query, key, value, (generated, statics) = made
+        pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
         if past_key_values is not None:
             key_width, value_width = widths = self.cache_widths
             if layer_idx == 0:
                 check_cache_rows(past_key_values, key, value, widths, self.head_dim)
             key, value = past_key_values.update(key, value, layer_idx)
-            gather = implementation not in FUSED_ATTENTION or not self.keeps_shapes  # kernels read them where they are
             heads = query.shape[1] if self.keeps_shapes else None
+            gather = implementation not in FUSED_ATTENTION or heads is None  # kernels read them where they are
             key, pre_key = self.compose.unpack(key, key_width, "pre", gather, heads)  # [B, Hkv, S, D], S keys' weights
             value, post_key = self.compose.unpack(value, value_width, "post", gather, heads)
 
@@ -325,7 +315,7 @@ class DCFormerAttention(nn.Module):
             post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
             **kwargs,
         )
-        return self._output(output, hidden_states, projected_query), weights
+        return self._output(output, hidden_states, projected[0]), weights
 
     def _project(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
         """[B, T, E] -> queries, keys and values [B, H(kv), T, D]."""
@@ -336,6 +326,53 @@ class DCFormerAttention(nn.Module):
         """The fused product [B, T, all rows] -> what `_project` returns, and the results of all projections."""
         fused: Any = self.fused.split(product)
         return [*(states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for states in fused[:3]), *fused]
+
+    def _make(
+        self,
+        hidden_states: torch.Tensor,
+        projected: Sequence[Any],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        implementation: str,
+        is_cached: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Generated]:
+        """Queries, keys and values from those projected, and the composition weights of their tokens.
+
+        Returns:
+            queries [B, H, T, D]; keys and values [B, H(kv), T, D], and for a cache with their key-wise weights behind
+            them, [B, H(kv), T, D + channels]; and what `DCFormerCompose.forward` returns.
+        """
+        query, key, value = projected[:3]
+        query, key, value = self._place(query, key, value, position_embeddings, is_cached)
+        first_layer = projected[6:]  # what a fused product has of composition
+        if not is_cached:
+            return query, key, value, self.compose(hidden_states, implementation, first_layer)
+        return query, *self.compose.packed(hidden_states, key, value, implementation, first_layer)
+
+    def _step(
+        self,
+        kernels: Any,
+        hidden_states: torch.Tensor,
+        product: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        lend: Callable,
+        attention_mask: Any,
+        is_causal: bool | None,
+    ) -> torch.Tensor | None:
+        """All of a decoding step behind the fused product, [B, T, E], in one operator that writes into the cache.
+
+        Args:
+            kernels: of `FUSED_GENERATORS`.
+            lend: what gives the cache's memory for new rows, see `cache_dcformer.lend_room`.
+
+        Returns:
+            None, with nothing done, where the layer or its cache is not made for it.
+        """
+        made = kernels.step(self, hidden_states, product, position_embeddings, lend, attention_mask, is_causal)
+        if made is None:
+            return None
+        output, room = made
+        room.count(hidden_states.shape[1])
+        return self.o_proj(output.flatten(2))
 
     def _fused_product(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[B, T, E] -> the results of `projections`, one after the other, [B, T, all rows]."""
