@@ -88,8 +88,15 @@ build/constraints-min.txt: pyproject.toml .ci/lowest_versions.py
 test-deepspeed: ## add DeepSpeed to the environment and run the tests that start it (two processes, on CPUs)
 	$(MAKE) test-distributed EXTRAS='$(EXTRAS),deepspeed' ARGS='-k deepspeed $(ARGS)'
 
-test-gpu: $(STAMP) ## run the tests that need a GPU, on a machine that has one, e.g. ARGS="-n 8"
-	$(VENV_PYTHON) -m pytest -q -m gpu tests/kernels $(ARGS)
+# These make no environment, which would hide the torch with CUDA of a machine that has one: PYTHON has to bring it.
+test-gpu: ## run the kernels' tests on a GPU, with what PYTHON has, e.g. ARGS="-n 8"
+	PYTHONPATH=src $(PYTHON) -m pytest -q -c tests/gpu.ini --rootdir . -m gpu tests/kernels $(ARGS)
+
+bench-gpu: ## check and measure on a GPU, in 8 minutes, with what PYTHON has, e.g. ARGS="--sections op train"
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_suite.py $(ARGS)
+
+gpu-first-run: ## check, measure and settle everything on a GPU, in 8 minutes, with what PYTHON has, e.g. ARGS="--resume"
+	@$(PYTHON) tools/gpu_first_run.py $(ARGS)
 
 test-extras: $(STAMP) ## install the package with each extra alone and run its command, e.g. ARGS="base jax"; takes minutes
 	$(VENV_PYTHON) tests/check_extras.py $(ARGS)
@@ -108,13 +115,6 @@ format: $(STAMP) ## sort imports, apply safe fixes, format
 
 bench: $(STAMP) ## measure on this machine's CPU
 	$(VENV_PYTHON) benchmarks/cpu_suite.py $(ARGS)
-
-bench-gpu: $(STAMP) ## check and measure on a GPU, in 8 minutes, e.g. ARGS="--sections op train"
-	$(VENV_PYTHON) benchmarks/gpu_suite.py $(ARGS)
-
-# Makes no environment, which would hide the torch with CUDA of a machine that has one: PYTHON has to bring it.
-gpu-first-run: ## check, measure and settle everything on a GPU, in 8 minutes, with what PYTHON has, e.g. ARGS="--resume"
-	@$(PYTHON) tools/gpu_first_run.py $(ARGS)
 
 kernel-report: $(STAMP) ## compile every kernel for sm_80, sm_89 and sm_90: registers, spills, shared memory
 	@$(VENV_PYTHON) tools/kernel_report.py $(ARGS)

@@ -19,9 +19,17 @@ from dcformer.masks_dcformer import (
     causal_intervals,
     causal_rows,
     chunked_mask,
+    has_values,
     interval_rows,
     intervals,
 )
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_values_are_not_read_while_a_cuda_graph_is_captured(is_captured, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
+    assert has_values("cuda") is not is_captured and has_values(torch.device("cuda", 1)) is not is_captured
+    assert has_values("cpu") and not has_values("meta")
 
 
 def test_a_mask_is_plain_only_where_causality_says_everything():

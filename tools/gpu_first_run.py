@@ -61,13 +61,6 @@ SMOKE_TESTS = (
     "test_attention.py::test_output_and_gradients[all, bfloat16]",
     "test_attention.py::test_visible_intervals",
 )
-# What pyproject.toml has may need plugins that are not there; nothing of it is needed but the markers.
-PYTEST_INI = """[pytest]
-markers =
-    distributed: several processes
-    gpu: needs a CUDA device
-    slow: takes long
-"""
 
 
 @dataclass
@@ -240,9 +233,7 @@ def pytest_command(run: Run, *arguments: str) -> list[str]:
     """A run of tests that needs no plugin."""
     if find_spec("pytest") is None:
         raise NotRun("pytest is not installed in this Python; bring it with --wheels")
-    ini = run.folder / "pytest.ini"
-    ini.parent.mkdir(parents=True, exist_ok=True)
-    ini.write_text(PYTEST_INI)
+    ini = REPOSITORY / "tests" / "gpu.ini"
     options = ["-q", "-c", str(ini), "--rootdir", str(REPOSITORY), "-p", "no:cacheprovider"]
     return tool("-m", "pytest", *options, *arguments)
 
@@ -369,12 +360,14 @@ def is_ours(cell: dict[str, Any]) -> bool:
 
 
 def put_back(run: Run, section: str) -> None:
-    """Has a cell that was running when its process was ended tried again, but only once."""
+    """Has a cell that was running when its process was ended tried again: once, a search as often as it takes, as the
+    tiles that it has found are kept."""
     stopped = run.content["sections"][section].setdefault("stopped", [])
     path = run.folder / "suite" / "gpu_suite.json"
     content = json.loads(path.read_text()) if path.exists() else {"cells": []}
     for cell in content["cells"]:
-        if (cell["section"], cell["status"]) == (section, "unfinished") and cell["name"] not in stopped:
+        is_again = cell["name"] in stopped and section != "tune"
+        if (cell["section"], cell["status"]) == (section, "unfinished") and not is_again:
             stopped.append(cell["name"])
             cell |= {"status": "skipped", "detail": "stopped: --resume tries it again", "out_of_time": True}
             write_json(path, content)

@@ -26,9 +26,12 @@ def is_few(length: int) -> bool:
 
 
 def has_values(device: torch.device | str) -> bool:
-    """Whether values on a device can be read: not in a traced graph, under `torch.func`, or on the meta device."""
-    is_meta = torch.device(device).type == "meta"
-    return not (torch.compiler.is_compiling() or is_meta or torch._C._are_functorch_transforms_active())
+    """Whether values on a device can be read: not in a graph that is traced or captured, under `torch.func`, or on the
+    meta device."""
+    kind = torch.device(device).type
+    if torch.compiler.is_compiling() or kind == "meta" or torch._C._are_functorch_transforms_active():
+        return False
+    return kind != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 @dataclass

@@ -1,13 +1,28 @@
-"""Marks the kernel tests `gpu` where they run compiled on one, so that `-m gpu` selects them."""
+"""Marks the kernel tests `gpu` where they run compiled on one, so that `-m gpu` selects them.
+
+KERNEL_TESTS_TILES=gpu takes the tiles of a GPU (sm_90) in the interpreter, too, instead of small ones: what a test
+assumes about tiles shows before there is a GPU.
+"""
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 HERE = Path(__file__).parent
 COMPILED = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+@pytest.fixture(scope="session", autouse=os.environ.get("KERNEL_TESTS_TILES") == "gpu")
+def gpu_tiles():
+    from dcformer.kernels import launch, tuning
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
+        patch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))  # into how many parts keys go
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -4,6 +4,7 @@ Compiled, on "cuda", where there is a GPU; on "cpu" in Triton's interpreter, if 
 """
 
 import importlib
+import os
 import sys
 from types import ModuleType
 
@@ -17,6 +18,8 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter", allow_module_level=True)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+GPU_TILES = os.environ.get("KERNEL_TESTS_TILES") == "gpu"  # see `conftest`
+SMALL_TILES = INTERPRETED and not GPU_TILES
 
 
 def load_gpu_suite() -> ModuleType:

@@ -8,12 +8,13 @@ that of the dtype, and of the log-sum-exp, from which the kernels make weights a
 import dataclasses
 import itertools
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import hear
-from kernel_device import DEVICE
+from kernel_device import DEVICE, INTERPRETED, SMALL_TILES
 
 from dcformer import ComposeWeights, SideWeights, compose
 from dcformer.attention_dcformer import eager_attention
@@ -480,6 +481,20 @@ def unmarked(monkeypatch):
     monkeypatch.setattr(overflow, "_watches", {})
 
 
+def test_marks_are_memory_of_another_thread(unmarked, monkeypatch):
+    """What a thread asks for while a graph of torch.compile is warmed up is that graph's."""
+    real, threads = overflow._new_marks, []
+    monkeypatch.setattr(
+        overflow, "_new_marks", lambda *args, **kw: (threads.append(threading.get_ident()), real(*args, **kw))[1]
+    )
+    device = torch.device(DEVICE)
+    with torch.inference_mode():
+        marks = [overflow.mark_of(device, what) for what in (Beyond.SCORES, Beyond.GRADIENTS, Beyond.SCORES)]
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
+    assert [int(mark) for mark in marks] == [0, 0, 0] and marks[0].data_ptr() == marks[2].data_ptr()
+    assert all(mark.shape == (1,) and mark.data_ptr() % 16 == 0 for mark in marks)
+
+
 @pytest.mark.parametrize("source", ["key side", "static"])
 def test_matrices_beyond_float16_are_noticed(source, unmarked):
     """As scores are: M(s) before the softmax is kept in the scores' dtype."""
@@ -587,13 +602,14 @@ def test_sizes_are_the_largest_of_each_tile(name, monkeypatch, unmarked):
     gradients_of(case)
     assert len(made) == (3 if case.chunk else 1)
     for problem, chunk, (of_keys, of_queries) in made:
-        for x, rows, found in (
-            (problem.k, slice(chunk.s_0, None), of_keys),
-            (problem.q, slice(chunk.t_0, chunk.t_0 + chunk.n_t), of_queries),
+        tile = problem._tile("scores")
+        for x, rows, size, found in (
+            (problem.k, slice(chunk.s_0, None), tile.b_s, of_keys),
+            (problem.q, slice(chunk.t_0, chunk.t_0 + chunk.n_t), tile.b_t, of_queries),
         ):
             largest = x[:, :, rows].float().abs().amax(-1)
-            largest = torch.nn.functional.pad(largest, (0, 64))[:, :, : 16 * found.shape[2]]
-            assert found.shape[2] > 0 and torch.equal(found, largest.unflatten(2, (-1, 16)).amax(-1))
+            largest = torch.nn.functional.pad(largest, (0, 4 * size))[:, :, : size * found.shape[2]]
+            assert found.shape[2] > 0 and torch.equal(found, largest.unflatten(2, (-1, size)).amax(-1))
 
 
 @pytest.mark.parametrize("kind", ["queries", "keys", "keys beyond a chunk"])
@@ -625,21 +641,22 @@ def test_large_numbers_that_no_product_needs_do_no_harm(kind, monkeypatch, unmar
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_that_are_zero_or_not_finite(dtype, unmarked):
-    """Zeros give zeros. What is not finite stays among the queries and keys that it belongs to, and is no reason to do
-    without float16: loss scaling produces it on purpose."""
-    case = Case(length=40, heads=2, dtype=dtype)
-    assert all((grad == 0).all() for grad in gradients_of(case, torch.zeros(40)).values())
+    """Zeros give zeros. What is not finite stays among the queries and tiles of keys that it belongs to, and is no
+    reason to do without float16: loss scaling produces it on purpose."""
+    length, later = (40, 32) if SMALL_TILES else (160, 128)  # keys from there on are in other tiles than query 20
+    case = Case(length=length, heads=2, dtype=dtype)
+    assert all((grad == 0).all() for grad in gradients_of(case, torch.zeros(length)).values())
     expected = gradients_of(case)
     for value in (math.inf, math.nan):
-        factors = torch.ones(40)
+        factors = torch.ones(length)
         factors[20] = value
         found = gradients_of(case, factors)
-        others = torch.arange(40) != 20
+        others = torch.arange(length) != 20
         assert torch.equal(found["query"][:, :, others], expected["query"][:, :, others])
         assert not found["query"][:, :, 20].isfinite().any()
         for name in ("key", "value"):
             assert not found[name][:, :, :21].isfinite().any()
-            assert found[name][:, :, 32:].isfinite().all()
+            assert found[name][:, :, later:].isfinite().all()
     assert not overflow.beyond(torch.device(DEVICE))
 
 
@@ -796,15 +813,17 @@ def test_large_scores_beside_eager(name, unmarked):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_queries_that_see_one_key_have_no_gradients_of_scores(dtype):
-    """Exactly: their weight is 1 whatever the score is, and sums are of what is stored."""
+    """Exactly: their weight is 1 whatever the score is, and sums are of what is stored. (Compiled, kernels may make a
+    score from the same numbers with one rounding less than others do.)"""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 4, 20, 16, device=DEVICE).to(dtype).requires_grad_() for _ in range(3))
     sides = [(0.3 * torch.randn(1, 4, 5, 20, device=DEVICE)).to(dtype).requires_grad_() for _ in range(4)]
     pre, post = (ComposeWeights(SideWeights(a), SideWeights(b)) for a, b in (sides[:2], sides[2:]))
     out = composed_attention(query, key, value, pre, post, sliding_window=1)
     out.backward(torch.randn(out.shape, device=DEVICE).to(dtype))
-    assert all((t.grad == 0).all() for t in (query, key, *sides[:2]))
-    assert all((t.grad != 0).any() for t in (value, *sides[2:]))
+    allowed = 0.0 if INTERPRETED else 1e-5
+    assert all((t.grad.abs() <= allowed).all() for t in (query, key, *sides[:2]))
+    assert all((t.grad.abs() > 1e-2).any() for t in (value, *sides[2:]))
 
 
 def test_bounds_far_beyond_the_keys():

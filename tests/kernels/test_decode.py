@@ -473,10 +473,9 @@ def test_errors_name_what_is_wrong():
     refused("have 5, 7, 5, 5 channels.*one rank", (q, k, v, replace(pre, key=stage(1, 4, 1, 40, 3, k.dtype).key), post))
     gates = replace(pre, key=SideWeights.of(gate=pre.key.gate))
     refused("have 5, 1, 5, 5 channels.*the same parts", (q, k, v, gates, post))
-    refused(
-        r"static is torch.float32 \(1, 2, 2\).*\(1, 4, 4\)", (q, k, v, replace(pre, static=torch.ones(1, 2, 2)), post)
-    )
-    whole = torch.ones(1, 4, 4, dtype=torch.int64)
+    small = torch.ones(1, 2, 2, device=DEVICE)
+    refused(r"static is torch.float32 \(1, 2, 2\).*\(1, 4, 4\)", (q, k, v, replace(pre, static=small), post))
+    whole = torch.ones(1, 4, 4, dtype=torch.int64, device=DEVICE)
     refused(r"static is torch.int64 \(1, 4, 4\): expected floating point", (q, k, v, replace(pre, static=whole), post))
     refused("requires gradients.*no_grad", (q.requires_grad_(), k, v, pre, post))
     with torch.no_grad():

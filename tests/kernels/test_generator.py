@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from helpers import REPOSITORY, tiny_config
-from kernel_device import DEVICE
+from kernel_device import DEVICE, INTERPRETED
 from torch import nn
 
 from dcformer import DCFormerCompose, SideWeights
@@ -215,7 +215,8 @@ def test_tanh_is_accurate_relative_to_itself():
         x = torch.cat([torch.logspace(-30, 2, 500), -torch.logspace(-30, 2, 500), torch.linspace(-1, 1, 501)])
         gate = generate_weights(x.to(DEVICE)[None, :, None], module)[0]["pre", "query"].gate[0, 0]
     truth = torch.tanh(x.double()).to(DEVICE)
-    assert ((gate - truth).abs() <= 4 * torch.finfo(torch.float32).eps * truth.abs()).all()
+    ulps = 4 if INTERPRETED else 8  # compiled, exponentials and quotients are approximate
+    assert ((gate - truth).abs() <= ulps * torch.finfo(torch.float32).eps * truth.abs()).all()
 
 
 def test_sides_are_what_attention_reads():

@@ -20,7 +20,7 @@ import test_decode
 from test_attention import Case
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
-from dcformer.kernels import composed_attention, composed_decode, selfcheck
+from dcformer.kernels import composed_attention, composed_decode, overflow, selfcheck
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,6 +36,14 @@ def bench(suite):
     bench = suite.Bench(repeats=3, prompt=40, new_tokens=12)
     yield bench
     bench.clean()
+
+
+def in_a_process(code, *before, **environment):
+    """Runs Python code that finds the tests' modules, with a command before it."""
+    paths = [str(REPOSITORY / "src"), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "kernels")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment
+    command = [*before, sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def needs_memory(gib):
@@ -188,6 +196,86 @@ def test_static_decoding_loop(suite, bench, how):
     assert torch.equal(torch.cat(tokens, dim=1), ids[:, bench.prompt :])
 
 
+@pytest.fixture
+def small():
+    """A model of this implementation, in bfloat16, and some token ids."""
+    model = randomise(DCFormerForCausalLM(tiny_config())).to("cuda", torch.bfloat16)
+    model.set_attn_implementation("dcformer_triton")
+    return model, torch.randint(1, 97, (2, 40), device="cuda")
+
+
+def test_graphs_of_torch_compile_before_any_other_pass(small, monkeypatch):
+    """Such a graph lets nothing be kept of the memory that its warm-up asks for; the first pass makes the marks."""
+    model, ids = small
+
+    def step(ids):
+        return model(ids, labels=ids, use_cache=False).loss
+
+    expected = step(ids)
+    expected.backward()
+    of_eager = {name: p.grad.clone() for name, p in model.named_parameters()}
+    monkeypatch.setattr(overflow, "_watches", {})
+    compiled = torch.compile(step, mode="reduce-overhead", dynamic=False)
+    for _ in range(4):  # compiled, warmed up, recorded, replayed
+        model.zero_grad()
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = compiled(ids)
+        loss.backward()
+        torch.testing.assert_close(loss.detach().clone(), expected.detach(), rtol=0.02, atol=0)
+    assert torch.device("cuda", torch.cuda.current_device()) in overflow._watches
+    for name, p in model.named_parameters():
+        difference = (p.grad - of_eager[name]).norm()  # compiled, the other modules round elsewhere
+        assert difference <= 0.2 * of_eager[name].norm() + 1e-4, name
+
+
+def test_a_padded_forward_pass_in_a_cuda_graph(suite, small):
+    """Nothing of the mask is read while it is captured; replayed, it is that of the inputs then."""
+    model, ids = small
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    found = []
+
+    @torch.no_grad()
+    def call():
+        found[:] = [model(ids, attention_mask=mask, use_cache=False).logits]
+
+    replay = suite.capture(call)
+    captured = found[0]
+    for hidden in (3, 7):
+        mask.fill_(1)
+        mask[1, :hidden] = 0
+        replay()
+        call()
+        seen = mask.bool()
+        torch.testing.assert_close(captured[seen], found[0][seen], rtol=0.02, atol=0.02)  # of logits of about 1
+
+
+GAPS = """
+import copy
+import torch
+import test_model
+model = test_model.with_implementation(copy.deepcopy(test_model.model_named("mha")), "dcformer_triton")
+ids, length = test_model.tokens(), test_model.LENGTH
+gaps = torch.ones(1, 1, length, length, dtype=torch.bool, device="cuda").tril()
+compiled = torch.compile(lambda mask: model(ids, attention_mask=mask).logits, backend="aot_eager", fullgraph=True)
+with torch.no_grad():
+    compiled(gaps)
+    torch.cuda.synchronize()
+    print("no gaps")
+    gaps[:, :, 4, 2] = False
+    compiled(gaps)
+    torch.cuda.synchronize()
+print("gaps")
+"""
+
+
+def test_a_mask_with_gaps_in_a_graph_ends_the_process():
+    """An assertion on the device, after which a process can do nothing more: so it is one of its own."""
+    run = in_a_process(GAPS)
+    assert run.returncode and run.stdout.split("\n")[:1] == ["no gaps"] and "gaps\n" not in run.stdout[8:], run.stdout
+    assert "assert" in run.stderr
+
+
 # --- the self-check ---------------------------------------------------------------------------------------------------
 
 
@@ -274,10 +362,8 @@ def test_sanitizer_finds_nothing(tool):
     binary = shutil.which("compute-sanitizer")
     if binary is None:
         pytest.skip("compute-sanitizer is not installed here (it comes with the CUDA toolkit)")
-    paths = [str(REPOSITORY / "src"), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "kernels")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [binary, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    options = [binary, "--tool", tool, "--error-exitcode", "9"]
+    run = in_a_process(SANITIZED, *options, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert run.returncode == 0 and "done" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
 
 

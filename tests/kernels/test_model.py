@@ -554,6 +554,8 @@ def test_masks_with_gaps_are_found_in_graphs_too():
     with torch.no_grad():
         torch.testing.assert_close(compiled(gaps), model(ids, attention_mask=gaps).logits)
         gaps[:, :, 4, 2] = False
+        if DEVICE == "cuda":  # where it leaves a process that can do nothing more: `test_gpu` has it in one of its own
+            return
         with pytest.raises(RuntimeError, match="without gaps"):
             compiled(gaps)
 

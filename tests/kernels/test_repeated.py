@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("hypothesis")  # which a GPU machine need not have
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -197,7 +197,8 @@ def test_a_kind_beyond_the_limits_is_refused():
         list(selfcheck.checks(HERE, dataclasses.replace(SMALL, head_dim=257)))
 
 
-def test_the_command(capsys, monkeypatch):
+def test_the_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path))  # no verdict of what was not run is kept
     results = selfcheck.run(HERE, SMALL)
     monkeypatch.setattr(selfcheck, "run", lambda device, kind: results)  # the numbers are tested above
     assert main(["--preset", "dcformer-405m", "--dtype", "float32", "--autocast", "--device", DEVICE]) == 0

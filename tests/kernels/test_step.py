@@ -197,10 +197,11 @@ def test_masks_that_are_refused(mask):
         "per head": (torch.ones(1, 6, 2, 7).bool(), "no mask per head"),
         "too short": (torch.ones(1, 1, 2, 6).bool(), r"shape \(1, 1, 2, 6\) does not fit .* 7 keys"),
         "bias": (torch.rand(1, 1, 2, 7), "add no biases"),
-        "gradients": (torch.zeros(1, 1, 2, 7).requires_grad_(), "requires gradients"),
+        "gradients": (torch.zeros(1, 1, 2, 7), "requires gradients"),
         "elsewhere": (torch.ones(1, 1, 2, 7, dtype=torch.bool, device="meta"), "on device 'meta'"),
     }[mask]
     tensor = tensor if tensor.is_meta else tensor.to(DEVICE)
+    tensor.requires_grad_(mask == "gradients")
     with pytest.raises(ValueError, match=message):
         step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room, tensor)
     assert torch.equal(room.keys, before)

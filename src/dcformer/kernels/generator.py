@@ -64,7 +64,7 @@ def _gelu(x, TANH: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """Accurate to some 4e-7 of the result, near zero too, where the formula with exp cancels and a series does not."""
+    """Accurate to 1e-6 of the result, near zero too, where the formula with exp cancels and a series does not."""
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
     small = tl.exp(-2.0 * tl.abs(x))

@@ -9,6 +9,7 @@ The marks are on their device. In the first calls of a process they are waited f
 again. Later a GPU is not waited for: more calls may pass until a mark is seen. Imports no Triton.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -70,10 +71,29 @@ def mark_of(device: torch.device, what: Beyond) -> torch.Tensor:
     """Where kernels leave a mark, int32 [1]: they store 1."""
     watch = _watches.get(device)
     if watch is None:
-        watch = _Watch(torch.zeros(2, 4, dtype=torch.int32, device=device))  # addresses are aligned
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # in a graph they are its own
-            _watches[device] = watch
+        if _is_captured(device):  # they are the graph's own
+            watch = _Watch(_new_marks(device))
+        else:
+            # By another thread: while graphs of torch.compile(mode="reduce-overhead") are warmed up, all memory that
+            # this one asks for is of a graph, and may not be kept.
+            with ThreadPoolExecutor(max_workers=1) as other:
+                watch = _watches[device] = _Watch(other.submit(_new_marks, device, is_awaited=True).result())
     return watch.marks[list(Beyond).index(what), :1]
+
+
+def _new_marks(device: torch.device, is_awaited: bool = False) -> torch.Tensor:
+    marks = torch.zeros(2, 4, dtype=torch.int32, device=device)  # addresses are aligned
+    if is_awaited and device.type == "cuda":  # by kernels on any stream
+        torch.cuda.current_stream(device).synchronize()
+    return marks
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether what is launched on a device goes into a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def look(device: torch.device) -> bool:
@@ -86,7 +106,7 @@ def look(device: torch.device) -> bool:
     if watch is None or Beyond.SCORES in beyond(device):  # float32 holds all
         return False
     if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
+        if _is_captured(device):
             return False
         watch.calls += 1
     if device.type != "cuda" or watch.calls <= _FIRST:
