@@ -10,6 +10,7 @@ downloads.
 """
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -23,6 +24,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHECKPOINT = "checkpoints/dcformer-synthetic"
+VOCABULARY = json.loads((REPOSITORY / CHECKPOINT / "config.json").read_text())["vocab_size"]
 LIBRARY = """
 from transformers import (AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification, AutoModelForTokenClassification)
@@ -87,7 +89,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"""python -c 'import dcformer; from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 model = AutoModelForCausalLM.from_pretrained("{CHECKPOINT}", quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 import torch
-print("logits", tuple(model(torch.tensor([[5, 6, 7]])).logits.shape))'""", "logits (1, 3, 288)"),
+print("logits", tuple(model(torch.tensor([[5, 6, 7]])).logits.shape))'""", f"logits (1, 3, {VOCABULARY})"),
     ],
     "serve": [("serve", "")],
     "vision": [

@@ -215,6 +215,16 @@ def test_a_check_that_fails_means_chunked_and_one_warning(gpu):
 
 
 @needs_triton
+@pytest.mark.parametrize("results", [[GOOD, BAD], RuntimeError("no compiler")], ids=["failed", "impossible"])
+def test_two_kinds_of_layers_that_fail_are_one_warning(gpu, results):
+    gpu.results = results
+    there = model().to("meta")
+    assert len(set(there.config.layer_types)) == 2
+    assert used(there) == CHUNKED == used(there)
+    assert len(gpu.runs) == 2 and len(gpu.warnings) == 1
+
+
+@needs_triton
 def test_a_kept_verdict_spares_the_check(gpu):
     there = model().to("meta")
     assert used(there) == KERNELS

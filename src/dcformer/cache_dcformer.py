@@ -136,18 +136,17 @@ def check_cache_rows(
         expected = (new.shape[0], new.shape[1], new.shape[3])
         found = (old.shape[0], old.shape[1], old.shape[3])
         if expected != found:
-            hint = ""
-            if (found[0], found[2]) == (expected[0], head_dim):  # a plain model's, or PEFT's prefix tuning
-                hint = (
-                    f" These {name} are those of a plain model, or of PEFT's prefix tuning. This model's carry "
-                    "composition weights, made from the hidden state of each token, or belong to other heads "
-                    "(key_head_map, value_head_map, head_embeddings); a prefix has neither. In its place prompt "
-                    "tuning and LoRA work."
+            wrong = "past_key_values does not belong to this model and batch"
+            if (found[0], found[2]) == (expected[0], head_dim):
+                wrong = (
+                    "past_key_values is a plain model's, or a prefix of PEFT's prefix tuning, which this model cannot "
+                    f"use (prompt tuning and LoRA work): its {name} carry composition weights, made from the hidden "
+                    "state of each token, or belong to other heads (key_head_map, value_head_map, head_embeddings)"
                 )
             raise ValueError(
-                f"past_key_values does not belong to this model and batch: layer 0 of the cache holds {name} of "
-                f"(batch, heads, channels) {found}, the model makes {expected} ({width} channels plus those of "
-                f"composition). Pass a cache that this model filled for the same batch, or none.{hint}"
+                f"{wrong}: layer 0 of the cache holds {name} of (batch, heads, channels) {found}, the model makes "
+                f"{expected} ({width} channels plus those of composition). Pass a cache that this model filled for the "
+                "same batch, or none."
             )
         moves = getattr(cache, "offloading", False)  # between devices, by itself
         if old.dtype != new.dtype or (old.device != new.device and not moves):

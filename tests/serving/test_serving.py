@@ -426,16 +426,23 @@ def test_a_faulty_template_is_a_bad_request():
     assert start["status"] == 400 and b"unexpected end of template" in body["body"]
 
 
-def answer_to(application) -> list[dict]:
-    """What the checks send for a good request where the server is this application."""
+@pytest.mark.parametrize("whole", [True, False], ids=["body", "generation_config"])
+def test_what_is_nested_too_deeply_is_a_bad_request(whole):
+    deep = "[" * 100_000
+    body = deep if whole else json.dumps({"messages": GOOD["messages"], "generation_config": deep})
+    start, answer = answer_to(None, body.encode())
+    assert start["status"] == 400 and len(answer["body"]) < 1000
+
+
+GOOD = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def answer_to(application, body: bytes = json.dumps(GOOD).encode()) -> list[dict]:
+    """What the checks send for a request, a good one by default, where the server is this application."""
     sent = []
 
     async def receive():
-        return {
-            "type": "http.request",
-            "body": json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode(),
-            "more_body": False,
-        }
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message):
         sent.append(message)

@@ -229,20 +229,19 @@ def may_use(device_type: str, index: int | None, *fields: Any) -> bool:
         if key not in _passed:
             if _is_capturing(device):  # not remembered
                 return _stays("a CUDA graph is captured before their self-check: run a forward pass before")
-            reason = _decide(device, kind)
+            reason = kind.unsupported_reason(device)
+            if reason is None and is_interpreted():
+                reason = "TRITON_INTERPRET is set, and the interpreter is slow"
             if reason is not None:
                 _stays(reason)
+            elif (reason := _decide(device, kind)) is not None:
+                _stays(reason, f"self-check on {device}")  # other kinds of layers fail there for the same reason
             _passed[key] = reason is None
         return _passed[key]
 
 
 def _decide(device: torch.device, kind: Kind) -> str | None:
     """Runs the self-check, or reads what it said before. Returns why the kernels are not used; None if they may be."""
-    reason = kind.unsupported_reason(device)
-    if reason is not None:
-        return reason
-    if is_interpreted():
-        return "TRITON_INTERPRET is set, and the interpreter is slow"
     on, of = verdicts.machine(device), asdict(kind)
     kept = verdicts.kept_verdict(on, of)
     if kept is None:
@@ -280,14 +279,15 @@ def _impossible(error: Exception, on: dict[str, str], of: dict[str, Any], kind: 
 
 
 @torch.compiler.assume_constant_result
-def _stays(reason: str) -> bool:
-    """Warns, once, why the default is chunked where kernels might have been. Returns False."""
-    if reason not in _told:
-        _told.add(reason)
-        logger.warning(
-            f"attn_implementation is unset, and 'dcformer_chunked' is used on a GPU instead of the fused kernels: "
-            f"{reason}. (`dcformer-selfcheck` prints the whole check; naming 'dcformer_chunked' silences this.)"
-        )
+def _stays(reason: str, subject: str | None = None) -> bool:
+    """Warns, once for a subject, why the default is chunked where kernels might have been. Returns False."""
+    subject = subject or reason
+    log = logger.info if subject in _told else logger.warning
+    _told.add(subject)
+    log(
+        "attn_implementation is unset, and 'dcformer_chunked' is used on a GPU instead of the fused kernels: "
+        f"{reason}. (`dcformer-selfcheck` prints the whole check; naming 'dcformer_chunked' silences this.)"
+    )
     return False
 
 

@@ -178,8 +178,8 @@ def _generation_fault(text: Any) -> str | None:
         return None
     try:
         settings = json.loads(text) if isinstance(text, str) else None
-    except ValueError as error:
-        return f"generation_config={text!r} is no JSON: {error}."
+    except (ValueError, RecursionError) as error:
+        return f"generation_config={text[:200]!r} is no JSON: {error}."
     if not isinstance(settings, dict):
         return f"generation_config={text!r} must be a text that holds a JSON object."
     for name, harmless in _ONE_ANSWER.items():
@@ -309,6 +309,9 @@ class RequestChecks:
             body = json.loads(content)
         except ValueError:
             pass  # not JSON: the server reports it
+        except RecursionError:
+            await _refuse(send, None, "the body is nested too deeply to be read.")
+            return
         else:
             if fault := find_fault(scope["path"], body, self.ignored):
                 await _refuse(send, *fault)
