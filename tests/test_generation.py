@@ -770,7 +770,7 @@ def test_cache_of_another_model(case, static):
     model = model_named("mha")
     with pytest.raises(ValueError, match=message):
         model(tokens(1), past_key_values=cache)
-    with pytest.raises(ValueError, match="past_key_values (does not belong to this model|is a plain model's)"):
+    with pytest.raises(ValueError, match=r"past_key_values (does not belong to this model|is a plain model's)"):
         generate(model, tokens(24), past_key_values=cache)
 
 
