@@ -1757,6 +1757,12 @@ _MASKS = _in(
         T_CHUNKED + "test_dynamic_lengths_are_one_graph",
     ),
     (
+        "masks are read while a graph is captured",
+        '    return kind != "cuda" or not torch.cuda.is_current_stream_capturing()',
+        "    return True",
+        T_MASKS + "test_values_are_not_read_while_a_cuda_graph_is_captured",
+    ),
+    (
         "queries at the first keys",
         " + (key_length - query_length + 1)",
         " + 1",
@@ -1815,6 +1821,28 @@ _MASKS = _in(
         "q_offset = q_offset.clone()",
         "pass",
         T_GENERATION + "test_greedy_single_and_batched[gqa-large chunks, static]",
+    ),
+)
+
+_OVERFLOW = _in(
+    "kernels",
+    "kernels/overflow.py",
+    (
+        "marks are memory of the caller's thread",
+        "other.submit(_new_marks, device, is_awaited=True).result()",
+        "_new_marks(device, is_awaited=True)",
+        T_ATTEND + "test_marks_are_memory_of_another_thread",
+    ),
+)
+
+_SELFCHECK = _in(
+    "kernels",
+    "kernels/selfcheck.py",
+    (
+        "a warning for every kind of layer whose check fails",
+        '_stays(reason, f"self-check on {device}")',
+        "_stays(reason)",
+        "tests/test_default_attention.py::test_two_kinds_of_layers_that_fail_are_one_warning",
     ),
 )
 
@@ -2801,6 +2829,8 @@ MUTATIONS = [
     *_ATTENTION,
     *_HEADS,
     *_MASKS,
+    *_OVERFLOW,
+    *_SELFCHECK,
     *_CHUNKED,
     *_MODULES,
     *_VISION,
