@@ -18,6 +18,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter", allow_module_level=True)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+HERE = torch.device(DEVICE, None if INTERPRETED else 0)  # as tensors have it
 GPU_TILES = os.environ.get("KERNEL_TESTS_TILES") == "gpu"  # see `conftest`
 SMALL_TILES = INTERPRETED and not GPU_TILES
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import hear
-from kernel_device import DEVICE, INTERPRETED, SMALL_TILES
+from kernel_device import DEVICE, HERE, INTERPRETED, SMALL_TILES
 
 from dcformer import ComposeWeights, SideWeights, compose
 from dcformer.attention_dcformer import eager_attention
@@ -487,9 +487,8 @@ def test_marks_are_memory_of_another_thread(unmarked, monkeypatch):
     monkeypatch.setattr(
         overflow, "_new_marks", lambda *args, **kw: (threads.append(threading.get_ident()), real(*args, **kw))[1]
     )
-    device = torch.device(DEVICE)
     with torch.inference_mode():
-        marks = [overflow.mark_of(device, what) for what in (Beyond.SCORES, Beyond.GRADIENTS, Beyond.SCORES)]
+        marks = [overflow.mark_of(HERE, what) for what in (Beyond.SCORES, Beyond.GRADIENTS, Beyond.SCORES)]
     assert len(threads) == 1 and threads[0] != threading.get_ident()
     assert [int(mark) for mark in marks] == [0, 0, 0] and marks[0].data_ptr() == marks[2].data_ptr()
     assert all(mark.shape == (1,) and mark.data_ptr() % 16 == 0 for mark in marks)
@@ -537,7 +536,7 @@ def test_matrices_after_the_softmax_beyond_float16_are_noticed(dtype, unmarked):
         return attend(query, key, value, None, stage_weights(of_dtype, "post", 1)).double()
 
     exact, found = attend(torch.float64, eager(case)), attend(dtype, fused(case))
-    assert overflow.beyond(torch.device(DEVICE)) == Beyond.SCORES
+    assert overflow.beyond(HERE) == Beyond.SCORES
     fits = exact.abs().amax(-1) < 30  # W below 65504
     assert 0 < fits.sum() < fits.numel()
     # W is rounded to the dtype, and the output
@@ -569,7 +568,7 @@ def test_gradients_of_any_size_lose_nothing(exponent, unmarked):
     for name in ("query", "pre.query.down", "post.query.up"):
         factor = factors.view(1, 1, -1, *(1,) * (expected[name].dim() - 3)).to(DEVICE)
         assert torch.equal(found[name], expected[name] * factor), name
-    assert not overflow.beyond(torch.device(DEVICE))
+    assert not overflow.beyond(HERE)
 
 
 def test_queries_and_keys_of_any_size_lose_nothing(unmarked):
@@ -581,7 +580,7 @@ def test_queries_and_keys_of_any_size_lose_nothing(unmarked):
     assert torch.equal(found.pop("query") * factor, expected.pop("query"))
     assert torch.equal(found.pop("key") / factor, expected.pop("key"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert not overflow.beyond(torch.device(DEVICE))
+    assert not overflow.beyond(HERE)
 
 
 @pytest.mark.parametrize("name", ["grouped-query", "window 5", "padding of whole tiles", "more queries", "chunks"])
@@ -636,7 +635,7 @@ def test_large_numbers_that_no_product_needs_do_no_harm(kind, monkeypatch, unmar
     inputs = [tensors[name].to(DEVICE, case.dtype).requires_grad_() for name in ("query", "key", "value")]
     composed_attention(*inputs, **options).backward(tensors["grad"].to(DEVICE, case.dtype))
     assert all(t.grad.isfinite().all() and t.grad.any() for t in inputs)
-    assert not overflow.beyond(torch.device(DEVICE))
+    assert not overflow.beyond(HERE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -657,7 +656,7 @@ def test_gradients_that_are_zero_or_not_finite(dtype, unmarked):
         for name in ("key", "value"):
             assert not found[name][:, :, :21].isfinite().any()
             assert found[name][:, :, later:].isfinite().all()
-    assert not overflow.beyond(torch.device(DEVICE))
+    assert not overflow.beyond(HERE)
 
 
 # what is too large for float16 where some inputs of a small case are one number, or times a factor
@@ -687,9 +686,9 @@ def test_gradients_beyond_float16_are_noticed(kind, dtype, unmarked, monkeypatch
         patch.setattr(launch, "look", lambda device: False)
         found = gradients_of(case, factors, **changed)
         assert all(grad.isfinite().all() for grad in found.values())
-    assert not overflow.beyond(torch.device(DEVICE))
+    assert not overflow.beyond(HERE)
     found = gradients_of(case, factors, **changed)
-    assert overflow.beyond(torch.device(DEVICE)) == Beyond.GRADIENTS
+    assert overflow.beyond(HERE) == Beyond.GRADIENTS
     again = gradients_of(case, factors, **changed)
     assert all(torch.equal(found[name], again[name]) and found[name].isfinite().all() for name in found)
 
@@ -700,8 +699,8 @@ def test_scores_are_what_log_sum_exps_are_of_when_float32_begins_between_passes(
     tensors = case.tensors() | {name: torch.full((1, 2, 20, 16), 8.0) for name in ("query", "key")}
     inputs = [tensors[name].to(DEVICE, case.dtype).requires_grad_() for name in ("query", "key", "value")]
     out = composed_attention(*inputs)
-    assert not overflow.beyond(torch.device(DEVICE))
-    overflow._found[torch.device(DEVICE)] = Beyond.SCORES
+    assert not overflow.beyond(HERE)
+    overflow._found[HERE] = Beyond.SCORES
     out.backward(tensors["grad"].to(DEVICE, case.dtype))
     # all keys that a query sees have the same weight
     weights = torch.ones(20, 20, device=DEVICE, dtype=torch.float64).tril()
@@ -713,7 +712,7 @@ def test_scores_are_what_log_sum_exps_are_of_when_float32_begins_between_passes(
 @pytest.mark.parametrize("name", [name for name in LOW if "float16" in name and "bfloat16" not in name])
 def test_float32_maps_are_as_exact_as_eager(name, unmarked, monkeypatch):
     """For float16 inputs, which tells: with float16 maps errors are up to three times those of eager."""
-    monkeypatch.setattr(overflow, "_found", {torch.device(DEVICE): Beyond.SCORES})
+    monkeypatch.setattr(overflow, "_found", {HERE: Beyond.SCORES})
     for part, (ours, eagers) in beside_eager(LOW[name]).items():
         assert ours <= 1.1 * eagers, (part, ours / eagers)
 
@@ -722,7 +721,7 @@ def test_float32_maps_are_as_exact_as_eager(name, unmarked, monkeypatch):
 def test_gradients_in_bfloat16_leave_outputs_alone(name, unmarked, monkeypatch):
     case = LOW[name]
     usual = run(case, case.dtype, fused(case))["out"]
-    monkeypatch.setattr(overflow, "_found", {torch.device(DEVICE): Beyond.GRADIENTS})
+    monkeypatch.setattr(overflow, "_found", {HERE: Beyond.GRADIENTS})
     assert torch.equal(run(case, case.dtype, fused(case))["out"], usual)
     check(case, monkeypatch)
 
@@ -741,7 +740,7 @@ class LargeGate(Case):
 def test_large_gradients_of_scores_beside_eager(dtype, unmarked):
     """Float16 would not hold them, whatever those of queries and keys are."""
     errors = beside_eager(LargeGate(heads=2, length=40, sides=("key",), dtype=dtype))
-    assert overflow.beyond(torch.device(DEVICE)) == Beyond.GRADIENTS
+    assert overflow.beyond(HERE) == Beyond.GRADIENTS
     for part in ("query", "key"):
         ours, eagers = errors[part]
         assert ours <= (1.1 if dtype == torch.float16 else 2) * eagers, (part, ours / eagers)
@@ -750,7 +749,7 @@ def test_large_gradients_of_scores_beside_eager(dtype, unmarked):
 @pytest.mark.parametrize("heads", [4, 34])
 @pytest.mark.parametrize("found", [Beyond(0), *Beyond], ids=lambda found: found.name or "nothing")
 def test_bytes_of_maps_are_those_of_a_chunk(heads, found, unmarked, monkeypatch):
-    monkeypatch.setattr(overflow, "_found", {torch.device(DEVICE): found})
+    monkeypatch.setattr(overflow, "_found", {HERE: found})
     made, real = [], Problem._new_map
 
     def spy(self, chunk, dtype):
@@ -805,7 +804,7 @@ def test_large_scores_beside_eager(name, unmarked):
     case, most = LARGE_SCORES[name]
     errors = beside_eager(dataclasses.replace(case, length=48, dim=64, dtype=torch.bfloat16))
     is_wide = max(case.factor, case.shared) >= 100
-    assert overflow.beyond(torch.device(DEVICE)) == (Beyond.SCORES if is_wide else Beyond(0))
+    assert overflow.beyond(HERE) == (Beyond.SCORES if is_wide else Beyond(0))
     for part, (ours, eagers) in errors.items():
         print(f"| {name} | {part} | {ours:.2e} | {eagers:.2e} | {ours / eagers:.2f} |")
     assert max(ours / eagers for ours, eagers in errors.values()) <= most

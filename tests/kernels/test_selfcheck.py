@@ -9,14 +9,13 @@ import json
 import pytest
 import torch
 from helpers import Logits, randomise, tiny_config
-from kernel_device import DEVICE, INTERPRETED
+from kernel_device import DEVICE, HERE, INTERPRETED
 
 from dcformer import DCFormerForCausalLM
 from dcformer.compose_dcformer import DEFAULT_ATTENTION
 from dcformer.kernels import decode, generator, launch, limits, selfcheck, step, verdicts
 from dcformer_commands.selfcheck import main
 
-HERE = torch.device(DEVICE, None if INTERPRETED else 0)
 # name -> fields of the configuration, window, dtype, dtype of hidden states
 KINDS = {
     "grouped-query": ({}, False, "float32", "float32"),
