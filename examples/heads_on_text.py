@@ -59,8 +59,8 @@ def report(runs: list[dict], scale: float) -> str:
     from scipy.stats import ttest_ind, ttest_rel
 
     plain, ours = FAMILIES
-    heads = ("width", "heads", "rates", "plain", "composed", "lower by", "p", "Welch's p")
-    heads += ("minutes, plain and composed",)
+    heads = ("width", "heads", "rates", "plain", "composed", "lower by", "p", "Welch's p", "more parameters")
+    heads += ("more operations", "minutes, plain and composed")
     lines = ["<!-- written by examples/heads_on_text.py -->", "# Heads on text", ""]
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     edge = []
@@ -81,12 +81,16 @@ def report(runs: list[dict], scale: float) -> str:
         cells += [f"{rates[plain]:g}; {rates[ours]:g}"]
         cells += [f"{statistics.mean(those):.4f} ± {study.spread(those):.4f}" for those in reversed(both)]
         cells += [f"{mean:+.4f} ± {error:.4f}", f"{ttest_rel(*both).pvalue:.3f}"]
-        cells += [f"{ttest_ind(*both, equal_var=False).pvalue:.3f}", " and ".join(f"{m:.1f}" for m in minutes)]
+        cells += [f"{ttest_ind(*both, equal_var=False).pvalue:.3f}"]
+        one, other = (next(iter(found[family].values())) for family in (ours, plain))
+        cells += [f"{one[cost] / other[cost] - 1:.0%}" for cost in ("parameters", "flops")]
+        cells += [" and ".join(f"{m:.1f}" for m in minutes)]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
         f"Nats a character, {len(SEEDS)} seeds: mean and standard deviation. Lower by: mean and standard error of the "
-        "seeds' differences; p: of a paired t-test; Welch's: of one without pairs.",
+        "seeds' differences; p: of a paired t-test; Welch's: of one without pairs. More parameters and operations: of "
+        "composed models, at equal width and tokens.",
         f"Rates are those at width {RATE_WIDTH}, of {', '.join(f'{rate:g}' for rate in RATES)}"
         + (f"; at the edge of the grid: {', '.join(edge)}." if edge else "; none is at the edge of the grid."),
     ]
@@ -95,8 +99,10 @@ def report(runs: list[dict], scale: float) -> str:
 
 def plot(runs: list[dict], scale: float, path: Path) -> None:
     """Losses by number of heads: seeds as dots, their means as lines."""
+    import matplotlib
     from matplotlib import pyplot
 
+    matplotlib.rcParams["svg.hashsalt"] = "heads on text"  # the same file from the same runs
     figure, panels = pyplot.subplots(1, len(HEAD_DIMS), figsize=(8, 3.2), layout="constrained", squeeze=False)
     for axes, (width, head_dims) in zip(panels[0], HEAD_DIMS.items(), strict=True):
         for family, label in zip(FAMILIES, ("plain, same norms and windows", "composed"), strict=True):

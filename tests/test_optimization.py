@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -98,19 +99,24 @@ def test_own_ratios_and_what_is_refused():
     model = DCFormerForCausalLM(tiny_config())
     rates = {group["name"]: group["lr"] for group in parameter_groups(model, 1e-3, ratios={"qkw": 0.1})}
     assert rates["compose.qkw"] == pytest.approx(1e-4) and rates["compose.dw1_proj"] == rates["matrices"] == 1e-3
-    for one_rate in ({}, None):
+    rates = {group["name"]: group["lr"] for group in parameter_groups(model, 1e-3, ratios=0.1)}
+    assert all(rate == pytest.approx(1e-4 if name.startswith("compose.") else 1e-3) for name, rate in rates.items())
+    assert "compose.gate_proj" in rates and "vectors" in rates
+    for one_rate in ({}, None, 1):
         assert {group["lr"] for group in parameter_groups(model, 1e-3, ratios=one_rate)} == {1e-3}
-    with pytest.raises(ValueError, match="ratios='rule': expected 'initial'"):
-        parameter_groups(model, 1e-3, ratios="rule")
-    for lr in (0, -1e-3, math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"lr={lr}"):
+    for ratios in ("rule", True, [0.1]):
+        with pytest.raises(ValueError, match=re.escape(f"ratios={ratios!r}: expected a number above 0, 'initial'")):
+            parameter_groups(model, 1e-3, ratios=ratios)
+    for lr in (0, -1e-3, math.nan, math.inf, None, "1e-3"):
+        with pytest.raises(ValueError, match=f"lr={lr!r}"):
             parameter_groups(model, lr)
-    for decay in (-0.1, math.nan, math.inf):
+    for decay in (-0.1, math.nan, math.inf, None):
         with pytest.raises(ValueError, match=f"weight_decay={decay}: expected a number of at least 0"):
             parameter_groups(model, 1e-3, weight_decay=decay)
-    for ratio in (0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="expected numbers above 0"):
-            parameter_groups(model, 1e-3, ratios={"qkw": ratio})
+    for ratio in (0, math.nan, math.inf, "a", True):
+        for ratios in ({"qkw": ratio}, *([ratio] if ratio == 0 else [])):
+            with pytest.raises(ValueError, match="expected numbers above 0"):
+                parameter_groups(model, 1e-3, ratios=ratios)
     with pytest.raises(ValueError, match="'qkv'"):
         parameter_groups(model, 1e-3, ratios={"qkv": 0.1})
 

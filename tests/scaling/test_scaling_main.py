@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY
@@ -74,6 +75,26 @@ def test_curves_that_cross_are_told(tmp_path, capsys):
     assert "the slopes differ" not in capsys.readouterr().out
 
 
+def test_losses_that_may_be_perplexities(capsys):
+    main(PYTHIA)
+    assert "if they are perplexities" not in capsys.readouterr().out
+    main(PYTHIA[:-1])
+    assert "nats a token: if they are perplexities, give --perplexity" in capsys.readouterr().out
+
+
+def test_the_ends_of_the_range_are_within_it(tmp_path, capsys):
+    """As far as rounding goes: the variant has the baseline's losses, at a little more compute."""
+    losses = [4 - 0.1 * i for i in range(6)]
+    file = Path(table(tmp_path, losses, losses)[0])
+    head, *rows = file.read_text().splitlines()
+    rows = [
+        row.rpartition(",")[0] + f",{1.05 * float(row.rpartition(',')[2])!r}" if row[0] == "v" else row for row in rows
+    ]
+    file.write_text("\n".join([head, *rows]) + "\n")
+    main([str(file), "--baseline", "b", "--variant", "v"])
+    assert "extrapolated" not in capsys.readouterr().out
+
+
 def test_factors_that_are_no_numbers(tmp_path, capsys):
     """Below a floor there is none; a line has no floor, and its factor is too large to print. JSON has neither."""
     arguments = table(tmp_path, (5, 3, 2.9, 2.89, 2.889, 2.8889), (3.4, 3.2, 3, 2.86, 2.7, 2.6))
@@ -123,6 +144,8 @@ def test_seeds_are_no_sizes(tmp_path, capsys):
         ([*PYTHIA, "--form", "power+floor"], "error: family 'pythia' has 3 sizes"),
         (["missing.csv", *PYTHIA[1:]], "error: missing.csv cannot be read"),
         ([*PYTHIA, "--plot", "out.xyz"], r"error: --plot out.xyz: expected a name that ends in one of .*\.png"),
+        ([*PYTHIA, "--plot", "missing/out.png"], "error: --plot missing/out.png: there is no folder missing"),
+        ([*PYTHIA, "--json", "missing/out.json"], "error: --json missing/out.json: there is no folder missing"),
     ],
 )
 def test_refused_in_one_line(arguments, message):

@@ -76,6 +76,11 @@ def test_bad_rows(message, tmp_path):
         read_points(file)
 
 
+def test_blank_lines_count_as_in_an_editor(tmp_path):
+    with pytest.raises(DCFormerError, match=r"runs\.csv, row 5, column loss: 0"):
+        read_points(table(tmp_path, HEAD + "\nb,1e6,2e7,3,,,\n\nb,2e6,2e7,0,,,\n"))
+
+
 def test_runs_that_are_there_twice(tmp_path):
     file = table(tmp_path, HEAD + "b,1e6,2e7,3,,,1\nb,1e6,2e7,3,,,2\nb,1e6,2e7,3.1,,,1\n")
     with pytest.raises(DCFormerError, match=r"row 4: family 'b', 1e\+06 parameters, seed 1, as .*row 2: remove one"):

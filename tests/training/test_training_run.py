@@ -215,18 +215,22 @@ RATES += ["--max_length", "64"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "distinct"),
-    [(["--compose_rates"], True), ([], False), (["--compose_rates", "--optim", "adamw_torch"], True)],
+    ("flags", "expected"),
+    [
+        (["--compose_rates", "initial"], None),
+        ([], 1),
+        (["--compose_rates", "0.1", "--optim", "adamw_torch"], 0.1),
+    ],
     ids=str,
 )
-def test_rates_of_composition(flags, distinct, tmp_path):
+def test_rates_of_composition(flags, expected, tmp_path):
     """Their own where they are asked for."""
     trainer, _ = prepare_pretraining([*RATES, *flags, "--output_dir", str(tmp_path)])
     trainer.create_optimizer()
     rates = {id(p): group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
     compose = trainer.model.model.layers[0].self_attn.compose
     ratio = rates[id(compose.qkw)] / rates[id(trainer.model.lm_head.weight)]
-    assert ratio == (pytest.approx(composition_rate_ratios(trainer.model.config)["qkw"]) if distinct else 1)
+    assert ratio == pytest.approx(expected or composition_rate_ratios(trainer.model.config)["qkw"])
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -246,22 +250,28 @@ def test_composition_gets_no_weight_decay(adapters, tmp_path):
 
 def test_rates_of_composition_need_an_optimizer_that_takes_them(tmp_path):
     with pytest.raises(DCFormerError, match=r"--optim adafactor: --compose_rates needs PyTorch's AdamW, .*adamw_torch"):
-        prepare_pretraining([*RATES, "--compose_rates", "--optim", "adafactor", "--output_dir", str(tmp_path)])
+        prepare_pretraining([*RATES, "--compose_rates", "1", "--optim", "adafactor", "--output_dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize("rate", ["true", "0", "-1", "nan", "initially"])
+def test_rates_of_composition_that_are_none(rate, tmp_path):
+    with pytest.raises(DCFormerError, match=rf"--compose_rates {rate}: expected a number above 0, or 'initial'"):
+        prepare_pretraining([*RATES, "--compose_rates", rate, "--output_dir", str(tmp_path)])
 
 
 def test_pretraining_resumes_with_the_rates_of_composition(tmp_path):
     overrides = "{num_hidden_layers: 1, hidden_size: 64, head_dim: 4}"
     flags = ["--tokenizer", CHECKPOINT, "--config_overrides", overrides, "--data", TEXT, "--max_length", "64", *QUICK]
     flags += ["--max_steps", "4", "--save_steps", "2", "--output_dir", str(tmp_path), "--compose_rates"]
-    pretrain.main([*flags, "true"])
+    pretrain.main([*flags, "initial"])
     whole = load_file(tmp_path / "model.safetensors")
     for path in (tmp_path / "checkpoint-4", tmp_path / "model.safetensors"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    pretrain.main([*flags, "true", "--resume_from_checkpoint", "last"])
+    pretrain.main([*flags, "initial", "--resume_from_checkpoint", "last"])
     resumed = load_file(tmp_path / "model.safetensors")
     assert all(whole[name].equal(resumed[name]) for name in whole)
-    with pytest.raises(SystemExit, match="compose_rates is true in the checkpoint and false now"):
-        pretrain.main([*flags, "false", "--resume_from_checkpoint", "last"])
+    with pytest.raises(SystemExit, match=r'compose_rates is "initial" in the checkpoint and "0\.1" now'):
+        pretrain.main([*flags, "0.1", "--resume_from_checkpoint", "last"])
 
 
 def tiny_model() -> DCFormerForCausalLM:

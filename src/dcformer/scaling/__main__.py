@@ -18,6 +18,7 @@ from ..errors import DCFormerError, require_extra
 from .fit import FORMS, Factor, Interval, JointFactor, Law, compute_factors, fit_law, joint_factor
 from .points import MEASURES, Point, of_family, read_points
 
+_UNUSUAL_LOSS = 5.0  # nats a token: a perplexity of 148
 _FEW_SIZES = 4  # below it the command warns
 
 
@@ -227,6 +228,9 @@ def run(arguments: Sequence[str] | None = None) -> str:
     options = parser.parse_args(arguments)
     if options.plot is not None:
         _check_plot(options.plot)
+    for option, path in (("--plot", options.plot), ("--json", options.json)):
+        if path is not None and not path.parent.is_dir():
+            raise DCFormerError(f"{option} {path}: there is no folder {path.parent}; make it, or name another")
     points = read_points(options.runs, options.perplexity, options.mixed_tokens)
     baseline, variant = (of_family(points, name) for name in (options.baseline, options.variant))
     found = analyse(baseline, variant, options)
@@ -236,6 +240,9 @@ def run(arguments: Sequence[str] | None = None) -> str:
         content = json.dumps(_finite(_as_json(points, found)), indent=1, allow_nan=False)
         options.json.write_text(content + "\n", encoding="utf-8")
     text = report(baseline, variant, found, options.level)
+    largest = max(point.loss for point in (*baseline, *variant))
+    if not options.perplexity and largest > _UNUSUAL_LOSS:
+        text += f"\nWarning: losses of up to {largest:.3g} nats a token: if they are perplexities, give --perplexity."
     if options.bootstrap is not None:
         text += f"\n--bootstrap {options.bootstrap} has no effect: intervals are computed without draws."
     return text

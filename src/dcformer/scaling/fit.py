@@ -24,6 +24,7 @@ _FLOOR_SIZES = 5  # sizes that a law of three numbers needs at least
 _JOINT_SIZES = 3  # sizes of each family, for a slope that both share
 _FARTHEST = 100.0  # of an interval's end from a factor, in ln k
 _FLAT = 1e-9  # a fall over all sizes, as a share of the loss, that rounding may make
+_ROUNDING = 1e-9  # of ln C: a run at the end of the range is within it
 
 Interval = tuple[float, float]
 
@@ -452,7 +453,7 @@ def compute_factors(
                 factor=_exp(log_factor),
                 interval=interval,
                 standard=standard,
-                extrapolated=not law.range[0] <= at <= law.range[1],
+                extrapolated=not law.range[0] - _ROUNDING <= at <= law.range[1] + _ROUNDING,
                 interpolated=_interpolated(fitted, compute, loss),
             )
         )

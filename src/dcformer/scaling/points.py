@@ -151,7 +151,7 @@ def _of_table(path: Path, perplexity: bool) -> list[Point]:
                 raise DCFormerError(f"{path}: column {twice[0]!r} is there twice: remove one")
             if missing := [name for name in _NEEDED if name not in columns]:
                 raise DCFormerError(f"{path}: no column {missing[0]!r}: expected {', '.join(_NEEDED)}; found {columns}")
-            return [_of_row(f"{path}, row {i}", row, perplexity) for i, row in enumerate(reader, 2)]
+            return [_of_row(f"{path}, row {reader.line_num}", row, perplexity) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DCFormerError(f"{path} cannot be read: {error}") from error
 

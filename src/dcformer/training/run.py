@@ -1,5 +1,6 @@
 """Builds a trainer from arguments and runs it; used by examples/finetune.py and examples/pretrain.py."""
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -50,13 +51,31 @@ class PretrainingConfig(TrainingConfig):
         default=None, metadata={"help": "peak; by default the paper's for the model's size"}
     )
     packing: bool = field(default=True, metadata={"help": "fill sequences with documents"})
-    compose_rates: bool = field(
-        default=False,
+    compose_rates: str | None = field(
+        default=None,
         metadata={
-            "help": "learning rates of composition in proportion to its initial values (`dcformer.parameter_groups`); "
-            "needs an --optim that begins with adamw_torch"
+            "help": "learning rates of composition relative to the others: a number, such as 0.1, or 'initial', in "
+            "proportion to its initial values (`dcformer.parameter_groups`); needs an --optim that begins with "
+            "adamw_torch"
         },
     )
+
+    @property
+    def rate_ratios(self) -> Any:
+        """`compose_rates` as `parameter_groups` takes it.
+
+        Raises:
+            DCFormerError: when it is neither.
+        """
+        if self.compose_rates in (None, "initial"):
+            return self.compose_rates
+        try:
+            ratio = float(self.compose_rates)  # type: ignore[arg-type]  # None is above
+        except ValueError:
+            ratio = math.nan
+        if not 0 < ratio < math.inf:
+            raise DCFormerError(f"--compose_rates {self.compose_rates}: expected a number above 0, or 'initial'")
+        return ratio
 
 
 def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrainer, str | None]:
@@ -207,7 +226,7 @@ def _check_optimizer(trainer: SFTTrainer) -> None:
     """Refuses an optimizer or schedule that the trainer could not create, or not as asked, when training starts."""
     args = trainer.args
     optimizer = getattr(args.optim, "value", args.optim)
-    if getattr(args, "compose_rates", False) and not optimizer.startswith("adamw_torch"):
+    if getattr(args, "rate_ratios", None) is not None and not optimizer.startswith("adamw_torch"):
         raise DCFormerError(
             f"--optim {optimizer}: --compose_rates needs PyTorch's AdamW, a name that begins with adamw_torch; choose "
             "one, such as --optim adamw_torch, or leave --compose_rates out"
@@ -253,10 +272,11 @@ class _Trainer(SFTTrainer):
         return super().compute_loss(count, inputs, *args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None and getattr(self.args, "compose_rates", False):
+        ratios = getattr(self.args, "rate_ratios", None)
+        if self.optimizer is None and ratios is not None:
             chosen = self.model if model is None else model
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, chosen)
-            groups = parameter_groups(chosen, self.args.learning_rate, self.args.weight_decay, "initial")
+            groups = parameter_groups(chosen, self.args.learning_rate, self.args.weight_decay, ratios)
             self.optimizer = optimizer_class(groups, **options)
         return super().create_optimizer(model)
 
