@@ -14,6 +14,7 @@ PYTEST      := OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -q
 TWO         := -n 2 --dist worksteal
 KERNEL_JIT   := tests/tools/test_kernel_jit.py
 KERNEL_TOOLS := $(KERNEL_JIT) $(addprefix tests/tools/test_,decode_launches.py gpu_first_run.py kernel_report.py)
+TRACED       := one_graph or compiles or graphs_too
 NO_TRITON    := $(addprefix --ignore=,tests/kernels $(KERNEL_TOOLS))
 
 # A stamp counts only if the environment still runs and was installed from this folder with these extras.
@@ -77,9 +78,10 @@ test-distributed: $(STAMP) ## run the tests that start two processes (gloo, on C
 
 # An environment of its own, of 6 GB: of the lowest torch the package index has only the CUDA build, and that build does
 # not load without its CUDA libraries.
-test-min: build/constraints-min.txt ## run test-fast and compile all kernels with the lowest versions that pyproject.toml allows
+test-min: build/constraints-min.txt ## run test-fast, compile models and kernels with the lowest versions that pyproject.toml allows
 	$(MAKE) --no-print-directory test-fast VENV=.venv-min EXTRAS=dev CONSTRAINTS=$<
 	$(MAKE) --no-print-directory test-kernel-tools VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< KERNEL_TOOLS=$(KERNEL_JIT)
+	$(MAKE) --no-print-directory test-kernels VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< ARGS='-k "$(TRACED)"'
 
 build/constraints-min.txt: pyproject.toml .ci/lowest_versions.py
 	@mkdir -p build

@@ -717,7 +717,9 @@ def test_float32_maps_are_as_exact_as_eager(name, unmarked, monkeypatch):
         assert ours <= 1.1 * eagers, (part, ours / eagers)
 
 
-@pytest.mark.parametrize("name", ["all, bfloat16", "two blocks of heads, bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["all, bfloat16", pytest.param("two blocks of heads, bfloat16", marks=pytest.mark.long)]
+)
 def test_gradients_in_bfloat16_leave_outputs_alone(name, unmarked, monkeypatch):
     case = LOW[name]
     usual = run(case, case.dtype, fused(case))["out"]

@@ -96,7 +96,10 @@ def test_dtypes(dtype, in_place):
     check((6, 2, 1, 2, 24, 2, 1), {"compose_static": True}, dtype, in_place)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+# The largest takes two minutes here; `test_prepare` and `test_decode` have its parts.
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=[pytest.mark.long] * (s[0] == 32 and s[-1] == 16), id=str(s)) for s in SHAPES]
+)
 def test_shapes(shape):
     check(shape, {}, torch.float32, in_place=shape[-1] % 2 == 1)
 

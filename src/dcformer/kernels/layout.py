@@ -130,14 +130,15 @@ def check_weights(
             if side is None:
                 continue
             packed = side.packed
-            (*front, channels[f"{name}.{kind}"], tokens), split = packed.shape, (key_heads, heads // key_heads)
-            fits = front in ([batch, heads], [batch, *split]) and tokens == count and packed.dtype in _WEIGHTS
-            if not fits:
+            front, split = packed.shape[:-2], (batch, key_heads, heads // key_heads)
+            fits = (front == (batch, heads) or front == split) and packed.shape[-1] == count
+            if not fits or packed.dtype not in _WEIGHTS:
                 raise ValueError(
                     f"{name}.{kind} holds {packed.dtype} {tuple(packed.shape)}: expected floating point "
                     f"of 16 to 64 bits, [B, H, channels, N] = ({batch}, {heads}, channels, {count}). Make the "
                     f"weights from the same tokens as the {'queries' if kind == 'query' else 'keys'}."
                 )
+            channels[f"{name}.{kind}"] = packed.shape[-2]
         size = heads // weights.groups
         static, expected = weights.static, (weights.groups, size, size)
         if static is not None and not (tuple(static.shape) == expected and static.dtype in _WEIGHTS):

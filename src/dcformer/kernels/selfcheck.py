@@ -166,7 +166,7 @@ def is_default(
     has no kernels; nor have transforms of `torch.func`, of which the chunked implementation says what can be done.
     """
     device = query.device
-    if not is_gpu(device) or torch.compiler.is_exporting() or active_transform(query, key) is not None:
+    if not is_gpu(device) or _is_exporting() or active_transform(query, key) is not None:
         return False
     reason = unsupported_reason(
         dropout=attention.attention_dropout if attention.training else 0.0,
@@ -181,6 +181,12 @@ def is_default(
     dtype = autocast_dtype(device.type) or query.dtype
     windowed = isinstance(attention_mask, QueryBlockMask) and attention_mask.window is not None
     return may_use(device.type, device.index, *switches, windowed, dtype, hidden_states.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _is_exporting() -> bool:
+    """Asked outside of a graph that is traced: there torch 2.11 says so of `torch.compile`, too."""
+    return torch.compiler.is_exporting()
 
 
 def _name(dtype: torch.dtype | str) -> str:
