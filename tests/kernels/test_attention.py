@@ -189,11 +189,15 @@ def check(case, monkeypatch):
     assert found.keys() == truth.keys()
     for name, expected in truth.items():
         error, yardstick = ((result[name].double() - expected).abs().max() for result in (found, low))
-        band = (2 * torch.finfo(case.dtype).eps + span) * expected.abs().max()
+        largest = expected.abs().max()
+        # Where a query sees one key, gradients of scores are zero; compiled, kernels may miss that by a rounding.
+        zero = 0.0 if INTERPRETED else 1e-5 * (largest == 0)
+        band = (2 * torch.finfo(case.dtype).eps + span) * largest + zero
         assert found[name].dtype == case.dtype
         assert error <= 2 * yardstick + band, f"{name}: {error:.3g} against {yardstick:.3g} (band {band:.3g})"
-        if case.dtype == torch.float32:
-            assert error <= 2e-6 * expected.abs().max(), f"{name}: {error / expected.abs().max():.3g} of the largest"
+        if case.dtype == torch.float32:  # on a GPU cases are longer: rows with large log-sum-exps are less exact
+            share = 2e-6 if INTERPRETED else max(2e-6, 2 * span)
+            assert error <= share * largest + zero, f"{name}: {error / largest:.3g} of the largest"
 
 
 SWITCHES = {
@@ -449,10 +453,11 @@ def test_scores_beyond_float16_are_noticed_once(unmarked, monkeypatch, caplog):
     assert len([record for record in caplog.records if "keep all maps in float32" in record.message]) == 1
 
 
-def test_scores_of_a_later_call_on_a_gpu_are_not_waited_for(unmarked):
+def test_scores_of_a_later_call_on_a_gpu_are_not_waited_for(unmarked, monkeypatch):
     """The mark is copied every so many calls, and read when the copy is there; the call that finds it is right."""
     if DEVICE != "cuda":
         pytest.skip("needs a CUDA device")
+    monkeypatch.setattr(overflow, "_FIRST", 8)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
     for _ in range(overflow._FIRST):
@@ -476,9 +481,10 @@ def attention_of(query, key, value):
 
 @pytest.fixture
 def unmarked(monkeypatch):
-    """As in a process that has met nothing too large for float16."""
+    """As in a process that has met nothing too large for float16, and waits for every mark."""
     monkeypatch.setattr(overflow, "_found", {})
     monkeypatch.setattr(overflow, "_watches", {})
+    monkeypatch.setattr(overflow, "_FIRST", 1000)
 
 
 def test_marks_are_memory_of_another_thread(unmarked, monkeypatch):

@@ -325,7 +325,7 @@ def test_any_strides():
     def odd(*shape):
         """The same shape as a view with the dimensions before the last one reversed, from an odd offset."""
         *front, last = shape
-        memory = torch.randn(*reversed(front), last + 3)[..., 3:].to(DEVICE, torch.bfloat16)
+        memory = torch.randn(*reversed(front), last + 3).to(DEVICE, torch.bfloat16)[..., 3:]
         return memory.permute(*reversed(range(len(front))), len(front))
 
     B, H, S, R = 2, 4, 33, 2

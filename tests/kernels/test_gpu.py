@@ -215,6 +215,7 @@ def test_graphs_of_torch_compile_before_any_other_pass(small, monkeypatch):
     expected.backward()
     of_eager = {name: p.grad.clone() for name, p in model.named_parameters()}
     monkeypatch.setattr(overflow, "_watches", {})
+    monkeypatch.setattr(overflow, "_found", {})
     compiled = torch.compile(step, mode="reduce-overhead", dynamic=False)
     for _ in range(4):  # compiled, warmed up, recorded, replayed
         model.zero_grad()

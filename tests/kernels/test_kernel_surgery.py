@@ -34,7 +34,7 @@ def test_one_answer_after_surgery(surgery, padded, pieces):
         model = copy.deepcopy(whole)
         model.set_attn_implementation(implementation)
         surgery(model)
-        return answers(model.to(dtype), ids, mask, {"in pieces": 6} if pieces else {})
+        return answers(model.to(DEVICE, dtype), ids, mask, {"in pieces": 6} if pieces else {})
 
     exact, eager, found = (
         run("eager", torch.float64),

@@ -560,6 +560,7 @@ def test_masks_with_gaps_are_found_in_graphs_too():
             compiled(gaps)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is no interpreter in this run")
 def test_interpreted_kernels_are_used_beside_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = with_implementation(copy.deepcopy(model_named("mha")), "dcformer_triton")
