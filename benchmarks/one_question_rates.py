@@ -119,6 +119,24 @@ def table(runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def beside_plain(runs: list[dict]) -> str:
+    """By how much the loss is lower than plain attention's, run by run: after equal steps and after equal seconds."""
+    plain = {(run["rate"], run["seed"]): run for run in runs if run["way"] == "plain"}
+    lines = [
+        "| rate of composition | rate | seed | times plain's seconds | lower after all steps | after plain's seconds |"
+    ]
+    lines += ["|---|---|---|---|---|---|"]
+    for run in runs:
+        other = plain.get((run["rate"], run["seed"]))
+        if run["way"] == "plain" or other is None:
+            continue
+        times, losses = run["seconds"] / other["seconds"], [part["train_loss"] for part in run["parts"]]
+        reached = losses[min(int(len(losses) / times), len(losses) - 1)]  # of the steps that were being made then
+        lower = [f"{other['parts'][-1]['train_loss'] - loss:+.3f}" for loss in (losses[-1], reached)]
+        lines.append(f"| {run['way']} | {run['rate']:g} | {run['seed']} | {times:.2f} | {' | '.join(lower)} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=SIZE.ways, default=list(SIZE.ways))
@@ -139,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
         return SIZE.ways.index(run["way"]), run["rate"], run["seed"]
 
     composition_rates.make_missing(runs, wanted, train, options, place)
-    print(table(runs))
+    print(table(runs), beside_plain(runs), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -99,10 +99,8 @@ def report(runs: list[dict], scale: float) -> str:
 
 def plot(runs: list[dict], scale: float, path: Path) -> None:
     """Losses by number of heads: seeds as dots, their means as lines."""
-    import matplotlib
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "heads on text"  # the same file from the same runs
     figure, panels = pyplot.subplots(1, len(HEAD_DIMS), figsize=(8, 3.2), layout="constrained", squeeze=False)
     for axes, (width, head_dims) in zip(panels[0], HEAD_DIMS.items(), strict=True):
         for family, label in zip(FAMILIES, ("plain, same norms and windows", "composed"), strict=True):

@@ -224,7 +224,6 @@ def picture(runs: list[dict], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "narrow heads"  # the same file from the same runs
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     found = reported(runs)
     limit = max(run["limit"] for run in runs)

@@ -272,7 +272,8 @@ def save_figure(figure: Any, path: Path) -> None:
 
     neighbour = path.with_name(f".{path.name}")
     metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
-    figure.savefig(neighbour, dpi=110, format=path.suffix[1:], metadata=metadata)
+    with pyplot.rc_context({"svg.hashsalt": path.parent.name}):  # the same file from the same runs
+        figure.savefig(neighbour, dpi=110, format=path.suffix[1:], metadata=metadata)
     os.replace(neighbour, path)
     pyplot.close(figure)
 

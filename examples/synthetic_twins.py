@@ -250,7 +250,6 @@ def picture(done: dict[Run, dict], file: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "twins"  # the same file from the same runs
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), sharex="col", sharey="row", layout="constrained")
     styles = ("-", "-.", "--", ":", (0, (5, 1, 1, 1, 1, 1)))
     for (variant, label), color, style in zip(LABELS.items(), pyplot.cm.tab10.colors, styles, strict=False):

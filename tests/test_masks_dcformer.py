@@ -1,5 +1,7 @@
 """Masks by blocks of queries: what they say of causality, windows, padding and documents."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from helpers import tiny_config
@@ -27,8 +29,11 @@ from dcformer.masks_dcformer import (
 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_values_are_not_read_while_a_cuda_graph_is_captured(is_captured, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: asked.append(device) or nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
     assert has_values("cuda") is not is_captured and has_values(torch.device("cuda", 1)) is not is_captured
+    assert asked == [torch.device("cuda"), torch.device("cuda", 1)]
     assert has_values("cpu") and not has_values("meta")
 
 

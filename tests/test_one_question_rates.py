@@ -42,7 +42,15 @@ def test_table_has_means_and_spreads():
 
 def test_the_page_has_the_table_of_the_results():
     runs = study.composition_rates.read_runs(study.RESULTS)
-    assert study.table(runs) in (REPOSITORY / "docs" / "training.md").read_text()
+    page = (REPOSITORY / "docs" / "training.md").read_text()
+    assert study.table(runs) in page and study.beside_plain(runs) in page
+
+
+def test_losses_beside_those_of_plain_attention():
+    """A run that takes twice the seconds is at its half when the plain one ends."""
+    runs = [a_run("plain", 2e-3, 0, 1.0, 0.8, 0.6, 0.5), a_run("0.1", 2e-3, 0, 0.9, 0.7, 0.55, 0.4) | {"seconds": 2}]
+    lines = study.beside_plain([*runs, a_run("1", 2e-3, 1, 0.5, 0.4)]).splitlines()
+    assert lines[2:] == ["| 0.1 | 0.002 | 0 | 2.00 | +0.100 | -0.050 |"]
 
 
 @pytest.mark.slow

@@ -1758,7 +1758,7 @@ _MASKS = _in(
     ),
     (
         "masks are read while a graph is captured",
-        '    return kind != "cuda" or not torch.cuda.is_current_stream_capturing()',
+        "    return not is_captured(device)",
         "    return True",
         T_MASKS + "test_values_are_not_read_while_a_cuda_graph_is_captured",
     ),

@@ -28,10 +28,18 @@ def is_few(length: int) -> bool:
 def has_values(device: torch.device | str) -> bool:
     """Whether values on a device can be read: not in a graph that is traced or captured, under `torch.func`, or on the
     meta device."""
-    kind = torch.device(device).type
-    if torch.compiler.is_compiling() or kind == "meta" or torch._C._are_functorch_transforms_active():
+    device = torch.device(device)
+    if torch.compiler.is_compiling() or device.type == "meta" or torch._C._are_functorch_transforms_active():
         return False
-    return kind != "cuda" or not torch.cuda.is_current_stream_capturing()
+    return not is_captured(device)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what is launched on a device goes into a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @dataclass

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..attention_dcformer import check_shapes, refuse_transforms
 from ..compose_dcformer import ComposeWeights
-from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, visible_and_bias
+from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, is_captured, visible_and_bias
 from .decode import composed_decode
 from .launch import UNBOUNDED, Problem, Visibility
 from .layout import Layout, check_states, check_weights, packed_weights
@@ -269,7 +269,7 @@ def _require_data(name: str, tensor: torch.Tensor, device: torch.device) -> None
 def _require(condition: torch.Tensor, otherwise: str) -> None:
     """Raises ValueError unless a boolean holds: otherwise a mask has that. Where it cannot be read (graphs), asserts
     when the graph runs."""
-    if torch.compiler.is_compiling() or (condition.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or is_captured(condition.device):
         torch._assert_async(condition, unsupported_reason(mask=otherwise) or "")
     elif not bool(condition):
         require_supported(mask=otherwise)

@@ -16,6 +16,8 @@ from enum import IntFlag
 import torch
 from transformers.utils import logging
 
+from ..masks_dcformer import is_captured
+
 logger = logging.get_logger(__name__)
 
 LARGEST = 60000.0  # of a score, times log2(e), and of an entry of a matrix: what is beyond is cut off
@@ -71,7 +73,7 @@ def mark_of(device: torch.device, what: Beyond) -> torch.Tensor:
     """Where kernels leave a mark, int32 [1]: they store 1."""
     watch = _watches.get(device)
     if watch is None:
-        if _is_captured(device):  # they are the graph's own
+        if is_captured(device):  # they are the graph's own
             watch = _Watch(_new_marks(device))
         else:
             # By another thread: while graphs of torch.compile(mode="reduce-overhead") are warmed up, all memory that
@@ -88,14 +90,6 @@ def _new_marks(device: torch.device, is_awaited: bool = False) -> torch.Tensor:
     return marks
 
 
-def _is_captured(device: torch.device) -> bool:
-    """Whether what is launched on a device goes into a CUDA graph."""
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
 def look(device: torch.device) -> bool:
     """Looks for marks; to be called after kernels were launched.
 
@@ -106,7 +100,7 @@ def look(device: torch.device) -> bool:
     if watch is None or Beyond.SCORES in beyond(device):  # float32 holds all
         return False
     if device.type == "cuda":
-        if _is_captured(device):
+        if is_captured(device):
             return False
         watch.calls += 1
     if device.type != "cuda" or watch.calls <= _FIRST:

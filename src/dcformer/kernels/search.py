@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
+from ..masks_dcformer import is_captured
 from .tuning import KERNELS, Tile, candidates
 
 logger = logging.get_logger(__name__)
@@ -59,7 +60,7 @@ new_trial: Callable[[str, Tile], Trial] = Trial  # tests put a clock of their ow
 
 def can_search(tensor: torch.Tensor) -> bool:
     """Whether launches on the tensor's device can be timed now: not while a graph is captured or traced."""
-    if torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or is_captured(tensor.device):
         return False
     return tensor.is_cuda or new_trial is not Trial
 

@@ -36,7 +36,7 @@ from ..compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, aut
 from ..configuration_dcformer import DCFormerConfig
 from ..fusion_dcformer import FusedProjections
 from ..heads_dcformer import matmul_shared
-from ..masks_dcformer import QueryBlockMask
+from ..masks_dcformer import QueryBlockMask, is_captured
 from . import verdicts
 from .limits import MAX_QUERIES, is_interpreted, unsupported_reason
 
@@ -193,10 +193,6 @@ def _name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _mask_reason(mask: Any, length: int, device: torch.device) -> str | None:
     """Why the default leaves a mask to the chunked implementation.
 
@@ -206,7 +202,7 @@ def _mask_reason(mask: Any, length: int, device: torch.device) -> str | None:
     if mask is None:
         return None
     if isinstance(mask, QueryBlockMask):
-        if mask.is_plain or torch.compiler.is_compiling() or _is_capturing(device) or len(mask.tensors()) == 2:
+        if mask.is_plain or torch.compiler.is_compiling() or is_captured(device) or len(mask.tensors()) == 2:
             return None
         return unsupported_reason(mask="gaps")
     if mask.shape[1] != 1:
@@ -233,7 +229,7 @@ def may_use(device_type: str, index: int | None, *fields: Any) -> bool:
     kind, device = Kind(*(*switches, _name(dtype), _name(states))), torch.device(device_type, index)
     with _lock:
         if key not in _passed:
-            if _is_capturing(device):  # not remembered
+            if is_captured(device):  # not remembered
                 return _stays("a CUDA graph is captured before their self-check: run a forward pass before")
             reason = kind.unsupported_reason(device)
             if reason is None and is_interpreted():
