@@ -93,11 +93,12 @@ class Recipe:
             set. Add it where there is a GPU that has it, as examples/pretrain.py does.
 
         Raises:
-            DCFormerError: when the sequences of a step cannot be shared out; the message names the nearest that can.
+            DCFormerError: for a number that is no positive integer, and when the sequences of a step cannot be shared
+                out; the message names the nearest that can.
         """
         for name, count in (("devices", devices), ("per_device_train_batch_size", per_device)):
-            if count < 1:
-                raise DCFormerError(f"{name} is {count}: expected at least 1")
+            if not isinstance(count, int) or count < 1:
+                raise DCFormerError(f"{name} is {count!r}: expected an integer of at least 1")
         if self.sequences % (devices * per_device):
             raise DCFormerError(
                 f"{devices} devices with {per_device} sequences each take {devices * per_device} at once, which does "
@@ -144,8 +145,11 @@ def recipe(name: str, **overrides: Any) -> Recipe:
         the recipe.
 
     Raises:
-        DCFormerError: on an unknown name; the message lists the known ones.
+        DCFormerError: on an unknown name, of a recipe (the message lists the known ones) or of a field.
     """
+    known = DCFormerConfig()
+    if unknown := [field for field in overrides if field != "layer_pattern" and not hasattr(known, field)]:
+        raise DCFormerError(f"recipe {name!r}: {', '.join(unknown)} is no field of DCFormerConfig; leave it out")
     for (family, suffix), changes in _VARIANTS.items():
         for size, (rate, steps) in _RUNS.items():
             if name == f"{family}-{size}{suffix}":

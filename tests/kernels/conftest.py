@@ -4,6 +4,8 @@ KERNEL_TESTS_TILES=gpu takes the tiles of a GPU (sm_90) in the interpreter, too,
 assumes about tiles shows before there is a GPU.
 """
 
+import importlib.util
+import inspect
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,49 @@ def gpu_tiles():
         patch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
         patch.setattr(launch, "INTERPRETED", SimpleNamespace(value=False))  # into how many parts keys go
         yield
+
+
+@pytest.fixture(scope="session", autouse=not COMPILED)
+def language_patched_once():
+    """Has Triton's interpreter replace its language once, not at each call of a function: half of a test's time."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch_language, scopes = interpreter._patch_lang, {}
+
+    def patch_once(function):
+        names = {value.__name__ for value in function.__globals__.values() if inspect.ismodule(value)}
+        languages = frozenset(names & {"triton.language", "triton.language.core"})
+        if languages not in scopes:
+            scopes[languages] = patch_language(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        yield
+    for scope in reversed(scopes.values()):
+        scope.restore()
+
+
+def call_with_room(function, arguments):
+    """Calls a function where Python need not map memory for the frames of what it calls.
+
+    CPython keeps frames in pieces of 16 KiB, each mapped when calls get there and unmapped when they return. At some
+    depths the interpreter crosses the end of one a million times in a test, half of its time. A frame that is too large
+    for such a piece gets one of the next power of two, here 1 MiB, whose rest serves all the calls from it.
+    """
+    return function(**arguments)
+
+
+call_with_room.__code__ = call_with_room.__code__.replace(co_stacksize=80_000)  # of 8 bytes
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    function = pyfuncitem.obj
+    pyfuncitem.obj = lambda **arguments: call_with_room(function, arguments)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
