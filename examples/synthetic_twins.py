@@ -185,8 +185,8 @@ def _final_cell(values: Sequence[float | None], form: str, unit: str = "") -> st
     return f"{told} (mean {statistics.mean(values):{form}} ± {spread(values):{form}})"
 
 
-def table(done: dict[Run, dict]) -> str:
-    """Every variant at its best rate, and all rates with the first seed, in Markdown."""
+def table(done: dict[Run, dict], again: dict[Run, dict] | None = None) -> str:
+    """Every variant at its best rate, all rates with the first seed, and runs that were made `again`, in Markdown."""
     marks = " | ".join(f"steps to {100 * mark:.0f} %" for mark in MARKS)
     lines = [
         "Every variant at its best rate (by mean accuracy over the run with seed 0), seed by seed. Steps are those of "
@@ -217,7 +217,7 @@ def table(done: dict[Run, dict]) -> str:
             for run in found
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines + _pattern_lines(done)) + "\n"
+    return "\n".join(lines + _pattern_lines(done) + _again_lines(done, again or {})) + "\n"
 
 
 def _at_rate(variant: str, rate: float | None, done: dict[Run, dict]) -> list[dict]:
@@ -240,6 +240,18 @@ def _pattern_lines(done: dict[Run, dict]) -> list[str]:
     for pattern in dict.fromkeys(task.pattern for task in TASKS):
         cells = [", ".join(f"{100 * run[pattern]:.1f}" for run in by_seed.values()) for by_seed in found.values()]
         lines.append(f"| {pattern} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _again_lines(done: dict[Run, dict], again: dict[Run, dict]) -> list[str]:
+    """How runs ended that were made twice, by later code and libraries the second time."""
+    if not again:
+        return []
+    lines = ["", "Runs that were made again, with later code and libraries: accuracy at the end.", ""]
+    lines += ["| | rate | seed | first | again |", "|---|---|---|---|---|"]
+    for run, second in again.items():
+        ends = (f"{100 * made['curve'][-1][1]:.1f} %" for made in (done[run], second))
+        lines.append(f"| {LABELS[run.variant]} | {run.rate:g} | {run.seed} | " + " | ".join(ends) + " |")
     return lines
 
 
@@ -275,13 +287,14 @@ def picture(done: dict[Run, dict], file: Path) -> None:
 
 
 def report(output: Path) -> None:
-    """Writes table.md and curves.svg beside results.json."""
+    """Writes table.md and curves.svg beside results.json; again.json has runs of it that were made a second time."""
     done = finished(read_runs(output / "results.json"))
     if not done:
         raise SystemExit(f"error: {output / 'results.json'} has no runs; train some first, without --report")
-    write_text(output / "table.md", "<!-- written by examples/synthetic_twins.py -->\n" + table(done))
+    told = table(done, finished(read_runs(output / "again.json")))
+    write_text(output / "table.md", "<!-- written by examples/synthetic_twins.py -->\n" + told)
     picture(done, output / "curves.svg")
-    print(table(done) + f"{len(missing(done))} runs can be added. Wrote table.md and curves.svg to {output}")
+    print(told + f"{len(missing(done))} runs can be added. Wrote table.md and curves.svg to {output}")
 
 
 def main(options: list[str] | None = None) -> None:

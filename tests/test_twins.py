@@ -100,8 +100,15 @@ def test_table_has_patterns_of_the_best_rate():
 
 
 def test_committed_table_is_that_of_the_results():
-    done = twins.finished(twins.read_runs(twins.OUTPUT / "results.json"))
-    assert (twins.OUTPUT / "table.md").read_text().partition("\n")[2] == twins.table(done)
+    done, again = (twins.finished(twins.read_runs(twins.OUTPUT / f"{name}.json")) for name in ("results", "again"))
+    assert (twins.OUTPUT / "table.md").read_text().partition("\n")[2] == twins.table(done, again)
+
+
+def test_runs_made_again_are_beside_the_first():
+    again = twins.finished([a_run("plain", 1e-3, 0, [0.1, 0.25])])
+    told = twins.table(twins.finished(all_rates()), again)
+    first = twins.finished(all_rates())[next(iter(again))]["curve"][-1][1]
+    assert told.endswith(f"| {twins.LABELS['plain']} | 0.001 | 0 | {100 * first:.1f} % | 25.0 % |\n")
 
 
 def test_a_run_counts_its_own_processor_time(tmp_path, monkeypatch):
