@@ -190,7 +190,7 @@ def table(done: dict[Run, dict], again: dict[Run, dict] | None = None) -> str:
     marks = " | ".join(f"steps to {100 * mark:.0f} %" for mark in MARKS)
     lines = [
         "Every variant at its best rate (by mean accuracy over the run with seed 0), seed by seed. Steps are those of "
-        f"the first validation, one in {VALIDATE_STEPS}, that has reached it.",
+        f"the first validation, one in {VALIDATE_STEPS}, from which on accuracy is as high.",
         "",
         f"| | parameters | rate | seeds | accuracy at the end | loss at the end | steps to the second stage | {marks} "
         "| CPU minutes |",
@@ -247,7 +247,7 @@ def _again_lines(done: dict[Run, dict], again: dict[Run, dict]) -> list[str]:
     """How runs ended that were made twice, by later code and libraries the second time."""
     if not again:
         return []
-    lines = ["", "Runs that were made again, with later code and libraries: accuracy at the end.", ""]
+    lines = ["", "Runs that were made again, with later code: accuracy at the end.", ""]
     lines += ["| | rate | seed | first | again |", "|---|---|---|---|---|"]
     for run, second in again.items():
         ends = (f"{100 * made['curve'][-1][1]:.1f} %" for made in (done[run], second))

@@ -350,9 +350,9 @@ ask("\\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Bor
 `--variants` and `--learning-rate` as in the table. Accuracy is the share of {answers} held-out answers (contexts of
 three examples, no question line of which occurs in training) that are the model's first choice. Twins had the same seed
 and steps and went through the same stages, each to the next when it had learned the last, at a learning rate that suits
-them. It is one run each, with the seed for which the rates were chosen; other seeds of the same recipe leave the first
-stages much later, so these rows do not tell which variant is better: docs/twins/table.md has three seeds of each,
-before the learning rate falls.
+them. It is one run each, with the seed for which the rates were chosen; other seeds of the same recipe leave the early
+stages much later or not in as many steps, so these rows do not tell which variant is better: docs/twins/table.md has
+three seeds of each, before the learning rate falls.
 
 | | parameters | learning rate | held-out accuracy | held-out loss | processor minutes |
 |---|---|---|---|---|---|

@@ -1,6 +1,6 @@
 """Imports point one way: every module is in a layer, imports from its own room and from lower layers, and in no circle.
 
-docs/architecture.md shows the same layers. Imports inside functions count: waiting with an import does not turn it.
+CONTRIBUTING.md shows the same layers. Imports inside functions count: waiting with an import does not turn it.
 """
 
 import ast

@@ -637,7 +637,7 @@ def test_settings_have_the_configurations_defaults():
     ("fields", "message"),
     [
         ({"hidden_size": 0}, "hidden_size=0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
         ({"compose_groups": 3}, "compose_groups=3"),
         ({"compose_act": "relu"}, "compose_act='relu'"),
         ({"compose_pre": False, "compose_post": False}, "both off"),

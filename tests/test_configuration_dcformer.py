@@ -69,7 +69,7 @@ BAD_FIELDS = [
     ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
     ({"hidden_size": 100, "num_attention_heads": 16}, "hidden_size=100 is not a multiple of num_attention_heads=16"),
     ({"num_attention_heads": 0}, "num_attention_heads=0"),
-    ({"num_key_value_heads": 3}, "num_attention_heads=16 must be a multiple of num_key_value_heads=3"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=16"),
     ({"norm_type": "batchnorm"}, "norm_type='batchnorm'"),
     ({"hidden_act": "swish-x"}, "hidden_act='swish-x' is unknown"),
     ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_type='spiral' is unknown"),
@@ -108,7 +108,8 @@ BAD_FIELDS = [
     ),
     ({"compose_rank": 0}, "compose_rank=0"),
     ({"compose_groups": 0}, "compose_groups=0"),
-    ({"compose_groups": 3}, "num_attention_heads=16 must be a multiple of compose_groups=3"),
+    ({"compose_ranks": 4}, "compose_ranks is no field of composition: expected one of compose_rank, compose_groups"),
+    ({"compose_groups": 3}, "compose_groups=3 does not divide num_attention_heads=16"),
     ({"compose_act": "relu"}, "compose_act='relu'"),
     ({"compose_pre": False, "compose_post": False}, "compose_query and compose_key on"),
     (

@@ -17,6 +17,18 @@ def test_preset_overrides_and_unknown_names():
         DCFormerConfig.from_preset("dcformer-7b")
 
 
+class OwnConfig(DCFormerConfig):
+    model_type = "dcformer_own"
+
+
+def test_a_preset_is_of_the_class_that_is_asked():
+    assert type(OwnConfig.from_preset("dcformer-405m")) is OwnConfig
+    assert type(DCFormerConfig.from_preset("dcpythia-2.8b")) is DCPythiaConfig
+    for config_class, name in ((OwnConfig, "dcpythia-2.8b"), (DCPythiaConfig, "dcformer-405m")):
+        with pytest.raises(ValueError, match=f"Preset '{name}' is not of {config_class.__name__}: use DC"):
+            config_class.from_preset(name)
+
+
 def test_a_configuration_leaves_its_preset_alone():
     before = repr(PRESETS)
     config = DCFormerConfig.from_preset("dcformer-8b-mgate")

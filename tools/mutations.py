@@ -1327,7 +1327,7 @@ _KERNELS = (
         "kernels/triton/key_side.py",
         (
             "gradients of matrices not turned",
-            "h_stride: tl.constexpr = 1 if TURNED else HP",
+            "h_stride: tl.constexpr = 1 if TRANSPOSED else HP",
             "h_stride: tl.constexpr = HP",
             T_KERNEL + "[post key]",
         ),

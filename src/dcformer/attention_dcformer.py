@@ -39,7 +39,7 @@ NO_TRANSFORMS = (
 
 
 def active_transform(*tensors: torch.Tensor | None) -> str | None:
-    """What is done to tensors in which only PyTorch's own operators can take part, in words; None for nothing."""
+    """Name of the transform under which tensors are, which only PyTorch's own operators support; None for none."""
     if torch._C._are_functorch_transforms_active():
         return "transforms of torch.func (grad, vmap, jvp, ...)"
     if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level < 0:
@@ -50,8 +50,7 @@ def active_transform(*tensors: torch.Tensor | None) -> str | None:
 
 
 def refuse_transforms(implementation: str, *tensors: torch.Tensor | None) -> None:
-    """Names what operators of this package do not do, before PyTorch would in words that name no way out, or would
-    leave a derivative out.
+    """Raises a clear error where PyTorch would raise an obscure one, or leave a derivative out.
 
     Raises:
         NotImplementedError: naming the implementation, and the one that can.
@@ -148,7 +147,21 @@ def attend(
     mix: Callable[[torch.Tensor, ComposeWeights | None], torch.Tensor] = compose,
     key_heads: HeadMap | None = None,
 ) -> LayerTrace:
-    """The definition of composed attention up to the composed weights; see the head of this file."""
+    """The definition of composed attention up to the composed weights; see the head of this file.
+
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, Hkv, S, D].
+        visible: which keys a query sees, bool [B or 1, 1 or H, T, S]; None: all.
+        bias: what is added to composed scores, likewise; None: nothing.
+        scaling: factor of the scores.
+        pre, post: what to compose scores and weights with; None for no composition.
+        mix: (map [B, H, T, S], weights) -> the composed map; `compose`, or the same in other operations.
+        key_heads: which key head each query head reads; None: consecutive query heads share one.
+
+    Returns:
+        the four maps, each [B, H, T, S] in float32 (float64 for float64).
+    """
     compute = accumulation_dtype(query.dtype)
     scores = matmul_shared(query.to(compute), key.to(compute).transpose(-1, -2), key_heads) * scaling  # [B, H, T, S]
     composed_scores = mix(scores, pre)
@@ -180,7 +193,7 @@ def eager_attention(
         module: the attention module; `training` is read, and `is_causal`.
         query: [B, H, T, D].
         key: [B, Hkv, S, D].
-        value: [B, Hkv, S, D].
+        value: [B, Hkv, S, Dv].
         attention_mask: [B or 1, 1 or H, T, S], boolean (True: visible) or additive; used as it is. None: causal, if
             `is_causal`, with the last query at the last key, inside `sliding_window`; else all keys.
         scaling: factor of the scores, usually D ** -0.5.
@@ -191,19 +204,21 @@ def eager_attention(
         compose_trace: collects this layer's maps.
         key_heads, value_heads: which of the keys' and values' heads each query head reads, whose numbers may then
             differ; None: consecutive query heads share one.
-        value_bias: [H, D] or None: what each query head adds to all values that it reads.
+        value_bias: [H, Dv] or None: what each query head adds to all values that it reads.
 
     Returns:
-        output [B, T, H, D] and composed weights [B, H, T, S], both in the dtype of `query`.
+        output [B, T, H, Dv] and composed weights [B, H, T, S], both in the dtype of `query`.
 
     Raises:
         ValueError: on shapes that do not fit.
     """
     check_shapes(query, key, value, attention_mask, key_heads, value_heads)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
     visible = bias = None
     if attention_mask is not None:
         visible, bias = visible_and_bias(attention_mask)
-    elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
+    elif is_causal:
         visible = causal_rows(query.shape[2], key.shape[2], sliding_window, query.device)[:, None]
     maps = attend(query, key, value, visible, bias, scaling, pre, post, key_heads=key_heads)
     if compose_trace is not None:

@@ -106,13 +106,13 @@ class ComposeFields:
             )
         if self.compose_groups < 1 or self.num_attention_heads % self.compose_groups:
             raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of compose_groups="
-                f"{self.compose_groups}."
+                f"compose_groups={self.compose_groups} does not divide num_attention_heads={self.num_attention_heads}: "
+                "choose a divisor of it."
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of num_key_value_heads="
-                f"{self.num_key_value_heads}."
+                f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
+                f"{self.num_attention_heads}: choose a divisor of it."
             )
         if self.compose_act not in COMPOSE_ACTIVATIONS:
             raise ValueError(f"compose_act={self.compose_act!r} is unknown: expected one of {COMPOSE_ACTIVATIONS}.")
@@ -303,7 +303,7 @@ DEFAULT_ATTENTION = "dcformer_default"
 
 @dataclass
 class FusedAttention:
-    """Attention kernels, as a model that does not know them sees them.
+    """What a room of attention kernels registers; models import no kernels.
 
     Attributes:
         unsupported_reason: (`DCFormerConfig`) -> why no model of it can use them, naming what to use instead; or None.
@@ -555,7 +555,7 @@ class DCFormerCompose(nn.Module):
         """
         if side is None:
             return states
-        head_map, packed = self._heads(stage), side.by_head  # [B, H, channels, N] -> [B, Hkv, rep, channels, N]
+        head_map, packed = self._head_maps[stage], side.by_head  # [B, H, channels, N] -> [B, Hkv, rep, channels, N]
         packed = packed.unflatten(1, (states.shape[1], -1)) if head_map is None else head_map.by_shared_head(packed)
         packed = packed.permute(0, 1, 4, 2, 3).flatten(3)  # [B, Hkv, N, rep · channels]
         padding = self.channels[stage] - packed.shape[-1]
@@ -572,6 +572,8 @@ class DCFormerCompose(nn.Module):
             stage: "pre" or "post".
             gather: copy the weights, the tokens of each channel together; behind keys and values, those of neighbouring
                 tokens lie far apart, and reading them so costs more than the copy when it is done more than once.
+            heads: query heads on this process, fewer than H under tensor parallelism; None for as many as the module
+                was made with.
 
         Returns:
             keys or values [B, Hkv, S, D], and the key-wise weights of H heads and S tokens or None: views, unless the
@@ -583,15 +585,11 @@ class DCFormerCompose(nn.Module):
         low_rank = self.rank if self.dw1_proj is not None else 0
         width = 2 * low_rank + (self.gate_proj is not None)
         weights = key_weights_behind(packed, head_dim, repeats, width)  # [B, Hkv, rep, 2R + 1, S]
-        if (head_map := self._heads(stage)) is not None:
+        if (head_map := self._head_maps[stage]) is not None:
             weights = head_map.by_query_head(weights)  # [B, H, 2R + 1, S]
         if gather:
             weights = weights.flatten(1, -3).contiguous()  # [B, H, 2R + 1, S]
         return packed[..., :head_dim], SideWeights(weights)
-
-    def _heads(self, stage: str) -> HeadMap | None:
-        """Which of the heads behind which the stage's weights are packed each query head reads."""
-        return self._head_maps[stage]
 
     def stage_weights(
         self, query: SideWeights | None, key: SideWeights | None, static: torch.Tensor | None

@@ -6,7 +6,7 @@ the training configurations published beside it.
 
 import copy
 import re
-from typing import Any
+from typing import Any, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
@@ -173,6 +173,9 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
                 f"{sorted({'dim', 'n_layer', 'n_head'} & set(kwargs))} are keys of the hub format: use "
                 f"{type(self).__name__}.from_dict or from_pretrained, which read them."
             )
+        if unknown := sorted(name for name in kwargs if name.startswith("compose_")):
+            known = ", ".join(name for name in ComposeFields.__annotations__ if name.startswith("compose_"))
+            raise ValueError(f"{', '.join(unknown)} is no field of composition: expected one of {known}.")
         # Fields that a hub configuration leaves to the stored tensors; see `from_dict`. Never stored.
         self.undecided_fields: tuple[str, ...] = ()
         layer_pattern = kwargs.pop("layer_pattern", None)
@@ -263,22 +266,26 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         return tensor_parallel_plan(self)
 
     @classmethod
-    def from_preset(cls, name: str, **overrides: Any) -> "DCFormerConfig":
-        """A configuration of a published size.
+    def from_preset(cls, name: str, **overrides: Any) -> Self:
+        """A configuration of a published size, of the class that is asked.
 
         Args:
             name: a key of `presets_dcformer.PRESETS`, such as "dcformer-6.9b" or "dcpythia-2.8b".
             overrides: fields to set otherwise, as for the constructor.
 
         Returns:
-            `DCFormerConfig`, or `DCPythiaConfig` for the DCPythia sizes.
+            one of this class; of `DCFormerConfig` itself, `DCPythiaConfig` for the DCPythia sizes.
 
         Raises:
-            ValueError: on an unknown name.
+            ValueError: on an unknown name, and on a size of DCPythia for a class that is none, or the other way round.
         """
         if name not in PRESETS:
             raise ValueError(f"Unknown preset {name!r}: expected one of {sorted(PRESETS)}.")
-        config_class = DCPythiaConfig if name.startswith("dcpythia") else DCFormerConfig
+        of_pythia = name.startswith("dcpythia")
+        config_class: Any = DCPythiaConfig if of_pythia and cls is DCFormerConfig else cls
+        if of_pythia != issubclass(config_class, DCPythiaConfig):
+            family = "DCPythiaConfig" if of_pythia else "DCFormerConfig"
+            raise ValueError(f"Preset {name!r} is not of {cls.__name__}: use {family}.from_preset.")
         return config_class(**(copy.deepcopy(PRESETS[name]) | overrides))
 
     @classmethod

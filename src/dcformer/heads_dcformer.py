@@ -4,7 +4,7 @@ Grouped-query attention lets consecutive query heads share a key head and the va
 made by DHA (arXiv 2406.06567, section 3) has its own number of key heads and of value heads in every layer, and says
 which query head reads which: `key_head_map` and `value_head_map`. With head embeddings (MHE, arXiv 2310.07911) there is
 one projection, the seed, of queries, of keys and of values, and every head makes its own of it: `head_embeddings`.
-Letters: B batch, T queries, S keys, H query heads, D head dim, r rotary dim, G heads of one kind, g query heads that
+Letters: B batch, T queries, S keys, H query heads, D head dim, r rotary dim, Hkv heads of one kind, g query heads that
 share one of them, L layers.
 """
 
@@ -22,13 +22,13 @@ class HeadMap(nn.Module):
     """The key heads, or the value heads, that the query heads of one layer read.
 
     Args:
-        heads: for each of the H query heads, the number of the head that it reads; every one of 0 to G - 1 is read by
+        heads: for each of the H query heads, the number of the head that it reads; every one of 0 to Hkv - 1 is read by
             equally many.
 
     Attributes:
         given: as given, the model's.
         heads: those of this process: a block of `given` on a rank of a tensor-parallel group.
-        count: G.
+        count: Hkv.
     """
 
     def __init__(self, heads: Sequence[int]):
@@ -58,16 +58,16 @@ class HeadMap(nn.Module):
             setattr(self, name, torch.tensor(numbers, dtype=torch.long, device=held.device))
 
     def gather(self, states: torch.Tensor) -> torch.Tensor:
-        """Keys or values [B, G, S, D] -> [B, H, S, D], one for each query head."""
+        """Keys or values [B, Hkv, S, D] -> [B, H, S, D], one for each query head."""
         return states.index_select(1, self.read)
 
     def by_shared_head(self, states: torch.Tensor) -> torch.Tensor:
-        """[B, H, ...] -> [B, G, g, ...], the query heads of a head together."""
+        """[B, H, ...] -> [B, Hkv, g, ...], the query heads of a head together."""
         states = states if self.is_consecutive else states.index_select(1, self.order)
         return states.unflatten(1, (self.count, -1))
 
     def by_query_head(self, states: torch.Tensor) -> torch.Tensor:
-        """[B, G, g, ...] -> [B, H, ...]: undoes `by_shared_head`."""
+        """[B, Hkv, g, ...] -> [B, H, ...]: undoes `by_shared_head`."""
         states = states.flatten(1, 2)
         return states if self.is_consecutive else states.index_select(1, self.places)
 
@@ -80,7 +80,7 @@ def matmul_shared(rows: torch.Tensor, shared: torch.Tensor, heads: HeadMap | Non
 
     Args:
         rows: [B, H, T, X].
-        shared: [B, G, X, Y].
+        shared: [B, Hkv, X, Y].
         heads: which head each query head reads; None: consecutive query heads share one.
 
     Returns:
@@ -89,8 +89,8 @@ def matmul_shared(rows: torch.Tensor, shared: torch.Tensor, heads: HeadMap | Non
     count = shared.shape[1]
     if count == rows.shape[1] and (heads is None or heads.is_consecutive):
         return torch.matmul(rows, shared)
-    grouped = rows.unflatten(1, (count, -1)) if heads is None else heads.by_shared_head(rows)  # [B, G, g, T, X]
-    product = torch.einsum("bghtx,bgxy->bghty", grouped, shared)  # [B, G, g, T, Y]
+    grouped = rows.unflatten(1, (count, -1)) if heads is None else heads.by_shared_head(rows)  # [B, Hkv, g, T, X]
+    product = torch.einsum("bghtx,bgxy->bghty", grouped, shared)  # [B, Hkv, g, T, Y]
     return product.flatten(1, 2) if heads is None else heads.by_query_head(product)
 
 
@@ -229,7 +229,7 @@ def unturned_scores(query: torch.Tensor, embeddings: torch.Tensor, turned: int) 
 
 
 def with_ones(states: torch.Tensor) -> torch.Tensor:
-    """[B, G, S, D] -> [B, G, S, D + 1]: a channel of ones, which sums the weights where values are multiplied."""
+    """[B, Hkv, S, D] -> [B, Hkv, S, D + 1]: a channel of ones, which sums the weights where values are multiplied."""
     return torch.cat([states, torch.ones_like(states[..., :1])], dim=-1)
 
 

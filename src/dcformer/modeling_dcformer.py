@@ -9,7 +9,7 @@ Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, F
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +91,7 @@ class DCFormerRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> [..., size] in the dtype of `x`."""
+        """[..., size] -> [..., size] in the dtype that `x` and the scale promote to, as in Llama."""
         wide = F.rms_norm(x.to(accumulation_dtype(x.dtype)), self.weight.shape, eps=self.eps)
         return self.weight * wide.to(x.dtype)
 
@@ -173,14 +173,28 @@ class DCFormerMLP(nn.Module):
         return self.down_proj(hidden)
 
 
+class Projected(NamedTuple):
+    """What the hidden states of a layer are projected to.
+
+    Attributes:
+        query, key, value: [B, H(kv), T, D].
+        results: where projections are fused, that of each of `DCFormerAttention.projections`, [B, T, rows], or None.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    results: Sequence[torch.Tensor | None] = ()
+
+
 class DCFormerAttention(nn.Module):
     """Dynamically composable multi-head attention (paper section 3).
 
-    Variants keep `forward`, which is the way past composition and cache, and override those of its steps in which they
-    differ: `_project`, `_normalise`, `_place`, `_attend`, `_output`.
+    Variants keep `forward`, which composes and sees to the cache, and override those of its steps in which they differ:
+    `_project`, `_normalise`, `_place`, `_attend`, `_output`.
     """
 
-    own_steps: frozenset[str] = frozenset()  # in which a variant differs: nothing else may take their place
+    own_steps: frozenset[str] = frozenset()  # that a subclass overrides: fused kernels must not take their place
     head_embeddings: str | None = None  # `HeadEmbeddingAttention` has them
     keeps_shapes = True  # queries, keys and values have those of plain attention, for which there are kernels
 
@@ -204,7 +218,7 @@ class DCFormerAttention(nn.Module):
         heads, bias = config.num_attention_heads, config.attention_bias
         key_heads, value_heads = (config.cached_heads(stage, layer_idx) for stage in ("pre", "post"))
         query_heads = heads if config.head_embeddings is None else 1  # the seed
-        self.num_key_value_groups = heads // key_heads  # read, and set just before, by functions of Transformers only
+        self.num_key_value_groups = heads // key_heads  # for Transformers' attention functions; see `_attend`
         self.q_proj = nn.Linear(config.hidden_size, query_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, value_heads * self.head_dim, bias=bias)
@@ -273,11 +287,10 @@ class DCFormerAttention(nn.Module):
 
         is_fused = self.fused is not None and "_project" not in self.own_steps
         product = self._fused_product(hidden_states) if is_fused else None
-        projected = self._project(hidden_states) if product is None else ()
+        projected = Projected(*self._project(hidden_states)) if product is None else None
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
-            projected = projected or self._parts(product)
-            query, key = projected[:2]
-            implementation = default_implementation(self, hidden_states, query, key, attention_mask)
+            projected = projected or self._split(product)
+            implementation = default_implementation(self, hidden_states, projected.query, projected.key, attention_mask)
         kernels = None  # which take the place of modules in decoding
         if is_fused and is_cached and not self.own_steps:
             kernels = FUSED_GENERATORS.get(implementation)
@@ -287,8 +300,8 @@ class DCFormerAttention(nn.Module):
             if output is not None:
                 return output, None
 
-        projected = projected or self._parts(product)
-        made = None if kernels is None else kernels.prepare(self, hidden_states, projected[3:], position_embeddings)
+        projected = projected or self._split(product)
+        made = None if kernels is None else kernels.prepare(self, hidden_states, projected.results, position_embeddings)
         if made is None:
             made = self._make(hidden_states, projected, position_embeddings, implementation, is_cached)
         query, key, value, (generated, statics) = made
@@ -315,22 +328,30 @@ class DCFormerAttention(nn.Module):
             post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
             **kwargs,
         )
-        return self._output(output, hidden_states, projected[0]), weights
+        return self._output(output, hidden_states, projected.query), weights
 
-    def _project(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[B, T, E] -> queries, keys and values [B, H(kv), T, D]."""
-        parts = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        return [states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for states in parts]
+        return (
+            self._by_head(self.q_proj(hidden_states)),
+            self._by_head(self.k_proj(hidden_states)),
+            self._by_head(self.v_proj(hidden_states)),
+        )
 
-    def _parts(self, product: torch.Tensor) -> Sequence[Any]:
-        """The fused product [B, T, all rows] -> what `_project` returns, and the results of all projections."""
-        fused: Any = self.fused.split(product)
-        return [*(states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for states in fused[:3]), *fused]
+    def _split(self, product: torch.Tensor | None) -> Projected:
+        """Takes the fused product [B, T, all rows] apart."""
+        results: Any = self.fused.split(product)
+        query, key, value = (self._by_head(states) for states in results[:3])
+        return Projected(query, key, value, results)
+
+    def _by_head(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, T, H(kv) D] -> [B, H(kv), T, D]."""
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _make(
         self,
         hidden_states: torch.Tensor,
-        projected: Sequence[Any],
+        projected: Projected,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         implementation: str,
         is_cached: bool,
@@ -341,9 +362,9 @@ class DCFormerAttention(nn.Module):
             queries [B, H, T, D]; keys and values [B, H(kv), T, D], and for a cache with their key-wise weights behind
             them, [B, H(kv), T, D + channels]; and what `DCFormerCompose.forward` returns.
         """
-        query, key, value = projected[:3]
+        query, key, value, results = projected
         query, key, value = self._place(query, key, value, position_embeddings, is_cached)
-        first_layer = projected[6:]  # what a fused product has of composition
+        first_layer = results[3:]  # what a fused product has of composition
         if not is_cached:
             return query, key, value, self.compose(hidden_states, implementation, first_layer)
         return query, *self.compose.packed(hidden_states, key, value, implementation, first_layer)
@@ -424,7 +445,7 @@ class DCFormerAttention(nn.Module):
 
         Args:
             implementation: its name.
-            query, key, value: [B, H, T, D], and [B, G, S, D] with the numbers of heads that the layer has.
+            query, key, value: [B, H, T, D], and [B, Hkv, S, D] with the numbers of heads that the layer has.
             attention_mask, sliding_window: as for `forward`.
             is_cached: keys and values come from a cache.
             kwargs: `pre` and `post`, and those of `forward`.
@@ -600,8 +621,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: DCFormerConfig, *inputs: Any, **kwargs: Any):
         register_hub_conversions()
-        if not config.composes:
-            self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = True
+        self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = not config.composes
         super().__init__(config, *inputs, **kwargs)
 
     def _why_no_maps(self) -> str | None:
@@ -713,7 +733,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             attention.fused = FusedProjections(tuple(attention.projections().values()))
 
     def unfuse(self) -> None:
-        """Undoes `fuse_projections`: every parameter has memory of its own again. Without it there is nothing to do."""
+        """Undoes `fuse_projections`: every parameter has memory of its own again. Does nothing to other layers."""
         for module in self.modules():
             if isinstance(module, DCFormerAttention) and module.fused is not None:
                 module.fused.release()
@@ -828,6 +848,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 "sliding_attention": create_sliding_window_causal_mask,
             }
             masks = {kind: make_mask[kind](**mask_arguments) for kind in sorted(set(kinds))}
+        elif absent := [kind for kind in kinds if kind not in masks]:
+            raise ValueError(
+                f"attention_mask has masks for {sorted(masks)}, and none for the model's {absent[0]!r} layers: add it, "
+                "or None where attention is causal."
+            )
 
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
@@ -1100,6 +1125,7 @@ class DCPythiaForQuestionAnswering(DCFormerForQuestionAnswering):
 
 
 class _PlainAttention:
+    # Of the classes, which Transformers' model tests ask; a model has its own, by its configuration.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
 
 

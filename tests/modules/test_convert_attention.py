@@ -466,7 +466,10 @@ def test_what_is_off_is_no_obstacle():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compose_groups": 3}, r"attention\.self \(BertSelfAttention\): num_attention_heads=2 must be a multiple of"),
+        (
+            {"compose_groups": 3},
+            r"attention\.self \(BertSelfAttention\): compose_groups=3 does not divide",
+        ),
         ({"compose_pre": False, "compose_post": False}, "turn one of them on"),
         ({"rank": 2}, "rank unknown: expected some of compose_rank"),
         ({"compose_key": "never"}, "compose_key='never' is unknown"),

@@ -418,7 +418,10 @@ def test_settings_of_the_module_are_taken_over():
         ({"embed_dim": 24, "num_heads": 0}, "num_heads=0 must be at least 1"),
         ({"embed_dim": 24, "num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
         ({"embed_dim": 24, "num_heads": 4, "dropout": 1.0}, "dropout=1.0 must be in"),
-        ({"embed_dim": 24, "num_heads": 4, "compose_groups": 3}, "must be a multiple of compose_groups=3"),
+        (
+            {"embed_dim": 24, "num_heads": 4, "compose_groups": 3},
+            "compose_groups=3 does not divide",
+        ),
         ({"embed_dim": 24, "num_heads": 4, "compose_pre": False, "compose_post": False}, "turn one of them on"),
         ({"embed_dim": 24, "num_heads": 4, "attn_implementation": "sdpa"}, "'sdpa' cannot compose attention heads"),
     ],

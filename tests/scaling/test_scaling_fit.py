@@ -224,7 +224,7 @@ def test_a_variant_below_the_floor_has_no_factor():
 
 
 REFUSED = {
-    r"family 'b' has 1 sizes: the form log needs 2": lambda: fit_law(runs("b", LAWS["log"], SIZES[:1])),
+    r"family 'b' has 1 size: a law needs 2": lambda: fit_law(runs("b", LAWS["log"], SIZES[:1])),
     r"has 4 sizes: the form power\+floor needs 5": lambda: fit_law(runs("b", LAWS["log"], SIZES[:4]), "power+floor"),
     "form 'cubic': expected one of log, power": lambda: fit_law(runs("b", LAWS["log"]), "cubic"),
     "loss of family 'b' does not fall with compute": lambda: fit_law(runs("b", lambda c: np.log(c))),

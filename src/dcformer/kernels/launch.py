@@ -338,10 +338,10 @@ class Problem:
             "H": self.H, "G": self.G, "T": self.T, "S": self.S,
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
-            "STEP": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
+            "BLOCK": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
         }  # fmt: skip
         known |= composition_constants(self.layout, self.M) | arguments
-        values = {key: self.q if known.get(key) is None else known[key] for key in kernel.arg_names}
+        values = {key: self.q if known[key] is None else known[key] for key in kernel.arg_names}
         self._start(kernel, grid, name, tile, values)
 
     def _start(
@@ -441,7 +441,8 @@ class Problem:
     def _undone(self, scales: torch.Tensor | None, sizes: torch.Tensor | None) -> dict[str, Any]:
         """Arguments of products that undo the powers of two of a map; with the sizes of states of another dtype."""
         if scales is None:
-            return {"SCALED": False, "n_largest": 1}
+            nothing = dict.fromkeys(("p_inverse", "p_finite", "p_mark", "p_largest"))
+            return {"SCALED": False, "n_largest": 1} | nothing
         return {
             "SCALED": True, "p_inverse": scales[1], "p_finite": scales[2],
             "p_mark": mark_of(self.q.device, Beyond.GRADIENTS),
@@ -524,7 +525,7 @@ class Problem:
         tile = self._tile(f"back_{stage}")
         self._launch(
             project_kernel, grid, chunk, p_gm=parts, p_gwk=key, p_gstatic=parts_of_static, **self._key_side(stage),
-            factor=1.0 if stage else _LN_2 / SCORES_GRAD.value, B_T=tile.b_t, TURNED=bool(stage),
+            factor=1.0 if stage else _LN_2 / SCORES_GRAD.value, B_T=tile.b_t, TRANSPOSED=bool(stage),
             ADD=chunk.n_t < self.T, p_inverse=scales[1], p_finite=scales[2], **self._limit(Beyond.GRADIENTS),
             **constants,
         )  # fmt: skip
@@ -555,9 +556,9 @@ class Problem:
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, H, T, DV] (a view of [B, T, H, DV]) and log-sum-exp [B, H, T] in float32, base 2."""
-        return self._widened("forward", self._forward)
+        return self._run_pass("forward", self._forward)
 
-    def _widened(self, name: str, run: Callable[[], _Result]) -> _Result:
+    def _run_pass(self, name: str, run: Callable[[], _Result]) -> _Result:
         """Result of a pass; of another one, with other maps, where something went beyond float16."""
         found = self._searched(name, run)
         while look(self.q.device) and self.q.dtype != torch.float32:
@@ -602,7 +603,7 @@ class Problem:
 
         Every sum has one owner and one order: the result does not change from run to run.
         """
-        return self._widened("backward", partial(self._backward, grad_out, lse, grad_lse))
+        return self._run_pass("backward", partial(self._backward, grad_out, lse, grad_lse))
 
     def _backward(self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None) -> Gradients:
         def zeros(like: torch.Tensor) -> torch.Tensor:

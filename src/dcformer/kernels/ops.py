@@ -213,8 +213,10 @@ def _check_numbers(causal: bool, numbers: dict[str, Any]) -> None:
         if number is not None and (not isinstance(number, (int, torch.SymInt)) or isinstance(number, bool)):
             raise ValueError(f"{name}={number!r}: expected an integer or None.")
     offset, window, chunk_bytes = numbers.values()
-    if window is not None and (not causal or window < 1):
-        raise ValueError(f"sliding_window={window} must be at least 1, and needs causal=True.")
+    if window is not None and window < 1:
+        raise ValueError(f"sliding_window={window}: expected at least 1 (a query's own key), or None for all keys.")
+    if window is not None and not causal:
+        raise ValueError(f"sliding_window={window} needs causal=True.")
     if offset is not None and not causal:
         raise ValueError(f"causal_offset={offset} needs causal=True.")
     if chunk_bytes is not None and chunk_bytes < 0:

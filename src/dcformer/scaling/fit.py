@@ -267,7 +267,9 @@ def fit_law(points: Sequence[Point], form: str = "log", measure: str = "flops") 
         raise DCFormerError(f"form {form!r}: expected one of {', '.join(FORMS)}")
     sizes, least = _sizes(points, form, measure), _FLOOR_SIZES if form == "power+floor" else 2
     if len(sizes) < least:
-        raise DCFormerError(f"{_named(points)} has {len(sizes)} sizes: the form {form} needs {least} or more")
+        number = "1 size" if len(sizes) == 1 else f"{len(sizes)} sizes"
+        what = "a law" if least == 2 else f"the form {form}"
+        raise DCFormerError(f"{_named(points)} has {number}: {what} needs {least} or more")
     x, y = sizes.x, sizes.y
     slope, intercept = _falling_line(_named(points), measure, x, y)
     floor, numbers, residuals = 0.0, 2, y - intercept - slope * x

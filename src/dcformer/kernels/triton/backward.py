@@ -32,8 +32,8 @@ from .heads import (
     store_matrix_grad,
     store_row,
     store_side_grads,
-    turned,
-    turned_matrix,
+    transposed,
+    transposed_matrix,
     widened,
 )
 
@@ -43,13 +43,13 @@ def back_1_kernel(
     p_in, p_grads, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_inverse, p_out, p_gwq, p_delta, p_gm,
     stride_ib, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr,
-    H1: tl.constexpr, B_T: tl.constexpr, STEP: tl.constexpr, GIVEN: tl.constexpr,
+    H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """Back through the composition of weights: from dW to dP.
 
     Args:
         p_in: the map of scores, or with GIVEN of weights; then p_out may be the same memory.
-        p_grads: the map of dW, times a power of two for STEP queries; dP takes its place.
+        p_grads: the map of dW, times a power of two for BLOCK queries; dP takes its place.
         p_inverse: what undoes that, [B·G, n_scales].
         p_out: the map of composed weights, to be written.
         p_gwq: parts of gradients of the query side's weights, [parts of keys, B·H, C, n_t].
@@ -79,7 +79,7 @@ def back_1_kernel(
     delta, mass = filled(0.0, 1, B_T, H0, H1), filled(0.0, MASS, B_T, H0, H1)
     grads = filled(0.0, side_channels(F_POST, R), B_T, H0, H1)
     for s in tl.range(start - s_0, stop - s_0):
-        x = turned(load_row(p_in + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        x = transposed(load_row(p_in + s * n_p, stride_map, o_t, M, H0, H1), H1)
         row = load_row(p_grads + s * n_p, stride_map, o_t, M, H0, H1)  # [h', t]
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
         if GIVEN:
@@ -91,11 +91,11 @@ def back_1_kernel(
             narrow = cast(p, p_in.dtype.element_ty, H1)
         hid = hidden(p, w1, 0, F_POST, R, H1)
         store_row(p_out + s * n_p, composed(narrow, p, w1, hid, m1, R, F_POST, R, H1), stride_map, o_t, M, H0, H1)
-        y = turned(row, H1)
+        y = transposed(row, H1)
         dw = widened(y, H0, H1)
         grad_hid = hidden(dw, w1, R, F_POST, R, H1)
         grads = add_side_grads(grads, p, dw, hid, grad_hid, F_POST, R, H1)
-        dp = composed(y, dw, w1, grad_hid, turned_matrix(m1, dtype, F_POST, H1), 0, F_POST, R, H1)
+        dp = composed(y, dw, w1, grad_hid, transposed_matrix(m1, dtype, F_POST, H1), 0, F_POST, R, H1)
         dp = cast(dp, dtype, H1)  # as back_0 reads it: with a sum of others gradients of scores would not sum to zero
         dp_wide = widened(dp, H0, H1)
         deltas, masses = (), ()
@@ -108,7 +108,7 @@ def back_1_kernel(
         if (KEY | STATIC) & F_POST:
             store_matrix_grad(p_gm + s * stride_m, row, cast(narrow, dtype, H1), 1.0, H0, H1)
     i_part = i_s * n_bh + i_bg * M
-    inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // STEP)
+    inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     store_side_grads(p_gwq + i_part * C * n_t, grads, inverse, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
     p_delta += (i_s * n_bh * MASS + i_part) * n_t
     store_heads(p_delta, delta, n_t, o_t, m_t, M, H0, H1)
@@ -121,7 +121,7 @@ def back_0_kernel(
     p_scores, p_grads, p_m0, p_w0, p_first, p_last, p_lse, p_delta, p_inverse, p_out, p_gwq, p_gm,
     stride_ib, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, factor,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr,
+    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Back through the softmax and the composition of scores: from dP to the gradients of scores.
 
@@ -142,7 +142,7 @@ def back_0_kernel(
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
     delta = load_heads(p_delta + i_bg * M * n_t, n_t, o_t, m_t, 0.0, M, H0, H1)
-    inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // STEP)
+    inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     p_scores += i_bg * M * stride_map
     p_grads += i_bg * M * stride_map
     p_out += i_bg * M * stride_map
@@ -154,10 +154,10 @@ def back_0_kernel(
     grads = filled(0.0, side_channels(F_PRE, R), B_T, H0, H1)
     for s in tl.range(start - s_0, stop - s_0):
         row = load_row(p_scores + s * n_p, stride_map, o_t, M, H0, H1)  # [h, t]
-        y = turned(load_row(p_grads + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        y = transposed(load_row(p_grads + s * n_p, stride_map, o_t, M, H0, H1), H1)
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
         visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
-        p, x, hid = weights_of(turned(row, H1), w0, m0, lse, visible, F_PRE, R, H0, H1)
+        p, x, hid = weights_of(transposed(row, H1), w0, m0, lse, visible, F_PRE, R, H0, H1)
         dp = widened(y, H0, H1)
         da = ()
         for i in tl.static_range(1 + (H1 > 0)):
@@ -165,7 +165,7 @@ def back_0_kernel(
         grad_hid = hidden(da, w0, R, F_PRE, R, H1)
         grads = add_side_grads(grads, x, da, hid, grad_hid, F_PRE, R, H1)
         narrow = cast(da, dtype, H1)
-        ds = composed(narrow, da, w0, grad_hid, turned_matrix(m0, dtype, F_PRE, H1), 0, F_PRE, R, H1)
+        ds = composed(narrow, da, w0, grad_hid, transposed_matrix(m0, dtype, F_PRE, H1), 0, F_PRE, R, H1)
         if not SCALED:
             grad = ()
             for i in tl.static_range(1 + (H1 > 0)):

@@ -6,7 +6,13 @@ them.
 
 A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees. M, H0,
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
-`launch.Chunk`; o_t are a tile's queries within it, m_t says which of them exist.
+`launch.Chunk`; o_t are a tile's queries within it, m_t says which of them exist. HP = H0 + H1. Behind the pointers:
+
+    p_scores, p_out  maps of the chunk, [B, H, n_s, n_p], float16 or float32
+    p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of maps
+    p_w0, p_w1       query sides, [B, H, C, T]
+    p_first, p_last  the first key that a query sees, and the one behind its last, int32 [B or 1, T]
+    p_lse            log-sum-exps, float32 [B, H, T]
 """
 # ruff: noqa: RUF005 - Triton's tuples have no unpacking
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -29,7 +35,7 @@ from .heads import (
     span,
     store_heads,
     store_row,
-    turned,
+    transposed,
     widened,
 )
 
@@ -72,7 +78,7 @@ def _add_scores(
             s += tl.where(i_s < inner, 0, skipped)
         turn, above = (), top
         for k in tl.static_range(B_S):
-            x = turned(load_row(p_scores + (s + k - s_0) * n_p, stride_map, o_t, M, H0, H1), H1)
+            x = transposed(load_row(p_scores + (s + k - s_0) * n_p, stride_map, o_t, M, H0, H1), H1)
             m0 = load_matrix(p_m0 + (s + k - s_0) * stride_m, F_PRE, H0, H1)
             wide = widened(x, H0, H1)
             a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
@@ -192,7 +198,7 @@ def compose_kernel(
     p_m0 += i_bg * n_s * HH
     p_m1 += i_bg * n_s * HH
     for s in tl.range(start - s_0, stop - s_0):
-        x = turned(load_row(p_scores + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        x = transposed(load_row(p_scores + s * n_p, stride_map, o_t, M, H0, H1), H1)
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
         visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
         p, _, _ = weights_of(x, w0, m0, lse, visible, F_PRE, R, H0, H1)

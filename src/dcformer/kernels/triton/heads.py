@@ -27,7 +27,7 @@ QUERY, KEY = tl.constexpr(Part.QUERY.value), tl.constexpr(Part.KEY.value)
 STATIC, GATE = tl.constexpr(Part.STATIC.value), tl.constexpr(Part.GATE.value)
 NO_KEY = tl.constexpr(2147483647)  # no key is as far as this
 LOST = tl.constexpr(6)  # bits that gradients of the M(s) of scores have less: scores are larger than weights
-SCORES_GRAD = tl.constexpr(2.0**-LOST.value)  # these are times this
+SCORES_GRAD = tl.constexpr(2.0**-LOST.value)  # such gradients are stored times this
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def store_row(p_map, x, stride_h, o_t, M: tl.constexpr, H0: tl.constexpr, H1: tl
 
 
 @triton.jit
-def turned(x, H1: tl.constexpr):
+def transposed(x, H1: tl.constexpr):
     """Each block transposed: [h, t] to [t, h]."""
     out = ()
     for i in tl.static_range(1 + (H1 > 0)):
@@ -194,7 +194,7 @@ def load_matrix(p_m, F: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
 
 
 @triton.jit
-def turned_matrix(m, dtype: tl.constexpr, F: tl.constexpr, H1: tl.constexpr):
+def transposed_matrix(m, dtype: tl.constexpr, F: tl.constexpr, H1: tl.constexpr):
     """The transpose of M(s) in another dtype."""
     NB: tl.constexpr = 1 + (H1 > 0)
     out = ()

@@ -101,7 +101,7 @@ def expand_kernel(
 @triton.jit
 def _added_parts(
     at, p_first, p_last, p_inverse, p_finite, i_bg, o_s, m_s, m_h, n_bg, n_scales, n_t, s_0, n_s,
-    HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr, B_T: tl.constexpr, STEP: tl.constexpr, CUT: tl.constexpr,
+    HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Parts [s, h, h'] of all tiles of queries, without their powers of two; how many were infinite, and with CUT are
     cut off instead, if dO is finite."""
@@ -114,7 +114,7 @@ def _added_parts(
         is_seen = m_s & (o_s + s_0 >= low) & (o_s + s_0 < high)
         p_part = p_gm + (i_t * n_bg + i_bg) * n_s * (HP * HP)
         part = tl.load(p_part + o_m, mask=is_seen[:, None, None] & m_h, other=0.0).to(tl.float32)
-        o_scale = i_bg * n_scales + i_t * B_T // STEP
+        o_scale = i_bg * n_scales + i_t * B_T // BLOCK
         if CUT:
             most = tl.where(tl.load(p_finite + o_scale) > 0, LARGEST_HALF, float("inf"))
             count += tl.sum((tl.abs(part) > most).to(tl.int32))
@@ -129,16 +129,16 @@ def project_kernel(
     stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws,
     n_bg, G, rep, S, t_0, n_t, s_0, n_s, n_scales, factor,
     F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr,
-    B_S: tl.constexpr, B_T: tl.constexpr, STEP: tl.constexpr, TURNED: tl.constexpr, ADD: tl.constexpr,
+    B_S: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr, ADD: tl.constexpr,
     MARK: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of M(s) over the tiles of queries, in their order, and takes them back to what makes M(s).
 
     Args:
-        p_gm: their parts, [tiles of B_T queries, B·G, n_s, HP, HP]; with TURNED as columns by rows. A tile has written
-            those of the keys that any of its queries sees. They are times a power of two.
+        p_gm: their parts, [tiles of B_T queries, B·G, n_s, HP, HP]; with TRANSPOSED as columns by rows. A tile has
+            written those of the keys that any of its queries sees. They are times a power of two.
         p_mark: becomes 1, with MARK, where a part was too large for its dtype: infinite, although dO is finite.
-        p_inverse, p_finite: what undoes the power of two, and whether dO is finite, [B·G, n_scales] for STEP queries.
+        p_inverse, p_finite: what undoes the power of two, and whether dO is finite, [B·G, n_scales] for BLOCK queries.
         p_gwk: gradients of p_wk, [B, Hkv, REP, C, S] contiguous; with ADD, added to the stored values.
         p_gstatic: parts of the gradient of the static projection, [programs of keys, B·G, M, M].
         factor: of all gradients.
@@ -147,7 +147,7 @@ def project_kernel(
     o_s, o_h = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_H)
     m_s = (o_s < n_s) & (o_s + s_0 < S)
     p_bounds = i_bg // G * stride_ib + t_0
-    h_stride: tl.constexpr = 1 if TURNED else HP
+    h_stride: tl.constexpr = 1 if TRANSPOSED else HP
     o_m = (
         o_s[:, None, None].to(tl.int64) * (HP * HP)
         + o_h[None, :, None] * h_stride
@@ -157,13 +157,13 @@ def project_kernel(
     at = (p_gm, o_m)
     grad, _ = _added_parts(
         at, p_first + p_bounds, p_last + p_bounds, p_inverse, p_finite, i_bg, o_s, m_s, m_h, n_bg, n_scales, n_t, s_0,
-        n_s, HP, B_H, B_S, B_T, STEP, False,
+        n_s, HP, B_H, B_S, B_T, BLOCK, False,
     )  # fmt: skip
     if MARK:
         if tl.max((tl.abs(grad) < float("inf")).to(tl.int32) ^ 1) > 0:
             grad, count = _added_parts(
                 at, p_first + p_bounds, p_last + p_bounds, p_inverse, p_finite, i_bg, o_s, m_s, m_h, n_bg, n_scales,
-                n_t, s_0, n_s, HP, B_H, B_S, B_T, STEP, True,
+                n_t, s_0, n_s, HP, B_H, B_S, B_T, BLOCK, True,
             )  # fmt: skip
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same

@@ -70,15 +70,15 @@ def scores_kernel(
     p_a, p_b, p_map, p_mark, p_scale, p_sizes_a, p_sizes_b, p_first, p_last,
     stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_map: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, scale, largest,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, STEP: tl.constexpr, MARK: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr, MARK: tl.constexpr,
     SCALED: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """map[s, t] = scale · (a[s] · b[t]), within ±largest: scores of keys and queries, dW of values and dO.
 
-    With MARK, p_mark becomes 1 where a number is beyond. Keys that none of STEP queries sees are left alone; STEP is a
-    multiple of B_T, and of that of the kernels of composition. With SCALED they are also times p_scale [B·G, n_scales],
-    a number for STEP queries and a group of heads. With SIZES the largest size of a number of each tile of a, and of b,
-    goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries].
+    With MARK, p_mark becomes 1 where a number is beyond. Keys that none of BLOCK queries sees are left alone; BLOCK is
+    a multiple of B_T, and of that of the kernels of composition. With SCALED they are also times p_scale
+    [B·G, n_scales], a number for BLOCK queries and a group of heads. With SIZES the largest size of a number of each
+    tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries].
     """
     i_s, i_t, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -93,7 +93,7 @@ def scores_kernel(
         if (i_t == 0) & (i_h % rep == 0):
             size = _largest(p_a, stride_as, s_0 + o_s, m_s, D, B_D, B_S)
             tl.store(p_sizes_a + i_bh // rep * tl.num_programs(0) + i_s, size)
-    o_step = i_t * B_T // STEP * STEP + tl.arange(0, STEP)
+    o_step = i_t * B_T // BLOCK * BLOCK + tl.arange(0, BLOCK)
     low, high = span(*intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_step, o_step < n_t))
     if (high <= s_0 + i_s * B_S) | (low >= s_0 + (i_s + 1) * B_S):
         return
@@ -105,7 +105,7 @@ def scores_kernel(
         total = add_product(total, a, tl.trans(b))
     total *= scale
     if SCALED:
-        total *= tl.load(p_scale + (i_b * G + i_h // (H // G)) * n_scales + i_t * B_T // STEP)
+        total *= tl.load(p_scale + (i_b * G + i_h // (H // G)) * n_scales + i_t * B_T // BLOCK)
     if MARK:
         if tl.max(tl.abs(total)) > largest:
             tl.store(p_mark, 1)  # all that store, store the same
@@ -142,7 +142,7 @@ def values_kernel(
     p_map, p_v, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
     stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_map: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """out[t] = scale · Σ_s map[s, t] v[s]: the output of W and values, dQ of dS and keys.
 
@@ -150,7 +150,7 @@ def values_kernel(
 
     Args:
         p_mark: becomes 1 where a number of the map was too large: infinite, although dO is finite.
-        p_inverse, p_finite: what undoes the powers of two, and whether dO is finite: [B·G, n_scales] for STEP queries.
+        p_inverse, p_finite: what undoes the powers of two, and whether dO is finite: [B·G, n_scales] for BLOCK queries.
         p_largest: sizes of v if they are bfloat16, [B, Hkv, n_largest].
     """
     i_t, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -169,7 +169,7 @@ def values_kernel(
     p_map += i_bh * stride_map
     p_v += i_b * stride_vb + i_h // rep * stride_vh
     exponent, count = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    o_scale = (i_b * G + i_h // (H // G)) * n_scales + o_t // STEP
+    o_scale = (i_b * G + i_h // (H // G)) * n_scales + o_t // BLOCK
     if SCALED:
         if p_v.dtype.element_ty != p_map.dtype.element_ty:
             exponent = factor_of(p_largest + (i_b * (H // rep) + i_h // rep) * n_largest, n_largest)
@@ -211,7 +211,7 @@ def _queries_of(p_first, p_last, t_0, n_t, low, high, B: tl.constexpr):
 @triton.jit
 def _add_keys(
     total, count, start, stop, at, scales,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, STEP: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Adds map q over the queries start to stop of the chunk, and how many numbers of the map are cut off: `_cut`."""
@@ -229,9 +229,9 @@ def _add_keys(
         q = _load_states(p_q, stride_qt, t_0 + o_t, m_t, o_d, D)  # [t, d]
         if SCALED:
             if CUT:
-                x, n = _cut(x, tl.load(p_finite + t // STEP))
+                x, n = _cut(x, tl.load(p_finite + t // BLOCK))
                 count += n
-            inverse = tl.load(p_inverse + t // STEP) * power(-exponent)
+            inverse = tl.load(p_inverse + t // BLOCK) * power(-exponent)
             total += product(x, _like_map(q, power(exponent), x.dtype)) * inverse
         else:
             total = add_product(total, x, q)
@@ -258,7 +258,7 @@ def keys_kernel(
     p_map, p_q, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_map: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, STEP: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr,
     ADD: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """out[s] = scale · Σ_t map[s, t] q[t], over all heads that share a key: dV of W and dO, dK of dS and queries.
@@ -284,9 +284,9 @@ def keys_kernel(
         p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
         at = (p_head, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
         scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
-        total, count = _add_keys(total, count, start, inner, at, scales, D, B_D, B_T, STEP, True, SCALED, False)
-        total, count = _add_keys(total, count, inner, outer, at, scales, D, B_D, B_T, STEP, False, SCALED, False)
-        total, count = _add_keys(total, count, outer, some_1, at, scales, D, B_D, B_T, STEP, True, SCALED, False)
+        total, count = _add_keys(total, count, start, inner, at, scales, D, B_D, B_T, BLOCK, True, SCALED, False)
+        total, count = _add_keys(total, count, inner, outer, at, scales, D, B_D, B_T, BLOCK, False, SCALED, False)
+        total, count = _add_keys(total, count, outer, some_1, at, scales, D, B_D, B_T, BLOCK, True, SCALED, False)
     if SCALED:
         if _is_broken(total, m_s):
             total = tl.zeros_like(total)
@@ -296,7 +296,9 @@ def keys_kernel(
                 p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
                 at = (p_head, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
                 scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
-                total, count = _add_keys(total, count, start, some_1, at, scales, D, B_D, B_T, STEP, True, SCALED, True)
+                total, count = _add_keys(
+                    total, count, start, some_1, at, scales, D, B_D, B_T, BLOCK, True, SCALED, True
+                )
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same
     total *= scale

@@ -82,9 +82,9 @@ def norms_kernel(
 def scale_kernel(
     p_norms, p_largest, p_amplified, p_extra, p_w1, p_scale, p_mark, G, kv_heads, T, t_0, n_t, n_largest, n_amplified,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, B_H: tl.constexpr,
-    STEP: tl.constexpr, B_T: tl.constexpr, EXTRA: tl.constexpr, MARK: tl.constexpr, FEW: tl.constexpr,
+    BLOCK: tl.constexpr, B_T: tl.constexpr, EXTRA: tl.constexpr, MARK: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The power of two for each STEP queries of a group of heads, its inverse, and whether their dO is finite.
+    """The power of two for each BLOCK queries of a group of heads, its inverse, and whether their dO is finite.
 
     Args:
         p_norms: of dO, [B·H, n_t].
@@ -93,7 +93,7 @@ def scale_kernel(
             [B·G, n_amplified].
         p_extra: with EXTRA, what is added to the gradients of composed scores before they are multiplied by weights,
             [B·H, n_t].
-        p_scale: [3, B·G, blocks of STEP queries].
+        p_scale: [3, B·G, blocks of BLOCK queries].
         p_mark: with MARK it becomes 1 where float16 would keep less than bfloat16 does: where composition may make
             gradients 2048 times as large; and with FEW where the largest dW of a query, if it has one, may be less
             than 2^-12: most numbers are about 2^-5 of such bounds, and float16 has 8 bits down to 2^-17; less than
@@ -123,8 +123,8 @@ def scale_kernel(
     of_queries = tl.full([B_T], 1.0, tl.float32)
     norm, extra = tl.zeros([B_T], tl.float32), tl.zeros([B_T], tl.float32)
     least, is_finite = tl.full([B_T], float("inf"), tl.float32), tl.full([B_T], 1, tl.int32)
-    for t in range(0, STEP, B_T):
-        o_t = i_t * STEP + t + tl.arange(0, B_T)
+    for t in range(0, BLOCK, B_T):
+        o_t = i_t * BLOCK + t + tl.arange(0, B_T)
         mask = (o_t < n_t)[:, None] & m_h[None, :]
         o_map = (i_bg * M + o_h)[None, :] * n_t + o_t[:, None]
         x = tl.load(p_norms + o_map, mask=mask, other=0.0)  # [t, h]
