@@ -210,7 +210,7 @@ def evaluations():
 def test_every_documented_command_is_run_here():
     kinds = {words[0] for words in COMMANDS}
     assert kinds == {"pip", "python", "accelerate", "dcformer-eval"} and len(COMMANDS) >= 10
-    assert [words for words in COMMANDS if words[0] == "pip"] == [["pip", "install", "dcformer[eval]"]]
+    assert [words for words in COMMANDS if words[0] == "pip"] == [["pip", "install", ".[eval]"]]
     assert all("-m dcformer.evaluation" in " ".join(words) for words in COMMANDS if words[0] == "accelerate")
 
 
