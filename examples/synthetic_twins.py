@@ -244,7 +244,7 @@ def _pattern_lines(done: dict[Run, dict]) -> list[str]:
 
 
 def _again_lines(done: dict[Run, dict], again: dict[Run, dict]) -> list[str]:
-    """How runs ended that were made twice, by later code and libraries the second time."""
+    """How runs ended that were made twice, by later code the second time."""
     if not again:
         return []
     lines = ["", "Runs that were made again, with later code: accuracy at the end.", ""]

@@ -76,6 +76,12 @@ def test_warm_up_is_one_per_cent(scale, warmup, tmp_path):
     assert arguments.get_warmup_steps(run.steps) == warmup
 
 
+def test_overrides_that_a_configuration_turns_into_fields():
+    config = recipe("dcformer-405m", layer_pattern="G", rope_theta=5e5, num_labels=3).config
+    assert set(config.layer_types) == {"full_attention"} and config.num_labels == 3
+    assert config.rope_parameters["rope_theta"] == 5e5
+
+
 REFUSED = {
     "recipe 'dcformer-7b' is unknown: expected one of dcformer-405m": lambda: recipe("dcformer-7b"),
     "scale is 0: expected more than 0": lambda: recipe("dcformer-405m").scaled(0),

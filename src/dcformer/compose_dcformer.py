@@ -6,7 +6,7 @@ group, K = 2·R·M hidden width of a weight generator, C generators in use.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,12 @@ class ComposeFields:
     compose_gate: bool
     compose_static: bool
     compose_act: str
+
+    def check_names(self, others: Iterable[str]) -> None:
+        """Raises a `ValueError` when other names than those of fields begin as the fields of composition do."""
+        if unknown := sorted(name for name in others if name.startswith("compose_")):
+            known = ", ".join(name for name in vars(self) if name.startswith("compose_"))
+            raise ValueError(f"{', '.join(unknown)} is no field of composition: expected one of {known}.")
 
     @property
     def compose_generators(self) -> tuple[tuple[str, str], ...]:

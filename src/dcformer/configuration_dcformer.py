@@ -173,9 +173,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
                 f"{sorted({'dim', 'n_layer', 'n_head'} & set(kwargs))} are keys of the hub format: use "
                 f"{type(self).__name__}.from_dict or from_pretrained, which read them."
             )
-        if unknown := sorted(name for name in kwargs if name.startswith("compose_")):
-            known = ", ".join(name for name in ComposeFields.__annotations__ if name.startswith("compose_"))
-            raise ValueError(f"{', '.join(unknown)} is no field of composition: expected one of {known}.")
+        self.check_names(kwargs)
         # Fields that a hub configuration leaves to the stored tensors; see `from_dict`. Never stored.
         self.undecided_fields: tuple[str, ...] = ()
         layer_pattern = kwargs.pop("layer_pattern", None)

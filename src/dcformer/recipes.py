@@ -147,13 +147,14 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     Raises:
         DCFormerError: on an unknown name, of a recipe (the message lists the known ones) or of a field.
     """
-    known = DCFormerConfig()
-    if unknown := [field for field in overrides if field != "layer_pattern" and not hasattr(known, field)]:
-        raise DCFormerError(f"recipe {name!r}: {', '.join(unknown)} is no field of DCFormerConfig; leave it out")
     for (family, suffix), changes in _VARIANTS.items():
         for size, (rate, steps) in _RUNS.items():
             if name == f"{family}-{size}{suffix}":
                 config = DCFormerConfig.from_preset(f"dcformer-{size}", **(changes | overrides))
+                if unread := [n for n in overrides if n in vars(config) and not hasattr(DCFormerConfig, n)]:
+                    raise DCFormerError(
+                        f"recipe {name!r}: {', '.join(unread)} is no field of DCFormerConfig; leave it out"
+                    )
                 return Recipe(name, config, rate, steps)
     raise DCFormerError(f"recipe {name!r} is unknown: expected one of {', '.join(RECIPES)}")
 

@@ -4,7 +4,6 @@ KERNEL_TESTS_TILES=gpu takes the tiles of a GPU (sm_90) in the interpreter, too,
 assumes about tiles shows before there is a GPU.
 """
 
-import importlib.util
 import inspect
 import os
 from pathlib import Path
@@ -32,9 +31,6 @@ def gpu_tiles():
 @pytest.fixture(scope="session", autouse=not COMPILED)
 def language_patched_once():
     """Has Triton's interpreter replace its language once, not at each call of a function: half of a test's time."""
-    if importlib.util.find_spec("triton") is None:
-        yield
-        return
     from triton.runtime import interpreter
 
     patch_language, scopes = interpreter._patch_lang, {}

@@ -468,7 +468,7 @@ def test_what_is_off_is_no_obstacle():
     [
         (
             {"compose_groups": 3},
-            r"attention\.self \(BertSelfAttention\): compose_groups=3 does not divide",
+            r"attention\.self \(BertSelfAttention\): compose_groups=3 does not divide num_attention_heads=2",
         ),
         ({"compose_pre": False, "compose_post": False}, "turn one of them on"),
         ({"rank": 2}, "rank unknown: expected some of compose_rank"),

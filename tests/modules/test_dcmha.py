@@ -420,7 +420,7 @@ def test_settings_of_the_module_are_taken_over():
         ({"embed_dim": 24, "num_heads": 4, "dropout": 1.0}, "dropout=1.0 must be in"),
         (
             {"embed_dim": 24, "num_heads": 4, "compose_groups": 3},
-            "compose_groups=3 does not divide",
+            "compose_groups=3 does not divide num_attention_heads=4",
         ),
         ({"embed_dim": 24, "num_heads": 4, "compose_pre": False, "compose_post": False}, "turn one of them on"),
         ({"embed_dim": 24, "num_heads": 4, "attn_implementation": "sdpa"}, "'sdpa' cannot compose attention heads"),

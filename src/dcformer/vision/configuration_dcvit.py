@@ -116,6 +116,7 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
     compose_gate_init: float = 0.05
 
     def __post_init__(self, **kwargs):
+        self.check_names(kwargs)
         if isinstance(self.representation_size, bool):
             self.representation_size = self.hidden_size if self.representation_size else None
         super().__post_init__(**kwargs)
