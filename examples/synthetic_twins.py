@@ -30,7 +30,7 @@ from train_synthetic import REPOSITORY, TOKENS, score
 
 import dcformer
 from dcformer.analysis.overhead import training_flops
-from dcformer.synthetic import TASKS, build_tokenizer, encode, iterate_contexts
+from dcformer.synthetic import TASKS, Task, build_tokenizer, encode, iterate_contexts
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 SEEDS = (0, 1, 2)
@@ -82,19 +82,31 @@ def missing(done: dict[Run, dict], variants: Collection[str] = tuple(LABELS)) ->
     return [run for run in rates + seeds if run not in done]
 
 
-def by_pattern(model: dcformer.DCFormerForCausalLM, tokenizer) -> dict[str, float]:
-    """Attention pattern -> accuracy on the test split, of questions without examples before them.
+def hops(task: Task) -> int:
+    """How many things a task's answer takes: find a fact, take the other one or ones, say something else of it."""
+    return 1 + (not task.pattern.startswith("same-")) + (not task.transformation.name.startswith("copy-"))
+
+
+def by_family(model: dcformer.DCFormerForCausalLM, tokenizer) -> dict[str, dict[str, float]]:
+    """Accuracy on the test split, of questions without examples before them, by attention pattern and by `hops`.
 
     Args:
         model: in `eval` mode.
         tokenizer: of the tasks.
+
+    Returns:
+        "patterns" and "hops", each family -> accuracy.
     """
-    accuracies = {}
-    for pattern in dict.fromkeys(task.pattern for task in TASKS):
-        tasks = [task for task in TASKS if task.pattern == pattern]
-        rows = iterate_contexts("test", TEST_CONTEXTS, num_examples=1, tasks=tasks, first_scored=0)
-        accuracies[pattern] = round(score(model, [encode(row, tokenizer) for row in rows])["accuracy"], 4)
-    return accuracies
+    families: dict[str, dict[str, list[float]]] = {"patterns": {}, "hops": {}}
+    for task in TASKS:
+        rows = iterate_contexts("test", TEST_CONTEXTS, num_examples=1, tasks=[task], first_scored=0)
+        accuracy = score(model, [encode(row, tokenizer) for row in rows])["accuracy"]
+        families["patterns"].setdefault(task.pattern, []).append(accuracy)
+        families["hops"].setdefault(str(hops(task)), []).append(accuracy)
+    return {
+        name: {family: round(statistics.mean(values), 4) for family, values in members.items()}
+        for name, members in families.items()
+    }
 
 
 def train(run: Run, folder: Path, steps: int) -> dict:
@@ -119,7 +131,7 @@ def train(run: Run, folder: Path, steps: int) -> dict:
         "curve": [[line["step"], line["alone"]] for line in report["curve"]],
         "losses": [[line["step"], line["stage"], line["loss"]] for line in report["curve"]],
         "held_out_losses": [[line["step"], line["alone_loss"]] for line in report["curve"]],
-        "patterns": by_pattern(model, tokenizer),
+        **by_family(model, tokenizer),
     }
 
 
@@ -217,7 +229,15 @@ def table(done: dict[Run, dict], again: dict[Run, dict] | None = None) -> str:
             for run in found
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines + _pattern_lines(done) + _again_lines(done, again or {})) + "\n"
+    rates = {variant: best_rate(variant, done) for variant in LABELS}
+    at_end = "at the end, %, at the best rate, for the seeds that have been measured"
+    lines += _family_lines("patterns", f"Each attention pattern {at_end}.", done, rates)
+    if again:
+        lines += _again_lines(done, again)
+        lines += _family_lines("patterns", f"Runs made again: each attention pattern {at_end}.", again, rates)
+        hop = "one to find a fact, one more to take what it is not about, one more to say something else of it"
+        lines += _family_lines("hops", f"Runs made again: each number of hops ({hop}) {at_end}.", again, rates)
+    return "\n".join(lines) + "\n"
 
 
 def _at_rate(variant: str, rate: float | None, done: dict[Run, dict]) -> list[dict]:
@@ -225,21 +245,27 @@ def _at_rate(variant: str, rate: float | None, done: dict[Run, dict]) -> list[di
     return [done[run] for seed in SEEDS if (run := Run(variant, rate, seed)) in done]
 
 
-def _pattern_lines(done: dict[Run, dict]) -> list[str]:
-    """What each variant's runs at its best rate answer of each attention pattern at the end, seed by seed."""
+def _family_lines(kind: str, told: str, done: dict[Run, dict], rates: dict[str, float | None]) -> list[str]:
+    """What runs at the best rates answer of each family at the end, seed by seed.
+
+    Args:
+        kind: "patterns" or "hops", as `by_family` names them.
+        told: the sentence before the table.
+        done: runs; those in which the families were not measured are left out.
+        rates: the best rate of each variant.
+    """
     found = {}
     for variant in LABELS:
-        runs = _at_rate(variant, best_rate(variant, done), done)
-        if measured := {run["seed"]: run["patterns"] for run in runs if "patterns" in run}:
+        runs = _at_rate(variant, rates[variant], done)
+        if measured := {run["seed"]: run[kind] for run in runs if kind in run}:
             found[variant] = measured
     if not found:
         return []
-    lines = ["", "Each attention pattern at the end, %, at the best rate, for the seeds that have been measured.", ""]
     heads = [f"{LABELS[variant]}: seed {', '.join(map(str, measured))}" for variant, measured in found.items()]
-    lines += ["| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(found)]
-    for pattern in dict.fromkeys(task.pattern for task in TASKS):
-        cells = [", ".join(f"{100 * run[pattern]:.1f}" for run in by_seed.values()) for by_seed in found.values()]
-        lines.append(f"| {pattern} | " + " | ".join(cells) + " |")
+    lines = ["", told, "", "| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(found)]
+    for family in sorted({family for by_seed in found.values() for run in by_seed.values() for family in run}):
+        cells = [", ".join(f"{100 * run[family]:.1f}" for run in by_seed.values()) for by_seed in found.values()]
+        lines.append(f"| {family} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -247,16 +273,37 @@ def _again_lines(done: dict[Run, dict], again: dict[Run, dict]) -> list[str]:
     """How runs ended that were made twice, by later code the second time."""
     if not again:
         return []
-    lines = ["", "Runs that were made again, with later code: accuracy at the end.", ""]
-    lines += ["| | rate | seed | first | again |", "|---|---|---|---|---|"]
-    for run, second in again.items():
-        ends = (f"{100 * made['curve'][-1][1]:.1f} %" for made in (done[run], second))
-        lines.append(f"| {LABELS[run.variant]} | {run.rate:g} | {run.seed} | " + " | ".join(ends) + " |")
+    marks = " | ".join(f"to {100 * mark:.0f} %" for mark in MARKS)
+    lines = [
+        "",
+        "Runs that were made again, with later code: accuracy at the end, and of the second run its loss and steps.",
+    ]
+    lines += [
+        "",
+        f"| | rate | seed | first | again | loss at the end | {marks} |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in sorted(again, key=lambda run: (list(LABELS).index(run.variant), run.seed)):
+        second = again[run]
+        cells = [LABELS[run.variant], f"{run.rate:g}", f"{run.seed}"]
+        cells += [f"{100 * made['curve'][-1][1]:.1f} %" for made in (done[run], second)]
+        cells += [f"{second['held_out_losses'][-1][1]:.2f}"]
+        cells += [_steps_cell([second], partial(steps_to, mark=mark)) for mark in MARKS]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "Both runs of each seed: mean accuracy at the end, %, and its spread over all.", ""]
+    lines += ["| | runs | mean |", "|---|---|---|"]
+    for variant, label in LABELS.items():
+        pairs = [(done[run], second) for run, second in again.items() if run.variant == variant]
+        if ends := [100 * run["curve"][-1][1] for pair in pairs for run in pair]:
+            lines.append(f"| {label} | {len(ends)} | {statistics.mean(ends):.1f} ± {spread(ends):.1f} |")
     return lines
 
 
-def picture(done: dict[Run, dict], file: Path) -> None:
-    """Accuracy and loss against steps and operations, a line for each run at its variant's best rate so far, in SVG."""
+def picture(done: dict[Run, dict], again: dict[Run, dict], file: Path) -> None:
+    """Accuracy and loss against steps and operations, a line for each run at its variant's best rate so far, in SVG.
+
+    Runs in which the loss was not noted are drawn as they went when they were made `again`.
+    """
     import matplotlib
 
     matplotlib.use("agg")
@@ -270,6 +317,8 @@ def picture(done: dict[Run, dict], file: Path) -> None:
             continue
         rate = max(first, key=lambda run: quality(done[run])).rate  # the best so far
         for run in _at_rate(variant, rate, done):
+            if "held_out_losses" not in run:
+                run = again.get(Run(variant, rate, run["seed"]), run)
             name = f"{label}, {rate:g}" if run["seed"] == SEEDS[0] else None
             measured = (run["curve"], 100), (run.get("held_out_losses", []), 1)
             for row, (curve, unit) in zip(axes, measured, strict=True):
@@ -291,9 +340,10 @@ def report(output: Path) -> None:
     done = finished(read_runs(output / "results.json"))
     if not done:
         raise SystemExit(f"error: {output / 'results.json'} has no runs; train some first, without --report")
-    told = table(done, finished(read_runs(output / "again.json")))
+    again = finished(read_runs(output / "again.json"))
+    told = table(done, again)
     write_text(output / "table.md", "<!-- written by examples/synthetic_twins.py -->\n" + told)
-    picture(done, output / "curves.svg")
+    picture(done, again, output / "curves.svg")
     print(told + f"{len(missing(done))} runs can be added. Wrote table.md and curves.svg to {output}")
 
 

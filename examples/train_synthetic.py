@@ -2,7 +2,7 @@
 
     python examples/train_synthetic.py                       # from scratch, then writes checkpoints/dcformer-synthetic
     python examples/train_synthetic.py --resume              # goes on after an interruption
-    python examples/train_synthetic.py --steps 40000 --resume    # a longer run, from a checkpoint before the decay
+    python examples/train_synthetic.py --steps 5600          # in as many steps, learned or not: the bundled checkpoint
     python examples/train_synthetic.py --variants talking-heads plain-qk-norm   # its twins, for the table of the card
 
 The twins have the same size, seed and steps, and go through the same stages at their own pace: "plain" has all
@@ -10,9 +10,10 @@ composition off and no norms of queries and keys, "plain-qk-norm" has the norms,
 makes it as large as DCFormer, "talking-heads" only the static projection of composition. `synthetic_twins.py` compares
 them, each at its own rate. Everything runs through `transformers.Trainer`, on a CPU.
 No row is ever seen twice. Rows are drawn while training (`synthetic_rows`), from the training split alone: first what
-is easy, and the next thing when that is learned (`CURRICULUM`). In the last part of the run rows have examples as the
-demonstration's have, and the learning rate, which was constant, falls to 0. So a run can be made longer: `--resume`
-with more `--steps`, from a checkpoint before.
+is easy, and the next thing when that is learned (`CURRICULUM`). When all of it is learned the last part begins: rows
+have examples as the demonstration's have, and the learning rate, which was constant, falls to 0. How many steps that
+takes depends on the seed. A run with `--steps` begins its last part that many steps before their end, whatever it has
+learned, and can be made longer from a checkpoint before: `--resume` with more `--steps`, or with none.
 """
 
 import argparse
@@ -53,11 +54,12 @@ CURRICULUM = (
     Stage(),
 )
 LEARNED = 0.25  # mean loss at which the next stage begins
-LOG_STEPS = 50  # over which it is taken
+ALL_LEARNED = 0.2  # mean loss of the last stage at which the decay begins
+LOG_STEPS = 50  # over which they are taken
 AHEAD = 5  # steps from there to the next stage: rows of the first of them have been drawn already
 EXAMPLES = 2  # in a row of the decay
-STEPS = 5600
 DECAY_STEPS = 1000
+MOST_STEPS = 24_000  # of a run that goes on until all is learned; some two and a half hours of one core
 VARIANTS = {
     "dcformer": {},
     "talking-heads": {"compose_query": False, "compose_key": False, "compose_static": True},
@@ -99,52 +101,77 @@ def make_model(tokenizer, **switches) -> dcformer.DCFormerForCausalLM:
 
 
 class Curriculum(TrainerCallback):
-    """Which stage the rows of a step are of. All is read from the losses that `Trainer` has logged, and keeps."""
+    """Which stage the rows of a step are of, and when the decay begins; it ends the training after it.
 
-    def __init__(self) -> None:
+    All is read from the losses that `Trainer` has logged, and keeps.
+
+    Args:
+        steps: of the run; None for as many as it takes to learn all stages, at most `MOST_STEPS`.
+        decay_steps: the last of them, with a falling rate and rows with examples.
+        warmup_steps: the first of them, with a rising rate.
+    """
+
+    def __init__(self, steps: int | None, decay_steps: int, warmup_steps: int = 0) -> None:
+        self.waits = steps is None
+        self.most_steps = MOST_STEPS if steps is None else steps
+        self.decay_steps, self.warmup_steps = decay_steps, warmup_steps
+        self.read([])
+
+    def read(self, history: list[dict]) -> None:
+        """Finds out from what `Trainer` has logged where stages and the decay begin."""
         self.begins = [0]  # the first step of each stage that has been reached
+        self.decay_begins = self.most_steps - self.decay_steps
+        for entry in history:
+            if "loss" not in entry or entry["step"] < self.begins[-1] + 2 * LOG_STEPS:
+                continue
+            if len(self.begins) < len(CURRICULUM):
+                if entry["loss"] < LEARNED:
+                    self.begins.append(entry["step"] + AHEAD)
+            elif self.waits and entry["loss"] < ALL_LEARNED:
+                self.decay_begins = min(self.decay_begins, entry["step"] + AHEAD)
 
     def stage_of(self, step: int) -> int:
         """Index of the stage at a step, from 0."""
         return sum(first <= step for first in self.begins) - 1
 
-    def _read(self, history: list[dict]) -> None:
-        self.begins = [0]
-        for entry in history:
-            is_settled = entry["step"] >= self.begins[-1] + 2 * LOG_STEPS
-            if "loss" in entry and entry["loss"] < LEARNED and is_settled and len(self.begins) < len(CURRICULUM):
-                self.begins.append(entry["step"] + AHEAD)
+    def rate(self, step: int) -> float:
+        """Share of the learning rate at a step."""
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        left = self.decay_begins + self.decay_steps - step
+        return max(0.0, min(1.0, left / max(1, self.decay_steps)))
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._read(state.log_history)
+        self.read(state.log_history)
 
     def on_log(self, args, state, control, **kwargs):
-        self._read(state.log_history)
+        self.read(state.log_history)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step >= self.decay_begins + self.decay_steps:
+            control.should_training_stop = control.should_save = True
 
 
 class Rows(torch.utils.data.Dataset):
     """Row i of a run, made when it is asked for.
 
     Args:
-        curriculum: tells the stage of a step.
-        steps: of the run.
-        decay_steps: the last steps, whose rows have examples.
+        curriculum: tells the stage of a step, and whether its rows have examples.
         batch_size: rows of a step.
         seed: of the data.
     """
 
-    def __init__(self, curriculum: Curriculum, steps: int, decay_steps: int, batch_size: int, seed: int):
-        self.curriculum = curriculum
-        self.steps, self.decay_steps, self.batch_size, self.seed = steps, decay_steps, batch_size, seed
+    def __init__(self, curriculum: Curriculum, batch_size: int, seed: int):
+        self.curriculum, self.batch_size, self.seed = curriculum, batch_size, seed
 
     def __len__(self) -> int:
-        return self.steps * self.batch_size
+        return self.curriculum.most_steps * self.batch_size
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         step = index // self.batch_size
         stage = CURRICULUM[self.curriculum.stage_of(step)]
         rng = random.Random(f"{self.seed}/{index}")
-        if step >= self.steps - self.decay_steps:
+        if step >= self.curriculum.decay_begins:
             return make_row(stage, EXAMPLES, CONTEXT_TOKENS, rng)
         return make_row(stage, 0, TOKENS, rng)
 
@@ -240,9 +267,13 @@ def check_settings(folder: Path, settings: dict, resume: bool) -> str | None:
         raise SystemExit(f"error: {folder} holds {Path(checkpoint).name}: give --resume to go on, or another --output")
     else:
         saved = json.loads(file.read_text())
-        reached = int(checkpoint.rpartition("-")[2])
-        stays_before_decay = all(reached <= run["steps"] - run["decay_steps"] for run in (saved, settings))
-        free = {"steps", "decay_steps"} if stays_before_decay else set()
+        state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
+        is_free = True
+        for run in (saved, settings):
+            curriculum = Curriculum(run["steps"], run["decay_steps"])
+            curriculum.read(state["log_history"])
+            is_free &= state["global_step"] <= curriculum.decay_begins
+        free = {"steps", "decay_steps"} if is_free else set()
         if differing := [name for name in settings if name not in free and saved.get(name) != settings[name]]:
             told = ", ".join(f"{name} is {saved.get(name)} there and {settings[name]} now" for name in differing)
             raise SystemExit(f"error: {checkpoint} is of another run: {told}")
@@ -263,23 +294,16 @@ def train(variant: str, arguments: argparse.Namespace, tokenizer) -> dict:
         "alone": make_data("validation", 4, 1, arguments.seed, tokenizer),
         "in_context": make_data("validation", 2, 1 + EXAMPLES, arguments.seed, tokenizer),
     }
-    curriculum = Curriculum()
+    curriculum = Curriculum(arguments.steps, arguments.decay_steps, arguments.warmup_steps)
+    optimizer = torch.optim.AdamW(groups, lr=arguments.learning_rate, betas=(0.9, 0.98))
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(folder),
-            max_steps=arguments.steps,
+            max_steps=curriculum.most_steps,
             per_device_train_batch_size=arguments.batch_size,
             train_sampling_strategy="sequential",  # the curriculum's order
             max_grad_norm=1.0,
-            lr_scheduler_type="warmup_stable_decay",
-            lr_scheduler_kwargs={
-                "num_decay_steps": arguments.decay_steps,
-                "warmup_type": "linear",
-                "decay_type": "linear",
-                "min_lr_ratio": 0.0,
-            },
-            warmup_steps=arguments.warmup_steps,
             logging_steps=LOG_STEPS,
             save_steps=arguments.save_steps,
             save_total_limit=2,
@@ -291,8 +315,8 @@ def train(variant: str, arguments: argparse.Namespace, tokenizer) -> dict:
             remove_unused_columns=False,
         ),
         data_collator=partial(collate, window=WINDOW),
-        train_dataset=Rows(curriculum, arguments.steps, arguments.decay_steps, arguments.batch_size, arguments.seed),
-        optimizers=(torch.optim.AdamW(groups, lr=arguments.learning_rate, betas=(0.9, 0.98)), None),
+        train_dataset=Rows(curriculum, arguments.batch_size, arguments.seed),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, curriculum.rate)),
         callbacks=[curriculum, Curve(folder, curriculum, validation)],
     )
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -346,16 +370,16 @@ ask("\\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Bor
 
 ## As measured
 
-`python examples/train_synthetic.py --steps {steps} --decay-steps {decay_steps}`, seed {seed}; twins with
+`{command}`, seed {seed}; twins with
 `--variants` and `--learning-rate` as in the table. Accuracy is the share of {answers} held-out answers (contexts of
 three examples, no question line of which occurs in training) that are the model's first choice. Twins had the same seed
-and steps and went through the same stages, each to the next when it had learned the last, at a learning rate that suits
-them. It is one run each, with the seed for which the rates were chosen; other seeds of the same recipe leave the early
-stages much later or not in as many steps, so these rows do not tell which variant is better: docs/twins/table.md has
-three seeds of each, before the learning rate falls.
+and went through the same stages, each to the next when it had learned the last, at a learning rate that suits them. It
+is one run each, with the seed for which the rates were chosen; with other seeds the early stages take much longer, so
+these rows do not tell which variant is better: docs/twins/table.md has three seeds of each, before the learning rate
+falls.
 
-| | parameters | learning rate | held-out accuracy | held-out loss | processor minutes |
-|---|---|---|---|---|---|
+| | parameters | learning rate | steps | held-out accuracy | held-out loss | processor minutes |
+|---|---|---|---|---|---|---|
 {rows}
 
 For comparison: looking up a random fact of the question's statement (one of three people's, one of two items of a set)
@@ -395,18 +419,18 @@ def publish(runs: Path, checkpoint: Path) -> None:
     words, tokenizer = model.config.vocab_size, build_tokenizer(model_max_length=MAX_TOKENS, spell=True)
     add_characters(model, tokenizer)
     rows = "\n".join(
-        f"| {variant} | {r['parameters']:,} | {r['learning_rate']:g} | {r['test_accuracy']:.1%} | "
-        f"{r['test_loss']:.3f} | {r['minutes']} |"
+        f"| {variant} | {r['parameters']:,} | {r['learning_rate']:g} | {r['curve'][-1]['step']} | "
+        f"{r['test_accuracy']:.1%} | {r['test_loss']:.3f} | {r['minutes']} |"
         for variant, r in reports.items()
     )
+    length = "" if first["steps"] is None else f" --steps {first['steps']} --decay-steps {first['decay_steps']}"
     card = CARD.format(
         parameters=first["parameters"],
         whole=model.num_parameters(),
         words=words,
         characters=len(tokenizer) - words,
         seed=first["seed"],
-        steps=first["steps"],
-        decay_steps=first["decay_steps"],
+        command="python examples/train_synthetic.py" + length,
         answers=first["test_answers"],
         rows=rows,
         random_fact=sum(1 / 2 if task.pattern.endswith("in-set") else 1 / 3 for task in TASKS) / len(TASKS),
@@ -426,11 +450,11 @@ def parse_options(options: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "synthetic", help="folder of the runs")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="written when the first variant is trained")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, help=f"when not given, until all is learned, at most {MOST_STEPS}")
     parser.add_argument(
         "--decay-steps",
         type=int,
-        help=f"last steps, with a falling rate; {DECAY_STEPS} when not given, or a quarter of fewer steps",
+        help=f"last steps, with a falling rate; {DECAY_STEPS} when not given, or a quarter of fewer than 4000 steps",
     )
     parser.add_argument("--batch-size", type=int, default=32, help="rows a step, some 130 answers")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -443,13 +467,14 @@ def parse_options(options: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     parser.add_argument("--cpu", action="store_true", help="do not use an accelerator that is there")
     arguments = parser.parse_args(options)
-    if arguments.decay_steps is None:
-        arguments.decay_steps = DECAY_STEPS if arguments.steps >= STEPS else arguments.steps // 4
     for name in ("steps", "batch_size", "learning_rate", "save_steps", "test_contexts"):
-        if not getattr(arguments, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected more than 0")
-    if not 0 <= arguments.decay_steps <= arguments.steps:
-        parser.error(f"--decay-steps {arguments.decay_steps}: expected 0 to --steps {arguments.steps}")
+        if (value := getattr(arguments, name)) is not None and not value > 0:
+            parser.error(f"--{name.replace('_', '-')} {value}: expected more than 0")
+    most_steps = MOST_STEPS if arguments.steps is None else arguments.steps
+    if arguments.decay_steps is None:
+        arguments.decay_steps = min(DECAY_STEPS, most_steps // 4)
+    if not 0 <= arguments.decay_steps <= most_steps:
+        parser.error(f"--decay-steps {arguments.decay_steps}: expected 0 to {most_steps}, the steps of the run")
     if arguments.attention not in ("eager", "dcformer_chunked", "dcformer_triton"):
         parser.error(f"--attention {arguments.attention}: expected eager, dcformer_chunked or dcformer_triton")
     try:

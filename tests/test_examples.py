@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from helpers import REPOSITORY, authors_folder, documented_commands
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerControl
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import demo
@@ -185,6 +186,39 @@ def test_a_question_of_a_row_is_read_as_a_text_of_its_own():
                 assert answer != -100 and tokenizer.decode(answer) not in ("<pad>", "\n")
 
 
+def log(*losses: float) -> list[dict]:
+    """What `Trainer` keeps of a run, one loss each 50 steps."""
+    return [{"step": 50 * (i + 1), "loss": loss} for i, loss in enumerate(losses)]
+
+
+def test_a_stage_begins_when_the_last_is_learned_and_the_decay_when_all_are():
+    curriculum = train_synthetic.Curriculum(None, 100, warmup_steps=10)
+    stages = len(train_synthetic.CURRICULUM)
+    history = log(*[0.1] * (3 * stages - 2), 0.24, 0.21, 0.1)  # the first two of a stage are too early
+    curriculum.read(history[:2])
+    assert curriculum.begins == [0, 105] and [curriculum.stage_of(step) for step in (0, 104, 105, 900)] == [0, 0, 1, 1]
+    curriculum.read(history[:-1])  # the last stage goes on below 0.25
+    assert len(curriculum.begins) == stages and curriculum.decay_begins == train_synthetic.MOST_STEPS - 100
+    curriculum.read(history)
+    begins = history[-1]["step"] + train_synthetic.AHEAD
+    assert curriculum.decay_begins == begins
+    shares = {0: 0, 5: 0.5, 10: 1, begins: 1, begins + 25: 0.75, begins + 100: 0, begins + 200: 0}
+    assert {step: curriculum.rate(step) for step in shares} == pytest.approx(shares)
+    for step, stops in ((begins + 99, False), (begins + 100, True)):
+        control = TrainerControl()
+        curriculum.on_step_end(None, SimpleNamespace(global_step=step), control)
+        assert control.should_training_stop == control.should_save == stops
+    rows = train_synthetic.Rows(curriculum, batch_size=2, seed=0)
+    assert len(rows) == 2 * train_synthetic.MOST_STEPS
+    assert len(rows[2 * begins - 1]["input_ids"]) <= train_synthetic.TOKENS < len(rows[2 * begins]["input_ids"])
+
+
+def test_a_run_of_so_many_steps_decays_at_their_end():
+    curriculum = train_synthetic.Curriculum(5600, 1000)
+    curriculum.read(log(*[0.1] * 40))
+    assert curriculum.decay_begins == 4600 and len(curriculum.begins) == len(train_synthetic.CURRICULUM)
+
+
 def script_options(folder, *flags: str) -> list[str]:
     small = ["--batch-size", "4", "--save-steps", "2", "--warmup-steps", "1", "--test-contexts", "1"]
     places = ["--output", str(folder / "runs"), "--checkpoint", str(folder / "checkpoint")]
@@ -227,6 +261,22 @@ def test_training_script_makes_a_checkpoint_and_resumes(tmp_path):
         assert {**was, "processor_seconds": 0} == {**now, "processor_seconds": 0}
     resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "checkpoint").state_dict()
     assert all(torch.equal(value, resumed[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.long
+def test_training_script_ends_when_all_is_learned(tmp_path, monkeypatch):
+    """Here every loss counts as learned, and so does none of what a run with `--steps` has seen."""
+    for name, value in {"LEARNED": 99.0, "ALL_LEARNED": 99.0, "LOG_STEPS": 2, "AHEAD": 1}.items():
+        monkeypatch.setattr(train_synthetic, name, value)
+    train_synthetic.main(script_options(tmp_path, "--steps", "4", "--decay-steps", "0"))
+    train_synthetic.main(script_options(tmp_path, "--decay-steps", "3", "--resume"))
+    report = json.loads((tmp_path / "checkpoint" / "training.json").read_text())["dcformer"]
+    steps = 6 * len(train_synthetic.CURRICULUM) - 1 + 3  # of a stage: the first loss after two logs, and one step more
+    assert report["steps"] is None and report["curve"][-1]["step"] == steps
+    card = (tmp_path / "checkpoint" / "README.md").read_text()
+    assert "`python examples/train_synthetic.py`, seed 0" in card and f"| {report['curve'][-1]['step']} |" in card
+    with pytest.raises(SystemExit, match="steps is None there and 99 now"):
+        train_synthetic.main(script_options(tmp_path, "--steps", "99", "--decay-steps", "3", "--resume"))
 
 
 # --- published_checkpoints.py -----------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 import synthetic_twins as twins
 import train_synthetic
 
+from dcformer.synthetic import get_task
+
 
 def a_run(variant, rate, seed, accuracies, steps=600):
     curve = [[200 * (i + 1), accuracy] for i, accuracy in enumerate(accuracies)]
@@ -105,17 +107,42 @@ def test_committed_table_is_that_of_the_results():
 
 
 def test_runs_made_again_are_beside_the_first():
-    again = twins.finished([a_run("plain", 1e-3, 0, [0.1, 0.25])])
-    told = twins.table(twins.finished(all_rates()), again)
-    first = twins.finished(all_rates())[next(iter(again))]["curve"][-1][1]
-    assert told.endswith(f"| {twins.LABELS['plain']} | 0.001 | 0 | {100 * first:.1f} % | 25.0 % |\n")
+    measured = {"held_out_losses": [[200, 3.0], [400, 1.25]], "hops": {"1": 0.5, "2": 0.25}}
+    again = twins.finished(
+        [a_run("plain", 1e-3, seed, [0.1, accuracy]) | measured for seed, accuracy in ((0, 0.76), (1, 0.2))]
+    )
+    first = [*all_rates(), a_run("plain", 1e-3, 1, [0.1, 0.4])]
+    told = twins.table(twins.finished(first), again)
+    label = twins.LABELS["plain"]
+    assert f"| {label} | 0.001 | 0 | 80.0 % | 76.0 % | 1.25 | 400 | 400 | over 600 |" in told
+    assert f"| {label} | 0.001 | 1 | 40.0 % | 20.0 % | 1.25 | over 600 | over 600 | over 600 |" in told
+    assert f"| {label} | 4 | 54.0 ± 28.9 |" in told
+    assert f"| | {label}: seed 0, 1 |" in told and told.endswith("| 1 | 50.0, 50.0 |\n| 2 | 25.0, 25.0 |\n")
+
+
+def test_hops_are_what_an_answer_takes():
+    names = ("same-person.copy-city", "same-object.city->country", "the-other-person.copy-city")
+    names += ("the-other-class.object->superclass",)
+    tasks = [get_task(f"{name}.plain") for name in names]
+    tasks += [get_task(f"{name}.item") for name in ("different-in-set.copy-city", "other-in-set.city->country")]
+    assert [twins.hops(task) for task in tasks] == [1, 2, 2, 3, 2, 3]
+
+
+def test_a_family_has_the_mean_of_its_tasks(monkeypatch):
+    asked = []
+    monkeypatch.setattr(twins, "iterate_contexts", lambda *_, tasks, **__: asked.append(tasks[0]) or [])
+    monkeypatch.setattr(twins, "score", lambda *_: {"accuracy": float(asked[-1].pattern == "same-person")})
+    families = twins.by_family(None, None)
+    assert len(asked) == len(twins.TASKS)
+    assert families["patterns"] == {pattern: float(pattern == "same-person") for pattern in families["patterns"]}
+    assert families["hops"] == {"1": 0.5, "2": round(10 / 34, 4), "3": 0.0}
 
 
 def test_a_run_counts_its_own_processor_time(tmp_path, monkeypatch):
     """And not that of runs before it in the same process."""
     clock = iter([100.0, 103.2])
     monkeypatch.setattr(train_synthetic.time, "process_time", lambda: next(clock))
-    curve = train_synthetic.Curve(tmp_path, train_synthetic.Curriculum(), {})
+    curve = train_synthetic.Curve(tmp_path, train_synthetic.Curriculum(4, 0), {})
     curve.on_save(None, SimpleNamespace(log_history=[], global_step=200), None, model=torch.nn.Identity())
     assert json.loads((tmp_path / "curve.jsonl").read_text())["processor_seconds"] == 3
 
@@ -129,7 +156,7 @@ def test_runs_are_added_and_kept(tmp_path, capsys):
     assert len(first) == 1 and first[0]["curve"][-1][0] == 2 and first[0]["losses"] == [[2, 0, None]]
     [[step, loss]] = first[0]["held_out_losses"]
     assert step == 2 and 1 < loss < 20
-    assert first[0]["patterns"].keys() == {task.pattern for task in twins.TASKS}
+    assert first[0]["patterns"].keys() == {task.pattern for task in twins.TASKS} and len(first[0]["hops"]) == 3
     twins.main([*options, "--limit=2", "--workers=2"])
     three = json.loads(results.read_text())["runs"]
     assert three[0] == first[0] and len({run["variant"] for run in three}) == len(three) == 3
