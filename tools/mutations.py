@@ -1383,8 +1383,8 @@ _KERNELS = (
         ),
         (
             "both stages read the first one's query side",
-            '"p_w1": self.weights[3]',
-            '"p_w1": self.weights[0]',
+            '"p_w1": post.query',
+            '"p_w1": pre.query',
             T_KERNEL + "[7 queries]",
         ),
         (

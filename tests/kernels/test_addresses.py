@@ -13,7 +13,7 @@ from kernel_device import DEVICE, INTERPRETED
 
 from dcformer.kernels import launch
 from dcformer.kernels.launch import Problem, Visibility
-from dcformer.kernels.layout import Layout, Part
+from dcformer.kernels.layout import Layout, Part, Stage, stages_of
 
 FULL = Part.QUERY | Part.KEY | Part.GATE
 HEAD_STRIDE = 2**30 + 16  # elements from one head to the next: itself below 2^31, three times that is above
@@ -44,7 +44,7 @@ def problem(kind=Problem, strides=None, groups=1, side_strides=None):
         weights[1::3] = [reserved(t, side_strides) for t in weights[1::3]]
     position = torch.arange(18, dtype=torch.int32)[None]
     seen = Visibility(torch.zeros_like(position), position + 1, high=0)
-    return kind(q, k, v, weights, seen, Layout(FULL, FULL, groups, 1), 0.25)
+    return kind(q, k, v, stages_of(weights), seen, Layout(FULL, FULL, groups, 1), 0.25)
 
 
 class Wide(Problem):
@@ -67,7 +67,8 @@ class Wide(Problem):
 def passes(problem):
     out, lse = problem.forward()
     grads = problem.backward(values(*out.shape, seed=7), lse)
-    weights = {f"weight {i}": w for i, w in enumerate(grads.weights) if w is not None}
+    of_weights = enumerate([*grads.weights[0], *grads.weights[1]])
+    weights = {f"weight {i}": w for i, w in of_weights if w is not None}
     return {"out": out, "lse": lse, "query": grads.query, "key": grads.key, "value": grads.value} | weights
 
 
@@ -121,7 +122,7 @@ def huge(batch, heads, length, flags=FULL, groups=1, rank=2, dim=128, low=-(2**3
     key_side = torch.empty(batch, heads, 1, layout.channels, keys, **new)
     static = torch.empty(groups, heads // groups, heads // groups, **new) if flags & Part.STATIC else None
     bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
-    weights = [side, key_side, static] * 2
+    weights = (Stage(side, key_side, static),) * 2
     return Problem(q, k, k, weights, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
 
 
@@ -151,8 +152,8 @@ def test_products_in_32_bits_stay_below_2_to_the_31(name, calls):
         out = torch.empty((*shape, part.DV), dtype=torch.bfloat16, device="meta")
         part._forward_chunk(chunk, out, lse)
         grads = [torch.empty(t.shape, dtype=torch.float32, device="meta") for t in (part.q, part.k, part.v)]
-        rest = [t if t is None else torch.empty(t.shape, device="meta") for t in part.weights]
-        part._backward_chunk(chunk, out, lse, None, launch.Gradients(*grads, rest))
+        rest = [Stage(*(t if t is None else torch.empty(t.shape, device="meta") for t in s)) for s in part.weights]
+        part._backward_chunk(chunk, out, lse, None, launch.Gradients(*grads, tuple(rest)))
     names = {f"{name}_kernel" for name in ("scores", "lse", "compose", "values", "keys", "back_1", "back_0")}
     assert {kernel for kernel, _, _ in calls} >= names
     for kernel, grid, values in calls:

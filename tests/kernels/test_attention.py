@@ -21,7 +21,7 @@ from dcformer.attention_dcformer import eager_attention
 from dcformer.chunked_dcformer import chunked_attention
 from dcformer.kernels import composed_attention, launch, ops, overflow, schemas
 from dcformer.kernels.launch import Problem, Visibility
-from dcformer.kernels.layout import Layout, Part, packed_weights
+from dcformer.kernels.layout import Layout, Part, Stage, packed_weights, stages_of
 from dcformer.kernels.ops import triton_attention
 from dcformer.kernels.overflow import Beyond
 from dcformer.kernels.triton.compose import join_kernel
@@ -428,6 +428,46 @@ def test_gradients_of_log_sum_exps(name, monkeypatch):
         for part, expected in truth.items():
             error = (found[part].double() - expected).abs().max()
             assert error <= 2e-6 * expected.abs().max(), (share, part, error, expected.abs().max())
+
+
+def test_log_sum_exps_of_nothing_have_no_gradients():
+    """Whatever is made of the infinite ones: queries that see nothing change no gradient."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(3))
+    side = torch.randn(1, 2, 5, 20, device=DEVICE) * 0.3
+    found = []
+    for grad_of_nothing in (0.0, float("inf")):
+        inputs = [t.clone().requires_grad_() for t in (query, key, value, side)]
+        pre = ComposeWeights(key=SideWeights(inputs[3]))
+        start = torch.tensor([4], device=DEVICE)
+        out, lse = composed_attention(*inputs[:3], pre, return_lse=True, key_start=start)
+        grad_lse = torch.ones_like(lse)
+        grad_lse[:, :, :4] = grad_of_nothing
+        torch.autograd.backward([out, lse], [torch.ones_like(out), grad_lse])
+        found.append([t.grad for t in inputs])
+    assert all(torch.equal(first, second) and first.isfinite().all() for first, second in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["static", "query", "key"])
+def test_large_scores_that_composition_takes_away_are_noticed(kind, unmarked):
+    """All heads share them; "pre" subtracts the mean of the heads. Float16 would leave what it rounded by."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 4, 32, 64, device=DEVICE) for _ in range(3))
+    query[..., 0] = key[..., 0] = (3000 * 8) ** 0.5  # scores of 3000
+    query, key, value = (t.bfloat16() for t in (query, key, value))
+    pre = ComposeWeights(static=-torch.ones(1, 4, 4, device=DEVICE) / 4)
+    if kind != "static":
+        pair = torch.zeros(1, 4, 2, 32, device=DEVICE)
+        pair[:, :, 0], pair[:, :, 1] = 0.25, -1
+        pre = ComposeWeights(**{kind: SideWeights(pair)})
+    case = Case(heads=4, length=32, dim=64)
+    wide = ComposeWeights(*(None if s is None else SideWeights(s.packed.double()) for s in (pre.query, pre.key)))
+    wide.static = None if pre.static is None else pre.static.double()
+    exact = eager(case)(query.double(), key.double(), value.double(), wide, None)
+    found, lows = composed_attention(query, key, value, pre), eager(case)(query, key, value, pre, None)
+    assert overflow.beyond(query.device) == Beyond.SCORES
+    errors = [(out.double() - exact).norm() for out in (found, lows)]
+    assert errors[0] <= 1.1 * errors[1], errors
 
 
 def test_scores_beyond_float16_are_noticed_once(unmarked, monkeypatch, caplog):
@@ -949,7 +989,7 @@ def test_compiles_to_one_graph():
 def problem(length, layout, heads=4, chunk_bytes=1 << 20, low=-(2**30)):
     q = torch.empty(2, heads, length, 16, device="meta", dtype=torch.bfloat16)
     static = torch.empty(layout.groups, heads // layout.groups, heads // layout.groups, device="meta")
-    weights = [None, None, static if layout.pre & Part.STATIC else None] * 2
+    weights = (Stage(static=static if layout.pre & Part.STATIC else None),) * 2
     bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
     return Problem(q, q, q, weights, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
 
@@ -986,7 +1026,7 @@ def test_layouts_follow_from_the_weights(name):
     case = SWITCHES[name]
     pre, post = (stage_weights(case.tensors(), stage, case.groups) for stage in ("pre", "post"))
     weights, places = packed_weights(pre, post, case.kv_heads or case.heads)
-    layout = Layout.of(schemas.place_tensors(weights, places, 6), case.groups)
+    layout = Layout.of(stages_of(schemas.place_tensors(weights, places, 6)), case.groups)
     flags = sum({"query": Part.QUERY, "key": Part.KEY}[side] for side in case.sides) + Part.STATIC * case.static
     flags += Part.GATE * (case.gate and bool(case.sides))
     expected = [flags if stage in case.stages else 0 for stage in ("pre", "post")]
@@ -1060,12 +1100,15 @@ ERRORS = {
         (_tensors(1, 2, 5, 16),) * 3,
         {"visible": (torch.zeros(1, 5, dtype=torch.int32), torch.ones(1, 5, dtype=torch.bool))},
     ),
-    "65 heads per group are beyond the fused kernels, which have 1 to at most 64": ((_tensors(1, 65, 5, 16),) * 3, {}),
+    "65 heads per group are beyond the fused kernels, which have 1 to at most 64": (
+        (_tensors(1, 65, 5, 16),) * 3,
+        {"pre": ComposeWeights(SideWeights(_tensors(1, 65, 5, 5)))},
+    ),
     "key_start is": ((_tensors(2, 2, 5, 16),) * 3, {"key_start": torch.tensor([0, 1, 2])}),
     "visible has": ((_tensors(2, 2, 5, 16),) * 3, {"visible": (torch.zeros(3, 5).int(),) * 2}),
     "cu_seqlens is": ((_tensors(1, 2, 5, 16),) * 3, {"cu_seqlens": torch.tensor([0])}),
     "one packed row": ((_tensors(2, 2, 5, 16),) * 3, {"cu_seqlens": torch.tensor([0, 5])}),
-    "must divide": ((_tensors(1, 2, 5, 16),) * 3, {"pre": ComposeWeights(groups=3)}),
+    "groups=3 must be an integer that divides 2": ((_tensors(1, 2, 5, 16),) * 3, {"pre": ComposeWeights(groups=3)}),
     "have 2 and 1 groups": (
         (_tensors(1, 2, 5, 16),) * 3,
         {"pre": ComposeWeights(static=_tensors(2, 1, 1), groups=2), "post": ComposeWeights(static=_tensors(1, 2, 2))},
@@ -1124,3 +1167,20 @@ def test_what_cannot_be_done_says_so(message):
     tensors, options = ERRORS[message]
     with pytest.raises(ValueError, match=message):
         composed_attention(*tensors, **options)
+
+
+def test_heads_that_do_not_mix_may_be_many():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 20, 8, device=DEVICE) for heads in (66, 33, 33))
+    found = composed_attention(query, key, value)
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_bounds_may_be_of_a_dtype_that_does_not_hold_the_number_of_keys(dtype):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, n, 8, device=DEVICE) for n in (4, 300, 300))
+    start = torch.tensor([3], device=DEVICE)
+    found, expected = (composed_attention(query, key, value, key_start=s) for s in (start.to(dtype), start))
+    assert torch.equal(found, expected)

@@ -24,7 +24,6 @@ after the other), t queries, s keys, d channels of a head, c channels of key-wis
 # (arguments of kernels have no types in Python, the annotations there are Triton's; tuples grow; weights are optional)
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ import triton.language as tl
 
 from ..attention_dcformer import refuse_transforms
 from ..compose_dcformer import ComposeWeights
-from .layout import Layout, Part, check_states, check_weights, packed_weights
+from .layout import Layout, Part, Stage, check_states, check_types, check_weights, packed_weights, stages_of
 from .limits import MAX_QUERIES, require_supported
 from .repeated import Launch, Repeated
 from .schemas import DEVICES, decode_op, place_tensors, refuse_backward
@@ -412,11 +411,9 @@ def _strides(prefix: str, names: str, tensor: torch.Tensor, unit: int = 1) -> di
     return {f"stride_{prefix}{name}": s // unit for name, s in zip(names, tensor.stride(), strict=False)}
 
 
-def _stage_arguments(
-    weights: Sequence[torch.Tensor | None], flags: int, layout: Layout
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments and constants of both kernels that come from a stage's composition weights, three of the six."""
-    query, key, static = weights
+def _stage_arguments(stage: Stage, flags: int, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments and constants of both kernels that come from a stage's composition weights."""
+    query, key, static = stage
     arguments: dict[str, Any] = {"p_wq": query, "p_wk": key, "p_static": static}
     align, pairs = 1, False
     if key is None:
@@ -466,7 +463,8 @@ def launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]
         rest: the six weights of `schemas`; `visible` as uint8 or None; G, scale, and the most splits or None.
     """
     *weights, visible, groups, scale, num_splits = rest
-    layout = Layout.of(weights, groups)
+    pre, post = stages = stages_of(weights)
+    layout = Layout.of(stages, groups)
     (B, H, T, D), S, DV = query.shape, rounded_length(key.shape[2]), value.shape[3]
     M, repeats, item = H // groups, H // key.shape[1], query.element_size()
     row_bytes = (D + DV) / 2 * item / repeats
@@ -519,7 +517,7 @@ def launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]
         "B_T": 1 if T == 1 else MAX_QUERIES,
         "B_V": 128,
     }
-    stage_arguments, stage_constants = _stage_arguments(weights[:3], layout.pre, layout)
+    stage_arguments, stage_constants = _stage_arguments(pre, layout.pre, layout)
     align_q, align = _alignment(query), _alignment(key)
     options = {"num_warps": 8, "num_stages": 3}
     scores = Launch(
@@ -531,7 +529,7 @@ def launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]
         constants | stage_constants | tile(D) | {"D": D, "ALIGN_Q": align_q, "ALIGN": align},
         options,
     )
-    stage_arguments, stage_constants = _stage_arguments(weights[3:], layout.post, layout)
+    stage_arguments, stage_constants = _stage_arguments(post, layout.post, layout)
     align = _alignment(value)
     b_p = min(power_of_2(n_p), max(16, _STATISTICS_TILE // b_m))
     weighted = Launch(
@@ -583,7 +581,7 @@ def composed_decode(
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
     *,
-    scale: float,
+    scale: float | None = None,
     visible: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
@@ -601,7 +599,7 @@ def composed_decode(
         pre, post: what to compose scores and weights with; None for no composition. All sides present have the
             same parts. Key-wise weights are read where they are, behind cached keys and values for one
             (`DCFormerCompose.unpack`).
-        scale: factor of the scores, usually D ** -0.5.
+        scale: factor of the scores; D ** -0.5 when not given.
         visible: bool [B or 1, 1, T, S], any pattern; None: every query sees all keys. A query that sees nothing gets
             zeros. Keys that no query sees cost nothing.
         num_splits: the most splits of the keys to make (fewer where they would be shorter than 16 keys); None for a
@@ -615,10 +613,12 @@ def composed_decode(
             `unsupported_reason`.
         NotImplementedError: under transforms of `torch.func` and forward-mode differentiation.
     """
+    states = {"query": query, "key": key, "value": value}
+    check_types(pre, post, scale, states if visible is None else states | {"visible": visible})
     groups = _check(query, key, value, pre, post, visible, num_splits)
     weights, places = packed_weights(pre, post, key.shape[1])
     plan = [groups, -1 if num_splits is None else num_splits, *places]
-    return decode_op(query, key, value, weights, visible, plan, float(scale))
+    return decode_op(query, key, value, weights, visible, plan, query.shape[3] ** -0.5 if scale is None else scale)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -646,8 +646,8 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
                 f"visible is {visible.dtype} {shape}: expected bool [{B} or 1, 1, {T}, {S}], True where a query sees a "
                 "key. Turn an additive mask into one with `mask > torch.finfo(mask.dtype).min / 2`."
             )
-    if num_splits is not None and num_splits < 1:
-        raise ValueError(f"num_splits={num_splits}: expected at least 1, or None to have it chosen.")
+    if num_splits is not None and not (isinstance(num_splits, int) and num_splits >= 1):
+        raise ValueError(f"num_splits={num_splits!r}: expected an integer of at least 1, or None to have it chosen.")
     groups = check_weights(pre, post, query, key) or key.shape[1]  # without composition no heads mix
     require_supported(heads=H // groups)
     given = [query, key, value]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import triton
 
-from .layout import Layout, Part
+from .layout import Layout, Part, Stage, Stages
 from .overflow import LARGEST, LARGEST_EXACT, NOTHING, Beyond, beyond, look, mark_of
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, power_of_2, round_up
@@ -99,11 +99,12 @@ class Gradients:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    weights: Sequence[torch.Tensor | None]  # of its six
+    weights: Stages
 
     def at(self, rows: slice) -> "Gradients":
         """Those of some rows of a batch, as views; static projections belong to all."""
-        return Gradients(self.query[rows], self.key[rows], self.value[rows], _of_rows(self.weights, rows))
+        pre, post = self.weights
+        return Gradients(self.query[rows], self.key[rows], self.value[rows], (pre.at(rows), post.at(rows)))
 
 
 class Problem:
@@ -111,7 +112,7 @@ class Problem:
 
     Args:
         query [B, H, T, D], key [B, Hkv, S, D], value [B, Hkv, S, DV]: any strides but that of the last dimension.
-        weights: the six composition weights as `schemas` has them, None where there is none.
+        weights: what both stages compose with.
         visibility: who sees what.
         layout: what composition there is.
         scale: factor of the scores.
@@ -130,7 +131,7 @@ class Problem:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        weights: Sequence[torch.Tensor | None],
+        weights: Stages,
         visibility: Visibility,
         layout: Layout,
         scale: float,
@@ -254,8 +255,9 @@ class Problem:
             rows = slice(b_0, b_0 + n_b)
             first, last = (t if t.shape[0] == 1 else t[rows] for t in (self.visibility.first, self.visibility.last))
             seen = replace(self.visibility, first=first, last=last)
+            pre, post = self.weights
             part = Problem(
-                self.q[rows], self.k[rows], self.v[rows], _of_rows(self.weights, rows), seen, self.layout, self.scale,
+                self.q[rows], self.k[rows], self.v[rows], (pre.at(rows), post.at(rows)), seen, self.layout, self.scale,
                 self.chunk_bytes, self.beyond,
             )  # fmt: skip
             part.trial = self.trial
@@ -332,9 +334,10 @@ class Problem:
         if not all(grid):
             return
         first, last = self.visibility.first, self.visibility.last
+        pre, post = self.weights
         known: dict[str, Any] = {
             "p_first": first, "p_last": last, "stride_ib": first.stride(0) if first.shape[0] > 1 else 0,
-            "p_w0": self.weights[0], "p_w1": self.weights[3], "stride_map": chunk.n_s * chunk.n_p,
+            "p_w0": pre.query, "p_w1": post.query, "stride_map": chunk.n_s * chunk.n_p,
             "H": self.H, "G": self.G, "T": self.T, "S": self.S,
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
@@ -487,7 +490,7 @@ class Problem:
 
     def _key_side(self, stage: int) -> dict[str, Any]:
         """Arguments of kernels of the key side."""
-        _, key, static = self.weights[3 * stage : 3 * stage + 3]
+        _, key, static = self.weights[stage]
         strides = (0,) * 5 if key is None else key.stride()
         return {"p_wk": key, "p_static": static} | {
             f"stride_w{axis}": stride for axis, stride in zip("bhrcs", strides, strict=True)
@@ -518,7 +521,7 @@ class Problem:
 
     def _project(self, stage: int, chunk: Chunk, parts: torch.Tensor, scales: torch.Tensor, grads: Gradients) -> None:
         """Adds a chunk's gradients of a stage's key side and static projection, from those of the matrices."""
-        _, key, static = grads.weights[3 * stage : 3 * stage + 3]
+        _, key, static = grads.weights[stage]
         constants = matrix_constants(self.layout, self.M, stage)
         grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
         parts_of_static = None if static is None else self._new(grid[0], self.B, self.G, self.M, self.M)
@@ -548,7 +551,8 @@ class Problem:
     def _make_scores(self, chunk: Chunk, sizes: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The map of scores times log2(e), [B, H, n_s, n_p]; fills the sizes of keys and queries, if any."""
         scores = self._new_map(chunk, self.map_dtype)
-        limit = self._limit(Beyond.SCORES)
+        # Composition may take away what makes them large, and leaves what they were rounded by.
+        limit = self._limit(Beyond.SCORES, LARGEST_EXACT if self.layout.pre else LARGEST)
         self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, limit, sizes=sizes)
         return scores
 
@@ -618,9 +622,14 @@ class Problem:
                 return self._new(*like.shape, dtype=like.dtype)
             return torch.zeros(like.shape, dtype=torch.float32 if len(chunks) > 1 else like.dtype, device=like.device)
 
+        def of_stage(stage: Stage) -> Stage:
+            made = zip((zeros, of_keys, zeros), stage, strict=True)
+            return Stage(*(None if like is None else new(like) for new, like in made))
+
+        pre, post = self.weights
         grads = Gradients(
             self._new(*self.q.shape, dtype=self.q.dtype), of_keys(self.k), of_keys(self.v),
-            [None if w is None else of_keys(w) if i % 3 == 1 else zeros(w) for i, w in enumerate(self.weights)],
+            (of_stage(pre), of_stage(post)),
         )  # fmt: skip
         with self._surroundings():
             for rows, part in self._rows(chunks, maps=3) if chunks else ():
@@ -638,7 +647,9 @@ class Problem:
         pre, post = self._matrices(chunk, amplified)
         extra = None  # derivative of a base 2 log-sum-exp by a composed score: a weight over ln 2
         if grad_lse is not None:
-            extra = (grad_lse[:, :, chunk.t_0 : chunk.t_0 + chunk.n_t] / _LN_2).contiguous()  # [B, H, n_t]
+            these = slice(chunk.t_0, chunk.t_0 + chunk.n_t)
+            is_blind = (self.visibility.first >= self.visibility.last)[:, None, these]
+            extra = (grad_lse[:, :, these] / _LN_2).masked_fill(is_blind, 0.0).contiguous()  # [B, H, n_t]
         scales = self._scales(chunk, grad_out, extra, amplified)
         is_scaled = self.grad_dtype == torch.float16
         # where products are to bring keys and queries to float16
@@ -692,7 +703,7 @@ class Problem:
             heads, tiles = sum(self.heads), ceil_div(chunk.n_t, self._tile(name).b_t)
             matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.grad_dtype)
         self._compose(name, chunk, p_gwq=side_parts, p_gm=matrix_parts, **tensors)
-        if side_parts is not None and (side := grads.weights[3 * stage]) is not None:
+        if side_parts is not None and (side := grads.weights[stage].query) is not None:
             torch.sum(side_parts, 0, out=side[..., chunk.t_0 : chunk.t_0 + chunk.n_t])
         if matrix_parts is not None:
             self._project(stage, chunk, matrix_parts, scales, grads)
@@ -735,11 +746,6 @@ def product_constants(name: str, dim: int, tile: Tile) -> dict[str, Any]:
 
 def _strides(letter: str, tensor: torch.Tensor, axes: str) -> dict[str, int]:
     return {f"stride_{letter}{axis}": stride for axis, stride in zip(axes, tensor.stride(), strict=False)}
-
-
-def _of_rows(weights: Sequence[torch.Tensor | None], rows: slice) -> list[torch.Tensor | None]:
-    """Six weights, or their gradients, of some rows of a batch; static projections belong to all."""
-    return [w if w is None or i % 3 == 2 else w[rows] for i, w in enumerate(weights)]
 
 
 def padded(dim: int) -> int:

@@ -6,6 +6,7 @@ Shared by prefill and decoding, kernels included. Imports no Triton.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,27 @@ class Part(IntFlag):
     GATE = 8  # of each side in use
 
 
+class Stage(NamedTuple):
+    """What a stage composes with, or the gradients of that: tensors as `schemas` has them, None where there is none."""
+
+    query: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    static: torch.Tensor | None = None
+
+    def at(self, rows: slice) -> "Stage":
+        """Those of some rows of a batch, as views; the static projection belongs to all."""
+        query, key = (None if side is None else side[rows] for side in (self.query, self.key))
+        return Stage(query, key, self.static)
+
+
+Stages = tuple[Stage, Stage]  # before and after the softmax
+
+
+def stages_of(tensors: Sequence[torch.Tensor | None]) -> Stages:
+    """The stages, of six tensors in the order of `schemas`."""
+    return Stage(*tensors[:3]), Stage(*tensors[3:])
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which parts of composition are in use.
@@ -41,15 +63,18 @@ class Layout:
     rank: int = 0
 
     @classmethod
-    def of(cls, weights: Sequence[torch.Tensor | None], groups: int) -> "Layout":
-        """The layout of six tensors, see `schemas`."""
-        channels = max((w.shape[-2] for i, w in enumerate(weights) if w is not None and i % 3 < 2), default=0)
-        flags = [0, 0]
-        for i, weight in enumerate(weights):
-            if weight is not None:
-                flags[i // 3] |= (Part.QUERY, Part.KEY, Part.STATIC)[i % 3]
-                flags[i // 3] |= Part.GATE if i % 3 < 2 and channels % 2 else 0
-        return cls(int(flags[0]), int(flags[1]), groups, channels // 2)
+    def of(cls, stages: Stages, groups: int) -> "Layout":
+        """The layout of both stages' tensors."""
+        sides = [side for stage in stages for side in (stage.query, stage.key) if side is not None]
+        channels = sides[0].shape[-2] if sides else 0  # of all sides: `check_weights`
+        flags = []
+        for stage in stages:
+            present = {Part.QUERY: stage.query, Part.KEY: stage.key, Part.STATIC: stage.static}
+            found = sum(int(part) for part, tensor in present.items() if tensor is not None)
+            has_gate = channels % 2 and found & (Part.QUERY | Part.KEY)
+            flags.append(found | (int(Part.GATE) if has_gate else 0))
+        pre, post = flags
+        return cls(pre, post, groups, channels // 2)
 
     @property
     def channels(self) -> int:
@@ -70,8 +95,27 @@ def packed_weights(
         key = None if weights.key is None else weights.key.packed
         if key is not None and key.dim() == 4:
             key = key.unflatten(1, (key_heads, -1))  # [B, Hkv, H / Hkv, channels, S]
-        found += [query, key, None if weights.static is None else weights.static.contiguous()]
+        found += Stage(query, key, None if weights.static is None else weights.static.contiguous())
     return [w for w in found if w is not None], [i for i, w in enumerate(found) if w is not None]
+
+
+def check_types(
+    pre: ComposeWeights | None, post: ComposeWeights | None, scale: float | None, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Refuses arguments that are something else than they should be, by name.
+
+    Raises:
+        ValueError: naming the argument and what was expected.
+    """
+    for name, weights in (("pre", pre), ("post", post)):
+        if weights is not None and not isinstance(weights, ComposeWeights):
+            raise ValueError(f"{name} is of type {type(weights).__name__}: expected ComposeWeights or None.")
+    is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
+    if not (scale is None or is_number):
+        raise ValueError(f"scale={scale!r}: expected a number, usually D ** -0.5.")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} is of type {type(tensor).__name__}: expected a tensor.")
 
 
 def check_states(
@@ -119,8 +163,8 @@ def check_weights(
     stages = {name: weights for name, weights in (("pre", pre), ("post", post)) if weights is not None}
     groups = {weights.groups for weights in stages.values()}
     for name, weights in stages.items():
-        if weights.groups < 1 or heads % weights.groups:
-            raise ValueError(f"{name}.groups={weights.groups} must divide the number of heads, {heads}.")
+        if not isinstance(weights.groups, int) or weights.groups < 1 or heads % weights.groups:
+            raise ValueError(f"{name}.groups={weights.groups!r} must be an integer that divides {heads}, the heads.")
     if len(groups) > 1:
         numbers = " and ".join(str(weights.groups) for weights in stages.values())
         raise ValueError(f"pre and post have {numbers} groups of heads: expected the same number.")
@@ -155,4 +199,14 @@ def check_weights(
     return groups.pop() if groups else None
 
 
-__all__ = ["Layout", "Part", "check_states", "check_weights", "packed_weights"]
+__all__ = [
+    "Layout",
+    "Part",
+    "Stage",
+    "Stages",
+    "check_states",
+    "check_types",
+    "check_weights",
+    "packed_weights",
+    "stages_of",
+]

@@ -17,8 +17,8 @@ from ..compose_dcformer import ComposeWeights
 from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, is_captured, visible_and_bias
 from .decode import composed_decode
 from .launch import UNBOUNDED, Problem, Visibility
-from .layout import Layout, check_states, check_weights, packed_weights
-from .limits import MAX_QUERIES, require_supported, unsupported_reason
+from .layout import Layout, check_states, check_types, check_weights, packed_weights, stages_of
+from .limits import MAX_HEADS, MAX_QUERIES, require_supported, unsupported_reason
 from .overflow import beyond
 from .schemas import DEVICES, attention_backward_op, attention_op, place_tensors
 
@@ -38,7 +38,7 @@ def _problem(
 ) -> Problem:
     """What the operators' arguments stand for."""
     groups, low, high, chunk_bytes, *places = plan
-    given, (first, last) = place_tensors(weights, places, 6), bounds.unbind()
+    given, (first, last) = stages_of(place_tensors(weights, places, 6)), bounds.unbind()
     return Problem(
         query, key, value, given, Visibility(first, last, low, high), Layout.of(given, groups), scale,
         None if chunk_bytes < 0 else chunk_bytes, beyond(query.device),
@@ -55,7 +55,8 @@ def _backward(
     grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None, *arguments: Any
 ) -> list[torch.Tensor]:
     grads = _problem(*arguments).backward(grad_out, lse, grad_lse)
-    found = [grads.query, grads.key, grads.value, *(grad for grad in grads.weights if grad is not None)]
+    of_weights = [grad for stage in grads.weights for grad in stage if grad is not None]
+    found = [grads.query, grads.key, grads.value, *of_weights]
     query, key, value, weights, *_ = arguments
     return [grad.to(like.dtype) for grad, like in zip(found, (query, key, value, *weights), strict=True)]
 
@@ -112,7 +113,7 @@ def composed_attention(
         NotImplementedError: under transforms of `torch.func` and forward-mode differentiation.
     """
     of_keys = _given_bounds(key_start, key_end, cu_seqlens, visible)
-    _check_types(pre, post, scale, causal, {"query": query, "key": key, "value": value} | of_keys)
+    check_types(pre, post, scale, {"query": query, "key": key, "value": value} | of_keys)
     of_composition = [weight for stage in (pre, post) if stage is not None for weight in stage.tensors()]
     refuse_transforms("dcformer_triton", query, key, value, *of_composition)
     numbers = {"causal_offset": causal_offset, "sliding_window": sliding_window, "chunk_bytes": chunk_bytes}
@@ -167,7 +168,7 @@ def _countable(number: int) -> int:
 
 def _bounds(keys: torch.Tensor, key_length: int, device: torch.device) -> torch.Tensor:
     """Places among the keys, of any integer dtype, as int32 from 0 to S."""
-    return keys.to(device).clamp(0, key_length).to(torch.int32)
+    return keys.to(device, torch.int64).clamp(0, key_length).to(torch.int32)  # a narrow dtype may not hold S
 
 
 def _given_bounds(
@@ -186,29 +187,10 @@ def _given_bounds(
     return given
 
 
-def _check_types(
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    scale: float | None,
-    causal: bool,
-    tensors: dict[str, torch.Tensor],
-) -> None:
-    """Refuses arguments that are something else than they should be, by name."""
-    for name, weights in (("pre", pre), ("post", post)):
-        if weights is not None and not isinstance(weights, ComposeWeights):
-            raise ValueError(f"{name} is of type {type(weights).__name__}: expected ComposeWeights or None.")
-    is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
-    if not (scale is None or is_number):
-        raise ValueError(f"scale={scale!r}: expected a number, or None for D ** -0.5.")
+def _check_numbers(causal: bool, numbers: dict[str, Any]) -> None:
+    """Refuses numbers of keys or bytes, by name, that are none, and a `causal` that is no truth value."""
     if not isinstance(causal, bool):
         raise ValueError(f"causal={causal!r}: expected True or False.")
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} is of type {type(tensor).__name__}: expected a tensor.")
-
-
-def _check_numbers(causal: bool, numbers: dict[str, Any]) -> None:
-    """Refuses numbers of keys or bytes, by name, that are none."""
     for name, number in numbers.items():
         if number is not None and (not isinstance(number, (int, torch.SymInt)) or isinstance(number, bool)):
             raise ValueError(f"{name}={number!r}: expected an integer or None.")
@@ -240,7 +222,9 @@ def _check(
         raise ValueError(
             f"cu_seqlens is {tuple(cu_seqlens.shape)}: expected the bounds of documents, (documents + 1,)."
         )
-    groups = check_weights(pre, post, query, key) or 1
+    groups = check_weights(pre, post, query, key)
+    if groups is None:  # no heads mix: as many groups as are needed
+        groups = 1 if heads <= MAX_HEADS else key.shape[1]
     require_supported(heads=heads // groups)
     return groups
 

@@ -1,9 +1,10 @@
 """What float16 cannot hold: the kernels leave a mark, this module sees it, says so once and has other maps kept.
 
-Scores have a mark of their own. Where the largest that a query has is some hundreds, float16 holds them less exactly
-than softmax needs; beyond ±60000 they are cut off, as entries of the matrices are with which the key side composes.
-From then on all maps are float32. Gradients have another: where some were cut off, or where float16 would keep fewer
-bits than bfloat16 does. From then on those are bfloat16, scores as they were; of float16 models all maps are float32.
+Scores have a mark of their own. Where the largest that a query has is some hundreds, or any that is to be composed,
+float16 holds them less exactly than softmax needs; beyond ±60000 they are cut off, as entries of the matrices are with
+which the key side composes. From then on all maps are float32. Gradients have another: where some were cut off, or
+where float16 would keep fewer bits than bfloat16 does. From then on those are bfloat16, scores as they were; of float16
+models all maps are float32.
 
 The marks are on their device. In the first calls of a process they are waited for, and a pass that left one is run
 again. Later a GPU is not waited for: more calls may pass until a mark is seen. Imports no Triton.
@@ -21,7 +22,7 @@ from ..masks_dcformer import is_captured
 logger = logging.get_logger(__name__)
 
 LARGEST = 60000.0  # of a score, times log2(e), and of an entry of a matrix: what is beyond is cut off
-LARGEST_EXACT = 512.0  # of the largest score of a query; float16 is 0.25 apart up to there, weights are off by 9 %
+LARGEST_EXACT = 512.0  # of a query's largest score, and of scores to be composed, likewise: float16 is 0.25 apart there
 _LOG2_E = 1.4426950408889634
 _EVERY = 64  # calls between two looks at a GPU, after the first few, which wait for it
 _FIRST = 8

@@ -17,6 +17,7 @@ from ..compose_dcformer import key_weights_behind
 from ..fusion_dcformer import has_no_hooks
 from . import decode, prepare
 from .generator import APPROXIMATE
+from .layout import Stage
 from .limits import require_supported
 from .ops import visible_keys
 from .prepare import can_prepare, fits
@@ -54,20 +55,23 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     for launch in first:
         launch.wholes |= dict.fromkeys(("p_q", "p_k", "p_v", "p_hidden", "p_gates"), product)
 
-    of_queries, six, wholes = list(weights), [], []
+    of_queries, wholes = list(weights), []
+    composed: list[torch.Tensor | None] = []
     for stage, memory, behind, static in zip(
         present[:2], (keys, values), (behind_keys, behind_values), statics, strict=True
     ):
         rows = memory[:, :, :rounded]
-        six += [of_queries.pop(0) if stage and present[2] else None]
-        six += [key_weights_behind(rows, head_dim, heads // keys.shape[1], width) if behind else None]
-        six += [None if static is None else static.view(-1, heads_per_group, heads_per_group)]
+        composed += Stage(
+            query=of_queries.pop(0) if stage and present[2] else None,
+            key=key_weights_behind(rows, head_dim, heads // keys.shape[1], width) if behind else None,
+            static=None if static is None else static.view(-1, heads_per_group, heads_per_group),
+        )
         wholes.append({"p_k": memory, "p_v": memory, "p_wk": memory, "p_static": static})
     composes = generators or any(static is not None for static in statics)
     groups = heads // heads_per_group if composes else keys.shape[1]
     require_supported(heads=heads // groups)
     states = (memory[:, :, :rounded, :head_dim] for memory in (keys, values))
-    made, second = decode.launches(queries, *states, *six, visible, groups, scale, None)
+    made, second = decode.launches(queries, *states, *composed, visible, groups, scale, None)
     for launch, whole in zip(second, wholes, strict=False):  # `scores` reads keys, `output` values
         launch.wholes |= {name: tensor for name, tensor in whole.items() if tensor is not None}
     return [*made, queries, weights], [*first, *second]

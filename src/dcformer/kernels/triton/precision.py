@@ -5,11 +5,14 @@
 import triton
 import triton.language as tl
 
+from ..overflow import LARGEST
+
 # Triton's interpreter multiplies the bit patterns of bfloat16; there operands are widened, which changes no product.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 LARGEST_HALF = tl.constexpr(65504.0)  # of float16
+LARGEST_SCORE = tl.constexpr(LARGEST)
 
 
 @triton.jit

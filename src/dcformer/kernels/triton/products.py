@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .heads import NO_KEY, intervals, span
-from .precision import LARGEST_HALF, add_product, product, rounded, within
+from .precision import LARGEST_HALF, LARGEST_SCORE, add_product, product, rounded, within
 from .scales import factor_of, finite, power
 
 
@@ -73,12 +73,13 @@ def scores_kernel(
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr, MARK: tl.constexpr,
     SCALED: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """map[s, t] = scale · (a[s] · b[t]), within ±largest: scores of keys and queries, dW of values and dO.
+    """map[s, t] = scale · (a[s] · b[t]): scores of keys and queries, dW of values and dO.
 
-    With MARK, p_mark becomes 1 where a number is beyond. Keys that none of BLOCK queries sees are left alone; BLOCK is
-    a multiple of B_T, and of that of the kernels of composition. With SCALED they are also times p_scale
-    [B·G, n_scales], a number for BLOCK queries and a group of heads. With SIZES the largest size of a number of each
-    tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries].
+    With MARK, p_mark becomes 1 where a number is beyond ±largest, and numbers are cut off at ±LARGEST_SCORE. Keys that
+    none of BLOCK queries sees are left alone; BLOCK is a multiple of B_T, and of that of the kernels of composition.
+    With SCALED numbers are also times p_scale [B·G, n_scales], one for BLOCK queries and a group of heads. With SIZES
+    the largest size of a number of each tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b
+    [B, H, tiles of queries].
     """
     i_s, i_t, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
@@ -109,7 +110,7 @@ def scores_kernel(
     if MARK:
         if tl.max(tl.abs(total)) > largest:
             tl.store(p_mark, 1)  # all that store, store the same
-    total = within(total, largest)
+        total = within(total, LARGEST_SCORE)
     p_tile = p_map + i_bh * stride_map + o_s[:, None] * n_p + o_t[None, :]
     tl.store(p_tile, rounded(total, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])
 
