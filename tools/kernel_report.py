@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from dcformer import DCFormerConfig
 from dcformer.kernels import decode, generator, prepare
 from dcformer.kernels.launch import LAUNCHES, Gradients, Problem, Visibility
-from dcformer.kernels.layout import Layout, Part
+from dcformer.kernels.layout import Layout, Part, stages_of
 from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.kernels.tuning import Tile
 
@@ -195,12 +195,12 @@ def attention_specs(
         weights.append(torch.empty(layout.groups, group, group, **new) if flags & Part.STATIC else None)
     bounds = torch.empty(1, length, device="meta", dtype=torch.int32)
     seen = Visibility(bounds, bounds, high=0)
-    problem = Launches(q, q, q, weights, seen, layout, dim**-0.5, 2**34, beyond, tiles=tiles, arch=arch)
+    problem = Launches(q, q, q, stages_of(weights), seen, layout, dim**-0.5, 2**34, beyond, tiles=tiles, arch=arch)
     (chunk,) = problem.chunks(maps=3)
     lse = torch.empty(1, heads, length, device="meta")
     grads = [None if t is None else torch.empty_like(t, dtype=torch.float32) for t in weights]
     problem._forward_chunk(chunk, q, lse)
-    problem._backward_chunk(chunk, q, lse, None, Gradients(q, q, q, grads))
+    problem._backward_chunk(chunk, q, lse, None, Gradients(q, q, q, stages_of(grads)))
     return problem.specs
 
 

@@ -31,6 +31,7 @@ RANK = 2
 CHANNELS = 2 * RANK + 1  # of packed weights, per stage and side
 FULL = Layout(Part.QUERY | Part.KEY | Part.GATE, Part.QUERY | Part.KEY | Part.GATE, rank=RANK)
 WINDOW = 256
+PATTERNS = {"LG": 0.5, "LGLL": 0.75}  # of layers, and the share of those with a window
 VOCABULARY = 50257
 BF16, FP32 = 2, 4  # bytes
 ROWS_PADDED = 8  # channels that a cache has behind keys, and behind values
@@ -262,18 +263,23 @@ def product_work(
     """What a product of a map and states asks for, for one sequence: two of the three are read, one is written.
 
     Args:
-        operands: whether to count what each tile reads of states in L2.
+        operands: whether to count in L2 what each tile of a map reads of states: both sides' for `scores_kernel`, the
+            keys' for `values_kernel`, whose programs loop over keys, the queries' for `keys_kernel`, over queries.
     """
     keys = visited(length, tile.b_t, window, tile.b_s)
     area = keys * tile.b_t
     maps = BF16 * shape.heads * area
-    states = 2 * BF16 * shape.heads * length * shape.dim  # those read, and those read or written
+    row = BF16 * shape.heads * shape.dim  # states of a token
+    states = 2 * row * length  # those read, and those read or written
+    per_tile, written = {
+        "scores_kernel": (tile.b_t + tile.b_s, 0),
+        "values_kernel": (tile.b_s, length),
+        "keys_kernel": (tile.b_t, length),
+    }[FUNCTIONS[name]]
     tiles = area / (tile.b_t * tile.b_s)
-    per_tile = (tile.b_t + tile.b_s) if name in ("scores", "grad_weights") else tile.b_s
-    again = tiles * per_tile * BF16 * shape.heads * shape.dim if operands else 0
     return Work(
         name, flops=2.0 * padded(shape.dim) * area * shape.heads, instructions=issued * area * shape.heads,
-        l2=maps + max(states, again), hbm=maps + states,
+        l2=maps + (row * (tiles * per_tile + written) if operands else states), hbm=maps + states,
     )  # fmt: skip
 
 
@@ -514,12 +520,13 @@ def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assum
         "|---|" + "---|" * 9,
     ]
     for shape in SHAPES.values():
-        for pattern, local in (("LG", 0.5), ("LGLL", 0.75)):
+        for pattern, local in PATTERNS.items():
             t = training(shape, length, local, gpu, issued, assumed, arch)
             goals = TRAINING_GOALS.get(shape.name) if pattern == "LG" else None
             needs = [cell for goal in goals for cell in (f"{goal:.0%}", verdict(t.needed(goal)))] if goals else [""] * 4
             ms = " | ".join(f"{1e3 * s:.3f}" for s in (t.linear, t.flash, t.generator, t.attention))
             lines.append(f"| {shape.name} {pattern} | {ms} | {t.throughput():.1%} | {' | '.join(needs)} |")
+    lines += ["", both_rules(issued, assumed, arch)]
     hows = {how: replace(assumed, extra_launches=extra) for how, extra in EXTRA_LAUNCHES.items()}
     hows["bytes alone"] = replace(assumed, extra_launches=(0, 0))
     lines += ["", "| decoding, S = 1152 | " + " | ".join(f"LG, {how} | LGLL, {how}" for how in hows) + " | goals |"]
@@ -528,7 +535,7 @@ def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assum
         found = {
             (pattern, how): decoding_throughput(shape, 1152, local, gpu, assumptions)
             for how, assumptions in hows.items()
-            for pattern, local in (("LG", 0.5), ("LGLL", 0.75))
+            for pattern, local in PATTERNS.items()
         }
         goals = [
             f"{pattern} {goal:.0%}" + (": out of reach, by bytes" if found[pattern, "bytes alone"] < goal else "")
@@ -537,6 +544,20 @@ def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assum
         ]
         cells = [shape.name, *(f"{ratio:.1%}" for ratio in found.values()), ", ".join(goals)]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def both_rules(issued: Callable[[str, int], float], assumed: Assumptions, arch: int) -> str:
+    """What models reach in training on `DEVICES` by both rules for products, see `product_work`; in Markdown."""
+    heads = " | ".join(f"{name} | {name}, with operands" for name in DEVICES)
+    lines = [f"| LG, T = 2048: at bounds / at 75% of them | {heads} |", "|---|" + "---|" * 2 * len(DEVICES)]
+    for shape in SHAPES.values():
+        both = [
+            training(shape, 2048, PATTERNS["LG"], gpu, issued, assumed, arch, operands)
+            for gpu, operands in itertools.product(DEVICES.values(), (False, True))
+        ]
+        cells = (f"{found.throughput():.1%} / {found.throughput(0.75):.1%}" for found in both)
+        lines.append(f"| {shape.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -551,7 +572,7 @@ def training_rows(
     for gpu in DEVICES.values():
         for name in names:
             for tokens in (2048, 4096):
-                for pattern, local in (("LG", 0.5), ("LGLL", 0.75)):
+                for pattern, local in PATTERNS.items():
                     row: dict[str, object] = {"shape": name, "pattern": pattern, "tokens": tokens, "gpu": gpu.name}
                     for suffix, operands in (("", False), ("_operands", True)):
                         found = training(SHAPES[name], tokens, local, gpu, issued, assumed, arch, operands)

@@ -1,7 +1,9 @@
 """The roofline's arithmetic, against cases that a hand can compute."""
 
 import importlib
+import inspect
 import json
+import re
 
 import pytest
 from helpers import REPOSITORY
@@ -127,13 +129,27 @@ def test_parts_of_keys():
 
 
 def test_a_product():
-    tile = Tile(16, 16, 4, 2)
-    once, again = (roofline.product_work("values", SMALL, 32, None, tile, operands) for operands in (False, True))
-    area, states = 3 * 256, 2 * 2 * 2 * 32 * 16
-    assert once.flops == 2 * 16 * area * 2
-    assert once.l2 == once.hbm == again.hbm == 2 * 2 * area + states
-    assert again.l2 == 2 * 2 * area + max(states, 3 * 16 * 2 * 2 * 16)  # each of three tiles reads 16 values
-    assert roofline.product_work("scores", SMALL, 32, None, tile, True).l2 == 2 * 2 * area + 3 * 32 * 2 * 2 * 16
+    """32 queries, causal, in two tiles of 16, over keys in tiles of 8: of them the first visits 2, the second 4."""
+    tile, area, row = Tile(16, 8, 4, 2), (2 + 4) * 16 * 8, 2 * 2 * 16  # bytes of a token's states
+    for name, rows_of_a_tile, written in (
+        ("scores", 16 + 8, 0), ("grad_weights", 16 + 8, 0), ("values", 8, 32), ("grad_query", 8, 32),
+        ("grad_values", 16, 32), ("grad_key", 16, 32),
+    ):  # fmt: skip
+        once, again = (roofline.product_work(name, SMALL, 32, None, tile, operands) for operands in (False, True))
+        assert once.flops == 2 * 16 * area * 2
+        assert once.l2 == once.hbm == again.hbm == 2 * 2 * area + 2 * 32 * row
+        assert again.l2 == 2 * 2 * area + ((2 + 4) * rows_of_a_tile + written) * row, name
+
+
+def test_operands_of_products_are_those_that_the_kernels_load():
+    """Rows of states in the loops of the source: `B_S` keys for values, `B_T` queries for keys."""
+    from dcformer.kernels.triton import products
+
+    found = {}
+    for function in (products._add_values, products._add_keys):
+        (loop,) = re.findall(r"for \w in tl.range\(start, stop, (\w+)\)", inspect.getsource(function.fn))
+        found[function.__name__] = loop
+    assert found == {"_add_values": "B_S", "_add_keys": "B_T"}
 
 
 def test_plain_attention_and_decoding():
@@ -226,6 +242,17 @@ def test_json_has_every_model_pattern_length_and_gpu(capsys):
     found = {row["shape"]: row["at_bounds"] for row in rows[:] if (row["pattern"], row["tokens"], row["gpu"]) ==
              ("LG", 2048, "H200")}  # fmt: skip
     assert found["6.9B"] >= 0.935 and found["13B"] >= 0.915 and found["2.8B"] >= 0.834
+
+
+def test_the_page_has_what_is_printed(capsys):
+    """Every row of its tables, and that the second rule and the second GPU are among them."""
+    assert roofline.main([]) == 0
+    printed = set(capsys.readouterr().out.splitlines())
+    page = (REPOSITORY / "docs" / "kernels.md").read_text(encoding="utf-8")
+    section = re.search(r"^## Roofline.*?(?=^## )", page, re.MULTILINE | re.DOTALL)[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert [row for row in rows if row not in printed] == []
+    assert "H200 | H200, with operands | H100 | H100, with operands" in section
 
 
 def test_it_prints_that_it_is_an_estimate(capsys):
