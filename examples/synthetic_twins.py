@@ -290,12 +290,6 @@ def _again_lines(done: dict[Run, dict], again: dict[Run, dict]) -> list[str]:
         cells += [f"{second['held_out_losses'][-1][1]:.2f}"]
         cells += [_steps_cell([second], partial(steps_to, mark=mark)) for mark in MARKS]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "Both runs of each seed: mean accuracy at the end, %, and its spread over all.", ""]
-    lines += ["| | runs | mean |", "|---|---|---|"]
-    for variant, label in LABELS.items():
-        pairs = [(done[run], second) for run, second in again.items() if run.variant == variant]
-        if ends := [100 * run["curve"][-1][1] for pair in pairs for run in pair]:
-            lines.append(f"| {label} | {len(ends)} | {statistics.mean(ends):.1f} ± {spread(ends):.1f} |")
     return lines
 
 
