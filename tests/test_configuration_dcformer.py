@@ -54,6 +54,19 @@ def test_derived_sizes():
 # --- validation -------------------------------------------------------------------------------------------------------
 
 BAD_FIELDS = [
+    ({"norm_eps": -1.0}, "norm_eps=-1.0 must not be negative"),
+    ({"qk_norm_eps": -1.0}, "qk_norm_eps=-1.0 must not be negative"),
+    ({"initializer_range": -1.0}, "initializer_range=-1.0 must not be negative"),
+    ({"pad_token_id": 1000, "vocab_size": 97}, "pad_token_id=1000 must be below vocab_size=97"),
+    ({"rope_theta": 0.0}, "rope_theta=0.0 must be a number above 0"),
+    ({"rope_theta": "x"}, "rope_theta='x' must be a number above 0"),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_type='linear' needs factor"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e4}}},
+        "rope_parameters of full_attention, sliding_attention: expected one RoPE for all layers",
+    ),
+    ({"use_dcmha": False}, "use_dcmha: of the hub format"),
+    ({"window_size": 3, "block_size": 8}, "block_size, window_size: of the hub format"),
     *(
         ({name: 0, "head_dim": 4} | ({"head_dim": 0} if name == "head_dim" else {}), f"{name}=0")
         for name in (

@@ -276,6 +276,18 @@ def test_assisted_decoding(name, assistant):
     assert model.config.num_hidden_layers == 2
 
 
+@pytest.mark.parametrize("kind", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}], ids=str)
+def test_assisted_decoding_on_a_filled_cache_is_refused(kind):
+    """The library would give it the tokens that it holds once more."""
+    model, cache = model_named("gqa"), DynamicCache(config=make_config("gqa"))
+    ids = prompts()[0][None]
+    first = model.generate(ids, past_key_values=cache, **kind)
+    longer = torch.cat([first, ids], dim=1)
+    with pytest.raises(ValueError, match=r"past_key_values already holds \d+ tokens"):
+        model.generate(longer, past_key_values=cache, **kind)
+    torch.testing.assert_close(model.generate(longer, **kind), model.generate(longer, past_key_values=cache))
+
+
 def test_assistant_that_is_the_model_itself_is_believed():
     """A draft by the same weights is never rejected: fewer forward passes than tokens."""
     model, assistant = model_named("gqa"), make_model(make_config("gqa"))

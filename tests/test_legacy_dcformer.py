@@ -242,7 +242,7 @@ def test_what_is_read_is_not_changed():
 
 
 def test_hub_keys_are_no_arguments():
-    with pytest.raises(ValueError, match=r"\['dim', 'n_head'\].*from_dict"):
+    with pytest.raises(ValueError, match=r"dim, n_head: of the hub format.*from_dict"):
         DCFormerConfig(dim=64, n_head=4)
 
 

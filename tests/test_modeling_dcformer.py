@@ -15,7 +15,7 @@ from helpers import PLAIN, Logits, randomise, tiny_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import dcformer
@@ -551,3 +551,45 @@ def test_masks_by_kind_of_layer_are_of_each_kind():
     assert model(_tokens(), attention_mask={"full_attention": mask, "sliding_attention": None}).logits.isfinite().all()
     with pytest.raises(ValueError, match=r"masks for \['full_attention'\], and none for .* 'sliding_attention' layers"):
         model(_tokens(), attention_mask={"full_attention": mask})
+
+
+# --- what reaches a model around its checks ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_model():
+    return randomise(DCFormerForCausalLM(tiny_config())).eval()
+
+
+def test_a_name_in_the_configuration_that_cannot_compose_is_refused(tiny_model):
+    """`from_config(model.config, attn_implementation=...)` is refused, but has written the name there by then."""
+    model, ids = tiny_model, torch.arange(1, 9)[None]
+    expected = model(ids).logits
+    with pytest.raises(ValueError, match="sdpa"):
+        AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa")
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="'sdpa', which the configuration names, cannot compose"):
+        model(ids)
+    model.set_attn_implementation(None)
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_bounds_of_documents_need_position_ids(tiny_model):
+    model, ids, bounds = tiny_model, torch.arange(1, 9)[None], torch.tensor([0, 3, 8])
+    given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    with pytest.raises(ValueError, match="position_ids say where documents begin"):
+        model(ids, **given)
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    packed = model(ids, position_ids=position_ids, **given).logits
+    torch.testing.assert_close(packed[:, 3:], model(ids[:, 3:]).logits)
+
+
+def test_a_trace_is_a_compose_trace(tiny_model):
+    with pytest.raises(ValueError, match="compose_trace is of type list"):
+        tiny_model(torch.arange(1, 9)[None], compose_trace=[])
+
+
+def test_save_pretrained_takes_its_arguments_by_position(tiny_model, tmp_path):
+    tiny_model.save_pretrained(tmp_path, True, None, False, "50GB", None, None, True, True)
+    again = DCFormerForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in tiny_model.state_dict().items())

@@ -32,6 +32,21 @@ def no_trace(implementation: str) -> str:
     )
 
 
+def refuse_without_composition(implementation: str, pre: ComposeWeights | None, post: ComposeWeights | None) -> None:
+    """Refuses an attention function of the library, which would drop what heads are composed with.
+
+    The name may have reached the configuration around the model: `config._attn_implementation = "sdpa"`.
+
+    Raises:
+        ValueError: naming the implementation, if there are composition weights.
+    """
+    if pre is not None or post is not None:
+        raise ValueError(
+            f"attn_implementation={implementation!r}, which the configuration names, cannot compose attention heads: "
+            "call model.set_attn_implementation(None) for the default, or name one that can, such as 'eager'."
+        )
+
+
 NO_TRANSFORMS = (
     "attn_implementation={!r} does not support {}: use attn_implementation='eager', or call "
     "model.set_attn_implementation('eager'); in models that `convert_attention` has made it is 'dcmha'."
@@ -272,4 +287,5 @@ __all__ = [
     "check_shapes",
     "eager_attention",
     "no_trace",
+    "refuse_without_composition",
 ]

@@ -23,6 +23,13 @@ from .presets_dcformer import PRESETS
 LAYER_TYPES = ("sliding_attention", "full_attention")
 NORM_TYPES = ("rmsnorm", "layernorm")
 MLP_TYPES = ("gated", "plain")
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 _LAYER_LISTS = ("layer_types", *MAP_FIELDS)  # fields with an entry for each layer
 
 
@@ -168,10 +175,10 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
-        if is_hub_config(kwargs):
+        if of_hub := sorted(HUB_KEYS & kwargs.keys()):
             raise ValueError(
-                f"{sorted({'dim', 'n_layer', 'n_head'} & set(kwargs))} are keys of the hub format: use "
-                f"{type(self).__name__}.from_dict or from_pretrained, which read them."
+                f"{', '.join(of_hub)}: of the hub format, which {type(self).__name__}.from_dict and from_pretrained "
+                "read; here use this class's own fields."
             )
         self.check_names(kwargs)
         # Fields that a hub configuration leaves to the stored tensors; see `from_dict`. Never stored.
@@ -360,12 +367,27 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
+        for name in ("norm_eps", "qk_norm_eps", "initializer_range"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ValueError(f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r} is unknown: expected one of {', '.join(sorted(ACT2FN))}.")
-        rope = self.rope_parameters or {}
+        self._validate_rope()
+
+    def _validate_rope(self) -> None:
+        rope: dict[str, Any] = self.rope_parameters or {}  # type: ignore[assignment]  # the library's has no such keys
+        if of_kinds := sorted(name for name, value in rope.items() if isinstance(value, dict)):
+            raise ValueError(f"rope_parameters of {', '.join(of_kinds)}: expected one RoPE for all layers.")
+        theta = rope.get("rope_theta")
+        if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+            raise ValueError(f"rope_theta={theta!r} must be a number above 0: give it in rope_parameters.")
         known = ("default", *ROPE_INIT_FUNCTIONS)
         if (rope_type := rope.get("rope_type", "default")) not in known:
             raise ValueError(f"rope_type={rope_type!r} is unknown: expected one of {', '.join(known)}.")
+        if absent := [name for name in _ROPE_NEEDS.get(rope_type, ()) if name not in rope]:
+            raise ValueError(f"rope_type={rope_type!r} needs {', '.join(absent)} in rope_parameters.")
         factor = rope.get("partial_rotary_factor", 1.0)
         if not isinstance(factor, int | float) or not 0 < factor <= 1:
             raise ValueError(f"partial_rotary_factor={factor} must be in (0, 1].")

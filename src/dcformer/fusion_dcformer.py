@@ -94,7 +94,7 @@ class FusedProjections:
                 return False
             now = vars(linear)["_parameters"]
             for name, parameter, address in parameters:
-                if now[name] is not parameter or (parameter is not None and parameter.data_ptr() != address):
+                if now.get(name) is not parameter or (parameter is not None and parameter.data_ptr() != address):
                     return False
         return True
 

@@ -6,6 +6,7 @@ keys and values they belong to, and the attention implementation mixes the heads
 Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, F MLP width, V vocabulary.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +34,14 @@ from transformers.utils import TransformersKwargs, auto_docstring, can_return_tu
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_dcformer import LOAD_EAGER, ComposeTrace, attend_composed, eager_attention, no_trace
+from .attention_dcformer import (
+    LOAD_EAGER,
+    ComposeTrace,
+    attend_composed,
+    eager_attention,
+    no_trace,
+    refuse_without_composition,
+)
 from .cache_dcformer import (
     check_cache_layers,
     check_cache_rows,
@@ -455,6 +463,7 @@ class DCFormerAttention(nn.Module):
         """
         is_of_library = implementation not in ("eager", CHUNKED, *FUSED_ATTENTION)
         if is_of_library:
+            refuse_without_composition(implementation, kwargs.get("pre"), kwargs.get("post"))
             if kwargs.get("compose_trace") is not None:
                 raise ValueError(no_trace(implementation))
             kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
@@ -770,8 +779,9 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                     f"have new ones behind them. Set config.num_hidden_layers = {len(layers)}."
                 )
         was_converted = bool(getattr(self, "_weight_conversions", None))  # a new model has no other original format
-        kwargs["save_original_format"] = was_converted and kwargs.get("save_original_format", False)
-        super().save_pretrained(save_directory, *args, **kwargs)
+        given = inspect.signature(super().save_pretrained).bind(save_directory, *args, **kwargs)
+        given.arguments["save_original_format"] = was_converted and given.arguments.get("save_original_format", False)
+        super().save_pretrained(*given.args, **given.kwargs)
 
 
 @auto_docstring(
@@ -811,6 +821,14 @@ class DCFormerModel(DCFormerPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if position_ids is None and any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
+            raise ValueError(
+                "cu_seq_lens_q and cu_seq_lens_k are not read: position_ids say where documents begin. Give those that "
+                "begin anew with each document, and no attention_mask (DataCollatorWithFlattening does by default)."
+            )
+        trace = kwargs.get("compose_trace")
+        if trace is not None and not isinstance(trace, ComposeTrace):
+            raise ValueError(f"compose_trace is of type {type(trace).__name__}: expected a ComposeTrace.")
         if kwargs.get("output_attentions", self.config.output_attentions) and (missing := self._why_no_maps()):
             logger.warning_once(f"{missing} The tuple of attentions is empty.")  # as with Transformers' sdpa
         hidden_states = inputs_embeds
@@ -1026,8 +1044,19 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             raise ValueError(missing)
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """As the library's, but an assistant is not asked for a `ComposeTrace`, which is of this model."""
+        """As the library's, but an assistant is not asked for a `ComposeTrace`, which is of this model.
+
+        Raises:
+            ValueError: with a cache that holds tokens: assisted decoding would pass the whole text to it once more.
+        """
         given = kwargs["model_kwargs"]
+        cache = given.get("past_key_values")
+        if cache is not None and (seen := cache.get_seq_length()):
+            raise ValueError(
+                f"assisted decoding begins with the whole text, and past_key_values already holds {seen} tokens of it: "
+                "leave past_key_values away, or generate without assistant_model, assistant_early_exit and "
+                "prompt_lookup_num_tokens."
+            )
         kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != "compose_trace"}
         return super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # as below
 
