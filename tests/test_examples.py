@@ -219,6 +219,19 @@ def test_a_run_of_so_many_steps_decays_at_their_end():
     assert curriculum.decay_begins == 4600 and len(curriculum.begins) == len(train_synthetic.CURRICULUM)
 
 
+def test_the_page_tells_the_runs_of_the_recipe():
+    runs = json.loads((REPOSITORY / "benchmarks" / "results" / "synthetic_recipe.json").read_text())["runs"]
+    page = " ".join((REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8").split())
+    learned, stopped = runs
+    end, last = learned["curve"][-1]["step"], stopped["curve"][-1]
+    assert (
+        f"began at step {end - learned['decay_steps']:,}, " in page
+        and f"after {end:,} steps, {learned['minutes']:.0f}" in page
+    )
+    assert f"answers {100 * learned['test_accuracy']:.1f} % of the {learned['test_answers']:,} questions" in page
+    assert f"stopped after {last['step']:,} steps, and {100 * last['alone']:.1f} % of" in page and last["stage"] == 3
+
+
 def script_options(folder, *flags: str) -> list[str]:
     small = ["--batch-size", "4", "--save-steps", "2", "--warmup-steps", "1", "--test-contexts", "1"]
     places = ["--output", str(folder / "runs"), "--checkpoint", str(folder / "checkpoint")]
