@@ -155,6 +155,9 @@ def test_refuses_models_that_do_not_decode():
         export_decoding_step(DCFormerModel(tiny_config()))
     with pytest.raises(ValueError, match="training mode"):
         export_decoding_step(make().train())
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match="rope_type='dynamic'"):
+        export_decoding_step(DCFormerForCausalLM(tiny_config(rope_parameters=rope)).eval())
     model = make()
     model.config._attn_implementation = "dcformer_triton"
     with pytest.raises(ValueError, match=r"dcformer_triton.*set_attn_implementation"):

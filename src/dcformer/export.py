@@ -68,7 +68,7 @@ def export_decoding_step(
     Raises:
         TypeError: when `model` is not a causal model of this package.
         ValueError: when a size is below 1 or beyond the model's context, the model is in training mode, or its
-            attention implementation cannot be exported.
+            attention implementation or RoPE cannot be exported.
     """
     if not isinstance(model, DCFormerForCausalLM):
         raise TypeError(
@@ -86,6 +86,11 @@ def export_decoding_step(
         )
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first.")
+    if model.config.rope_parameters["rope_type"] == "dynamic":
+        raise ValueError(
+            "rope_type='dynamic' chooses frequencies by the text's length, on the host, which a program of torch.export "
+            "cannot hold: models with other kinds of RoPE can be exported."
+        )
     implementation = model.config._attn_implementation
     if implementation not in (DEFAULT_ATTENTION, "dcformer_chunked", "eager"):  # the default is chunked in programs
         raise ValueError(
