@@ -88,8 +88,8 @@ def export_decoding_step(
         raise ValueError("the model is in training mode: call model.eval() first.")
     if model.config.rope_parameters["rope_type"] == "dynamic":
         raise ValueError(
-            "rope_type='dynamic' chooses frequencies by the text's length, on the host, which a program of torch.export "
-            "cannot hold: models with other kinds of RoPE can be exported."
+            "rope_type='dynamic' chooses frequencies by the text's length, on the host: a program of torch.export "
+            "cannot hold that. Models with other kinds of RoPE can be exported."
         )
     implementation = model.config._attn_implementation
     if implementation not in (DEFAULT_ATTENTION, "dcformer_chunked", "eager"):  # the default is chunked in programs
