@@ -57,7 +57,7 @@ BAD_FIELDS = [
     ({"norm_eps": -1.0}, "norm_eps=-1.0 must not be negative"),
     ({"qk_norm_eps": -1.0}, "qk_norm_eps=-1.0 must not be negative"),
     ({"initializer_range": -1.0}, "initializer_range=-1.0 must not be negative"),
-    ({"pad_token_id": 1000, "vocab_size": 97}, "pad_token_id=1000 must be below vocab_size=97"),
+    ({"pad_token_id": 1000, "vocab_size": 97}, "pad_token_id=1000 is not in the vocabulary: expected 0 to 96"),
     ({"rope_theta": 0.0}, "rope_theta=0.0 must be a number above 0"),
     ({"rope_theta": "x"}, "rope_theta='x' must be a number above 0"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_type='linear' needs factor"),

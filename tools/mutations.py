@@ -1568,8 +1568,8 @@ _MODELING = _in(
     ),
     (
         "saved under the authors' names unasked",
-        'kwargs.get("save_original_format", False)',
-        'kwargs.get("save_original_format", True)',
+        'given.arguments.get("save_original_format", False)',
+        'given.arguments.get("save_original_format", True)',
         FOLDERS + "[fused]",
     ),
 )

@@ -370,8 +370,9 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         for name in ("norm_eps", "qk_norm_eps", "initializer_range"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
-        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
-            raise ValueError(f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}.")
+        pad, vocabulary = self.pad_token_id, self.vocab_size
+        if pad is not None and not -vocabulary <= pad < vocabulary:
+            raise ValueError(f"pad_token_id={pad} is not in the vocabulary: expected 0 to {vocabulary - 1}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r} is unknown: expected one of {', '.join(sorted(ACT2FN))}.")
         self._validate_rope()

@@ -86,7 +86,7 @@ def export_decoding_step(
         )
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first.")
-    if model.config.rope_parameters["rope_type"] == "dynamic":
+    if (model.config.rope_parameters or {}).get("rope_type") == "dynamic":
         raise ValueError(
             "rope_type='dynamic' chooses frequencies by the text's length, on the host: a program of torch.export "
             "cannot hold that. Models with other kinds of RoPE can be exported."

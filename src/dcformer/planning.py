@@ -88,9 +88,6 @@ class Setup:
                     f"attention='dcformer_triton' cannot train this model: {reason}; plan it with "
                     "'dcformer_chunked' or 'eager'"
                 )
-        pad, vocabulary = self.config.pad_token_id, self.config.vocab_size
-        if pad is not None and not -vocabulary <= pad < vocabulary:
-            raise DCFormerError(f"pad_token_id={pad} is not in the vocabulary: expected 0 to {vocabulary - 1}")
         if self.length > (limit := self.config.max_position_embeddings):
             raise DCFormerError(f"length={self.length} is above max_position_embeddings={limit}")
         if self.tensor_parallel > 1:
