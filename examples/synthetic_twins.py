@@ -271,17 +271,13 @@ def _family_lines(kind: str, told: str, done: dict[Run, dict], rates: dict[str, 
 
 def _again_lines(done: dict[Run, dict], again: dict[Run, dict]) -> list[str]:
     """How runs ended that were made twice, by later code the second time."""
-    if not again:
-        return []
     marks = " | ".join(f"to {100 * mark:.0f} %" for mark in MARKS)
     lines = [
         "",
         "Runs that were made again, with later code: accuracy at the end, and of the second run its loss and steps.",
-    ]
-    lines += [
         "",
         f"| | rate | seed | first | again | loss at the end | {marks} |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|" + "---|" * len(MARKS),
     ]
     for run in sorted(again, key=lambda run: (list(LABELS).index(run.variant), run.seed)):
         second = again[run]

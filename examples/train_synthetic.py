@@ -5,7 +5,7 @@
     python examples/train_synthetic.py --steps 5600          # in as many steps, learned or not: the bundled checkpoint
     python examples/train_synthetic.py --variants talking-heads plain-qk-norm   # its twins, for the table of the card
 
-The twins have the same size, seed and steps, and go through the same stages at their own pace: "plain" has all
+The twins have the same size and seed, and go through the same stages at their own pace: "plain" has all
 composition off and no norms of queries and keys, "plain-qk-norm" has the norms, "plain-wide" has them and an MLP that
 makes it as large as DCFormer, "talking-heads" only the static projection of composition. `synthetic_twins.py` compares
 them, each at its own rate. Everything runs through `transformers.Trainer`, on a CPU.

@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .compose_dcformer import ComposeWeights, accumulation_dtype, autocast_dtype, compose, without_autocast
+from .compose_dcformer import (
+    ComposeWeights,
+    accumulation_dtype,
+    autocast_dtype,
+    can_compose,
+    compose,
+    without_autocast,
+)
 from .heads_dcformer import HeadMap, matmul_shared
 from .masks_dcformer import causal_rows, visible_and_bias
 
@@ -33,14 +40,14 @@ def no_trace(implementation: str) -> str:
 
 
 def refuse_without_composition(implementation: str, pre: ComposeWeights | None, post: ComposeWeights | None) -> None:
-    """Refuses an attention function of the library, which would drop what heads are composed with.
+    """Refuses an attention function that would drop what heads are composed with: one of the library.
 
     The name may have reached the configuration around the model: `config._attn_implementation = "sdpa"`.
 
     Raises:
         ValueError: naming the implementation, if there are composition weights.
     """
-    if pre is not None or post is not None:
+    if (pre is not None or post is not None) and not can_compose(implementation):
         raise ValueError(
             f"attn_implementation={implementation!r}, which the configuration names, cannot compose attention heads: "
             "call model.set_attn_implementation(None) for the default, or name one that can, such as 'eager'."

@@ -326,6 +326,11 @@ class FusedAttention:
 FUSED_ATTENTION: dict[str, FusedAttention] = {}
 
 
+def can_compose(implementation: str) -> bool:
+    """Whether an attention implementation of this name is the package's, and takes what heads are composed with."""
+    return implementation in ("eager", CHUNKED) or implementation in FUSED_ATTENTION
+
+
 def default_implementation(
     attention: nn.Module, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, attention_mask: Any
 ) -> str:
@@ -692,6 +697,7 @@ __all__ = [
     "Stages",
     "accumulation_dtype",
     "autocast_dtype",
+    "can_compose",
     "compose",
     "compose_init_std",
     "default_implementation",

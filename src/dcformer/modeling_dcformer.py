@@ -57,6 +57,7 @@ from .compose_dcformer import (
     DCFormerCompose,
     Generated,
     accumulation_dtype,
+    can_compose,
     compose_init_std,
     default_implementation,
 )
@@ -461,7 +462,7 @@ class DCFormerAttention(nn.Module):
         Returns:
             output [B, T, H, D], and the weights [B, H, T, S] or None.
         """
-        is_of_library = implementation not in ("eager", CHUNKED, *FUSED_ATTENTION)
+        is_of_library = not can_compose(implementation)
         if is_of_library:
             refuse_without_composition(implementation, kwargs.get("pre"), kwargs.get("post"))
             if kwargs.get("compose_trace") is not None:

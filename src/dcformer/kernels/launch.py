@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import triton
 
-from .layout import Layout, Part, Stage, Stages
+from .layout import Layout, Part, Stage, StagePair
 from .overflow import LARGEST, LARGEST_EXACT, NOTHING, Beyond, beyond, look, mark_of
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, power_of_2, round_up
@@ -99,7 +99,7 @@ class Gradients:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    weights: Stages
+    weights: StagePair
 
     def at(self, rows: slice) -> "Gradients":
         """Those of some rows of a batch, as views; static projections belong to all."""
@@ -131,7 +131,7 @@ class Problem:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        weights: Stages,
+        weights: StagePair,
         visibility: Visibility,
         layout: Layout,
         scale: float,

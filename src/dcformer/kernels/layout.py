@@ -39,10 +39,10 @@ class Stage(NamedTuple):
         return Stage(query, key, self.static)
 
 
-Stages = tuple[Stage, Stage]  # before and after the softmax
+StagePair = tuple[Stage, Stage]  # before and after the softmax
 
 
-def stages_of(tensors: Sequence[torch.Tensor | None]) -> Stages:
+def stages_of(tensors: Sequence[torch.Tensor | None]) -> StagePair:
     """The stages, of six tensors in the order of `schemas`."""
     return Stage(*tensors[:3]), Stage(*tensors[3:])
 
@@ -63,7 +63,7 @@ class Layout:
     rank: int = 0
 
     @classmethod
-    def of(cls, stages: Stages, groups: int) -> "Layout":
+    def of(cls, stages: StagePair, groups: int) -> "Layout":
         """The layout of both stages' tensors."""
         sides = [side for stage in stages for side in (stage.query, stage.key) if side is not None]
         channels = sides[0].shape[-2] if sides else 0  # of all sides: `check_weights`
@@ -203,7 +203,7 @@ __all__ = [
     "Layout",
     "Part",
     "Stage",
-    "Stages",
+    "StagePair",
     "check_states",
     "check_types",
     "check_weights",

@@ -26,9 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..attention_dcformer import attend_composed, eager_attention, refuse_without_composition
 from ..compose_dcformer import (
-    CHUNKED,
     DEFAULT_ATTENTION,
-    FUSED_ATTENTION,
     DCFormerCompose,
     compose_init_std,
     default_implementation,
@@ -200,8 +198,7 @@ class DCViTAttention(nn.Module):
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             implementation = default_implementation(self, hidden_states, query, key, attention_mask)
         pre, post = stages(self.compose, self.compose(hidden_states, implementation))
-        if implementation not in ("eager", CHUNKED, *FUSED_ATTENTION):
-            refuse_without_composition(implementation, pre, post)
+        refuse_without_composition(implementation, pre, post)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         output, weights = attend_composed(
             attention_interface,
