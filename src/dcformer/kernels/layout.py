@@ -95,7 +95,7 @@ def packed_weights(
         key = None if weights.key is None else weights.key.packed
         if key is not None and key.dim() == 4:
             key = key.unflatten(1, (key_heads, -1))  # [B, Hkv, H / Hkv, channels, S]
-        found += Stage(query, key, None if weights.static is None else weights.static.contiguous())
+        found += [query, key, None if weights.static is None else weights.static.contiguous()]
     return [w for w in found if w is not None], [i for i, w in enumerate(found) if w is not None]
 
 
