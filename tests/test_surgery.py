@@ -7,7 +7,7 @@ import torch
 from helpers import randomise, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dcformer import DCFormerForCausalLM
@@ -304,6 +304,12 @@ def test_bidirectional_attention_is_asked_for_by_the_configuration_or_the_call(w
     torch.testing.assert_close(configured, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(called, expected, rtol=1e-9, atol=1e-9)
     assert (causal - expected).abs().max() > 1e-2
+    cached = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    torch.testing.assert_close(cached, expected, rtol=1e-9, atol=1e-9)
+    static = StaticCache(config=model.config, max_cache_len=40)
+    with pytest.raises(ValueError, match=r"is_causal=False with a StaticCache.*not filled"):
+        model(ids, past_key_values=static)
+    assert torch.isfinite(model(ids, past_key_values=static, is_causal=True).logits).all()
 
 
 @pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])

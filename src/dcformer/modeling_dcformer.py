@@ -850,6 +850,14 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if past_key_values is not None:
             check_cache_layers(past_key_values, self.config, hidden_states.shape[1])
             use_growing_layers(past_key_values)
+            is_causal = kwargs.get("is_causal")
+            if not (getattr(self.config, "is_causal", True) if is_causal is None else is_causal) and any(
+                layer.is_compileable for layer in past_key_values.layers
+            ):
+                raise ValueError(
+                    f"is_causal=False with a {type(past_key_values).__name__}: attention in both directions would see "
+                    "its slots that are not filled. Pass a DynamicCache, or no cache."
+                )
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 raise ValueError(
                     "past_key_values cannot be used in training with gradient checkpointing: layers that are computed "
