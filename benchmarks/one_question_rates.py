@@ -120,12 +120,16 @@ def table(runs: list[dict]) -> str:
 
 
 def beside_plain(runs: list[dict]) -> str:
-    """By how much the loss is lower than plain attention's, run by run: after equal steps and after equal seconds."""
-    plain = {(run["rate"], run["seed"]): run for run in runs if run["way"] == "plain"}
+    """By how much the loss is lower than plain attention's, run by run: after equal steps and after equal seconds.
+
+    And, where composition has a rate of its own, than with one rate for all, after equal steps.
+    """
+    plain, one_rate = ({(r["rate"], r["seed"]): r for r in runs if r["way"] == way} for way in ("plain", "1"))
     lines = [
-        "| rate of composition | rate | seed | times plain's seconds | lower after all steps | after plain's seconds |"
+        "| rate of composition | rate | seed | times plain's seconds | lower after all steps | after plain's seconds "
+        "| lower than with one rate |"
     ]
-    lines += ["|---|---|---|---|---|---|"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for run in runs:
         other = plain.get((run["rate"], run["seed"]))
         if run["way"] == "plain" or other is None:
@@ -133,6 +137,8 @@ def beside_plain(runs: list[dict]) -> str:
         times, losses = run["seconds"] / other["seconds"], [part["train_loss"] for part in run["parts"]]
         reached = losses[min(int(len(losses) / times), len(losses) - 1)]  # of the steps that were being made then
         lower = [f"{other['parts'][-1]['train_loss'] - loss:+.3f}" for loss in (losses[-1], reached)]
+        same = one_rate.get((run["rate"], run["seed"])) if run["way"] != "1" else None
+        lower.append("-" if same is None else f"{same['parts'][-1]['train_loss'] - losses[-1]:+.3f}")
         lines.append(f"| {run['way']} | {run['rate']:g} | {run['seed']} | {times:.2f} | {' | '.join(lower)} |")
     return "\n".join(lines)
 

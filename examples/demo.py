@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import dcformer  # registers the model type with the Auto classes
 from dcformer.errors import DCFormerError, MissingExtraError, refused
-from dcformer.synthetic import generate_dataset, questions
+from dcformer.synthetic import generate_dataset, get_task, questions
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "dcformer-synthetic"
 
@@ -91,6 +91,11 @@ def main(arguments: list[str] | None = None) -> float:
         print(f"{pattern:18}{sum(marks):4} of {len(marks)}")
     if told := _twins(Path(options.checkpoint)):
         print(told)
+    choices = [get_task(question["task_id"]).choices for question in asked]
+    print(
+        f"a random fact of the question would be right in {sum(1 / n for n in choices) / len(choices):.1%}: "
+        + ", ".join(f"{choices.count(n)} lead to {n} answers" for n in sorted(set(choices), reverse=True))
+    )
     print(f"accuracy: {right} of {len(asked)} held-out questions = {right / len(asked):.1%}")
     return right / len(asked)
 

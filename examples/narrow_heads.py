@@ -193,7 +193,8 @@ def table(runs: list[dict]) -> str:
     lines = [
         f"Steps and seconds of one core until {100 * REACHED:.0f} % are answered in two measurements in a row, "
         f"{MEASURED} steps apart: the first of the two, median and range over seeds; accuracy after a run's last step. "
-        f"Rates of {', '.join(f'{rate:g}' for rate in RATES)}; * at the edge of these.\n",
+        f"Rates of {', '.join(f'{rate:g}' for rate in RATES)}; * at the edge of these. {len(runs)} runs, "
+        f"{sum(run['seconds'] for run in runs) / 120:.0f} minutes of two cores.\n",
         "| heads | | parameters | rate | seeds | steps | seconds | accuracy |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -384,7 +384,8 @@ falls.
 
 For comparison: looking up a random fact of the question's statement (one of three people's, one of two items of a set)
 and transforming that correctly is right in {random_fact:.1%} of the cases. Every question has
-one answer, so a model can be right in all. `training.json` has the curve on the validation split.
+one answer, so a model can be right in all. `training.json` has the curve on the validation split;
+`python benchmarks/recipe_runs.py` prints it.
 """
 
 
@@ -433,7 +434,7 @@ def publish(runs: Path, checkpoint: Path) -> None:
         command="python examples/train_synthetic.py" + length,
         answers=first["test_answers"],
         rows=rows,
-        random_fact=sum(1 / 2 if task.pattern.endswith("in-set") else 1 / 3 for task in TASKS) / len(TASKS),
+        random_fact=sum(1 / task.choices for task in TASKS) / len(TASKS),
     )
     checkpoint.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(checkpoint)

@@ -18,9 +18,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerControl
 
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import demo
 import published_checkpoints
+import recipe_runs
 import synthetic_rows
 import train_synthetic
 
@@ -38,6 +40,7 @@ def test_demo_prints_what_the_model_answers(capsys):
     assert len(families) == 6 and sum(int(total) for _, total in families) == 74
     assert sum(int(count) for count, _ in families) == round(accuracy * 74)
     assert "a right answer" in printed and printed.count(", composed '") >= 4
+    assert "would be right in 37.4%: 56 lead to 3 answers, 18 lead to 2 answers" in printed  # (56 / 3 + 18 / 2) / 74
 
     # the same questions, one at a time, without pipeline, padding or cache
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, attn_implementation="eager")
@@ -230,6 +233,23 @@ def test_the_page_tells_the_runs_of_the_recipe():
     )
     assert f"answers {100 * learned['test_accuracy']:.1f} % of the {learned['test_answers']:,} questions" in page
     assert f"stopped after {last['step']:,} steps, and {100 * last['alone']:.1f} % of" in page and last["stage"] == 3
+
+
+def test_the_page_has_rows_of_the_runs_that_are_kept(capsys):
+    recipe_runs.main()
+    printed = capsys.readouterr().out
+    page = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| \d \| \d\.\d\d \| .+ % \| .+ % \|$", page, re.MULTILINE)
+    bundled, twin = printed.split("plain-qk-norm, seed 0")
+    assert len(rows) > 8 and all(row in bundled for row in rows) and not all(row in twin for row in rows)
+    assert "dcformer, seed 0, rate 0.001, 5,600 steps: 96.6% of 2,220 held-out answers, loss 0.069, 33.4 min" in bundled
+    # what the page tells of the forerunner: when the first stage was learned
+    cells = [line.strip("| ").split(" | ") for line in twin.split("A forerunner")[1].splitlines()[4:]]
+    first = {name: learned.partition(", ")[0] for name, _, _, _, learned, *_ in cells}
+    names = ("e1", "dc_s1", "dc_s2", "p1", "pl_s1", "pl_s2", "pl_hi", "base", "G", "c1")
+    assert [first[name] for name in names] == ["443", "859", "555", "2,618", "-", "1,537", "1,215", "401", "-", "1,447"]
+    for told in ("443, 859 and 555", "2618, not in 2000, and 1537", "seed 0 after 1215", "in 401", "step 1447"):
+        assert told in " ".join(page.split())
 
 
 def script_options(folder, *flags: str) -> list[str]:

@@ -50,7 +50,9 @@ def test_losses_beside_those_of_plain_attention():
     """A run that takes twice the seconds is at its half when the plain one ends."""
     runs = [a_run("plain", 2e-3, 0, 1.0, 0.8, 0.6, 0.5), a_run("0.1", 2e-3, 0, 0.9, 0.7, 0.55, 0.4) | {"seconds": 2}]
     lines = study.beside_plain([*runs, a_run("1", 2e-3, 1, 0.5, 0.4)]).splitlines()
-    assert lines[2:] == ["| 0.1 | 0.002 | 0 | 2.00 | +0.100 | -0.050 |"]
+    assert lines[2:] == ["| 0.1 | 0.002 | 0 | 2.00 | +0.100 | -0.050 | - |"]
+    lines = study.beside_plain([*runs, a_run("1", 2e-3, 0, 0.9, 0.8, 0.7, 0.6)]).splitlines()
+    assert lines[2].endswith(" | +0.200 |") and lines[3] == "| 1 | 0.002 | 0 | 1.00 | -0.100 | -0.100 | - |"
 
 
 @pytest.mark.slow

@@ -38,12 +38,14 @@ def test_a_configuration_leaves_its_preset_alone():
 
 def test_the_reference_lists_the_presets_and_their_counts():
     documented = {
-        name.strip("`"): [int(cell.replace(",", "")) for cell in cells] for name, *cells in documented_rows("Presets")
+        name.strip("`"): [*(int(cell.replace(",", "")) for cell in cells), share]
+        for name, *cells, share in documented_rows("Presets")
     }
     for name in PRESETS:
         config = DCFormerConfig.from_preset(name)
         assert type(config) is (DCPythiaConfig if name.startswith("dcpythia") else DCFormerConfig)
         sizes = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.head_dim)
-        counts = (num_parameters(config), num_compose_parameters(config))
-        assert documented.pop(name) == [*sizes, config.intermediate_size, *counts]
+        counts = whole, composition = num_parameters(config), num_compose_parameters(config)
+        added = f"+{100 * composition / (whole - composition):.1f} %"
+        assert documented.pop(name) == [*sizes, config.intermediate_size, *counts, added]
     assert not documented

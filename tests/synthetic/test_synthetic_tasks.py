@@ -102,6 +102,9 @@ def test_every_task_often(task):
         assert solve(question.prompt) == {question.answer}, question
         assert re.fullmatch(r"\w+", question.answer)
         answers[question.answer] += 1
+        statement, _, query = question.prompt.replace(". Which", ">. Which").partition(">. ")
+        answerable = NAMES if query.startswith("Who") else ENTITIES
+        assert len({word for word in re.findall(r"\w+", statement) if word in answerable}) == task.choices
     assert len(answers) >= 9
     assert max(answers.values()) < 40  # no answer is a good guess
 

@@ -227,6 +227,11 @@ class Task:
         """Template of one fact (``{person}``, ``{entity}``) or one item (``{entity}``)."""
         return str(getattr(self.transformation.topic, self.form))
 
+    @property
+    def choices(self) -> int:
+        """How many different answers the facts of a question lead to; two of the items of a set are equal."""
+        return 2 if self.form == "item" else 3
+
     def sample(self, rng: random.Random) -> Question:
         """Draw a question; its answer follows uniquely from its text.
 
