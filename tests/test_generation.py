@@ -606,9 +606,9 @@ def _again(model, prompt, backend, **options):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on a CPU needs a C++ compiler")
-@pytest.mark.parametrize("implementation", [pytest.param("eager", marks=pytest.mark.long), "dcformer_chunked"])
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
 def test_inductor(implementation):
     model = copy.deepcopy(model_named("gqa", implementation))
     torch._dynamo.reset()

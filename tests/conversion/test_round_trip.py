@@ -234,7 +234,7 @@ common = {
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(config=configs("maxtext"), ocdbt=st.booleans(), with_train_state=st.booleans(), **common)
 def test_maxtext(orbax, data, config, **options):
     options["layers_per_block"] = layers_per_block(data.draw, config)
@@ -243,7 +243,7 @@ def test_maxtext(orbax, data, config, **options):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(config=configs("pax"), **common)
 def test_pax(data, config, **options):
     options["layers_per_block"] = layers_per_block(data.draw, config)

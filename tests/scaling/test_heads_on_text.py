@@ -66,7 +66,7 @@ def test_what_is_not_done_is_named():
     assert "| 48 | 12 | not done |" in told and told.count("not done") == 9 and "| 48 | 6 | 0.016" in told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_trains_and_is_not_run_again(tmp_path, monkeypatch, capsys):
     """Two rates, one seed, some steps: with runs of the law taken over, and nothing left to do afterwards."""
     monkeypatch.setattr(heads_on_text, "RATES", (8e-3, 1.6e-2))
