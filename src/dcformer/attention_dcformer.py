@@ -100,7 +100,7 @@ class ComposeTrace:
     Attributes:
         layers: one `LayerTrace` per layer, in the order in which the layers ran. Several forward passes add theirs one
             after another: in `generate`, layer i of step n is `layers[n * model.config.num_hidden_layers + i]`, where
-            step 0 is the prompt.
+            step 0 is the prompt; with `prefill_chunk_size` each chunk of the prompt is a step.
     """
 
     layers: list[LayerTrace] = field(default_factory=list)

@@ -1,5 +1,6 @@
 """Models of every head system: caches, implementations, generation, training, saving, conversion, exporting."""
 
+import copy
 import subprocess
 import sys
 import sysconfig
@@ -10,6 +11,7 @@ from accelerate import cpu_offload
 from head_cases import CASES, heads_config, heads_model, tokens
 from helpers import PLAIN, REPOSITORY, randomise, tiny_config
 from peft import IA3Config, LoraConfig, get_peft_model
+from torch.func import functional_call, grad, vmap
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import dcformer
@@ -99,10 +101,10 @@ def test_chunked_gradients_are_eager_ones(case):
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    for name, grad in found[0].items():
-        assert float((grad - found[1][name]).abs().max()) < 1e-12, name
+    for name, gradient in found[0].items():
+        assert float((gradient - found[1][name]).abs().max()) < 1e-12, name
         if "overlapped" not in case:
-            assert grad.abs().max() > 0, name
+            assert gradient.abs().max() > 0, name
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -211,6 +213,28 @@ def test_reentrant_checkpointing_is_named():
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="use_reentrant"):
         model(tokens(), labels=tokens())
+
+
+def test_a_model_on_the_meta_device_trains():
+    with torch.device("meta"):
+        model, ids = HeadSystemsForCausalLM(heads_config("pruning")).train(), tokens().to("meta")
+    model(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("case", ["pruning", "mixture", "gate"])
+def test_transforms_leave_nothing_in_the_model(case):
+    """Neither gates nor logits of a forward pass under `torch.func`, which cannot be copied."""
+    model, ids = heads_model(case), tokens()
+    model.set_attn_implementation("eager")
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters, row):
+        return functional_call(model, parameters, (row[None],), {"labels": row[None], "use_cache": False}).loss
+
+    found = vmap(grad(loss), in_dims=(None, 0))(parameters, ids)
+    assert all(gradient.shape[0] == len(ids) for gradient in found.values())
+    torch.testing.assert_close(copy.deepcopy(model)(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 from helpers import REPOSITORY, tiny_config
@@ -17,7 +18,7 @@ from trl import ModelConfig
 from dcformer import DCFormerForCausalLM
 from dcformer.errors import DCFormerError
 from dcformer.training import DataArguments, ModelArguments, PretrainingConfig, TrainingConfig
-from dcformer.training.resume import _FREE, check_setup
+from dcformer.training.resume import _FREE, check_setup, setup_of
 
 COMMON = {
     "data": "examples/data/text_test.jsonl",
@@ -170,6 +171,18 @@ def test_checkpoint_without_a_setup(runs, tmp_path):
     file.write_text(json.dumps(state))
     with pytest.raises(SystemExit, match=r"^error: .*checkpoint-2 holds no record of its setup"):
         run(finetune, tmp_path / "out", **TUNE, resume_from_checkpoint="last")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_processes_that_read_a_stream_are_fixed(streaming):
+    """One process reads a stream's files one after another, several read them in turn: rows in another order."""
+
+    def setup(workers):
+        data = DataArguments(data="x", streaming=streaming)
+        return setup_of(tiny_config(), 1, SimpleNamespace(dataloader_num_workers=workers), data)
+
+    assert setup(0) == setup(1) and setup(2) == setup(2)
+    assert (setup(2) != setup(1)) == (setup(2) != setup(3)) == streaming
 
 
 def test_free_arguments_exist():

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.func import functional_call, grad, vmap
 from transformers import AutoModel, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
 from dcformer import ComposeTrace, DCViTForImageClassification, DCViTModel, parameter_groups
@@ -365,6 +366,21 @@ def test_labels_outside(make_model, images, wrong):
     ignored = make_model()(images, labels=torch.tensor([0, -100, 4])).loss
     kept = make_model()(images[[0, 2]], labels=torch.tensor([0, 4])).loss
     torch.testing.assert_close(ignored, kept)
+
+
+def test_gradients_of_each_image(make_model, images):
+    """`vmap(grad)` of the loss that labels give, beside one image at a time."""
+    model = make_model(attn_implementation="eager").eval()
+    labels = torch.tensor([0, 2, 4])
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters, image, label):
+        return functional_call(model, parameters, (image[None],), {"labels": label[None]}).loss
+
+    together = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, images, labels)
+    for row, (image, label) in enumerate(zip(images, labels, strict=True)):
+        for name, expected in grad(loss)(parameters, image, label).items():
+            torch.testing.assert_close(together[name][row], expected)
 
 
 def test_labels_of_other_problems(make_model, images):

@@ -78,7 +78,7 @@ class HeadPruning(HeadSystem):
         self.kv_index = None if s.composed or of_head == [i // even for i in range(len(of_head))] else of_head
         self.log_alpha = nn.Parameter(torch.full((len(self.kept),), START))
         self.fixed_gates: torch.Tensor | None = None  # [H'], instead of the learned ones: see `head_importance`
-        self._seen: torch.Tensor | None = None  # `log_alpha` of the last forward pass
+        self._seen: torch.Tensor | None = None  # `log_alpha` of a forward pass, until its loss is made
 
     def init_weights(self) -> None:
         """Gates that are 1 in evaluation."""
@@ -123,8 +123,9 @@ class HeadPruning(HeadSystem):
 
     def losses(self, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """The expected number of open gates."""
-        is_away = self.log_alpha.is_meta and self._seen is not None  # offloaded again behind the forward pass
-        logits = self._seen if is_away else self.log_alpha
+        seen, self._seen = self._seen, None
+        is_away = self.log_alpha.is_meta and seen is not None and not seen.is_meta  # offloaded behind the forward pass
+        logits = seen if is_away else self.log_alpha
         return {"l0": (logits - BETA * math.log(-LOW / HIGH)).sigmoid().sum()}
 
     def from_mha(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear) -> torch.Tensor:

@@ -32,6 +32,7 @@ from ..compose_dcformer import (
     default_implementation,
     stages,
 )
+from ..masks_dcformer import has_values
 from ..modeling_dcformer import DCFormerPreTrainedModel
 from .configuration_dcvit import DCViTConfig, pair
 
@@ -449,7 +450,7 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
     def _check_labels(self, labels: torch.Tensor) -> None:
         """Refuses labels of classes that do not exist, on the CPU: on a GPU, where reading waits, PyTorch asserts."""
         is_class = labels.dtype in (torch.int64, torch.int32) and self.num_labels > 1
-        if not is_class or labels.device.type != "cpu" or torch.compiler.is_compiling():
+        if not is_class or labels.device.type != "cpu" or not has_values(labels.device):
             return
         if self.config.problem_type not in (None, "single_label_classification"):
             return
