@@ -477,7 +477,7 @@ def compiled(arch: int, shapes: Iterable[Shape]) -> Callable[[str, int], float]:
     """The same from code compiled now."""
     import kernel_report
 
-    dims = {shape.heads: shape.dim for shape in shapes}
+    dims = {shape.heads: shape.dim for shape in (*SHAPES.values(), *shapes)}  # the summary is of all
 
     @cache
     def issued(name: str, heads: int) -> float:

@@ -4,6 +4,8 @@ import importlib
 import inspect
 import json
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 from helpers import REPOSITORY
@@ -265,3 +267,16 @@ def test_it_prints_that_it_is_an_estimate(capsys):
     with pytest.raises(SystemExit):
         roofline.main(["--arch", "80"])
     assert "--compile" in capsys.readouterr().err
+
+
+def test_code_compiled_for_some_sizes_serves_the_summary_of_all(monkeypatch, capsys):
+    """In the compiler's place each kernel issues what its head dim says: those of the sizes asked for come first."""
+    report = SimpleNamespace(
+        attention_specs=lambda heads, dim, arch: dict.fromkeys(roofline.ISSUED, dim),
+        compile_usage=lambda spec, arch: None,
+        issued=lambda spec, usage, masked: spec / 100,
+    )
+    monkeypatch.setitem(sys.modules, "kernel_report", report)
+    assert roofline.main(["--compile", "--sizes", "2.8B"]) == 0
+    assert "'compose': {32: 0.8}" in capsys.readouterr().out
+    assert roofline.compiled(90, [])("compose", 16) == 0.64
