@@ -523,7 +523,8 @@ def limits(results: dict) -> list[str]:
                 f"{statistics.median(deviations):.3f}; half-widths of the intervals above are {min(halves):.3f} to "
                 f"{max(halves):.3f}, over {SMALL} in {sum(half > SMALL for half in halves)} of {len(halves)}."
             )
-    kept = [run["train_losses"] for run in results["runs"] if run["learning_rate"] == 3e-3 and "train_losses" in run]
+    of_synthetic = [run for run in results["runs"] if run["task"] == "synthetic" and run["learning_rate"] == 3e-3]
+    kept = [run["train_losses"] for run in of_synthetic if "train_losses" in run]
     if kept:
         last, before = (statistics.mean(parts[at - 1] - parts[at] for parts in kept) for at in (-1, -2))
         lines.append(

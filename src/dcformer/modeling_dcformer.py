@@ -851,9 +851,9 @@ class DCFormerModel(DCFormerPreTrainedModel):
             check_cache_layers(past_key_values, self.config, hidden_states.shape[1])
             use_growing_layers(past_key_values)
             is_causal = kwargs.get("is_causal")
-            if not (getattr(self.config, "is_causal", True) if is_causal is None else is_causal) and any(
-                layer.is_compileable for layer in past_key_values.layers
-            ):
+            if is_causal is None:
+                is_causal = getattr(self.config, "is_causal", True)
+            if not is_causal and any(layer.is_compileable for layer in past_key_values.layers):
                 raise ValueError(
                     f"is_causal=False with a {type(past_key_values).__name__}: attention in both directions would see "
                     "its slots that are not filled. Pass a DynamicCache, or no cache."
