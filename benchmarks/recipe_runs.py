@@ -25,8 +25,8 @@ def curve(run: dict) -> str:
 
 def recipe(runs: list[dict]) -> str:
     """Of runs of `train_synthetic.py` without `--steps`: when each stage and the decay began, and how they ended."""
-    lines = ["| seed | first checkpoint of stages 2 to 5 | decay began | steps | minutes | validation | held out |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines = ["| seed | rate | first checkpoint of stages 2 to 5 | decay began | steps | minutes | validation | held out |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     for run in runs:
         last, ended = run["curve"][-1], "test_accuracy" in run
         first = {line["stage"]: line["step"] for line in reversed(run["curve"])}
@@ -34,7 +34,7 @@ def recipe(runs: list[dict]) -> str:
         began = f"{last['step'] - run['decay_steps']:,}" if ended else "-"
         held_out = f"{run['test_accuracy']:.1%} of {run['test_answers']:,}" if ended else "stopped"
         lines.append(
-            f"| {run['seed']} | {stages} | {began} | {last['step']:,} | {run['minutes']:.0f} | {last['alone']:.1%} | "
+            f"| {run['seed']} | {run['rate']} | {stages} | {began} | {last['step']:,} | {run['minutes']:.0f} | {last['alone']:.1%} | "
             f"{held_out} |"
         )
     return "\n".join(lines)

@@ -11,9 +11,10 @@ makes it as large as DCFormer, "talking-heads" only the static projection of com
 them, each at its own rate. Everything runs through `transformers.Trainer`, on a CPU.
 No row is ever seen twice. Rows are drawn while training (`synthetic_rows`), from the training split alone: first what
 is easy, and the next thing when that is learned (`CURRICULUM`). When all of it is learned the last part begins: rows
-have examples as the demonstration's have, and the learning rate, which was constant, falls to 0. How many steps that
-takes depends on the seed. A run with `--steps` begins its last part that many steps before their end, whatever it has
-learned, and can be made longer from a checkpoint before: `--resume` with more `--steps`, or with none.
+have examples as the demonstration's have, and the learning rate falls to 0. How many steps that takes depends on the
+seed; a stage that takes long goes on at lower rates (`PATIENCE`). A run with `--steps` has one rate until its last
+part, which begins that many steps before their end, whatever has been learned. It can be made longer from a checkpoint
+before: `--resume` with more `--steps`, or with none.
 """
 
 import argparse
@@ -57,6 +58,7 @@ LEARNED = 0.25  # mean loss at which the next stage begins
 ALL_LEARNED = 0.2  # mean loss of the last stage at which the decay begins
 LOG_STEPS = 50  # over which they are taken
 AHEAD = 5  # steps from there to the next stage: rows of the first of them have been drawn already
+PATIENCE = 1200  # steps of a stage, behind each of which the rate is halved until the next stage begins
 EXAMPLES = 2  # in a row of the decay
 DECAY_STEPS = 1000
 MOST_STEPS = 24_000  # of a run that goes on until all is learned; some two and a half hours of one core
@@ -106,7 +108,8 @@ class Curriculum(TrainerCallback):
     All is read from the losses that `Trainer` has logged, and keeps.
 
     Args:
-        steps: of the run; None for as many as it takes to learn all stages, at most `MOST_STEPS`.
+        steps: of the run; None for as many as it takes to learn all stages, at most `MOST_STEPS`, with lower rates in
+            stages that take long.
         decay_steps: the last of them, with a falling rate and rows with examples.
         warmup_steps: the first of them, with a rising rate.
     """
@@ -139,7 +142,11 @@ class Curriculum(TrainerCallback):
         if step < self.warmup_steps:
             return step / self.warmup_steps
         left = self.decay_begins + self.decay_steps - step
-        return max(0.0, min(1.0, left / max(1, self.decay_steps)))
+        rate = max(0.0, min(1.0, left / max(1, self.decay_steps)))
+        if self.waits:
+            stage_began = self.begins[self.stage_of(step)]
+            rate *= 0.5 ** ((min(step, self.decay_begins) - stage_began) // PATIENCE)
+        return rate
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.read(state.log_history)

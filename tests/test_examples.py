@@ -216,23 +216,30 @@ def test_a_stage_begins_when_the_last_is_learned_and_the_decay_when_all_are():
     assert len(rows[2 * begins - 1]["input_ids"]) <= train_synthetic.TOKENS < len(rows[2 * begins]["input_ids"])
 
 
-def test_a_run_of_so_many_steps_decays_at_their_end():
+def test_a_stage_that_takes_long_goes_on_at_lower_rates():
+    """The next stage begins at the full rate; the decay goes down from where the last stage was."""
+    patience = train_synthetic.PATIENCE
+    curriculum = train_synthetic.Curriculum(None, 100)
+    shares = {0: 1, patience - 1: 1, patience: 0.5, 2 * patience - 1: 0.5, 2 * patience: 0.25, 3 * patience: 0.125}
+    assert {step: curriculum.rate(step) for step in shares} == shares
+    stages = len(train_synthetic.CURRICULUM)
+    curriculum.read(log(*[0.1] * (3 * (stages - 1)), *[0.22] * 60, 0.1))
+    begun, decays = curriculum.begins[-1], curriculum.decay_begins
+    assert len(curriculum.begins) == stages and 2 * patience < decays - begun < 3 * patience
+    shares = {begun: 1, begun + patience: 0.5, decays - 1: 0.25, decays: 0.25, decays + 50: 0.125, decays + 100: 0}
+    assert {step: curriculum.rate(step) for step in shares} == pytest.approx(shares)
+
+
+def test_a_run_of_so_many_steps_has_one_rate_and_decays_at_their_end():
     curriculum = train_synthetic.Curriculum(5600, 1000)
+    assert {curriculum.rate(step) for step in range(0, 4601, 100)} == {1}
     curriculum.read(log(*[0.1] * 40))
     assert curriculum.decay_begins == 4600 and len(curriculum.begins) == len(train_synthetic.CURRICULUM)
 
 
 def test_the_page_tells_the_runs_of_the_recipe():
     runs = json.loads((REPOSITORY / "benchmarks" / "results" / "synthetic_recipe.json").read_text())["runs"]
-    page = " ".join((REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8").split())
-    learned, stopped = runs
-    end, last = learned["curve"][-1]["step"], stopped["curve"][-1]
-    assert (
-        f"began at step {end - learned['decay_steps']:,}, " in page
-        and f"after {end:,} steps, {learned['minutes']:.0f}" in page
-    )
-    assert f"answers {100 * learned['test_accuracy']:.1f} % of the {learned['test_answers']:,} questions" in page
-    assert f"stopped after {last['step']:,} steps, and {100 * last['alone']:.1f} % of" in page and last["stage"] == 3
+    assert recipe_runs.recipe(runs) in (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
 
 
 def test_the_page_has_rows_of_the_runs_that_are_kept(capsys):
