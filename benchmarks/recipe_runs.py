@@ -25,8 +25,9 @@ def curve(run: dict) -> str:
 
 def recipe(runs: list[dict]) -> str:
     """Of runs of `train_synthetic.py` without `--steps`: when each stage and the decay began, and how they ended."""
-    lines = ["| seed | rate | first checkpoint of stages 2 to 5 | decay began | steps | minutes | validation | held out |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    heads = ("seed", "rate", "first checkpoint of stages 2 to 5", "decay began", "steps", "minutes")
+    heads += ("validation", "held out")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for run in runs:
         last, ended = run["curve"][-1], "test_accuracy" in run
         first = {line["stage"]: line["step"] for line in reversed(run["curve"])}
@@ -34,8 +35,8 @@ def recipe(runs: list[dict]) -> str:
         began = f"{last['step'] - run['decay_steps']:,}" if ended else "-"
         held_out = f"{run['test_accuracy']:.1%} of {run['test_answers']:,}" if ended else "stopped"
         lines.append(
-            f"| {run['seed']} | {run['rate']} | {stages} | {began} | {last['step']:,} | {run['minutes']:.0f} | {last['alone']:.1%} | "
-            f"{held_out} |"
+            f"| {run['seed']} | {run['rate']} | {stages} | {began} | {last['step']:,} | {run['minutes']:.0f} | "
+            f"{last['alone']:.1%} | {held_out} |"
         )
     return "\n".join(lines)
 
