@@ -503,27 +503,32 @@ def against_plain(losses: dict[Cell, dict[str, dict[int, float]]]) -> list[str]:
     return lines
 
 
-def limits(results: dict) -> list[str]:
-    """What the runs cannot tell, in Markdown: the paper's small differences, wide intervals, curves that still fall."""
+def limits(runs: list[dict], losses: dict[Cell, dict[str, dict[int, float]]]) -> list[str]:
+    """What the runs cannot tell, in Markdown: the paper's small differences, wide intervals, curves that still fall.
+
+    Args:
+        runs: all of them.
+        losses: of the reported ones, from `collect`.
+    """
     small = sum(abs(float(paper_difference(*pair))) < SMALL for pair in CLAIMS)
     lines = [
         f"- Of the paper's {len(CLAIMS)} differences {small} are below {SMALL} nats. To tell so much with five seeds, "
         f"the seeds' differences must have a standard deviation of at most {SMALL * math.sqrt(5) / POWER:.3f}."
     ]
-    for cell, by_variant in collect(reported(results["runs"]), "loss").items():
+    for cell, by_variant in losses.items():
         halves, deviations = [], []
         for better, worse in (pair for pair in CLAIMS if by_variant.keys() >= set(pair)):
-            seeds = by_variant[better].keys() & by_variant[worse].keys()
-            if len(seeds) > 1:
+            seeds = len(by_variant[better].keys() & by_variant[worse].keys())
+            if seeds > 1:
                 halves.append(interval(by_variant[better], by_variant[worse])[1])
-                deviations.append(spread([by_variant[worse][seed] - by_variant[better][seed] for seed in seeds]))
+                deviations.append(compare(by_variant[better], by_variant[worse])[1] * math.sqrt(seeds))
         if halves:
             lines.append(
                 f"- {', '.join(cell)}: it is {min(deviations):.3f} to {max(deviations):.3f}, in the median "
                 f"{statistics.median(deviations):.3f}; half-widths of the intervals above are {min(halves):.3f} to "
                 f"{max(halves):.3f}, over {SMALL} in {sum(half > SMALL for half in halves)} of {len(halves)}."
             )
-    of_synthetic = [run for run in results["runs"] if run["task"] == "synthetic" and run["learning_rate"] == 3e-3]
+    of_synthetic = [run for run in runs if run["task"] == "synthetic" and run["learning_rate"] == 3e-3]
     kept = [run["train_losses"] for run in of_synthetic if "train_losses" in run]
     if kept:
         last, before = (statistics.mean(parts[at - 1] - parts[at] for parts in kept) for at in (-1, -2))
@@ -640,7 +645,7 @@ def tables(results: dict) -> str:
         *(told_needed if all_needed else []),
         "## What these runs cannot tell",
         "",
-        *limits(results),
+        *limits(tried, losses),
         "",
         "## Every variant against plain attention",
         "",

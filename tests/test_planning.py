@@ -72,8 +72,16 @@ def kept_bytes(config, attention, dtype, length=32, checkpointing=False, batch=2
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("attention", "batch"), [("eager", 1), ("dcformer_chunked", 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("attention", "batch", "dtype"),
+    [
+        ("eager", 1, torch.float32),
+        ("eager", 2, torch.bfloat16),
+        ("dcformer_chunked", 2, torch.float32),
+        ("dcformer_chunked", 2, torch.bfloat16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_activations(variant, dtype, attention, batch):
     config = DCFormerConfig(**(SIZES | VARIANTS[variant]))

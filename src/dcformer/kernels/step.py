@@ -17,7 +17,6 @@ from ..compose_dcformer import key_weights_behind
 from ..fusion_dcformer import has_no_hooks
 from . import decode, prepare
 from .generator import APPROXIMATE
-from .layout import Stage
 from .limits import require_supported
 from .ops import visible_keys
 from .prepare import can_prepare, fits
@@ -61,11 +60,9 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
         present[:2], (keys, values), (behind_keys, behind_values), statics, strict=True
     ):
         rows = memory[:, :, :rounded]
-        composed += Stage(
-            query=of_queries.pop(0) if stage and present[2] else None,
-            key=key_weights_behind(rows, head_dim, heads // keys.shape[1], width) if behind else None,
-            static=None if static is None else static.view(-1, heads_per_group, heads_per_group),
-        )
+        query = of_queries.pop(0) if stage and present[2] else None
+        key = key_weights_behind(rows, head_dim, heads // keys.shape[1], width) if behind else None
+        composed += [query, key, None if static is None else static.view(-1, heads_per_group, heads_per_group)]
         wholes.append({"p_k": memory, "p_v": memory, "p_wk": memory, "p_static": static})
     composes = generators or any(static is not None for static in statics)
     groups = heads // heads_per_group if composes else keys.shape[1]

@@ -50,10 +50,8 @@ def setup_of(config: DCFormerConfig, processes: int, *arguments: Any) -> dict[st
         name -> value, as in JSON. Includes the adapters' fields only if adapters are used.
     """
     setup: dict[str, Any] = {"processes": processes}
-    workers = 0
     for part in arguments:
         fields = part.to_dict() if hasattr(part, "to_dict") else dict(vars(part))
-        workers = fields.get("dataloader_num_workers", workers)
         if not fields.get("use_peft", True):
             fields = {name: value for name, value in fields.items() if not name.startswith(("lora_", "use_"))}
             fields["use_peft"] = False
@@ -62,6 +60,7 @@ def setup_of(config: DCFormerConfig, processes: int, *arguments: Any) -> dict[st
             for name, value in fields.items()
             if name not in _FREE and not name.startswith(("_", *_FREE_PREFIXES))
         }
+    workers = max((getattr(part, "dataloader_num_workers", 0) for part in arguments), default=0)
     if setup.get("streaming") and workers > 1:  # which give the rows of a stream's files in turn
         setup["dataloader_num_workers"] = workers
     fields = {name: value for name, value in config.to_dict().items() if name not in _FREE_CONFIG and name[0] != "_"}
