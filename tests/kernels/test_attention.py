@@ -8,6 +8,7 @@ that of the dtype, and of the log-sum-exp, from which the kernels make weights a
 import dataclasses
 import itertools
 import math
+import weakref
 import threading
 from types import SimpleNamespace
 
@@ -297,13 +298,6 @@ def test_runs_are_bitwise_equal():
     case = Case(kv_heads=2, static=True, window=9)
     first, second = (run(case, torch.float32, fused(case)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("name", ["everything", "grouped-query, window, padding, bfloat16", "chunks, window, static"])
-def test_stored_weights_with_few_heads(name, monkeypatch):
-    """What is a way out where spills cost too much, `GIVEN_ABOVE = 0`, is as exact."""
-    monkeypatch.setattr(launch, "GIVEN_ABOVE", 0)
-    check(CASES[name], monkeypatch)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.02), (torch.float16, 3)])
@@ -802,7 +796,8 @@ def test_bytes_of_maps_are_those_of_a_chunk(heads, found, unmarked, monkeypatch)
 
     def spy(self, chunk, dtype):
         out = real(self, chunk, dtype)
-        made.append((self, chunk, out.nbytes))
+        alive = sum(size for *_, size, tensor in made if tensor() is not None) + out.nbytes
+        made.append((self, chunk, alive, out.nbytes, weakref.ref(out)))
         return out
 
     monkeypatch.setattr(Problem, "_new_map", spy)
@@ -811,8 +806,8 @@ def test_bytes_of_maps_are_those_of_a_chunk(heads, found, unmarked, monkeypatch)
     pre, post = (stage_weights(tensors, stage, 1) for stage in ("pre", "post"))
     out = composed_attention(tensors["query"], tensors["key"], tensors["value"], pre, post)
     for maps in (1, 3):
-        problem, chunk, _ = made[0]
-        assert sum(size for *_, size in made) == problem.chunk_size(chunk, maps)
+        problem, chunk, *_ = made[0]
+        assert max(alive for _, _, alive, *_ in made) == problem.chunk_size(chunk, maps)
         made.clear()
         if maps == 1:
             out.sum().backward()

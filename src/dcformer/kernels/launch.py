@@ -2,12 +2,13 @@
 
 One pass over a map of all heads, [B, H, S, T], is what costs most; the passes of a chunk:
 
-    forward      scores  q, k -> S        lse  S        compose  S -> W        values  W, v -> out
-    backward     scores  q, k -> S        scores  v, dO -> dW        back_1  S, dW -> W, dP        keys  W, dO -> dV
-                 back_0  S, dP -> dS      values  dS, k -> dQ        keys  dS, q -> dK
+    forward      scores  q, k -> S        lse  S            compose  S -> W       values  W, v -> out
+    backward     scores  q, k -> S        weights  S -> P, W                      keys  W, dO -> dV
+                 scores  v, dO -> dW      back_1  P, dW -> dP
+                 back_0  S, P, dP -> dS   values  dS, k -> dQ                     keys  dS, q -> dK
 
-W takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side before, `project` takes
-their gradients back. Above 32 heads per group back_1 takes weights that `weights` has made of S: P; W takes its place.
+W of the forward pass takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side before,
+`project` takes their gradients back.
 In 16 bits S, P, dW, dP, dS and the matrices are float16, gradients times powers of two that `scale` finds; where
 that is not sufficient, see `overflow`.
 """
@@ -37,7 +38,6 @@ from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
 _Result = TypeVar("_Result")
 
 FIRST_CHUNK = 128  # queries of the smallest chunk
-GIVEN_ABOVE = 32  # heads per group above which back_1 reads weights that `weights` has stored: registers do not suffice
 _LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks cost launches
 UNBOUNDED = 2**30  # of `Visibility`: more than any number of keys
 _MOST_PROGRAMS = 65535  # along a grid's second and third axis
@@ -51,9 +51,9 @@ _PARTS = (512, 256, 128, 64)  # keys of a program, the first with which there ar
 LAUNCHES: dict[str, tuple[triton.JITFunction, dict[str, Any]]] = {
     "scores": (scores_kernel, {}),
     "lse": (lse_kernel, {}),
-    "compose": (compose_kernel, {"POST": True}),
+    "compose": (compose_kernel, {"KEEP": False}),
     "values": (values_kernel, {}),
-    "weights": (compose_kernel, {"POST": False}),
+    "weights": (compose_kernel, {"KEEP": True}),
     "back_1": (back_1_kernel, {}),
     "back_0": (back_0_kernel, {}),
     "keys": (keys_kernel, {}),
@@ -153,6 +153,7 @@ class Problem:
             total = torch.cuda.get_device_properties(query.device).total_memory
             self.chunk_bytes = max(_LEAST_BYTES, total // 64)
         self.trial: Trial | None = None  # what a search is trying
+        self._known: dict[tuple[str, Beyond, tuple[str, Tile] | None], Any] = {}
         self._check_int32()
 
     def _check_int32(self) -> None:
@@ -206,12 +207,12 @@ class Problem:
     @property
     def step(self) -> int:
         """Queries that those of a map are a multiple of: the largest tile of the kernels of composition."""
-        return max(self._tile(name).b_t for name in _COMPOSITION)
+        return self._remembered("step", lambda: max(self._tile(name).b_t for name in _COMPOSITION))
 
     @property
     def block(self) -> int:
         """Queries that gradients have one power of two for: a multiple of the tiles of all kernels with it."""
-        return max(self.step, self._tile("scores").b_t, self._tile("keys").b_t)
+        return self._remembered("block", lambda: max(self.step, self._tile("scores").b_t, self._tile("keys").b_t))
 
     def _chunk(self, t_0: int, n_t: int) -> Chunk:
         s_0 = min(self.S, max(0, t_0 + self.visibility.low)) // 16 * 16
@@ -224,9 +225,9 @@ class Problem:
         stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
         # one stage's gradients at a time
         matrices = stages + bool(stages and maps > 1) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
-        size, sizes = self.map_dtype.itemsize, maps * self.map_dtype.itemsize
-        if self._is_widened:  # W has memory of its own, and takes that of no other
-            sizes += self.q.itemsize - (size if maps > 1 and self.M <= GIVEN_ABOVE else 0)
+        size = self.map_dtype.itemsize
+        # W takes the memory of scores in the forward pass, where its numbers have that size
+        sizes = maps * size + (self.q.itemsize if maps == 1 and self._is_widened else 0)
         return chunk.n_s * (sizes * self.H * chunk.n_p + size * matrices * matrix)
 
     def chunks(self, maps: int) -> list[Chunk]:
@@ -271,7 +272,18 @@ class Problem:
 
     # --- tiles --------------------------------------------------------------------------------------------------------
 
+    def _remembered(self, name: str, find: Callable[[], _Result]) -> _Result:
+        """What `find` returns, of the first call while neither maps nor a trial's tile change: launches ask often."""
+        trial = self.trial and (self.trial.kernel, self.trial.tile)
+        key = name, self.beyond, trial
+        if key not in self._known:
+            self._known[key] = find()
+        return self._known[key]
+
     def _tile(self, name: str) -> Tile:
+        return self._remembered(f"tile of {name}", partial(self._choose_tile, name))
+
+    def _choose_tile(self, name: str) -> Tile:
         if self.trial is not None and self.trial.kernel == name:
             return self.trial.tile
         found = found_tile(self.gpu, self._key(name)) if autotune_is_on() and not self._is_widened else None
@@ -367,12 +379,15 @@ class Problem:
         self._launch(kernel, grid, chunk, name, tile, n_keys=n_keys, **own | blocks | arguments)
 
     def _parts(self, name: str, chunk: Chunk) -> tuple[int, int]:
-        """Into how many parts a kernel of composition splits a chunk's keys, and the keys of each: as few as give three
-        programs to a multiprocessor; where queries see earlier keys only, half of them have nothing to do."""
-        b_t = self._tile(name).b_t
-        tiles = ceil_div(chunk.n_t, b_t) * self.B * self.G
-        span = min(chunk.n_s, self.visibility.high - self.visibility.low + b_t + 15)  # of a tile, from a multiple of 16
-        sizes = (32,) if INTERPRETED.value else _PARTS
+        """Into how many parts `scores` or a kernel of composition splits the keys of a tile of queries, and the keys of
+        each: as few as give three programs to a multiprocessor; where queries see earlier keys only, half of them have
+        nothing to do."""
+        tile = self._tile(name)
+        queries, keys, heads = (self.block, tile.b_s, self.H) if name == "scores" else (tile.b_t, 16, self.G)
+        tiles = ceil_div(chunk.n_t, tile.b_t) * self.B * heads
+        # keys of a tile, from a multiple of `keys`
+        span = min(chunk.n_s, self.visibility.high - self.visibility.low + queries + keys - 1)
+        sizes = [n for n in ((32,) if INTERPRETED.value else _PARTS) if n % keys == 0]
         enough = (n for n in sizes if tiles * ceil_div(span, n) >= 3 * self._multiprocessors)
         n_keys = next(enough, sizes[-1])
         return max(1, ceil_div(span, n_keys)), n_keys
@@ -384,10 +399,11 @@ class Problem:
         """out [B, H, n_s, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d], times `scales` [B·G, blocks] of queries;
         `sizes`, those of `_new_sizes`, are filled with the largest of a and of b."""
         tile = self._tile("scores")
-        grid = (*self._score_tiles(chunk), self.B * self.H)
+        parts, n_keys = self._parts("scores", chunk)
+        grid = (self._score_tiles(chunk)[1], parts, self.B * self.H)
         self._launch(
-            scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, scale=scale, **limit,
-            **_strides("a", a, "bhs"), **_strides("b", b, "bht"), **product_constants("scores", a.shape[3], tile),
+            scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, n_keys=n_keys, scale=scale, **limit,
+            **_strides("a", a, "bhs"), **_strides("b", b, "bht"), **product_constants(a.shape[3], tile),
             p_scale=scales, SCALED=scales is not None,
             p_sizes_a=sizes[0] if sizes else None, p_sizes_b=sizes[1] if sizes else None, SIZES=bool(sizes),
         )  # fmt: skip
@@ -420,7 +436,7 @@ class Problem:
         self._launch(
             values_kernel, grid, chunk, "values", tile, p_map=tiles, p_v=v, p_out=out, scale=scale,
             **self._undone(scales, sizes), **_strides("v", v, "bhs"), **_strides("o", out, "bht"),
-            **product_constants("values", v.shape[3], tile),
+            **product_constants(v.shape[3], tile),
         )  # fmt: skip
 
     def _add_keys(
@@ -434,7 +450,7 @@ class Problem:
         self._launch(
             keys_kernel, grid, chunk, "keys", tile, p_map=tiles, p_q=q, p_out=out, scale=scale, ADD=chunk.n_t < self.T,
             **self._undone(scales, sizes), **_strides("q", q, "bht"), **_strides("o", out, "bhs"),
-            **product_constants("keys", q.shape[3], tile),
+            **product_constants(q.shape[3], tile),
         )  # fmt: skip
 
     def _keys_of(self, chunk: Chunk) -> int:
@@ -586,7 +602,9 @@ class Problem:
         scores = self._make_scores(chunk)
         self._fill_lse(chunk, scores, pre, lse)
         weights = self._weights_in(chunk, scores)
-        self._compose("compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights)
+        self._compose(
+            "compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights, p_weights=None
+        )
         self._fill_values(chunk, weights, self.v, out)
 
     def _fill_lse(self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, lse: torch.Tensor) -> None:
@@ -659,26 +677,23 @@ class Problem:
         if self._is_widened:  # in the forward pass they may have been float16, and rounded
             lse = torch.empty_like(lse)
             self._fill_lse(chunk, scores, pre, lse)
+        weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.q.dtype)  # P, W
+        self._compose(
+            "weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=composed, p_weights=weights
+        )
+        self._add_keys(chunk, composed, grad_out, grads.value)
+        del composed
         maps = self._new_map(chunk, self.grad_dtype)  # of dW, then dP, both times `scales`, then dS
         self._fill_scores(chunk, maps, self.v, grad_out, 1.0, _UNLIMITED, scales[0])
-        source, is_given = scores, self.M > GIVEN_ABOVE
-        if is_given:
-            source = self._new_map(chunk, self.map_dtype)  # of P, then, where it fits, W
-            self._compose("weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=source)
-        weights = self._weights_in(chunk, source if is_given else None)
         grad_scores = maps.view(self.q.dtype) if self.grad_dtype == torch.bfloat16 else maps
-        tensors = {"p_grads": maps, "p_lse": lse, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
+        tensors = {"p_weights": weights, "p_grads": maps, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
+        # P is rounded, and does not quite sum to one: divided by its sum, gradients of composed scores sum to zero, as
+        # they must.
         n_parts = self._parts("back_1", chunk)[0]
-        # Weights made from a rounded log-sum-exp do not quite sum to one, given ones are rounded themselves. Divided by
-        # their sum, gradients of composed scores sum to zero, as they must; in 16 bits the first does not show.
-        has_mass = is_given or self.grad_dtype == torch.float32
-        sums = self._new(n_parts, 1 + has_mass, self.B, self.H, chunk.n_t)
-        outputs = {"p_out": weights, "p_delta": sums}
-        self._back(1, chunk, grads, scales, n_parts, p_in=source, GIVEN=is_given, **outputs, **tensors)
-        self._add_keys(chunk, weights, grad_out, grads.value)
-        delta, *mass = sums.sum(0)  # [B, H, n_t]
-        if mass:
-            delta = torch.where(mass[0] > 0, delta / mass[0], 0.0)
+        sums = self._new(n_parts, 2, self.B, self.H, chunk.n_t)
+        self._back(1, chunk, grads, scales, n_parts, p_delta=sums, **tensors)
+        delta, mass = sums.sum(0)  # [B, H, n_t]
+        delta = torch.where(mass > 0, delta / mass, 0.0)
         if extra is not None:
             of_heads = scales[0].view(self.B, self.G, -1).repeat_interleave(self.M, 1)  # [B, H, blocks]
             delta = delta - extra * of_heads.repeat_interleave(self.block, 2)[:, :, : chunk.n_t]
@@ -738,10 +753,9 @@ def matrix_constants(layout: Layout, heads: int, stage: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def product_constants(name: str, dim: int, tile: Tile) -> dict[str, Any]:
-    """Constant arguments of a product: `scores` goes through a head dim in steps, the others hold all of it."""
-    block = min(64, padded(dim)) if name == "scores" else padded(dim)
-    return {"D": dim, "B_D": block, "B_T": tile.b_t, "B_S": tile.b_s}
+def product_constants(dim: int, tile: Tile) -> dict[str, Any]:
+    """Constant arguments of a product."""
+    return {"D": dim, "B_D": padded(dim), "B_T": tile.b_t, "B_S": tile.b_s}
 
 
 def _strides(letter: str, tensor: torch.Tensor, axes: str) -> dict[str, int]:

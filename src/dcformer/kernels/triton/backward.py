@@ -12,7 +12,7 @@ these parts up does so in one order: torch, and `key_side.project_kernel`.
 import triton
 import triton.language as tl
 
-from .compose import program_keys, weights_of
+from .compose import program_keys
 from .heads import (
     KEY,
     SCORES_GRAD,
@@ -40,21 +40,19 @@ from .heads import (
 
 @triton.jit
 def back_1_kernel(
-    p_in, p_grads, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_inverse, p_out, p_gwq, p_delta, p_gm,
+    p_weights, p_grads, p_m1, p_w1, p_first, p_last, p_inverse, p_gwq, p_delta, p_gm,
     stride_ib, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales,
-    F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr,
-    H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr,
+    F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+    B_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Back through the composition of weights: from dW to dP.
 
     Args:
-        p_in: the map of scores, or with GIVEN of weights; then p_out may be the same memory.
+        p_weights: the map of weights, P.
         p_grads: the map of dW, times a power of two for BLOCK queries; dP takes its place.
         p_inverse: what undoes that, [B·G, n_scales].
-        p_out: the map of composed weights, to be written.
         p_gwq: parts of gradients of the query side's weights, [parts of keys, B·H, C, n_t].
-        p_delta: parts of two sums, Σ_s P dP and, in float32 or with GIVEN, Σ_s P, [parts of keys, 1 or 2, B·H, n_t];
-            the first times the power of two.
+        p_delta: parts of two sums, Σ_s P dP, times the power of two, and Σ_s P: [parts of keys, 2, B·H, n_t].
         p_gm: parts of gradients of M(s), transposed: [tiles of queries, B·G, n_s, h', h]; times the power of two.
     """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -63,34 +61,23 @@ def back_1_kernel(
     p_bounds = i_bg // G * stride_ib + t_0
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
-    w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
-    lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
-    p_in += i_bg * M * stride_map
+    p_weights += i_bg * M * stride_map
     p_grads += i_bg * M * stride_map
-    p_out += i_bg * M * stride_map
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
-    p_m0 += i_bg * n_s * HH
     p_m1 += i_bg * n_s * HH
     p_gm += (i_t * (n_bh // M) + i_bg) * n_s * HH
     dtype: tl.constexpr = p_grads.dtype.element_ty
-    MASS: tl.constexpr = GIVEN or dtype == tl.float32  # otherwise gradients are rounded more than log-sum-exps are
-    delta, mass = filled(0.0, 1, B_T, H0, H1), filled(0.0, MASS, B_T, H0, H1)
+    delta, mass = filled(0.0, 1, B_T, H0, H1), filled(0.0, 1, B_T, H0, H1)
     grads = filled(0.0, side_channels(F_POST, R), B_T, H0, H1)
     for s in tl.range(start - s_0, stop - s_0):
-        x = transposed(load_row(p_in + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        x = transposed(load_row(p_weights + s * n_p, stride_map, o_t, M, H0, H1), H1)
         row = load_row(p_grads + s * n_p, stride_map, o_t, M, H0, H1)  # [h', t]
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
-        if GIVEN:
-            p, narrow = widened(x, H0, H1), x
-        else:
-            m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
-            visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
-            p, _, _ = weights_of(x, w0, m0, lse, visible, F_PRE, R, H0, H1)
-            narrow = cast(p, p_in.dtype.element_ty, H1)
+        p = widened(x, H0, H1)
+        narrow = x
         hid = hidden(p, w1, 0, F_POST, R, H1)
-        store_row(p_out + s * n_p, composed(narrow, p, w1, hid, m1, R, F_POST, R, H1), stride_map, o_t, M, H0, H1)
         y = transposed(row, H1)
         dw = widened(y, H0, H1)
         grad_hid = hidden(dw, w1, R, F_POST, R, H1)
@@ -101,8 +88,7 @@ def back_1_kernel(
         deltas, masses = (), ()
         for i in tl.static_range(1 + (H1 > 0)):
             deltas = deltas + (delta[i] + p[i] * dp_wide[i],)
-            if MASS:
-                masses = masses + (mass[i] + p[i],)
+            masses = masses + (mass[i] + p[i],)
         delta, mass = deltas, masses
         store_row(p_grads + s * n_p, dp, stride_map, o_t, M, H0, H1)
         if (KEY | STATIC) & F_POST:
@@ -110,15 +96,14 @@ def back_1_kernel(
     i_part = i_s * n_bh + i_bg * M
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     store_side_grads(p_gwq + i_part * C * n_t, grads, inverse, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
-    p_delta += (i_s * n_bh * MASS + i_part) * n_t
+    p_delta += (i_s * n_bh + i_part) * n_t
     store_heads(p_delta, delta, n_t, o_t, m_t, M, H0, H1)
-    if MASS:
-        store_heads(p_delta + tl.cast(n_bh, tl.int64) * n_t, mass, n_t, o_t, m_t, M, H0, H1)
+    store_heads(p_delta + tl.cast(n_bh, tl.int64) * n_t, mass, n_t, o_t, m_t, M, H0, H1)
 
 
 @triton.jit
 def back_0_kernel(
-    p_scores, p_grads, p_m0, p_w0, p_first, p_last, p_lse, p_delta, p_inverse, p_out, p_gwq, p_gm,
+    p_scores, p_weights, p_grads, p_m0, p_w0, p_first, p_last, p_delta, p_inverse, p_out, p_gwq, p_gm,
     stride_ib, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, factor,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
@@ -126,6 +111,7 @@ def back_0_kernel(
     """Back through the softmax and the composition of scores: from dP to the gradients of scores.
 
     Args:
+        p_weights: the map of weights, P.
         p_grads: the map of dP, times a power of two as for `back_1_kernel`.
         p_delta: Σ_s P dP, [B·H, n_t], times that as well.
         p_out: the map of gradients of scores, to be written, with SCALED times that, too; may be the memory of p_grads.
@@ -140,10 +126,10 @@ def back_0_kernel(
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
-    lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
     delta = load_heads(p_delta + i_bg * M * n_t, n_t, o_t, m_t, 0.0, M, H0, H1)
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     p_scores += i_bg * M * stride_map
+    p_weights += i_bg * M * stride_map
     p_grads += i_bg * M * stride_map
     p_out += i_bg * M * stride_map
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
@@ -154,15 +140,14 @@ def back_0_kernel(
     grads = filled(0.0, side_channels(F_PRE, R), B_T, H0, H1)
     for s in tl.range(start - s_0, stop - s_0):
         row = load_row(p_scores + s * n_p, stride_map, o_t, M, H0, H1)  # [h, t]
+        weights = transposed(load_row(p_weights + s * n_p, stride_map, o_t, M, H0, H1), H1)
         y = transposed(load_row(p_grads + s * n_p, stride_map, o_t, M, H0, H1), H1)
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
-        visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
-        p, x, hid = weights_of(transposed(row, H1), w0, m0, lse, visible, F_PRE, R, H0, H1)
-        dp = widened(y, H0, H1)
-        da = ()
+        p, dp, da = widened(weights, H0, H1), widened(y, H0, H1), ()
         for i in tl.static_range(1 + (H1 > 0)):
             da = da + (p[i] * (dp[i] - delta[i]),)
-        grad_hid = hidden(da, w0, R, F_PRE, R, H1)
+        x = widened(transposed(row, H1), H0, H1)
+        hid, grad_hid = hidden(x, w0, 0, F_PRE, R, H1), hidden(da, w0, R, F_PRE, R, H1)
         grads = add_side_grads(grads, x, da, hid, grad_hid, F_PRE, R, H1)
         narrow = cast(da, dtype, H1)
         ds = composed(narrow, da, w0, grad_hid, transposed_matrix(m0, dtype, F_PRE, H1), 0, F_PRE, R, H1)

@@ -8,7 +8,7 @@ A program has B_T queries and all heads of a group, and visits a part of the key
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
 `launch.Chunk`; o_t are a tile's queries within it, m_t says which of them exist. HP = H0 + H1. Behind the pointers:
 
-    p_scores, p_out  maps of the chunk, [B, H, n_s, n_p], float16 or float32
+    p_scores, p_weights, p_out  maps of the chunk, [B, H, n_s, n_p]: S and P in float16 or float32, W as the states
     p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of maps
     p_w0, p_w1       query sides, [B, H, C, T]
     p_first, p_last  the first key that a query sees, and the one behind its last, int32 [B or 1, T]
@@ -176,12 +176,12 @@ def weights_of(x, w0, m0, lse, visible, F_PRE: tl.constexpr, R: tl.constexpr, H0
 
 @triton.jit
 def compose_kernel(
-    p_scores, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out,
+    p_scores, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out, p_weights,
     stride_ib, stride_map: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, POST: tl.constexpr,
+    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Composed weights; without POST the weights as they are. p_out may be p_scores: a row is read before written."""
+    """Composed weights; p_out may be p_scores: a row is read before written. With KEEP also the weights, to p_weights."""
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
     m_t = o_t < n_t
@@ -193,6 +193,7 @@ def compose_kernel(
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
     p_scores += i_bg * M * stride_map
     p_out += i_bg * M * stride_map
+    p_weights += i_bg * M * stride_map
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
@@ -202,8 +203,9 @@ def compose_kernel(
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
         visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
         p, _, _ = weights_of(x, w0, m0, lse, visible, F_PRE, R, H0, H1)
-        if POST:
-            m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
-            narrow = cast(p, p_m1.dtype.element_ty, H1)
-            p = composed(narrow, p, w1, hidden(p, w1, 0, F_POST, R, H1), m1, R, F_POST, R, H1)
+        m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
+        narrow = cast(p, p_m1.dtype.element_ty, H1)
+        if KEEP:
+            store_row(p_weights + s * n_p, narrow, stride_map, o_t, M, H0, H1)
+        p = composed(narrow, p, w1, hidden(p, w1, 0, F_POST, R, H1), m1, R, F_POST, R, H1)
         store_row(p_out + s * n_p, p, stride_map, o_t, M, H0, H1)

@@ -24,6 +24,15 @@ def _load_states(p_x, stride_n, o_n, m_n, o_d, D: tl.constexpr):
 
 
 @triton.jit
+def _load_all_states(p_x, o_x, o_d, D: tl.constexpr, B_D: tl.constexpr):
+    """The same of tokens that all are there, at places o_x [n, d]."""
+    if D == B_D:
+        return tl.load(p_x + o_x)
+    else:
+        return tl.load(p_x + o_x, mask=(o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def _load_map(p_map, o_s, o_t, n_s, n_p):
     """A tile of a map: [s, t]."""
     p_tile = p_map + o_s[:, None] * n_p + o_t[None, :]
@@ -56,63 +65,63 @@ def _is_broken(total, m_n):
 
 
 @triton.jit
-def _largest(p_x, stride_n, o_n, m_n, D: tl.constexpr, B_D: tl.constexpr, B_N: tl.constexpr):
+def _largest(x):
     """The largest size of a finite number of some states."""
-    largest = tl.zeros([B_N], tl.float32)
-    for d in tl.range(0, D, B_D):
-        x = _load_states(p_x, stride_n, o_n, m_n, d + tl.arange(0, B_D), D)
-        largest = tl.maximum(largest, tl.max(finite(x.to(tl.float32)), 1))
-    return tl.max(largest)
+    return tl.max(tl.max(finite(x.to(tl.float32)), 1))
 
 
 @triton.jit
 def scores_kernel(
     p_a, p_b, p_map, p_mark, p_scale, p_sizes_a, p_sizes_b, p_first, p_last,
     stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_map: tl.int64,
-    H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, scale, largest,
+    H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, scale, largest,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr, MARK: tl.constexpr,
     SCALED: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """map[s, t] = scale · (a[s] · b[t]): scores of keys and queries, dW of values and dO.
 
-    With MARK, p_mark becomes 1 where a number is beyond ±largest, and numbers are cut off at ±LARGEST_SCORE. Keys that
-    none of BLOCK queries sees are left alone; BLOCK is a multiple of B_T, and of that of the kernels of composition.
-    With SCALED numbers are also times p_scale [B·G, n_scales], one for BLOCK queries and a group of heads. With SIZES
-    the largest size of a number of each tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b
-    [B, H, tiles of queries].
+    A program has B_T queries and n_keys keys, a multiple of B_S, which is a turn. With MARK, p_mark becomes 1 where a
+    number is beyond ±largest, and numbers are cut off at ±LARGEST_SCORE. Keys that none of BLOCK queries sees are left
+    alone; BLOCK is a multiple of B_T, and of that of the kernels of composition. With SCALED numbers are also times
+    p_scale [B·G, n_scales], one for BLOCK queries and a group of heads. With SIZES the largest size of a number of each
+    tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries].
     """
-    i_s, i_t, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # the last queries first: where masks are causal, these see most
+    i_t, i_s, i_bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
-    o_t, o_s = i_t * B_T + tl.arange(0, B_T), i_s * B_S + tl.arange(0, B_S)  # in the chunk
-    m_t, m_s = o_t < n_t, o_s + s_0 < S
+    o_t, o_d = i_t * B_T + tl.arange(0, B_T), tl.arange(0, B_D)  # in the chunk
+    m_t = o_t < n_t
     p_a += i_b * stride_ab + i_h // rep * stride_ah
-    p_b += i_b * stride_bb + i_h * stride_bh
+    b = _load_states(p_b + i_b * stride_bb + i_h * stride_bh, stride_bt, t_0 + o_t, m_t, o_d, D)  # [t, d]
     if SIZES:  # of all: other products may meet tiles that nobody sees, or that see nothing
         if i_s == 0:
-            size = _largest(p_b, stride_bt, t_0 + o_t, m_t, D, B_D, B_T)
-            tl.store(p_sizes_b + i_bh * tl.num_programs(1) + i_t, size)
-        if (i_t == 0) & (i_h % rep == 0):
-            size = _largest(p_a, stride_as, s_0 + o_s, m_s, D, B_D, B_S)
-            tl.store(p_sizes_a + i_bh // rep * tl.num_programs(0) + i_s, size)
+            tl.store(p_sizes_b + i_bh * tl.num_programs(0) + i_t, _largest(b))
+            if i_h % rep == 0:
+                n_tiles = tl.cdiv(n_s, B_S)
+                for i in tl.range(i_t, n_tiles, tl.num_programs(0)):
+                    o_s = s_0 + i * B_S + tl.arange(0, B_S)
+                    size = _largest(_load_states(p_a, stride_as, o_s, o_s < S, o_d, D))
+                    tl.store(p_sizes_a + i_bh // rep * n_tiles + i, size)
     o_step = i_t * B_T // BLOCK * BLOCK + tl.arange(0, BLOCK)
     low, high = span(*intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_step, o_step < n_t))
-    if (high <= s_0 + i_s * B_S) | (low >= s_0 + (i_s + 1) * B_S):
-        return
-    total = tl.zeros([B_S, B_T], tl.float32)
-    for d in tl.range(0, D, B_D):
-        o_d = d + tl.arange(0, B_D)
-        a = _load_states(p_a, stride_as, s_0 + o_s, m_s, o_d, D)  # [s, d]
-        b = _load_states(p_b, stride_bt, t_0 + o_t, m_t, o_d, D)  # [t, d]
-        total = add_product(total, a, tl.trans(b))
-    total *= scale
+    start = tl.maximum(tl.minimum(low, high) - s_0, 0) // B_S * B_S + i_s * n_keys
+    stop = tl.minimum(start + n_keys, high - s_0)
     if SCALED:
-        total *= tl.load(p_scale + (i_b * G + i_h // (H // G)) * n_scales + i_t * B_T // BLOCK)
+        scale *= tl.load(p_scale + (i_b * G + i_h // (H // G)) * n_scales + i_t * B_T // BLOCK)
+    p_map += i_bh * stride_map
+    worst = tl.zeros([B_S], tl.float32)
+    for s in tl.range(start, stop, B_S):
+        o_s = s + tl.arange(0, B_S)  # in the chunk
+        a = _load_states(p_a, stride_as, s_0 + o_s, o_s + s_0 < S, o_d, D)  # [s, d]
+        x = product(a, tl.trans(b)) * scale
+        if MARK:
+            worst = tl.maximum(worst, tl.max(tl.abs(x), 1))
+            x = within(x, LARGEST_SCORE)
+        p_tile = p_map + o_s[:, None] * n_p + o_t[None, :]
+        tl.store(p_tile, rounded(x, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])
     if MARK:
-        if tl.max(tl.abs(total)) > largest:
+        if tl.max(worst) > largest:
             tl.store(p_mark, 1)  # all that store, store the same
-        total = within(total, LARGEST_SCORE)
-    p_tile = p_map + i_bh * stride_map + o_s[:, None] * n_p + o_t[None, :]
-    tl.store(p_tile, rounded(total, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])
 
 
 @triton.jit
@@ -120,20 +129,25 @@ def _add_values(
     total, count, start, stop, at,
     D: tl.constexpr, B_D: tl.constexpr, B_S: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Adds mapᵀ v over the keys start to stop of the map, and how many numbers of the map are cut off; see `_cut`."""
+    """Adds mapᵀ v over the tiles start to stop of keys, and how many numbers of the map are cut off; see `_cut`. Without
+    MASKED all queries see all these keys."""
     p_map, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, p_finite, factor = at
-    o_d = tl.arange(0, B_D)
-    for s in tl.range(start, stop, B_S):
-        o_s = s + tl.arange(0, B_S)
-        x = _load_map(p_map, o_s, o_t, n_s, n_p)
+    o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_S)
+    o_map, o_v = o_k[:, None] * n_p + o_t[None, :], o_k[:, None].to(tl.int64) * stride_vs + o_d[None, :]
+    for i in tl.range(start, stop):
+        s = i * B_S
         if MASKED:
+            o_s = s + o_k
+            x = _load_map(p_map, o_s, o_t, n_s, n_p)
             is_seen = ((s_0 + o_s)[:, None] >= first[None, :]) & ((s_0 + o_s)[:, None] < last[None, :])
             x = tl.where(is_seen, x, 0.0).to(x.dtype)
+            v = _load_states(p_v, stride_vs, s_0 + o_s, (o_s < n_s) & (s_0 + o_s < S), o_d, D)  # [s, d]
+        else:
+            x = tl.load(p_map + s * n_p + o_map, mask=(o_t < n_p)[None, :], other=0.0)
+            v = _load_all_states(p_v + (s_0 + s).to(tl.int64) * stride_vs, o_v, o_d, D, B_D)
         if CUT:
             x, n = _cut(x, tl.load(p_finite, mask=m_t, other=0.0)[None, :])
             count += n
-        m_s = (o_s < n_s) & (s_0 + o_s < S)
-        v = _load_states(p_v, stride_vs, s_0 + o_s, m_s, o_d, D)  # [s, d]
         total = add_product(total, tl.trans(x), _like_map(v, factor, x.dtype))
     return total, count
 
@@ -154,19 +168,20 @@ def values_kernel(
         p_inverse, p_finite: what undoes the powers of two, and whether dO is finite: [B·G, n_scales] for BLOCK queries.
         p_largest: sizes of v if they are bfloat16, [B, Hkv, n_largest].
     """
-    i_t, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    # the last queries first: where masks are causal, these see most
+    i_t, i_bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
     o_t, o_d = i_t * B_T + tl.arange(0, B_T), tl.arange(0, B_D)  # in the chunk
     m_t = o_t < n_t
     first, last = intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_t, m_t)
     low, high = span(first, last)
     low = tl.minimum(low, high)
-    start, stop = (low - s_0) // B_S * B_S, high - s_0
+    start, stop = (low - s_0) // B_S, tl.cdiv(high - s_0, B_S)  # tiles
     # all queries of the tile see the keys between: no checks there
     latest, earliest = tl.max(tl.where(m_t, first, 0)), tl.min(tl.where(m_t, last, NO_KEY))
     earliest = tl.minimum(earliest, high)  # of queries that see nothing, the last may be behind what others see
-    inner = tl.maximum(tl.minimum(tl.cdiv(latest - s_0, B_S) * B_S, stop), start)
-    outer = tl.maximum((earliest - s_0) // B_S * B_S, inner)
+    inner = tl.maximum(tl.minimum(tl.cdiv(latest - s_0, B_S), stop), start)
+    outer = tl.maximum((earliest - s_0) // B_S, inner)
     p_map += i_bh * stride_map
     p_v += i_b * stride_vb + i_h // rep * stride_vh
     exponent, count = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
@@ -215,19 +230,27 @@ def _add_keys(
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Adds map q over the queries start to stop of the chunk, and how many numbers of the map are cut off: `_cut`."""
+    """Adds map q over the tiles start to stop of the chunk's queries, and how many numbers of the map are cut off: see
+    `_cut`. Without MASKED all these queries see all keys."""
     p_map, p_q, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s = at
     p_inverse, p_finite, exponent = scales
-    o_d = tl.arange(0, B_D)
-    for t in tl.range(start, stop, B_T):
-        o_t = t + tl.arange(0, B_T)
-        m_t = o_t < n_t
-        x = _load_map(p_map, o_s, o_t, n_s, n_p)
+    o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_T)
+    # keys that do not exist read what others do, and are not stored
+    o_map = tl.minimum(o_s, n_s - 1)[:, None] * n_p + o_k[None, :]
+    o_q = o_k[:, None].to(tl.int64) * stride_qt + o_d[None, :]
+    for i in tl.range(start, stop):
+        t = i * B_T  # a multiple of B_T, so that rows of the map are read in vectors
         if MASKED:
+            o_t = t + o_k
+            m_t = o_t < n_t
+            x = _load_map(p_map, o_s, o_t, n_s, n_p)
             first, last = intervals(p_first, p_last, o_t, m_t)
             is_seen = ((s_0 + o_s)[:, None] >= first[None, :]) & ((s_0 + o_s)[:, None] < last[None, :])
             x = tl.where(is_seen, x, 0.0).to(x.dtype)
-        q = _load_states(p_q, stride_qt, t_0 + o_t, m_t, o_d, D)  # [t, d]
+            q = _load_states(p_q, stride_qt, t_0 + o_t, m_t, o_d, D)  # [t, d]
+        else:
+            x = tl.load(p_map + t + o_map)
+            q = _load_all_states(p_q + (t_0 + t).to(tl.int64) * stride_qt, o_q, o_d, D, B_D)
         if SCALED:
             if CUT:
                 x, n = _cut(x, tl.load(p_finite + t // BLOCK))
@@ -275,9 +298,9 @@ def keys_kernel(
     p_last += i_b * stride_ib + t_0
     low = s_0 + i_s * B_S
     some_0, some_1, all_0, all_1 = _queries_of(p_first, p_last, t_0, n_t, low, tl.minimum(low + B_S, S), 1024)
-    start = some_0 // B_T * B_T
-    inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T) * B_T, some_1), start)
-    outer = tl.maximum(all_1 // B_T * B_T, inner)
+    start, stop = some_0 // B_T, tl.cdiv(some_1, B_T)  # tiles
+    inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T), stop), start)
+    outer = tl.maximum(all_1 // B_T, inner)
     total, count = tl.zeros([B_S, B_D], tl.float32), tl.full([], 0, tl.int32)
     for i_r in range(0, rep):
         i_q = i_b * H + i_h * rep + i_r  # of heads of queries
@@ -287,7 +310,7 @@ def keys_kernel(
         scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
         total, count = _add_keys(total, count, start, inner, at, scales, D, B_D, B_T, BLOCK, True, SCALED, False)
         total, count = _add_keys(total, count, inner, outer, at, scales, D, B_D, B_T, BLOCK, False, SCALED, False)
-        total, count = _add_keys(total, count, outer, some_1, at, scales, D, B_D, B_T, BLOCK, True, SCALED, False)
+        total, count = _add_keys(total, count, outer, stop, at, scales, D, B_D, B_T, BLOCK, True, SCALED, False)
     if SCALED:
         if _is_broken(total, m_s):
             total = tl.zeros_like(total)
@@ -298,7 +321,7 @@ def keys_kernel(
                 at = (p_head, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
                 scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
                 total, count = _add_keys(
-                    total, count, start, some_1, at, scales, D, B_D, B_T, BLOCK, True, SCALED, True
+                    total, count, start, stop, at, scales, D, B_D, B_T, BLOCK, True, SCALED, True
                 )
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same
