@@ -2,13 +2,13 @@
 
 One pass over a map of all heads, [B, H, S, T], is what costs most; the passes of a chunk:
 
-    forward      scores  q, k -> S        lse  S            compose  S -> W       values  W, v -> out
-    backward     scores  q, k -> S        weights  S -> P, W                      keys  W, dO -> dV
-                 scores  v, dO -> dW      back_1  P, dW -> dP
-                 back_0  S, P, dP -> dS   values  dS, k -> dQ                     keys  dS, q -> dK
+    forward      scores  q, k -> S      lse  S      weights  S -> P      compose  P -> W      values  W, v -> out
+    backward     scores  q, k -> S      weights  S -> P         compose  P -> W           keys  W, dO -> dV
+                 scores  v, dO -> dW    back_1  P, dW -> dP     back_0  S, P, dP -> dS
+                 values  dS, k -> dQ    keys  dS, q -> dK
 
-W of the forward pass takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side before,
-`project` takes their gradients back.
+P and W of the forward pass take the place of S; dP and dS that of dW. `expand` makes each key's matrix of the key side
+before, `project` takes their gradients back.
 In 16 bits S, P, dW, dP, dS and the matrices are float16, gradients times powers of two that `scale` finds; where
 that is not sufficient, see `overflow`.
 """
@@ -27,7 +27,7 @@ from .overflow import LARGEST, LARGEST_EXACT, NOTHING, Beyond, beyond, look, mar
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, power_of_2, round_up
 from .triton.backward import back_0_kernel, back_1_kernel
-from .triton.compose import compose_kernel, join_kernel, lse_kernel
+from .triton.compose import compose_kernel, join_kernel, lse_kernel, weights_kernel
 from .triton.heads import SCORES_GRAD
 from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
@@ -51,9 +51,9 @@ _PARTS = (512, 256, 128, 64)  # keys of a program, the first with which there ar
 LAUNCHES: dict[str, tuple[triton.JITFunction, dict[str, Any]]] = {
     "scores": (scores_kernel, {}),
     "lse": (lse_kernel, {}),
-    "compose": (compose_kernel, {"KEEP": False}),
+    "compose": (compose_kernel, {}),
     "values": (values_kernel, {}),
-    "weights": (compose_kernel, {"KEEP": True}),
+    "weights": (weights_kernel, {}),
     "back_1": (back_1_kernel, {}),
     "back_0": (back_0_kernel, {}),
     "keys": (keys_kernel, {}),
@@ -557,12 +557,11 @@ class Problem:
     def _new_map(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         return self._new(self.B, self.H, chunk.n_s, chunk.n_p, dtype=dtype)
 
-    def _weights_in(self, chunk: Chunk, memory: torch.Tensor | None) -> torch.Tensor:
+    def _composed_in(self, chunk: Chunk, memory: torch.Tensor) -> torch.Tensor:
         """A map of composed weights, in the dtype of the states: in the memory of another, where its numbers have that
         size, or in its own."""
-        if memory is not None and memory.itemsize == self.q.itemsize:
-            return memory.view(self.q.dtype)
-        return self._new_map(chunk, self.q.dtype)
+        is_of_size = memory.itemsize == self.q.itemsize
+        return memory.view(self.q.dtype) if is_of_size else self._new_map(chunk, self.q.dtype)
 
     def _make_scores(self, chunk: Chunk, sizes: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The map of scores times log2(e), [B, H, n_s, n_p]; fills the sizes of keys and queries, if any."""
@@ -601,11 +600,10 @@ class Problem:
         pre, post = self._matrices(chunk)
         scores = self._make_scores(chunk)
         self._fill_lse(chunk, scores, pre, lse)
-        weights = self._weights_in(chunk, scores)
-        self._compose(
-            "compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights, p_weights=None
-        )
-        self._fill_values(chunk, weights, self.v, out)
+        self._compose("weights", chunk, p_scores=scores, p_m0=pre, p_lse=lse, p_weights=scores)
+        composed = self._composed_in(chunk, scores)
+        self._compose("compose", chunk, p_weights=scores, p_m1=post, p_out=composed)
+        self._fill_values(chunk, composed, self.v, out)
 
     def _fill_lse(self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, lse: torch.Tensor) -> None:
         """Writes a chunk's log-sum-exps, from those of parts of its keys."""
@@ -677,10 +675,10 @@ class Problem:
         if self._is_widened:  # in the forward pass they may have been float16, and rounded
             lse = torch.empty_like(lse)
             self._fill_lse(chunk, scores, pre, lse)
-        weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.q.dtype)  # P, W
-        self._compose(
-            "weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=composed, p_weights=weights
-        )
+        weights = self._new_map(chunk, self.map_dtype)  # P
+        self._compose("weights", chunk, p_scores=scores, p_m0=pre, p_lse=lse, p_weights=weights)
+        composed = self._new_map(chunk, self.q.dtype)  # W
+        self._compose("compose", chunk, p_weights=weights, p_m1=post, p_out=composed)
         self._add_keys(chunk, composed, grad_out, grads.value)
         del composed
         maps = self._new_map(chunk, self.grad_dtype)  # of dW, then dP, both times `scales`, then dS
