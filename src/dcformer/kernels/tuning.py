@@ -34,24 +34,28 @@ class Tile:
 
 
 # `launch.LAUNCHES` says what they are
-KERNELS = ("scores", "lse", "compose", "values", "weights", "back_1", "back_0", "keys")
+KERNELS = (
+    "scores", "lse", "weights", "compose", "values", "back_1", "sums_1", "back_0", "sums_0", "keys"
+)  # fmt: skip
 _PRODUCTS = ("scores", "values", "keys")
 _STAGES = (3, 2, 4)
-# tiles that are worth a try
+# tiles that are worth a try; those of composition have as many queries as the table's, see `triton/backward.py`
 _CANDIDATES = {
     "product": tuple(
         Tile(b_t, b_s, warps, stages)
-        for b_t, b_s, warps in ((128, 128, 8), (128, 64, 8), (64, 128, 8), (128, 64, 4), (64, 64, 4))
+        for b_t, b_s, warps in ((128, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
         for stages in _STAGES
     ),
-    "composition": tuple(Tile(b_t, 1, b_t // 16, stages) for b_t in (64, 128) for stages in _STAGES),
-    "lse": tuple(Tile(b_t, b_s, b_t // 16, stages) for b_t in (64, 128) for b_s in (4, 2, 1) for stages in _STAGES),
+    "composition": tuple(Tile(64, 1, 4, stages) for stages in _STAGES),
+    "sums": tuple(Tile(64, 1, warps, stages) for warps in (4, 8) for stages in _STAGES),
+    "lse": tuple(Tile(64, b_s, 4, stages) for b_s in (1, 2, 4) for stages in _STAGES),
 }
 
 
 def candidates(kernel: str) -> tuple[Tile, ...]:
     """Tiles of a kernel that a search tries."""
-    return _CANDIDATES.get(kernel) or _CANDIDATES["product" if kernel in _PRODUCTS else "composition"]
+    kind = kernel.partition("_")[0]  # of sums_1 and sums_0
+    return _CANDIDATES.get(kind) or _CANDIDATES["product" if kernel in _PRODUCTS else "composition"]
 
 
 def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2) -> Tile:
@@ -74,30 +78,15 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
     if kernel in _PRODUCTS:
         if dtype == torch.float32:  # on CUDA cores
             return Tile(64, 64, 8, 2) if dim <= 128 else Tile(32, 32, 4, 2)
-        if kernel == "scores":
-            return Tile(128, 128, 8, 3)
-        has_little = arch in (86, 89) or arch >= 120  # shared memory: 99 KiB a block
         if dim > 128:
-            return Tile(64, 32, 8, 2)
-        if kernel == "keys":  # many keys: the more, the less often queries are brought to float16
-            return Tile(64, 128, 8, 3 if arch >= 90 and not has_little else 2)
-        return Tile(128, 64, 8, 2 if has_little else 3)
+            return Tile(64, 32, 4, 2) if kernel == "scores" else Tile(64, 32, 8, 2)
+        if kernel == "scores":
+            return Tile(128, 64, 4, 3)
+        has_little = arch in (86, 89) or arch >= 120  # shared memory: 99 KiB a block
+        return Tile(64, 64, 4, 4 if kernel == "keys" and arch >= 90 and not has_little else 3)
     if dtype == torch.float32:
         return Tile(32, 1, 8, 2) if heads <= 32 else Tile(32, 1, 4, 1)
-    if kernel == "lse":  # as many keys share one rescaling as registers suffice for
-        if arch >= 100 and heads <= 32:
-            return Tile(128, 2 if rank <= 2 else 1, 8, 3)
-        if arch >= 90 and heads <= 32:
-            return Tile(128, 4 if rank <= 3 else 2, 8, 3)
-        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 else 4
-        return Tile(64, keys, 4, 3 if arch >= 90 else 2)
-    if kernel == "compose" and heads <= 32 and arch >= 90:
-        return Tile(128, 1, 8, 3)
-    if kernel == "compose" and heads <= 32:
-        return Tile(64, 1, 4, 2)  # 3 stages spill 32 bytes, these 8
-    if kernel in ("back_1", "back_0") and heads <= 32 and arch < 90:
-        return Tile(64, 1, 4, 2)  # with 3 stages ptxas may take 32 registers, and spill 2680 bytes in back_1
-    return Tile(64, 1, 4, 3)
+    return Tile(64, 1, 4, 4 if arch >= 90 else 2)
 
 
 def _interpreter_tile(kernel: str) -> Tile | None:

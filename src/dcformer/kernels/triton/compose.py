@@ -9,12 +9,13 @@ A program has B_T queries and all heads of a group, and visits a part of the key
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
 `launch.Chunk`; o_t are a tile's queries within it, m_t says which of them exist. HP = H0 + H1. Behind the pointers:
 
-    p_scores, p_weights  maps of the chunk, [B, H, n_s, n_p], float16 or float32
-    p_out            such a map, composed weights in the dtype of the states
+    p_scores, p_weights, p_in, p_out  maps of the chunk, [B, H, n_s, n_p]: float16 or float32, composed weights in the
+                     dtype of the states
     p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of maps
     p_w0, p_w1       query sides, [B, H, C, T]
     p_first, p_last  the first key that a query sees, and the one behind its last, int32 [B or 1, T]
     p_lse            log-sum-exps, float32 [B, H, T]
+    p_hidden         hidden maps of the query side, float32 [R, B·G, n_s, n_p]
 """
 # ruff: noqa: RUF005 - Triton's tuples have no unpacking
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -35,8 +36,10 @@ from .heads import (
     load_side,
     span,
     store_heads,
+    store_hidden,
     store_row,
     transposed,
+    transposed_matrix,
     widened,
 )
 
@@ -165,13 +168,13 @@ def join_kernel(p_parts, p_lse, T, t_0, n_t, n_parts, n_bh, B_P: tl.constexpr, B
 
 @triton.jit
 def weights_kernel(
-    p_scores, p_m0, p_w0, p_first, p_last, p_lse, p_weights,
-    stride_ib, stride_map: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
+    p_scores, p_m0, p_w0, p_first, p_last, p_lse, p_weights, p_hidden,
+    stride_ib, stride_map: tl.int64, stride_r: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr,
+    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Weights of scores: zeros where a query does not see a key that others of its tile see. p_weights may be p_scores: a
-    row is read before written."""
+    row is read before written. With KEEP also the hidden maps of the query side, see `store_hidden`."""
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
     m_t = o_t < n_t
@@ -182,6 +185,7 @@ def weights_kernel(
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
     p_scores += i_bg * M * stride_map
     p_weights += i_bg * M * stride_map
+    p_hidden += i_bg * n_s * n_p
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
@@ -190,21 +194,25 @@ def weights_kernel(
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
         visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
         wide = widened(x, H0, H1)
-        a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
+        hid = hidden(wide, w0, 0, F_PRE, R, H1)
+        a = composed(x, wide, w0, hid, m0, R, F_PRE, R, H1)
         p = ()
         for i in tl.static_range(1 + (H1 > 0)):
             p = p + (tl.where(visible, tl.exp2(a[i] - lse[i]), 0.0),)
         store_row(p_weights + s * n_p, p, stride_map, o_t, M, H0, H1)
+        if KEEP:
+            store_hidden(p_hidden + s * n_p, hid, stride_r, o_t, F_PRE, R)
 
 
 @triton.jit
 def compose_kernel(
-    p_weights, p_m1, p_w1, p_first, p_last, p_out,
-    stride_ib, stride_map: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
+    p_in, p_m1, p_w1, p_first, p_last, p_out, p_hidden,
+    stride_ib, stride_map: tl.int64, stride_r: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
     F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr,
+    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BACK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Composed weights of weights. p_out may be p_weights."""
+    """Composed weights of weights, p_in; with BACK gradients of weights of those of composed weights: the same with up
+    and down exchanged and M(s) transposed. p_out may be p_in. With KEEP also the hidden maps of the query side."""
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
     m_t = o_t < n_t
@@ -212,14 +220,21 @@ def compose_kernel(
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
-    p_weights += i_bg * M * stride_map
+    p_in += i_bg * M * stride_map
     p_out += i_bg * M * stride_map
+    p_hidden += i_bg * n_s * n_p
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
     p_m1 += i_bg * n_s * HH
+    DOWN: tl.constexpr = R if BACK else 0  # what plays the part of down
     for s in tl.range(start - s_0, stop - s_0):
-        x = transposed(load_row(p_weights + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        x = transposed(load_row(p_in + s * n_p, stride_map, o_t, M, H0, H1), H1)
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
-        p = widened(x, H0, H1)
-        p = composed(x, p, w1, hidden(p, w1, 0, F_POST, R, H1), m1, R, F_POST, R, H1)
-        store_row(p_out + s * n_p, p, stride_map, o_t, M, H0, H1)
+        if BACK:
+            m1 = transposed_matrix(m1, p_in.dtype.element_ty, F_POST, H1)
+        wide = widened(x, H0, H1)
+        hid = hidden(wide, w1, DOWN, F_POST, R, H1)
+        y = composed(x, wide, w1, hid, m1, R - DOWN, F_POST, R, H1)
+        store_row(p_out + s * n_p, y, stride_map, o_t, M, H0, H1)
+        if KEEP:
+            store_hidden(p_hidden + s * n_p, hid, stride_r, o_t, F_POST, R)

@@ -256,49 +256,8 @@ def side_channels(F, R):
 
 
 @triton.jit
-def add_side_grads(grads, x, grad, hid, grad_hid, F: tl.constexpr, R: tl.constexpr, H1: tl.constexpr):
-    """Adds a key's part to the gradients of the query side's weights; in the order of `load_side`.
-
-    Args:
-        x, grad: what the stage takes, and the gradient of what it makes, in float32.
-        hid, grad_hid: their hidden maps, with down and with up.
-    """
-    NB: tl.constexpr = 1 + (H1 > 0)
-    out = ()
+def store_hidden(p_hidden, hid, stride_r, o_t, F: tl.constexpr, R: tl.constexpr):
+    """Stores a key's hidden maps, as `hidden` returns them: [R, ..., t] in memory."""
     if QUERY & F:
         for r in tl.static_range(R):
-            for j in tl.static_range(NB):
-                out = out + (grads[r * NB + j] + x[j] * grad_hid[r],)
-        for r in tl.static_range(R):
-            for j in tl.static_range(NB):
-                out = out + (grads[(R + r) * NB + j] + grad[j] * hid[r],)
-        if GATE & F:
-            for j in tl.static_range(NB):
-                out = out + (grads[2 * R * NB + j] + x[j] * grad[j],)
-    return out
-
-
-@triton.jit
-def store_side_grads(
-    p_grad, grads, factor, stride_h, stride_c, o_t, m_t,
-    F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
-):  # fmt: skip
-    """Stores them, times a factor."""
-    NB: tl.constexpr = 1 + (H1 > 0)
-    for c in tl.static_range(side_channels(F, R)):
-        for i in tl.static_range(NB):
-            o_h = head_ids(i, H0, H1)
-            p_tile = p_grad + c * stride_c + o_h[None, :] * stride_h + o_t[:, None]
-            tl.store(p_tile, grads[c * NB + i] * factor, mask=m_t[:, None] & (o_h < M)[None, :])
-
-
-@triton.jit
-def store_matrix_grad(p_m, left, right, factor: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
-    """Stores factor · left [h, t] times right [t, h']: a key's part of the gradient of M(s), from a tile of queries."""
-    for i in tl.static_range(1 + (H1 > 0)):
-        for j in tl.static_range(1 + (H1 > 0)):
-            o_m = head_ids(i, H0, H1)[:, None] * (H0 + H1) + head_ids(j, H0, H1)[None, :]
-            grad = product(left[i], right[j])
-            if factor != 1.0:
-                grad *= factor
-            tl.store(p_m + o_m, rounded(grad, p_m.dtype.element_ty))
+            tl.store(p_hidden + r * stride_r + o_t[:, None], hid[r])
