@@ -1,6 +1,6 @@
 """Runs the kernels of composed attention, over chunks of queries where the maps of all would be too large.
 
-One pass over a map of all heads, [B, H, S, T], is what costs most; the passes of a chunk:
+One pass over a map of all heads, [B, S, H, T], is what costs most; the passes of a chunk:
 
     forward      scores  q, k -> S      lse  S      weights  S -> P      compose  P -> W      values  W, v -> out
     backward     scores  q, k -> S      weights  S -> P         compose  P -> W           keys  W, dO -> dV
@@ -355,7 +355,7 @@ class Problem:
         pre, post = self.weights
         known: dict[str, Any] = {
             "p_first": first, "p_last": last, "stride_ib": first.stride(0) if first.shape[0] > 1 else 0,
-            "p_w0": pre.query, "p_w1": post.query, "stride_map": chunk.n_s * chunk.n_p,
+            "p_w0": pre.query, "p_w1": post.query, "stride_s": self.H * chunk.n_p,
             "stride_r": self.B * self.G * chunk.n_s * chunk.n_p,
             "H": self.H, "G": self.G, "T": self.T, "S": self.S,
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
@@ -403,7 +403,7 @@ class Problem:
         self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, limit: dict[str, Any],
         scales: torch.Tensor | None = None, sizes: Sequence[torch.Tensor] = (),
     ) -> None:  # fmt: skip
-        """out [B, H, n_s, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d], times `scales` [B·G, blocks] of queries;
+        """out [B, n_s, H, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d], times `scales` [B·G, blocks] of queries;
         `sizes`, those of `_new_sizes`, are filled with the largest of a and of b."""
         tile = self._tile("scores")
         parts, n_keys = self._parts("scores", chunk)
@@ -436,7 +436,7 @@ class Problem:
         self, chunk: Chunk, tiles: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
         scales: torch.Tensor | None = None, sizes: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """out [B, H, T, d] = scale · tiles [B, H, n_s, n_p] times v [B, Hkv, S, d], for a chunk's queries. With
+        """out [B, H, T, d] = scale · tiles [B, n_s, H, n_p] times v [B, Hkv, S, d], for a chunk's queries. With
         `scales`, those of `_scales`, tiles are float16 and times these; `sizes` are those of v if it is bfloat16."""
         tile = self._tile("values")
         grid = (ceil_div(chunk.n_t, tile.b_t), 1, self.B * self.H)
@@ -450,7 +450,7 @@ class Problem:
         self, chunk: Chunk, tiles: torch.Tensor, q: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
         scales: torch.Tensor | None = None, sizes: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """out [B, Hkv, S, d] = scale · tiles [B, H, n_s, n_p] times q [B, H, T, d], summed over the heads of a key; of
+        """out [B, Hkv, S, d] = scale · tiles [B, n_s, H, n_p] times q [B, H, T, d], summed over the heads of a key; of
         several chunks the sum. `scales` and `sizes` are as for `_fill_values`."""
         tile = self._tile("keys")
         grid = (ceil_div(chunk.n_s, tile.b_s), 1, self.B * self.kv_heads)
@@ -562,7 +562,7 @@ class Problem:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
     def _new_map(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-        return self._new(self.B, self.H, chunk.n_s, chunk.n_p, dtype=dtype)
+        return self._new(self.B, chunk.n_s, self.H, chunk.n_p, dtype=dtype)
 
     def _new_hidden(self, chunk: Chunk, stage: int) -> torch.Tensor | None:
         """Hidden maps of a stage's query side, if it has one: [R, B·G, n_s, n_p]."""
@@ -577,7 +577,7 @@ class Problem:
         return memory.view(self.q.dtype) if is_of_size else self._new_map(chunk, self.q.dtype)
 
     def _make_scores(self, chunk: Chunk, sizes: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """The map of scores times log2(e), [B, H, n_s, n_p]; fills the sizes of keys and queries, if any."""
+        """The map of scores times log2(e), [B, n_s, H, n_p]; fills the sizes of keys and queries, if any."""
         scores = self._new_map(chunk, self.map_dtype)
         # Composition may take away what makes them large, and leaves what they were rounded by.
         limit = self._limit(Beyond.SCORES, LARGEST_EXACT if self.layout.pre else LARGEST)

@@ -30,6 +30,7 @@ from .heads import (
     load_matrix,
     load_row,
     load_side,
+    place_in_map,
     side_channels,
     store_hidden,
     store_row,
@@ -43,7 +44,7 @@ from .precision import product, rounded
 @triton.jit
 def back_0_kernel(
     p_weights, p_grads, p_m0, p_w0, p_first, p_last, p_delta, p_inverse, p_composed, p_out, p_hidden,
-    stride_ib, stride_map: tl.int64, stride_r: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales,
+    stride_ib, stride_s: tl.int64, stride_r: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -67,25 +68,26 @@ def back_0_kernel(
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     delta = load_heads(p_delta + i_bg * M * n_t, n_t, o_t, m_t, 0.0, M, H0, H1)
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
-    p_weights += i_bg * M * stride_map
-    p_grads += i_bg * M * stride_map
-    p_composed += i_bg * M * stride_map
-    p_out += i_bg * M * stride_map
+    base = place_in_map(i_bg, G, M, n_p, n_s, stride_s)
+    p_weights += base
+    p_grads += base
+    p_composed += base
+    p_out += base
     p_hidden += i_bg * n_s * n_p
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
     dtype: tl.constexpr = p_grads.dtype.element_ty
     for s in tl.range(start - s_0, stop - s_0):
-        x = transposed(load_row(p_weights + s * n_p, stride_map, o_t, M, H0, H1), H1)
-        y = transposed(load_row(p_grads + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        x = transposed(load_row(p_weights + s * stride_s, n_p, o_t, M, H0, H1), H1)
+        y = transposed(load_row(p_grads + s * stride_s, n_p, o_t, M, H0, H1), H1)
         m0 = transposed_matrix(load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1), dtype, F_PRE, H1)
         p, dp, da = widened(x, H0, H1), widened(y, H0, H1), ()
         for i in tl.static_range(1 + (H1 > 0)):
             da = da + (p[i] * (dp[i] - delta[i]),)
         grad_hid = hidden(da, w0, R, F_PRE, R, H1)
         narrow = cast(da, dtype, H1)
-        store_row(p_composed + s * n_p, narrow, stride_map, o_t, M, H0, H1)
+        store_row(p_composed + s * stride_s, narrow, n_p, o_t, M, H0, H1)
         store_hidden(p_hidden + s * n_p, grad_hid, stride_r, o_t, F_PRE, R)
         ds = composed(narrow, da, w0, grad_hid, m0, 0, F_PRE, R, H1)
         if not SCALED:
@@ -93,7 +95,7 @@ def back_0_kernel(
             for i in tl.static_range(1 + (H1 > 0)):
                 grad = grad + (ds[i] * inverse,)
             ds = grad
-        store_row(p_out + s * n_p, ds, stride_map, o_t, M, H0, H1)
+        store_row(p_out + s * stride_s, ds, n_p, o_t, M, H0, H1)
 
 
 @triton.jit
@@ -140,7 +142,7 @@ def _store_rows(p_x, x, stride_h, o_t, m_t, M: tl.constexpr, H0: tl.constexpr, H
 @triton.jit
 def sums_kernel(
     p_x, p_y, p_back, p_hidden, p_grad_hidden, p_first, p_last, p_inverse, p_gwq, p_delta, p_gm,
-    stride_ib, stride_map: tl.int64, stride_r: tl.int64, n_bh, G, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, factor,
+    stride_ib, stride_s: tl.int64, stride_r: tl.int64, n_bh, G, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, factor,
     F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     B_T: tl.constexpr, BLOCK: tl.constexpr, POST: tl.constexpr, FACTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -162,9 +164,10 @@ def sums_kernel(
     p_bounds = i_bg // G * stride_ib + t_0
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
-    p_x += i_bg * M * stride_map
-    p_y += i_bg * M * stride_map
-    p_back += i_bg * M * stride_map
+    base = place_in_map(i_bg, G, M, n_p, n_s, stride_s)
+    p_x += base
+    p_y += base
+    p_back += base
     p_hidden += i_bg * n_s * n_p
     p_grad_hidden += i_bg * n_s * n_p
     HP: tl.constexpr = H0 + H1
@@ -175,13 +178,13 @@ def sums_kernel(
     CHANNELS: tl.constexpr = side_channels(F, R)
     grads, sums = _zeros(CHANNELS, B_T, H0, H1), _zeros(2 if POST else 0, B_T, H0, H1)
     for s in tl.range(start - s_0, stop - s_0, num_stages=STAGES):
-        x = load_row(p_x + s * n_p, stride_map, o_t, M, H0, H1)  # [h, t]
-        y = load_row(p_y + s * n_p, stride_map, o_t, M, H0, H1)
+        x = load_row(p_x + s * stride_s, n_p, o_t, M, H0, H1)  # [h, t]
+        y = load_row(p_y + s * stride_s, n_p, o_t, M, H0, H1)
         wide_x, wide_y = cast(x, tl.float32, H1), cast(y, tl.float32, H1)
         at = s * n_p
         grads = _add_grads(grads, wide_x, wide_y, p_hidden + at, p_grad_hidden + at, stride_r, o_t, F, R, H1)
         if POST:
-            back, new = load_row(p_back + s * n_p, stride_map, o_t, M, H0, H1), ()
+            back, new = load_row(p_back + s * stride_s, n_p, o_t, M, H0, H1), ()
             for i in tl.static_range(NB):
                 new = new + (sums[i] + wide_x[i] * back[i].to(tl.float32),)
             for i in tl.static_range(NB):

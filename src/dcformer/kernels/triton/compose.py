@@ -9,7 +9,7 @@ A program has B_T queries and all heads of a group, and visits a part of the key
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
 `launch.Chunk`; o_t are a tile's queries within it, m_t says which of them exist. HP = H0 + H1. Behind the pointers:
 
-    p_scores, p_weights, p_in, p_out  maps of the chunk, [B, H, n_s, n_p]: float16 or float32, composed weights in the
+    p_scores, p_weights, p_in, p_out  maps of the chunk, [B, n_s, H, n_p]: float16 or float32, composed weights in the
                      dtype of the states
     p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of maps
     p_w0, p_w1       query sides, [B, H, C, T]
@@ -34,6 +34,7 @@ from .heads import (
     load_matrix,
     load_row,
     load_side,
+    place_in_map,
     span,
     store_heads,
     store_hidden,
@@ -74,7 +75,7 @@ def _add_scores(
 
     From key `inner` on they are those `skipped` keys further on.
     """
-    p_scores, p_m0, stride_map, stride_m, n_p, s_0, o_t, first, last, inner = at
+    p_scores, p_m0, stride_s, stride_m, n_p, s_0, o_t, first, last, inner = at
     NB: tl.constexpr = 1 + (H1 > 0)
     for i_s in tl.range(start, stop, B_S):
         s = i_s
@@ -82,7 +83,7 @@ def _add_scores(
             s += tl.where(i_s < inner, 0, skipped)
         turn, above = (), top
         for k in tl.static_range(B_S):
-            x = transposed(load_row(p_scores + (s + k - s_0) * n_p, stride_map, o_t, M, H0, H1), H1)
+            x = transposed(load_row(p_scores + (s + k - s_0) * stride_s, n_p, o_t, M, H0, H1), H1)
             m0 = load_matrix(p_m0 + (s + k - s_0) * stride_m, F_PRE, H0, H1)
             wide = widened(x, H0, H1)
             a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
@@ -108,7 +109,7 @@ def _add_scores(
 @triton.jit
 def lse_kernel(
     p_scores, p_m0, p_w0, p_first, p_last, p_lse, p_mark,
-    stride_ib, stride_l, stride_map: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, unseen, largest,
+    stride_ib, stride_l, stride_s: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, unseen, largest,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     B_T: tl.constexpr, B_S: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +125,8 @@ def lse_kernel(
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
-    p_scores += i_bg * M * stride_map
+    base = place_in_map(i_bg, G, M, n_p, n_s, stride_s)
+    p_scores += base
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
@@ -132,7 +134,7 @@ def lse_kernel(
     top, total = filled(LOWEST, 1, B_T, H0, H1), filled(0.0, 1, B_T, H0, H1)
     start = s_0 + (start - s_0) // B_S * B_S  # a turn never leaves a part, and what nobody sees is masked
     inner, outer = seen_by_all(first, last, m_t, start, stop, B_S)
-    at = (p_scores, p_m0, stride_map, stride_m, n_p, s_0, o_t, first, last, inner)
+    at = (p_scores, p_m0, stride_s, stride_m, n_p, s_0, o_t, first, last, inner)
     top, total = _add_scores(top, total, inner, outer, 0, at, w0, F_PRE, R, M, H0, H1, B_S, False)
     stop -= outer - inner  # the keys before and behind these in one loop
     top, total = _add_scores(top, total, start, stop, outer - inner, at, w0, F_PRE, R, M, H0, H1, B_S, True)
@@ -169,7 +171,7 @@ def join_kernel(p_parts, p_lse, T, t_0, n_t, n_parts, n_bh, B_P: tl.constexpr, B
 @triton.jit
 def weights_kernel(
     p_scores, p_m0, p_w0, p_first, p_last, p_lse, p_weights, p_hidden,
-    stride_ib, stride_map: tl.int64, stride_r: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
+    stride_ib, stride_s: tl.int64, stride_r: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -183,14 +185,15 @@ def weights_kernel(
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
-    p_scores += i_bg * M * stride_map
-    p_weights += i_bg * M * stride_map
+    base = place_in_map(i_bg, G, M, n_p, n_s, stride_s)
+    p_scores += base
+    p_weights += base
     p_hidden += i_bg * n_s * n_p
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
     for s in tl.range(start - s_0, stop - s_0):
-        x = transposed(load_row(p_scores + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        x = transposed(load_row(p_scores + s * stride_s, n_p, o_t, M, H0, H1), H1)
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
         visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
         wide = widened(x, H0, H1)
@@ -199,7 +202,7 @@ def weights_kernel(
         p = ()
         for i in tl.static_range(1 + (H1 > 0)):
             p = p + (tl.where(visible, tl.exp2(a[i] - lse[i]), 0.0),)
-        store_row(p_weights + s * n_p, p, stride_map, o_t, M, H0, H1)
+        store_row(p_weights + s * stride_s, p, n_p, o_t, M, H0, H1)
         if KEEP:
             store_hidden(p_hidden + s * n_p, hid, stride_r, o_t, F_PRE, R)
 
@@ -207,7 +210,7 @@ def weights_kernel(
 @triton.jit
 def compose_kernel(
     p_in, p_m1, p_w1, p_first, p_last, p_out, p_hidden,
-    stride_ib, stride_map: tl.int64, stride_r: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
+    stride_ib, stride_s: tl.int64, stride_r: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
     F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BACK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -220,21 +223,22 @@ def compose_kernel(
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
-    p_in += i_bg * M * stride_map
-    p_out += i_bg * M * stride_map
+    base = place_in_map(i_bg, G, M, n_p, n_s, stride_s)
+    p_in += base
+    p_out += base
     p_hidden += i_bg * n_s * n_p
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
     p_m1 += i_bg * n_s * HH
     DOWN: tl.constexpr = R if BACK else 0  # what plays the part of down
     for s in tl.range(start - s_0, stop - s_0):
-        x = transposed(load_row(p_in + s * n_p, stride_map, o_t, M, H0, H1), H1)
+        x = transposed(load_row(p_in + s * stride_s, n_p, o_t, M, H0, H1), H1)
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
         if BACK:
             m1 = transposed_matrix(m1, p_in.dtype.element_ty, F_POST, H1)
         wide = widened(x, H0, H1)
         hid = hidden(wide, w1, DOWN, F_POST, R, H1)
         y = composed(x, wide, w1, hid, m1, R - DOWN, F_POST, R, H1)
-        store_row(p_out + s * n_p, y, stride_map, o_t, M, H0, H1)
+        store_row(p_out + s * stride_s, y, n_p, o_t, M, H0, H1)
         if KEEP:
             store_hidden(p_hidden + s * n_p, hid, stride_r, o_t, F_POST, R)

@@ -61,6 +61,13 @@ def span(first, last):
 
 
 @triton.jit
+def place_in_map(i_bg, G, M: tl.constexpr, n_p, n_s, stride_s):
+    """Where a group's heads begin in a map, [B, n_s, H, n_p]: all heads of a key are beside each other, so that programs
+    which visit one key after the other stay within few pages of memory."""
+    return i_bg // G * n_s * stride_s + i_bg % G * M * n_p
+
+
+@triton.jit
 def load_row(p_map, stride_h, o_t, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
     """A key's row of a map, as it lies in memory: blocks [h, t]."""
     out = ()

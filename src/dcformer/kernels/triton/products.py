@@ -33,9 +33,9 @@ def _load_all_states(p_x, o_x, o_d, D: tl.constexpr, B_D: tl.constexpr):
 
 
 @triton.jit
-def _load_map(p_map, o_s, o_t, n_s, n_p):
-    """A tile of a map: [s, t]."""
-    p_tile = p_map + o_s[:, None] * n_p + o_t[None, :]
+def _load_map(p_map, stride_s, o_s, o_t, n_s, n_p):
+    """A tile of a head's map: [s, t]."""
+    p_tile = p_map + o_s[:, None].to(tl.int64) * stride_s + o_t[None, :]
     return tl.load(p_tile, mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :], other=0.0)
 
 
@@ -73,7 +73,7 @@ def _largest(x):
 @triton.jit
 def scores_kernel(
     p_a, p_b, p_map, p_mark, p_scale, p_sizes_a, p_sizes_b, p_first, p_last,
-    stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_map: tl.int64,
+    stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_s: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, scale, largest,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr, MARK: tl.constexpr,
     SCALED: tl.constexpr, SIZES: tl.constexpr,
@@ -108,7 +108,7 @@ def scores_kernel(
     stop = tl.minimum(start + n_keys, high - s_0)
     if SCALED:
         scale *= tl.load(p_scale + (i_b * G + i_h // (H // G)) * n_scales + i_t * B_T // BLOCK)
-    p_map += i_bh * stride_map
+    p_map += i_b * n_s * stride_s + i_h * n_p
     worst = tl.zeros([B_S], tl.float32)
     for s in tl.range(start, stop, B_S):
         o_s = s + tl.arange(0, B_S)  # in the chunk
@@ -117,7 +117,7 @@ def scores_kernel(
         if MARK:
             worst = tl.maximum(worst, tl.max(tl.abs(x), 1))
             x = within(x, LARGEST_SCORE)
-        p_tile = p_map + o_s[:, None] * n_p + o_t[None, :]
+        p_tile = p_map + s * stride_s + tl.arange(0, B_S)[:, None].to(tl.int64) * stride_s + o_t[None, :]
         tl.store(p_tile, rounded(x, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])
     if MARK:
         if tl.max(worst) > largest:
@@ -131,19 +131,19 @@ def _add_values(
 ):  # fmt: skip
     """Adds mapᵀ v over the tiles start to stop of keys, and how many numbers of the map are cut off; see `_cut`. Without
     MASKED all queries see all these keys."""
-    p_map, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, p_finite, factor = at
+    p_map, stride_s, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, p_finite, factor = at
     o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_S)
-    o_map, o_v = o_k[:, None] * n_p + o_t[None, :], o_k[:, None].to(tl.int64) * stride_vs + o_d[None, :]
+    o_map, o_v = o_k[:, None].to(tl.int64) * stride_s + o_t[None, :], o_k[:, None].to(tl.int64) * stride_vs + o_d[None, :]
     for i in tl.range(start, stop):
         s = i * B_S
         if MASKED:
             o_s = s + o_k
-            x = _load_map(p_map, o_s, o_t, n_s, n_p)
+            x = _load_map(p_map, stride_s, o_s, o_t, n_s, n_p)
             is_seen = ((s_0 + o_s)[:, None] >= first[None, :]) & ((s_0 + o_s)[:, None] < last[None, :])
             x = tl.where(is_seen, x, 0.0).to(x.dtype)
             v = _load_states(p_v, stride_vs, s_0 + o_s, (o_s < n_s) & (s_0 + o_s < S), o_d, D)  # [s, d]
         else:
-            x = tl.load(p_map + s * n_p + o_map, mask=(o_t < n_p)[None, :], other=0.0)
+            x = tl.load(p_map + s * stride_s + o_map, mask=(o_t < n_p)[None, :], other=0.0)
             v = _load_all_states(p_v + (s_0 + s).to(tl.int64) * stride_vs, o_v, o_d, D, B_D)
         if CUT:
             x, n = _cut(x, tl.load(p_finite, mask=m_t, other=0.0)[None, :])
@@ -155,7 +155,7 @@ def _add_values(
 @triton.jit
 def values_kernel(
     p_map, p_v, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
-    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_map: tl.int64,
+    stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_s: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def values_kernel(
     earliest = tl.minimum(earliest, high)  # of queries that see nothing, the last may be behind what others see
     inner = tl.maximum(tl.minimum(tl.cdiv(latest - s_0, B_S), stop), start)
     outer = tl.maximum((earliest - s_0) // B_S, inner)
-    p_map += i_bh * stride_map
+    p_map += i_b * n_s * stride_s + i_h * n_p
     p_v += i_b * stride_vb + i_h // rep * stride_vh
     exponent, count = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     o_scale = (i_b * G + i_h // (H // G)) * n_scales + o_t // BLOCK
@@ -190,7 +190,7 @@ def values_kernel(
         if p_v.dtype.element_ty != p_map.dtype.element_ty:
             exponent = factor_of(p_largest + (i_b * (H // rep) + i_h // rep) * n_largest, n_largest)
     total = tl.zeros([B_T, B_D], tl.float32)
-    at = (p_map, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, p_finite + o_scale, power(exponent))
+    at = (p_map, stride_s, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, p_finite + o_scale, power(exponent))
     total, count = _add_values(total, count, start, inner, at, D, B_D, B_S, True, False)
     total, count = _add_values(total, count, inner, outer, at, D, B_D, B_S, False, False)
     total, count = _add_values(total, count, outer, stop, at, D, B_D, B_S, True, False)
@@ -232,18 +232,18 @@ def _add_keys(
 ):  # fmt: skip
     """Adds map q over the tiles start to stop of the chunk's queries, and how many numbers of the map are cut off: see
     `_cut`. Without MASKED all these queries see all keys."""
-    p_map, p_q, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s = at
+    p_map, stride_s, p_q, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s = at
     p_inverse, p_finite, exponent = scales
     o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_T)
     # keys that do not exist read what others do, and are not stored
-    o_map = tl.minimum(o_s, n_s - 1)[:, None] * n_p + o_k[None, :]
+    o_map = tl.minimum(o_s, n_s - 1)[:, None].to(tl.int64) * stride_s + o_k[None, :]
     o_q = o_k[:, None].to(tl.int64) * stride_qt + o_d[None, :]
     for i in tl.range(start, stop):
         t = i * B_T  # a multiple of B_T, so that rows of the map are read in vectors
         if MASKED:
             o_t = t + o_k
             m_t = o_t < n_t
-            x = _load_map(p_map, o_s, o_t, n_s, n_p)
+            x = _load_map(p_map, stride_s, o_s, o_t, n_s, n_p)
             first, last = intervals(p_first, p_last, o_t, m_t)
             is_seen = ((s_0 + o_s)[:, None] >= first[None, :]) & ((s_0 + o_s)[:, None] < last[None, :])
             x = tl.where(is_seen, x, 0.0).to(x.dtype)
@@ -280,7 +280,7 @@ def _scales_of(
 @triton.jit
 def keys_kernel(
     p_map, p_q, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
-    stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_map: tl.int64,
+    stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_s: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr,
     ADD: tl.constexpr, SCALED: tl.constexpr,
@@ -304,9 +304,9 @@ def keys_kernel(
     total, count = tl.zeros([B_S, B_D], tl.float32), tl.full([], 0, tl.int32)
     for i_r in range(0, rep):
         i_q = i_b * H + i_h * rep + i_r  # of heads of queries
-        p_head = p_map + i_q * stride_map
+        p_head = p_map + i_b * n_s * stride_s + (i_h * rep + i_r) * n_p
         p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
-        at = (p_head, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
+        at = (p_head, stride_s, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
         scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
         total, count = _add_keys(total, count, start, inner, at, scales, D, B_D, B_T, BLOCK, True, SCALED, False)
         total, count = _add_keys(total, count, inner, outer, at, scales, D, B_D, B_T, BLOCK, False, SCALED, False)
@@ -316,9 +316,9 @@ def keys_kernel(
             total = tl.zeros_like(total)
             for i_r in range(0, rep):
                 i_q = i_b * H + i_h * rep + i_r
-                p_head = p_map + i_q * stride_map
+                p_head = p_map + i_b * n_s * stride_s + (i_h * rep + i_r) * n_p
                 p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
-                at = (p_head, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
+                at = (p_head, stride_s, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
                 scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
                 total, count = _add_keys(
                     total, count, start, stop, at, scales, D, B_D, B_T, BLOCK, True, SCALED, True
