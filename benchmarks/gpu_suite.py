@@ -706,6 +706,8 @@ def decode(bench: Bench, size: str, pattern: str, composition: str, full_depth: 
         bench.clean()
         config = bench.config(size, pattern, composition, num_hidden_layers=depth)
         model = build_model(bench, config, plain).eval()
+        if not plain:
+            model.fuse_projections()
         step, rewind = decoding_step(bench, model, config)
         for _ in range(1 if bench.smoke else 3):
             step()
@@ -913,7 +915,10 @@ def kernels_calls(bench: Bench, size: str) -> dict[str, Callable[[], Callable[[]
 
     def decoding(plain: bool) -> Callable[[], Any]:
         short_config = bench.config(size, num_hidden_layers=2)
-        return decoding_step(bench, build_model(bench, short_config, plain).eval(), short_config)[0]
+        model = build_model(bench, short_config, plain).eval()
+        if not plain:
+            model.fuse_projections()
+        return decoding_step(bench, model, short_config)[0]
 
     window = config.sliding_window
     calls: dict[str, Callable[[], Callable[[], Any]]] = {"attention, global": partial(attention, None)}

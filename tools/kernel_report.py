@@ -196,7 +196,7 @@ def attention_specs(
     bounds = torch.empty(1, length, device="meta", dtype=torch.int32)
     seen = Visibility(bounds, bounds, high=0)
     problem = Launches(q, q, q, stages_of(weights), seen, layout, dim**-0.5, 2**34, beyond, tiles=tiles, arch=arch)
-    (chunk,) = problem.chunks(maps=4)
+    (chunk,) = problem.chunks(maps=3)
     lse = torch.empty(1, heads, length, device="meta")
     grads = [None if t is None else torch.empty_like(t, dtype=torch.float32) for t in weights]
     problem._forward_chunk(chunk, q, lse)

@@ -2,13 +2,13 @@
 
 One pass over a map of all heads, [B, S, H, T], is what costs most; the passes of a chunk:
 
-    forward      scores  q, k -> S      lse  S      weights  S -> P      compose  P -> W      values  W, v -> out
-    backward     scores  q, k -> S      weights  S -> P         compose  P -> W           keys  W, dO -> dV
-                 scores  v, dO -> dW    back_1  P, dW -> dP     back_0  S, P, dP -> dS
-                 values  dS, k -> dQ    keys  dS, q -> dK
+    forward      scores  q, k -> S        lse  S            compose  S -> W       values  W, v -> out
+    backward     scores  q, k -> S        weights  S -> P, W                      keys  W, dO -> dV
+                 scores  v, dO -> dW      back_1  P, dW -> dP
+                 back_0  S, P, dP -> dS   values  dS, k -> dQ                     keys  dS, q -> dK
 
-P and W of the forward pass take the place of S; dP and dS that of dW. `expand` makes each key's matrix of the key side
-before, `project` takes their gradients back.
+W of the forward pass takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side before,
+`project` takes their gradients back.
 In 16 bits S, P, dW, dP, dS and the matrices are float16, gradients times powers of two that `scale` finds; where
 that is not sufficient, see `overflow`.
 """
@@ -26,8 +26,8 @@ from .layout import Layout, Part, Stage, StagePair
 from .overflow import LARGEST, LARGEST_EXACT, NOTHING, Beyond, beyond, look, mark_of
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, power_of_2, round_up
-from .triton.backward import back_0_kernel, sums_kernel
-from .triton.compose import compose_kernel, join_kernel, lse_kernel, weights_kernel
+from .triton.backward import back_0_kernel, back_1_kernel
+from .triton.compose import compose_kernel, join_kernel, lse_kernel
 from .triton.heads import SCORES_GRAD
 from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
@@ -51,17 +51,15 @@ _PARTS = (512, 256, 128, 64)  # keys of a program, the first with which there ar
 LAUNCHES: dict[str, tuple[triton.JITFunction, dict[str, Any]]] = {
     "scores": (scores_kernel, {}),
     "lse": (lse_kernel, {}),
-    "weights": (weights_kernel, {}),
-    "compose": (compose_kernel, {"BACK": False}),
+    "compose": (compose_kernel, {"KEEP": False}),
     "values": (values_kernel, {}),
-    "back_1": (compose_kernel, {"BACK": True}),
-    "sums_1": (sums_kernel, {"POST": True}),
+    "weights": (compose_kernel, {"KEEP": True}),
+    "back_1": (back_1_kernel, {}),
     "back_0": (back_0_kernel, {}),
-    "sums_0": (sums_kernel, {"POST": False}),
     "keys": (keys_kernel, {}),
 }
 _UNLIMITED: dict[str, Any] = {"largest": torch.inf, "MARK": False, "p_mark": None}  # see `Problem._limit`
-_COMPOSITION = ("lse", "weights", "compose", "back_1", "sums_1", "back_0", "sums_0")
+_COMPOSITION = ("lse", "compose", "weights", "back_1", "back_0")
 
 
 @dataclass(frozen=True)
@@ -222,19 +220,15 @@ class Problem:
         return Chunk(t_0, n_t, round_up(n_t, self.step), s_0, s_1 - s_0)
 
     def chunk_size(self, chunk: Chunk, maps: int) -> int:
-        """Bytes of a chunk of one sequence: of its maps, matrices of keys and, backward, which holds four maps at once,
-        their gradients and hidden maps of the query side."""
+        """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients."""
         matrix = self.G * sum(self.heads) ** 2
         stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
         # one stage's gradients at a time
-        matrices = stages + bool(stages and maps > 1) * ceil_div(chunk.n_t, self._tile("sums_1").b_t)
+        matrices = stages + bool(stages and maps > 1) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
         size = self.map_dtype.itemsize
         # W takes the memory of scores in the forward pass, where its numbers have that size
         sizes = maps * size + (self.q.itemsize if maps == 1 and self._is_widened else 0)
-        pre, post = (bool(flags & Part.QUERY) for flags in (self.layout.pre, self.layout.post))
-        # hidden maps are float32: that of scores stays, those of weights are gone before another of scores comes
-        hidden = 4 * self.layout.rank * self.G * (pre + max(2 * post, pre)) if maps > 1 else 0
-        return chunk.n_s * ((sizes * self.H + hidden) * chunk.n_p + size * matrices * matrix)
+        return chunk.n_s * (sizes * self.H * chunk.n_p + size * matrices * matrix)
 
     def chunks(self, maps: int) -> list[Chunk]:
         """Chunks of queries, of which one sequence keeps within the bytes; `maps` are held at once."""
@@ -292,9 +286,12 @@ class Problem:
     def _choose_tile(self, name: str) -> Tile:
         if self.trial is not None and self.trial.kernel == name:
             return self.trial.tile
-        found = found_tile(self.gpu, self._key(name)) if autotune_is_on() and not self._is_widened else None
         dtype = torch.float32 if self._is_widened and name != "scores" else self.q.dtype  # of what it multiplies
-        return found or choose(name, self.M, max(self.D, self.DV), dtype, self.arch, self.layout.rank)
+        tile = choose(name, self.M, max(self.D, self.DV), dtype, self.arch, self.layout.rank)
+        found = found_tile(self.gpu, self._key(name)) if autotune_is_on() and not self._is_widened else None
+        if found is None or (name in _COMPOSITION and found.b_t != tile.b_t):  # maps are laid out in the latter
+            return tile
+        return found
 
     def _key(self, name: str) -> Key:
         layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")
@@ -356,11 +353,10 @@ class Problem:
         known: dict[str, Any] = {
             "p_first": first, "p_last": last, "stride_ib": first.stride(0) if first.shape[0] > 1 else 0,
             "p_w0": pre.query, "p_w1": post.query, "stride_s": self.H * chunk.n_p,
-            "stride_r": self.B * self.G * chunk.n_s * chunk.n_p,
             "H": self.H, "G": self.G, "T": self.T, "S": self.S,
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
-            "BLOCK": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
+            "UNIT": self.step, "BLOCK": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
         }  # fmt: skip
         known |= composition_constants(self.layout, self.M) | arguments
         values = {key: self.q if known[key] is None else known[key] for key in kernel.arg_names}
@@ -548,10 +544,10 @@ class Problem:
         constants = matrix_constants(self.layout, self.M, stage)
         grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
         parts_of_static = None if static is None else self._new(grid[0], self.B, self.G, self.M, self.M)
-        tile = self._tile(f"sums_{stage}")
+        tile = self._tile(f"back_{stage}")
         self._launch(
             project_kernel, grid, chunk, p_gm=parts, p_gwk=key, p_gstatic=parts_of_static, **self._key_side(stage),
-            factor=1.0 if stage else _LN_2 / SCORES_GRAD.value, B_T=tile.b_t,
+            factor=1.0 if stage else _LN_2 / SCORES_GRAD.value, B_T=tile.b_t, TRANSPOSED=bool(stage),
             ADD=chunk.n_t < self.T, p_inverse=scales[1], p_finite=scales[2], **self._limit(Beyond.GRADIENTS),
             **constants,
         )  # fmt: skip
@@ -562,19 +558,14 @@ class Problem:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
     def _new_map(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-        return self._new(self.B, chunk.n_s, self.H, chunk.n_p, dtype=dtype)
+        return self._new(self.B, chunk.n_s, chunk.n_p // self.step, self.H, self.step, dtype=dtype)
 
-    def _new_hidden(self, chunk: Chunk, stage: int) -> torch.Tensor | None:
-        """Hidden maps of a stage's query side, if it has one: [R, B·G, n_s, n_p]."""
-        flags = self.layout.post if stage else self.layout.pre
-        has_side = bool(flags & Part.QUERY) and self.layout.rank > 0
-        return self._new(self.layout.rank, self.B * self.G, chunk.n_s, chunk.n_p) if has_side else None
-
-    def _composed_in(self, chunk: Chunk, memory: torch.Tensor) -> torch.Tensor:
+    def _weights_in(self, chunk: Chunk, memory: torch.Tensor | None) -> torch.Tensor:
         """A map of composed weights, in the dtype of the states: in the memory of another, where its numbers have that
         size, or in its own."""
-        is_of_size = memory.itemsize == self.q.itemsize
-        return memory.view(self.q.dtype) if is_of_size else self._new_map(chunk, self.q.dtype)
+        if memory is not None and memory.itemsize == self.q.itemsize:
+            return memory.view(self.q.dtype)
+        return self._new_map(chunk, self.q.dtype)
 
     def _make_scores(self, chunk: Chunk, sizes: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The map of scores times log2(e), [B, n_s, H, n_p]; fills the sizes of keys and queries, if any."""
@@ -613,11 +604,11 @@ class Problem:
         pre, post = self._matrices(chunk)
         scores = self._make_scores(chunk)
         self._fill_lse(chunk, scores, pre, lse)
-        nothing: dict[str, Any] = {"p_hidden": None, "KEEP": False}
-        self._compose("weights", chunk, p_scores=scores, p_m0=pre, p_lse=lse, p_weights=scores, **nothing)
-        composed = self._composed_in(chunk, scores)
-        self._compose("compose", chunk, p_in=scores, p_m1=post, p_out=composed, **nothing)
-        self._fill_values(chunk, composed, self.v, out)
+        weights = self._weights_in(chunk, scores)
+        self._compose(
+            "compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights, p_weights=None
+        )
+        self._fill_values(chunk, weights, self.v, out)
 
     def _fill_lse(self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, lse: torch.Tensor) -> None:
         """Writes a chunk's log-sum-exps, from those of parts of its keys."""
@@ -643,7 +634,7 @@ class Problem:
         def zeros(like: torch.Tensor) -> torch.Tensor:
             return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
-        chunks = self.chunks(maps=4) if lse.numel() else []
+        chunks = self.chunks(maps=3) if lse.numel() else []
         is_covered = len(chunks) == 1 and chunks[0].s_0 == 0 and chunks[0].n_s >= self.S
 
         def of_keys(like: torch.Tensor) -> torch.Tensor:
@@ -662,7 +653,7 @@ class Problem:
             (of_stage(pre), of_stage(post)),
         )  # fmt: skip
         with self._surroundings():
-            for rows, part in self._rows(chunks, maps=4) if chunks else ():
+            for rows, part in self._rows(chunks, maps=3) if chunks else ():
                 grad_rows = None if grad_lse is None else grad_lse[rows]
                 for chunk in chunks:
                     part._backward_chunk(chunk, grad_out[rows], lse[rows], grad_rows, grads.at(rows))
@@ -689,58 +680,47 @@ class Problem:
         if self._is_widened:  # in the forward pass they may have been float16, and rounded
             lse = torch.empty_like(lse)
             self._fill_lse(chunk, scores, pre, lse)
-        weights, hidden_0 = self._new_map(chunk, self.map_dtype), self._new_hidden(chunk, 0)  # P
+        weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.q.dtype)  # P, W
         self._compose(
-            "weights", chunk, p_scores=scores, p_m0=pre, p_lse=lse, p_weights=weights, p_hidden=hidden_0, KEEP=True
+            "weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=composed, p_weights=weights
         )
-        composed, hidden_1 = self._new_map(chunk, self.q.dtype), self._new_hidden(chunk, 1)  # W
-        self._compose("compose", chunk, p_in=weights, p_m1=post, p_out=composed, p_hidden=hidden_1, KEEP=True)
         self._add_keys(chunk, composed, grad_out, grads.value)
         del composed
-        given = self._new_map(chunk, self.grad_dtype)  # dW; it, dP and dA are times `scales`
-        self._fill_scores(chunk, given, self.v, grad_out, 1.0, _UNLIMITED, scales[0])
-        maps, grad_hidden = self._new_map(chunk, self.grad_dtype), self._new_hidden(chunk, 1)  # dP, then dS
-        self._compose("back_1", chunk, p_in=given, p_m1=post, p_out=maps, p_hidden=grad_hidden, KEEP=True)
+        maps = self._new_map(chunk, self.grad_dtype)  # of dW, then dP, both times `scales`, then dS
+        self._fill_scores(chunk, maps, self.v, grad_out, 1.0, _UNLIMITED, scales[0])
+        grad_scores = maps.view(self.q.dtype) if self.grad_dtype == torch.bfloat16 else maps
+        tensors = {"p_weights": weights, "p_grads": maps, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
         # P is rounded, and does not quite sum to one: divided by its sum, gradients of composed scores sum to zero, as
         # they must.
-        sums = self._new(self._parts("sums_1", chunk)[0], 2, self.B, self.H, chunk.n_t)
-        of_weights = {"p_x": weights, "p_y": given, "p_back": maps, "p_delta": sums}
-        self._sum(1, chunk, grads, scales, p_hidden=hidden_1, p_grad_hidden=grad_hidden, **of_weights)
-        del given, hidden_1, of_weights
+        n_parts = self._parts("back_1", chunk)[0]
+        sums = self._new(n_parts, 2, self.B, self.H, chunk.n_t)
+        self._back(1, chunk, grads, scales, n_parts, p_delta=sums, **tensors)
         delta, mass = sums.sum(0)  # [B, H, n_t]
         delta = torch.where(mass > 0, delta / mass, 0.0)
         if extra is not None:
             of_heads = scales[0].view(self.B, self.G, -1).repeat_interleave(self.M, 1)  # [B, H, blocks]
             delta = delta - extra * of_heads.repeat_interleave(self.block, 2)[:, :, : chunk.n_t]
-        grad_scores = maps.view(self.q.dtype) if self.grad_dtype == torch.bfloat16 else maps
-        grad_composed, grad_hidden = weights.view(self.grad_dtype), self._new_hidden(chunk, 0)  # dA
-        self._compose(
-            "back_0", chunk, p_weights=weights, p_grads=maps, p_m0=pre, p_delta=delta, p_inverse=scales[1],
-            p_composed=grad_composed, p_out=grad_scores, p_hidden=grad_hidden, SCALED=is_scaled,
-        )  # fmt: skip
-        of_scores = {"p_x": scores, "p_y": grad_composed, "p_back": None, "p_delta": None}
-        self._sum(0, chunk, grads, scales, p_hidden=hidden_0, p_grad_hidden=grad_hidden, **of_scores)
+        n_parts = self._parts("back_0", chunk)[0]
+        outputs = {"p_out": grad_scores, "p_delta": delta}
+        constants: dict[str, Any] = {"factor": _LN_2, "SCALED": is_scaled}
+        self._back(0, chunk, grads, scales, n_parts, p_scores=scores, **constants, **outputs, **tensors)
         still = scales if is_scaled else None
         queries, keys = (t.float() if self._is_widened else t for t in (self.q, self.k))
         self._fill_values(chunk, grad_scores, keys, grads.query, self.scale, still, of_keys)
         self._add_keys(chunk, grad_scores, queries, grads.key, self.scale, still, of_queries)
 
-    def _sum(self, stage: int, chunk: Chunk, grads: Gradients, scales: torch.Tensor, **tensors: Any) -> None:
-        """Adds a chunk's gradients of the weights of a stage."""
-        name, flags = f"sums_{stage}", self.layout.post if stage else self.layout.pre
-        tile, side_parts, matrix_parts = self._tile(name), None, None
+    def _back(
+        self, stage: int, chunk: Chunk, grads: Gradients, scales: torch.Tensor, n_parts: int, **tensors: Any
+    ) -> None:
+        """Takes a chunk's gradients back through a stage, and adds to those of its weights."""
+        name, flags = f"back_{stage}", self.layout.post if stage else self.layout.pre
+        side_parts, matrix_parts = None, None
         if flags & Part.QUERY:
-            side_parts = self._new(self._parts(name, chunk)[0], self.B, self.H, self.layout.channels, chunk.n_t)
+            side_parts = self._new(n_parts, self.B, self.H, self.layout.channels, chunk.n_t)
         if flags & (Part.KEY | Part.STATIC):
-            heads, tiles = sum(self.heads), ceil_div(chunk.n_t, tile.b_t)
+            heads, tiles = sum(self.heads), ceil_div(chunk.n_t, self._tile(name).b_t)
             matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.grad_dtype)
-        if not (flags or stage):
-            return
-        self._compose(
-            name, chunk, p_gwq=side_parts, p_gm=matrix_parts, p_inverse=scales[1], F=int(flags),
-            factor=1.0 if stage else _LN_2,  # scores are times log2(e)
-            FACTOR=1.0 if stage else SCORES_GRAD.value, STAGES=tile.num_stages, **tensors,
-        )  # fmt: skip
+        self._compose(name, chunk, p_gwq=side_parts, p_gm=matrix_parts, **tensors)
         if side_parts is not None and (side := grads.weights[stage].query) is not None:
             torch.sum(side_parts, 0, out=side[..., chunk.t_0 : chunk.t_0 + chunk.n_t])
         if matrix_parts is not None:
@@ -772,7 +752,7 @@ def matrix_constants(layout: Layout, heads: int, stage: int) -> dict[str, Any]:
     block = power_of_2(padded_heads)
     return {
         "F": int(layout.post if stage else layout.pre), "R": layout.rank, "C": layout.channels, "M": heads,
-        "HP": padded_heads, "B_H": block, "B_S": max(1, 2048 // block**2),
+        "HP": padded_heads, "B_H": block, "B_S": 8192 // block**2,
     }  # fmt: skip
 
 

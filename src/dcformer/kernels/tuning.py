@@ -34,32 +34,29 @@ class Tile:
 
 
 # `launch.LAUNCHES` says what they are
-KERNELS = (
-    "scores", "lse", "weights", "compose", "values", "back_1", "sums_1", "back_0", "sums_0", "keys"
-)  # fmt: skip
+KERNELS = ("scores", "lse", "compose", "values", "weights", "back_1", "back_0", "keys")
 _PRODUCTS = ("scores", "values", "keys")
 _STAGES = (3, 2, 4)
-# tiles that are worth a try; those of composition have as many queries as the table's, see `triton/backward.py`
+# Tiles that are worth a try. Those of composition have as many queries as the table's: maps are laid out by it.
 _CANDIDATES = {
     "product": tuple(
         Tile(b_t, b_s, warps, stages)
         for b_t, b_s, warps in ((128, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
         for stages in _STAGES
     ),
-    "composition": tuple(Tile(64, 1, 4, stages) for stages in _STAGES),
-    "sums": tuple(Tile(64, 1, warps, stages) for warps in (4, 8) for stages in _STAGES),
-    "lse": tuple(Tile(64, b_s, 4, stages) for b_s in (1, 2, 4) for stages in _STAGES),
+    "composition": tuple(Tile(64, 1, 4, stages) for stages in (*_STAGES, 5)),
+    "lse": tuple(Tile(64, b_s, 4, stages) for b_s in (4, 2, 1) for stages in _STAGES),
 }
 
 
 def candidates(kernel: str) -> tuple[Tile, ...]:
     """Tiles of a kernel that a search tries."""
-    kind = kernel.partition("_")[0]  # of sums_1 and sums_0
-    return _CANDIDATES.get(kind) or _CANDIDATES["product" if kernel in _PRODUCTS else "composition"]
+    return _CANDIDATES.get(kernel) or _CANDIDATES["product" if kernel in _PRODUCTS else "composition"]
 
 
 def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2) -> Tile:
-    """The tile of a kernel: by what compiled code takes.
+    """The tile of a kernel: on sm_90, up to 32 heads, by times on an H200 (docs/gpu.md); otherwise by what compiled code
+    takes.
 
     Args:
         kernel: one of `KERNELS`.
@@ -83,9 +80,16 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
         if kernel == "scores":
             return Tile(128, 64, 4, 3)
         has_little = arch in (86, 89) or arch >= 120  # shared memory: 99 KiB a block
-        return Tile(64, 64, 4, 4 if kernel == "keys" and arch >= 90 and not has_little else 3)
+        if arch < 90:  # half as many warps spill
+            return Tile(64, 128, 8, 2) if kernel == "keys" else Tile(128, 64, 8, 2 if has_little else 3)
+        return Tile(64, 64, 4, 4 if kernel == "keys" and not has_little else 3)
     if dtype == torch.float32:
         return Tile(32, 1, 8, 2) if heads <= 32 else Tile(32, 1, 4, 1)
+    if kernel == "lse":  # as many keys share one rescaling as registers suffice for
+        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 else 4
+        return Tile(64, keys, 4, 3 if arch >= 90 else 2)
+    if kernel in ("back_1", "back_0"):  # below sm_90, 3 stages may make ptxas take 32 registers, and spill all else
+        return Tile(64, 1, 4, 3 if arch >= 90 else 2)
     return Tile(64, 1, 4, 4 if arch >= 90 else 2)
 
 

@@ -1,21 +1,18 @@
-"""From scores to composed weights: `lse_kernel`, `join_kernel`, `weights_kernel`, `compose_kernel`.
+"""From scores to composed weights: `lse_kernel`, `join_kernel`, `compose_kernel`.
 
 Scores arrive times log2(e), so that exp2 and log2 do; log-sum-exps are base 2. Softmax sits between two compositions,
-so its sums need a pass of their own over the scores; `weights_kernel` composes them anew, which is more exact than to
-store them, and `compose_kernel` goes on from weights. No kernel holds the query side's weights of both stages: with
-fewer registers more warps run at once, which is worth more than a pass over a map.
+so its sums need a pass of their own over the scores; each kernel composes them anew, which costs less than to store
+them.
 
 A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees. M, H0,
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
 `launch.Chunk`; o_t are a tile's queries within it, m_t says which of them exist. HP = H0 + H1. Behind the pointers:
 
-    p_scores, p_weights, p_in, p_out  maps of the chunk, [B, n_s, H, n_p]: float16 or float32, composed weights in the
-                     dtype of the states
+    p_scores, p_weights, p_out  maps of the chunk, [B, n_s, H, n_p]: S and P in float16 or float32, W as the states
     p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of maps
     p_w0, p_w1       query sides, [B, H, C, T]
     p_first, p_last  the first key that a query sees, and the one behind its last, int32 [B or 1, T]
     p_lse            log-sum-exps, float32 [B, H, T]
-    p_hidden         hidden maps of the query side, float32 [R, B·G, n_s, n_p]
 """
 # ruff: noqa: RUF005 - Triton's tuples have no unpacking
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -26,6 +23,7 @@ import triton.language as tl
 
 from .heads import (
     NO_KEY,
+    cast,
     composed,
     filled,
     hidden,
@@ -37,10 +35,8 @@ from .heads import (
     place_in_map,
     span,
     store_heads,
-    store_hidden,
     store_row,
     transposed,
-    transposed_matrix,
     widened,
 )
 
@@ -68,14 +64,14 @@ def seen_by_all(first, last, m_t, start, stop, B_S: tl.constexpr):
 @triton.jit
 def _add_scores(
     top, total, start, stop, skipped, at, w0,
-    F_PRE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_S: tl.constexpr,
-    MASKED: tl.constexpr,
+    F_PRE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr,
+    B_S: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the exponentials of keys start to stop, each relative to the largest score so far, `top`, to `total`.
 
     From key `inner` on they are those `skipped` keys further on.
     """
-    p_scores, p_m0, stride_s, stride_m, n_p, s_0, o_t, first, last, inner = at
+    p_scores, p_m0, stride_s, stride_m, s_0, first, last, inner = at
     NB: tl.constexpr = 1 + (H1 > 0)
     for i_s in tl.range(start, stop, B_S):
         s = i_s
@@ -83,7 +79,7 @@ def _add_scores(
             s += tl.where(i_s < inner, 0, skipped)
         turn, above = (), top
         for k in tl.static_range(B_S):
-            x = transposed(load_row(p_scores + (s + k - s_0) * stride_s, n_p, o_t, M, H0, H1), H1)
+            x = transposed(load_row(p_scores + (s + k - s_0) * stride_s, M, H0, H1, B_T), H1)
             m0 = load_matrix(p_m0 + (s + k - s_0) * stride_m, F_PRE, H0, H1)
             wide = widened(x, H0, H1)
             a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
@@ -125,7 +121,7 @@ def lse_kernel(
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
-    base = place_in_map(i_bg, G, M, n_p, n_s, stride_s)
+    base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
     p_scores += base
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
@@ -134,10 +130,10 @@ def lse_kernel(
     top, total = filled(LOWEST, 1, B_T, H0, H1), filled(0.0, 1, B_T, H0, H1)
     start = s_0 + (start - s_0) // B_S * B_S  # a turn never leaves a part, and what nobody sees is masked
     inner, outer = seen_by_all(first, last, m_t, start, stop, B_S)
-    at = (p_scores, p_m0, stride_s, stride_m, n_p, s_0, o_t, first, last, inner)
-    top, total = _add_scores(top, total, inner, outer, 0, at, w0, F_PRE, R, M, H0, H1, B_S, False)
+    at = (p_scores, p_m0, stride_s, stride_m, s_0, first, last, inner)
+    top, total = _add_scores(top, total, inner, outer, 0, at, w0, F_PRE, R, M, H0, H1, B_T, B_S, False)
     stop -= outer - inner  # the keys before and behind these in one loop
-    top, total = _add_scores(top, total, start, stop, outer - inner, at, w0, F_PRE, R, M, H0, H1, B_S, True)
+    top, total = _add_scores(top, total, start, stop, outer - inner, at, w0, F_PRE, R, M, H0, H1, B_T, B_S, True)
     out = ()
     for i in tl.static_range(NB):
         is_seen = top[i] > LOWEST / 2
@@ -169,14 +165,25 @@ def join_kernel(p_parts, p_lse, T, t_0, n_t, n_parts, n_bh, B_P: tl.constexpr, B
 
 
 @triton.jit
-def weights_kernel(
-    p_scores, p_m0, p_w0, p_first, p_last, p_lse, p_weights, p_hidden,
-    stride_ib, stride_s: tl.int64, stride_r: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
-    F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+def weights_of(x, w0, m0, lse, visible, F_PRE: tl.constexpr, R: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """A key's weights, blocks [t, h] in float32; zeros where it is not seen. Also its scores, and their hidden maps."""
+    wide = widened(x, H0, H1)
+    hid = hidden(wide, w0, 0, F_PRE, R, H1)
+    a = composed(x, wide, w0, hid, m0, R, F_PRE, R, H1)
+    out = ()
+    for i in tl.static_range(1 + (H1 > 0)):
+        out = out + (tl.where(visible, tl.exp2(a[i] - lse[i]), 0.0),)
+    return out, wide, hid
+
+
+@triton.jit
+def compose_kernel(
+    p_scores, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out, p_weights,
+    stride_ib, stride_s: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
+    F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Weights of scores: zeros where a query does not see a key that others of its tile see. p_weights may be p_scores: a
-    row is read before written. With KEEP also the hidden maps of the query side, see `store_hidden`."""
+    """Composed weights; p_out may be p_scores: a row is read before written. With KEEP also the weights, to p_weights."""
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
     m_t = o_t < n_t
@@ -184,61 +191,24 @@ def weights_kernel(
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
+    w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
-    base = place_in_map(i_bg, G, M, n_p, n_s, stride_s)
+    base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
     p_scores += base
+    p_out += base
     p_weights += base
-    p_hidden += i_bg * n_s * n_p
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
+    p_m1 += i_bg * n_s * HH
     for s in tl.range(start - s_0, stop - s_0):
-        x = transposed(load_row(p_scores + s * stride_s, n_p, o_t, M, H0, H1), H1)
+        x = transposed(load_row(p_scores + s * stride_s, M, H0, H1, B_T), H1)
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
         visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
-        wide = widened(x, H0, H1)
-        hid = hidden(wide, w0, 0, F_PRE, R, H1)
-        a = composed(x, wide, w0, hid, m0, R, F_PRE, R, H1)
-        p = ()
-        for i in tl.static_range(1 + (H1 > 0)):
-            p = p + (tl.where(visible, tl.exp2(a[i] - lse[i]), 0.0),)
-        store_row(p_weights + s * stride_s, p, n_p, o_t, M, H0, H1)
-        if KEEP:
-            store_hidden(p_hidden + s * n_p, hid, stride_r, o_t, F_PRE, R)
-
-
-@triton.jit
-def compose_kernel(
-    p_in, p_m1, p_w1, p_first, p_last, p_out, p_hidden,
-    stride_ib, stride_s: tl.int64, stride_r: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
-    F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BACK: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """Composed weights of weights, p_in; with BACK gradients of weights of those of composed weights: the same with up
-    and down exchanged and M(s) transposed. p_out may be p_in. With KEEP also the hidden maps of the query side."""
-    i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
-    m_t = o_t < n_t
-    p_bounds = i_bg // G * stride_ib + t_0
-    first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
-    start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
-    w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
-    base = place_in_map(i_bg, G, M, n_p, n_s, stride_s)
-    p_in += base
-    p_out += base
-    p_hidden += i_bg * n_s * n_p
-    HH: tl.constexpr = (H0 + H1) * (H0 + H1)
-    stride_m = tl.full([], HH, tl.int64)
-    p_m1 += i_bg * n_s * HH
-    DOWN: tl.constexpr = R if BACK else 0  # what plays the part of down
-    for s in tl.range(start - s_0, stop - s_0):
-        x = transposed(load_row(p_in + s * stride_s, n_p, o_t, M, H0, H1), H1)
+        p, _, _ = weights_of(x, w0, m0, lse, visible, F_PRE, R, H0, H1)
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
-        if BACK:
-            m1 = transposed_matrix(m1, p_in.dtype.element_ty, F_POST, H1)
-        wide = widened(x, H0, H1)
-        hid = hidden(wide, w1, DOWN, F_POST, R, H1)
-        y = composed(x, wide, w1, hid, m1, R - DOWN, F_POST, R, H1)
-        store_row(p_out + s * stride_s, y, n_p, o_t, M, H0, H1)
+        narrow = cast(p, p_m1.dtype.element_ty, H1)
         if KEEP:
-            store_hidden(p_hidden + s * n_p, hid, stride_r, o_t, F_POST, R)
+            store_row(p_weights + s * stride_s, narrow, M, H0, H1, B_T)
+        p = composed(narrow, p, w1, hidden(p, w1, 0, F_POST, R, H1), m1, R, F_POST, R, H1)
+        store_row(p_out + s * stride_s, p, M, H0, H1, B_T)

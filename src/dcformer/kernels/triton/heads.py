@@ -61,19 +61,19 @@ def span(first, last):
 
 
 @triton.jit
-def place_in_map(i_bg, G, M: tl.constexpr, n_p, n_s, stride_s):
-    """Where a group's heads begin in a map, [B, n_s, H, n_p]: all heads of a key are beside each other, so that programs
-    which visit one key after the other stay within few pages of memory."""
-    return i_bg // G * n_s * stride_s + i_bg % G * M * n_p
+def place_in_map(i_bg, i_t, G, M: tl.constexpr, n_s, stride_s, B_T: tl.constexpr):
+    """Where a tile of B_T queries and a group's heads begin in a map, [B, n_s, tiles, H, B_T]. What a program of
+    composition has of a key lies together, and that of the next key is near: in few pages of memory."""
+    return i_bg // G * n_s * stride_s + (i_t * G + i_bg % G) * (M * B_T)
 
 
 @triton.jit
-def load_row(p_map, stride_h, o_t, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
-    """A key's row of a map, as it lies in memory: blocks [h, t]."""
+def load_row(p_map, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr):
+    """A key's row of a tile of a map, as it lies in memory: blocks [h, t]."""
     out = ()
     for i in tl.static_range(1 + (H1 > 0)):
         o_h = head_ids(i, H0, H1)
-        p_row = p_map + o_h[:, None] * stride_h + o_t[None, :]
+        p_row = p_map + o_h[:, None] * B_T + tl.arange(0, B_T)[None, :]
         if M == H0 + H1:
             out = out + (tl.load(p_row),)
         else:
@@ -82,12 +82,12 @@ def load_row(p_map, stride_h, o_t, M: tl.constexpr, H0: tl.constexpr, H1: tl.con
 
 
 @triton.jit
-def store_row(p_map, x, stride_h, o_t, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
-    """Stores blocks [t, h] as a key's row of a map."""
+def store_row(p_map, x, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr):
+    """Stores blocks [t, h] as a key's row of a tile of a map."""
     x = cast(x, p_map.dtype.element_ty, H1)
     for i in tl.static_range(1 + (H1 > 0)):
         o_h = head_ids(i, H0, H1)
-        p_row = p_map + o_h[:, None] * stride_h + o_t[None, :]
+        p_row = p_map + o_h[:, None] * B_T + tl.arange(0, B_T)[None, :]
         if M == H0 + H1:
             tl.store(p_row, tl.trans(x[i]))
         else:
@@ -263,8 +263,49 @@ def side_channels(F, R):
 
 
 @triton.jit
-def store_hidden(p_hidden, hid, stride_r, o_t, F: tl.constexpr, R: tl.constexpr):
-    """Stores a key's hidden maps, as `hidden` returns them: [R, ..., t] in memory."""
+def add_side_grads(grads, x, grad, hid, grad_hid, F: tl.constexpr, R: tl.constexpr, H1: tl.constexpr):
+    """Adds a key's part to the gradients of the query side's weights; in the order of `load_side`.
+
+    Args:
+        x, grad: what the stage takes, and the gradient of what it makes, in float32.
+        hid, grad_hid: their hidden maps, with down and with up.
+    """
+    NB: tl.constexpr = 1 + (H1 > 0)
+    out = ()
     if QUERY & F:
         for r in tl.static_range(R):
-            tl.store(p_hidden + r * stride_r + o_t[:, None], hid[r])
+            for j in tl.static_range(NB):
+                out = out + (grads[r * NB + j] + x[j] * grad_hid[r],)
+        for r in tl.static_range(R):
+            for j in tl.static_range(NB):
+                out = out + (grads[(R + r) * NB + j] + grad[j] * hid[r],)
+        if GATE & F:
+            for j in tl.static_range(NB):
+                out = out + (grads[2 * R * NB + j] + x[j] * grad[j],)
+    return out
+
+
+@triton.jit
+def store_side_grads(
+    p_grad, grads, factor, stride_h, stride_c, o_t, m_t,
+    F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+):  # fmt: skip
+    """Stores them, times a factor."""
+    NB: tl.constexpr = 1 + (H1 > 0)
+    for c in tl.static_range(side_channels(F, R)):
+        for i in tl.static_range(NB):
+            o_h = head_ids(i, H0, H1)
+            p_tile = p_grad + c * stride_c + o_h[None, :] * stride_h + o_t[:, None]
+            tl.store(p_tile, grads[c * NB + i] * factor, mask=m_t[:, None] & (o_h < M)[None, :])
+
+
+@triton.jit
+def store_matrix_grad(p_m, left, right, factor: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """Stores factor · left [h, t] times right [t, h']: a key's part of the gradient of M(s), from a tile of queries."""
+    for i in tl.static_range(1 + (H1 > 0)):
+        for j in tl.static_range(1 + (H1 > 0)):
+            o_m = head_ids(i, H0, H1)[:, None] * (H0 + H1) + head_ids(j, H0, H1)[None, :]
+            grad = product(left[i], right[j])
+            if factor != 1.0:
+                grad *= factor
+            tl.store(p_m + o_m, rounded(grad, p_m.dtype.element_ty))

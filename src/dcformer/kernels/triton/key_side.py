@@ -129,12 +129,14 @@ def project_kernel(
     stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws,
     n_bg, G, rep, S, t_0, n_t, s_0, n_s, n_scales, factor,
     F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, HP: tl.constexpr, B_H: tl.constexpr,
-    B_S: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, MARK: tl.constexpr,
+    B_S: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr, ADD: tl.constexpr,
+    MARK: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of M(s) over the tiles of queries, in their order, and takes them back to what makes M(s).
 
     Args:
-        p_gm: their parts, [tiles of B_T queries, B·G, n_s, HP, HP]. A tile has written those of the keys that any of its queries sees. They are times a power of two.
+        p_gm: their parts, [tiles of B_T queries, B·G, n_s, HP, HP]; with TRANSPOSED as columns by rows. A tile has
+            written those of the keys that any of its queries sees. They are times a power of two.
         p_mark: becomes 1, with MARK, where a part was too large for its dtype: infinite, although dO is finite.
         p_inverse, p_finite: what undoes the power of two, and whether dO is finite, [B·G, n_scales] for BLOCK queries.
         p_gwk: gradients of p_wk, [B, Hkv, REP, C, S] contiguous; with ADD, added to the stored values.
@@ -145,7 +147,12 @@ def project_kernel(
     o_s, o_h = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_H)
     m_s = (o_s < n_s) & (o_s + s_0 < S)
     p_bounds = i_bg // G * stride_ib + t_0
-    o_m = o_s[:, None, None].to(tl.int64) * (HP * HP) + o_h[None, :, None] * HP + o_h[None, None, :]
+    h_stride: tl.constexpr = 1 if TRANSPOSED else HP
+    o_m = (
+        o_s[:, None, None].to(tl.int64) * (HP * HP)
+        + o_h[None, :, None] * h_stride
+        + o_h[None, None, :] * (HP + 1 - h_stride)
+    )
     m_h = (o_h < M)[None, :, None] & (o_h < M)[None, None, :]
     at = (p_gm, o_m)
     grad, _ = _added_parts(

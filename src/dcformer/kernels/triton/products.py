@@ -33,9 +33,15 @@ def _load_all_states(p_x, o_x, o_d, D: tl.constexpr, B_D: tl.constexpr):
 
 
 @triton.jit
-def _load_map(p_map, stride_s, o_s, o_t, n_s, n_p):
+def _places(o_t, H, UNIT: tl.constexpr):
+    """Where queries lie in a head's map: UNIT of them, those of H heads, the next UNIT."""
+    return o_t // UNIT * (H * UNIT) + o_t % UNIT
+
+
+@triton.jit
+def _load_map(p_map, stride_s, o_s, o_t, n_s, n_p, H, UNIT: tl.constexpr):
     """A tile of a head's map: [s, t]."""
-    p_tile = p_map + o_s[:, None].to(tl.int64) * stride_s + o_t[None, :]
+    p_tile = p_map + o_s[:, None].to(tl.int64) * stride_s + _places(o_t, H, UNIT)[None, :]
     return tl.load(p_tile, mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :], other=0.0)
 
 
@@ -75,7 +81,7 @@ def scores_kernel(
     p_a, p_b, p_map, p_mark, p_scale, p_sizes_a, p_sizes_b, p_first, p_last,
     stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_s: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, scale, largest,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr, MARK: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MARK: tl.constexpr,
     SCALED: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """map[s, t] = scale · (a[s] · b[t]): scores of keys and queries, dW of values and dO.
@@ -108,7 +114,7 @@ def scores_kernel(
     stop = tl.minimum(start + n_keys, high - s_0)
     if SCALED:
         scale *= tl.load(p_scale + (i_b * G + i_h // (H // G)) * n_scales + i_t * B_T // BLOCK)
-    p_map += i_b * n_s * stride_s + i_h * n_p
+    p_map += i_b * n_s * stride_s + i_h * UNIT
     worst = tl.zeros([B_S], tl.float32)
     for s in tl.range(start, stop, B_S):
         o_s = s + tl.arange(0, B_S)  # in the chunk
@@ -117,7 +123,8 @@ def scores_kernel(
         if MARK:
             worst = tl.maximum(worst, tl.max(tl.abs(x), 1))
             x = within(x, LARGEST_SCORE)
-        p_tile = p_map + s * stride_s + tl.arange(0, B_S)[:, None].to(tl.int64) * stride_s + o_t[None, :]
+        p_tile = p_map + s * stride_s + tl.arange(0, B_S)[:, None].to(tl.int64) * stride_s
+        p_tile += _places(o_t, H, UNIT)[None, :]
         tl.store(p_tile, rounded(x, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])
     if MARK:
         if tl.max(worst) > largest:
@@ -127,18 +134,18 @@ def scores_kernel(
 @triton.jit
 def _add_values(
     total, count, start, stop, at,
-    D: tl.constexpr, B_D: tl.constexpr, B_S: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Adds mapᵀ v over the tiles start to stop of keys, and how many numbers of the map are cut off; see `_cut`. Without
     MASKED all queries see all these keys."""
-    p_map, stride_s, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, p_finite, factor = at
+    p_map, stride_s, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, H, p_finite, factor = at
     o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_S)
-    o_map, o_v = o_k[:, None].to(tl.int64) * stride_s + o_t[None, :], o_k[:, None].to(tl.int64) * stride_vs + o_d[None, :]
+    o_map, o_v = o_k[:, None].to(tl.int64) * stride_s + _places(o_t, H, UNIT)[None, :], o_k[:, None].to(tl.int64) * stride_vs + o_d[None, :]
     for i in tl.range(start, stop):
         s = i * B_S
         if MASKED:
             o_s = s + o_k
-            x = _load_map(p_map, stride_s, o_s, o_t, n_s, n_p)
+            x = _load_map(p_map, stride_s, o_s, o_t, n_s, n_p, H, UNIT)
             is_seen = ((s_0 + o_s)[:, None] >= first[None, :]) & ((s_0 + o_s)[:, None] < last[None, :])
             x = tl.where(is_seen, x, 0.0).to(x.dtype)
             v = _load_states(p_v, stride_vs, s_0 + o_s, (o_s < n_s) & (s_0 + o_s < S), o_d, D)  # [s, d]
@@ -157,7 +164,7 @@ def values_kernel(
     p_map, p_v, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
     stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_s: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """out[t] = scale · Σ_s map[s, t] v[s]: the output of W and values, dQ of dS and keys.
 
@@ -182,7 +189,7 @@ def values_kernel(
     earliest = tl.minimum(earliest, high)  # of queries that see nothing, the last may be behind what others see
     inner = tl.maximum(tl.minimum(tl.cdiv(latest - s_0, B_S), stop), start)
     outer = tl.maximum((earliest - s_0) // B_S, inner)
-    p_map += i_b * n_s * stride_s + i_h * n_p
+    p_map += i_b * n_s * stride_s + i_h * UNIT
     p_v += i_b * stride_vb + i_h // rep * stride_vh
     exponent, count = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     o_scale = (i_b * G + i_h // (H // G)) * n_scales + o_t // BLOCK
@@ -190,13 +197,13 @@ def values_kernel(
         if p_v.dtype.element_ty != p_map.dtype.element_ty:
             exponent = factor_of(p_largest + (i_b * (H // rep) + i_h // rep) * n_largest, n_largest)
     total = tl.zeros([B_T, B_D], tl.float32)
-    at = (p_map, stride_s, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, p_finite + o_scale, power(exponent))
-    total, count = _add_values(total, count, start, inner, at, D, B_D, B_S, True, False)
-    total, count = _add_values(total, count, inner, outer, at, D, B_D, B_S, False, False)
-    total, count = _add_values(total, count, outer, stop, at, D, B_D, B_S, True, False)
+    at = (p_map, stride_s, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, H, p_finite + o_scale, power(exponent))
+    total, count = _add_values(total, count, start, inner, at, D, B_D, B_S, UNIT, True, False)
+    total, count = _add_values(total, count, inner, outer, at, D, B_D, B_S, UNIT, False, False)
+    total, count = _add_values(total, count, outer, stop, at, D, B_D, B_S, UNIT, True, False)
     if SCALED:
         if _is_broken(total, m_t):
-            total, count = _add_values(tl.zeros_like(total), count, start, stop, at, D, B_D, B_S, True, True)
+            total, count = _add_values(tl.zeros_like(total), count, start, stop, at, D, B_D, B_S, UNIT, True, True)
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same
         total = total * power(-exponent) * tl.load(p_inverse + o_scale, mask=m_t, other=0.0)[:, None]
@@ -227,29 +234,29 @@ def _queries_of(p_first, p_last, t_0, n_t, low, high, B: tl.constexpr):
 @triton.jit
 def _add_keys(
     total, count, start, stop, at, scales,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Adds map q over the tiles start to stop of the chunk's queries, and how many numbers of the map are cut off: see
     `_cut`. Without MASKED all these queries see all keys."""
-    p_map, stride_s, p_q, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s = at
+    p_map, stride_s, p_q, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s, H = at
     p_inverse, p_finite, exponent = scales
     o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_T)
     # keys that do not exist read what others do, and are not stored
-    o_map = tl.minimum(o_s, n_s - 1)[:, None].to(tl.int64) * stride_s + o_k[None, :]
+    o_map = tl.minimum(o_s, n_s - 1)[:, None].to(tl.int64) * stride_s
     o_q = o_k[:, None].to(tl.int64) * stride_qt + o_d[None, :]
     for i in tl.range(start, stop):
         t = i * B_T  # a multiple of B_T, so that rows of the map are read in vectors
         if MASKED:
             o_t = t + o_k
             m_t = o_t < n_t
-            x = _load_map(p_map, stride_s, o_s, o_t, n_s, n_p)
+            x = _load_map(p_map, stride_s, o_s, o_t, n_s, n_p, H, UNIT)
             first, last = intervals(p_first, p_last, o_t, m_t)
             is_seen = ((s_0 + o_s)[:, None] >= first[None, :]) & ((s_0 + o_s)[:, None] < last[None, :])
             x = tl.where(is_seen, x, 0.0).to(x.dtype)
             q = _load_states(p_q, stride_qt, t_0 + o_t, m_t, o_d, D)  # [t, d]
         else:
-            x = tl.load(p_map + t + o_map)
+            x = tl.load(p_map + o_map + _places(t + o_k, H, UNIT)[None, :])
             q = _load_all_states(p_q + (t_0 + t).to(tl.int64) * stride_qt, o_q, o_d, D, B_D)
         if SCALED:
             if CUT:
@@ -282,7 +289,7 @@ def keys_kernel(
     p_map, p_q, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_s: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
     ADD: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """out[s] = scale · Σ_t map[s, t] q[t], over all heads that share a key: dV of W and dO, dK of dS and queries.
@@ -304,24 +311,24 @@ def keys_kernel(
     total, count = tl.zeros([B_S, B_D], tl.float32), tl.full([], 0, tl.int32)
     for i_r in range(0, rep):
         i_q = i_b * H + i_h * rep + i_r  # of heads of queries
-        p_head = p_map + i_b * n_s * stride_s + (i_h * rep + i_r) * n_p
+        p_head = p_map + i_b * n_s * stride_s + (i_h * rep + i_r) * UNIT
         p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
-        at = (p_head, stride_s, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
+        at = (p_head, stride_s, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s, H)
         scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
-        total, count = _add_keys(total, count, start, inner, at, scales, D, B_D, B_T, BLOCK, True, SCALED, False)
-        total, count = _add_keys(total, count, inner, outer, at, scales, D, B_D, B_T, BLOCK, False, SCALED, False)
-        total, count = _add_keys(total, count, outer, stop, at, scales, D, B_D, B_T, BLOCK, True, SCALED, False)
+        total, count = _add_keys(total, count, start, inner, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, False)
+        total, count = _add_keys(total, count, inner, outer, at, scales, D, B_D, B_T, UNIT, BLOCK, False, SCALED, False)
+        total, count = _add_keys(total, count, outer, stop, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, False)
     if SCALED:
         if _is_broken(total, m_s):
             total = tl.zeros_like(total)
             for i_r in range(0, rep):
                 i_q = i_b * H + i_h * rep + i_r
-                p_head = p_map + i_b * n_s * stride_s + (i_h * rep + i_r) * n_p
+                p_head = p_map + i_b * n_s * stride_s + (i_h * rep + i_r) * UNIT
                 p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
-                at = (p_head, stride_s, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s)
+                at = (p_head, stride_s, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s, H)
                 scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
                 total, count = _add_keys(
-                    total, count, start, stop, at, scales, D, B_D, B_T, BLOCK, True, SCALED, True
+                    total, count, start, stop, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, True
                 )
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same
