@@ -1,7 +1,7 @@
 """Addresses beyond 2^31: kernels over memory that is reserved but hardly touched, and launches that are not run.
 
-From head to head and from map to map addresses have 64 bits; within a map, and within the weights of a group's heads,
-32 bits do, and `Problem` sees to it that they suffice.
+From key to key of a map, and from head to head of states, addresses have 64 bits; within a key of a map, and within the
+weights of a group's heads, 32 bits do, and `Problem` sees to it that they suffice.
 """
 
 import inspect
@@ -17,7 +17,9 @@ from dcformer.kernels.layout import Layout, Part, Stage, stages_of
 
 FULL = Part.QUERY | Part.KEY | Part.GATE
 HEAD_STRIDE = 2**30 + 16  # elements from one head to the next: itself below 2^31, three times that is above
-MAP_STRIDE = 2**31 + 16  # from one map to the next: the interpreter goes by the value, not by the declared int64
+# From one key of a map to the next: itself beyond 2^31, as the interpreter goes by the value and not by the declared
+# int64.
+KEY_STRIDE = 2**31 + 16
 
 
 def reserved(like, strides):
@@ -48,18 +50,19 @@ def problem(kind=Problem, strides=None, groups=1, side_strides=None):
 
 
 class Wide(Problem):
-    """Launches with every head's map MAP_STRIDE from the next, as those of huge chunks are."""
+    """Launches with every key of a map KEY_STRIDE from the next, as those of huge chunks are."""
 
     def _start(self, kernel, grid, name, tile, values):
         is_product = "D" in values
-        names = ("p_map",) if is_product else ("p_scores", "p_in", "p_grads", "p_out")
-        near = {key: values[key] for key in names if key in values}
+        names = ("p_map",) if is_product else ("p_scores", "p_weights", "p_grads", "p_out")
+        # others stand for what is not followed
+        near = {key: values[key] for key in names if key in values and values[key].dim() == 5}
         wide = {}  # by address: some take the place of others
         for tensor in near.values():
-            far = (tensor.shape[1] * MAP_STRIDE, MAP_STRIDE, tensor.shape[3], 1)
+            far = (tensor.shape[1] * KEY_STRIDE, KEY_STRIDE, *tensor.stride()[2:])
             wide.setdefault(tensor.data_ptr(), (tensor, reserved(tensor, far)))
         moved = {key: wide[tensor.data_ptr()][1] for key, tensor in near.items()}
-        super()._start(kernel, grid, name, tile, values | moved | ({"stride_map": MAP_STRIDE} if near else {}))
+        super()._start(kernel, grid, name, tile, values | moved | ({"stride_s": KEY_STRIDE} if near else {}))
         for tensor, there in wide.values():
             tensor.copy_(there)
 
@@ -83,7 +86,7 @@ def test_states_beyond_2_to_the_31_elements(strides):
 
 @pytest.mark.skipif(not INTERPRETED or DEVICE != "cpu", reason="reserves memory of the CPU")
 @pytest.mark.parametrize(
-    "strides", [(4 * HEAD_STRIDE, HEAD_STRIDE, 3, 1, 24), (96, 24, 3, 1, HEAD_STRIDE // 4), (96, 24, 3, MAP_STRIDE, 1)]
+    "strides", [(4 * HEAD_STRIDE, HEAD_STRIDE, 3, 1, 24), (96, 24, 3, 1, HEAD_STRIDE // 4), (96, 24, 3, KEY_STRIDE, 1)]
 )
 def test_key_sides_beyond_2_to_the_31_elements(strides):
     expected, found = passes(problem()), passes(problem(side_strides=strides))
@@ -146,7 +149,7 @@ def test_products_in_32_bits_stay_below_2_to_the_31(name, calls):
         chunks = whole.chunks(maps)
         _, part = next(iter(whole._rows(chunks, maps)))
         chunk = chunks[-1]
-        assert chunk.n_p * chunk.n_s < 2**31 and chunk.n_t >= 64
+        assert chunk.n_p * whole.H < 2**31 and chunk.n_t >= 64
         shape = (part.B, part.H, part.T)
         lse = torch.empty(shape, dtype=torch.float32, device="meta")
         out = torch.empty((*shape, part.DV), dtype=torch.bfloat16, device="meta")
@@ -160,7 +163,7 @@ def test_products_in_32_bits_stay_below_2_to_the_31(name, calls):
         assert grid[0] < 2**31 and all(n <= 65535 for n in grid[1:]), (kernel, grid)
         heads = whole.M
         products = {
-            "s * n_p": values.get("n_s", 0) * values.get("n_p", 0),
+            "o_t // UNIT * (H * UNIT)": (chunk.n_p + 128) * part.H,
             "o_h * (C * T)": heads * values.get("C", 0) * values.get("T", 0),
             "o_h * (C * S)": heads * values.get("C", 0) * values.get("S", 0),
             "o_h * T": heads * values.get("T", 0),
@@ -172,15 +175,14 @@ def test_products_in_32_bits_stay_below_2_to_the_31(name, calls):
         assert all(0 <= product < 2**31 for product in products.values()), (kernel, products)
 
 
-def test_kernels_have_64_bits_between_maps_and_between_heads():
-    """`stride_map` is declared so: its products with numbers of heads are."""
+def test_kernels_have_64_bits_from_key_to_key():
+    """`stride_s` is declared so: its products with numbers of keys are."""
     for kernel, _ in launch.LAUNCHES.values():
-        kind = inspect.signature(kernel.fn).parameters["stride_map"].annotation
+        kind = inspect.signature(kernel.fn).parameters["stride_s"].annotation
         assert "int64" in str(kind), kernel
 
 
 def test_what_does_not_fit_says_so():
-    with pytest.raises(ValueError, match=r"128 queries x 67108864 keys of a map are .* use shorter sequences"):
-        huge(1, 1, 64, keys=2**26)
+    huge(1, 1, 64, keys=2**26)  # as many keys as there is memory for
     with pytest.raises(ValueError, match=r"composition weights of 64 heads x 4194304 tokens are .* 2147483647"):
         huge(1, 64, 2**22, rank=4)

@@ -8,8 +8,8 @@ that of the dtype, and of the log-sum-exp, from which the kernels make weights a
 import dataclasses
 import itertools
 import math
-import weakref
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -1067,8 +1067,30 @@ def test_every_kernel_has_a_tile(monkeypatch):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             tile = choose(kernel, heads, dim, dtype, arch)
             assert 16 <= tile.b_t <= 128 and tile.b_s >= (16 if "B_D" in launch.LAUNCHES[kernel][0].arg_names else 1)
-    for kernel in KERNELS:
-        assert choose(kernel, 32, 128, torch.bfloat16, 90) in candidates(kernel)
+    for kernel, dtype in itertools.product(KERNELS, (torch.float32, torch.bfloat16)):
+        usual = choose(kernel, 32, 128, dtype, 90)
+        tiles = candidates(kernel, usual)
+        is_product = "B_D" in launch.LAUNCHES[kernel][0].arg_names
+        assert usual in tiles or (is_product and dtype == torch.float32)
+        assert is_product or {tile.b_t for tile in tiles} == {usual.b_t}  # which maps are laid out by
+
+
+def test_tiles_of_composition_are_those_that_maps_are_laid_out_by(monkeypatch):
+    """One that a search has found with another number of queries is not used."""
+    from dcformer.kernels import tuning
+
+    monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
+    monkeypatch.setenv("DCFORMER_AUTOTUNE", "1")
+    this, found = problem(64, Layout(Part.QUERY, Part.QUERY, 1, 2)), {}
+    monkeypatch.setattr(launch, "found_tile", lambda gpu, key: found.get(key.kernel))
+    usual = this._tile("compose")
+    found["compose"] = Tile(2 * usual.b_t, 1, 8, 3)
+    found["lse"] = Tile(usual.b_t, 2, 4, 5)
+    this._known.clear()
+    assert this._tile("compose") == usual and this._tile("lse") == found["lse"]
+    for heads, dtype, arch in itertools.product((8, 40), (torch.float32, torch.bfloat16), (80, 89, 90, 120)):
+        sizes = {choose(kernel, heads, 64, dtype, arch).b_t for kernel in launch._COMPOSITION}
+        assert len(sizes) == 1
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

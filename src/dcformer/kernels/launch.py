@@ -1,16 +1,16 @@
 """Runs the kernels of composed attention, over chunks of queries where the maps of all would be too large.
 
-One pass over a map of all heads, [B, S, H, T], is what costs most; the passes of a chunk:
+One pass over a map of all heads is what costs most; the passes of a chunk:
 
     forward      scores  q, k -> S        lse  S            compose  S -> W       values  W, v -> out
     backward     scores  q, k -> S        weights  S -> P, W                      keys  W, dO -> dV
                  scores  v, dO -> dW      back_1  P, dW -> dP
                  back_0  S, P, dP -> dS   values  dS, k -> dQ                     keys  dS, q -> dK
 
-W of the forward pass takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side before,
-`project` takes their gradients back.
-In 16 bits S, P, dW, dP, dS and the matrices are float16, gradients times powers of two that `scale` finds; where
-that is not sufficient, see `overflow`.
+W of the forward pass takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side
+before, `project` takes their gradients back. In 16 bits S, P, dW, dP, dS and the matrices are float16, gradients times
+powers of two that `scale` finds; where that is not sufficient, see `overflow`. Maps lie in tiles of as many queries as
+the kernels of composition have: [B, S, tiles, H, queries of a tile].
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -157,24 +157,18 @@ class Problem:
         self._check_int32()
 
     def _check_int32(self) -> None:
-        """Kernels count in 64 bits from head to head, in 32 bits within a map, and within the composition weights of
-        one group's heads.
+        """Kernels count in 64 bits from key to key of a map, in 32 bits within a key, and within the composition
+        weights of one group's heads.
 
         Raises:
-            ValueError: when the least of these do not fit.
+            ValueError: when the latter do not fit. (Chunks see to the former.)
         """
-        within = {
-            f"{FIRST_CHUNK} queries x {self.S} keys of a map": FIRST_CHUNK * (self.S + 15),
-            f"composition weights of {self.M} heads x {max(self.T, self.S)} tokens": (
-                self.M * self.layout.channels * max(self.T, self.S)
-            ),
-        }
-        for what, count in within.items():
-            if count > _MOST_INT32:
-                raise ValueError(
-                    f"{what} are {count} numbers, the fused kernels count to {_MOST_INT32}: use shorter sequences or "
-                    "attn_implementation='dcformer_chunked'."
-                )
+        count = self.M * self.layout.channels * max(self.T, self.S)
+        if count > _MOST_INT32:
+            raise ValueError(
+                f"composition weights of {self.M} heads x {max(self.T, self.S)} tokens are {count} numbers, the fused "
+                f"kernels count to {_MOST_INT32}: use shorter sequences or attn_implementation='dcformer_chunked'."
+            )
 
     @property
     def map_dtype(self) -> torch.dtype:
@@ -235,7 +229,7 @@ class Problem:
 
         def fits(n_t: int) -> bool:
             worst = max((self._chunk(t_0, n_t) for t_0 in (0, self.T - n_t)), key=lambda chunk: chunk.n_s)
-            is_small = worst.n_p * worst.n_s <= _MOST_INT32
+            is_small = worst.n_p * self.H <= _MOST_INT32
             return is_small and self.chunk_size(worst, maps) <= self.chunk_bytes
 
         n_t = self.T
@@ -274,7 +268,7 @@ class Problem:
 
     def _remembered(self, name: str, find: Callable[[], _Result]) -> _Result:
         """What `find` returns, of the first call while neither maps nor a trial's tile change: launches ask often."""
-        trial = self.trial and (self.trial.kernel, self.trial.tile)
+        trial = None if self.trial is None else (self.trial.kernel, self.trial.tile)
         key = name, self.beyond, trial
         if key not in self._known:
             self._known[key] = find()
@@ -605,9 +599,7 @@ class Problem:
         scores = self._make_scores(chunk)
         self._fill_lse(chunk, scores, pre, lse)
         weights = self._weights_in(chunk, scores)
-        self._compose(
-            "compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights, p_weights=None
-        )
+        self._compose("compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights, p_weights=None)
         self._fill_values(chunk, weights, self.v, out)
 
     def _fill_lse(self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, lse: torch.Tensor) -> None:

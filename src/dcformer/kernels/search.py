@@ -87,11 +87,12 @@ def find_tiles(
     if not names:
         return
     logger.warning(f"DCFORMER_AUTOTUNE=1: looking for tiles of {', '.join(names)}; this takes minutes, once.")
-    with tqdm(total=sum(len(candidates(name)) for name in names), desc="autotune", leave=False) as progress:
+    tried = {name: candidates(name, current(name)) for name in names}
+    with tqdm(total=sum(map(len, tried.values())), desc="autotune", leave=False) as progress:
         for name in names:
             times: dict[Tile, float] = {}
             error: Exception | None = None
-            for tile in dict.fromkeys((current(name), *candidates(name))):
+            for tile in dict.fromkeys((current(name), *tried[name])):
                 progress.set_postfix_str(f"{name} {tile.b_t}x{tile.b_s} w{tile.num_warps} s{tile.num_stages}")
                 try:
                     times[tile] = _milliseconds(attempt, name, tile)
@@ -100,10 +101,10 @@ def find_tiles(
                         torch.cuda.synchronize()  # what leaves the device unusable is not the tile's fault: raised here
                     error = caught
                     logger.debug(f"{name} with {tile}: {caught}")
-                progress.update(tile in candidates(name))
+                progress.update(tile in tried[name])
             if not times:
                 raise RuntimeError(
-                    f"DCFORMER_AUTOTUNE=1: {name} runs with none of {len(candidates(name))} tiles, the last one failed "
+                    f"DCFORMER_AUTOTUNE=1: {name} runs with none of {len(tried[name])} tiles, the last one failed "
                     f"with {error!r}. Unset the variable to use the table's."
                 ) from error
             best = min(times, key=times.__getitem__)

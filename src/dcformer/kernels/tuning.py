@@ -8,7 +8,7 @@ on wherever the variable is set.
 import json
 import os
 import warnings
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -37,26 +37,21 @@ class Tile:
 KERNELS = ("scores", "lse", "compose", "values", "weights", "back_1", "back_0", "keys")
 _PRODUCTS = ("scores", "values", "keys")
 _STAGES = (3, 2, 4)
-# Tiles that are worth a try. Those of composition have as many queries as the table's: maps are laid out by it.
-_CANDIDATES = {
-    "product": tuple(
-        Tile(b_t, b_s, warps, stages)
-        for b_t, b_s, warps in ((128, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
-        for stages in _STAGES
-    ),
-    "composition": tuple(Tile(64, 1, 4, stages) for stages in (*_STAGES, 5)),
-    "lse": tuple(Tile(64, b_s, 4, stages) for b_s in (4, 2, 1) for stages in _STAGES),
-}
+_PRODUCT_TILES = ((128, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
 
 
-def candidates(kernel: str) -> tuple[Tile, ...]:
-    """Tiles of a kernel that a search tries."""
-    return _CANDIDATES.get(kernel) or _CANDIDATES["product" if kernel in _PRODUCTS else "composition"]
+def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
+    """Tiles of a kernel that a search tries. Those of composition have as many queries as the usual one: maps are laid
+    out by it."""
+    if kernel in _PRODUCTS:
+        return tuple(Tile(*numbers, stages) for numbers in _PRODUCT_TILES for stages in _STAGES)
+    keys = (4, 2, 1) if kernel == "lse" else (1,)
+    return tuple(replace(usual, b_s=b_s, num_stages=stages) for b_s in keys for stages in (*_STAGES, 5))
 
 
 def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2) -> Tile:
-    """The tile of a kernel: on sm_90, up to 32 heads, by times on an H200 (docs/gpu.md); otherwise by what compiled code
-    takes.
+    """The tile of a kernel: on sm_90, up to 32 heads, by times on an H200 (docs/gpu.md); otherwise by what compiled
+    code takes.
 
     Args:
         kernel: one of `KERNELS`.

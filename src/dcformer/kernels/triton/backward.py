@@ -1,9 +1,12 @@
 """Gradients through both compositions and the softmax between them: `back_1_kernel`, then `back_0_kernel`.
 
-Programs are those of `compose`: B_T queries, all heads of a group, a loop over keys. Weights are made anew from the
-scores. Gradients of the query side's weights, and the softmax's sums, are added up in registers over a
-program's keys, and stored as parts; those of M(s) are one product per key, stored for each tile of queries. Who adds
-these parts up does so in one order: torch, and `key_side.project_kernel`.
+Programs are those of `compose`, which has kept the weights: B_T queries, all heads of a group, a loop over keys. To
+make weights anew would take the registers that gradients need. Gradients of the query side's weights, and the softmax's
+sums, are added up in registers over a program's keys, and stored as parts; those of M(s) are one product per key,
+stored for each tile of queries. Who adds these parts up does so in one order: torch, and `key_side.project_kernel`.
+
+Tiles have as many queries as those of `compose`. So where a query does not see a key that others of its tile see,
+weights are zero, and nobody need look.
 """
 # ruff: noqa: RUF005 - Triton's tuples have no unpacking
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -42,7 +45,7 @@ from .heads import (
 @triton.jit
 def back_1_kernel(
     p_weights, p_grads, p_m1, p_w1, p_first, p_last, p_inverse, p_gwq, p_delta, p_gm,
-    stride_ib, stride_s: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales,
+    stride_ib, stride_s: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales,
     F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     B_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +81,6 @@ def back_1_kernel(
         row = load_row(p_grads + s * stride_s, M, H0, H1, B_T)  # [h', t]
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
         p = widened(x, H0, H1)
-        narrow = x
         hid = hidden(p, w1, 0, F_POST, R, H1)
         y = transposed(row, H1)
         dw = widened(y, H0, H1)
@@ -94,7 +96,7 @@ def back_1_kernel(
         delta, mass = deltas, masses
         store_row(p_grads + s * stride_s, dp, M, H0, H1, B_T)
         if (KEY | STATIC) & F_POST:
-            store_matrix_grad(p_gm + s * stride_m, row, cast(narrow, dtype, H1), 1.0, H0, H1)
+            store_matrix_grad(p_gm + s * stride_m, row, cast(x, dtype, H1), 1.0, H0, H1)
     i_part = i_s * n_bh + i_bg * M
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     store_side_grads(p_gwq + i_part * C * n_t, grads, inverse, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
@@ -106,7 +108,7 @@ def back_1_kernel(
 @triton.jit
 def back_0_kernel(
     p_scores, p_weights, p_grads, p_m0, p_w0, p_first, p_last, p_delta, p_inverse, p_out, p_gwq, p_gm,
-    stride_ib, stride_s: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, factor,
+    stride_ib, stride_s: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales, factor,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip

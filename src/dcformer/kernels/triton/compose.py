@@ -1,14 +1,15 @@
 """From scores to composed weights: `lse_kernel`, `join_kernel`, `compose_kernel`.
 
 Scores arrive times log2(e), so that exp2 and log2 do; log-sum-exps are base 2. Softmax sits between two compositions,
-so its sums need a pass of their own over the scores; each kernel composes them anew, which costs less than to store
-them.
+so its sums need a pass of their own over the scores; `compose_kernel` composes them anew, which is more exact than to
+store them. For the backward pass it keeps the weights, too.
 
 A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees. M, H0,
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
 `launch.Chunk`; o_t are a tile's queries within it, m_t says which of them exist. HP = H0 + H1. Behind the pointers:
 
-    p_scores, p_weights, p_out  maps of the chunk, [B, n_s, H, n_p]: S and P in float16 or float32, W as the states
+    p_scores, p_weights, p_out  maps of the chunk, [B, n_s, n_p / B_T, H, B_T], a key stride_s from the next: S and P in
+                     float16 or float32, W in the dtype of the states
     p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of maps
     p_w0, p_w1       query sides, [B, H, C, T]
     p_first, p_last  the first key that a query sees, and the one behind its last, int32 [B or 1, T]
@@ -105,7 +106,7 @@ def _add_scores(
 @triton.jit
 def lse_kernel(
     p_scores, p_m0, p_w0, p_first, p_last, p_lse, p_mark,
-    stride_ib, stride_l, stride_s: tl.int64, n_bh, G, T, t_0, n_t, n_p, s_0, n_s, n_keys, unseen, largest,
+    stride_ib, stride_l, stride_s: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, unseen, largest,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     B_T: tl.constexpr, B_S: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
@@ -121,8 +122,7 @@ def lse_kernel(
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
-    base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
-    p_scores += base
+    p_scores += place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
     HH: tl.constexpr = (H0 + H1) * (H0 + H1)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
@@ -165,25 +165,14 @@ def join_kernel(p_parts, p_lse, T, t_0, n_t, n_parts, n_bh, B_P: tl.constexpr, B
 
 
 @triton.jit
-def weights_of(x, w0, m0, lse, visible, F_PRE: tl.constexpr, R: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
-    """A key's weights, blocks [t, h] in float32; zeros where it is not seen. Also its scores, and their hidden maps."""
-    wide = widened(x, H0, H1)
-    hid = hidden(wide, w0, 0, F_PRE, R, H1)
-    a = composed(x, wide, w0, hid, m0, R, F_PRE, R, H1)
-    out = ()
-    for i in tl.static_range(1 + (H1 > 0)):
-        out = out + (tl.where(visible, tl.exp2(a[i] - lse[i]), 0.0),)
-    return out, wide, hid
-
-
-@triton.jit
 def compose_kernel(
     p_scores, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out, p_weights,
-    stride_ib, stride_s: tl.int64, G, T, t_0, n_t, n_p, s_0, n_s, n_keys,
+    stride_ib, stride_s: tl.int64, G, T, t_0, n_t, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Composed weights; p_out may be p_scores: a row is read before written. With KEEP also the weights, to p_weights."""
+    """Composed weights, zeros where a query does not see a key that others of its tile see. p_out may be p_scores: a
+    row is read before written. With KEEP also the weights, to p_weights."""
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
     m_t = o_t < n_t
@@ -205,7 +194,10 @@ def compose_kernel(
         x = transposed(load_row(p_scores + s * stride_s, M, H0, H1, B_T), H1)
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
         visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
-        p, _, _ = weights_of(x, w0, m0, lse, visible, F_PRE, R, H0, H1)
+        wide, p = widened(x, H0, H1), ()
+        a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
+        for i in tl.static_range(1 + (H1 > 0)):
+            p = p + (tl.where(visible, tl.exp2(a[i] - lse[i]), 0.0),)
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
         narrow = cast(p, p_m1.dtype.element_ty, H1)
         if KEEP:

@@ -81,8 +81,8 @@ def scores_kernel(
     p_a, p_b, p_map, p_mark, p_scale, p_sizes_a, p_sizes_b, p_first, p_last,
     stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_s: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, scale, largest,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MARK: tl.constexpr,
-    SCALED: tl.constexpr, SIZES: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    MARK: tl.constexpr, SCALED: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """map[s, t] = scale · (a[s] · b[t]): scores of keys and queries, dW of values and dO.
 
@@ -136,11 +136,14 @@ def _add_values(
     total, count, start, stop, at,
     D: tl.constexpr, B_D: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Adds mapᵀ v over the tiles start to stop of keys, and how many numbers of the map are cut off; see `_cut`. Without
-    MASKED all queries see all these keys."""
-    p_map, stride_s, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, H, p_finite, factor = at
+    """Adds mapᵀ v over the tiles start to stop of keys, and how many numbers of the map are cut off: see `_cut`.
+    Without MASKED all queries see all these keys."""
+    p_map, stride_s, p_v, stride_vs, seen, sizes, p_finite, factor = at
+    first, last, o_t, m_t = seen
+    n_p, s_0, n_s, S, H = sizes
     o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_S)
-    o_map, o_v = o_k[:, None].to(tl.int64) * stride_s + _places(o_t, H, UNIT)[None, :], o_k[:, None].to(tl.int64) * stride_vs + o_d[None, :]
+    o_map = o_k[:, None].to(tl.int64) * stride_s + _places(o_t, H, UNIT)[None, :]
+    o_v = o_k[:, None].to(tl.int64) * stride_vs + o_d[None, :]
     for i in tl.range(start, stop):
         s = i * B_S
         if MASKED:
@@ -164,7 +167,8 @@ def values_kernel(
     p_map, p_v, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
     stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_s: tl.int64,
     H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """out[t] = scale · Σ_s map[s, t] v[s]: the output of W and values, dQ of dS and keys.
 
@@ -197,7 +201,8 @@ def values_kernel(
         if p_v.dtype.element_ty != p_map.dtype.element_ty:
             exponent = factor_of(p_largest + (i_b * (H // rep) + i_h // rep) * n_largest, n_largest)
     total = tl.zeros([B_T, B_D], tl.float32)
-    at = (p_map, stride_s, p_v, stride_vs, first, last, o_t, m_t, n_p, s_0, n_s, S, H, p_finite + o_scale, power(exponent))
+    seen, sizes = (first, last, o_t, m_t), (n_p, s_0, n_s, S, H)
+    at = (p_map, stride_s, p_v, stride_vs, seen, sizes, p_finite + o_scale, power(exponent))
     total, count = _add_values(total, count, start, inner, at, D, B_D, B_S, UNIT, True, False)
     total, count = _add_values(total, count, inner, outer, at, D, B_D, B_S, UNIT, False, False)
     total, count = _add_values(total, count, outer, stop, at, D, B_D, B_S, UNIT, True, False)
