@@ -887,19 +887,6 @@ def chunks_cell(bench: Bench, size: str, tokens: int) -> dict[str, Any]:
     return {"chunk_bytes": small, "timings": {"usual": before, "small": after}, "faster": faster}
 
 
-def given_cell(bench: Bench, size: str, tokens: int) -> dict[str, Any]:
-    """Forward and backward of attention as usual, and with weights stored for `back_1`, as above 32 heads per group."""
-    launch = import_module("dcformer.kernels.launch")
-    call = both_passes(ours, make_inputs(bench, bench.config(size), tokens, None))
-    before, above = bench.time(call), launch.GIVEN_ABOVE
-    launch.GIVEN_ABOVE = 0
-    try:
-        after = bench.time(call)
-    finally:
-        launch.GIVEN_ABOVE = above
-    return {"timings": {"usual": before, "given": after}, "faster": before["median_s"] / after["median_s"]}
-
-
 def kernels_calls(bench: Bench, size: str) -> dict[str, Callable[[], Callable[[], Any]]]:
     """What section "kernels" looks into, by name."""
     tokens, config = 12 if bench.smoke else 2048, bench.config(size)
@@ -1018,7 +1005,6 @@ def plan(bench: Bench, args: argparse.Namespace) -> Iterator[Cell]:
             yield cell("kernels", kernels_cell, call, size=size, what=what)
         yield cell("kernels", rates_cell, what="rates")
         yield cell("kernels", chunks_cell, size, 17 if bench.smoke else 2048, size=size, what="chunks")
-        yield cell("kernels", given_cell, size, 17 if bench.smoke else 2048, size=size, what="given")
         for what in [what for what in calls if what not in alone]:
             yield cell("kernels", kernels_cell, calls[what], size=size, what=what)
     if "tune" in args.sections:
@@ -1282,7 +1268,7 @@ def summary(cell: dict[str, Any]) -> str:
     if "kernels" in cell:
         parts.append(f"{cell['total_us']:.0f} us")
     if "faster" in cell:
-        over = {"chunks": "usual chunks", "given": "weights made again"}.get(cell.get("what"), "the table's tiles")
+        over = "usual chunks" if cell.get("what") == "chunks" else "the table's tiles"
         parts.append(f"{cell['faster']:.2f} times as fast as with {over}")
     for name, unit in (("memory_bytes", "TB/s memory"), ("cache_bytes", "TB/s cache"), ("flops", "TFLOP/s")):
         if (rate := cell.get(f"{name}_per_s")) is not None:

@@ -180,7 +180,7 @@ def _all_late(content: Content) -> Measured:
 
 
 def _waits_for_cache(content: Content) -> Measured:
-    """Time of `compose` over what it would need if second-level cache cost nothing."""
+    """Time of `compose` and `weights`, one function, over what they would need if second-level cache cost nothing."""
     ratios(content, ("compose_kernel",))  # there is one
     time, needed = kernel_times(content)["compose_kernel"], bounds(content)["compose_kernel"]
     other = max(value for name, value in needed.items() if name not in ("bound", "L2"))
@@ -247,15 +247,10 @@ _CHUNKS = Fallback(
     "composed_attention(..., chunk_bytes=...); for models `_LEAST_BYTES` in kernels/launch.py",
     partial(_gain, section_name="kernels", name=f"kernels {SIZE} chunks"),
 )
-_GIVEN = Fallback(
-    "`weights` stores P first and `back_1` reads it, as above 32 heads: 14 passes instead of 12",
-    "`GIVEN_ABOVE = 0` in kernels/launch.py",
-    partial(_gain, section_name="kernels", name=f"kernels {SIZE} given"),
-)
 TO_SETTLE = (
     Row(
         "8 warps per multiprocessor hide too little of what they wait for",
-        "`lse` and `compose`, time over bound (kernels)",
+        "`lse` and `compose` with `weights`, time over bound (kernels)",
         1.4,
         partial(_over_bounds, names=("lse_kernel", "compose_kernel")),
         (
@@ -264,14 +259,11 @@ TO_SETTLE = (
         ),
     ),
     Row(
-        "spills of `back_1` cost more than counted",
-        "`back_1`, time over bound (kernels)",
+        "spills of `back_1` and `back_0` cost more than counted",
+        "`back_1` and `back_0`, time over bound (kernels)",
         1.5,
-        partial(_over_bounds, names=("back_1_kernel",)),
-        (
-            _TILES,
-            _GIVEN,
-        ),
+        partial(_over_bounds, names=("back_1_kernel", "back_0_kernel")),
+        (_TILES,),
     ),
     Row(
         "cache or memory are slower than assumed",
@@ -285,7 +277,7 @@ TO_SETTLE = (
     ),
     Row(
         "matrices of the key side come from second-level cache too slowly",
-        "`compose`, time over its bound without that cache (kernels)",
+        "`compose` with `weights`, time over their bound without that cache (kernels)",
         1.4,
         _waits_for_cache,
         (_TILES, Fallback("128 queries and 8 warps where `choose` in kernels/tuning.py has 64")),

@@ -213,9 +213,6 @@ def issued(spec: dict[str, Any], usage: Usage, is_masked: bool = False) -> float
     name = "scores" if name == SIZED else SCALED.get(name, name)
     if name not in LAUNCHES or not loops:
         return None
-    if name == "scores":
-        steps = -(-constants["D"] // constants["B_D"])
-        return max(loops) * steps * tile.num_warps / (tile.b_t * tile.b_s)
     count = (max if is_masked else min)(loops)
     if "M" not in constants:  # products
         return count * tile.num_warps / (tile.b_t * tile.b_s)

@@ -35,20 +35,20 @@ PATTERNS = {"LG": 0.5, "LGLL": 0.75}  # of layers, and the share of those with a
 VOCABULARY = 50257
 BF16, FP32 = 2, 4  # bytes
 ROWS_PADDED = 8  # channels that a cache has behind keys, and behind values
-PART = 256  # keys of a program of composition: of two sequences of 2048 tokens or more
+PART = 256  # keys of a program of composition, and half of those of `scores`: of two sequences of 2048 tokens or more
 
 # Instructions issued (one for a warp) per query, key and head that exists, sm_90: `kernel_report.issued` of the tiles
 # in `tuning`; `--compile` finds them anew. Kernel -> heads up to -> number. "lse_masked": of keys that not all queries
 # of a tile see.
 ISSUED: dict[str, dict[int, float]] = {
-    "lse": {16: 0.517, 32: 0.439, 40: 0.728},
-    "lse_masked": {16: 0.587, 32: 0.482, 40: 0.781},
-    "compose": {16: 0.898, 32: 0.730, 40: 1.148},
-    "weights": {40: 0.698},
-    "back_1": {16: 1.570, 32: 1.701, 40: 2.359},
-    "back_0": {16: 1.281, 32: 1.281, 40: 2.359},
-    "grad_query": {16: 0.180, 40: 0.260},
-    "grad_key": {16: 0.327, 40: 0.445},
+    "lse": {16: 0.521, 32: 0.446, 40: 0.734},
+    "lse_masked": {16: 0.581, 32: 0.489, 40: 0.787},
+    "compose": {16: 0.949, 32: 0.742, 40: 1.155},
+    "weights": {16: 0.973, 32: 0.779, 40: 1.202},
+    "back_1": {16: 1.027, 32: 0.881, 40: 2.009},
+    "back_0": {16: 1.137, 32: 0.984, 40: 1.827},
+    "grad_query": {16: 0.200, 40: 0.312},
+    "grad_key": {16: 0.234, 40: 0.381},
 }
 
 
@@ -186,12 +186,10 @@ class _Kind:
 _KINDS = {
     "lse": _Kind(dots=2, exps=1.25, maps_out=0, parts=1),  # of tiles with 4 keys a turn
     "compose": _Kind(dots=3, exps=1, matrices=2, channels=2 * CHANNELS),
-    "weights": _Kind(dots=2, exps=1),
-    "back_1": _Kind(dots=6, exps=1, maps_in=2, maps_out=2, matrices=2, channels=2 * CHANNELS, parts=CHANNELS + 2,
-                    grads=True),
-    "back_0": _Kind(dots=5, exps=1, maps_in=2, parts=CHANNELS, grads=True),
-}  # fmt: skip
-_GIVEN = _Kind(dots=4, maps_in=2, maps_out=2, channels=CHANNELS, parts=CHANNELS + 2, grads=True)  # back_1 of weights
+    "weights": _Kind(dots=3, exps=1, maps_out=2, matrices=2, channels=2 * CHANNELS),
+    "back_1": _Kind(dots=5, maps_in=2, parts=CHANNELS + 2, grads=True),
+    "back_0": _Kind(dots=5, maps_in=3, parts=CHANNELS, grads=True),
+}
 
 
 def pairs(length: int, window: int | None) -> int:
@@ -220,9 +218,9 @@ def seen_by_all(length: int, b_t: int, window: int | None, b_s: int = 1) -> int:
     return count
 
 
-def part_count(length: int, window: int | None, tile: Tile) -> int:
-    """Into how many parts programs split the keys of a tile of queries."""
-    return -(-min(length, (window or length) + tile.b_t + 15) // PART)
+def part_count(length: int, window: int | None, tile: Tile, keys: int = 16, most: int = PART) -> int:
+    """Into how many parts of `most` keys programs split those of a tile of queries, from a multiple of `keys`."""
+    return -(-min(length, (window or length) + tile.b_t + keys - 1) // most)
 
 
 def composition_work(
@@ -237,7 +235,7 @@ def composition_work(
         masked: of keys that not all queries of a tile see, if another number.
     """
     heads = sum(head_blocks(shape.heads))  # with those that do not exist
-    kind = _GIVEN if name == "back_1" and shape.heads > 32 else _KINDS[name]
+    kind = _KINDS[name]
     keys = visited(length, tile.b_t, window)
     area = keys * tile.b_t  # pairs in visited tiles
     programs = -(-length // tile.b_t) * part_count(length, window, tile)
@@ -263,23 +261,24 @@ def product_work(
     """What a product of a map and states asks for, for one sequence: two of the three are read, one is written.
 
     Args:
-        operands: whether to count in L2 what each tile of a map reads of states: both sides' for `scores_kernel`, the
-            keys' for `values_kernel`, whose programs loop over keys, the queries' for `keys_kernel`, over queries.
+        operands: whether to count in L2 what each tile of a map reads of states: the keys' for `scores_kernel` and
+            `values_kernel`, whose programs loop over keys, the queries' for `keys_kernel`, over queries. A program of
+            `scores_kernel` also reads its own queries.
     """
     keys = visited(length, tile.b_t, window, tile.b_s)
     area = keys * tile.b_t
     maps = BF16 * shape.heads * area
     row = BF16 * shape.heads * shape.dim  # states of a token
     states = 2 * row * length  # those read, and those read or written
-    per_tile, written = {
-        "scores_kernel": (tile.b_t + tile.b_s, 0),
+    per_tile, others = {
+        "scores_kernel": (tile.b_s, length * part_count(length, window, tile, tile.b_s, 2 * PART)),
         "values_kernel": (tile.b_s, length),
         "keys_kernel": (tile.b_t, length),
     }[FUNCTIONS[name]]
     tiles = area / (tile.b_t * tile.b_s)
     return Work(
         name, flops=2.0 * padded(shape.dim) * area * shape.heads, instructions=issued * area * shape.heads,
-        l2=maps + (row * (tiles * per_tile + written) if operands else states), hbm=maps + states,
+        l2=maps + (row * (tiles * per_tile + others) if operands else states), hbm=maps + states,
     )  # fmt: skip
 
 
@@ -308,7 +307,8 @@ def attention_work(
         return composition_work(name, shape, length, window, tile(name), issued(name, shape.heads), masked)
 
     def product(name: str, kind: str) -> Work:
-        count = issued(name, shape.heads) if name in ISSUED else 0.0  # of the others it is far below their bounds
+        # of the others it is about half of their bounds, or less
+        count = issued(name, shape.heads) if name in ISSUED else 0.0
         return product_work(name, shape, length, window, tile(kind), operands, count)
 
     heads = sum(head_blocks(shape.heads))
@@ -325,13 +325,12 @@ def attention_work(
     forward = [expand, product("scores", "scores"), composed("lse"), composed("compose"), product("values", "values")]
     read = 2 * BF16 * shape.heads * length * shape.dim  # values and gradients of the output
     norms = Work("norms", l2=read, hbm=read)  # `scale` reads little
-    sized = product("scores", "scores")  # queries and keys are read once more, for their sizes, from L2
-    sized = replace(sized, l2=sized.l2 + read)
-    backward = [expand, norms, sized, product("grad_weights", "scores")]
-    backward += [composed("weights")] if shape.heads > 32 else []
-    backward += [
-        composed("back_1"), product("grad_values", "keys"), composed("back_0"), product("grad_query", "values"),
-        product("grad_key", "keys"), project, Work("sums (torch)", l2=sums, hbm=sums),
+    sized = product("scores", "scores")  # keys are read once more, for their sizes, from L2
+    sized = replace(sized, l2=sized.l2 + read / 2)
+    backward = [
+        expand, norms, sized, composed("weights"), product("grad_values", "keys"), product("grad_weights", "scores"),
+        composed("back_1"), composed("back_0"), product("grad_query", "values"), product("grad_key", "keys"), project,
+        Work("sums (torch)", l2=sums, hbm=sums),
     ]  # fmt: skip
     return forward, backward
 
@@ -648,10 +647,7 @@ def main(argv: list[str] | None = None) -> int:
     print("ESTIMATE, not a measurement. Milliseconds; one sequence, forward and backward, bfloat16, R = 2.")
     if args.compile:
         counts = {heads for name in args.sizes for heads in [SHAPES[name].heads]}
-        found = {
-            name: {n: round(issued(name, n), 3) for n in sorted(counts) if name != "weights" or n > 32}
-            for name in ISSUED
-        }
+        found = {name: {n: round(issued(name, n), 3) for n in sorted(counts)} for name in ISSUED}
         print(f"\nISSUED = {found}")
     for name in args.sizes:
         for window in (None, WINDOW):

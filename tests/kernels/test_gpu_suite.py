@@ -6,8 +6,6 @@ import pytest
 import torch
 from kernel_device import INTERPRETED, load_gpu_suite
 
-from dcformer.kernels import launch
-
 if not INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1: the suite's smoke run is on the CPU", allow_module_level=True)
 suite = load_gpu_suite()
@@ -135,8 +133,7 @@ def test_smoke_run(tmp_path, capsys, monkeypatch):
     assert timing["forward_backward"]["median_s"] > 0 and timing["forward_backward"]["tflops"] > 0
     assert "backward pass" in cells["op smoke window 8 17 flex gates"]["forward_backward"]["status"]
     assert all(cells["kernels rates"][f"{name}_per_s"] > 0 for name in ("memory_bytes", "cache_bytes", "flops"))
-    assert cells["kernels smoke chunks"]["faster"] > 0 and cells["kernels smoke given"]["faster"] > 0
-    assert launch.GIVEN_ABOVE == 32  # as before
+    assert cells["kernels smoke chunks"]["faster"] > 0
     for section in ("train", "decode"):
         speeds = [c for c in content["cells"] if c["section"] == section]
         assert len(speeds) == 2 and all(c["tokens_per_s"] and not c["graph_breaks"] for c in speeds)

@@ -30,7 +30,7 @@ with pytest.MonkeyPatch.context() as patch:
 PYTHON = [sys.executable, "-c"]
 
 
-def at_bounds(tokens, ratio=1.2):
+def at_bounds(tokens, ratio=1.1):
     """A profile in which each of our kernels takes so many times its bound, with one of torch's."""
     needed = roofline.function_times(roofline.SHAPES["6.9B"], tokens, None, roofline.DEVICES["H200"])
     rows = [{"kernel": name, "count": 1, "us": ratio * 1e6 * times["bound"]} for name, times in needed.items()]
@@ -95,9 +95,9 @@ def changed(section, where, **values):
 GLOBAL, SHORT = "kernels 6.9b attention, global", "kernels 6.9b attention, global, T = 1024"
 # row of the table -> results with which it fails, and what is chosen then
 FAILING = {
-    "8 warps": (slower(GLOBAL, "lse_kernel", 1.2), "tiles that a search on this device finds"),
-    "spills": (slower(GLOBAL, "back_1_kernel", 1.3), "1.10 times as fast here; apply with DCFORMER_AUTOTUNE=1"),
-    "cache or memory": (slower(GLOBAL, None, 1.1), "takes a change of code; chunks of queries"),
+    "8 warps": (slower(GLOBAL, "lse_kernel", 1.3), "tiles that a search on this device finds"),
+    "spills": (slower(GLOBAL, "back_1_kernel", 1.4), "1.10 times as fast here; apply with DCFORMER_AUTOTUNE=1"),
+    "cache or memory": (slower(GLOBAL, None, 1.2), "takes a change of code; chunks of queries"),
     "matrices": (slower(GLOBAL, "compose_kernel", 1.3), "tiles that a search"),
     "products": (slower(GLOBAL, "values_kernel", 1.2), "tiles that a search"),
     "few programs": (slower(SHORT, None, 1.5), "fewer keys per program"),
@@ -151,6 +151,20 @@ def test_bounds_of_a_device_that_nobody_knows_are_those_measured():
     content["sections"]["kernels"]["cells"][2].pop("cache_bytes_per_s")
     with pytest.raises(settle.NotMeasured, match="cache_bytes_per_s could not be measured"):
         settle.bounds(content)
+
+
+@pytest.mark.parametrize("function", ["back_1_kernel", "back_0_kernel"])
+def test_spills_of_both_kernels_are_judged(function):
+    line = settle.settle(slower(GLOBAL, function, 1.4))[1]
+    assert (line["verdict"], line["value"]) == ("failed", pytest.approx(1.54))
+
+
+def test_bounds_of_compose_are_those_of_both_its_launches():
+    passes = roofline.attention_work(roofline.SHAPES["6.9B"], 2048, None, roofline.stored)
+    launches = [w for one in passes for w in one if w.name in ("compose", "weights")]
+    assert len(launches) == 2
+    needed = settle.bounds(results())["compose_kernel"]["bound"]
+    assert needed == pytest.approx(1e6 * roofline.seconds(launches, roofline.DEVICES["H200"]))
 
 
 def test_launches_of_a_kernel_are_added_up():
@@ -565,7 +579,7 @@ def test_the_page_has_device_versions_spread_verdicts_and_ways_out(tmp_path, cap
     row = next(line for line in page.splitlines() if line.startswith("| 6.9b global 4096 ours, forward"))
     assert [word.strip() for word in row.split("|")][2:6] == ["1", "0.9 - 1.1", "0.8", "7"]
     assert "| **failed**" in page and "Chosen where a row failed:" in page
-    assert "- spills of `back_1` cost more than counted: tiles that a search" in page
+    assert "- spills of `back_1` and `back_0` cost more than counted: tiles that a search" in page
     assert next(line for line in page.splitlines() if line.startswith("| op ")).split("|")[3].strip() == "failed"
     assert "no \\| such luck" in page and "- needs two GPUs" in page
     assert "| back_1_kernel " in page and "12345" in page and "heads=32" in page

@@ -5,10 +5,11 @@ import inspect
 import json
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, run_source
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
 
@@ -23,6 +24,23 @@ from kernel_roofline import Shape, Training, Work
 # a second for 1 GFLOP, 2 G instructions, 4 G exponentials, 8 GB from L2, 16 GB of memory
 GPU = roofline.Device("toy", tensor=1e9, issue=2e9, exp=4e9, l2=8e9, hbm=16e9)
 SMALL = Shape("small", heads=2, dim=16, width=32, inner=64, layers=3)
+# In a process of its own, as Triton decides on import whether it interprets: products and exponentials of kernels.
+COUNT = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+sys.path.insert(0, "tools")
+import kernel_report, kernel_roofline
+
+specs, found = kernel_report.attention_specs(32, 128, 90), {}
+for name in kernel_roofline._KINDS:
+    spec = specs[name]
+    source = triton.compiler.ASTSource(spec["kernel"], spec["signature"], spec["constexprs"], spec["attrs"])
+    options = {option: spec[option] for option in ("num_warps", "num_stages")}
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttir"]
+    found[name] = [code.count("tt.dot "), code.count("math.exp2")]
+print(json.dumps(found))
+"""
 
 
 def test_the_slowest_resource_is_the_bound():
@@ -44,6 +62,9 @@ def test_launches_of_a_function_are_added_up(heads):
     assert sum(times["bound"] for times in found.values()) == pytest.approx(least)
     scores = [w for w in work if roofline.FUNCTIONS.get(w.name) == "scores_kernel"]
     assert len(scores) == 3 and found["scores_kernel"]["HBM"] == pytest.approx(sum(w.hbm for w in scores) / gpu.hbm)
+    composed = [w for w in work if roofline.FUNCTIONS.get(w.name) == "compose_kernel"]
+    assert [w.name for w in composed] == ["compose", "weights"]
+    assert found["compose_kernel"]["bound"] == pytest.approx(roofline.seconds(composed, gpu))
 
 
 def test_functions_are_those_of_the_kernels():
@@ -116,42 +137,73 @@ def test_keys_at_edges_cost_more():
     assert work.instructions == (1.5 * all_see + 2.0 * (16 + 32 - all_see)) * 16 * 2
 
 
-def test_a_kernel_that_writes_gradients():
-    work = roofline.composition_work("back_0", SMALL, 32, None, Tile(16, 1, 4, 3), issued=2.0)
+# maps read and written, and sums for each query that are written; no exponentials
+@pytest.mark.parametrize(("name", "passes", "sums"), [("back_1", 2 + 1, 5 + 2), ("back_0", 3 + 1, 5)])
+def test_a_kernel_that_writes_gradients(name, passes, sums):
+    work = roofline.composition_work(name, SMALL, 32, None, Tile(16, 1, 4, 3), issued=2.0)
     area, matrix = 48 * 16, 16 * 16 * 2
-    maps, parts, side = 3 * 2 * area * 2, 4 * 2 * 5 * 32, 2 * 5 * 2  # two read, one written; sums of one part
+    maps, parts, side = passes * 2 * area * 2, 4 * 2 * sums * 32, 2 * 5 * 2  # sums of one part
+    assert work.flops == 2 * 5 * 16 * 16 * area and work.exps == 0
     assert work.hbm == maps + parts + 48 * matrix + 32 * (matrix + side)
     assert work.l2 == maps + parts + 2 * 48 * matrix + 32 * side
+
+
+def test_weights_are_composed_ones_and_a_map_more():
+    tile = Tile(16, 1, 4, 3)
+    compose, weights = (
+        roofline.composition_work(name, SMALL, 32, None, tile, issued=1.5) for name in ("compose", "weights")
+    )
+    more = 2 * 48 * 16 * 2
+    assert weights == replace(compose, name="weights", l2=compose.l2 + more, hbm=compose.hbm + more)
+
+
+@pytest.mark.slow
+def test_products_of_matrices_and_exponentials_are_those_of_the_code():
+    """In Triton's code of all loops: `lse` has two, with 4 keys a turn and one exponential more for them."""
+    run = run_source("-c", COUNT)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    found = json.loads(run.stdout)
+    expected = {name: [kind.dots, kind.exps] for name, kind in roofline._KINDS.items()}
+    assert found == expected | {"lse": [2 * 4 * expected["lse"][0], 2 * 4 * expected["lse"][1]]}
 
 
 def test_parts_of_keys():
     tile = Tile(64, 1, 4, 3)
     assert roofline.part_count(2048, None, tile) == 8 and roofline.part_count(2048, 256, tile) == 2
     assert roofline.part_count(100, None, tile) == 1
+    tile = Tile(128, 64, 4, 3)  # of scores, from a multiple of 64 keys
+    assert roofline.part_count(2048, None, tile, 64, 512) == 4 and roofline.part_count(2048, 321, tile, 64, 512) == 1
+    assert roofline.part_count(2048, 322, tile, 64, 512) == 2
 
 
-def test_a_product():
+def test_a_product(monkeypatch):
     """32 queries, causal, in two tiles of 16, over keys in tiles of 8: of them the first visits 2, the second 4."""
     tile, area, row = Tile(16, 8, 4, 2), (2 + 4) * 16 * 8, 2 * 2 * 16  # bytes of a token's states
-    for name, rows_of_a_tile, written in (
-        ("scores", 16 + 8, 0), ("grad_weights", 16 + 8, 0), ("values", 8, 32), ("grad_query", 8, 32),
+    for name, rows_of_a_tile, others in (  # queries read by programs of scores, rows that the others write
+        ("scores", 8, 32), ("grad_weights", 8, 32), ("values", 8, 32), ("grad_query", 8, 32),
         ("grad_values", 16, 32), ("grad_key", 16, 32),
     ):  # fmt: skip
         once, again = (roofline.product_work(name, SMALL, 32, None, tile, operands) for operands in (False, True))
         assert once.flops == 2 * 16 * area * 2
         assert once.l2 == once.hbm == again.hbm == 2 * 2 * area + 2 * 32 * row
-        assert again.l2 == 2 * 2 * area + ((2 + 4) * rows_of_a_tile + written) * row, name
+        assert again.l2 == 2 * 2 * area + ((2 + 4) * rows_of_a_tile + others) * row, name
+    monkeypatch.setattr(roofline, "PART", 8)  # 16 keys a program: both tiles' queries are read twice
+    twice = roofline.product_work("scores", SMALL, 32, None, tile, True)
+    assert twice.l2 == 2 * 2 * area + ((2 + 4) * 8 + 2 * 32) * row
 
 
 def test_operands_of_products_are_those_that_the_kernels_load():
-    """Rows of states in the loops of the source: `B_S` keys for values, `B_T` queries for keys."""
+    """Rows of states in the loops of the source: `B_S` keys for scores and values, `B_T` queries for keys. Those of
+    scores load no queries."""
     from dcformer.kernels.triton import products
 
     found = {}
     for function in (products._add_values, products._add_keys):
-        (loop,) = re.findall(r"for \w in tl.range\(start, stop, (\w+)\)", inspect.getsource(function.fn))
-        found[function.__name__] = loop
-    assert found == {"_add_values": "B_S", "_add_keys": "B_T"}
+        loops = re.findall(r"for i in tl.range\(start, stop\):\n +\w = i \* (\w+)", inspect.getsource(function.fn))
+        found[function.__name__] = loops
+    assert found == {"_add_values": ["B_S"], "_add_keys": ["B_T"]}
+    _, loop = inspect.getsource(products.scores_kernel.fn).split("for s in tl.range(start, stop, B_S):")
+    assert re.findall(r"\w+ = _load_states\((\w+),", loop) == ["p_a"] and "p_b" not in loop
 
 
 def test_plain_attention_and_decoding():
@@ -172,16 +224,17 @@ def test_what_a_goal_needs():
 
 
 def test_every_pass_is_counted():
-    """Five over maps forward and twelve backward, fourteen with two blocks of heads."""
+    """Five over maps forward and fifteen backward."""
     forward, backward = roofline.attention_work(SMALL, 64, None, roofline.stored)
     assert [w.name for w in forward] == ["expand", "scores", "lse", "compose", "values"]
-    assert {"scores", "grad_weights", "back_1", "grad_values", "back_0", "grad_query", "grad_key", "project"} < {
-        w.name for w in backward
-    }
+    assert [w.name for w in backward] == [
+        "expand", "norms", "scores", "weights", "grad_values", "grad_weights", "back_1", "back_0", "grad_query",
+        "grad_key", "project", "sums (torch)",
+    ]  # fmt: skip
     counts = {name: kind.maps_in + kind.maps_out for name, kind in roofline._KINDS.items()}
-    assert counts["lse"] + counts["compose"] + 2 == 5 and counts["back_1"] + counts["back_0"] + 5 == 12
-    assert roofline._GIVEN.maps_in + roofline._GIVEN.maps_out + counts["weights"] + counts["back_0"] + 5 == 14
-    assert "weights" in {w.name for w in roofline.attention_work(roofline.SHAPES["13B"], 64, None, roofline.stored)[1]}
+    assert counts["lse"] + counts["compose"] + 2 == 5
+    assert counts["weights"] + counts["back_1"] + counts["back_0"] + 5 == 15
+    assert roofline.attention_work(roofline.SHAPES["13B"], 64, None, roofline.stored)[1][3].name == "weights"
     others = {"lse_masked", "grad_query", "grad_key"}  # its second loop, and products that convert states
     assert roofline.ISSUED.keys() == roofline._KINDS.keys() | others
 
@@ -243,7 +296,8 @@ def test_json_has_every_model_pattern_length_and_gpu(capsys):
         assert row["at_bounds_operands"] <= row["at_bounds"] and row["at_75_operands"] <= row["at_75"]
     found = {row["shape"]: row["at_bounds"] for row in rows[:] if (row["pattern"], row["tokens"], row["gpu"]) ==
              ("LG", 2048, "H200")}  # fmt: skip
-    assert found["6.9B"] >= 0.935 and found["13B"] >= 0.915 and found["2.8B"] >= 0.834
+    # The first design was at 0.939, 0.917 and 0.840, and on a GPU 1.4 times as slow (docs/gpu_history.md).
+    assert found["6.9B"] >= 0.925 and found["13B"] >= 0.915 and found["2.8B"] >= 0.815
 
 
 def test_the_page_has_what_is_printed(capsys):
