@@ -1343,21 +1343,33 @@ _KERNELS = (
         "kernels/triton/products.py",
         (
             "sizes of keys are those of the first head's",
-            "(i_t == 0) & (i_h % rep == 0)",
-            "(i_t == 0) & (i_h == 0)",
+            "if i_h % rep == 0:",
+            "if i_h == 0:",
             T_ATTEND + "test_sizes_are_the_largest_of_each_tile[grouped-query]",
         ),
         (
             "sizes of queries that see nothing are not found",
-            "        if i_s == 0:\n            size",
-            "        if (i_s == 0) & (tl.max(tl.load(p_last + t_0 + o_t, mask=m_t, other=0)) > 0):\n            size",
+            "+ i_t, _largest(b))",
+            "+ i_t, _largest(b), tl.max(tl.load(p_last + t_0 + o_t, mask=m_t, other=0)) > 0)",
             T_ATTEND + "test_large_numbers_that_no_product_needs_do_no_harm[queries]",
         ),
         (
             "keys behind a chunk are multiplied by zeros",
-            "m_s = (o_s < n_s) & (s_0 + o_s < S)\n        v",
-            "m_s = s_0 + o_s < S\n        v",
+            "s_0 + o_s, (o_s < n_s) & (s_0 + o_s < S), o_d",
+            "s_0 + o_s, s_0 + o_s < S, o_d",
             T_ATTEND + "test_large_numbers_that_no_product_needs_do_no_harm[keys beyond a chunk]",
+        ),
+        (
+            "scores of all parts of the keys begin at the first",
+            "// B_S * B_S + i_s * n_keys\n",
+            "// B_S * B_S\n",
+            T_KERNEL + "[padding of whole tiles]",
+        ),
+        (
+            "queries of a map lie beside each other",
+            "return o_t // UNIT * (H * UNIT) + o_t % UNIT",
+            "return o_t",
+            T_KERNEL + "[everything]",
         ),
         (
             "what is not seen is multiplied",
@@ -1392,6 +1404,24 @@ _KERNELS = (
             "t_0 + n_t + self.visibility.high)), 16)",
             "t_0 + self.visibility.high)), 16)",
             T_KERNEL + "[chunks]",
+        ),
+        (
+            "weights are taken to sum to one",
+            "delta = torch.where(mass > 0, delta / mass, 0.0)",
+            "pass",
+            T_KERNEL + "[40 heads]",
+        ),
+        (
+            "found tiles of composition may have other queries",
+            "if found is None or (name in _COMPOSITION and found.b_t != tile.b_t):",
+            "if found is None:",
+            T_ATTEND + "test_tiles_of_composition_are_those_that_maps_are_laid_out_by",
+        ),
+        (
+            "tiles of maps in 16 bits serve those in float32",
+            "key = name, self.beyond, trial",
+            "key = name, NOTHING, trial",
+            T_ATTEND + "test_tiles_are_those_of_the_maps",
         ),
     )
 )

@@ -1095,6 +1095,20 @@ def test_tiles_of_composition_are_those_that_maps_are_laid_out_by(monkeypatch):
         assert len(sizes) == 1
 
 
+def test_tiles_are_those_of_the_maps(monkeypatch):
+    """What has been chosen for maps in 16 bits is not remembered when they become float32."""
+    from dcformer.kernels import tuning
+
+    monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
+    this = problem(64, Layout(Part.QUERY, Part.QUERY, 1, 2))
+    of_half, block = this._tile("compose"), this.block
+    this.beyond = Beyond.SCORES
+    assert this._tile("compose") == choose("compose", 4, 16, torch.float32, 90) != of_half
+    assert this.step < of_half.b_t and this.block <= block
+    this.beyond = Beyond(0)
+    assert this._tile("compose") == of_half
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
