@@ -1413,8 +1413,8 @@ _KERNELS = (
         ),
         (
             "found tiles of composition may have other queries",
-            "if found is None or (name in _COMPOSITION and found.b_t != tile.b_t):",
-            "if found is None:",
+            "return None if found is None or (name in _COMPOSITION and found.b_t != usual.b_t) else found",
+            "return found",
             T_ATTEND + "test_tiles_of_composition_are_those_that_maps_are_laid_out_by",
         ),
         (

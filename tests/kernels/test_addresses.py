@@ -6,12 +6,16 @@ weights of a group's heads, 32 bits do, and `Problem` sees to it that they suffi
 
 import inspect
 import mmap
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from kernel_device import DEVICE, INTERPRETED
+from triton.runtime.interpreter import InterpreterBuilder
 
-from dcformer.kernels import launch
+from dcformer import ComposeWeights, SideWeights
+from dcformer.kernels import composed_attention, launch
 from dcformer.kernels.launch import Problem, Visibility
 from dcformer.kernels.layout import Layout, Part, Stage, stages_of
 
@@ -186,3 +190,77 @@ def test_what_does_not_fit_says_so():
     huge(1, 1, 64, keys=2**26)  # as many keys as there is memory for
     with pytest.raises(ValueError, match=r"composition weights of 64 heads x 4194304 tokens are .* 2147483647"):
         huge(1, 64, 2**22, rank=4)
+
+
+# --- what is read and written -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def strays(monkeypatch):
+    """Kernels that have read or written outside of all memory that they were given, by what they did. Such reads and
+    writes are left out: some would end the process."""
+    found, memory, kernels = set(), [], []
+
+    def is_stray(pointers, mask):
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        places = np.asarray(pointers.data).ravel().astype(np.int64)
+        places = places[np.broadcast_to(mask.data, pointers.data.shape).ravel()]
+        return places.size and not any(start <= places.min() and places.max() + size <= stop for start, stop in memory)
+
+    def checked(name):
+        real = getattr(InterpreterBuilder, name)
+
+        def call(builder, pointers, *arguments):
+            place = 1 if name.endswith("store") else 0  # of the mask
+            if is_stray(pointers, arguments[place]):
+                found.add((kernels[-1], name))
+                nowhere = SimpleNamespace(data=np.zeros_like(arguments[place].data))
+                arguments = (*arguments[:place], nowhere, *arguments[place + 1 :])
+            return real(builder, pointers, *arguments)
+
+        monkeypatch.setattr(InterpreterBuilder, name, call)
+
+    checked("create_masked_load")
+    checked("create_masked_store")
+    start = Problem._start
+
+    def spy(self, kernel, grid, name, tile, values):
+        tensors = [value for value in values.values() if isinstance(value, torch.Tensor) and value.numel()]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        memory[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        kernels.append(kernel.__name__)
+        start(self, kernel, grid, name, tile, values)
+
+    monkeypatch.setattr(Problem, "_start", spy)
+    yield found
+    assert {"scores_kernel", "values_kernel", "back_1_kernel", "back_0_kernel"} <= set(kernels)
+
+
+@pytest.mark.skipif(not INTERPRETED or DEVICE != "cpu", reason="looks at addresses of the CPU")
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        pytest.param((64, 128), {"causal_offset": 200, "sliding_window": 50}, id="windows behind all keys"),
+        pytest.param((150, 150), {"sliding_window": 30, "key_end": [40, 150]}, id="padding longer than a window"),
+        pytest.param((70, 70), {"key_start": [33, 0], "key_end": [60, 5]}, id="both paddings"),
+        pytest.param((50, 50), {"cu_seqlens": [0, 7, 30], "sliding_window": 9}, id="documents that end early"),
+        pytest.param((37, 61), {"causal": False}, id="odd, not causal"),
+    ],
+)
+def test_nothing_is_read_or_written_outside_of_tensors(sizes, options, strays, monkeypatch):
+    """A number that is masked later may be read from anywhere, and results are right: a GPU would end the process."""
+    monkeypatch.setattr(launch, "FIRST_CHUNK", 64)
+    generator = torch.Generator().manual_seed(0)
+    batch = 1 if "cu_seqlens" in options else 2
+
+    def new(*shape):
+        return torch.randn(shape, generator=generator).to(torch.bfloat16).requires_grad_()
+
+    def weights():
+        sides = [SideWeights.of(new(batch, 2, n, 1), new(batch, 2, n, 1), new(batch, 2, n)) for n in sizes]
+        return ComposeWeights(*sides)
+
+    query, key, value = (new(batch, 2, n, 12) for n in (sizes[0], sizes[1], sizes[1]))
+    given = {name: torch.tensor(n, dtype=torch.int32) if isinstance(n, list) else n for name, n in options.items()}
+    composed_attention(query, key, value, weights(), weights(), chunk_bytes=0, **given).sum().backward()
+    assert not strays

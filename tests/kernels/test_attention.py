@@ -314,6 +314,22 @@ def test_errors_in_16_bits_beside_those_of_eager(dtype, most, unmarked):
     assert max(ours / eagers for ours, eagers in errors.values()) <= most
 
 
+def test_weights_are_kept_as_exactly_as_maps_are(unmarked, monkeypatch):
+    """Without a key side of "post", which would be in that dtype, they are not rounded to that of the states."""
+    kept, real = [], Problem._compose
+
+    def spy(self, name, chunk, **arguments):
+        real(self, name, chunk, **arguments)
+        if name == "weights":
+            kept.append(arguments["p_weights"].float())
+
+    monkeypatch.setattr(Problem, "_compose", spy)
+    run(Case(heads=2, sides=("query",), dtype=torch.bfloat16), torch.bfloat16, fused(Case(sides=("query",))))
+    (weights,) = kept
+    weights = weights[(weights > 1e-3) & (weights < 0.999)]
+    assert (weights == weights.bfloat16().float()).float().mean() < 0.3 and weights.numel() > 100
+
+
 def test_strides_do_not_matter():
     case = Case(heads=2)
     tensors = {name: t.to(DEVICE) for name, t in case.tensors().items() if name in ("query", "key", "value")}

@@ -282,10 +282,14 @@ class Problem:
             return self.trial.tile
         dtype = torch.float32 if self._is_widened and name != "scores" else self.q.dtype  # of what it multiplies
         tile = choose(name, self.M, max(self.D, self.DV), dtype, self.arch, self.layout.rank)
-        found = found_tile(self.gpu, self._key(name)) if autotune_is_on() and not self._is_widened else None
-        if found is None or (name in _COMPOSITION and found.b_t != tile.b_t):  # maps are laid out in the latter
-            return tile
-        return found
+        found = self._found_tile(name, tile) if autotune_is_on() and not self._is_widened else None
+        return found or tile
+
+    def _found_tile(self, name: str, usual: Tile) -> Tile | None:
+        """The tile that a search has found, unless it is of composition with other queries than the usual one: maps are
+        laid out by these."""
+        found = found_tile(self.gpu, self._key(name))
+        return None if found is None or (name in _COMPOSITION and found.b_t != usual.b_t) else found
 
     def _key(self, name: str) -> Key:
         layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")
@@ -307,7 +311,7 @@ class Problem:
         """Finds and keeps the tiles of a pass's kernels that have none from a search yet."""
 
         def is_new(name: str) -> bool:
-            return found_tile(self.gpu, self._key(name)) is None
+            return self._found_tile(name, self._tile(name)) is None
 
         def attempt(trial: Trial) -> None:
             self.trial = trial

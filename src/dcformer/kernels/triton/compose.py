@@ -201,6 +201,6 @@ def compose_kernel(
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
         narrow = cast(p, p_m1.dtype.element_ty, H1)
         if KEEP:
-            store_row(p_weights + s * stride_s, narrow, M, H0, H1, B_T)
+            store_row(p_weights + s * stride_s, p, M, H0, H1, B_T)
         p = composed(narrow, p, w1, hidden(p, w1, 0, F_POST, R, H1), m1, R, F_POST, R, H1)
         store_row(p_out + s * stride_s, p, M, H0, H1, B_T)

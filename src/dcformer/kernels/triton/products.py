@@ -186,7 +186,7 @@ def values_kernel(
     m_t = o_t < n_t
     first, last = intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_t, m_t)
     low, high = span(first, last)
-    low = tl.minimum(low, high)
+    low = tl.maximum(tl.minimum(low, high), s_0)  # of queries that see nothing, both are behind `high`
     start, stop = (low - s_0) // B_S, tl.cdiv(high - s_0, B_S)  # tiles
     # all queries of the tile see the keys between: no checks there
     latest, earliest = tl.max(tl.where(m_t, first, 0)), tl.min(tl.where(m_t, last, NO_KEY))
