@@ -588,6 +588,14 @@ def build_model(bench: Bench, config: DCFormerConfig, plain: bool = False) -> An
         return AutoModelForCausalLM.from_config(built, attn_implementation=attention, dtype=bench.dtype)
 
 
+def build_decoder(bench: Bench, config: DCFormerConfig, plain: bool = False) -> Any:
+    """The same for decoding; ours with fused projections."""
+    model = build_model(bench, config, plain).eval()
+    if not plain:
+        model.fuse_projections()
+    return model
+
+
 def make_ids(bench: Bench, config: DCFormerConfig, batch: int, tokens: int) -> torch.Tensor:
     """Random token ids [B, T], the same for every model."""
     generator = torch.Generator().manual_seed(SEED)
@@ -705,9 +713,7 @@ def decode(bench: Bench, size: str, pattern: str, composition: str, full_depth: 
     for depth in (layers,) if full_depth else bench.depth:
         bench.clean()
         config = bench.config(size, pattern, composition, num_hidden_layers=depth)
-        model = build_model(bench, config, plain).eval()
-        if not plain:
-            model.fuse_projections()
+        model = build_decoder(bench, config, plain)
         step, rewind = decoding_step(bench, model, config)
         for _ in range(1 if bench.smoke else 3):
             step()
@@ -902,10 +908,7 @@ def kernels_calls(bench: Bench, size: str) -> dict[str, Callable[[], Callable[[]
 
     def decoding(plain: bool) -> Callable[[], Any]:
         short_config = bench.config(size, num_hidden_layers=2)
-        model = build_model(bench, short_config, plain).eval()
-        if not plain:
-            model.fuse_projections()
-        return decoding_step(bench, model, short_config)[0]
+        return decoding_step(bench, build_decoder(bench, short_config, plain), short_config)[0]
 
     window = config.sliding_window
     calls: dict[str, Callable[[], Callable[[], Any]]] = {"attention, global": partial(attention, None)}

@@ -69,7 +69,7 @@ def models(runs: Runs, what: str) -> str:
 
 
 def main() -> None:
-    """Prints the tables of docs/gpu.md."""
+    """Prints the tables of docs/gpu_history.md."""
     runs = json.loads(RESULTS.read_text(encoding="utf-8"))
     parts = [attention(runs), models(runs, "training"), models(runs, "decoding"), first(runs)]
     print("\n\n".join(parts + [tiles(run) for run in runs["tiles"]]))

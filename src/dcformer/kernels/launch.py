@@ -397,8 +397,8 @@ class Problem:
         self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, limit: dict[str, Any],
         scales: torch.Tensor | None = None, sizes: Sequence[torch.Tensor] = (),
     ) -> None:  # fmt: skip
-        """out [B, n_s, H, n_p] = scale · a [B, Hkv, S, d] · b [B, H, T, d], times `scales` [B·G, blocks] of queries;
-        `sizes`, those of `_new_sizes`, are filled with the largest of a and of b."""
+        """out, a map, = scale · a [B, Hkv, S, d] · b [B, H, T, d], times `scales` [B·G, blocks] of queries; `sizes`,
+        those of `_new_sizes`, are filled with the largest of a and of b."""
         tile = self._tile("scores")
         parts, n_keys = self._parts("scores", chunk)
         grid = (self._score_tiles(chunk)[1], parts, self.B * self.H)
@@ -430,7 +430,7 @@ class Problem:
         self, chunk: Chunk, tiles: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
         scales: torch.Tensor | None = None, sizes: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """out [B, H, T, d] = scale · tiles [B, n_s, H, n_p] times v [B, Hkv, S, d], for a chunk's queries. With
+        """out [B, H, T, d] = scale · tiles, a map, times v [B, Hkv, S, d], for a chunk's queries. With
         `scales`, those of `_scales`, tiles are float16 and times these; `sizes` are those of v if it is bfloat16."""
         tile = self._tile("values")
         grid = (ceil_div(chunk.n_t, tile.b_t), 1, self.B * self.H)
@@ -444,7 +444,7 @@ class Problem:
         self, chunk: Chunk, tiles: torch.Tensor, q: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
         scales: torch.Tensor | None = None, sizes: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """out [B, Hkv, S, d] = scale · tiles [B, n_s, H, n_p] times q [B, H, T, d], summed over the heads of a key; of
+        """out [B, Hkv, S, d] = scale · tiles, a map, times q [B, H, T, d], summed over the heads of a key; of
         several chunks the sum. `scales` and `sizes` are as for `_fill_values`."""
         tile = self._tile("keys")
         grid = (ceil_div(chunk.n_s, tile.b_s), 1, self.B * self.kv_heads)
@@ -556,17 +556,17 @@ class Problem:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
     def _new_map(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+        """One number for each key, query and head, in tiles of queries: [B, n_s, tiles, H, queries of a tile]."""
         return self._new(self.B, chunk.n_s, chunk.n_p // self.step, self.H, self.step, dtype=dtype)
 
-    def _weights_in(self, chunk: Chunk, memory: torch.Tensor | None) -> torch.Tensor:
+    def _weights_in(self, chunk: Chunk, memory: torch.Tensor) -> torch.Tensor:
         """A map of composed weights, in the dtype of the states: in the memory of another, where its numbers have that
         size, or in its own."""
-        if memory is not None and memory.itemsize == self.q.itemsize:
-            return memory.view(self.q.dtype)
-        return self._new_map(chunk, self.q.dtype)
+        is_of_size = memory.itemsize == self.q.itemsize
+        return memory.view(self.q.dtype) if is_of_size else self._new_map(chunk, self.q.dtype)
 
     def _make_scores(self, chunk: Chunk, sizes: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """The map of scores times log2(e), [B, n_s, H, n_p]; fills the sizes of keys and queries, if any."""
+        """The map of scores times log2(e); fills the sizes of keys and queries, if any."""
         scores = self._new_map(chunk, self.map_dtype)
         # Composition may take away what makes them large, and leaves what they were rounded by.
         limit = self._limit(Beyond.SCORES, LARGEST_EXACT if self.layout.pre else LARGEST)

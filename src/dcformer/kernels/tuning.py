@@ -50,8 +50,8 @@ def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
 
 
 def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2) -> Tile:
-    """The tile of a kernel: on sm_90, up to 32 heads, by times on an H200 (docs/gpu.md); otherwise by what compiled
-    code takes.
+    """The tile of a kernel: on sm_90, up to 32 heads, by times on an H200 (docs/gpu_history.md); otherwise by what
+    compiled code takes.
 
     Args:
         kernel: one of `KERNELS`.

@@ -115,6 +115,7 @@ def scores_kernel(
     if SCALED:
         scale *= tl.load(p_scale + (i_b * G + i_h // (H // G)) * n_scales + i_t * B_T // BLOCK)
     p_map += i_b * n_s * stride_s + i_h * UNIT
+    o_map = tl.arange(0, B_S)[:, None].to(tl.int64) * stride_s + _places(o_t, H, UNIT)[None, :]
     worst = tl.zeros([B_S], tl.float32)
     for s in tl.range(start, stop, B_S):
         o_s = s + tl.arange(0, B_S)  # in the chunk
@@ -123,9 +124,8 @@ def scores_kernel(
         if MARK:
             worst = tl.maximum(worst, tl.max(tl.abs(x), 1))
             x = within(x, LARGEST_SCORE)
-        p_tile = p_map + s * stride_s + tl.arange(0, B_S)[:, None].to(tl.int64) * stride_s
-        p_tile += _places(o_t, H, UNIT)[None, :]
-        tl.store(p_tile, rounded(x, p_map.dtype.element_ty), mask=(o_s < n_s)[:, None] & (o_t < n_p)[None, :])
+        mask = (o_s < n_s)[:, None] & (o_t < n_p)[None, :]
+        tl.store(p_map + s * stride_s + o_map, rounded(x, p_map.dtype.element_ty), mask=mask)
     if MARK:
         if tl.max(worst) > largest:
             tl.store(p_mark, 1)  # all that store, store the same
