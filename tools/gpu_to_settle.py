@@ -294,7 +294,7 @@ TO_SETTLE = (
         "distance from bounds at T = 1024 over that at T = 2048 (kernels)",
         1.25,
         _tails,
-        (Fallback("fewer keys per program: a smaller first entry in `_PARTS` of kernels/launch.py"),),
+        (Fallback("fewer keys per program: other numbers in `BESIDES` of kernels/launch.py"),),
     ),
     Row(
         "scores in float16 overflow",

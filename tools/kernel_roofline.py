@@ -23,9 +23,11 @@ from functools import cache
 import torch
 
 from dcformer import DCFormerConfig
-from dcformer.kernels.launch import head_blocks, padded
+from dcformer.kernels.balance import keys_of_a_program, lengths
+from dcformer.kernels.launch import BESIDES, UNBOUNDED, head_blocks, padded
 from dcformer.kernels.layout import Layout, Part
-from dcformer.kernels.tuning import Tile, choose
+from dcformer.kernels.sizes import ceil_div, round_up
+from dcformer.kernels.tuning import Tile, choose, resident_programs
 
 RANK = 2
 CHANNELS = 2 * RANK + 1  # of packed weights, per stage and side
@@ -35,7 +37,8 @@ PATTERNS = {"LG": 0.5, "LGLL": 0.75}  # of layers, and the share of those with a
 VOCABULARY = 50257
 BF16, FP32 = 2, 4  # bytes
 ROWS_PADDED = 8  # channels that a cache has behind keys, and behind values
-PART = 256  # keys of a program of composition, and half of those of `scores`: of two sequences of 2048 tokens or more
+MULTIPROCESSORS = 132  # of the devices below
+SEQUENCES = 2  # that run at once: of 2048 tokens, in the backward pass on an H200
 
 # Instructions issued (one for a warp) per query, key and head that exists, sm_90: `kernel_report.issued` of the tiles
 # in `tuning`; `--compile` finds them anew. Kernel -> heads up to -> number. "lse_masked": of keys that not all queries
@@ -73,7 +76,7 @@ class Device:
 
 def device(
     name: str = "H200",
-    multiprocessors: int = 132,
+    multiprocessors: int = MULTIPROCESSORS,
     clock: float = 1.7e9,
     tensor: float = 989e12,
     l2: float = 5.5e12,
@@ -218,9 +221,13 @@ def seen_by_all(length: int, b_t: int, window: int | None, b_s: int = 1) -> int:
     return count
 
 
-def part_count(length: int, window: int | None, tile: Tile, keys: int = 16, most: int = PART) -> int:
-    """Into how many parts of `most` keys programs split those of a tile of queries, from a multiple of `keys`."""
-    return -(-min(length, (window or length) + tile.b_t + keys - 1) // most)
+def part_count(name: str, length: int, window: int | None, tile: Tile, heads: int) -> int:
+    """Into how many parts programs of a kernel split the keys of a tile of queries: `scores`, one of composition."""
+    low, step = -UNBOUNDED if window is None else 1 - window, tile.b_s if name == "scores" else 16
+    spans = lengths(0, length, 0, round_up(length, 16), low, 0, tile.b_t, tile.b_t, step)
+    copies, resident = SEQUENCES * (heads if name == "scores" else 1), MULTIPROCESSORS * resident_programs(tile)
+    n_keys = keys_of_a_program(spans, copies, resident, BESIDES[name], step, name == "scores")
+    return ceil_div(max(spans), n_keys)
 
 
 def composition_work(
@@ -238,11 +245,12 @@ def composition_work(
     kind = _KINDS[name]
     keys = visited(length, tile.b_t, window)
     area = keys * tile.b_t  # pairs in visited tiles
-    programs = -(-length // tile.b_t) * part_count(length, window, tile)
+    count = part_count(name, length, window, tile, shape.heads)
+    programs = ceil_div(length, tile.b_t) * count
     matrix = heads**2 * BF16
     maps = BF16 * shape.heads * area * (kind.maps_in + kind.maps_out)
     side = BF16 * shape.heads * kind.channels
-    parts = FP32 * shape.heads * kind.parts * length * (part_count(length, window, tile) if kind.parts > 1 else 1)
+    parts = FP32 * shape.heads * kind.parts * length * (count if kind.parts > 1 else 1)
     grads = keys * matrix * kind.grads
     at_edges = 0 if masked is None else (keys - seen_by_all(length, tile.b_t, window, tile.b_s)) * tile.b_t
     return Work(
@@ -271,7 +279,7 @@ def product_work(
     row = BF16 * shape.heads * shape.dim  # states of a token
     states = 2 * row * length  # those read, and those read or written
     per_tile, others = {
-        "scores_kernel": (tile.b_s, length * part_count(length, window, tile, tile.b_s, 2 * PART)),
+        "scores_kernel": (tile.b_s, length * part_count("scores", length, window, tile, shape.heads)),
         "values_kernel": (tile.b_s, length),
         "keys_kernel": (tile.b_t, length),
     }[FUNCTIONS[name]]
@@ -320,7 +328,8 @@ def attention_work(
     key_grads = 2 * side * 2
     project = Work("project", l2=grads + key_grads, hbm=grads + key_grads)
     # parts of query-side gradients are read, the sums written, and rounded
-    parts = FP32 * shape.heads * length * part_count(length, window, tile("back_1")) * (2 * CHANNELS + 2)
+    count = part_count("back_1", length, window, tile("back_1"), shape.heads)
+    parts = FP32 * shape.heads * length * count * (2 * CHANNELS + 2)
     sums = parts + 2 * side * (2 + 2 + 1)
     forward = [expand, product("scores", "scores"), composed("lse"), composed("compose"), product("values", "values")]
     read = 2 * BF16 * shape.heads * length * shape.dim  # values and gradients of the output
@@ -615,7 +624,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     figures = parser.add_argument_group("the device; an H200 unless said otherwise")
     figures.add_argument("--tensor", type=float, default=989e12, help="FLOP/s, dense bfloat16")
-    figures.add_argument("--multiprocessors", type=int, default=132)
+    figures.add_argument("--multiprocessors", type=int, default=MULTIPROCESSORS)
     figures.add_argument("--clock", type=float, default=1.7e9, help="Hz")
     figures.add_argument("--l2", type=float, default=5.5e12, help="bytes/s")
     figures.add_argument("--hbm", type=float, default=4.8e12, help="bytes/s")

@@ -26,6 +26,7 @@ T_CHECKPOINT, T_INFERENCE = "tests/conversion/test_checkpoint.py::", "tests/conv
 T_OUTPUT, T_ROUND_TRIP = "tests/conversion/test_output.py::", "tests/conversion/test_round_trip.py::"
 T_VERIFY, T_CLI = "tests/conversion/test_verification.py::", "tests/conversion/test_cli.py::"
 T_GENERATOR, T_DECODE = "tests/kernels/test_generator.py::", "tests/kernels/test_decode.py::"
+T_BALANCE = "tests/kernels/test_balance.py::"
 T_STEP = "tests/kernels/test_step.py::"
 T_REPEATED = "tests/kernels/test_repeated.py::"
 T_ATTEND = "tests/kernels/test_attention.py::"
@@ -1311,6 +1312,40 @@ _KERNELS = (
             "block = tl.trans(m[i * NB + j])",
             T_KERNEL + "[40 heads, static, rank 1]",
         ),
+        (
+            "what is not seen is multiplied",
+            "return some_0, some_1, all_0, tl.where(count == all_1 - all_0, all_1, 0)",
+            "return some_0, some_1, all_0, all_1",
+            T_KERNEL + "[every other 16 queries]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/balance.py",
+        (
+            "keys of a program are counted from the first that is seen",
+            " - s_0) // step * step",
+            " - s_0)",
+            T_BALANCE + "test_lengths_hold_what_is_seen",
+        ),
+        (
+            "tiles of scores have their own queries' keys only",
+            "first = i // block * block",
+            "first = i",
+            T_BALANCE + "test_lengths_hold_what_is_seen",
+        ),
+        (
+            "as many parts as keys",
+            "ceil_div(count, n) <= _MOST_PARTS",
+            "n >= 1",
+            T_BALANCE + "test_the_number_of_keys",
+        ),
+        (
+            "programs of any number take one round",
+            "ceil_div(programs, resident) *",
+            "programs / resident *",
+            "tests/tools/test_kernel_rounds.py::test_few_programs_end_together",
+        ),
     )
     + _in(
         "kernels",
@@ -1330,6 +1365,18 @@ _KERNELS = (
             "h_stride: tl.constexpr = 1 if TRANSPOSED else HP",
             "h_stride: tl.constexpr = HP",
             T_KERNEL + "[post key]",
+        ),
+        (
+            "parts of matrices' gradients that no query has written",
+            "count, start, inner, at, seen, p_inverse, p_finite, B_T, BLOCK, True, False",
+            "count, start, inner, at, seen, p_inverse, p_finite, B_T, BLOCK, False, False",
+            T_KERNEL + "[window 5]",
+        ),
+        (
+            "the first tile that all see is left out",
+            "count, inner, outer, at",
+            "count, inner + 1, outer, at",
+            T_KERNEL + "[more queries]",
         ),
         (
             "heads that share a key far apart",
@@ -1370,12 +1417,6 @@ _KERNELS = (
             "return o_t // UNIT * (H * UNIT) + o_t % UNIT",
             "return o_t",
             T_KERNEL + "[everything]",
-        ),
-        (
-            "what is not seen is multiplied",
-            "return some_0, some_1, all_0, tl.where(count == all_1 - all_0, all_1, 0)",
-            "return some_0, some_1, all_0, all_1",
-            T_KERNEL + "[every other 16 queries]",
         ),
         (
             "query heads of a key counted once",

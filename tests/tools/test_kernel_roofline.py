@@ -104,7 +104,13 @@ def test_visited_keys_are_those_of_steps_with_a_visible_pair(window, b_t, b_s):
     assert roofline.visited(length, b_t, window, b_s) == count
 
 
-def test_a_kernel_of_composition():
+@pytest.fixture
+def one_part(monkeypatch):
+    """Programs that take all keys of a tile."""
+    monkeypatch.setattr(roofline, "part_count", lambda *_: 1)
+
+
+def test_a_kernel_of_composition(one_part):
     """32 queries, causal, in tiles of 16: the second visits all keys, the first half of them. 2 heads, padded to 16."""
     work = roofline.composition_work("compose", SMALL, 32, None, Tile(16, 1, 4, 3), issued=1.5)
     keys = 16 + 32
@@ -139,7 +145,7 @@ def test_keys_at_edges_cost_more():
 
 # maps read and written, and sums for each query that are written; no exponentials
 @pytest.mark.parametrize(("name", "passes", "sums"), [("back_1", 2 + 1, 5 + 2), ("back_0", 3 + 1, 5)])
-def test_a_kernel_that_writes_gradients(name, passes, sums):
+def test_a_kernel_that_writes_gradients(name, passes, sums, one_part):
     work = roofline.composition_work(name, SMALL, 32, None, Tile(16, 1, 4, 3), issued=2.0)
     area, matrix = 48 * 16, 16 * 16 * 2
     maps, parts, side = passes * 2 * area * 2, 4 * 2 * sums * 32, 2 * 5 * 2  # sums of one part
@@ -169,14 +175,16 @@ def test_products_of_matrices_and_exponentials_are_those_of_the_code():
 
 def test_parts_of_keys():
     tile = Tile(64, 1, 4, 3)
-    assert roofline.part_count(2048, None, tile) == 8 and roofline.part_count(2048, 256, tile) == 2
-    assert roofline.part_count(100, None, tile) == 1
-    tile = Tile(128, 64, 4, 3)  # of scores, from a multiple of 64 keys
-    assert roofline.part_count(2048, None, tile, 64, 512) == 4 and roofline.part_count(2048, 321, tile, 64, 512) == 1
-    assert roofline.part_count(2048, 322, tile, 64, 512) == 2
+    # two sequences: 64 keys a program, so that 2 · 528 programs run in four rounds of 264
+    assert roofline.part_count("compose", 2048, None, tile, 32) == 32
+    assert roofline.part_count("back_1", 2048, None, tile, 32) < 32  # sums of each part are to be added
+    assert roofline.part_count("compose", 100, None, tile, 32) == 7  # 16 keys are the least
+    tile = Tile(128, 64, 4, 3)
+    assert roofline.part_count("scores", 2048, None, tile, 32) == 1
+    assert roofline.part_count("scores", 2048, None, tile, 2) > 4
 
 
-def test_a_product(monkeypatch):
+def test_a_product(monkeypatch, one_part):
     """32 queries, causal, in two tiles of 16, over keys in tiles of 8: of them the first visits 2, the second 4."""
     tile, area, row = Tile(16, 8, 4, 2), (2 + 4) * 16 * 8, 2 * 2 * 16  # bytes of a token's states
     for name, rows_of_a_tile, others in (  # queries read by programs of scores, rows that the others write
@@ -187,7 +195,7 @@ def test_a_product(monkeypatch):
         assert once.flops == 2 * 16 * area * 2
         assert once.l2 == once.hbm == again.hbm == 2 * 2 * area + 2 * 32 * row
         assert again.l2 == 2 * 2 * area + ((2 + 4) * rows_of_a_tile + others) * row, name
-    monkeypatch.setattr(roofline, "PART", 8)  # 16 keys a program: both tiles' queries are read twice
+    monkeypatch.setattr(roofline, "part_count", lambda *_: 2)  # both tiles' queries are read twice
     twice = roofline.product_work("scores", SMALL, 32, None, tile, True)
     assert twice.l2 == 2 * 2 * area + ((2 + 4) * 8 + 2 * 32) * row
 
@@ -296,8 +304,9 @@ def test_json_has_every_model_pattern_length_and_gpu(capsys):
         assert row["at_bounds_operands"] <= row["at_bounds"] and row["at_75_operands"] <= row["at_75"]
     found = {row["shape"]: row["at_bounds"] for row in rows[:] if (row["pattern"], row["tokens"], row["gpu"]) ==
              ("LG", 2048, "H200")}  # fmt: skip
-    # The first design was at 0.939, 0.917 and 0.840, and on a GPU 1.4 times as slow (docs/gpu_history.md).
-    assert found["6.9B"] >= 0.925 and found["13B"] >= 0.915 and found["2.8B"] >= 0.815
+    # The first design was at 0.939, 0.917 and 0.840, and on a GPU 1.4 times as slow (docs/gpu_history.md). Bounds know
+    # nothing of programs that wait for others: that these end together costs more sums of parts.
+    assert found["6.9B"] >= 0.923 and found["13B"] >= 0.915 and found["2.8B"] >= 0.81
 
 
 def test_the_page_has_what_is_printed(capsys):

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import triton
 
+from .balance import keys_of_a_program, lengths
 from .layout import Layout, Part, Stage, StagePair
 from .overflow import LARGEST, LARGEST_EXACT, NOTHING, Beyond, beyond, look, mark_of
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
@@ -33,7 +34,7 @@ from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
 from .triton.scales import norms_kernel, scale_kernel
-from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
+from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles, resident_programs
 
 _Result = TypeVar("_Result")
 
@@ -45,7 +46,7 @@ _JOINED = 64  # queries whose log-sum-exps one program joins
 _NORMED = 64  # rows whose norms one program finds
 _MOST_INT32 = 2**31 - 1
 _LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
-_PARTS = (512, 256, 128, 64)  # keys of a program, the first with which there are enough programs
+_INTERPRETED_KEYS = 32  # of a program, in the interpreter: so that short sequences have several
 
 # name in `tuning` -> kernel and constants of its own
 LAUNCHES: dict[str, tuple[triton.JITFunction, dict[str, Any]]] = {
@@ -59,6 +60,9 @@ LAUNCHES: dict[str, tuple[triton.JITFunction, dict[str, Any]]] = {
     "keys": (keys_kernel, {}),
 }
 _UNLIMITED: dict[str, Any] = {"largest": torch.inf, "MARK": False, "p_mark": None}  # see `Problem._limit`
+# kernels with parts of keys -> what a program does besides, in keys: for composition about what it reads and writes for
+# each query, in what it does for each key
+BESIDES = {"scores": 64, "lse": 6, "compose": 6, "weights": 6, "back_1": 12, "back_0": 12}
 _COMPOSITION = ("lse", "compose", "weights", "back_1", "back_0")
 
 
@@ -381,17 +385,15 @@ class Problem:
 
     def _parts(self, name: str, chunk: Chunk) -> tuple[int, int]:
         """Into how many parts `scores` or a kernel of composition splits the keys of a tile of queries, and the keys of
-        each: as few as give three programs to a multiprocessor; where queries see earlier keys only, half of them have
-        nothing to do."""
-        tile = self._tile(name)
-        queries, keys, heads = (self.block, tile.b_s, self.H) if name == "scores" else (tile.b_t, 16, self.G)
-        tiles = ceil_div(chunk.n_t, tile.b_t) * self.B * heads
-        # keys of a tile, from a multiple of `keys`
-        span = min(chunk.n_s, self.visibility.high - self.visibility.low + queries + keys - 1)
-        sizes = [n for n in ((32,) if INTERPRETED.value else _PARTS) if n % keys == 0]
-        enough = (n for n in sizes if tiles * ceil_div(span, n) >= 3 * self._multiprocessors)
-        n_keys = next(enough, sizes[-1])
-        return max(1, ceil_div(span, n_keys)), n_keys
+        each."""
+        tile, seen, is_product = self._tile(name), self.visibility, name == "scores"
+        block, step, heads = (self.block, tile.b_s, self.H) if is_product else (tile.b_t, 16, self.G)
+        spans = lengths(chunk.t_0, chunk.n_t, chunk.s_0, chunk.n_s, seen.low, seen.high, tile.b_t, block, step)
+        n_keys = _INTERPRETED_KEYS
+        if not INTERPRETED.value:
+            resident = self._multiprocessors * resident_programs(tile)
+            n_keys = keys_of_a_program(spans, self.B * heads, resident, BESIDES[name], step, is_product)
+        return max(1, ceil_div(max(spans, default=0), n_keys)), n_keys
 
     def _fill_scores(
         self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, limit: dict[str, Any],
@@ -401,7 +403,7 @@ class Problem:
         those of `_new_sizes`, are filled with the largest of a and of b."""
         tile = self._tile("scores")
         parts, n_keys = self._parts("scores", chunk)
-        grid = (self._score_tiles(chunk)[1], parts, self.B * self.H)
+        grid = (self._score_tiles(chunk)[1] * self.B * self.H, parts)
         self._launch(
             scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, n_keys=n_keys, scale=scale, **limit,
             **_strides("a", a, "bhs"), **_strides("b", b, "bht"), **product_constants(a.shape[3], tile),
@@ -433,7 +435,7 @@ class Problem:
         """out [B, H, T, d] = scale · tiles, a map, times v [B, Hkv, S, d], for a chunk's queries. With
         `scales`, those of `_scales`, tiles are float16 and times these; `sizes` are those of v if it is bfloat16."""
         tile = self._tile("values")
-        grid = (ceil_div(chunk.n_t, tile.b_t), 1, self.B * self.H)
+        grid = (ceil_div(chunk.n_t, tile.b_t) * self.B * self.H,)
         self._launch(
             values_kernel, grid, chunk, "values", tile, p_map=tiles, p_v=v, p_out=out, scale=scale,
             **self._undone(scales, sizes), **_strides("v", v, "bhs"), **_strides("o", out, "bht"),
@@ -447,7 +449,7 @@ class Problem:
         """out [B, Hkv, S, d] = scale · tiles, a map, times q [B, H, T, d], summed over the heads of a key; of
         several chunks the sum. `scales` and `sizes` are as for `_fill_values`."""
         tile = self._tile("keys")
-        grid = (ceil_div(chunk.n_s, tile.b_s), 1, self.B * self.kv_heads)
+        grid = (ceil_div(chunk.n_s, tile.b_s) * self.B * self.kv_heads,)
         self._launch(
             keys_kernel, grid, chunk, "keys", tile, p_map=tiles, p_q=q, p_out=out, scale=scale, ADD=chunk.n_t < self.T,
             **self._undone(scales, sizes), **_strides("q", q, "bht"), **_strides("o", out, "bhs"),
@@ -539,7 +541,7 @@ class Problem:
     def _project(self, stage: int, chunk: Chunk, parts: torch.Tensor, scales: torch.Tensor, grads: Gradients) -> None:
         """Adds a chunk's gradients of a stage's key side and static projection, from those of the matrices."""
         _, key, static = grads.weights[stage]
-        constants = matrix_constants(self.layout, self.M, stage)
+        constants = matrix_constants(self.layout, self.M, stage, numbers=4096)  # with more, registers for few warps
         grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
         parts_of_static = None if static is None else self._new(grid[0], self.B, self.G, self.M, self.M)
         tile = self._tile(f"back_{stage}")
@@ -742,13 +744,13 @@ def composition_constants(layout: Layout, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def matrix_constants(layout: Layout, heads: int, stage: int) -> dict[str, Any]:
-    """Constant arguments of the kernels of the key side."""
+def matrix_constants(layout: Layout, heads: int, stage: int, numbers: int = 8192) -> dict[str, Any]:
+    """Constant arguments of the kernels of the key side; a program has as many keys as have that many numbers."""
     padded_heads = sum(head_blocks(heads))
     block = power_of_2(padded_heads)
     return {
         "F": int(layout.post if stage else layout.pre), "R": layout.rank, "C": layout.channels, "M": heads,
-        "HP": padded_heads, "B_H": block, "B_S": 8192 // block**2,
+        "HP": padded_heads, "B_H": block, "B_S": numbers // block**2,
     }  # fmt: skip
 
 
@@ -766,4 +768,4 @@ def padded(dim: int) -> int:
     return max(16, power_of_2(dim))
 
 
-__all__ = ["LAUNCHES", "UNBOUNDED", "Gradients", "Problem", "Visibility", "head_blocks"]
+__all__ = ["BESIDES", "LAUNCHES", "UNBOUNDED", "Gradients", "Problem", "Visibility", "head_blocks"]

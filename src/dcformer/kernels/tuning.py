@@ -88,6 +88,12 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
     return Tile(64, 1, 4, 4 if arch >= 90 else 2)
 
 
+def resident_programs(tile: Tile) -> int:
+    """How many programs of `scores` or of composition a multiprocessor runs at once: registers, or the shared memory of
+    `scores`, leave room for eight warps."""
+    return max(1, 8 // tile.num_warps)
+
+
 def _interpreter_tile(kernel: str) -> Tile | None:
     """In the interpreter, small tiles, so that short sequences have several."""
     if not INTERPRETED.value:
@@ -190,4 +196,6 @@ def _read(path: Path) -> dict[str, dict[str, list[int]]]:
     return content
 
 
-__all__ = ["KERNELS", "Key", "Tile", "autotune_is_on", "candidates", "choose", "found_tile", "keep_tiles"]
+__all__ = [
+    "KERNELS", "Key", "Tile", "autotune_is_on", "candidates", "choose", "found_tile", "keep_tiles", "resident_programs",
+]  # fmt: skip

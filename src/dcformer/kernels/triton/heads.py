@@ -57,6 +57,26 @@ def span(first, last):
     return tl.min(tl.where(is_seeing, first, NO_KEY)), tl.max(tl.where(is_seeing, last, 0))
 
 
+@triton.jit
+def queries_of(p_first, p_last, t_0, n_t, low, high, B: tl.constexpr):
+    """Bounds of the queries that see any of the keys [low, high), and of those that see all of them; in the chunk.
+
+    The last is 0 where not all queries between the latter bounds see all."""
+    some_0, some_1 = n_t, 0
+    all_0, all_1, count = n_t, 0, 0
+    for t in tl.range(0, n_t, B):
+        o_t = t + tl.arange(0, B)
+        first, last = intervals(p_first, p_last, o_t, o_t < n_t)
+        sees = (first < last) & (first < high) & (last > low)
+        some_0 = tl.minimum(some_0, tl.min(tl.where(sees, o_t, n_t)))
+        some_1 = tl.maximum(some_1, tl.max(tl.where(sees, o_t + 1, 0)))
+        sees_all = (first <= low) & (last >= high)
+        all_0 = tl.minimum(all_0, tl.min(tl.where(sees_all, o_t, n_t)))
+        all_1 = tl.maximum(all_1, tl.max(tl.where(sees_all, o_t + 1, 0)))
+        count += tl.sum(sees_all.to(tl.int32))
+    return some_0, some_1, all_0, tl.where(count == all_1 - all_0, all_1, 0)
+
+
 # --- maps -------------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ channels, S] of any strides.
 import triton
 import triton.language as tl
 
-from .heads import GATE, KEY, STATIC, intervals, span
+from .heads import GATE, KEY, STATIC, intervals, queries_of, span
 from .precision import LARGEST_HALF, rounded, within
 
 
@@ -99,27 +99,27 @@ def expand_kernel(
 
 
 @triton.jit
-def _added_parts(
-    at, p_first, p_last, p_inverse, p_finite, i_bg, o_s, m_s, m_h, n_bg, n_scales, n_t, s_0, n_s,
-    HP: tl.constexpr, B_H: tl.constexpr, B_S: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
+def _add_parts(
+    grad, count, start, stop, at, seen, p_inverse, p_finite,
+    B_T: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Parts [s, h, h'] of all tiles of queries, without their powers of two; how many were infinite, and with CUT are
-    cut off instead, if dO is finite."""
-    p_gm, o_m = at
-    grad, count = tl.zeros([B_S, B_H, B_H], tl.float32), tl.full([], 0, tl.int32)
-    for i_t in range(0, tl.cdiv(n_t, B_T)):
-        o_t = i_t * B_T + tl.arange(0, B_T)
-        first, last = intervals(p_first, p_last, o_t, o_t < n_t)
-        low, high = span(first, last)
-        is_seen = m_s & (o_s + s_0 >= low) & (o_s + s_0 < high)
-        p_part = p_gm + (i_t * n_bg + i_bg) * n_s * (HP * HP)
-        part = tl.load(p_part + o_m, mask=is_seen[:, None, None] & m_h, other=0.0).to(tl.float32)
-        o_scale = i_bg * n_scales + i_t * B_T // BLOCK
+    """Adds parts [s, h, h'] of the tiles start to stop of queries, without their powers of two, and how many numbers
+    were infinite, and with CUT are cut off instead, if dO is finite. Without MASKED all these queries see all keys."""
+    p_gm, stride_gm, mask = at
+    p_first, p_last, o_s, n_t = seen
+    for i_t in tl.range(start, stop, num_stages=3):
+        if MASKED:
+            o_t = i_t * B_T + tl.arange(0, B_T)
+            low, high = span(*intervals(p_first, p_last, o_t, o_t < n_t))
+            is_seen = mask & ((o_s >= low) & (o_s < high))[:, None, None]
+            part = tl.load(p_gm + i_t * stride_gm, mask=is_seen, other=0.0).to(tl.float32)
+        else:
+            part = tl.load(p_gm + i_t * stride_gm, mask=mask, other=0.0).to(tl.float32)
         if CUT:
-            most = tl.where(tl.load(p_finite + o_scale) > 0, LARGEST_HALF, float("inf"))
+            most = tl.where(tl.load(p_finite + i_t * B_T // BLOCK) > 0, LARGEST_HALF, float("inf"))
             count += tl.sum((tl.abs(part) > most).to(tl.int32))
             part = within(part, most)
-        grad += part * tl.load(p_inverse + o_scale)
+        grad += part * tl.load(p_inverse + i_t * B_T // BLOCK)
     return grad, count
 
 
@@ -146,25 +146,29 @@ def project_kernel(
     i_s, i_bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_s, o_h = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_H)
     m_s = (o_s < n_s) & (o_s + s_0 < S)
-    p_bounds = i_bg // G * stride_ib + t_0
+    p_first += i_bg // G * stride_ib + t_0
+    p_last += i_bg // G * stride_ib + t_0
+    p_inverse += i_bg * n_scales
+    p_finite += i_bg * n_scales
+    low = s_0 + i_s * B_S
+    some_0, some_1, all_0, all_1 = queries_of(p_first, p_last, t_0, n_t, low, tl.minimum(low + B_S, S), 1024)
+    start, stop = some_0 // B_T, tl.cdiv(some_1, B_T)  # tiles
+    inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T), stop), start)
+    outer = tl.maximum(all_1 // B_T, inner)
     h_stride: tl.constexpr = 1 if TRANSPOSED else HP
-    o_m = (
-        o_s[:, None, None].to(tl.int64) * (HP * HP)
-        + o_h[None, :, None] * h_stride
-        + o_h[None, None, :] * (HP + 1 - h_stride)
-    )
-    m_h = (o_h < M)[None, :, None] & (o_h < M)[None, None, :]
-    at = (p_gm, o_m)
-    grad, _ = _added_parts(
-        at, p_first + p_bounds, p_last + p_bounds, p_inverse, p_finite, i_bg, o_s, m_s, m_h, n_bg, n_scales, n_t, s_0,
-        n_s, HP, B_H, B_S, B_T, BLOCK, False,
-    )  # fmt: skip
+    o_m = o_s[:, None, None].to(tl.int64) * (HP * HP) + o_h[None, :, None] * h_stride
+    o_m += o_h[None, None, :] * (HP + 1 - h_stride)
+    mask = m_s[:, None, None] & (o_h < M)[None, :, None] & (o_h < M)[None, None, :]
+    at = (p_gm + i_bg * n_s * (HP * HP) + o_m, tl.cast(n_bg, tl.int64) * n_s * (HP * HP), mask)
+    seen = (p_first, p_last, s_0 + o_s, n_t)
+    grad, count = tl.zeros([B_S, B_H, B_H], tl.float32), tl.full([], 0, tl.int32)
+    grad, count = _add_parts(grad, count, start, inner, at, seen, p_inverse, p_finite, B_T, BLOCK, True, False)
+    grad, count = _add_parts(grad, count, inner, outer, at, seen, p_inverse, p_finite, B_T, BLOCK, False, False)
+    grad, count = _add_parts(grad, count, outer, stop, at, seen, p_inverse, p_finite, B_T, BLOCK, True, False)
     if MARK:
         if tl.max((tl.abs(grad) < float("inf")).to(tl.int32) ^ 1) > 0:
-            grad, count = _added_parts(
-                at, p_first + p_bounds, p_last + p_bounds, p_inverse, p_finite, i_bg, o_s, m_s, m_h, n_bg, n_scales,
-                n_t, s_0, n_s, HP, B_H, B_S, B_T, BLOCK, True,
-            )  # fmt: skip
+            grad = tl.zeros_like(grad)
+            grad, count = _add_parts(grad, count, start, stop, at, seen, p_inverse, p_finite, B_T, BLOCK, True, True)
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same
     grad *= factor

@@ -1,5 +1,8 @@
 """Products of maps with queries, keys and values, one head each: `scores_kernel`, `values_kernel`, `keys_kernel`.
 
+Axis 0 of a grid has tiles times heads, see `_head_and_tile`: programs of all heads run side by side, as in maps their
+numbers lie so, and those that take longest come first, so that only short ones are left when multiprocessors fall idle.
+
 Only what some query sees is multiplied. Maps come from memory that nobody has written: what `scores_kernel` makes
 covers all that the kernels of composition read, and what those have written covers all pairs of a query and a key that
 it sees. So the products that read maps take zeros for pairs that are not seen, and do without that check inside, where
@@ -11,9 +14,16 @@ all are.
 import triton
 import triton.language as tl
 
-from .heads import NO_KEY, intervals, span
+from .heads import NO_KEY, intervals, queries_of, span
 from .precision import LARGEST_HALF, LARGEST_SCORE, add_product, product, rounded, within
 from .scales import factor_of, finite, power
+
+
+@triton.jit
+def _head_and_tile(n_heads):
+    """The head (of all sequences, in 64 bits) and the tile of a program, and how many tiles there are."""
+    i, n_tiles = tl.program_id(0), tl.num_programs(0) // n_heads
+    return (i % n_heads).to(tl.int64), i // n_heads, n_tiles
 
 
 @triton.jit
@@ -80,7 +90,7 @@ def _largest(x):
 def scores_kernel(
     p_a, p_b, p_map, p_mark, p_scale, p_sizes_a, p_sizes_b, p_first, p_last,
     stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_s: tl.int64,
-    H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, scale, largest,
+    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, scale, largest,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
     MARK: tl.constexpr, SCALED: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
@@ -92,8 +102,8 @@ def scores_kernel(
     p_scale [B·G, n_scales], one for BLOCK queries and a group of heads. With SIZES the largest size of a number of each
     tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries].
     """
-    # the last queries first: where masks are causal, these see most
-    i_t, i_s, i_bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_bh, i_tile, n_t_tiles = _head_and_tile(n_bh)
+    i_t, i_s = n_t_tiles - 1 - i_tile, tl.program_id(1)  # where masks are causal, the last queries see most
     i_b, i_h = i_bh // H, i_bh % H
     o_t, o_d = i_t * B_T + tl.arange(0, B_T), tl.arange(0, B_D)  # in the chunk
     m_t = o_t < n_t
@@ -101,13 +111,13 @@ def scores_kernel(
     b = _load_states(p_b + i_b * stride_bb + i_h * stride_bh, stride_bt, t_0 + o_t, m_t, o_d, D)  # [t, d]
     if SIZES:  # of all: other products may meet tiles that nobody sees, or that see nothing
         if i_s == 0:
-            tl.store(p_sizes_b + i_bh * tl.num_programs(0) + i_t, _largest(b))
+            tl.store(p_sizes_b + i_bh * n_t_tiles + i_t, _largest(b))
             if i_h % rep == 0:
-                n_tiles = tl.cdiv(n_s, B_S)
-                for i in tl.range(i_t, n_tiles, tl.num_programs(0)):
+                n_s_tiles = tl.cdiv(n_s, B_S)
+                for i in tl.range(i_t, n_s_tiles, n_t_tiles):
                     o_s = s_0 + i * B_S + tl.arange(0, B_S)
                     size = _largest(_load_states(p_a, stride_as, o_s, o_s < S, o_d, D))
-                    tl.store(p_sizes_a + i_bh // rep * n_tiles + i, size)
+                    tl.store(p_sizes_a + i_bh // rep * n_s_tiles + i, size)
     o_step = i_t * B_T // BLOCK * BLOCK + tl.arange(0, BLOCK)
     low, high = span(*intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_step, o_step < n_t))
     start = tl.maximum(tl.minimum(low, high) - s_0, 0) // B_S * B_S + i_s * n_keys
@@ -166,7 +176,7 @@ def _add_values(
 def values_kernel(
     p_map, p_v, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
     stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_s: tl.int64,
-    H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
+    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -179,8 +189,8 @@ def values_kernel(
         p_inverse, p_finite: what undoes the powers of two, and whether dO is finite: [B·G, n_scales] for BLOCK queries.
         p_largest: sizes of v if they are bfloat16, [B, Hkv, n_largest].
     """
-    # the last queries first: where masks are causal, these see most
-    i_t, i_bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2).to(tl.int64)
+    i_bh, i_tile, n_tiles = _head_and_tile(n_bh)
+    i_t = n_tiles - 1 - i_tile  # where masks are causal, the last queries see most
     i_b, i_h = i_bh // H, i_bh % H
     o_t, o_d = i_t * B_T + tl.arange(0, B_T), tl.arange(0, B_D)  # in the chunk
     m_t = o_t < n_t
@@ -214,26 +224,6 @@ def values_kernel(
         total = total * power(-exponent) * tl.load(p_inverse + o_scale, mask=m_t, other=0.0)[:, None]
     p_tile = p_out + i_b * stride_ob + i_h * stride_oh + (t_0 + o_t)[:, None].to(tl.int64) * stride_ot + o_d[None, :]
     tl.store(p_tile, rounded(total * scale, p_out.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit
-def _queries_of(p_first, p_last, t_0, n_t, low, high, B: tl.constexpr):
-    """Bounds of the queries that see any of the keys [low, high), and of those that see all of them; in the chunk.
-
-    The last is 0 where not all queries between the latter bounds see all."""
-    some_0, some_1 = n_t, 0
-    all_0, all_1, count = n_t, 0, 0
-    for t in tl.range(0, n_t, B):
-        o_t = t + tl.arange(0, B)
-        first, last = intervals(p_first, p_last, o_t, o_t < n_t)
-        sees = (first < last) & (first < high) & (last > low)
-        some_0 = tl.minimum(some_0, tl.min(tl.where(sees, o_t, n_t)))
-        some_1 = tl.maximum(some_1, tl.max(tl.where(sees, o_t + 1, 0)))
-        sees_all = (first <= low) & (last >= high)
-        all_0 = tl.minimum(all_0, tl.min(tl.where(sees_all, o_t, n_t)))
-        all_1 = tl.maximum(all_1, tl.max(tl.where(sees_all, o_t + 1, 0)))
-        count += tl.sum(sees_all.to(tl.int32))
-    return some_0, some_1, all_0, tl.where(count == all_1 - all_0, all_1, 0)
 
 
 @triton.jit
@@ -293,7 +283,7 @@ def _scales_of(
 def keys_kernel(
     p_map, p_q, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_s: tl.int64,
-    H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
+    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
     ADD: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -301,7 +291,7 @@ def keys_kernel(
 
     With ADD it is added to the stored values. SCALED and what belongs to it: see `values_kernel`; sizes are those of q.
     """
-    i_s, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)  # of heads of keys
+    i_bh, i_s, _ = _head_and_tile(n_bh // rep)  # of heads of keys; where masks are causal, the first are seen by most
     n_h = H // rep
     i_b, i_h = i_bh // n_h, i_bh % n_h
     o_s, o_d = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_D)  # in the chunk
@@ -309,7 +299,7 @@ def keys_kernel(
     p_first += i_b * stride_ib + t_0
     p_last += i_b * stride_ib + t_0
     low = s_0 + i_s * B_S
-    some_0, some_1, all_0, all_1 = _queries_of(p_first, p_last, t_0, n_t, low, tl.minimum(low + B_S, S), 1024)
+    some_0, some_1, all_0, all_1 = queries_of(p_first, p_last, t_0, n_t, low, tl.minimum(low + B_S, S), 1024)
     start, stop = some_0 // B_T, tl.cdiv(some_1, B_T)  # tiles
     inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T), stop), start)
     outer = tl.maximum(all_1 // B_T, inner)
