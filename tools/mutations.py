@@ -1356,6 +1356,18 @@ _KERNELS = (
             "da = da + (p[i] * dp[i],)",
             T_KERNEL + "[7 queries]",
         ),
+        (
+            "weights are taken to sum to one",
+            "tl.where(mass[i] > 0, total[i] / mass[i], 0.0)",
+            "total[i]",
+            T_KERNEL + "[40 heads]",
+        ),
+        (
+            "sums of weights are read where the others are",
+            "load_heads(p_sums + tl.cast(n_bh, tl.int64) * n_t, ",
+            "load_heads(p_sums, ",
+            T_KERNEL + "[7 queries]",
+        ),
     )
     + _in(
         "kernels",
@@ -1445,12 +1457,6 @@ _KERNELS = (
             "t_0 + n_t + self.visibility.high)), 16)",
             "t_0 + self.visibility.high)), 16)",
             T_KERNEL + "[chunks]",
-        ),
-        (
-            "weights are taken to sum to one",
-            "delta = torch.where(mass > 0, delta / mass, 0.0)",
-            "pass",
-            T_KERNEL + "[40 heads]",
         ),
         (
             "found tiles of composition may have other queries",

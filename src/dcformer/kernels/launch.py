@@ -641,8 +641,12 @@ class Problem:
                 return self._new(*like.shape, dtype=like.dtype)
             return torch.zeros(like.shape, dtype=torch.float32 if len(chunks) > 1 else like.dtype, device=like.device)
 
+        def of_queries(like: torch.Tensor) -> torch.Tensor:
+            """Each chunk writes its own."""
+            return self._new(*like.shape) if chunks else zeros(like)
+
         def of_stage(stage: Stage) -> Stage:
-            made = zip((zeros, of_keys, zeros), stage, strict=True)
+            made = zip((of_queries, of_keys, zeros), stage, strict=True)
             return Stage(*(None if like is None else new(like) for new, like in made))
 
         pre, post = self.weights
@@ -688,18 +692,15 @@ class Problem:
         self._fill_scores(chunk, maps, self.v, grad_out, 1.0, _UNLIMITED, scales[0])
         grad_scores = maps.view(self.q.dtype) if self.grad_dtype == torch.bfloat16 else maps
         tensors = {"p_weights": weights, "p_grads": maps, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
-        # P is rounded, and does not quite sum to one: divided by its sum, gradients of composed scores sum to zero, as
-        # they must.
         n_parts = self._parts("back_1", chunk)[0]
         sums = self._new(n_parts, 2, self.B, self.H, chunk.n_t)
-        self._back(1, chunk, grads, scales, n_parts, p_delta=sums, **tensors)
-        delta, mass = sums.sum(0)  # [B, H, n_t]
-        delta = torch.where(mass > 0, delta / mass, 0.0)
+        self._back(1, chunk, grads, scales, n_parts, p_sums=sums, **tensors)
+        sums = sums.sum(0)  # of P dP and of P, [2, B, H, n_t]
         if extra is not None:
             of_heads = scales[0].view(self.B, self.G, -1).repeat_interleave(self.M, 1)  # [B, H, blocks]
-            delta = delta - extra * of_heads.repeat_interleave(self.block, 2)[:, :, : chunk.n_t]
+            sums[0] -= extra * of_heads.repeat_interleave(self.block, 2)[:, :, : chunk.n_t] * sums[1]
         n_parts = self._parts("back_0", chunk)[0]
-        outputs = {"p_out": grad_scores, "p_delta": delta}
+        outputs = {"p_out": grad_scores, "p_sums": sums}
         constants: dict[str, Any] = {"factor": _LN_2, "SCALED": is_scaled}
         self._back(0, chunk, grads, scales, n_parts, p_scores=scores, **constants, **outputs, **tensors)
         still = scales if is_scaled else None

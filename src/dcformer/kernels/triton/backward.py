@@ -44,7 +44,7 @@ from .heads import (
 
 @triton.jit
 def back_1_kernel(
-    p_weights, p_grads, p_m1, p_w1, p_first, p_last, p_inverse, p_gwq, p_delta, p_gm,
+    p_weights, p_grads, p_m1, p_w1, p_first, p_last, p_inverse, p_gwq, p_sums, p_gm,
     stride_ib, stride_s: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales,
     F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     B_T: tl.constexpr, BLOCK: tl.constexpr,
@@ -56,7 +56,7 @@ def back_1_kernel(
         p_grads: the map of dW, times a power of two for BLOCK queries; dP takes its place.
         p_inverse: what undoes that, [B·G, n_scales].
         p_gwq: parts of gradients of the query side's weights, [parts of keys, B·H, C, n_t].
-        p_delta: parts of two sums, Σ_s P dP, times the power of two, and Σ_s P: [parts of keys, 2, B·H, n_t].
+        p_sums: parts of two sums, Σ_s P dP, times the power of two, and Σ_s P: [parts of keys, 2, B·H, n_t].
         p_gm: parts of gradients of M(s), transposed: [tiles of queries, B·G, n_s, h', h]; times the power of two.
     """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -100,14 +100,14 @@ def back_1_kernel(
     i_part = i_s * n_bh + i_bg * M
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     store_side_grads(p_gwq + i_part * C * n_t, grads, inverse, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
-    p_delta += (i_s * n_bh + i_part) * n_t
-    store_heads(p_delta, delta, n_t, o_t, m_t, M, H0, H1)
-    store_heads(p_delta + tl.cast(n_bh, tl.int64) * n_t, mass, n_t, o_t, m_t, M, H0, H1)
+    p_sums += (i_s * n_bh + i_part) * n_t
+    store_heads(p_sums, delta, n_t, o_t, m_t, M, H0, H1)
+    store_heads(p_sums + tl.cast(n_bh, tl.int64) * n_t, mass, n_t, o_t, m_t, M, H0, H1)
 
 
 @triton.jit
 def back_0_kernel(
-    p_scores, p_weights, p_grads, p_m0, p_w0, p_first, p_last, p_delta, p_inverse, p_out, p_gwq, p_gm,
+    p_scores, p_weights, p_grads, p_m0, p_w0, p_first, p_last, p_sums, p_inverse, p_out, p_gwq, p_gm,
     stride_ib, stride_s: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales, factor,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
@@ -117,7 +117,8 @@ def back_0_kernel(
     Args:
         p_weights: the map of weights, P.
         p_grads: the map of dP, times a power of two as for `back_1_kernel`.
-        p_delta: Σ_s P dP, [B·H, n_t], times that as well.
+        p_sums: Σ_s P dP, times that as well, and Σ_s P: [2, B·H, n_t]. P is rounded, and does not quite sum to one:
+            with the former divided by the latter, gradients of composed scores sum to zero, as they must.
         p_out: the map of gradients of scores, to be written, with SCALED times that, too; may be the memory of p_grads.
         p_gwq: as for `back_1_kernel`, times `factor`, as scores are not what they seem.
         p_gm: parts of gradients of M(s): [tiles of queries, B·G, n_s, h, h'], without the factor, times the power and
@@ -130,7 +131,12 @@ def back_0_kernel(
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
-    delta = load_heads(p_delta + i_bg * M * n_t, n_t, o_t, m_t, 0.0, M, H0, H1)
+    p_sums += i_bg * M * n_t
+    total = load_heads(p_sums, n_t, o_t, m_t, 0.0, M, H0, H1)
+    mass = load_heads(p_sums + tl.cast(n_bh, tl.int64) * n_t, n_t, o_t, m_t, 1.0, M, H0, H1)
+    delta = ()
+    for i in tl.static_range(1 + (H1 > 0)):
+        delta = delta + (tl.where(mass[i] > 0, total[i] / mass[i], 0.0),)
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
     p_scores += base
