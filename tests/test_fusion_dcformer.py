@@ -6,7 +6,9 @@ import io
 import pickle
 
 import pytest
+import safetensors.torch
 import torch
+from accelerate import Accelerator
 from helpers import randomise, tiny_config
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -210,6 +212,35 @@ def test_checkpoints_do_not_change(tmp_path):
     expected = make().state_dict()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
     assert model.state_dict().keys() == expected.keys()
+
+
+def test_other_ways_to_save(tmp_path):
+    """What takes tensors of one memory to be the same would leave out all but one of them."""
+    model, expected = fused(), make().state_dict()
+    safetensors.torch.save_model(model, tmp_path / "model.safetensors")
+    Accelerator(cpu=True).save_model(model, tmp_path)
+    for loaded in (safetensors.torch.load_file(file) for file in tmp_path.glob("*.safetensors")):
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+    kept = model.state_dict(keep_vars=True)
+    assert all(parameter is kept[name] for name, parameter in model.named_parameters())
+    model.unfuse()
+    of_weight = model.state_dict()["model.layers.0.self_attn.k_proj.weight"]
+    assert of_weight.data_ptr() == model.model.layers[0].self_attn.k_proj.weight.data_ptr()
+
+
+def test_inference_mode_leaves_nothing_behind():
+    """Its tensors could neither be trained nor written to."""
+    model = make()
+    with torch.inference_mode():
+        model.fuse_projections()
+        model(tokens())
+    model.load_state_dict(make().state_dict())
+    with torch.inference_mode():
+        model.unfuse()
+    model.train()
+    model(tokens(), labels=tokens()).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @torch.no_grad()

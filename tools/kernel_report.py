@@ -29,7 +29,7 @@ from dcformer.kernels import decode, generator, prepare
 from dcformer.kernels.launch import LAUNCHES, Gradients, Problem, Visibility
 from dcformer.kernels.layout import Layout, Part, stages_of
 from dcformer.kernels.overflow import NOTHING, Beyond
-from dcformer.kernels.tuning import Tile
+from dcformer.kernels.tuning import Tile, launch_options
 
 # products of gradients in scaled float16 -> kernel of `LAUNCHES`: another code than that of the same kernel elsewhere
 SCALED = {"grad_weights": "scores", "grad_query": "values", "grad_key": "keys"}
@@ -140,6 +140,7 @@ class Launches(Problem):
         return self.tiles.get(name) or super()._tile(name)
 
     def _start(self, kernel, grid, name, tile, values) -> None:  # type: ignore[no-untyped-def]
+        of_launcher = name
         name = name or kernel.__name__.removesuffix("_kernel")
         if values.get("SIZES"):
             name = SIZED
@@ -163,7 +164,7 @@ class Launches(Problem):
                 aligned += [i] if value % 16 == 0 else []
         self.specs[name] = {
             "kernel": kernel, "signature": signature, "constexprs": constants,
-            "num_warps": tile.num_warps if tile else 4, "num_stages": tile.num_stages if tile else 3,
+            **({"num_warps": 4, "num_stages": 3} if tile is None else launch_options(of_launcher, tile)),
             "attrs": {(i,): [["tt.divisibility", 16]] for i in aligned}, "name": name, "tile": tile,
             "heads": self.M, "dim": self.D,
         }  # fmt: skip

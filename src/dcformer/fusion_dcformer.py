@@ -53,6 +53,7 @@ class FusedProjections:
         remembered: what kernels have found out about the layer around it; None before.
     """
 
+    @torch.inference_mode(mode=False)  # what it makes outlives such a mode
     @torch.no_grad()
     def __init__(self, linears: Sequence[nn.Linear | None]):
         self.linears = tuple(linears)
@@ -98,6 +99,7 @@ class FusedProjections:
                     return False
         return True
 
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def release(self) -> None:
         """Gives every layer memory of its own again."""
@@ -118,6 +120,20 @@ def _move(parameter: torch.Tensor, place: torch.Tensor) -> None:
 
 def _address(parameter: torch.Tensor | None) -> int:
     return 0 if parameter is None else parameter.data_ptr()
+
+
+def copy_fused(attention: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Puts copies of fused parameters into a state dict: a hook of a module with `fused` and `projections()`.
+
+    What saves a state dict takes tensors of one memory to be the same, and keeps one of them.
+    """
+    if attention.fused is None:
+        return
+    for name, linear in attention.projections().items():
+        for own in () if linear is None else linear._parameters:
+            tensor = state_dict.get(f"{prefix}{name}.{own}")
+            if tensor is not None and not isinstance(tensor, nn.Parameter):  # which `keep_vars` asks for
+                state_dict[f"{prefix}{name}.{own}"] = tensor.clone()
 
 
 def check_fusable(layers: Iterable[dict[str, nn.Module]], model: nn.Module) -> None:
@@ -162,4 +178,4 @@ def _refuse(reason: str, advice: str) -> NoReturn:
     raise ValueError(f"the projections cannot be fused: {reason}. To fuse them, {advice} first.")
 
 
-__all__ = ["FusedProjections", "check_fusable", "has_no_hooks", "is_plain_linear"]
+__all__ = ["FusedProjections", "check_fusable", "copy_fused", "has_no_hooks", "is_plain_linear"]

@@ -62,7 +62,7 @@ from .compose_dcformer import (
     default_implementation,
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
-from .fusion_dcformer import FusedProjections, check_fusable
+from .fusion_dcformer import FusedProjections, check_fusable, copy_fused
 from .heads_dcformer import (
     EMBEDDING_NAMES,
     MAP_FIELDS,
@@ -236,6 +236,7 @@ class DCFormerAttention(nn.Module):
         self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.compose = DCFormerCompose(config, layer_idx, self.key_heads, self.value_heads)
         self.fused: FusedProjections | None = None  # `DCFormerPreTrainedModel.fuse_projections`
+        self.register_state_dict_post_hook(copy_fused)
 
     @property
     def cache_widths(self) -> tuple[int, int]:
@@ -720,8 +721,9 @@ class DCFormerPreTrainedModel(PreTrainedModel):
 
         For inference: a decoding step launches less. Parameters keep their names, values and objects, and become views
         of one tensor per layer; nothing is stored twice, except a layer at a time while fusing. What `save_pretrained`
-        writes does not change. A forward pass in training mode or with gradients enabled is refused until `unfuse`.
-        Copies of the model (`copy.deepcopy`, pickle) are not fused.
+        writes does not change, and `state_dict` holds copies. A forward pass in training mode or with gradients enabled
+        is refused until `unfuse`. Copies of the model (`copy.deepcopy`, pickle) are not fused. A compiled model does
+        not notice if projections are replaced later.
 
         Layers that are fused already are left alone.
 

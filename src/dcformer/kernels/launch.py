@@ -34,7 +34,16 @@ from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
 from .triton.scales import norms_kernel, scale_kernel
-from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles, resident_programs
+from .tuning import (
+    Key,
+    Tile,
+    autotune_is_on,
+    choose,
+    found_tile,
+    keep_tiles,
+    launch_options,
+    resident_programs,
+)  # fmt: skip
 
 _Result = TypeVar("_Result")
 
@@ -368,7 +377,7 @@ class Problem:
         self, kernel: triton.JITFunction, grid: tuple[int, ...], name: str, tile: Tile | None, values: dict[str, Any]
     ) -> None:
         """Starts a kernel; by itself, so that others can look at what is launched."""
-        options = {} if tile is None else {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        options = {} if tile is None else launch_options(name, tile)
         launch = partial(kernel[grid], **values, **options)
         if self.trial is None or not name:
             launch()

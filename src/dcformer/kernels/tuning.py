@@ -88,6 +88,14 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
     return Tile(64, 1, 4, 4 if arch >= 90 else 2)
 
 
+def launch_options(kernel: str, tile: Tile) -> dict[str, int]:
+    """What Triton is told of a launch."""
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if kernel in ("back_1", "back_0") and tile.num_warps <= 8:  # else ptxas may choose 32 on sm_80, and spill all else
+        options["maxnreg"] = 255
+    return options
+
+
 def resident_programs(tile: Tile) -> int:
     """How many programs of `scores` or of composition a multiprocessor runs at once: registers, or the shared memory of
     `scores`, leave room for eight warps."""
@@ -197,5 +205,6 @@ def _read(path: Path) -> dict[str, dict[str, list[int]]]:
 
 
 __all__ = [
-    "KERNELS", "Key", "Tile", "autotune_is_on", "candidates", "choose", "found_tile", "keep_tiles", "resident_programs",
+    "KERNELS", "Key", "Tile", "autotune_is_on", "candidates", "choose", "found_tile", "keep_tiles", "launch_options",
+    "resident_programs",
 ]  # fmt: skip
