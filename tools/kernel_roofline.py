@@ -24,7 +24,7 @@ import torch
 
 from dcformer import DCFormerConfig
 from dcformer.kernels.balance import keys_of_a_program, lengths
-from dcformer.kernels.launch import BESIDES, UNBOUNDED, head_blocks, padded
+from dcformer.kernels.launch import BESIDES, head_blocks, padded
 from dcformer.kernels.layout import Layout, Part
 from dcformer.kernels.sizes import ceil_div, round_up
 from dcformer.kernels.tuning import Tile, choose, resident_programs
@@ -223,9 +223,10 @@ def seen_by_all(length: int, b_t: int, window: int | None, b_s: int = 1) -> int:
 
 def part_count(name: str, length: int, window: int | None, tile: Tile, heads: int) -> int:
     """Into how many parts programs of a kernel split the keys of a tile of queries: `scores`, one of composition."""
-    low, step = -UNBOUNDED if window is None else 1 - window, tile.b_s if name == "scores" else 16
-    spans = lengths(0, length, 0, round_up(length, 16), low, 0, tile.b_t, tile.b_t, step)
-    copies, resident = SEQUENCES * (heads if name == "scores" else 1), MULTIPROCESSORS * resident_programs(tile)
+    low, step = -length if window is None else 1 - window, tile.b_s if name == "scores" else 16
+    spans = lengths(length, round_up(length, 16), low, 0, tile.b_t, tile.b_t, step)
+    copies = SEQUENCES * (heads if name == "scores" else 1)
+    resident = MULTIPROCESSORS * resident_programs(name, tile, heads, 90)
     n_keys = keys_of_a_program(spans, copies, resident, BESIDES[name], step, name == "scores")
     return ceil_div(max(spans), n_keys)
 

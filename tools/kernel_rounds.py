@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from dcformer.kernels.balance import keys_of_a_program, lengths
-from dcformer.kernels.launch import BESIDES, UNBOUNDED
+from dcformer.kernels.launch import BESIDES
 from dcformer.kernels.sizes import ceil_div, round_up
 from dcformer.kernels.tuning import Tile, resident_programs
 
@@ -39,8 +39,7 @@ def time(programs: Iterable[int], resident: int, besides: int) -> int:
 
 def spans(tokens: int, window: int | None, tile: int, step: int) -> tuple[int, ...]:
     """Keys of each tile of queries under a causal mask."""
-    low = -UNBOUNDED if window is None else 1 - window
-    return lengths(0, tokens, 0, round_up(tokens, 16), low, 0, tile, tile, step)
+    return lengths(tokens, round_up(tokens, 16), -tokens if window is None else 1 - window, 0, tile, tile, step)
 
 
 def programs_of_composition(tiles: Sequence[int], copies: int, n_keys: int) -> list[int]:
@@ -52,7 +51,10 @@ def programs_of_composition(tiles: Sequence[int], copies: int, n_keys: int) -> l
 def composition(tokens: int, batch: int, window: int | None) -> tuple[float, float]:
     """Time of `compose` over that of its work shared evenly: before, with the largest of a few powers of two with which
     there were three programs to a multiprocessor; and as it is."""
-    tiles, resident = spans(tokens, window, TILE, 16), MULTIPROCESSORS * resident_programs(Tile(TILE, 1, 4, 4))
+    tiles, resident = (
+        spans(tokens, window, TILE, 16),
+        MULTIPROCESSORS * resident_programs("compose", Tile(TILE, 1, 4, 4), HEADS, 90),
+    )
     few = (n for n in (512, 256, 128) if len(tiles) * batch * ceil_div(max(tiles), n) >= 3 * MULTIPROCESSORS)
     before, now = next(few, 64), keys_of_a_program(tiles, batch, resident, BESIDES["compose"], 16)
     times = (
@@ -63,18 +65,21 @@ def composition(tokens: int, batch: int, window: int | None) -> tuple[float, flo
 
 
 def products(tokens: int, batch: int, window: int | None) -> tuple[float, float]:
-    """Time of `values` over that of its work shared evenly: before, head by head, and as it is, tile by tile. Three of
-    its programs run at once on a multiprocessor."""
+    """Time of `values` over that of its work shared evenly: before, head by head, and as it is, tile by tile of all
+    heads of a sequence. Three of its programs run at once on a multiprocessor."""
     tiles, resident = spans(tokens, window, 64, 64)[::-1], 3 * MULTIPROCESSORS
-    by_head, by_tile = list(tiles) * (HEADS * batch), [n for n in tiles for _ in range(HEADS * batch)]
+    by_head, by_tile = list(tiles) * (HEADS * batch), [n for n in tiles for _ in range(HEADS)] * batch
     share = sum(tiles) * HEADS * batch / resident
-    return time(by_head, resident, BESIDES["scores"]) / share, time(by_tile, resident, BESIDES["scores"]) / share
+    return time(by_head, resident, 64) / share, time(by_tile, resident, 64) / share
 
 
 def scores(tokens: int, batch: int, window: int | None) -> tuple[float, float]:
     """The same of `scores`, which had 512 keys to a program at most, and as many as there are."""
     tile = Tile(128, 64, 4, 3)
-    tiles, resident = spans(tokens, window, tile.b_t, tile.b_s), MULTIPROCESSORS * resident_programs(tile)
+    tiles, resident = (
+        spans(tokens, window, tile.b_t, tile.b_s),
+        MULTIPROCESSORS * resident_programs("scores", tile, HEADS, 90),
+    )
     share = sum(tiles) * HEADS * batch / resident
     n_keys = keys_of_a_program(tiles, HEADS * batch, resident, BESIDES["scores"], tile.b_s, True)
     by_head = [
@@ -82,7 +87,7 @@ def scores(tokens: int, batch: int, window: int | None) -> tuple[float, float]:
     ]
     by_tile = [
         min(n_keys, max(0, n - s))
-        for s in range(0, max(tiles), n_keys) for n in tiles[::-1] for _ in range(HEADS * batch)
+        for s in range(0, max(tiles), n_keys) for _ in range(batch) for n in tiles[::-1] for _ in range(HEADS)
     ]  # fmt: skip
     return time(by_head, resident, BESIDES["scores"]) / share, time(by_tile, resident, BESIDES["scores"]) / share
 

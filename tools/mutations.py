@@ -1324,8 +1324,8 @@ _KERNELS = (
         "kernels/balance.py",
         (
             "keys of a program are counted from the first that is seen",
-            " - s_0) // step * step",
-            " - s_0)",
+            "max(0, first + low) // step * step",
+            "max(0, first + low)",
             T_BALANCE + "test_lengths_hold_what_is_seen",
         ),
         (
@@ -1336,7 +1336,7 @@ _KERNELS = (
         ),
         (
             "as many parts as keys",
-            "ceil_div(count, n) <= _MOST_PARTS",
+            "ceil_div(count, n) <= parts",
             "n >= 1",
             T_BALANCE + "test_the_number_of_keys",
         ),
@@ -1358,7 +1358,7 @@ _KERNELS = (
         ),
         (
             "weights are taken to sum to one",
-            "tl.where(mass[i] > 0, total[i] / mass[i], 0.0)",
+            "tl.where(mass[i] > 0, tl.div_rn(total[i], mass[i]), 0.0)",
             "total[i]",
             T_KERNEL + "[40 heads]",
         ),

@@ -99,14 +99,9 @@ class FusedProjections:
                     return False
         return True
 
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
     def release(self) -> None:
         """Gives every layer memory of its own again."""
-        for linear in self._present():
-            for parameter in (linear.weight, linear.bias):
-                if parameter is not None:
-                    parameter.data = parameter.data.clone()
+        release(self._present())
 
     def _present(self) -> list[nn.Linear]:
         return [linear for linear in self.linears if linear is not None]
@@ -122,6 +117,16 @@ def _address(parameter: torch.Tensor | None) -> int:
     return 0 if parameter is None else parameter.data_ptr()
 
 
+@torch.inference_mode(mode=False)
+@torch.no_grad()
+def release(linears: Iterable[nn.Module]) -> None:
+    """Gives the parameters of layers memory of their own."""
+    for linear in linears:
+        for parameter in linear.parameters(recurse=False):
+            parameter.data = parameter.data.clone()
+
+
+@torch.inference_mode(mode=False)
 def copy_fused(attention: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Puts copies of fused parameters into a state dict: a hook of a module with `fused` and `projections()`.
 
@@ -178,4 +183,4 @@ def _refuse(reason: str, advice: str) -> NoReturn:
     raise ValueError(f"the projections cannot be fused: {reason}. To fuse them, {advice} first.")
 
 
-__all__ = ["FusedProjections", "check_fusable", "copy_fused", "has_no_hooks", "is_plain_linear"]
+__all__ = ["FusedProjections", "check_fusable", "copy_fused", "has_no_hooks", "is_plain_linear", "release"]

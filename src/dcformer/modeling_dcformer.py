@@ -62,7 +62,7 @@ from .compose_dcformer import (
     default_implementation,
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
-from .fusion_dcformer import FusedProjections, check_fusable, copy_fused
+from .fusion_dcformer import FusedProjections, check_fusable, copy_fused, release
 from .heads_dcformer import (
     EMBEDDING_NAMES,
     MAP_FIELDS,
@@ -263,7 +263,13 @@ class DCFormerAttention(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "fused": None}  # copies have memory of their own
+        return {**self.__dict__, "fused": None, "was_fused": self.fused is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        was_fused = state.pop("was_fused", False)
+        super().__setstate__(state)
+        if was_fused:  # copies have memory of their own; pickle keeps parameters in one piece
+            release(linear for linear in self.projections().values() if linear is not None)
 
     def forward(
         self,

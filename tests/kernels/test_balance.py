@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 from dcformer.kernels.balance import keys_of_a_program, lengths
 from dcformer.kernels.sizes import ceil_div
 
-FREE = 2**30  # no bound of what is seen
-
 
 @settings(max_examples=100, deadline=None)
 @given(
@@ -17,10 +15,19 @@ FREE = 2**30  # no bound of what is seen
     step=st.sampled_from((16, 64)),
 )
 def test_the_number_of_keys(tiles, copies, resident, step):
-    """A multiple of the step, of which few hold all keys: each part has sums of its own in memory."""
+    """A multiple of the step, of which few hold all keys, as each part has sums of its own in memory: up to 64, or so
+    many that there are four times as many programs as run at once."""
     n_keys = keys_of_a_program(tiles, copies, resident, 6, step)
     assert n_keys >= step and n_keys % step == 0
-    assert ceil_div(max(tiles, default=0), n_keys) <= 64
+    parts = ceil_div(max(tiles, default=0), n_keys)
+    assert parts <= max(64, 4 * resident / max(1, len(tiles) * copies))
+
+
+def test_a_few_queries_of_many_keys():
+    """As prefilled with a long cache, or in the chunks of a long sequence: most multiprocessors have work."""
+    for tiles in (1, 2):
+        n_keys = keys_of_a_program((32768,) * tiles, 1, 264, 12, 16)
+        assert 250 <= tiles * ceil_div(32768, n_keys) <= 4 * 264
 
 
 def test_few_programs_and_many():
@@ -38,15 +45,14 @@ def test_lengths_hold_what_is_seen(data):
     """As many keys as lie between a multiple of the step and the last one that the block sees; never less."""
     tile, step = data.draw(st.sampled_from((1, 4, 16))), data.draw(st.sampled_from((1, 4, 16)))
     block = tile * data.draw(st.integers(1, 3))
-    t_0, n_t, s_0, n_s = (data.draw(st.integers(*pair)) for pair in ((0, 40), (1, 50), (0, 40), (0, 60)))
-    low = data.draw(st.integers(-60, 30) | st.just(-FREE))
-    high = data.draw(st.integers(low, 40) | st.just(FREE))
-    found = lengths(t_0, n_t, s_0, n_s, low, high, tile, block, step)
+    n_t, n_s = data.draw(st.integers(1, 50)), data.draw(st.integers(0, 60))
+    low = data.draw(st.integers(-60, 30))
+    high = data.draw(st.integers(low, 70))
+    found = lengths(n_t, n_s, low, high, tile, block, step)
     assert len(found) == ceil_div(n_t, tile)
     for i, length in enumerate(found):
         first = i * tile // block * block
-        queries = range(t_0 + first, t_0 + min(n_t, first + block))
-        seen = [s for s in range(s_0, s_0 + n_s) if any(t + low <= s <= t + high for t in queries)]
+        queries = range(first, min(n_t, first + block))
+        seen = [s for s in range(n_s) if any(t + low <= s <= t + high for t in queries)]
         if seen:
-            start = s_0 + (seen[0] - s_0) // step * step
-            assert length == seen[-1] + 1 - start
+            assert length == seen[-1] + 1 - seen[0] // step * step

@@ -11,28 +11,26 @@ from functools import lru_cache
 
 from .sizes import ceil_div
 
-_MOST_PARTS = 64  # of a tile's keys: each has sums over keys of its own
+_MOST_PARTS = 64  # of a tile's keys, unless programs would be few: each has sums over keys of its own, in memory
+_ENOUGH = 4  # times as many programs as run at once
 
 
 @lru_cache(maxsize=4096)
-def lengths(
-    t_0: int, n_t: int, s_0: int, n_s: int, low: int, high: int, tile: int, block: int, step: int
-) -> tuple[int, ...]:
-    """How many keys each tile of queries may see.
+def lengths(n_t: int, n_s: int, low: int, high: int, tile: int, block: int, step: int) -> tuple[int, ...]:
+    """How many keys each tile of queries of a chunk may see.
 
     Args:
-        t_0, n_t, s_0, n_s: queries and keys, as in `launch.Chunk`.
-        low, high: which keys a query may see, as in `launch.Visibility`.
+        n_t, n_s: queries and keys of the chunk.
+        low, high: query t of the chunk may see its keys t + low to t + high.
         tile: queries of a tile.
         block: queries whose keys each of their tiles has: a multiple of `tile`.
-        step: keys are counted from a multiple of so many after s_0.
+        step: keys are counted from a multiple of it.
     """
     out = []
     for i in range(0, n_t, tile):
         first = i // block * block
-        start = max(0, t_0 + first + low - s_0) // step * step
-        stop = min(n_s, t_0 + min(n_t, first + block) + high - s_0)
-        out.append(max(0, stop - start))
+        start = max(0, first + low) // step * step
+        out.append(max(0, min(n_s, min(n_t, first + block) + high) - start))
     return tuple(out)
 
 
@@ -51,7 +49,7 @@ def keys_of_a_program(
         resident: how many programs run at once.
         besides: what a program does before and after its keys takes as long as so many keys.
         step: what the number is a multiple of.
-        longest_first: whether programs start in the order of their lengths.
+        longest_first: whether programs start in the order of their lengths (within parts).
 
     Returns:
         the largest of the best, as parts are added up in the end.
@@ -64,14 +62,18 @@ def keys_of_a_program(
         rounds = ceil_div(programs, resident) * (mean + besides)
         return max(rounds, most + besides) if longest_first else rounds + most - mean
 
-    return min(_sizes(longest, step), key=time) if work else step
+    if not work:
+        return step
+    parts = max(_MOST_PARTS, _ENOUGH * resident // (len(lengths) * copies))
+    return min(_sizes(longest, step, parts), key=time)
 
 
-def _sizes(longest: int, step: int) -> Iterator[int]:
-    """Multiples of a step, from the least that holds all on down: numbers of four binary digits and zeros."""
+def _sizes(longest: int, step: int, parts: int) -> Iterator[int]:
+    """Multiples of a step, from the least that holds all on down to that with so many parts: numbers of four binary
+    digits and zeros."""
     count = ceil_div(longest, step)
     n = 1 << count.bit_length()
-    while n > 0 and ceil_div(count, n) <= _MOST_PARTS:
+    while n > 0 and ceil_div(count, n) <= parts:
         if n < 2 * count:
             yield n * step
         n -= max(1, 1 << max(0, (n - 1).bit_length() - 4))

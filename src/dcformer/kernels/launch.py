@@ -397,10 +397,12 @@ class Problem:
         each."""
         tile, seen, is_product = self._tile(name), self.visibility, name == "scores"
         block, step, heads = (self.block, tile.b_s, self.H) if is_product else (tile.b_t, 16, self.G)
-        spans = lengths(chunk.t_0, chunk.n_t, chunk.s_0, chunk.n_s, seen.low, seen.high, tile.b_t, block, step)
+        ahead = chunk.t_0 - chunk.s_0
+        low, high = max(seen.low + ahead, -chunk.n_t), min(seen.high + ahead, chunk.n_s)
+        spans = lengths(chunk.n_t, chunk.n_s, low, high, tile.b_t, block, step)
         n_keys = _INTERPRETED_KEYS
         if not INTERPRETED.value:
-            resident = self._multiprocessors * resident_programs(tile)
+            resident = self._multiprocessors * resident_programs(name, tile, self.M, self.arch)
             n_keys = keys_of_a_program(spans, self.B * heads, resident, BESIDES[name], step, is_product)
         return max(1, ceil_div(max(spans, default=0), n_keys)), n_keys
 
@@ -550,7 +552,8 @@ class Problem:
     def _project(self, stage: int, chunk: Chunk, parts: torch.Tensor, scales: torch.Tensor, grads: Gradients) -> None:
         """Adds a chunk's gradients of a stage's key side and static projection, from those of the matrices."""
         _, key, static = grads.weights[stage]
-        constants = matrix_constants(self.layout, self.M, stage, numbers=4096)  # with more, registers for few warps
+        # with more, registers for few warps; but each program has a gradient of the static projection
+        constants = matrix_constants(self.layout, self.M, stage, numbers=4096 if static is None else 8192)
         grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
         parts_of_static = None if static is None else self._new(grid[0], self.B, self.G, self.M, self.M)
         tile = self._tile(f"back_{stage}")

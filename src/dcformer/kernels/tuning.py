@@ -74,7 +74,7 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
             return Tile(64, 32, 4, 2) if kernel == "scores" else Tile(64, 32, 8, 2)
         if kernel == "scores":
             return Tile(128, 64, 4, 3)
-        has_little = arch in (86, 89) or arch >= 120  # shared memory: 99 KiB a block
+        has_little = _has_little(arch)
         if arch < 90:  # half as many warps spill
             return Tile(64, 128, 8, 2) if kernel == "keys" else Tile(128, 64, 8, 2 if has_little else 3)
         return Tile(64, 64, 4, 4 if kernel == "keys" and not has_little else 3)
@@ -96,10 +96,20 @@ def launch_options(kernel: str, tile: Tile) -> dict[str, int]:
     return options
 
 
-def resident_programs(tile: Tile) -> int:
-    """How many programs of `scores` or of composition a multiprocessor runs at once: registers, or the shared memory of
-    `scores`, leave room for eight warps."""
-    return max(1, 8 // tile.num_warps)
+def resident_programs(kernel: str, tile: Tile, heads: int, arch: int) -> int:
+    """How many programs of `scores` or of composition a multiprocessor runs at once: mostly, registers leave room for
+    eight warps, and so does the shared memory of `scores` where it is not little. Arguments are those of `choose`."""
+    warps = 8
+    if kernel == "scores" and _has_little(arch):
+        warps = 4
+    elif kernel in ("lse", "compose", "weights") and heads <= 16:
+        warps = 16
+    return max(1, warps // tile.num_warps)
+
+
+def _has_little(arch: int) -> bool:
+    """Whether a multiprocessor has some 100 KiB of shared memory rather than 160 or more."""
+    return arch in (86, 89) or arch >= 120
 
 
 def _interpreter_tile(kernel: str) -> Tile | None:

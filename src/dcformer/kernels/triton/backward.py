@@ -136,7 +136,7 @@ def back_0_kernel(
     mass = load_heads(p_sums + tl.cast(n_bh, tl.int64) * n_t, n_t, o_t, m_t, 1.0, M, H0, H1)
     delta = ()
     for i in tl.static_range(1 + (H1 > 0)):
-        delta = delta + (tl.where(mass[i] > 0, total[i] / mass[i], 0.0),)
+        delta = delta + (tl.where(mass[i] > 0, tl.div_rn(total[i], mass[i]), 0.0),)
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
     p_scores += base

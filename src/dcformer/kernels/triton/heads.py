@@ -58,7 +58,7 @@ def span(first, last):
 
 
 @triton.jit
-def queries_of(p_first, p_last, t_0, n_t, low, high, B: tl.constexpr):
+def queries_of(p_first, p_last, n_t, low, high, B: tl.constexpr):
     """Bounds of the queries that see any of the keys [low, high), and of those that see all of them; in the chunk.
 
     The last is 0 where not all queries between the latter bounds see all."""

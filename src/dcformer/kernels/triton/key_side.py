@@ -151,7 +151,7 @@ def project_kernel(
     p_inverse += i_bg * n_scales
     p_finite += i_bg * n_scales
     low = s_0 + i_s * B_S
-    some_0, some_1, all_0, all_1 = queries_of(p_first, p_last, t_0, n_t, low, tl.minimum(low + B_S, S), 1024)
+    some_0, some_1, all_0, all_1 = queries_of(p_first, p_last, n_t, low, tl.minimum(low + B_S, S), 1024)
     start, stop = some_0 // B_T, tl.cdiv(some_1, B_T)  # tiles
     inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T), stop), start)
     outer = tl.maximum(all_1 // B_T, inner)

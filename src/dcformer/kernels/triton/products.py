@@ -1,7 +1,8 @@
 """Products of maps with queries, keys and values, one head each: `scores_kernel`, `values_kernel`, `keys_kernel`.
 
-Axis 0 of a grid has tiles times heads, see `_head_and_tile`: programs of all heads run side by side, as in maps their
-numbers lie so, and those that take longest come first, so that only short ones are left when multiprocessors fall idle.
+Axis 0 of a grid has sequences times tiles times heads, see `_program`: programs of a sequence's heads run side by side,
+as their numbers lie so in maps, and those that take longest come first, so that only short ones are left when
+multiprocessors fall idle. Sequences follow each other, so that states that many programs read stay in the L2 cache.
 
 Only what some query sees is multiplied. Maps come from memory that nobody has written: what `scores_kernel` makes
 covers all that the kernels of composition read, and what those have written covers all pairs of a query and a key that
@@ -20,10 +21,12 @@ from .scales import factor_of, finite, power
 
 
 @triton.jit
-def _head_and_tile(n_heads):
-    """The head (of all sequences, in 64 bits) and the tile of a program, and how many tiles there are."""
-    i, n_tiles = tl.program_id(0), tl.num_programs(0) // n_heads
-    return (i % n_heads).to(tl.int64), i // n_heads, n_tiles
+def _program(n_bh, H):
+    """The sequence, head (both in 64 bits) and tile of a program, and how many tiles there are. Of n_bh heads in all, H
+    are of one sequence."""
+    i, n_tiles = tl.program_id(0), tl.num_programs(0) // n_bh
+    i_b, i = i // (H * n_tiles), i % (H * n_tiles)
+    return i_b.to(tl.int64), (i % H).to(tl.int64), i // H, n_tiles
 
 
 @triton.jit
@@ -102,9 +105,9 @@ def scores_kernel(
     p_scale [B·G, n_scales], one for BLOCK queries and a group of heads. With SIZES the largest size of a number of each
     tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries].
     """
-    i_bh, i_tile, n_t_tiles = _head_and_tile(n_bh)
+    i_b, i_h, i_tile, n_t_tiles = _program(n_bh, H)
     i_t, i_s = n_t_tiles - 1 - i_tile, tl.program_id(1)  # where masks are causal, the last queries see most
-    i_b, i_h = i_bh // H, i_bh % H
+    i_bh = i_b * H + i_h
     o_t, o_d = i_t * B_T + tl.arange(0, B_T), tl.arange(0, B_D)  # in the chunk
     m_t = o_t < n_t
     p_a += i_b * stride_ab + i_h // rep * stride_ah
@@ -189,9 +192,8 @@ def values_kernel(
         p_inverse, p_finite: what undoes the powers of two, and whether dO is finite: [B·G, n_scales] for BLOCK queries.
         p_largest: sizes of v if they are bfloat16, [B, Hkv, n_largest].
     """
-    i_bh, i_tile, n_tiles = _head_and_tile(n_bh)
+    i_b, i_h, i_tile, n_tiles = _program(n_bh, H)
     i_t = n_tiles - 1 - i_tile  # where masks are causal, the last queries see most
-    i_b, i_h = i_bh // H, i_bh % H
     o_t, o_d = i_t * B_T + tl.arange(0, B_T), tl.arange(0, B_D)  # in the chunk
     m_t = o_t < n_t
     first, last = intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_t, m_t)
@@ -291,15 +293,14 @@ def keys_kernel(
 
     With ADD it is added to the stored values. SCALED and what belongs to it: see `values_kernel`; sizes are those of q.
     """
-    i_bh, i_s, _ = _head_and_tile(n_bh // rep)  # of heads of keys; where masks are causal, the first are seen by most
-    n_h = H // rep
-    i_b, i_h = i_bh // n_h, i_bh % n_h
+    # of heads of keys; where masks are causal, the first keys are seen by most
+    i_b, i_h, i_s, _ = _program(n_bh // rep, H // rep)
     o_s, o_d = i_s * B_S + tl.arange(0, B_S), tl.arange(0, B_D)  # in the chunk
     m_s = (o_s < n_s) & (s_0 + o_s < S)
     p_first += i_b * stride_ib + t_0
     p_last += i_b * stride_ib + t_0
     low = s_0 + i_s * B_S
-    some_0, some_1, all_0, all_1 = queries_of(p_first, p_last, t_0, n_t, low, tl.minimum(low + B_S, S), 1024)
+    some_0, some_1, all_0, all_1 = queries_of(p_first, p_last, n_t, low, tl.minimum(low + B_S, S), 1024)
     start, stop = some_0 // B_T, tl.cdiv(some_1, B_T)  # tiles
     inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T), stop), start)
     outer = tl.maximum(all_1 // B_T, inner)
