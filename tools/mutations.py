@@ -1419,6 +1419,12 @@ _KERNELS = (
             T_ATTEND + "test_large_numbers_that_no_product_needs_do_no_harm[keys beyond a chunk]",
         ),
         (
+            "keys that nobody sees leave marks",
+            "tl.where(is_seen, tl.max(tl.abs(x), 1), 0.0)",
+            "tl.max(tl.abs(x), 1)",
+            T_ATTEND + "test_large_keys_that_nobody_sees_leave_no_mark[left padding]",
+        ),
+        (
             "scores of all parts of the keys begin at the first",
             "// B_S * B_S + i_s * n_keys\n",
             "// B_S * B_S\n",

@@ -496,6 +496,29 @@ def test_large_scores_that_composition_takes_away_are_noticed(kind, unmarked):
     assert errors[0] <= 1.1 * errors[1], errors
 
 
+@pytest.mark.parametrize(
+    ("hidden", "options"),
+    [
+        (slice(0, 3), {"key_start": torch.tensor([3])}),
+        (slice(37, 40), {"key_end": torch.tensor([37])}),
+        (slice(38, 40), {"causal_offset": -2}),
+    ],
+    ids=["left padding", "right padding", "later keys"],
+)
+def test_large_keys_that_nobody_sees_leave_no_mark(hidden, options, unmarked):
+    """From a mark on all maps of the device are in float32."""
+    case = Case(length=40, heads=2)
+    tensors = {name: tensor.to(HERE) for name, tensor in case.tensors().items()}
+    tensors["key"][:, :, hidden] *= 3000
+    query, key, value = (tensors[name].bfloat16() for name in ("query", "key", "value"))
+    pre, post = (stage_weights(tensors, stage, 1) for stage in ("pre", "post"))
+    options = {name: value.to(HERE) if torch.is_tensor(value) else value for name, value in options.items()}
+    composed_attention(query, key, value, pre, post, **options)
+    assert not overflow.beyond(HERE)
+    composed_attention(query, key, value, pre, post)
+    assert overflow.beyond(HERE) == Beyond.SCORES
+
+
 def test_scores_beyond_float16_are_noticed_once(unmarked, monkeypatch, caplog):
     """That pass and those after it keep all maps in float32, forward and backward."""
     hear(monkeypatch, overflow.logger)

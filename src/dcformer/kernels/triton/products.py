@@ -100,7 +100,7 @@ def scores_kernel(
     """map[s, t] = scale · (a[s] · b[t]): scores of keys and queries, dW of values and dO.
 
     A program has B_T queries and n_keys keys, a multiple of B_S, which is a turn. With MARK, p_mark becomes 1 where a
-    number is beyond ±largest, and numbers are cut off at ±LARGEST_SCORE. Keys that none of BLOCK queries sees are left
+    number of a key that some query sees is beyond ±largest, and numbers are cut off at ±LARGEST_SCORE. Keys that none of BLOCK queries sees are left
     alone; BLOCK is a multiple of B_T, and of that of the kernels of composition. With SCALED numbers are also times
     p_scale [B·G, n_scales], one for BLOCK queries and a group of heads. With SIZES the largest size of a number of each
     tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries].
@@ -135,7 +135,8 @@ def scores_kernel(
         a = _load_states(p_a, stride_as, s_0 + o_s, o_s + s_0 < S, o_d, D)  # [s, d]
         x = product(a, tl.trans(b)) * scale
         if MARK:
-            worst = tl.maximum(worst, tl.max(tl.abs(x), 1))
+            is_seen = (s_0 + o_s >= low) & (s_0 + o_s < high)  # by any of BLOCK queries
+            worst = tl.maximum(worst, tl.where(is_seen, tl.max(tl.abs(x), 1), 0.0))
             x = within(x, LARGEST_SCORE)
         mask = (o_s < n_s)[:, None] & (o_t < n_p)[None, :]
         tl.store(p_map + s * stride_s + o_map, rounded(x, p_map.dtype.element_ty), mask=mask)
