@@ -100,10 +100,11 @@ def scores_kernel(
     """map[s, t] = scale · (a[s] · b[t]): scores of keys and queries, dW of values and dO.
 
     A program has B_T queries and n_keys keys, a multiple of B_S, which is a turn. With MARK, p_mark becomes 1 where a
-    number of a key that some query sees is beyond ±largest, and numbers are cut off at ±LARGEST_SCORE. Keys that none of BLOCK queries sees are left
-    alone; BLOCK is a multiple of B_T, and of that of the kernels of composition. With SCALED numbers are also times
-    p_scale [B·G, n_scales], one for BLOCK queries and a group of heads. With SIZES the largest size of a number of each
-    tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b [B, H, tiles of queries].
+    number of a key that some query sees is beyond ±largest, and all are cut off at ±LARGEST_SCORE. Keys that none of
+    BLOCK queries sees are left alone; BLOCK is a multiple of B_T, and of that of the kernels of composition. With
+    SCALED numbers are also times p_scale [B·G, n_scales], one for BLOCK queries and a group of heads. With SIZES the
+    largest size of a number of each tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b
+    [B, H, tiles of queries].
     """
     i_b, i_h, i_tile, n_t_tiles = _program(n_bh, H)
     i_t, i_s = n_t_tiles - 1 - i_tile, tl.program_id(1)  # where masks are causal, the last queries see most
