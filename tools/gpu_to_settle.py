@@ -278,7 +278,7 @@ TO_SETTLE = (
     Row(
         "matrices of the key side come from second-level cache too slowly",
         "`compose` with `weights`, time over their bound without that cache (kernels)",
-        1.4,
+        1.5,  # with it, 1.1 of the bound is 1.42
         _waits_for_cache,
         (_TILES, Fallback("128 queries and 8 warps where `choose` in kernels/tuning.py has 64")),
     ),
