@@ -303,12 +303,12 @@ def test_runs_are_bitwise_equal():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# the largest ratios of errors in bfloat16 and in float16, rounded up
+# the largest ratios of errors in bfloat16 and in float16, rounded up, with the tiles of the interpreter and of a GPU
 BESIDE = {
     "8 heads, 48 tokens": (Case(length=48, heads=8), 1.02, 3),
     "one head of keys": (Case(length=48, heads=8, kv_heads=1), 1.04, 3),
     "2 heads, 200 tokens": (Case(length=200, heads=2), 1.07, 3.6),
-    "all keys seen, head dim 32": (Case(length=64, heads=8, dim=32, causal=False), 1.04, 3.6),
+    "all keys seen, head dim 32": (Case(length=64, heads=8, dim=32, causal=False), 1.04, 3.8),
     "composition weights of 1": (Case(length=64, heads=8, dim=32, strength=1.0), 1.12, 7.6),
 }
 
