@@ -140,7 +140,7 @@ class Launches(Problem):
         return self.tiles.get(name) or super()._tile(name)
 
     def _start(self, kernel, grid, name, tile, values) -> None:  # type: ignore[no-untyped-def]
-        of_launcher = name
+        options = {"num_warps": 4, "num_stages": 3} if tile is None else launch_options(name, tile)
         name = name or kernel.__name__.removesuffix("_kernel")
         if values.get("SIZES"):
             name = SIZED
@@ -163,8 +163,7 @@ class Launches(Problem):
                 signature[parameter.name] = "i64" if is_wide else "i32"
                 aligned += [i] if value % 16 == 0 else []
         self.specs[name] = {
-            "kernel": kernel, "signature": signature, "constexprs": constants,
-            **({"num_warps": 4, "num_stages": 3} if tile is None else launch_options(of_launcher, tile)),
+            "kernel": kernel, "signature": signature, "constexprs": constants, **options,
             "attrs": {(i,): [["tt.divisibility", 16]] for i in aligned}, "name": name, "tile": tile,
             "heads": self.M, "dim": self.D,
         }  # fmt: skip

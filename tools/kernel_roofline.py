@@ -221,14 +221,19 @@ def seen_by_all(length: int, b_t: int, window: int | None, b_s: int = 1) -> int:
     return count
 
 
+def spans(length: int, window: int | None, b_t: int, step: int) -> tuple[int, ...]:
+    """Keys of each tile of b_t queries, causal, from a multiple of `step`."""
+    return lengths(length, round_up(length, 16), -length if window is None else 1 - window, 0, b_t, b_t, step)
+
+
 def part_count(name: str, length: int, window: int | None, tile: Tile, heads: int) -> int:
     """Into how many parts programs of a kernel split the keys of a tile of queries: `scores`, one of composition."""
-    low, step = -length if window is None else 1 - window, tile.b_s if name == "scores" else 16
-    spans = lengths(length, round_up(length, 16), low, 0, tile.b_t, tile.b_t, step)
+    step = tile.b_s if name == "scores" else 16
+    tiles = spans(length, window, tile.b_t, step)
     copies = SEQUENCES * (heads if name == "scores" else 1)
     resident = MULTIPROCESSORS * resident_programs(name, tile, heads, 90)
-    n_keys = keys_of_a_program(spans, copies, resident, BESIDES[name], step, name == "scores")
-    return ceil_div(max(spans), n_keys)
+    n_keys = keys_of_a_program(tiles, copies, resident, BESIDES[name], step, name == "scores")
+    return ceil_div(max(tiles), n_keys)
 
 
 def composition_work(

@@ -12,13 +12,14 @@ import argparse
 import heapq
 from collections.abc import Iterable, Sequence
 
-from dcformer.kernels.balance import keys_of_a_program, lengths
+from kernel_roofline import MULTIPROCESSORS, spans
+
+from dcformer.kernels.balance import keys_of_a_program
 from dcformer.kernels.launch import BESIDES
-from dcformer.kernels.sizes import ceil_div, round_up
+from dcformer.kernels.sizes import ceil_div
 from dcformer.kernels.tuning import Tile, resident_programs
 
-MULTIPROCESSORS = 132
-HEADS, TILE = 32, 64  # of 6.9B; queries of a tile of composition
+HEADS = 32  # of 6.9B
 CASES = ((2048, 1, None), (2048, 1, 256), (2048, 8, None), (2048, 8, 256), (4096, 1, None), (1024, 8, None))
 
 
@@ -37,9 +38,9 @@ def time(programs: Iterable[int], resident: int, besides: int) -> int:
     return max(ends)
 
 
-def spans(tokens: int, window: int | None, tile: int, step: int) -> tuple[int, ...]:
-    """Keys of each tile of queries under a causal mask."""
-    return lengths(tokens, round_up(tokens, 16), -tokens if window is None else 1 - window, 0, tile, tile, step)
+def over_share(programs: Sequence[int], resident: int, besides: int) -> float:
+    """The same over that of their keys shared evenly."""
+    return time(programs, resident, besides) * resident / sum(programs)
 
 
 def programs_of_composition(tiles: Sequence[int], copies: int, n_keys: int) -> list[int]:
@@ -49,47 +50,39 @@ def programs_of_composition(tiles: Sequence[int], copies: int, n_keys: int) -> l
 
 
 def composition(tokens: int, batch: int, window: int | None) -> tuple[float, float]:
-    """Time of `compose` over that of its work shared evenly: before, with the largest of a few powers of two with which
-    there were three programs to a multiprocessor; and as it is."""
-    tiles, resident = (
-        spans(tokens, window, TILE, 16),
-        MULTIPROCESSORS * resident_programs("compose", Tile(TILE, 1, 4, 4), HEADS, 90),
-    )
+    """`over_share` of `compose`: before, with the largest of a few powers of two with which there were three programs
+    to a multiprocessor; and as it is."""
+    tile, besides = Tile(64, 1, 4, 4), BESIDES["compose"]
+    resident = MULTIPROCESSORS * resident_programs("compose", tile, HEADS, 90)
+    tiles = spans(tokens, window, tile.b_t, 16)
     few = (n for n in (512, 256, 128) if len(tiles) * batch * ceil_div(max(tiles), n) >= 3 * MULTIPROCESSORS)
-    before, now = next(few, 64), keys_of_a_program(tiles, batch, resident, BESIDES["compose"], 16)
-    times = (
-        time(programs_of_composition(tiles, batch, n), resident, BESIDES["compose"]) * resident / (sum(tiles) * batch)
-        for n in (before, now)
+    before, now = (
+        over_share(programs_of_composition(tiles, batch, n), resident, besides)
+        for n in (next(few, 64), keys_of_a_program(tiles, batch, resident, besides, 16))
     )
-    return next(times), next(times)
+    return before, now
 
 
 def products(tokens: int, batch: int, window: int | None) -> tuple[float, float]:
-    """Time of `values` over that of its work shared evenly: before, head by head, and as it is, tile by tile of all
-    heads of a sequence. Three of its programs run at once on a multiprocessor."""
+    """`over_share` of `values`: before, head by head, and as it is, tile by tile of all heads of a sequence. Three of
+    its programs run at once on a multiprocessor; each takes a tile of keys' time besides."""
     tiles, resident = spans(tokens, window, 64, 64)[::-1], 3 * MULTIPROCESSORS
     by_head, by_tile = list(tiles) * (HEADS * batch), [n for n in tiles for _ in range(HEADS)] * batch
-    share = sum(tiles) * HEADS * batch / resident
-    return time(by_head, resident, 64) / share, time(by_tile, resident, 64) / share
+    return over_share(by_head, resident, 64), over_share(by_tile, resident, 64)
 
 
 def scores(tokens: int, batch: int, window: int | None) -> tuple[float, float]:
     """The same of `scores`, which had 512 keys to a program at most, and as many as there are."""
-    tile = Tile(128, 64, 4, 3)
-    tiles, resident = (
-        spans(tokens, window, tile.b_t, tile.b_s),
-        MULTIPROCESSORS * resident_programs("scores", tile, HEADS, 90),
-    )
-    share = sum(tiles) * HEADS * batch / resident
-    n_keys = keys_of_a_program(tiles, HEADS * batch, resident, BESIDES["scores"], tile.b_s, True)
-    by_head = [
-        min(512, max(0, n - s)) for _ in range(HEADS * batch) for s in range(0, max(tiles), 512) for n in tiles[::-1]
-    ]
+    tile, besides = Tile(128, 64, 4, 3), BESIDES["scores"]
+    resident = MULTIPROCESSORS * resident_programs("scores", tile, HEADS, 90)
+    tiles = spans(tokens, window, tile.b_t, tile.b_s)[::-1]
+    n_keys = keys_of_a_program(tiles, HEADS * batch, resident, besides, tile.b_s, True)
+    by_head = [min(512, max(0, n - s)) for s in range(0, max(tiles), 512) for n in tiles] * (HEADS * batch)
     by_tile = [
         min(n_keys, max(0, n - s))
-        for s in range(0, max(tiles), n_keys) for _ in range(batch) for n in tiles[::-1] for _ in range(HEADS)
+        for s in range(0, max(tiles), n_keys) for _ in range(batch) for n in tiles for _ in range(HEADS)
     ]  # fmt: skip
-    return time(by_head, resident, BESIDES["scores"]) / share, time(by_tile, resident, BESIDES["scores"]) / share
+    return over_share(by_head, resident, besides), over_share(by_tile, resident, besides)
 
 
 def table() -> str:

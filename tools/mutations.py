@@ -1314,8 +1314,8 @@ _KERNELS = (
         ),
         (
             "what is not seen is multiplied",
-            "return some_0, some_1, all_0, tl.where(count == all_1 - all_0, all_1, 0)",
-            "return some_0, some_1, all_0, all_1",
+            "all_1 = tl.where(count == all_1 - all_0, all_1, 0)",
+            "all_1 += 0",
             T_KERNEL + "[every other 16 queries]",
         ),
     )

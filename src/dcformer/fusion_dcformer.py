@@ -58,7 +58,7 @@ class FusedProjections:
     def __init__(self, linears: Sequence[nn.Linear | None]):
         self.linears = tuple(linears)
         self.remembered: Any = None
-        present = self._present()
+        present = [linear for linear in linears if linear is not None]
         first = present[0].weight
         self.sizes = [linear.weight.shape[0] for linear in present]
         self.weight = torch.empty(sum(self.sizes), first.shape[1], dtype=first.dtype, device=first.device)
@@ -99,13 +99,6 @@ class FusedProjections:
                     return False
         return True
 
-    def release(self) -> None:
-        """Gives every layer memory of its own again."""
-        release(self._present())
-
-    def _present(self) -> list[nn.Linear]:
-        return [linear for linear in self.linears if linear is not None]
-
 
 def _move(parameter: torch.Tensor, place: torch.Tensor) -> None:
     """Copies a parameter to a place, which becomes its memory. It stays the same object."""
@@ -119,10 +112,10 @@ def _address(parameter: torch.Tensor | None) -> int:
 
 @torch.inference_mode(mode=False)
 @torch.no_grad()
-def release(linears: Iterable[nn.Module]) -> None:
-    """Gives the parameters of layers memory of their own."""
+def release(linears: Iterable[nn.Module | None]) -> None:
+    """Gives the parameters of fused layers memory of their own again; None for those that a model does not have."""
     for linear in linears:
-        for parameter in linear.parameters(recurse=False):
+        for parameter in () if linear is None else linear.parameters(recurse=False):
             parameter.data = parameter.data.clone()
 
 

@@ -269,7 +269,7 @@ class DCFormerAttention(nn.Module):
         was_fused = state.pop("was_fused", False)
         super().__setstate__(state)
         if was_fused:  # copies have memory of their own; pickle keeps parameters in one piece
-            release(linear for linear in self.projections().values() if linear is not None)
+            release(self.projections().values())
 
     def forward(
         self,
@@ -754,7 +754,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         """Undoes `fuse_projections`: every parameter has memory of its own again. Does nothing to other layers."""
         for module in self.modules():
             if isinstance(module, DCFormerAttention) and module.fused is not None:
-                module.fused.release()
+                release(module.fused.linears)
                 module.fused = None
 
     @classmethod

@@ -43,7 +43,7 @@ from .tuning import (
     keep_tiles,
     launch_options,
     resident_programs,
-)  # fmt: skip
+)
 
 _Result = TypeVar("_Result")
 

@@ -58,14 +58,14 @@ def span(first, last):
 
 
 @triton.jit
-def queries_of(p_first, p_last, n_t, low, high, B: tl.constexpr):
-    """Bounds of the queries that see any of the keys [low, high), and of those that see all of them; in the chunk.
-
-    The last is 0 where not all queries between the latter bounds see all."""
+def tiles_that_see(p_first, p_last, n_t, low, high, B_T: tl.constexpr):
+    """Tiles of a chunk's queries: start to stop see any of the keys [low, high), inner to outer between them see all of
+    them, every query. Returns start, inner, outer, stop."""
+    BLOCK: tl.constexpr = 1024  # queries looked at together
     some_0, some_1 = n_t, 0
     all_0, all_1, count = n_t, 0, 0
-    for t in tl.range(0, n_t, B):
-        o_t = t + tl.arange(0, B)
+    for t in tl.range(0, n_t, BLOCK):
+        o_t = t + tl.arange(0, BLOCK)
         first, last = intervals(p_first, p_last, o_t, o_t < n_t)
         sees = (first < last) & (first < high) & (last > low)
         some_0 = tl.minimum(some_0, tl.min(tl.where(sees, o_t, n_t)))
@@ -74,7 +74,10 @@ def queries_of(p_first, p_last, n_t, low, high, B: tl.constexpr):
         all_0 = tl.minimum(all_0, tl.min(tl.where(sees_all, o_t, n_t)))
         all_1 = tl.maximum(all_1, tl.max(tl.where(sees_all, o_t + 1, 0)))
         count += tl.sum(sees_all.to(tl.int32))
-    return some_0, some_1, all_0, tl.where(count == all_1 - all_0, all_1, 0)
+    all_1 = tl.where(count == all_1 - all_0, all_1, 0)  # none where one between them does not see all
+    start, stop = some_0 // B_T, tl.cdiv(some_1, B_T)
+    inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T), stop), start)
+    return start, inner, tl.maximum(all_1 // B_T, inner), stop
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ channels, S] of any strides.
 import triton
 import triton.language as tl
 
-from .heads import GATE, KEY, STATIC, intervals, queries_of, span
+from .heads import GATE, KEY, STATIC, intervals, span, tiles_that_see
 from .precision import LARGEST_HALF, rounded, within
 
 
@@ -151,10 +151,7 @@ def project_kernel(
     p_inverse += i_bg * n_scales
     p_finite += i_bg * n_scales
     low = s_0 + i_s * B_S
-    some_0, some_1, all_0, all_1 = queries_of(p_first, p_last, n_t, low, tl.minimum(low + B_S, S), 1024)
-    start, stop = some_0 // B_T, tl.cdiv(some_1, B_T)  # tiles
-    inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T), stop), start)
-    outer = tl.maximum(all_1 // B_T, inner)
+    start, inner, outer, stop = tiles_that_see(p_first, p_last, n_t, low, tl.minimum(low + B_S, S), B_T)
     h_stride: tl.constexpr = 1 if TRANSPOSED else HP
     o_m = o_s[:, None, None].to(tl.int64) * (HP * HP) + o_h[None, :, None] * h_stride
     o_m += o_h[None, None, :] * (HP + 1 - h_stride)

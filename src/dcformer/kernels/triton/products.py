@@ -15,7 +15,7 @@ all are.
 import triton
 import triton.language as tl
 
-from .heads import NO_KEY, intervals, queries_of, span
+from .heads import NO_KEY, intervals, span, tiles_that_see
 from .precision import LARGEST_HALF, LARGEST_SCORE, add_product, product, rounded, within
 from .scales import factor_of, finite, power
 
@@ -302,10 +302,7 @@ def keys_kernel(
     p_first += i_b * stride_ib + t_0
     p_last += i_b * stride_ib + t_0
     low = s_0 + i_s * B_S
-    some_0, some_1, all_0, all_1 = queries_of(p_first, p_last, n_t, low, tl.minimum(low + B_S, S), 1024)
-    start, stop = some_0 // B_T, tl.cdiv(some_1, B_T)  # tiles
-    inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T), stop), start)
-    outer = tl.maximum(all_1 // B_T, inner)
+    start, inner, outer, stop = tiles_that_see(p_first, p_last, n_t, low, tl.minimum(low + B_S, S), B_T)
     total, count = tl.zeros([B_S, B_D], tl.float32), tl.full([], 0, tl.int32)
     for i_r in range(0, rep):
         i_q = i_b * H + i_h * rep + i_r  # of heads of queries
