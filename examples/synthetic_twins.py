@@ -3,6 +3,7 @@
     python examples/synthetic_twins.py                 # what is missing of 30 runs; can be stopped and called again
     python examples/synthetic_twins.py --limit 2       # two of them
     python examples/synthetic_twins.py --workers 2 --variants dcformer plain-qk-norm   # two at a time, of these only
+    python examples/synthetic_twins.py --again         # those at the best rates a second time, into again.json
     python examples/synthetic_twins.py --report        # table and picture of what there is
 
 Every variant of `train_synthetic.py` gets the same rows, stages, steps and rates: each rate of `RATES` with seed 0, and
@@ -82,6 +83,15 @@ def missing(done: dict[Run, dict], variants: Collection[str] = tuple(LABELS)) ->
     return [run for run in rates + seeds if run not in done]
 
 
+def missing_again(
+    done: dict[Run, dict], again: dict[Run, dict], variants: Collection[str] = tuple(LABELS)
+) -> list[Run]:
+    """What can be made again: each variant at its best rate with each seed, unless the second run has its `hops`."""
+    best = {variant: best_rate(variant, done) for variant in variants}
+    runs = [Run(name, rate, seed) for seed in SEEDS for name, rate in best.items() if rate is not None]
+    return [run for run in runs if run in done and "hops" not in again.get(run, {})]
+
+
 def hops(task: Task) -> int:
     """How many things a task's answer takes: find a fact, take the other one or ones, say something else of it."""
     return 1 + (not task.pattern.startswith("same-")) + (not task.transformation.name.startswith("copy-"))
@@ -136,23 +146,29 @@ def train(run: Run, folder: Path, steps: int) -> dict:
 
 
 def train_missing(
-    runs: list[dict], results: Path, folder: Path, steps: int, variants: Collection[str], workers: int, limit: int
+    runs: list[dict],
+    left: Callable[[dict[Run, dict]], list[Run]],
+    results: Path,
+    folder: Path,
+    steps: int,
+    workers: int,
+    limit: int,
 ) -> None:
     """Trains at most `limit` runs, `workers` at a time; each is written when it is done.
 
     Args:
-        runs: those that are done; new ones are added.
+        runs: those that are done; new ones are added, and take the place of one that is there already.
+        left: those that are done -> what to run next.
         results: the file of all runs.
         folder: of the checkpoints.
         steps: of a run.
-        variants: which to train.
         workers: processes, one core each.
         limit: how many runs at most.
     """
     running: dict[Future, Run] = {}
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         while True:
-            todo = [run for run in missing(finished(runs), variants) if run not in running.values()]
+            todo = [run for run in left(finished(runs)) if run not in running.values()]
             for run in todo[: min(workers - len(running), limit)]:
                 print(f"{run}, {len(todo)} known to be missing", flush=True)
                 running[pool.submit(train, run, folder, steps)] = run
@@ -162,7 +178,7 @@ def train_missing(
             done = sorted(wait(running, return_when=FIRST_COMPLETED).done, key=lambda future: bool(future.exception()))
             for future in done:  # a failed one ends the program when the others are written
                 del running[future]
-                runs.append(future.result())
+                runs[:] = (finished(runs) | finished([future.result()])).values()
                 results.parent.mkdir(parents=True, exist_ok=True)
                 write_text(results, json.dumps({"about": about_runs(), "runs": runs}) + "\n")
 
@@ -345,6 +361,7 @@ def main(options: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
     parser.add_argument("--variants", nargs="+", choices=LABELS, default=list(LABELS), help="which to train")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--again", action="store_true", help="train the runs at the best rates a second time")
     parser.add_argument("--report", action="store_true", help="no training")
     arguments = parser.parse_args(options)
     for name in ("limit", "workers"):
@@ -355,8 +372,13 @@ def main(options: list[str] | None = None) -> None:
     if other := sorted({run["steps"] for run in runs} - {arguments.steps}):
         parser.error(f"{results} has runs of {other[0]} steps, not {arguments.steps}: give --steps or another --output")
     if not arguments.report:
+        left, folder = partial(missing, variants=arguments.variants), arguments.runs
+        if arguments.again:
+            left, folder = partial(missing_again, finished(runs), variants=arguments.variants), folder / "again"
+            results = arguments.output / "again.json"
+            runs = read_runs(results)
         limit = sys.maxsize if arguments.limit is None else arguments.limit
-        train_missing(runs, results, arguments.runs, arguments.steps, arguments.variants, arguments.workers, limit)
+        train_missing(runs, left, results, folder, arguments.steps, arguments.workers, limit)
     report(arguments.output)
 
 

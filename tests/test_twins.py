@@ -146,6 +146,15 @@ def test_a_run_counts_its_own_processor_time(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "curve.jsonl").read_text())["processor_seconds"] == 3
 
 
+def test_what_can_be_made_again():
+    """Each variant at its best rate and with each seed that has run, until the second run has its hops."""
+    done = twins.finished([*all_rates(), a_run("plain", 1e-3, 1, [0.5])])
+    first = twins.missing_again(done, {})
+    assert len(first) == len(twins.LABELS) + 1 and {run.rate for run in first} == {1e-3}
+    again = twins.finished([a_run("plain", 1e-3, 0, [0.5]), a_run("plain", 1e-3, 1, [0.5]) | {"hops": {"1": 0.5}}])
+    assert twins.missing_again(done, again, ["plain"]) == [twins.Run("plain", 1e-3, 0)]
+
+
 @pytest.mark.long
 def test_runs_are_added_and_kept(tmp_path, capsys):
     options = [f"--output={tmp_path / 'docs'}", f"--runs={tmp_path / 'runs'}", "--steps=2"]
@@ -163,6 +172,9 @@ def test_runs_are_added_and_kept(tmp_path, capsys):
     twins.main([*options, "--variants", "plain", "--workers=2"])  # the seeds, too, when the best rate is known
     plain = [run for run in json.loads(results.read_text())["runs"] if run["variant"] == "plain"]
     assert len(plain) == len(twins.RATES) + len(twins.SEEDS) - 1
+    twins.main([*options, "--variants", "plain", "--again", "--limit=1"])
+    second = json.loads((tmp_path / "docs" / "again.json").read_text())["runs"]
+    assert [run["seed"] for run in second] == [twins.SEEDS[0]] and "Runs made again: each" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         twins.main([f"--output={tmp_path / 'docs'}", "--report", "--steps=3"])
     assert "has runs of 2 steps" in capsys.readouterr().err
