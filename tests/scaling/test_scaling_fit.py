@@ -96,7 +96,7 @@ def test_intervals_of_a_power_law_cover_as_often_as_they_say():
 @pytest.mark.parametrize(("sizes", "seeds", "noise"), [(5, (3, 3), 0.01), (7, (1, 1), 0.005), (6, (3, 1), 0.01)])
 def test_intervals_with_a_floor_cover_as_often_as_they_say(sizes, seeds, noise):
     generator, places = np.random.default_rng(1), np.geomspace(1e6, 1e9, sizes)
-    hits, draws, at = 0, 150, sizes // 2
+    hits, draws, at = 0, 500, sizes // 2
     for _ in range(draws):
         baseline = runs("b", LAWS["power+floor"], places, seeds[0], noise, generator)
         variant = runs("v", LAWS["power+floor"], places[at : at + 1], seeds[1], noise, generator, FACTOR)
@@ -106,7 +106,7 @@ def test_intervals_with_a_floor_cover_as_often_as_they_say(sizes, seeds, noise):
 
 
 def test_joint_intervals_with_a_floor_cover_as_often_as_they_say():
-    generator, hits, draws = np.random.default_rng(2), 0, 150
+    generator, hits, draws = np.random.default_rng(2), 0, 500
     for _ in range(draws):
         families = (
             runs(name, LAWS["power+floor"], SIZES[:5], 3, 0.005, generator, worth, misfit=0.01)
