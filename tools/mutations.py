@@ -1250,6 +1250,24 @@ _KERNELS = (
             "pass",
             T_REPEATED + "test_what_varies_is_given_anew_and_chooses_nothing",
         ),
+        (
+            "a started kernel is compiled for any alignment",
+            "key += (value.dtype, address % 16 == 0)",
+            "key += (value.dtype,)",
+            T_REPEATED + "test_a_started_kernel_is_that_of_like_arguments",
+        ),
+        (
+            "a started kernel is compiled for any number",
+            "            key.append(value)\n",
+            "",
+            T_REPEATED + "test_a_started_kernel_is_that_of_like_arguments",
+        ),
+        (
+            "a started kernel is compiled for any device",
+            "[id(kernel), device, *options.items()]",
+            "[id(kernel), *options.items()]",
+            T_REPEATED + "test_a_started_kernel_has_its_options_and_its_device",
+        ),
     )
     + _in(
         "kernels",
@@ -1472,8 +1490,9 @@ _KERNELS = (
         ),
         (
             "tiles of maps in 16 bits serve those in float32",
-            "key = name, self.beyond, trial",
-            "key = name, NOTHING, trial",
+            "self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states\n"
+            "        self._known.clear()",
+            "self._is_widened = self.map_dtype == torch.float32 != self.q.dtype",
             T_ATTEND + "test_tiles_are_those_of_the_maps",
         ),
     )

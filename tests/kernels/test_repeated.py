@@ -10,7 +10,8 @@ pytest.importorskip("hypothesis")  # which a GPU machine need not have
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcformer.kernels.repeated import Launch, Repeated, geometry
+from dcformer.kernels import repeated
+from dcformer.kernels.repeated import Launch, Repeated, geometry, start
 
 
 class Compiled:
@@ -159,3 +160,66 @@ def test_the_device_is_part_of_a_geometry():
     for x in (memory[start : start + 6].view(2, 3), torch.zeros(2, 3, device="meta")) * 2:
         assert {made.device for made in run([x, None], 1.0)} == {x.device}
     assert len(chosen) == 2
+
+
+class Jitted:
+    """Takes all arguments by name; each launch that Triton looks at has a kernel of its own, which notes what it got."""
+
+    def __init__(self, is_interpreted: bool = False):
+        self.log: list = []
+        self.made, self.is_interpreted = 0, is_interpreted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(num_warps: int, **arguments: Any) -> Any:
+            self.made += 1
+            number, log = self.made, self.log
+
+            class Made:
+                def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+                    return lambda *values: log.append((number, grid, values))
+
+            Made()[(*grid, 1, 1)[:3]](*map(look, arguments.values()))
+            return None if self.is_interpreted else Made()
+
+        return call
+
+
+@given(st.lists(calls(), min_size=1, max_size=12))
+def test_a_started_kernel_is_that_of_like_arguments(sequence):
+    """Grid and arguments are those given; the kernel is another one if a dtype, an alignment or a number is."""
+    kernel, of_likes = Jitted(), {}
+    for x, y, scale in sequence:
+        rest = x if y is None else y
+        start(kernel, (len(x), 7), {"p_x": x, "p_y": rest, "scale": scale}, {"num_warps": 4}, x.device)
+        number, grid, arguments = kernel.log[-1]
+        assert grid == (len(x), 7, 1) and arguments == (x.data_ptr(), rest.data_ptr(), scale)
+        likes = (x.dtype, x.data_ptr() % 16 == 0, rest.dtype, rest.data_ptr() % 16 == 0, scale)
+        assert of_likes.setdefault(likes, number) == number
+    assert len(set(of_likes.values())) == len(of_likes) == kernel.made
+
+
+def test_a_started_kernel_has_its_options_and_its_device():
+    kernel, x = Jitted(), torch.zeros(3)
+    for options, device in (({"num_warps": 4}, "cpu"), ({"num_warps": 8}, "cpu"), ({"num_warps": 4}, "cuda:1")):
+        for _ in range(2):
+            start(kernel, (1,), {"p_x": x}, options, torch.device(device))
+    assert [number for number, *_ in kernel.log] == [1, 1, 2, 2, 3, 3]
+    other = Jitted()
+    start(other, (1,), {"p_x": x}, {"num_warps": 4}, x.device)
+    assert other.made == 1
+
+
+def test_the_interpreter_is_always_started():
+    kernel = Jitted(is_interpreted=True)
+    for _ in range(3):
+        start(kernel, (1,), {"p_x": torch.zeros(3)}, {"num_warps": 4}, torch.device("cpu"))
+    assert kernel.made == 3
+
+
+def test_the_oldest_compiled_kernel_is_forgotten(monkeypatch):
+    monkeypatch.setattr(repeated, "_MOST_COMPILED", 2)
+    monkeypatch.setattr(repeated, "_compiled", {})
+    kernel = Jitted()
+    for scale in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0):
+        start(kernel, (1,), {"scale": scale}, {"num_warps": 4}, torch.device("cpu"))
+    assert kernel.made == 4 and len(repeated._compiled) == 2

@@ -39,7 +39,7 @@ def test_a_fused_layer_launches_at_most_one_more_than_llamas():
 @pytest.mark.slow
 def test_host_time_is_measured_without_a_gpu():
     """Every function is called, and a fused layer launches one kernel before attention. No time is judged."""
-    run = run_source("tools/decode_host_time.py", "--shapes", "405m", "--dtype", "float32", "--steps", "20")
+    run = run_source("tools/host_time.py", "--shapes", "405m", "--dtype", "float32", "--steps", "20")
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     assert "prepare_kernel 1.00, scores_kernel 1.00, output_kernel 1.00" in run.stdout
     lines = [line for line in run.stdout.splitlines() if " us" in line]
@@ -56,7 +56,7 @@ import torch
 from triton.runtime import driver
 
 sys.path.insert(0, "tools")
-from decode_host_time import decode, fake_driver
+from host_time import decode, fake_driver
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 from dcformer.kernels import decode as decode_kernels, generator, prepare, step as step_kernels
 
@@ -111,3 +111,81 @@ def test_the_launcher_gets_of_a_repeated_launch_what_triton_would_give_it():
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     assert run.stdout.count("equal:") == 4
     assert run.stdout.count("prepare_kernel") == 2 and run.stdout.count("generator_kernel") == 2
+
+
+PASSES = """
+import sys, zlib
+from collections import Counter
+from unittest import mock
+
+import torch
+from triton.runtime import driver
+
+sys.path.insert(0, "tools")
+from host_time import fake_driver
+from dcformer.kernels import launch, repeated
+from dcformer.kernels.launch import Problem, Visibility
+from dcformer.kernels.layout import Layout, Part, Stage
+
+launched, stand_in, pointers = [], fake_driver(Counter()), {}
+stand_in.utils.load_binary = lambda name, code, *_: (1, zlib.crc32(code), 32, 0, 1024)
+
+def look(argument):
+    if isinstance(argument, torch.Tensor):
+        argument = argument.data_ptr()
+    if isinstance(argument, int) and argument > 2**33:  # an address, which a repeated launch is given as a number
+        return "address", argument % 16
+    return argument if isinstance(argument, (int, float, type(None))) else type(argument)
+
+plain = stand_in.launcher_cls
+class Launcher(plain):
+    def __call__(self, *arguments):
+        launched.append((self.name, [look(argument) for argument in arguments]))
+stand_in.launcher_cls = Launcher
+driver.set_active(stand_in)
+
+def run(length, heads, kv_heads, dtype, offset=0, chunk_bytes=None):
+    def tensor(*shape):  # not always aligned to 16 bytes
+        size = torch.Size(shape).numel()
+        return torch.ones(size + 8, dtype=dtype)[offset : offset + size].view(shape)
+
+    q, k = tensor(1, heads, length, 16), tensor(1, kv_heads, length, 16)
+    flags = int(Part.QUERY | Part.KEY | Part.GATE)
+    stage = Stage(tensor(1, heads, 5, length), tensor(1, kv_heads, heads // kv_heads, 5, length))
+    first, last = torch.zeros(1, length, dtype=torch.int32), torch.arange(1, length + 1, dtype=torch.int32)[None]
+    this = Problem(
+        q, k, k, (stage, stage), Visibility(first, last, -length, 1), Layout(flags, flags, 1, 2), 0.25, chunk_bytes
+    )
+    out, lse = this.forward()
+    this.backward(q, lse.zero_())
+
+launch.FIRST_CHUNK = 16
+cases = [(21, 4, 2, torch.bfloat16), (21, 4, 2, torch.bfloat16, 1), (70, 4, 2, torch.bfloat16, 0, 1)]
+with mock.patch.object(launch, "look", lambda device: False):
+    found = []
+    for clear in (True, False, False):  # by Triton, by Triton and remembered from case to case, remembered
+        launched.clear()
+        for case in cases:
+            if clear:
+                repeated._compiled.clear()
+            run(*case)
+        found.append(list(launched))
+by_triton = []
+assert found[0] == found[1] == found[2]
+assert len({arguments[4] for _, arguments in found[0]}) > 20  # compiled for different arguments
+with mock.patch.object(launch.scores_kernel, "run", lambda *_, **__: by_triton.append(1)):
+    run(*cases[0])
+    assert not by_triton
+    repeated._compiled.clear()
+    run(*cases[0])
+assert len(by_triton) == 3
+print("equal:", len(found[0]))
+"""
+
+
+@pytest.mark.slow
+def test_passes_launch_what_triton_would():
+    """Whole launches of a forward and a backward pass, the compiled function included, whatever was launched before."""
+    run = run_source("-c", PASSES)
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    assert "equal:" in run.stdout

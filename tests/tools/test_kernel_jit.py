@@ -22,7 +22,7 @@ from transformers import DynamicCache, StaticCache
 from triton.runtime import driver
 
 sys.path.insert(0, "tools")
-from decode_host_time import fake_driver
+from host_time import fake_driver
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 
 fields, dtype = json.loads(sys.argv[1])

@@ -13,7 +13,7 @@ powers of two that `scale` finds; where that is not sufficient, see `overflow`. 
 the kernels of composition have: [B, S, tiles, H, queries of a tile].
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -25,6 +25,7 @@ import triton
 from .balance import keys_of_a_program, lengths
 from .layout import Layout, Part, Stage, StagePair
 from .overflow import LARGEST, LARGEST_EXACT, NOTHING, Beyond, beyond, look, mark_of
+from .repeated import start
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, power_of_2, round_up
 from .triton.backward import back_0_kernel, back_1_kernel
@@ -157,6 +158,7 @@ class Problem:
         self.S, self.DV, self.kv_heads = key.shape[2], value.shape[3], key.shape[1]
         self.G, self.M = layout.groups, self.H // layout.groups
         self.heads = head_blocks(self.M)
+        self._known: dict[Hashable, Any] = {}
         self.beyond = beyond
         is_cuda = query.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(query.device) if is_cuda else (9, 0)
@@ -165,8 +167,7 @@ class Problem:
         if is_cuda and chunk_bytes is None:
             total = torch.cuda.get_device_properties(query.device).total_memory
             self.chunk_bytes = max(_LEAST_BYTES, total // 64)
-        self.trial: Trial | None = None  # what a search is trying
-        self._known: dict[tuple[str, Beyond, tuple[str, Tile] | None], Any] = {}
+        self.trial = None
         self._check_int32()
 
     def _check_int32(self) -> None:
@@ -184,21 +185,30 @@ class Problem:
             )
 
     @property
-    def map_dtype(self) -> torch.dtype:
-        too_large = self.beyond
+    def beyond(self) -> Beyond:
+        return self._beyond
+
+    @beyond.setter
+    def beyond(self, found: Beyond) -> None:
+        self._beyond = found
+        too_large = found
         if self.q.dtype != torch.float16:  # which bfloat16 would be much less exact than
             too_large &= Beyond.SCORES
-        return torch.float32 if too_large or self.q.dtype == torch.float32 else torch.float16
-
-    @property
-    def _is_widened(self) -> bool:
-        """Whether maps are wider than the states."""
-        return self.map_dtype != self.q.dtype and self.map_dtype == torch.float32
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
+        self.map_dtype = torch.float32 if too_large or self.q.dtype == torch.float32 else torch.float16
         is_half = self.map_dtype == torch.float16
-        return torch.bfloat16 if is_half and Beyond.GRADIENTS in self.beyond else self.map_dtype
+        self.grad_dtype = torch.bfloat16 if is_half and Beyond.GRADIENTS in found else self.map_dtype
+        self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states
+        self._known.clear()
+
+    @property
+    def trial(self) -> Trial | None:
+        """What a search is trying."""
+        return self._trial
+
+    @trial.setter
+    def trial(self, trial: Trial | None) -> None:
+        self._trial = trial
+        self._known.clear()
 
     @property
     def gpu(self) -> str:
@@ -279,16 +289,14 @@ class Problem:
 
     # --- tiles --------------------------------------------------------------------------------------------------------
 
-    def _remembered(self, name: str, find: Callable[[], _Result]) -> _Result:
-        """What `find` returns, of the first call while neither maps nor a trial's tile change: launches ask often."""
-        trial = None if self.trial is None else (self.trial.kernel, self.trial.tile)
-        key = name, self.beyond, trial
+    def _remembered(self, key: Hashable, find: Callable[[], _Result]) -> _Result:
+        """What `find` returns, of the first call while neither maps nor a trial change: launches ask often."""
         if key not in self._known:
             self._known[key] = find()
         return self._known[key]
 
     def _tile(self, name: str) -> Tile:
-        return self._remembered(f"tile of {name}", partial(self._choose_tile, name))
+        return self._remembered(("tile", name), partial(self._choose_tile, name))
 
     def _choose_tile(self, name: str) -> Tile:
         if self.trial is not None and self.trial.kernel == name:
@@ -359,26 +367,30 @@ class Problem:
         """
         if not all(grid):
             return
+        known = self._remembered(chunk, partial(self._shared, chunk)) | arguments
+        values = {key: self.q if known[key] is None else known[key] for key in kernel.arg_names}
+        self._start(kernel, grid, name, tile, values)
+
+    def _shared(self, chunk: Chunk) -> dict[str, Any]:
+        """Arguments that kernels share, by name."""
         first, last = self.visibility.first, self.visibility.last
         pre, post = self.weights
-        known: dict[str, Any] = {
+        return {
             "p_first": first, "p_last": last, "stride_ib": first.stride(0) if first.shape[0] > 1 else 0,
             "p_w0": pre.query, "p_w1": post.query, "stride_s": self.H * chunk.n_p,
             "H": self.H, "G": self.G, "T": self.T, "S": self.S,
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
             "UNIT": self.step, "BLOCK": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
+            **composition_constants(self.layout, self.M),
         }  # fmt: skip
-        known |= composition_constants(self.layout, self.M) | arguments
-        values = {key: self.q if known[key] is None else known[key] for key in kernel.arg_names}
-        self._start(kernel, grid, name, tile, values)
 
     def _start(
         self, kernel: triton.JITFunction, grid: tuple[int, ...], name: str, tile: Tile | None, values: dict[str, Any]
     ) -> None:
         """Starts a kernel; by itself, so that others can look at what is launched."""
         options = {} if tile is None else launch_options(name, tile)
-        launch = partial(kernel[grid], **values, **options)
+        launch = partial(start, kernel, grid, values, options, self.q.device)
         if self.trial is None or not name:
             launch()
         else:

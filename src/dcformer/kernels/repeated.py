@@ -1,9 +1,10 @@
-"""Launches that are chosen once and then repeated: the host's part of a decoding step.
+"""Launches that are chosen once and then repeated, as the host may take longer for them than the device.
 
 What an operator of decoding launches follows from the geometry of its tensors and a few numbers, and these are the same
 in all layers of a step and in many steps. Choosing tiles, and Triton's look at some forty arguments of each launch,
 take the host longer than the device needs for the kernels. So the first call of a geometry chooses, and the others give
-the compiled kernels addresses, the few numbers that vary, and nothing else.
+the compiled kernels addresses, the few numbers that vary, and nothing else: `Repeated`. Longer passes choose anew, but
+do without Triton's look where arguments were alike before: `start`.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,6 +15,42 @@ from typing import Any
 import torch
 
 Tensors = Sequence[torch.Tensor | None]
+
+_MOST_COMPILED = 4096  # of `_compiled`; the oldest is forgotten
+_compiled: dict[tuple, tuple[Any, Any]] = {}  # what `start` was given -> the jitted function, and as it was compiled
+
+
+def start(
+    kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any], options: Mapping[str, int], device: torch.device
+) -> None:
+    """Launches a kernel as `kernel[grid](**values, **options)` does.
+
+    Args:
+        kernel: the jitted function.
+        grid: programs along one to three axes.
+        values: all arguments in their order, each of one type in all calls: tensors, numbers.
+        options: of the compiler.
+        device: of the tensors.
+    """
+    key, arguments = [id(kernel), device, *options.items()], []
+    for value in values.values():
+        if isinstance(value, torch.Tensor):
+            address = value.data_ptr()
+            key += (value.dtype, address % 16 == 0)  # all that code depends on
+            arguments.append(address)
+        else:
+            key.append(value)
+            arguments.append(value)
+    known = _compiled.get(tuple(key))
+    if known is not None:
+        x, y, z, *_ = (*grid, 1, 1)
+        known[1][x, y, z](*arguments)
+        return
+    made = kernel[grid](**values, **options)
+    if made is not None:  # by Triton's interpreter
+        while len(_compiled) >= _MOST_COMPILED:
+            _compiled.pop(next(iter(_compiled)), None)
+        _compiled[tuple(key)] = kernel, made
 
 
 @dataclass
@@ -153,4 +190,4 @@ def _place(
     raise AssertionError("a launch takes a tensor that was neither given nor made")
 
 
-__all__ = ["Launch", "Repeated", "geometry"]
+__all__ = ["Launch", "Repeated", "geometry", "start"]

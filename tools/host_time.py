@@ -1,15 +1,18 @@
-"""What a decoding step costs the host outside of CUDA graphs, measured without a GPU.
+"""What a decoding step and the passes of attention cost the host outside of CUDA graphs, measured without a GPU.
 
-    python tools/decode_host_time.py [--shapes small 6.9b] [--dtype bfloat16]
+    python tools/host_time.py [--shapes small 6.9b] [--dtype bfloat16]
 
 Kernels are compiled for a GPU and all up to the call of the driver runs as it would there; a stand-in for the launcher
 does nothing. Tensors are on the CPU, where torch computes when it would only launch on a GPU: that is part of the
 figures, and least with the shape "small"; the host's own work does not depend on the shape. The hidden size is 64.
 
-Each figure is of many calls, of a dynamic cache that grows by a token a step, while nothing else is timed. Kernels have
-been compiled, but no launch is remembered: every length is new. Three columns: the shortest call, as other work on the
-machine only ever adds; the median; and the median of the first layer's calls, where launches are chosen when one has to
-be. Asking a GPU what it can do is left out (`limits._device_reason`).
+Decoding: each figure is of many calls, of a dynamic cache that grows by a token a step, while nothing else is timed.
+Kernels have been compiled, but no launch is remembered: every length is new. Three columns: the shortest call, as other
+work on the machine only ever adds; the median; and the median of the first layer's calls, where launches are chosen
+when one has to be. Asking a GPU what it can do is left out (`limits._device_reason`).
+
+Passes: forward and backward over 64 tokens, as a model's layers repeat them, and as if they were never repeated, so
+that Triton looks at all arguments of each launch. Asking for marks (`overflow.look`) is left out: it waits for a CPU.
 """
 
 import argparse
@@ -104,11 +107,43 @@ def times(label: str, model: Any, steps: int) -> tuple[float, float, float]:
     return min(seconds), median(seconds), median(first)
 
 
+def passes(heads: int, dim: int, dtype: torch.dtype, calls: int) -> None:
+    """Prints what the passes of attention take, fully composed, R = 2."""
+    from dcformer.kernels import repeated
+    from dcformer.kernels.launch import Problem, Visibility
+    from dcformer.kernels.layout import Layout, Part, Stage
+
+    length, flags = 64, int(Part.QUERY | Part.KEY | Part.GATE)
+    states = torch.ones(1, heads, length, dim, dtype=dtype)
+    sides = torch.ones(1, heads, 5, length, dtype=dtype), torch.ones(1, heads, 1, 5, length, dtype=dtype)
+    first, last = torch.zeros(1, length, dtype=torch.int32), torch.arange(1, length + 1, dtype=torch.int32)[None]
+    seen = Visibility(first, last, -length, 1)
+    saved = torch.zeros(1, heads, length)
+
+    def problem() -> Problem:
+        return Problem(states, states, states, (Stage(*sides),) * 2, seen, Layout(flags, flags, 1, 2), 0.125)
+
+    runs = {"forward pass": lambda: problem().forward(), "backward pass": lambda: problem().backward(states, saved)}
+    with mock.patch("dcformer.kernels.launch.look", lambda device: False):
+        for label, run in runs.items():
+            seconds: dict[bool, list[float]] = {True: [], False: []}
+            for i in range(2 * calls + 2):
+                is_new = bool(i % 2)
+                if is_new:
+                    repeated._compiled.clear()
+                start = time.perf_counter()
+                run()
+                seconds[is_new].append(time.perf_counter() - start)
+            for is_new, name in ((False, label), (True, f"{label}, never repeated")):
+                found = seconds[is_new][1:]  # kernels are compiled in the first
+                print(f"  {name:28}" + "".join(f"{x * 1e6:9.0f} us" for x in (min(found), median(found))), flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=HEADS, default=["small"])
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--steps", type=int, default=200, help="tokens decoded for each figure")
+    parser.add_argument("--steps", type=int, default=200, help="tokens decoded, or passes, for each figure")
     parser.add_argument("--window", type=int, help="of all layers of DCFormer; none when not given")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
@@ -147,6 +182,7 @@ def main() -> int:
             for label in TIMED:
                 found = times(label, llama if "Llama" in label else model, arguments.steps)
                 print(f"  {label:28}" + "".join(f"{seconds * 1e6:9.0f} us" for seconds in found), flush=True)
+            passes(heads, dim, dtype, arguments.steps)
     return 0
 
 
