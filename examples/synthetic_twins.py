@@ -204,37 +204,70 @@ def _steps_cell(runs: list[dict], reached: Callable[[dict], int | None]) -> str:
     return "; ".join(f"over {run['steps']:,}" if (step := reached(run)) is None else f"{step:,}" for run in runs)
 
 
-def _final_cell(values: Sequence[float | None], form: str, unit: str = "") -> str:
-    """What the runs end with, seed by seed, and their mean with its spread; "-" where it was not measured."""
-    told = ", ".join("-" if value is None else f"{value:{form}}" for value in values) + unit
-    values = [value for value in values if value is not None]
-    if len(values) < 2:
-        return told
-    return f"{told} (mean {statistics.mean(values):{form}} ± {spread(values):{form}})"
+def _final_cell(values: Sequence[float], form: str, unit: str = "") -> str:
+    """What the runs of some seeds end with."""
+    return ", ".join(f"{value:{form}}" for value in values) + unit
+
+
+def _mean_cell(values: Sequence[float], form: str, unit: str = "") -> str:
+    """The mean with its spread, if there are two values or more."""
+    if not values:
+        return ""
+    return f"{statistics.mean(values):{form}}" + (f" ± {spread(values):{form}}" if len(values) > 1 else "") + unit
+
+
+def final_accuracy(run: dict) -> float:
+    """In percent."""
+    return 100 * run["curve"][-1][1]
 
 
 def table(done: dict[Run, dict], again: dict[Run, dict] | None = None) -> str:
-    """Every variant at its best rate, all rates with the first seed, and runs that were made `again`, in Markdown."""
+    """Every variant at its best rate, all rates with the first seed, and families of questions, in Markdown.
+
+    Args:
+        done: the runs.
+        again: those that were made a second time, at the best rates. Where there are any, losses and families are
+            theirs.
+    """
+    again = again or {}
     marks = " | ".join(f"steps to {100 * mark:.0f} %" for mark in MARKS)
-    lines = [
+    told = (
         "Every variant at its best rate (by mean accuracy over the run with seed 0), seed by seed. Steps are those of "
-        f"the first validation, one in {VALIDATE_STEPS}, from which on accuracy is as high.",
+        f"the first validation, one in {VALIDATE_STEPS}, from which on accuracy is as high."
+    )
+    if again:
+        told += (
+            " Each was run again with the same seeds, with later code and on another day: steps of these runs are "
+            "behind a slash, and losses are theirs."
+        )
+    lines = [
+        told,
         "",
-        f"| | parameters | rate | seeds | accuracy at the end | loss at the end | steps to the second stage | {marks} "
-        "| CPU minutes |",
-        "|---|---|---|---|---|---|---|" + "---|" * len(MARKS) + "---|",
+        "| | parameters | rate | seeds | accuracy at the end | again | mean | loss at the end | mean "
+        f"| steps to the second stage | {marks} | CPU minutes |",
+        "|---|---|---|---|---|---|---|---|---|---|" + "---|" * len(MARKS) + "---|",
     ]
-    for variant, label in LABELS.items():
-        if (rate := best_rate(variant, done)) is None:
+    rates = {variant: best_rate(variant, done) for variant in LABELS}
+    for variant, rate in rates.items():
+        if rate is None:
             continue
-        runs = _at_rate(variant, rate, done)
-        accuracies = _final_cell([100 * run["curve"][-1][1] for run in runs], ".1f", " %")
-        measured = [run["held_out_losses"][-1][1] if "held_out_losses" in run else None for run in runs]
-        losses = _final_cell(measured, ".2f")
-        minutes = statistics.mean(run["minutes"] for run in runs)
-        cells = [label, f"{runs[0]['parameters']:,}", f"{rate:g}", ", ".join(str(run["seed"]) for run in runs)]
-        cells += [accuracies, losses, _steps_cell(runs, first_stage)]
-        cells += [_steps_cell(runs, partial(steps_to, mark=mark)) for mark in MARKS] + [f"{minutes:.0f}"]
+        first, second = (_at_rate(variant, rate, runs) for runs in (done, again))
+        both = [*first, *second]
+        losses = [run["held_out_losses"][-1][1] for run in second or first if "held_out_losses" in run]
+        cells = [
+            LABELS[variant],
+            f"{first[0]['parameters']:,}",
+            f"{rate:g}",
+            ", ".join(f"{run['seed']}" for run in first),
+        ]
+        cells += [
+            _final_cell([final_accuracy(run) for run in runs], ".1f", " %") if runs else "" for runs in (first, second)
+        ]
+        cells += [_mean_cell([final_accuracy(run) for run in both], ".1f", " %")]
+        cells += [_final_cell(losses, ".2f"), _mean_cell(losses, ".2f")]
+        reached = [first_stage, *(partial(steps_to, mark=mark) for mark in MARKS)]
+        cells += [" / ".join(_steps_cell(runs, step) for runs in (first, second) if runs) for step in reached]
+        cells += [f"{statistics.mean(run['minutes'] for run in both):.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "Seed 0 at each rate: accuracy at the end, its mean over the run, and steps to the second stage.", ""]
     lines += ["| | " + " | ".join(f"{rate:g}" for rate in RATES) + " |", "|---|" + "---|" * len(RATES)]
@@ -245,14 +278,10 @@ def table(done: dict[Run, dict], again: dict[Run, dict] | None = None) -> str:
             for run in found
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    rates = {variant: best_rate(variant, done) for variant in LABELS}
-    at_end = "at the end, %, at the best rate, for the seeds that have been measured"
-    lines += _family_lines("patterns", f"Each attention pattern {at_end}.", done, rates)
-    if again:
-        lines += _again_lines(done, again)
-        lines += _family_lines("patterns", f"Runs made again: each attention pattern {at_end}.", again, rates)
-        hop = "one to find a fact, one more to take what it is not about, one more to say something else of it"
-        lines += _family_lines("hops", f"Runs made again: each number of hops ({hop}) {at_end}.", again, rates)
+    at_end = "at the end, %, at the best rate" + (", of the second runs" if again else "")
+    lines += _family_lines("patterns", f"Each attention pattern {at_end}.", again or done, rates)
+    hop = "one to find a fact, one more to take what it is not about, one more to say something else of it"
+    lines += _family_lines("hops", f"Each number of hops ({hop}) {at_end}.", again or done, rates)
     return "\n".join(lines) + "\n"
 
 
@@ -285,30 +314,9 @@ def _family_lines(kind: str, told: str, done: dict[Run, dict], rates: dict[str, 
     return lines
 
 
-def _again_lines(done: dict[Run, dict], again: dict[Run, dict]) -> list[str]:
-    """How runs ended that were made twice, by later code the second time."""
-    marks = " | ".join(f"to {100 * mark:.0f} %" for mark in MARKS)
-    lines = [
-        "",
-        "Runs that were made again, with later code: accuracy at the end, and of the second run its loss and steps.",
-        "",
-        f"| | rate | seed | first | again | loss at the end | {marks} |",
-        "|---|---|---|---|---|---|" + "---|" * len(MARKS),
-    ]
-    for run in sorted(again, key=lambda run: (list(LABELS).index(run.variant), run.seed)):
-        second = again[run]
-        cells = [LABELS[run.variant], f"{run.rate:g}", f"{run.seed}"]
-        cells += [f"{100 * made['curve'][-1][1]:.1f} %" for made in (done[run], second)]
-        cells += [f"{second['held_out_losses'][-1][1]:.2f}"]
-        cells += [_steps_cell([second], partial(steps_to, mark=mark)) for mark in MARKS]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
 def picture(done: dict[Run, dict], again: dict[Run, dict], file: Path) -> None:
-    """Accuracy and loss against steps and operations, a line for each run at its variant's best rate so far, in SVG.
-
-    Runs in which the loss was not noted are drawn as they went when they were made `again`.
+    """Accuracy and loss against steps and operations in SVG: a thin line for each run, first and made `again`, at its
+    variant's best rate so far, and a thick one for their mean. The loss is that of the runs in which it was noted.
     """
     import matplotlib
 
@@ -322,15 +330,17 @@ def picture(done: dict[Run, dict], again: dict[Run, dict], file: Path) -> None:
         if not first:
             continue
         rate = max(first, key=lambda run: quality(done[run])).rate  # the best so far
-        for run in _at_rate(variant, rate, done):
-            if "held_out_losses" not in run:
-                run = again.get(Run(variant, rate, run["seed"]), run)
-            name = f"{label}, {rate:g}" if run["seed"] == SEEDS[0] else None
-            measured = (run["curve"], 100), (run.get("held_out_losses", []), 1)
-            for row, (curve, unit) in zip(axes, measured, strict=True):
-                for axis, scale in zip(row, (1, run["flops_per_step"]), strict=True):
-                    values = [value * unit for _, value in curve]
-                    axis.plot([step * scale for step, _ in curve], values, color=color, ls=style, lw=1.4, label=name)
+        runs = [*_at_rate(variant, rate, done), *_at_rate(variant, rate, again)]
+        for row, kind, unit in zip(axes, ("curve", "held_out_losses"), (100, 1), strict=True):
+            if not (noted := [run[kind] for run in runs if kind in run]):
+                continue
+            values = [[unit * value for _, value in curve] for curve in noted]
+            mean = [statistics.mean(at) for at in zip(*values, strict=True)]
+            for axis, scale in zip(row, (1, runs[0]["flops_per_step"]), strict=True):
+                steps = [scale * step for step, _ in noted[0]]
+                for curve in values:
+                    axis.plot(steps, curve, color=color, lw=0.5)
+                axis.plot(steps, mean, color=color, ls=style, lw=2.2, label=f"{label}, {rate:g}")
     axes[0, 0].set(ylabel="validation accuracy, %")
     axes[1, 0].set(xlabel="steps", ylabel="validation loss, nats an answer", yscale="log")
     axes[1, 1].set(xlabel="operations of training")
@@ -342,7 +352,10 @@ def picture(done: dict[Run, dict], again: dict[Run, dict], file: Path) -> None:
 
 
 def report(output: Path) -> None:
-    """Writes table.md and curves.svg beside results.json; again.json has runs of it that were made a second time."""
+    """Writes table.md and curves.svg beside results.json; again.json has runs of it that were made a second time.
+
+    The card of the bundled checkpoint has part of the repository's own table, and is written, too.
+    """
     done = finished(read_runs(output / "results.json"))
     if not done:
         raise SystemExit(f"error: {output / 'results.json'} has no runs; train some first, without --report")
@@ -350,6 +363,8 @@ def report(output: Path) -> None:
     told = table(done, again)
     write_text(output / "table.md", "<!-- written by examples/synthetic_twins.py -->\n" + told)
     picture(done, again, output / "curves.svg")
+    if output == OUTPUT:
+        write_text(train_synthetic.CHECKPOINT / "README.md", train_synthetic.card(train_synthetic.CHECKPOINT))
     print(told + f"{len(missing(done))} runs can be added. Wrote table.md and curves.svg to {output}")
 
 

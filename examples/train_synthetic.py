@@ -37,6 +37,7 @@ from dcformer.synthetic import TASKS, build_tokenizer, encode, iterate_contexts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
+TWINS = REPOSITORY / "docs" / "twins" / "table.md"
 PLAIN = {"compose_pre": False, "compose_post": False, "compose_query": False, "compose_key": False}
 MAX_TOKENS = 512  # of a context
 WINDOW = 8  # from a fact to its person, and from the end of a question to whom it names
@@ -382,8 +383,7 @@ ask("\\n< Peter owns the desk. Boris owns the tuna. Olga owns the banana. >. Bor
 three examples, no question line of which occurs in training) that are the model's first choice. Twins had the same seed
 and went through the same stages, each to the next when it had learned the last, at a learning rate that suits them. It
 is one run each, with the seed for which the rates were chosen; with other seeds the early stages take much longer, so
-these rows do not tell which variant is better: docs/twins/table.md has three seeds of each, before the learning rate
-falls.
+these rows do not tell which variant is better. The next table has more of each.
 
 | | parameters | learning rate | steps | held-out accuracy | held-out loss | processor minutes |
 |---|---|---|---|---|---|---|
@@ -393,6 +393,14 @@ For comparison: looking up a random fact of the question's statement (one of thr
 and transforming that correctly is right in {random_fact:.1%} of the cases. Every question has
 one answer, so a model can be right in all. `training.json` has the curve on the validation split;
 `python benchmarks/recipe_runs.py` prints it.
+
+## Beside its twins
+
+Composition, talking heads and plain attention on the same rows, before the learning rate falls; accuracy is that of
+validation questions (`python examples/synthetic_twins.py --report`). {twins}
+
+Seeds of one variant are further apart than the means of two variants: on these tasks it cannot be told whether
+composition helps.
 """
 
 
@@ -409,7 +417,7 @@ def add_characters(model: dcformer.DCFormerForCausalLM, tokenizer) -> None:
 
 
 def publish(runs: Path, checkpoint: Path) -> None:
-    """Makes the bundled checkpoint: weight file, tokenizer and a model card, which also names the trained twins.
+    """Makes the bundled checkpoint: weight file, tokenizer, reports of it and its trained twins, and a model card.
 
     It can spell words that it was not trained on, as `generate(stop_strings=...)` asks of a tokenizer.
 
@@ -424,31 +432,40 @@ def publish(runs: Path, checkpoint: Path) -> None:
             if all(report[name] == first[name] for name in ("steps", "decay_steps", "batch_size", "seed")):
                 reports[variant] = report
     model = dcformer.DCFormerForCausalLM.from_pretrained(runs / "dcformer")
-    words, tokenizer = model.config.vocab_size, build_tokenizer(model_max_length=MAX_TOKENS, spell=True)
+    tokenizer = build_tokenizer(model_max_length=MAX_TOKENS, spell=True)
     add_characters(model, tokenizer)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
+    (checkpoint / "training.json").write_text(json.dumps(reports, indent=2) + "\n", encoding="utf-8")
+    (checkpoint / "README.md").write_text(card(checkpoint), encoding="utf-8")
+    print(f"wrote {checkpoint}")
+
+
+def card(checkpoint: Path) -> str:
+    """The model card of a checkpoint that `publish` made, by its `training.json` and the table of its twins."""
+    reports = json.loads((checkpoint / "training.json").read_text(encoding="utf-8"))
+    first = reports["dcformer"]
+    words, model = len(build_tokenizer()), dcformer.DCFormerForCausalLM.from_pretrained(checkpoint)
     rows = "\n".join(
         f"| {variant} | {r['parameters']:,} | {r['learning_rate']:g} | {r['curve'][-1]['step']} | "
         f"{r['test_accuracy']:.1%} | {r['test_loss']:.3f} | {r['minutes']} |"
         for variant, r in reports.items()
     )
     length = "" if first["steps"] is None else f" --steps {first['steps']} --decay-steps {first['decay_steps']}"
-    card = CARD.format(
+    told, table, *_ = TWINS.read_text(encoding="utf-8").partition("\n")[2].split("\n\n")
+    return CARD.format(
         parameters=first["parameters"],
         whole=model.num_parameters(),
         words=words,
-        characters=len(tokenizer) - words,
+        characters=model.config.vocab_size - words,
         seed=first["seed"],
         command="python examples/train_synthetic.py" + length,
         answers=first["test_answers"],
         rows=rows,
         random_fact=sum(1 / task.choices for task in TASKS) / len(TASKS),
+        twins=f"{told}\n\n{table}",
     )
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(checkpoint)
-    tokenizer.save_pretrained(checkpoint)
-    (checkpoint / "README.md").write_text(card, encoding="utf-8")
-    (checkpoint / "training.json").write_text(json.dumps(reports, indent=2) + "\n", encoding="utf-8")
-    print(f"wrote {checkpoint}")
 
 
 def parse_options(options: list[str] | None = None) -> argparse.Namespace:

@@ -67,6 +67,7 @@ def test_bundled_checkpoint():
     assert config["model_type"] == "dcformer" and "hidden_size" in config and "auto_map" not in config
     reports = json.loads((CHECKPOINT / "training.json").read_text())
     card = (CHECKPOINT / "README.md").read_text(encoding="utf-8")
+    assert card == train_synthetic.card(CHECKPOINT)
     assert "dcformer" in reports and set(reports) <= set(train_synthetic.VARIANTS)
     for report in reports.values():
         assert f"{report['test_accuracy']:.1%}" in card and f"{report['test_loss']:.3f}" in card
