@@ -163,7 +163,7 @@ def test_the_device_is_part_of_a_geometry():
 
 
 class Jitted:
-    """Takes all arguments by name; each launch that Triton looks at has a kernel of its own, which notes what it got."""
+    """Takes all arguments by name; each launch that Triton looks at has a kernel of its own, which notes them."""
 
     def __init__(self, is_interpreted: bool = False):
         self.log: list = []
