@@ -6,6 +6,7 @@ The bundled checkpoint and its twin (`training.json` beside it), runs that went 
 (`results/synthetic_recipe.json`), and those of a forerunner of the script (`results/synthetic_curriculum.json`).
 """
 
+import argparse
 import json
 from pathlib import Path
 
@@ -58,7 +59,10 @@ def forerunner(runs: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
+        arguments
+    )
     for run in json.loads(TRAINING.read_text()).values():
         print(
             f"{run['variant']}, seed {run['seed']}, rate {run['learning_rate']:g}, {run['steps']:,} steps: "

@@ -48,9 +48,9 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--seed", type=int, default=2026)
     options = parser.parse_args(arguments)
 
-    for name in ("questions_per_task", "batch_size"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 1")
+    for name, least in (("questions_per_task", 1), ("batch_size", 1), ("show", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least {least}")
     try:
         asked = held_out_questions(options.questions_per_task, options.seed)
     except MissingExtraError as error:
@@ -68,10 +68,11 @@ def main(arguments: list[str] | None = None) -> float:
     )
 
     answers = answer(generator, [question["prompt"] for question in asked], options.batch_size)
+    shown = {i * len(asked) // options.show for i in range(options.show)}
     by_task = defaultdict(list)
     for number, (question, given) in enumerate(zip(asked, answers, strict=True)):
         by_task[question["task_id"]].append(given == question["answer"])
-        if number % max(1, len(asked) // max(1, options.show)) == 0 and options.show:
+        if number in shown:
             print(f"\n[{question['task_id']}]{question['prompt']} ...")
             print(f"  answer: {given}    expected: {question['answer']}")
     for name, wanted in (("a right answer", True), ("a wrong answer", False)):

@@ -34,7 +34,7 @@ CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 def test_demo_prints_what_the_model_answers(capsys):
     accuracy = demo.main(["--questions-per-task", "1", "--show", "3"])
     printed = capsys.readouterr().out
-    assert printed.count("answer: ") == printed.count("expected: ") >= 3
+    assert printed.count("answer: ") == printed.count("expected: ") == 3
     assert f"= {accuracy:.1%}" in printed and "of 74 held-out questions" in printed
     families = re.findall(r"^[a-z-]+ +(\d+) of (\d+)$", printed, re.MULTILINE)
     assert len(families) == 6 and sum(int(total) for _, total in families) == 74
@@ -57,8 +57,13 @@ def test_demo_prints_what_the_model_answers(capsys):
 def test_demo_prints_what_a_wrong_answer_should_have_been(capsys, monkeypatch):
     asked = demo.held_out_questions(1, seed=2026)
     monkeypatch.setattr(demo, "answer", lambda *_: ["wrong", *(question["answer"] for question in asked[1:])])
-    demo.main(["--questions-per-task", "1", "--show", "0"])
-    assert f"\na wrong answer, 'wrong', expected {asked[0]['answer']!r}, and where " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        demo.main(["--show", "-1"])
+    assert "--show -1: expected at least 0" in capsys.readouterr().err
+    demo.main(["--questions-per-task", "1", "--show", "100"])
+    printed = capsys.readouterr().out
+    assert printed.count("answer: ") == 74
+    assert f"\na wrong answer, 'wrong', expected {asked[0]['answer']!r}, and where " in printed
 
 
 def test_bundled_checkpoint():
@@ -244,7 +249,7 @@ def test_the_page_tells_the_runs_of_the_recipe():
 
 
 def test_the_page_has_rows_of_the_runs_that_are_kept(capsys):
-    recipe_runs.main()
+    recipe_runs.main([])
     printed = capsys.readouterr().out
     page = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ \| \d \| \d\.\d\d \| .+ % \| .+ % \|$", page, re.MULTILINE)

@@ -91,7 +91,9 @@ REFUSED = {
     "per_device_train_batch_size is 4.0: expected an integer": lambda: recipe("dcformer-405m").arguments(2, 4.0),
     "use 2 or 4 sequences per device": lambda: recipe("dcformer-405m").arguments(devices=8, per_device=3),
     "use 4 or 8 devices": lambda: recipe("dcformer-405m").arguments(devices=6, per_device=4),
-    "use a divisor of 256": lambda: recipe("dcformer-405m").arguments(devices=3, per_device=3),
+    "use 2 devices with 2 sequences each": lambda: recipe("dcformer-405m").arguments(devices=3, per_device=3),
+    "use 2 devices with 4 sequences each": lambda: recipe("dcformer-405m").arguments(devices=3, per_device=5),
+    "devices is True: expected an integer": lambda: recipe("dcformer-405m").arguments(devices=True),
 }
 
 

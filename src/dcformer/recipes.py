@@ -97,7 +97,7 @@ class Recipe:
                 out; the message names the nearest that can.
         """
         for name, count in (("devices", devices), ("per_device_train_batch_size", per_device)):
-            if not isinstance(count, int) or count < 1:
+            if type(count) is not int or count < 1:
                 raise DCFormerError(f"{name} is {count!r}: expected an integer of at least 1")
         if self.sequences % (devices * per_device):
             raise DCFormerError(
@@ -127,8 +127,11 @@ class Recipe:
             nearest = sorted(sizes, key=lambda n: abs(n - per_device))[:2]
             return f"use {' or '.join(map(str, sorted(nearest)))} sequences per device"
         counts = [n for n in range(1, self.sequences + 1) if self.sequences % (n * per_device) == 0]
-        if not counts:
-            return f"use a divisor of {self.sequences} as the number of sequences per device"
+        if not counts:  # neither can stay
+            pairs = [(n, m) for n in range(1, self.sequences + 1) if not self.sequences % n
+                     for m in range(1, self.sequences // n + 1) if not self.sequences // n % m]  # fmt: skip
+            n, m = min(pairs, key=lambda pair: abs(pair[0] - devices) + abs(pair[1] - per_device))
+            return f"use {n} devices with {m} sequences each"
         nearest = sorted(counts, key=lambda n: abs(n - devices))[:2]
         return f"use {' or '.join(map(str, sorted(nearest)))} devices"
 

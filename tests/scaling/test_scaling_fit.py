@@ -68,7 +68,6 @@ def coverage(form, sizes, seeds, noise, misfit, draws):
         (3, (3, 3), 0.02, 0.0),
         (4, (1, 1), 0.02, 0.0),
         (5, (3, 1), 0.02, 0.0),
-        (5, ([5, 1, 3, 1, 2], [1, 3, 5, 2, 1]), 0.02, 0.0),
         (4, (3, 3), 0.005, 0.02),
         (3, (3, 3), 0.005, 0.02),
         (3, (5, 5), 0.005, 0.02),
@@ -81,11 +80,19 @@ def test_intervals_cover_as_often_as_they_say(sizes, seeds, noise, misfit):
         assert 0.90 <= share <= 0.98, (name, share)
 
 
-def test_intervals_are_cautious_where_only_the_variant_has_seeds():
-    """How much of the baseline's scatter is noise of seeds is then hard to tell: some intervals are too long."""
-    for name, share in coverage("log", 5, (1, 3), 0.02, 0.0, 500).items():
-        assert 0.90 <= share <= 0.99, (name, share)
-    assert min(coverage("log", 4, (1, 5), 0.02, 0.02, 500).values()) >= 0.90
+@pytest.mark.parametrize(
+    ("sizes", "seeds", "noise", "misfit"),
+    [
+        *((sizes, seeds, noise, misfit)
+          for seeds in ((1, 3), (1, 5), (2, 5), (5, 2), (3, 1), (5, 1))
+          for sizes, noise, misfit in ((3, 0.01, 0.02), (4, 0.02, 0.02), (5, 0.02, 0.0))),
+        (5, ([5, 1, 3, 1, 2], [1, 3, 5, 2, 1]), 0.02, 0.0),
+    ],
+)  # fmt: skip
+def test_intervals_are_cautious_where_one_family_has_more_seeds(sizes, seeds, noise, misfit):
+    """How much of an error is noise of seeds is then harder to tell: some intervals are too long."""
+    for name, share in coverage("log", sizes, seeds, noise, misfit, 500).items():
+        assert 0.90 <= share <= 0.995, (name, share)
 
 
 def test_intervals_of_a_power_law_cover_as_often_as_they_say():
@@ -224,15 +231,15 @@ def test_a_variant_below_the_floor_has_no_factor():
 
 
 REFUSED = {
-    r"family 'b' has 1 size: a law needs 2": lambda: fit_law(runs("b", LAWS["log"], SIZES[:1])),
+    r"column parameters: family 'b' .*has 1 size: a law needs 2": lambda: fit_law(runs("b", LAWS["log"], SIZES[:1])),
     r"has 4 sizes: the form power\+floor needs 5": lambda: fit_law(runs("b", LAWS["log"], SIZES[:4]), "power+floor"),
     "form 'cubic': expected one of log, power": lambda: fit_law(runs("b", LAWS["log"]), "cubic"),
-    "loss of family 'b' does not fall with compute": lambda: fit_law(runs("b", lambda c: np.log(c))),
-    "all runs of family 'b' have the same compute": lambda: fit_law(
+    "column loss: that of family 'b' .*does not fall with compute": lambda: fit_law(runs("b", lambda c: np.log(c))),
+    "column flops: all runs of family 'b' .*have the same compute": lambda: fit_law(
         [dataclasses.replace(p, flops=1e18) for p in runs("b", LAWS["log"])]
     ),
-    "loss of family 'v' does not fall": lambda: joint_factor(runs("b", LAWS["log"]), runs("v", lambda c: np.log(c))),
-    "loss of family 'flat' does not fall": lambda: fit_law(runs("flat", lambda c: 3.1 + 0 * c)),
+    "that of family 'v' .*does not fall": lambda: joint_factor(runs("b", LAWS["log"]), runs("v", lambda c: np.log(c))),
+    "that of family 'flat' .*does not fall": lambda: fit_law(runs("flat", lambda c: 3.1 + 0 * c)),
 }
 
 

@@ -118,7 +118,10 @@ def test_a_heading_with_a_byte_order_mark(tmp_path, capsys):
 
 
 def test_a_variant_that_gets_worse(tmp_path):
-    with pytest.raises(SystemExit, match="error: the loss of family 'v' does not fall with compute"):
+    with pytest.raises(
+        SystemExit,
+        match=r"error: column loss: that of family 'v' \(the first: .*row .*\) does not fall with compute",
+    ):
         main(table(tmp_path, (3.5, 3.3, 3.1), (3.0, 3.2)))
 
 
@@ -136,12 +139,31 @@ def test_seeds_are_no_sizes(tmp_path, capsys):
     assert "3 sizes, 9 runs" in out and "three points cannot say more" in out and "The unit is the size" in out
 
 
+def test_a_measure_that_was_not_asked_for_refuses_nothing(tmp_path, capsys):
+    """Runs of one 6 N D, which differ in operations."""
+    file = tmp_path / "runs.csv"
+    rows = "".join(
+        f"{family},{n},{4e13 / n},{loss - gain},{flops}\n"
+        for family, gain in (("b", 0), ("v", 0.05))
+        for n, loss, flops in ((1e6, 3.5, 1e14), (2e6, 3.4, 2e14), (4e6, 3.3, 4e14))
+    )
+    file.write_text("family,parameters,tokens,loss,flops\n" + rows)
+    main([str(file), "--baseline", "b", "--variant", "v"])
+    out = capsys.readouterr().out
+    assert "factor (flops)" in out and "factor (6nd)" not in out
+    with pytest.raises(SystemExit, match=r"columns parameters and tokens: all runs of family 'v' .*the same compute"):
+        main([str(file), "--baseline", "b", "--variant", "v", "--compute", "6nd"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*PYTHIA[:4], "other", "--perplexity"], "error: no run is of family 'other': found dcpythia, pythia"),
-        ([*PYTHIA, "--compute", "flops"], "error: .*row 2: no flops"),
-        ([*PYTHIA, "--form", "power+floor"], "error: family 'pythia' has 3 sizes"),
+        ([*PYTHIA[:4], "other", "--perplexity"], "column family: no run is of family 'other': found dcpythia, pythia"),
+        ([*PYTHIA, "--compute", "flops"], r"error: .*row \d: no flops"),
+        (
+            [*PYTHIA, "--form", "power+floor"],
+            r"error: column parameters: family 'pythia' .*table4.csv, row 2\) has 3 sizes",
+        ),
         (["missing.csv", *PYTHIA[1:]], "error: missing.csv cannot be read"),
         ([*PYTHIA, "--plot", "out.xyz"], r"error: --plot out.xyz: expected a name that ends in one of .*\.png"),
         ([*PYTHIA, "--plot", "missing/out.png"], "error: --plot missing/out.png: there is no folder missing"),

@@ -405,6 +405,15 @@ def test_devices_of_a_recipe_are_those_of_the_run(processes, tmp_path, monkeypat
         assert f"--devices is {devices}, and this run has 4: a step takes {sequences} sequences" in caplog.text
 
 
+@pytest.mark.parametrize("devices", ["4", "-3"])
+def test_devices_and_an_accumulation_of_ones_own_are_refused(devices, tmp_path):
+    line = [*SCALED, "--output_dir", str(tmp_path), "--use_cpu", "--devices", devices]
+    line += ["--gradient_accumulation_steps", "2"]
+    _, chosen, training = parse(CLASSES, line)
+    with pytest.raises(DCFormerError, match=f"--devices {devices} decides the accumulation.* leave one of the two out"):
+        with_recipe(CLASSES, chosen, training, line)
+
+
 def test_other_schedules_need_no_arguments(tmp_path):
     """The minimum is of the schedule that takes it, with and without a recipe."""
     assert prepare(tmp_path, "--data", TEXT).args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}

@@ -30,33 +30,28 @@ def analyse(baseline: Sequence[Point], variant: Sequence[Point], options: argpar
         options: of the command: form, compute, level.
 
     Returns:
-        measure -> {"law", "factors", "joint"}; the measure that was asked for comes first.
+        measure -> {"law", "factors", "joint"}; the measure that was asked for comes first. Others that cannot be had,
+        or under which there is no law, are left out.
 
     Raises:
         DCFormerError: when the measure that was asked for cannot be had, there is no law, or the variant's losses do
             not fall with compute.
     """
-    measures = []
     if options.compute is None:
         has_flops = all(point.flops is not None for point in (*baseline, *variant))
         options.compute = "flops" if has_flops else "6nd"
+    found: dict[str, Any] = {}
     for measure in (options.compute, *(m for m in MEASURES if m != options.compute)):
         try:
-            for point in (*baseline, *variant):
-                point.compute(measure)
+            fit_law(variant, measure=measure)  # only to see that its losses fall
+            found[measure] = {
+                "law": fit_law(baseline, options.form, measure),
+                "factors": compute_factors(baseline, variant, options.form, measure, options.level),
+                "joint": joint_factor(baseline, variant, options.form, measure, options.level),
+            }
         except DCFormerError:
             if measure == options.compute:
                 raise
-            continue
-        measures.append(measure)
-    found: dict[str, Any] = {}
-    for measure in measures:
-        fit_law(variant, measure=measure)  # only to see that its losses fall
-        found[measure] = {
-            "law": fit_law(baseline, options.form, measure),
-            "factors": compute_factors(baseline, variant, options.form, measure, options.level),
-            "joint": joint_factor(baseline, variant, options.form, measure, options.level),
-        }
     return found
 
 
@@ -149,8 +144,8 @@ def _caveats(law: Law, factors: Sequence[Factor], measure: str, found: dict[str,
         lines.append("The unit is the size: seeds make its mean better, and add no degrees of freedom.")
     if law.sizes == 3:
         lines.append(
-            "With one degree of freedom a 95 % interval reaches 12.7 standard errors to either side: three points "
-            "cannot say more."
+            "With one degree of freedom a 95 % interval reaches up to 12.7 standard errors to either side: three "
+            "points cannot say more."
         )
     return lines
 
@@ -232,8 +227,12 @@ def run(arguments: Sequence[str] | None = None) -> str:
         if path is not None and not path.parent.is_dir():
             raise DCFormerError(f"{option} {path}: there is no folder {path.parent}; make it, or name another")
     points = read_points(options.runs, options.perplexity, options.mixed_tokens)
-    baseline, variant = (of_family(points, name) for name in (options.baseline, options.variant))
-    found = analyse(baseline, variant, options)
+    try:
+        baseline, variant = (of_family(points, name) for name in (options.baseline, options.variant))
+        found = analyse(baseline, variant, options)
+    except DCFormerError as error:
+        told = str(error)
+        raise DCFormerError(told if str(options.runs) in told else f"{options.runs}, {told}") from error
     if options.plot is not None:
         plot(baseline, variant, found[options.compute]["law"], options.compute, options.plot)
     if options.json is not None:

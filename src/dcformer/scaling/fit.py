@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..errors import DCFormerError, require_extra
-from .points import Point
+from .points import COLUMNS, Point
 
 FORMS = ("log", "power", "power+floor")
 _FLOOR_SIZES = 5  # sizes that a law of three numbers needs at least
@@ -193,16 +193,19 @@ class _Noise:
             self.scatter + self.single * (1 / seeds - self.inverse), np.minimum(self.scatter, self.single / seeds)
         )
 
-    def error(self, shares: np.ndarray, seeds: np.ndarray) -> tuple[float, float]:
-        """Standard error of Σ shares · means, and its degrees of freedom: those of s², and by Satterthwaite's formula
-        more where much of it is what seeds alone vary by."""
+    def error(self, shares: np.ndarray, seeds: np.ndarray, level: float) -> tuple[float, float]:
+        """Standard error of Σ shares · means, and how many of it an interval of a level goes to either side.
+
+        What seeds add to s² is known with their own degrees of freedom: quantiles of both parts are added in
+        squares, as s² may be small by chance.
+        """
         variance = float(shares**2 @ self.variances(seeds))
         scatter = self.scatter * float(shares @ shares)
-        rest, freedom = variance - scatter, float(self.freedom)
-        if self.spare and abs(rest) > 1e-12 * scatter:
-            most = variance**2 / (scatter**2 / self.freedom + rest**2 / self.spare) if rest > 0 else freedom + 1
-            freedom = max(freedom, most)
-        return math.sqrt(variance), freedom
+        rest, quantile = variance - scatter, _quantile(level, self.freedom)
+        if self.spare and rest > 1e-12 * scatter:
+            squares = quantile**2 * scatter + min(quantile, _quantile(level, self.spare)) ** 2 * rest
+            quantile = math.sqrt(squares / variance)
+        return math.sqrt(variance), quantile
 
 
 def _quantile(level: float, freedom: float) -> float:
@@ -234,18 +237,21 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 def _falling_line(families: str, measure: str, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """As `_line`, of losses that fall with compute; others are refused."""
     if np.ptp(x) < 1e-9:
-        raise DCFormerError(f"all runs of {families} have the same compute, {math.exp(x[0]):.4g} ({measure})")
+        raise DCFormerError(
+            f"{COLUMNS[measure]}: all runs of {families} have the same compute, {math.exp(x[0]):.4g} ({measure})"
+        )
     slope, intercept = _line(x, y)
     if slope * np.ptp(x) > -_FLAT * np.abs(y).max():
         raise DCFormerError(
-            f"the loss of {families} does not fall with compute (slope {slope:+.4g}): there is no factor; compare runs "
-            "of sizes that are far enough apart"
+            f"column loss: that of {families} does not fall with compute (slope {slope:+.4g}): there is no factor; "
+            "compare runs of sizes that are far enough apart"
         )
     return slope, intercept
 
 
 def _named(points: Sequence[Point]) -> str:
-    return f"family {points[0].family!r}"
+    first = f" (the first: {points[0].source})" if points[0].source else ""
+    return f"family {points[0].family!r}{first}"
 
 
 def fit_law(points: Sequence[Point], form: str = "log", measure: str = "flops") -> Law:
@@ -269,7 +275,7 @@ def fit_law(points: Sequence[Point], form: str = "log", measure: str = "flops") 
     if len(sizes) < least:
         number = "1 size" if len(sizes) == 1 else f"{len(sizes)} sizes"
         what = "a law" if least == 2 else f"the form {form}"
-        raise DCFormerError(f"{_named(points)} has {number}: {what} needs {least} or more")
+        raise DCFormerError(f"column parameters: {_named(points)} has {number}: {what} needs {least} or more")
     x, y = sizes.x, sizes.y
     slope, intercept = _falling_line(_named(points), measure, x, y)
     floor, numbers, residuals = 0.0, 2, y - intercept - slope * x
@@ -379,7 +385,7 @@ def _floor_interval(x: Groups, y: Groups, seeds: Groups, noise: _Noise, level: f
     is_variant = np.repeat([0.0, 1.0], [len(xs) for xs in x])
     columns = [np.ones_like(fall), fall, -shifted * fall, -best.alpha * is_variant * fall]  # by L∞, ln A, α and ln k
     shares = np.linalg.pinv(np.stack(columns[int(best.floor <= 0) :], 1))[-1]
-    error, freedom = noise.error(shares, all_seeds)
+    error, quantile = noise.error(shares, all_seeds, level)
     losses, common_weights = np.concatenate(y), np.concatenate(weights)
 
     def end(sign: int, errors: float) -> float:
@@ -395,7 +401,7 @@ def _floor_interval(x: Groups, y: Groups, seeds: Groups, noise: _Noise, level: f
                 return sign * math.inf
         return found + sign * brentq(excess, near, far, xtol=1e-7)
 
-    interval, standard = ((end(-1, errors), end(1, errors)) for errors in (_quantile(level, freedom), 1.0))
+    interval, standard = ((end(-1, errors), end(1, errors)) for errors in (quantile, 1.0))
     return (_exp(interval[0]), _exp(interval[1])), (_exp(standard[0]), _exp(standard[1]))
 
 
@@ -442,8 +448,8 @@ def compute_factors(
             else:
                 away = fitted.x - middle
                 shares = np.append(1 / len(fitted) + (at - middle) * away / float(away @ away), 1.0) / law.slope
-                error, freedom = noise.error(shares, np.append(fitted.seeds, seeds))
-                interval = _around(log_factor, _quantile(level, freedom) * error)
+                error, quantile = noise.error(shares, np.append(fitted.seeds, seeds), level)
+                interval = _around(log_factor, quantile * error)
                 standard = _around(log_factor, error)
         loss, compute = float(sizes.losses[i]), math.exp(x)
         found.append(
@@ -529,9 +535,9 @@ def joint_factor(
     slope, log_factor, freedom = float(found[1]), float(found[2] / found[1]), len(x) - 3
     residuals = y - design @ found
     noise = _Noise.of(float(residuals @ residuals) / freedom, freedom, seeds, *families)
-    error, reached = noise.error(np.array([0.0, -log_factor, 1.0]) / slope @ solve, seeds)
+    error, quantile = noise.error(np.array([0.0, -log_factor, 1.0]) / slope @ solve, seeds, level)
     return JointFactor(
-        _exp(log_factor), _around(log_factor, _quantile(level, reached) * error), _around(log_factor, error), slope,
+        _exp(log_factor), _around(log_factor, quantile * error), _around(log_factor, error), slope,
         freedom, *_own_slopes(*families),
     )  # fmt: skip
 

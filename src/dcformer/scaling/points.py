@@ -19,7 +19,12 @@ from ..analysis import num_parameters, training_flops
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, DCFormerError, refused
 
-MEASURES = ("6nd", "6nd-nonembed", "flops")
+COLUMNS = {  # that a measure of compute takes, by its name
+    "6nd": "columns parameters and tokens",
+    "6nd-nonembed": "columns parameters, embedding_parameters and tokens",
+    "flops": "column flops",
+}
+MEASURES = tuple(COLUMNS)
 _NUMBERS = ("parameters", "embedding_parameters", "tokens", "flops", "loss")
 _NEEDED = ("family", "parameters", "tokens", "loss")
 _LARGEST_LOSS = 20.0  # nats; ln(vocabulary) of the largest vocabularies is below 13
@@ -85,7 +90,7 @@ def of_family(points: Sequence[Point], family: str) -> list[Point]:
     found = [point for point in points if point.family == family]
     if not found:
         names = ", ".join(sorted({point.family for point in points})) or "none"
-        raise DCFormerError(f"no run is of family {family!r}: found {names}")
+        raise DCFormerError(f"column family: no run is of family {family!r}: found {names}")
     return found
 
 

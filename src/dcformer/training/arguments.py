@@ -280,6 +280,11 @@ def with_recipe(
     if training.max_steps > 0:  # which goes before epochs
         run, is_by_epochs = replace(run, steps=training.max_steps), False
     own_batch = "gradient_accumulation_steps" in given
+    if own_batch and chosen.devices is not None:
+        raise DCFormerError(
+            f"--devices {chosen.devices} decides the accumulation, and --gradient_accumulation_steps "
+            f"{training.gradient_accumulation_steps} is given: leave one of the two out"
+        )
     per_device = training.per_device_train_batch_size
     here = training.world_size * training.train_batch_size // per_device
     devices = here if chosen.devices is None else chosen.devices
