@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dcformer import DCFormerForCausalLM
+from dcformer import ComposeTrace, DCFormerForCausalLM
 
 WINDOW = 6
 
@@ -138,6 +138,20 @@ def test_a_model_with_fewer_layers_says_so_when_it_is_saved(whole, tmp_path):
     loaded = DCFormerForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     ids = torch.randint(3, 60, (2, 9))
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-9, atol=1e-9)
+
+
+def test_a_trace_is_not_filled_twice(whole):
+    """Under gradient checkpointing the backward pass runs layers again."""
+    model = copy.deepcopy(whole).train()
+    model.set_attn_implementation("eager")
+    model.gradient_checkpointing_enable()
+    ids, trace = torch.randint(3, 60, (1, 5)), ComposeTrace()
+    with pytest.raises(ValueError, match="compose_trace with gradient checkpointing"):
+        model(ids, compose_trace=trace)
+    with torch.no_grad():
+        model(ids, compose_trace=trace)
+    model.eval()(ids, compose_trace=trace)
+    assert len(trace.layers) == 2 * model.config.num_hidden_layers
 
 
 MAPS = {"key_head_map": [[0, 0, 1, 1], [0, 1, 1, 0]], "value_head_map": [[0, 0, 1, 1], [0, 1, 1, 0]]}

@@ -9,7 +9,7 @@ What all implementations compute (paper section 3.1), composition inside groups 
     output  = compose(weights) v              the composed weights are rounded to the model's dtype first
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,27 @@ class ComposeTrace:
     """
 
     layers: list[LayerTrace] = field(default_factory=list)
+
+
+def check_trace(trace: Any, layers: Iterable[nn.Module], training: bool) -> None:
+    """Refuses what collects no maps, and layers that a backward pass runs, and records, a second time.
+
+    Raises:
+        ValueError: naming the type, or gradient checkpointing.
+    """
+    if trace is None:
+        return
+    if not isinstance(trace, ComposeTrace):
+        raise ValueError(f"compose_trace is of type {type(trace).__name__}: expected a ComposeTrace.")
+    if (
+        training
+        and torch.is_grad_enabled()
+        and any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
+    ):
+        raise ValueError(
+            "compose_trace with gradient checkpointing would hold every layer twice, as the backward pass runs layers "
+            "again: call model.eval() or model.gradient_checkpointing_disable(), or trace under torch.no_grad()."
+        )
 
 
 def _masked_softmax(

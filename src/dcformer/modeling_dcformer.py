@@ -38,6 +38,7 @@ from .attention_dcformer import (
     LOAD_EAGER,
     ComposeTrace,
     attend_composed,
+    check_trace,
     eager_attention,
     no_trace,
     refuse_without_composition,
@@ -116,6 +117,19 @@ class DCFormerLayerNorm(nn.LayerNorm):
         compute = accumulation_dtype(x.dtype)
         weight, bias = self.weight.to(compute), self.bias.to(compute)
         return F.layer_norm(x.to(compute), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+def refuse_missing_layers(layers: int, number: int) -> None:
+    """Refuses to save a model of fewer layers than its configuration says.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    if layers < number:
+        raise ValueError(
+            f"the model has {layers} layers and config.num_hidden_layers={number}: loaded again, it would have new "
+            f"ones behind them. Set config.num_hidden_layers = {layers}."
+        )
 
 
 def _make_norm(config: DCFormerConfig) -> nn.Module:
@@ -782,11 +796,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         """
         if isinstance(decoder := self.base_model, DCFormerModel):
             layers, _ = decoder.running_layers()  # what cannot run cannot be loaded
-            if len(layers) < (number := decoder.config.num_hidden_layers):
-                raise ValueError(
-                    f"the model has {len(layers)} layers and config.num_hidden_layers={number}: loaded again, it would "
-                    f"have new ones behind them. Set config.num_hidden_layers = {len(layers)}."
-                )
+            refuse_missing_layers(len(layers), decoder.config.num_hidden_layers)
         was_converted = bool(getattr(self, "_weight_conversions", None))  # a new model has no other original format
         given = inspect.signature(super().save_pretrained).bind(save_directory, *args, **kwargs)
         given.arguments["save_original_format"] = was_converted and given.arguments.get("save_original_format", False)
@@ -835,9 +845,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 "cu_seq_lens_q and cu_seq_lens_k are not read: position_ids say where documents begin. Give those that "
                 "begin anew with each document, and no attention_mask (DataCollatorWithFlattening does by default)."
             )
-        trace = kwargs.get("compose_trace")
-        if trace is not None and not isinstance(trace, ComposeTrace):
-            raise ValueError(f"compose_trace is of type {type(trace).__name__}: expected a ComposeTrace.")
+        check_trace(kwargs.get("compose_trace"), self.layers, self.training)
         if kwargs.get("output_attentions", self.config.output_attentions) and (missing := self._why_no_maps()):
             logger.warning_once(f"{missing} The tuple of attentions is empty.")  # as with Transformers' sdpa
         hidden_states = inputs_embeds

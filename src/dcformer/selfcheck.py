@@ -38,6 +38,7 @@ def _check(options: argparse.Namespace) -> int:
     from .kernels.limits import is_interpreted, unsupported_reason
     from .kernels.selfcheck import kinds
     from .loading import named_device
+    from .vision.configuration_dcvit import DCViTConfig
 
     config: Any = None
     if options.model:
@@ -47,8 +48,11 @@ def _check(options: argparse.Namespace) -> int:
     else:
         with refused(ValueError):
             config = DCFormerConfig.from_preset(options.preset)
-    if not isinstance(config, DCFormerConfig):
-        raise DCFormerError(f"{options.model} is a {config.model_type!r} model: expected 'dcformer' or 'dcpythia'.")
+    if not isinstance(config, DCFormerConfig | DCViTConfig):
+        raise DCFormerError(
+            f"{options.model} is a {config.model_type!r} model: expected one of this package, such as 'dcformer', "
+            "'dcpythia' or 'dcvit'."
+        )
     if options.device is not None:
         device = named_device(options.device)
     elif is_interpreted():

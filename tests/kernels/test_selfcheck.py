@@ -10,10 +10,13 @@ import pytest
 import torch
 from helpers import Logits, randomise, tiny_config
 from kernel_device import DEVICE, HERE, INTERPRETED
+from transformers import BertConfig
 
 from dcformer import DCFormerForCausalLM
+from dcformer import selfcheck as selfcheck_command
 from dcformer.compose_dcformer import DEFAULT_ATTENTION
 from dcformer.kernels import decode, generator, launch, limits, selfcheck, step, verdicts
+from dcformer.vision import DCViTConfig
 from dcformer_commands.selfcheck import main
 
 # name -> fields of the configuration, window, dtype, dtype of hidden states
@@ -58,12 +61,14 @@ def test_right_kernels_pass(name):
     weights = [f"{stage}.{side}.{part}" for stage in composes for side in sides for part in parts]
     made = [f"generators, {name}" for name in weights]
     weights += [f"{stage}.static" for stage in composes] * kind.static
-    gradients = [f"attention, gradient of {name}" for name in ("query", "key", "value", *weights)]
+    tensors = ("query", "key", "value", *weights)
+    gradients = [f"{name}, gradient of {tensor}" for name in ALL[: 1 if kind.windowed else 2] for tensor in tensors]
     assert {"attention, forward", "decoding, 1 query", "decoding, 3 queries", *gradients, *made} <= set(names)
     assert ("fused steps, token 1" in names) == ("fused steps, token 2" in names) == (kind.dtype == kind.states)
     assert all(check.eager > 0 for check in results)  # the yardstick is more than zero, so something was computed
 
 
+ALL = ("attention", "attention to all keys")  # of kinds without windows
 SMALL = dataclasses.replace(kind_named("grouped-query"), heads=2, kv_heads=2, rank=1)
 
 
@@ -160,6 +165,7 @@ BROKEN = {
 def test_wrong_kernels_are_caught_and_named(name, monkeypatch):
     """Off by one part in a thousand, at every so many numbers: float32 is a thousand times as exact."""
     break_it, expected = BROKEN[name]
+    expected = expected | {check.replace("attention,", "attention to all keys,") for check in expected}
     break_it(monkeypatch)
     failed = [check for check in selfcheck.run(HERE, SMALL) if not check.passed]
     assert failed, "nothing was caught"
@@ -175,7 +181,7 @@ def test_wrong_gradients_are_caught_in_bfloat16(of, monkeypatch):
     """Where the yardstick's own maps are rounded: one channel is off by a fifth."""
     break_gradients(monkeypatch, lambda grads: [getattr(grads, of)], by=0.2)
     failed = [check for check in selfcheck.run(HERE, dataclasses.replace(SMALL, dtype="bfloat16")) if not check.passed]
-    assert [check.name for check in failed] == [f"attention, gradient of {of}"]
+    assert [check.name for check in failed] == [f"{name}, gradient of {of}" for name in ALL]
 
 
 def test_the_check_leaves_the_callers_surroundings_alone():
@@ -205,6 +211,19 @@ def test_the_command(capsys, monkeypatch, tmp_path):
     assert all(check.name in out for check in results) and f"{len(results)} results, 0 beyond" in out
     if INTERPRETED:
         assert "says nothing about a GPU" in out
+
+
+def test_models_of_images_can_be_checked(capsys, monkeypatch, tmp_path):
+    """Their layers are of one kind, and see all keys, which is checked of every kind without windows."""
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "cache"))
+    DCViTConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4).save_pretrained(tmp_path)
+    kinds = []
+    monkeypatch.setattr(selfcheck_command, "_check_kind", lambda device, kind: kinds.append(kind) or True)
+    assert main(["--model", str(tmp_path), "--dtype", "float32", "--device", DEVICE]) == 0
+    assert [(kind.heads, kind.windowed) for kind in kinds] == [(4, False)]
+    BertConfig().save_pretrained(tmp_path)
+    assert main(["--model", str(tmp_path), "--device", DEVICE]) == 1
+    assert "is a 'bert' model: expected one of this package" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

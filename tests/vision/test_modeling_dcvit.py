@@ -244,6 +244,34 @@ def test_saved_and_loaded(make_model, images, tmp_path):
     assert torch.equal(base(images).pooler_output, model.dcvit(images).pooler_output)
 
 
+def test_fewer_layers(make_model, images, tmp_path):
+    """As many run as the configuration says, as they will when it is loaded; a missing one is refused."""
+    model = make_model()
+    both = model(images).logits
+    model.config.num_hidden_layers = 1
+    first = model(images).logits
+    model.save_pretrained(tmp_path / "first")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "first", attn_implementation="eager")
+    assert torch.equal(loaded(images).logits, first) and not torch.equal(first, both)
+    model.config.num_hidden_layers = -1
+    with pytest.raises(ValueError, match="num_hidden_layers=-1 must not be negative"):
+        model(images)
+    model.config.num_hidden_layers = 2
+    del model.dcvit.layers[0]
+    with pytest.raises(ValueError, match=r"has 1 layers and config\.num_hidden_layers=2.*num_hidden_layers = 1"):
+        model.save_pretrained(tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_trace_is_not_filled_twice(make_model, images):
+    model = make_model().train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="compose_trace with gradient checkpointing"):
+        model(images, compose_trace=ComposeTrace())
+    with pytest.raises(ValueError, match="compose_trace is of type dict"):
+        model.eval()(images, compose_trace={})
+
+
 def test_other_classes_are_learned_anew(make_model, tmp_path):
     make_model().save_pretrained(tmp_path)
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path, num_labels=9, ignore_mismatched_sizes=True)

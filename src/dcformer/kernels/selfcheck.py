@@ -119,16 +119,16 @@ class Check:
         return f"{self.name} is off by {self.error:.3g} ({self.measure}), {self.allowed:.3g} is allowed"
 
 
-def kinds(config: DCFormerConfig, dtype: str, states: str | None = None) -> list[Kind]:
+def kinds(config: Any, dtype: str, states: str | None = None) -> list[Kind]:
     """The kinds of layers of a model.
 
     Args:
-        config: of the model.
+        config: of the model, a `DCFormerConfig` or `DCViTConfig`, whose layers have no windows.
         dtype: of queries, keys and values, as "bfloat16".
         states: of hidden states, where autocast makes it another one.
     """
-    windows = sorted({kind == "sliding_attention" for kind in config.layer_types or ()})
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    windows = sorted({kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ("full",)})
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     switches = _switches(config, heads, kv_heads or heads, config.compose_groups)
     return [Kind(*(*switches, windowed, dtype, states or dtype)) for windowed in windows]
 
@@ -326,6 +326,8 @@ def checks(device: torch.device, kind: Kind) -> Iterator[Check]:
     lengths = _Lengths(131, 300, 67) if device.type == "cuda" else _Lengths(21, 40, 18)
     subject = _Subject(kind, device, lengths)
     yield from subject.attention()
+    if not kind.windowed:
+        yield from subject.attention(is_causal=False)  # images
     yield from subject.decoding(1)
     yield from subject.decoding(3)
     if kind.rank or kind.gate:
@@ -432,10 +434,10 @@ class _Subject:
             "value": self._new(2, kind.kv_heads, keys, kind.head_dim),
         }
 
-    def _visible(self, tokens: int, keys: int) -> torch.Tensor:
+    def _visible(self, tokens: int, keys: int, is_causal: bool = True) -> torch.Tensor:
         """[2, 1, T, S]: causal, in the window; the second row has padding on the left."""
         t, s = torch.arange(tokens, device=self.device)[:, None] + keys - tokens, torch.arange(keys, device=self.device)
-        visible = s <= t
+        visible = s <= t if is_causal else s < keys + 0 * t
         if self.kind.windowed:
             visible = visible & (s > t - _WINDOW)
         start = torch.tensor([0, keys // 4], device=self.device)[:, None, None]
@@ -470,19 +472,20 @@ class _Subject:
 
     # --- comparisons --------------------------------------------------------------------------------------------------
 
-    def attention(self) -> Iterator[Check]:
-        """Output and every gradient, of tokens that see the tokens before them."""
+    def attention(self, is_causal: bool = True) -> Iterator[Check]:
+        """Output and every gradient, of tokens that see the tokens before them, or all."""
         from .ops import composed_attention
 
         tokens = self.lengths.tokens
         states, weights = self._states(tokens, tokens), self._weights(tokens, tokens)
-        visible, grad = self._visible(tokens, tokens), self._new(*states["query"].shape)
+        visible, grad = self._visible(tokens, tokens, is_causal), self._new(*states["query"].shape)
         start = torch.tensor([0, tokens // 4], device=self.device)
 
         def by_kernels(states: _Results, weights: _Results) -> torch.Tensor:
             output: Any = composed_attention(
                 states["query"], states["key"], states["value"], self._stage(weights, "pre"),
-                self._stage(weights, "post"), key_start=start, sliding_window=_WINDOW if self.kind.windowed else None,
+                self._stage(weights, "post"), causal=is_causal, key_start=start,
+                sliding_window=_WINDOW if self.kind.windowed else None,
             )  # fmt: skip
             return output
 
@@ -503,7 +506,7 @@ class _Subject:
         truth, low, found = results(by_definition, True), results(by_definition), results(by_kernels)
         if self.dtype != torch.float32:
             low = results(partial(self._eager_with_rounded_maps, visible=visible)) | {"forward": low["forward"]}
-        yield from self._compare("attention", truth, low, found, span)
+        yield from self._compare("attention" if is_causal else "attention to all keys", truth, low, found, span)
 
     def decoding(self, queries: int) -> Iterator[Check]:
         """A few queries over a cache, whose rows hold key-wise weights behind keys and values."""

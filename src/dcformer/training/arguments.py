@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -328,10 +328,15 @@ def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tu
         an object of each class, in their order.
 
     Raises:
-        DCFormerError: on invalid values, an invalid or unreadable YAML file, or unknown arguments in it.
-        SystemExit: on unknown options, as argparse does.
+        DCFormerError: on invalid values or unknown options, an invalid or unreadable YAML file, or unknown arguments in
+            it.
     """
+
+    def refuse(message: str) -> NoReturn:  # argparse prints its usage, which has a hundred lines here
+        raise DCFormerError(f"{message}; --help lists all arguments")
+
     parser = TrlParser(classes)
+    parser.error = refuse  # type: ignore[method-assign]
     # ImportError: a library of --report_to or --optim
     with refused(ValueError, RuntimeError, ImportError, yaml.YAMLError):
         try:

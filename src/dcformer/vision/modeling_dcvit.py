@@ -7,6 +7,7 @@ Letters: B batch, T tokens (patches, and the class token in front if there is on
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.utils import TransformersKwargs, auto_docstring, can_return_tu
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..attention_dcformer import attend_composed, eager_attention, refuse_without_composition
+from ..attention_dcformer import attend_composed, check_trace, eager_attention, refuse_without_composition
 from ..compose_dcformer import (
     DEFAULT_ATTENTION,
     DCFormerCompose,
@@ -33,7 +34,7 @@ from ..compose_dcformer import (
     stages,
 )
 from ..masks_dcformer import has_values
-from ..modeling_dcformer import DCFormerPreTrainedModel
+from ..modeling_dcformer import DCFormerPreTrainedModel, refuse_missing_layers
 from .configuration_dcvit import DCViTConfig, pair
 
 logger = logging.get_logger(__name__)
@@ -311,6 +312,16 @@ class DCViTPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": DCViTLayer, "attentions": DCViTAttention}
     _input_embed_layer = "patch_embeddings"
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Saves a model as Transformers does.
+
+        Raises:
+            ValueError: for a model that would be loaded with layers that it does not have.
+        """
+        if isinstance(encoder := self.base_model, DCViTModel):
+            refuse_missing_layers(len(encoder.running_layers()), encoder.config.num_hidden_layers)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     # The language models' own: what can compose heads, and why there are no maps.
     get_correct_attn_implementation: Any = DCFormerPreTrainedModel.get_correct_attn_implementation
     _why_no_maps: Any = DCFormerPreTrainedModel._why_no_maps
@@ -380,6 +391,7 @@ class DCViTModel(DCViTPreTrainedModel):
         """
         if pixel_values is None:
             raise ValueError("Give pixel_values, [batch, channels, height, width].")
+        check_trace(kwargs.get("compose_trace"), self.layers, self.training)
         if kwargs.get("output_attentions", self.config.output_attentions) and (missing := self._why_no_maps()):
             logger.warning_once(f"{missing} The tuple of attentions is empty.")  # as with Transformers' sdpa
         pixel_values = pixel_values.to(self.embeddings.patch_embeddings.projection.weight.dtype)
@@ -393,13 +405,24 @@ class DCViTModel(DCViTPreTrainedModel):
                     f"{tuple(hidden_states.shape[:2])}, a row for each image and a column for each token."
                 )
             mask = create_bidirectional_mask(self.config, hidden_states, attention_mask)
-        for layer in self.layers:
+        for layer in self.running_layers():
             hidden_states = layer(hidden_states, mask, **kwargs)
         hidden_states = self.layernorm(hidden_states)
         return BaseModelOutputWithPooling(
             last_hidden_state=hidden_states,
             pooler_output=self.pooler(hidden_states, visible),
         )
+
+    def running_layers(self) -> nn.ModuleList:
+        """The layers that run: as many of the first as the configuration says.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        number = self.config.num_hidden_layers
+        if number < 0:
+            raise ValueError(f"num_hidden_layers={number} must not be negative.")
+        return self.layers[:number]
 
 
 @auto_docstring(
