@@ -221,13 +221,14 @@ def final_accuracy(run: dict) -> float:
     return 100 * run["curve"][-1][1]
 
 
-def table(done: dict[Run, dict], again: dict[Run, dict] | None = None) -> str:
+def table(done: dict[Run, dict], again: dict[Run, dict] | None = None, replaced: Sequence[dict] = ()) -> str:
     """Every variant at its best rate, all rates with the first seed, and families of questions, in Markdown.
 
     Args:
         done: the runs.
         again: those that were made a second time, at the best rates. Where there are any, losses and families are
             theirs.
+        replaced: second runs that were made once more, as they had not been asked by hops.
     """
     again = again or {}
     marks = " | ".join(f"steps to {100 * mark:.0f} %" for mark in MARKS)
@@ -240,6 +241,9 @@ def table(done: dict[Run, dict], again: dict[Run, dict] | None = None) -> str:
             " Each was run again with the same seeds, with later code and on another day: steps of these runs are "
             "behind a slash, and losses are theirs."
         )
+    if replaced:
+        ends = (f"{LABELS[run['variant']]}, seed {run['seed']}, at {final_accuracy(run):.1f} %" for run in replaced)
+        told += f" Left out are second runs that were replaced, as families were not noted: {'; '.join(ends)}."
     lines = [
         told,
         "",
@@ -352,7 +356,8 @@ def picture(done: dict[Run, dict], again: dict[Run, dict], file: Path) -> None:
 
 
 def report(output: Path) -> None:
-    """Writes table.md and curves.svg beside results.json; again.json has runs of it that were made a second time.
+    """Writes table.md and curves.svg beside results.json; again.json has runs of it that were made a second time, and
+    replaced.json what was there before of these.
 
     The card of the bundled checkpoint has part of the repository's own table, and is written, too.
     """
@@ -360,7 +365,7 @@ def report(output: Path) -> None:
     if not done:
         raise SystemExit(f"error: {output / 'results.json'} has no runs; train some first, without --report")
     again = finished(read_runs(output / "again.json"))
-    told = table(done, again)
+    told = table(done, again, read_runs(output / "replaced.json"))
     write_text(output / "table.md", "<!-- written by examples/synthetic_twins.py -->\n" + told)
     picture(done, again, output / "curves.svg")
     if output == OUTPUT:

@@ -399,8 +399,8 @@ one answer, so a model can be right in all. `training.json` has the curve on the
 Composition, talking heads and plain attention on the same rows, before the learning rate falls; accuracy is that of
 validation questions (`python examples/synthetic_twins.py --report`). {twins}
 
-Seeds of one variant are further apart than the means of two variants: on these tasks it cannot be told whether
-composition helps.
+Runs of DCFormer end up to 65 points apart, those of plain attention with QK-norm up to 69: on these tasks it cannot be
+told whether composition helps.
 """
 
 

@@ -103,7 +103,9 @@ def test_table_has_patterns_of_the_best_rate():
 
 def test_committed_table_is_that_of_the_results():
     done, again = (twins.finished(twins.read_runs(twins.OUTPUT / f"{name}.json")) for name in ("results", "again"))
-    assert (twins.OUTPUT / "table.md").read_text().partition("\n")[2] == twins.table(done, again)
+    replaced = twins.read_runs(twins.OUTPUT / "replaced.json")
+    assert (twins.OUTPUT / "table.md").read_text().partition("\n")[2] == twins.table(done, again, replaced)
+    assert not twins.missing(done) and not twins.missing_again(done, again)
 
 
 def test_runs_made_again_are_beside_the_first():
