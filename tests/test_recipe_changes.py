@@ -46,15 +46,14 @@ def test_the_committed_table_is_that_of_the_runs():
 
 @pytest.mark.long
 def test_runs_are_made_once(tmp_path, capsys):
-    """A look at two changes; a seed and a number of steps make the same run again."""
-    arguments = ["--changes", "at-once", "muon", "--steps", "50", "--output", str(tmp_path / "runs.json")]
+    """A look at one change, with both seeds."""
+    arguments = ["--changes", "at-once", "--steps", "50", "--output", str(tmp_path / "runs.json")]
     study.main([*arguments, "--workers", "1"])
     runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
-    assert [(run["change"], run["seed"]) for run in runs] == [(c, s) for c in ("at-once", "muon") for s in study.SEEDS]
+    assert [(run["change"], run["seed"]) for run in runs] == [("at-once", s) for s in study.SEEDS]
     for run in runs:
         assert len(run["losses"]) == 1 and run["begins"] == [] and 0 < run["accuracy"] < 0.5 and run["loss"] > 1
-    assert study.train(study.settings_of("at-once", 0, 50), "") == runs[0]
     out = capsys.readouterr().out
-    assert "| all tasks from the start | one stage |" in out and out.count("not done") == 4 * (len(study.CHANGES) - 2)
+    assert "| all tasks from the start | one stage |" in out and out.count("not done") == 4 * (len(study.CHANGES) - 1)
     study.main([*arguments, "--report"])
-    assert "4 of 4 runs are in" in capsys.readouterr().out
+    assert "2 of 2 runs are in" in capsys.readouterr().out
