@@ -1,6 +1,7 @@
 """What the recipe of the bundled checkpoint owes its parts: its first steps, with one thing changed at a time.
 
     python benchmarks/recipe_changes.py              # what is missing of the runs, then the table
+    python benchmarks/recipe_changes.py --changes at-once --steps 4600            # as long as the recipe's twins
     python benchmarks/recipe_changes.py --changes muon --output runs/look.json    # a look
     python benchmarks/recipe_changes.py --report     # the table of what is done
 
@@ -145,6 +146,12 @@ def table(runs: list[dict], steps: int) -> str:
         )]  # fmt: skip
         lines.append(f"| {change.label} | " + " | ".join(cells) + " |")
     lines += ["", f"After {steps:,} steps, seeds {' and '.join(map(str, SEEDS))}; the last rows are of the last stage."]
+    for run in runs:
+        if run["steps"] > steps:
+            lines[-1] += (
+                f" After {run['steps']:,}, seed {run['seed']}, {CHANGES[run['change']].label}: "
+                f"{100 * run['accuracy']:.1f} %, {run['loss']:.2f} and {run['losses'][-1]:.2f}."
+            )
     return "\n".join(lines)
 
 
