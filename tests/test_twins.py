@@ -177,7 +177,8 @@ def test_runs_are_added_and_kept(tmp_path, capsys):
     assert len(plain) == len(twins.RATES) + len(twins.SEEDS) - 1
     twins.main([*options, "--variants", "plain", "--again", "--limit=1"])
     second = json.loads((tmp_path / "docs" / "again.json").read_text())["runs"]
-    assert [run["seed"] for run in second] == [twins.SEEDS[0]] and "at the best rate, of the second runs" in capsys.readouterr().out
+    assert [run["seed"] for run in second] == [twins.SEEDS[0]]
+    assert "at the best rate, of the second runs" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         twins.main([f"--output={tmp_path / 'docs'}", "--report", "--steps=3"])
     assert "has runs of 2 steps" in capsys.readouterr().err
