@@ -14,7 +14,6 @@ import statistics
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import composition_rates
 import torch
@@ -107,15 +106,14 @@ def train(settings: dict, folder: str) -> dict:
     model = make_model(change, tokenizer)
     losses: list[float] = []
     history: list[dict] = []
-    with mock.patch.object(train_synthetic, "CURRICULUM", change.stages):
-        curriculum = train_synthetic.Curriculum(steps, 0)
-        rows = train_synthetic.Rows(curriculum, ROWS, settings["seed"])
-        batches = (collate([rows[step * ROWS + i] for i in range(ROWS)], WINDOW) for step in range(steps))
-        for loss in composition_rates.steps_of(model, make_optimizers(model, change), WARMUP, batches):
-            losses.append(loss)
-            if len(losses) % LOG_STEPS == 0:
-                history.append({"step": len(losses), "loss": round(statistics.mean(losses[-LOG_STEPS:]), 4)})
-                curriculum.read(history)
+    curriculum = train_synthetic.Curriculum(steps, 0, stages=change.stages)
+    rows = train_synthetic.Rows(curriculum, ROWS, settings["seed"])
+    batches = (collate([rows[step * ROWS + i] for i in range(ROWS)], WINDOW) for step in range(steps))
+    for loss in composition_rates.steps_of(model, make_optimizers(model, change), WARMUP, batches):
+        losses.append(loss)
+        if len(losses) % LOG_STEPS == 0:
+            history.append({"step": len(losses), "loss": round(statistics.mean(losses[-LOG_STEPS:]), 4)})
+            curriculum.read(history)
     scores = train_synthetic.score(
         model.eval(), train_synthetic.make_data("validation", 4, 1, settings["seed"], tokenizer)
     )

@@ -21,6 +21,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -113,12 +114,15 @@ class Curriculum(TrainerCallback):
             stages that take long.
         decay_steps: the last of them, with a falling rate and rows with examples.
         warmup_steps: the first of them, with a rising rate.
+        stages: of the rows.
     """
 
-    def __init__(self, steps: int | None, decay_steps: int, warmup_steps: int = 0) -> None:
+    def __init__(
+        self, steps: int | None, decay_steps: int, warmup_steps: int = 0, stages: Sequence[Stage] = CURRICULUM
+    ) -> None:
         self.waits = steps is None
         self.most_steps = MOST_STEPS if steps is None else steps
-        self.decay_steps, self.warmup_steps = decay_steps, warmup_steps
+        self.decay_steps, self.warmup_steps, self.stages = decay_steps, warmup_steps, stages
         self.read([])
 
     def read(self, history: list[dict]) -> None:
@@ -128,7 +132,7 @@ class Curriculum(TrainerCallback):
         for entry in history:
             if "loss" not in entry or entry["step"] < self.begins[-1] + 2 * LOG_STEPS:
                 continue
-            if len(self.begins) < len(CURRICULUM):
+            if len(self.begins) < len(self.stages):
                 if entry["loss"] < LEARNED:
                     self.begins.append(entry["step"] + AHEAD)
             elif self.waits and entry["loss"] < ALL_LEARNED:
@@ -177,7 +181,7 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         step = index // self.batch_size
-        stage = CURRICULUM[self.curriculum.stage_of(step)]
+        stage = self.curriculum.stages[self.curriculum.stage_of(step)]
         rng = random.Random(f"{self.seed}/{index}")
         if step >= self.curriculum.decay_begins:
             return make_row(stage, EXAMPLES, CONTEXT_TOKENS, rng)

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import median
 from types import SimpleNamespace
@@ -107,6 +108,11 @@ def times(label: str, model: Any, steps: int) -> tuple[float, float, float]:
     return min(seconds), median(seconds), median(first)
 
 
+def print_row(label: str, seconds: Sequence[float]) -> None:
+    """Prints a line of the table."""
+    print(f"  {label:28}" + "".join(f"{x * 1e6:9.0f} us" for x in seconds), flush=True)
+
+
 def passes(heads: int, dim: int, dtype: torch.dtype, calls: int) -> None:
     """Prints what the passes of attention take, fully composed, R = 2."""
     from dcformer.kernels import repeated
@@ -136,7 +142,7 @@ def passes(heads: int, dim: int, dtype: torch.dtype, calls: int) -> None:
                 seconds[is_new].append(time.perf_counter() - start)
             for is_new, name in ((False, label), (True, f"{label}, never repeated")):
                 found = seconds[is_new][1:]  # kernels are compiled in the first
-                print(f"  {name:28}" + "".join(f"{x * 1e6:9.0f} us" for x in (min(found), median(found))), flush=True)
+                print_row(name, (min(found), median(found)))
 
 
 def main() -> int:
@@ -180,8 +186,7 @@ def main() -> int:
             print(f"{shape}: kernels per layer: {kernels}")
             print(f"  {'':28}{'shortest':>12}{'median':>12}{'first layer':>12}")
             for label in TIMED:
-                found = times(label, llama if "Llama" in label else model, arguments.steps)
-                print(f"  {label:28}" + "".join(f"{seconds * 1e6:9.0f} us" for seconds in found), flush=True)
+                print_row(label, times(label, llama if "Llama" in label else model, arguments.steps))
             passes(heads, dim, dtype, arguments.steps)
     return 0
 

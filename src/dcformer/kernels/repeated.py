@@ -41,16 +41,27 @@ def start(
         else:
             key.append(value)
             arguments.append(value)
-    known = _compiled.get(tuple(key))
+    like = tuple(key)
+    known = _compiled.get(like)
     if known is not None:
-        x, y, z, *_ = (*grid, 1, 1)
-        known[1][x, y, z](*arguments)
+        _on(known[1], grid)(*arguments)
         return
     made = kernel[grid](**values, **options)
-    if made is not None:  # by Triton's interpreter
-        while len(_compiled) >= _MOST_COMPILED:
-            _compiled.pop(next(iter(_compiled)), None)
-        _compiled[tuple(key)] = kernel, made
+    if made is not None:  # as Triton's interpreter returns
+        _keep(_compiled, like, (kernel, made), _MOST_COMPILED)
+
+
+def _on(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """What launches a compiled kernel, given all its arguments in order."""
+    x, y, z, *_ = (*grid, 1, 1)
+    return compiled[x, y, z]
+
+
+def _keep(known: dict[tuple, Any], key: tuple, value: Any, most: int) -> None:
+    """Remembers a value, and forgets the oldest ones beyond so many."""
+    while len(known) >= most:
+        known.pop(next(iter(known)), None)  # another thread may have been here
+    known[key] = value
 
 
 @dataclass
@@ -169,11 +180,8 @@ class Repeated:
                         values[i] = None
                     elif name in varying:
                         names.append((i, name))
-                x, y, z, *_ = (*launch.grid, 1, 1)
-                steps.append((kernel[x, y, z], values, places, names))
-            while len(self._known) >= self.most:
-                self._known.pop(next(iter(self._known)), None)
-            self._known[key] = _Known([(t.shape, t.stride(), t.dtype) for t in made], steps)
+                steps.append((_on(kernel, launch.grid), values, places, names))
+            _keep(self._known, key, _Known([(t.shape, t.stride(), t.dtype) for t in made], steps), self.most)
         return made
 
 

@@ -437,7 +437,7 @@ class _Subject:
     def _visible(self, tokens: int, keys: int, is_causal: bool = True) -> torch.Tensor:
         """[2, 1, T, S]: causal, in the window; the second row has padding on the left."""
         t, s = torch.arange(tokens, device=self.device)[:, None] + keys - tokens, torch.arange(keys, device=self.device)
-        visible = s <= t if is_causal else s < keys + 0 * t
+        visible = (s <= t) | (not is_causal)
         if self.kind.windowed:
             visible = visible & (s > t - _WINDOW)
         start = torch.tensor([0, keys // 4], device=self.device)[:, None, None]

@@ -229,10 +229,9 @@ def run(arguments: Sequence[str] | None = None) -> str:
     points = read_points(options.runs, options.perplexity, options.mixed_tokens)
     try:
         baseline, variant = (of_family(points, name) for name in (options.baseline, options.variant))
-        found = analyse(baseline, variant, options)
-    except DCFormerError as error:
-        told = str(error)
-        raise DCFormerError(told if str(options.runs) in told else f"{options.runs}, {told}") from error
+    except DCFormerError as error:  # others name a run's place
+        raise DCFormerError(f"{options.runs}, {error}") from error
+    found = analyse(baseline, variant, options)
     if options.plot is not None:
         plot(baseline, variant, found[options.compute]["law"], options.compute, options.plot)
     if options.json is not None:

@@ -289,7 +289,7 @@ def with_recipe(
     here = training.world_size * training.train_batch_size // per_device
     devices = here if chosen.devices is None else chosen.devices
     values = run.arguments(*((1, 1) if own_batch else (devices, per_device)))
-    if devices != here and not own_batch:
+    if devices != here:
         taken = run.sequences * here // devices
         logger.warning(
             f"--devices is {devices}, and this run has {here}: a step takes {taken} sequences and not the recipe's "
