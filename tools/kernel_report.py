@@ -33,7 +33,6 @@ from dcformer.kernels.tuning import Tile, launch_options
 
 # products of gradients in scaled float16 -> kernel of `LAUNCHES`: another code than that of the same kernel elsewhere
 SCALED = {"grad_weights": "scores", "grad_query": "values", "grad_key": "keys"}
-SIZED = "scores_sized"  # scores of a backward pass, which finds the sizes of what it multiplies
 
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB per block
 SHAPES = ("405m", "2.8b", "6.9b", "13b")
@@ -142,8 +141,6 @@ class Launches(Problem):
     def _start(self, kernel, grid, name, tile, values) -> None:  # type: ignore[no-untyped-def]
         options = {"num_warps": 4, "num_stages": 3} if tile is None else launch_options(name, tile)
         name = name or kernel.__name__.removesuffix("_kernel")
-        if values.get("SIZES"):
-            name = SIZED
         if values.get("SCALED"):
             name = next((scaled for scaled, plain in SCALED.items() if plain == name), name)
         if name in self.specs:
@@ -199,8 +196,8 @@ def attention_specs(
     (chunk,) = problem.chunks(maps=3)
     lse = torch.empty(1, heads, length, device="meta")
     grads = [None if t is None else torch.empty_like(t, dtype=torch.float32) for t in weights]
-    problem._forward_chunk(chunk, q, lse)
-    problem._backward_chunk(chunk, q, lse, None, Gradients(q, q, q, stages_of(grads)))
+    problem._forward_chunk(chunk, problem._values(), q, lse)
+    problem._backward_chunk(chunk, problem._sources(q), lse, None, Gradients(q, q, q, stages_of(grads)))
     return problem.specs
 
 
@@ -209,8 +206,7 @@ def issued(spec: dict[str, Any], usage: Usage, is_masked: bool = False) -> float
     for those that do not loop over pairs of queries and keys. Some kernels mask keys in a loop of its own: that of the
     other is meant, where all queries of a tile see the keys, and with `is_masked` that one."""
     name, tile, constants = spec["name"], spec["tile"], spec["constexprs"]
-    loops = usage.products if name == SIZED else usage.products or usage.loops  # its other loops find the sizes
-    name = "scores" if name == SIZED else SCALED.get(name, name)
+    loops, name = usage.products or usage.loops, SCALED.get(name, name)
     if name not in LAUNCHES or not loops:
         return None
     count = (max if is_masked else min)(loops)

@@ -50,8 +50,6 @@ ISSUED: dict[str, dict[int, float]] = {
     "weights": {16: 0.973, 32: 0.779, 40: 1.202},
     "back_1": {16: 1.027, 32: 0.881, 40: 1.9},
     "back_0": {16: 1.137, 32: 0.984, 40: 1.855},
-    "grad_query": {16: 0.200, 40: 0.312},
-    "grad_key": {16: 0.234, 40: 0.381},
 }
 
 
@@ -269,9 +267,7 @@ def composition_work(
     )
 
 
-def product_work(
-    name: str, shape: Shape, length: int, window: int | None, tile: Tile, operands: bool, issued: float = 0.0
-) -> Work:  # fmt: skip
+def product_work(name: str, shape: Shape, length: int, window: int | None, tile: Tile, operands: bool) -> Work:
     """What a product of a map and states asks for, for one sequence: two of the three are read, one is written.
 
     Args:
@@ -291,7 +287,7 @@ def product_work(
     }[FUNCTIONS[name]]
     tiles = area / (tile.b_t * tile.b_s)
     return Work(
-        name, flops=2.0 * padded(shape.dim) * area * shape.heads, instructions=issued * area * shape.heads,
+        name, flops=2.0 * padded(shape.dim) * area * shape.heads,
         l2=maps + (row * (tiles * per_tile + others) if operands else states), hbm=maps + states,
     )  # fmt: skip
 
@@ -320,10 +316,8 @@ def attention_work(
         masked = issued(f"{name}_masked", shape.heads) if f"{name}_masked" in ISSUED else None
         return composition_work(name, shape, length, window, tile(name), issued(name, shape.heads), masked)
 
-    def product(name: str, kind: str) -> Work:
-        # of the others it is about half of their bounds, or less
-        count = issued(name, shape.heads) if name in ISSUED else 0.0
-        return product_work(name, shape, length, window, tile(kind), operands, count)
+    def product(name: str, kind: str) -> Work:  # instructions take half of their bounds or less
+        return product_work(name, shape, length, window, tile(kind), operands)
 
     heads = sum(head_blocks(shape.heads))
     matrices = 2 * length * heads**2 * BF16
@@ -337,22 +331,28 @@ def attention_work(
     count = part_count("back_1", length, window, tile("back_1"), shape.heads)
     parts = FP32 * shape.heads * length * count * (2 * CHANNELS + 2)
     sums = parts + 2 * side * (2 + 2 + 1)
-    forward = [expand, product("scores", "scores"), composed("lse"), composed("compose"), product("values", "values")]
-    read = 2 * BF16 * shape.heads * length * shape.dim  # values and gradients of the output
-    norms = Work("norms", l2=read, hbm=read)  # `scale` reads little
-    sized = product("scores", "scores")  # keys are read once more, for their sizes, from L2
-    sized = replace(sized, l2=sized.l2 + read / 2)
+
+    def passes(name: str, count: int) -> Work:
+        """Over queries, keys, values or gradients of the output."""
+        size = count * BF16 * shape.heads * length * shape.dim
+        return Work(name, l2=size, hbm=size)
+
+    # norms are of values; in the backward pass, of all four, of which all but values are copied. `scale` reads little
+    forward = [
+        expand, passes("norms", 1), passes("halves", 2), product("scores", "scores"), composed("lse"),
+        composed("compose"), product("values", "values"),
+    ]  # fmt: skip
     backward = [
-        expand, norms, sized, composed("weights"), product("grad_values", "keys"), product("grad_weights", "scores"),
-        composed("back_1"), composed("back_0"), product("grad_query", "values"), product("grad_key", "keys"), project,
-        Work("sums (torch)", l2=sums, hbm=sums),
+        expand, passes("norms", 4), passes("halves", 6), product("scores", "scores"), composed("weights"),
+        product("grad_values", "keys"), product("grad_weights", "scores"), composed("back_1"), composed("back_0"),
+        product("grad_query", "values"), product("grad_key", "keys"), project, Work("sums (torch)", l2=sums, hbm=sums),
     ]  # fmt: skip
     return forward, backward
 
 
 # Work of `attention_work` -> the function that profiles name.
 FUNCTIONS = {
-    "expand": "expand_kernel", "norms": "norms_kernel", "lse": "lse_kernel",
+    "expand": "expand_kernel", "norms": "norms_kernel", "halves": "halves_kernel", "lse": "lse_kernel",
     "scores": "scores_kernel", "grad_weights": "scores_kernel",
     "compose": "compose_kernel", "weights": "compose_kernel", "values": "values_kernel", "grad_query": "values_kernel",
     "grad_values": "keys_kernel", "grad_key": "keys_kernel", "back_1": "back_1_kernel", "back_0": "back_0_kernel",

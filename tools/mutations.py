@@ -1419,16 +1419,22 @@ _KERNELS = (
         "kernels",
         "kernels/triton/products.py",
         (
-            "sizes of keys are those of the first head's",
-            "if i_h % rep == 0:",
-            "if i_h == 0:",
-            T_ATTEND + "test_sizes_are_the_largest_of_each_tile[grouped-query]",
+            "composed weights may be infinite",
+            "if SCALED or COPIED:\n        if _is_broken(total, m_t):",
+            "if SCALED:\n        if _is_broken(total, m_t):",
+            T_ATTEND + "test_composed_weights_beyond_float16_are_noticed[False]",
         ),
         (
-            "sizes of queries that see nothing are not found",
-            "+ i_t, _largest(b))",
-            "+ i_t, _largest(b), tl.max(tl.load(p_last + t_0 + o_t, mask=m_t, other=0)) > 0)",
-            T_ATTEND + "test_large_numbers_that_no_product_needs_do_no_harm[queries]",
+            "a factor of queries is not undone",
+            "(tl.load(p_inverse + t // BLOCK) * undo)",
+            "tl.load(p_inverse + t // BLOCK)",
+            T_ATTEND + "test_queries_and_keys_of_any_size_lose_nothing",
+        ),
+        (
+            "a factor of dO is not undone",
+            "if COPIED and not SCALED:",
+            "if False:",
+            T_ATTEND + "test_errors_in_16_bits_beside_those_of_eager[dtype0-8 heads, 48 tokens]",
         ),
         (
             "keys behind a chunk are multiplied by zeros",
@@ -1456,9 +1462,31 @@ _KERNELS = (
         ),
         (
             "query heads of a key counted once",
-            "for i_r in range(0, rep):\n        i_q = i_b * H + i_h * rep + i_r  # of",
-            "for i_r in range(0, 1):\n        i_q = i_b * H + i_h * rep + i_r  # of",
+            "for i_r in range(0, rep):\n        i_q = i_h * rep + i_r  # a",
+            "for i_r in range(0, 1):\n        i_q = i_h * rep + i_r  # a",
             T_KERNEL + "[grouped-query]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/scales.py",
+        (
+            "heads that share a key have factors of their own",
+            "p_norms + i_bh // rep * (rep * n_blocks) + o",
+            "p_norms + i_bh // rep * rep * n_blocks + i_bh % rep + o",
+            T_ATTEND + "test_copies_in_float16_keep_all_bits[grouped-query]",
+        ),
+        (
+            "rows that are not finite hide the others of their block",
+            "-tl.maximum(largest, LEAST)",
+            "-LEAST",
+            T_ATTEND + "test_gradients_that_are_zero_or_not_finite[torch.bfloat16]",
+        ),
+        (
+            "tokens with small gradients are not noticed",
+            "if (here > 0) & (here < norm * 2.0**-20):",
+            "if here < -norm:",
+            T_ATTEND + "test_gradients_that_differ_much_between_tokens_are_noticed",
         ),
     )
     + _in(
@@ -1466,8 +1494,8 @@ _KERNELS = (
         "kernels/launch.py",
         (
             "gradient of scores without scale",
-            "self._fill_values(chunk, grad_scores, keys, grads.query, self.scale, still, of_keys)",
-            "self._fill_values(chunk, grad_scores, keys, grads.query, 1.0, still, of_keys)",
+            "self._fill_values(chunk, grad_scores, sources.key, grads.query, self.scale, still)",
+            "self._fill_values(chunk, grad_scores, sources.key, grads.query, 1.0, still)",
             T_KERNEL + "[7 queries]",
         ),
         (

@@ -158,10 +158,10 @@ def test_products_in_32_bits_stay_below_2_to_the_31(name, calls):
         shape = (part.B, part.H, part.T)
         lse = torch.empty(shape, dtype=torch.float32, device="meta")
         out = torch.empty((*shape, part.DV), dtype=torch.bfloat16, device="meta")
-        part._forward_chunk(chunk, out, lse)
+        part._forward_chunk(chunk, part._values(), out, lse)
         grads = [torch.empty(t.shape, dtype=torch.float32, device="meta") for t in (part.q, part.k, part.v)]
         rest = [Stage(*(t if t is None else torch.empty(t.shape, device="meta") for t in s)) for s in part.weights]
-        part._backward_chunk(chunk, out, lse, None, launch.Gradients(*grads, tuple(rest)))
+        part._backward_chunk(chunk, part._sources(out), lse, None, launch.Gradients(*grads, tuple(rest)))
     names = {f"{name}_kernel" for name in ("scores", "lse", "compose", "values", "keys", "back_1", "back_0")}
     assert {kernel for kernel, _, _ in calls} >= names
     for kernel, grid, values in calls:

@@ -8,9 +8,10 @@ One pass over a map of all heads is what costs most; the passes of a chunk:
                  back_0  S, P, dP -> dS   values  dS, k -> dQ                     keys  dS, q -> dK
 
 W of the forward pass takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side
-before, `project` takes their gradients back. In 16 bits S, P, dW, dP, dS and the matrices are float16, gradients times
-powers of two that `scale` finds; where that is not sufficient, see `overflow`. Maps lie in tiles of as many queries as
-the kernels of composition have: [B, S, tiles, H, queries of a tile].
+before, `project` takes their gradients back. In 16 bits all maps and the matrices are float16, gradients times powers
+of two that `scale` finds, and what is bfloat16 is copied in float16 for products with them (`norms`, `halves`); where
+that is not sufficient, see `overflow`. Maps lie in tiles of as many queries as the kernels of composition have:
+[B, S, tiles, H, queries of a tile].
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -34,7 +35,7 @@ from .triton.heads import SCORES_GRAD
 from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
-from .triton.scales import norms_kernel, scale_kernel
+from .triton.scales import halves_kernel, norms_kernel, scale_kernel
 from .tuning import (
     Key,
     Tile,
@@ -53,7 +54,7 @@ _LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks
 UNBOUNDED = 2**30  # of `Visibility`: more than any number of keys
 _MOST_PROGRAMS = 65535  # along a grid's second and third axis
 _JOINED = 64  # queries whose log-sum-exps one program joins
-_NORMED = 64  # rows whose norms one program finds
+_ROWS = 64  # of states, of one program
 _MOST_INT32 = 2**31 - 1
 _LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
 _INTERPRETED_KEYS = 32  # of a program, in the interpreter: so that short sequences have several
@@ -121,6 +122,38 @@ class Gradients:
         return Gradients(self.query[rows], self.key[rows], self.value[rows], (pre.at(rows), post.at(rows)))
 
 
+@dataclass(frozen=True)
+class States:
+    """Queries, keys, values or gradients of the output, as a product with a map takes them.
+
+    Attributes:
+        tensor: [B, heads, N, d].
+        undo: what undoes the powers of two that they are times, float32 [B, Hkv]; None where there are none.
+    """
+
+    tensor: torch.Tensor
+    undo: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a backward pass starts from.
+
+    Attributes:
+        query, key, grad: queries, keys and gradients of the output, for products with dS and W.
+        grad_out: these gradients as they were given.
+        grad_norms: their norms, [B, H, T].
+        value_norms: the largest norms of values, [B, Hkv, blocks].
+    """
+
+    query: States
+    key: States
+    grad: States
+    grad_out: torch.Tensor
+    grad_norms: torch.Tensor
+    value_norms: torch.Tensor
+
+
 class Problem:
     """One call: its tensors, and what the launches share.
 
@@ -137,7 +170,7 @@ class Problem:
     Attributes:
         map_dtype: of scores, of weights that the key side composes, and of the matrices M(s): float16, or float32.
         grad_dtype: of the gradients of both kinds of weights, of scores and of the matrices: the same, or bfloat16.
-            W is always in the dtype of the states.
+        weight_dtype: of W: float16 where `grad_dtype` is, or that of the states.
     """
 
     def __init__(
@@ -197,6 +230,7 @@ class Problem:
         self.map_dtype = torch.float32 if too_large or self.q.dtype == torch.float32 else torch.float16
         is_half = self.map_dtype == torch.float16
         self.grad_dtype = torch.bfloat16 if is_half and Beyond.GRADIENTS in found else self.map_dtype
+        self.weight_dtype = torch.float16 if self.grad_dtype == torch.float16 else self.q.dtype
         self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states
         self._known.clear()
 
@@ -244,7 +278,7 @@ class Problem:
         matrices = stages + bool(stages and maps > 1) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
         size = self.map_dtype.itemsize
         # W takes the memory of scores in the forward pass, where its numbers have that size
-        sizes = maps * size + (self.q.itemsize if maps == 1 and self._is_widened else 0)
+        sizes = maps * size + (self.weight_dtype.itemsize if maps == 1 and self._is_widened else 0)
         return chunk.n_s * (sizes * self.H * chunk.n_p + size * matrices * matrix)
 
     def chunks(self, maps: int) -> list[Chunk]:
@@ -420,29 +454,17 @@ class Problem:
 
     def _fill_scores(
         self, chunk: Chunk, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, limit: dict[str, Any],
-        scales: torch.Tensor | None = None, sizes: Sequence[torch.Tensor] = (),
+        scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """out, a map, = scale · a [B, Hkv, S, d] · b [B, H, T, d], times `scales` [B·G, blocks] of queries; `sizes`,
-        those of `_new_sizes`, are filled with the largest of a and of b."""
+        """out, a map, = scale · a [B, Hkv, S, d] · b [B, H, T, d], times `scales` [B·G, blocks] of queries."""
         tile = self._tile("scores")
         parts, n_keys = self._parts("scores", chunk)
-        grid = (self._score_tiles(chunk)[1] * self.B * self.H, parts)
+        grid = (ceil_div(chunk.n_p, tile.b_t) * self.B * self.H, parts)
         self._launch(
             scores_kernel, grid, chunk, "scores", tile, p_a=a, p_b=b, p_map=out, n_keys=n_keys, scale=scale, **limit,
             **_strides("a", a, "bhs"), **_strides("b", b, "bht"), **product_constants(a.shape[3], tile),
             p_scale=scales, SCALED=scales is not None,
-            p_sizes_a=sizes[0] if sizes else None, p_sizes_b=sizes[1] if sizes else None, SIZES=bool(sizes),
         )  # fmt: skip
-
-    def _score_tiles(self, chunk: Chunk) -> tuple[int, int]:
-        """Tiles of keys and of queries in which `_fill_scores` makes a map."""
-        tile = self._tile("scores")
-        return ceil_div(chunk.n_s, tile.b_s), ceil_div(chunk.n_p, tile.b_t)
-
-    def _new_sizes(self, chunk: Chunk) -> list[torch.Tensor]:
-        """Room for the largest size of a number of each tile of keys and of queries, [B, Hkv, tiles], [B, H, tiles]."""
-        heads, tiles = (self.kv_heads, self.H), self._score_tiles(chunk)
-        return [self._new(self.B, h, n) for h, n in zip(heads, tiles, strict=True)]
 
     def _limit(self, what: Beyond, largest: float = LARGEST) -> dict[str, Any]:
         """Arguments of kernels that leave a mark where float16 is not sufficient, for numbers beyond the largest."""
@@ -452,59 +474,94 @@ class Problem:
         return {"largest": largest, "MARK": True, "p_mark": mark_of(self.q.device, what)}
 
     def _fill_values(
-        self, chunk: Chunk, tiles: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
-        scales: torch.Tensor | None = None, sizes: torch.Tensor | None = None,
+        self, chunk: Chunk, tiles: torch.Tensor, v: States, out: torch.Tensor, scale: float = 1.0,
+        scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """out [B, H, T, d] = scale · tiles, a map, times v [B, Hkv, S, d], for a chunk's queries. With
-        `scales`, those of `_scales`, tiles are float16 and times these; `sizes` are those of v if it is bfloat16."""
+        """out [B, H, T, d] = scale · tiles, a map, times v [B, Hkv, S, d], for a chunk's queries. With `scales`, those
+        of `_scales`, tiles are float16 and times these."""
         tile = self._tile("values")
         grid = (ceil_div(chunk.n_t, tile.b_t) * self.B * self.H,)
         self._launch(
-            values_kernel, grid, chunk, "values", tile, p_map=tiles, p_v=v, p_out=out, scale=scale,
-            **self._undone(scales, sizes), **_strides("v", v, "bhs"), **_strides("o", out, "bht"),
-            **product_constants(v.shape[3], tile),
+            values_kernel, grid, chunk, "values", tile, p_map=tiles, p_v=v.tensor, p_out=out, scale=scale,
+            **self._undone(v, scales), **_strides("v", v.tensor, "bhs"), **_strides("o", out, "bht"),
+            **product_constants(out.shape[3], tile),
         )  # fmt: skip
 
     def _add_keys(
-        self, chunk: Chunk, tiles: torch.Tensor, q: torch.Tensor, out: torch.Tensor, scale: float = 1.0,
-        scales: torch.Tensor | None = None, sizes: torch.Tensor | None = None,
+        self, chunk: Chunk, tiles: torch.Tensor, q: States, out: torch.Tensor, scale: float = 1.0,
+        scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """out [B, Hkv, S, d] = scale · tiles, a map, times q [B, H, T, d], summed over the heads of a key; of
-        several chunks the sum. `scales` and `sizes` are as for `_fill_values`."""
+        several chunks the sum. `scales` is as for `_fill_values`."""
         tile = self._tile("keys")
         grid = (ceil_div(chunk.n_s, tile.b_s) * self.B * self.kv_heads,)
         self._launch(
-            keys_kernel, grid, chunk, "keys", tile, p_map=tiles, p_q=q, p_out=out, scale=scale, ADD=chunk.n_t < self.T,
-            **self._undone(scales, sizes), **_strides("q", q, "bht"), **_strides("o", out, "bhs"),
-            **product_constants(q.shape[3], tile),
+            keys_kernel, grid, chunk, "keys", tile, p_map=tiles, p_q=q.tensor, p_out=out, scale=scale,
+            ADD=chunk.n_t < self.T, **self._undone(q, scales), **_strides("q", q.tensor, "bht"),
+            **_strides("o", out, "bhs"), **product_constants(out.shape[3], tile),
         )  # fmt: skip
 
-    def _keys_of(self, chunk: Chunk) -> int:
-        """Keys of a chunk that exist."""
-        return max(0, min(self.S - chunk.s_0, chunk.n_s))
-
-    def _undone(self, scales: torch.Tensor | None, sizes: torch.Tensor | None) -> dict[str, Any]:
-        """Arguments of products that undo the powers of two of a map; with the sizes of states of another dtype."""
-        if scales is None:
-            nothing = dict.fromkeys(("p_inverse", "p_finite", "p_mark", "p_largest"))
-            return {"SCALED": False, "n_largest": 1} | nothing
+    def _undone(self, states: States, scales: torch.Tensor | None) -> dict[str, Any]:
+        """Arguments of products that undo powers of two: of states, and of a map."""
+        inverse, finite = (None, None) if scales is None else scales[1:]
+        is_exact = scales is None and states.undo is None
         return {
-            "SCALED": True, "p_inverse": scales[1], "p_finite": scales[2],
-            "p_mark": mark_of(self.q.device, Beyond.GRADIENTS),
-            "p_largest": sizes, "n_largest": 1 if sizes is None else sizes.shape[2],
+            "SCALED": scales is not None, "p_inverse": inverse, "p_finite": finite,
+            "COPIED": states.undo is not None, "p_undo": states.undo,
+            "p_mark": None if is_exact else mark_of(self.q.device, Beyond.GRADIENTS),
         }  # fmt: skip
 
-    def _norms(self, chunk: Chunk, x: torch.Tensor, first: int, count: int, rows: bool = False) -> torch.Tensor:
-        """Norms of rows first to first + count of x [B, heads, N, d], [B, heads, count]; if not `rows`, the largest of
-        each few."""
-        (_, heads, _, dim), blocks = x.shape, ceil_div(count, _NORMED)
-        out = self._new(self.B, heads, count if rows else blocks)
-        strides: dict[str, Any] = {**_strides("x", x, "bhn")}
-        self._launch(
-            norms_kernel, (blocks, 1, self.B * heads), chunk, p_x=x, p_norms=out, **strides, H=heads, first=first,
-            count=count, D=dim, B_D=min(64, padded(dim)), B_N=_NORMED, ROWS=rows,
+    # --- states -------------------------------------------------------------------------------------------------------
+
+    def _norms(self, *tensors: torch.Tensor, rows: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """The largest norms of each few rows of one or two tensors [B, heads, N, d], [B, heads, blocks], negative where
+        a number is not finite; fills `rows` with those of each row of the second, [B, heads, N]."""
+        out = [self._new(*t.shape[:2], max(1, ceil_div(t.shape[2], _ROWS))) for t in tensors]
+        self._run_states(norms_kernel, tensors, p_x_norms=out[0], p_y_norms=out[-1], p_rows=rows, ROWS=rows is not None)
+        return out
+
+    def _halves(
+        self, *tensors: torch.Tensor, norms: Sequence[torch.Tensor], limit: dict[str, Any] = _UNLIMITED
+    ) -> list[States]:
+        """One or two tensors [B, heads, N, d] as products take them, given their `_norms`."""
+        out = [States(self._new(*t.shape, dtype=torch.float16), self._new(self.B, self.kv_heads)) for t in tensors]
+        self._run_states(
+            halves_kernel, tensors, p_x_norms=norms[0], p_y_norms=norms[-1], p_x_out=out[0].tensor,
+            p_y_out=out[-1].tensor, p_x_undo=out[0].undo, p_y_undo=out[-1].undo, **limit,
         )  # fmt: skip
         return out
+
+    def _run_states(self, kernel: triton.JITFunction, tensors: Sequence[torch.Tensor], **arguments: Any) -> None:
+        """Runs a kernel of `scales` over one or two tensors [B, heads, N, d]."""
+        for name, x in zip("xy", (tensors[0], tensors[-1]), strict=True):
+            batch, heads, count, dim = x.shape
+            arguments |= {
+                f"p_{name}": x, f"{name}_bh": batch * heads, f"{name}_heads": heads,
+                f"{name}_rep": heads // self.kv_heads, f"{name}_count": count, f"{name}_dim": dim,
+                **_strides(name, x, "bhn"),
+            }  # fmt: skip
+        blocks = max(1, *(ceil_div(x.shape[2], _ROWS) for x in tensors))
+        grid = (blocks, len(tensors), max(x.shape[0] * x.shape[1] for x in tensors))
+        whole = self._chunk(0, self.T)  # these kernels know no chunks
+        self._launch(kernel, grid, whole, B_D=padded(max(x.shape[3] for x in tensors)), B_N=_ROWS, **arguments)
+
+    def _values(self) -> States:
+        """Values, for a product with W."""
+        if self.weight_dtype == self.q.dtype:
+            return States(self.v)
+        return self._halves(self.v, norms=self._norms(self.v))[0]
+
+    def _sources(self, grad_out: torch.Tensor) -> Sources:
+        """What a backward pass starts from, given gradients of the output [B, H, T, DV]."""
+        rows = self._new(self.B, self.H, self.T)
+        of_values, of_grads = self._norms(self.v, grad_out, rows=rows)
+        norms = {"grad_norms": rows, "value_norms": of_values}
+        if self.weight_dtype == self.q.dtype:
+            q, k = (t.float() if self._is_widened else t for t in (self.q, self.k))  # as dS is
+            return Sources(States(q), States(k), States(grad_out), grad_out, **norms)
+        key, query = self._halves(self.k, self.q, norms=self._norms(self.k, self.q))
+        (grad,) = self._halves(grad_out, norms=[of_grads], limit=self._limit(Beyond.GRADIENTS))
+        return Sources(query, key, grad, grad_out, **norms)
 
     def _matrices(self, chunk: Chunk, amplified: torch.Tensor | None = None) -> list[torch.Tensor | None]:
         """The key side of both stages as matrices [B·G, n_s, heads, heads]; None where there is none.
@@ -539,23 +596,22 @@ class Problem:
         }
 
     def _scales(
-        self, chunk: Chunk, grad_out: torch.Tensor, extra: torch.Tensor | None, amplified: torch.Tensor
+        self, chunk: Chunk, sources: Sources, extra: torch.Tensor | None, amplified: torch.Tensor
     ) -> torch.Tensor:
         """Powers of two that gradients of maps are multiplied by, what undoes them, and whether they are of finite
         numbers: [3, B·G, blocks of queries].
 
         Args:
             chunk: of which queries and keys.
-            grad_out: gradients of the output, [B, H, T, DV].
+            sources: of this pass.
             extra: what is added to gradients of composed scores, [B, H, n_t].
             amplified: see `_matrices`.
         """
-        of_queries = self._norms(chunk, grad_out, chunk.t_0, chunk.n_t, rows=True)
-        of_values = self._norms(chunk, self.v, chunk.s_0, self._keys_of(chunk))
         scales = self._new(3, self.B * self.G, ceil_div(chunk.n_t, self.block))
         self._launch(
-            scale_kernel, (scales.shape[2], self.B * self.G), chunk, p_norms=of_queries, p_largest=of_values,
-            p_amplified=amplified, p_extra=extra, p_scale=scales, kv_heads=self.kv_heads, n_largest=of_values.shape[2],
+            scale_kernel, (scales.shape[2], self.B * self.G), chunk, p_norms=sources.grad_norms,
+            p_largest=sources.value_norms, p_amplified=amplified, p_extra=extra, p_scale=scales,
+            kv_heads=self.kv_heads, n_largest=sources.value_norms.shape[2],
             n_amplified=amplified.shape[1], B_H=power_of_2(self.M), B_T=min(64, self.block), EXTRA=extra is not None,
             FEW=self.q.dtype == torch.bfloat16, **self._limit(Beyond.GRADIENTS),
         )  # fmt: skip
@@ -586,17 +642,16 @@ class Problem:
         return self._new(self.B, chunk.n_s, chunk.n_p // self.step, self.H, self.step, dtype=dtype)
 
     def _weights_in(self, chunk: Chunk, memory: torch.Tensor) -> torch.Tensor:
-        """A map of composed weights, in the dtype of the states: in the memory of another, where its numbers have that
-        size, or in its own."""
-        is_of_size = memory.itemsize == self.q.itemsize
-        return memory.view(self.q.dtype) if is_of_size else self._new_map(chunk, self.q.dtype)
+        """A map of composed weights: in the memory of another, where its numbers have that size, or in its own."""
+        is_of_size = memory.itemsize == self.weight_dtype.itemsize
+        return memory.view(self.weight_dtype) if is_of_size else self._new_map(chunk, self.weight_dtype)
 
-    def _make_scores(self, chunk: Chunk, sizes: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """The map of scores times log2(e); fills the sizes of keys and queries, if any."""
+    def _make_scores(self, chunk: Chunk) -> torch.Tensor:
+        """The map of scores times log2(e)."""
         scores = self._new_map(chunk, self.map_dtype)
         # Composition may take away what makes them large, and leaves what they were rounded by.
         limit = self._limit(Beyond.SCORES, LARGEST_EXACT if self.layout.pre else LARGEST)
-        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, limit, sizes=sizes)
+        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, limit)
         return scores
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -620,17 +675,18 @@ class Problem:
             with self._surroundings():
                 chunks = self.chunks(maps=1)
                 for rows, part in self._rows(chunks, maps=1):
+                    values = part._values()
                     for chunk in chunks:
-                        part._forward_chunk(chunk, out[rows], lse[rows])
+                        part._forward_chunk(chunk, values, out[rows], lse[rows])
         return out, lse
 
-    def _forward_chunk(self, chunk: Chunk, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def _forward_chunk(self, chunk: Chunk, values: States, out: torch.Tensor, lse: torch.Tensor) -> None:
         pre, post = self._matrices(chunk)
         scores = self._make_scores(chunk)
         self._fill_lse(chunk, scores, pre, lse)
         weights = self._weights_in(chunk, scores)
         self._compose("compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights, p_weights=None)
-        self._fill_values(chunk, weights, self.v, out)
+        self._fill_values(chunk, weights, values, out)
 
     def _fill_lse(self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, lse: torch.Tensor) -> None:
         """Writes a chunk's log-sum-exps, from those of parts of its keys."""
@@ -680,13 +736,13 @@ class Problem:
         )  # fmt: skip
         with self._surroundings():
             for rows, part in self._rows(chunks, maps=3) if chunks else ():
-                grad_rows = None if grad_lse is None else grad_lse[rows]
+                sources, grad_rows = part._sources(grad_out[rows]), None if grad_lse is None else grad_lse[rows]
                 for chunk in chunks:
-                    part._backward_chunk(chunk, grad_out[rows], lse[rows], grad_rows, grads.at(rows))
+                    part._backward_chunk(chunk, sources, lse[rows], grad_rows, grads.at(rows))
         return grads
 
     def _backward_chunk(
-        self, chunk: Chunk, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None, grads: Gradients
+        self, chunk: Chunk, sources: Sources, lse: torch.Tensor, grad_lse: torch.Tensor | None, grads: Gradients
     ) -> None:
         """Adds a chunk to the gradients; writes those of its queries."""
         programs = ceil_div(chunk.n_s, matrix_constants(self.layout, self.M, 1)["B_S"])
@@ -697,23 +753,19 @@ class Problem:
             these = slice(chunk.t_0, chunk.t_0 + chunk.n_t)
             is_blind = (self.visibility.first >= self.visibility.last)[:, None, these]
             extra = (grad_lse[:, :, these] / _LN_2).masked_fill(is_blind, 0.0).contiguous()  # [B, H, n_t]
-        scales = self._scales(chunk, grad_out, extra, amplified)
-        is_scaled = self.grad_dtype == torch.float16
-        # where products are to bring keys and queries to float16
-        sizes = self._new_sizes(chunk) if is_scaled and self.q.dtype == torch.bfloat16 else []
-        of_keys, of_queries = sizes or (None, None)
-        scores = self._make_scores(chunk, sizes)
+        scales = self._scales(chunk, sources, extra, amplified)
+        scores = self._make_scores(chunk)
         if self._is_widened:  # in the forward pass they may have been float16, and rounded
             lse = torch.empty_like(lse)
             self._fill_lse(chunk, scores, pre, lse)
-        weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.q.dtype)  # P, W
+        weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.weight_dtype)  # P, W
         self._compose(
             "weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=composed, p_weights=weights
         )
-        self._add_keys(chunk, composed, grad_out, grads.value)
+        self._add_keys(chunk, composed, sources.grad, grads.value)
         del composed
         maps = self._new_map(chunk, self.grad_dtype)  # of dW, then dP, both times `scales`, then dS
-        self._fill_scores(chunk, maps, self.v, grad_out, 1.0, _UNLIMITED, scales[0])
+        self._fill_scores(chunk, maps, self.v, sources.grad_out, 1.0, _UNLIMITED, scales[0])
         grad_scores = maps.view(self.q.dtype) if self.grad_dtype == torch.bfloat16 else maps
         tensors = {"p_weights": weights, "p_grads": maps, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
         n_parts = self._parts("back_1", chunk)[0]
@@ -724,13 +776,13 @@ class Problem:
             of_heads = scales[0].view(self.B, self.G, -1).repeat_interleave(self.M, 1)  # [B, H, blocks]
             sums[0] -= extra * of_heads.repeat_interleave(self.block, 2)[:, :, : chunk.n_t] * sums[1]
         n_parts = self._parts("back_0", chunk)[0]
+        is_scaled = self.grad_dtype == torch.float16
         outputs = {"p_out": grad_scores, "p_sums": sums}
         constants: dict[str, Any] = {"factor": _LN_2, "SCALED": is_scaled}
         self._back(0, chunk, grads, scales, n_parts, p_scores=scores, **constants, **outputs, **tensors)
         still = scales if is_scaled else None
-        queries, keys = (t.float() if self._is_widened else t for t in (self.q, self.k))
-        self._fill_values(chunk, grad_scores, keys, grads.query, self.scale, still, of_keys)
-        self._add_keys(chunk, grad_scores, queries, grads.key, self.scale, still, of_queries)
+        self._fill_values(chunk, grad_scores, sources.key, grads.query, self.scale, still)
+        self._add_keys(chunk, grad_scores, sources.query, grads.key, self.scale, still)
 
     def _back(
         self, stage: int, chunk: Chunk, grads: Gradients, scales: torch.Tensor, n_parts: int, **tensors: Any

@@ -2,9 +2,9 @@
 
 Scores have a mark of their own. Where the largest that a query has is some hundreds, or any that is to be composed,
 float16 holds them less exactly than softmax needs; beyond ±60000 they are cut off, as entries of the matrices are with
-which the key side composes. From then on all maps are float32. Gradients have another: where some were cut off, or
-where float16 would keep fewer bits than bfloat16 does. From then on those are bfloat16, scores as they were; of float16
-models all maps are float32.
+which the key side composes. From then on all maps are float32. Gradients and composed weights have another: where some
+were cut off, or where float16 would keep fewer bits of gradients than bfloat16 does. From then on those are bfloat16,
+scores as they were; of float16 models all maps are float32.
 
 The marks are on their device. In the first calls of a process they are waited for, and a pass that left one is run
 again. Later a GPU is not waited for: more calls may pass until a mark is seen. Imports no Triton.
@@ -44,9 +44,9 @@ _WARNINGS = {
         "slower. Models with norms of queries and keys (qk_norm=True) have no such scores."
     ),
     Beyond.GRADIENTS: (
-        "gradients of attention maps on {device} went beyond what float16 holds, however they are scaled. From now on "
-        "the kernels keep these in bfloat16, which is less exact; for float16 models all maps in float32, which is "
-        "much slower."
+        "composed attention weights or gradients of attention maps on {device} went beyond what float16 holds, however "
+        "they are scaled. From now on the kernels keep these in bfloat16, which is less exact; for float16 models all "
+        "maps in float32, which is much slower."
     ),
 }
 

@@ -17,7 +17,6 @@ import triton.language as tl
 
 from .heads import NO_KEY, intervals, span, tiles_that_see
 from .precision import LARGEST_HALF, LARGEST_SCORE, add_product, product, rounded, within
-from .scales import factor_of, finite, power
 
 
 @triton.jit
@@ -59,22 +58,12 @@ def _load_map(p_map, stride_s, o_s, o_t, n_s, n_p, H, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _like_map(x, factor, dtype: tl.constexpr):
-    """States in the dtype of a map, times a power of two where that is another than theirs: bfloat16 in float16 keeps
-    all its bits down to 2^-26 of the largest number."""
-    if x.dtype == dtype:
-        return x
-    else:
-        return rounded(x.to(tl.float32) * factor, dtype)
-
-
-@triton.jit
 def _cut(x, finite):
     """A tile of a map in float16 without numbers that are infinite although dO is finite: those are cut off. And how
     many these are."""
-    most = tl.where(finite > 0, LARGEST_HALF, float("inf"))
-    wide = x.to(tl.float32)
-    return within(wide, most).to(x.dtype), tl.sum((tl.abs(wide) > most).to(tl.int32))
+    is_cut = tl.where(finite > 0, tl.abs(x), 0.0) == float("inf")
+    most = tl.full([], LARGEST_HALF, x.dtype)
+    return tl.where(is_cut, tl.where(x > 0, most, -most), x), tl.sum(is_cut.to(tl.int32))
 
 
 @triton.jit
@@ -84,44 +73,26 @@ def _is_broken(total, m_n):
 
 
 @triton.jit
-def _largest(x):
-    """The largest size of a finite number of some states."""
-    return tl.max(tl.max(finite(x.to(tl.float32)), 1))
-
-
-@triton.jit
 def scores_kernel(
-    p_a, p_b, p_map, p_mark, p_scale, p_sizes_a, p_sizes_b, p_first, p_last,
+    p_a, p_b, p_map, p_mark, p_scale, p_first, p_last,
     stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_s: tl.int64,
     n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_keys, n_scales, scale, largest,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    MARK: tl.constexpr, SCALED: tl.constexpr, SIZES: tl.constexpr,
+    MARK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """map[s, t] = scale · (a[s] · b[t]): scores of keys and queries, dW of values and dO.
 
     A program has B_T queries and n_keys keys, a multiple of B_S, which is a turn. With MARK, p_mark becomes 1 where a
     number of a key that some query sees is beyond ±largest, and all are cut off at ±LARGEST_SCORE. Keys that none of
     BLOCK queries sees are left alone; BLOCK is a multiple of B_T, and of that of the kernels of composition. With
-    SCALED numbers are also times p_scale [B·G, n_scales], one for BLOCK queries and a group of heads. With SIZES the
-    largest size of a number of each tile of a, and of b, goes to p_sizes_a [B, Hkv, tiles of keys] and p_sizes_b
-    [B, H, tiles of queries].
+    SCALED numbers are also times p_scale [B·G, n_scales], one for BLOCK queries and a group of heads.
     """
     i_b, i_h, i_tile, n_t_tiles = _program(n_bh, H)
     i_t, i_s = n_t_tiles - 1 - i_tile, tl.program_id(1)  # where masks are causal, the last queries see most
-    i_bh = i_b * H + i_h
     o_t, o_d = i_t * B_T + tl.arange(0, B_T), tl.arange(0, B_D)  # in the chunk
     m_t = o_t < n_t
     p_a += i_b * stride_ab + i_h // rep * stride_ah
     b = _load_states(p_b + i_b * stride_bb + i_h * stride_bh, stride_bt, t_0 + o_t, m_t, o_d, D)  # [t, d]
-    if SIZES:  # of all: other products may meet tiles that nobody sees, or that see nothing
-        if i_s == 0:
-            tl.store(p_sizes_b + i_bh * n_t_tiles + i_t, _largest(b))
-            if i_h % rep == 0:
-                n_s_tiles = tl.cdiv(n_s, B_S)
-                for i in tl.range(i_t, n_s_tiles, n_t_tiles):
-                    o_s = s_0 + i * B_S + tl.arange(0, B_S)
-                    size = _largest(_load_states(p_a, stride_as, o_s, o_s < S, o_d, D))
-                    tl.store(p_sizes_a + i_bh // rep * n_s_tiles + i, size)
     o_step = i_t * B_T // BLOCK * BLOCK + tl.arange(0, BLOCK)
     low, high = span(*intervals(p_first + i_b * stride_ib + t_0, p_last + i_b * stride_ib + t_0, o_step, o_step < n_t))
     start = tl.maximum(tl.minimum(low, high) - s_0, 0) // B_S * B_S + i_s * n_keys
@@ -151,15 +122,15 @@ def _add_values(
     total, count, start, stop, at,
     D: tl.constexpr, B_D: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Adds mapᵀ v over the tiles start to stop of keys, and how many numbers of the map are cut off: see `_cut`.
-    Without MASKED all queries see all these keys."""
-    p_map, stride_s, p_v, stride_vs, seen, sizes, p_finite, factor = at
-    first, last, o_t, m_t = seen
+    """Adds mapᵀ v over the tiles start to stop of keys, and with CUT how many numbers of the map are cut off: see
+    `_cut`. Without MASKED all queries see all these keys."""
+    p_map, stride_s, p_v, stride_vs, seen, sizes, are_finite = at
+    first, last, o_t = seen
     n_p, s_0, n_s, S, H = sizes
     o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_S)
     o_map = o_k[:, None].to(tl.int64) * stride_s + _places(o_t, H, UNIT)[None, :]
     o_v = o_k[:, None].to(tl.int64) * stride_vs + o_d[None, :]
-    for i in tl.range(start, stop):
+    for i in tl.range(start, stop, num_stages=1 if CUT else None):
         s = i * B_S
         if MASKED:
             o_s = s + o_k
@@ -171,28 +142,29 @@ def _add_values(
             x = tl.load(p_map + s * stride_s + o_map, mask=(o_t < n_p)[None, :], other=0.0)
             v = _load_all_states(p_v + (s_0 + s).to(tl.int64) * stride_vs, o_v, o_d, D, B_D)
         if CUT:
-            x, n = _cut(x, tl.load(p_finite, mask=m_t, other=0.0)[None, :])
+            x, n = _cut(x, are_finite[None, :])
             count += n
-        total = add_product(total, tl.trans(x), _like_map(v, factor, x.dtype))
+        total = add_product(total, tl.trans(x), v)
     return total, count
 
 
 @triton.jit
 def values_kernel(
-    p_map, p_v, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
+    p_map, p_v, p_out, p_mark, p_inverse, p_finite, p_undo, p_first, p_last,
     stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_s: tl.int64,
-    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
+    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, scale,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """out[t] = scale · Σ_s map[s, t] v[s]: the output of W and values, dQ of dS and keys.
 
-    With SCALED the map is float16 and times powers of two.
+    With SCALED the map is float16 and times powers of two. With COPIED v is float16 where the inputs are bfloat16, see
+    `scales`.
 
     Args:
-        p_mark: becomes 1 where a number of the map was too large: infinite, although dO is finite.
+        p_mark: with either becomes 1 where a number of the map was too large: infinite, although dO is finite.
         p_inverse, p_finite: what undoes the powers of two, and whether dO is finite: [B·G, n_scales] for BLOCK queries.
-        p_largest: sizes of v if they are bfloat16, [B, Hkv, n_largest].
+        p_undo: what undoes those of v, [B, Hkv].
     """
     i_b, i_h, i_tile, n_tiles = _program(n_bh, H)
     i_t = n_tiles - 1 - i_tile  # where masks are causal, the last queries see most
@@ -209,23 +181,24 @@ def values_kernel(
     outer = tl.maximum((earliest - s_0) // B_S, inner)
     p_map += i_b * n_s * stride_s + i_h * UNIT
     p_v += i_b * stride_vb + i_h // rep * stride_vh
-    exponent, count = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    are_finite, count = tl.full([B_T], 1.0, tl.float32), tl.full([], 0, tl.int32)
     o_scale = (i_b * G + i_h // (H // G)) * n_scales + o_t // BLOCK
     if SCALED:
-        if p_v.dtype.element_ty != p_map.dtype.element_ty:
-            exponent = factor_of(p_largest + (i_b * (H // rep) + i_h // rep) * n_largest, n_largest)
+        are_finite = tl.load(p_finite + o_scale, mask=m_t, other=0.0)
     total = tl.zeros([B_T, B_D], tl.float32)
-    seen, sizes = (first, last, o_t, m_t), (n_p, s_0, n_s, S, H)
-    at = (p_map, stride_s, p_v, stride_vs, seen, sizes, p_finite + o_scale, power(exponent))
+    at = (p_map, stride_s, p_v, stride_vs, (first, last, o_t), (n_p, s_0, n_s, S, H), are_finite)
     total, count = _add_values(total, count, start, inner, at, D, B_D, B_S, UNIT, True, False)
     total, count = _add_values(total, count, inner, outer, at, D, B_D, B_S, UNIT, False, False)
     total, count = _add_values(total, count, outer, stop, at, D, B_D, B_S, UNIT, True, False)
-    if SCALED:
+    if SCALED or COPIED:
         if _is_broken(total, m_t):
             total, count = _add_values(tl.zeros_like(total), count, start, stop, at, D, B_D, B_S, UNIT, True, True)
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same
-        total = total * power(-exponent) * tl.load(p_inverse + o_scale, mask=m_t, other=0.0)[:, None]
+    if COPIED:
+        total *= tl.load(p_undo + i_b * (H // rep) + i_h // rep)
+    if SCALED:
+        total *= tl.load(p_inverse + o_scale, mask=m_t, other=0.0)[:, None]
     p_tile = p_out + i_b * stride_ob + i_h * stride_oh + (t_0 + o_t)[:, None].to(tl.int64) * stride_ot + o_d[None, :]
     tl.store(p_tile, rounded(total * scale, p_out.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
 
@@ -236,15 +209,15 @@ def _add_keys(
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Adds map q over the tiles start to stop of the chunk's queries, and how many numbers of the map are cut off: see
-    `_cut`. Without MASKED all these queries see all keys."""
+    """Adds map q over the tiles start to stop of the chunk's queries, and with CUT how many numbers of the map are cut
+    off: see `_cut`. Without MASKED all these queries see all keys."""
     p_map, stride_s, p_q, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s, H = at
-    p_inverse, p_finite, exponent = scales
+    p_inverse, p_finite, undo = scales
     o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_T)
     # keys that do not exist read what others do, and are not stored
     o_map = tl.minimum(o_s, n_s - 1)[:, None].to(tl.int64) * stride_s
     o_q = o_k[:, None].to(tl.int64) * stride_qt + o_d[None, :]
-    for i in tl.range(start, stop):
+    for i in tl.range(start, stop, num_stages=1 if CUT else None):
         t = i * B_T  # a multiple of B_T, so that rows of the map are read in vectors
         if MASKED:
             o_t = t + o_k
@@ -257,43 +230,31 @@ def _add_keys(
         else:
             x = tl.load(p_map + o_map + _places(t + o_k, H, UNIT)[None, :])
             q = _load_all_states(p_q + (t_0 + t).to(tl.int64) * stride_qt, o_q, o_d, D, B_D)
+        if CUT:
+            is_finite = tl.full([], 1.0, tl.float32)
+            if SCALED:
+                is_finite = tl.load(p_finite + t // BLOCK)
+            x, n = _cut(x, is_finite)
+            count += n
         if SCALED:
-            if CUT:
-                x, n = _cut(x, tl.load(p_finite + t // BLOCK))
-                count += n
-            inverse = tl.load(p_inverse + t // BLOCK) * power(-exponent)
-            total += product(x, _like_map(q, power(exponent), x.dtype)) * inverse
+            total += product(x, q) * (tl.load(p_inverse + t // BLOCK) * undo)
         else:
             total = add_product(total, x, q)
     return total, count
 
 
 @triton.jit
-def _scales_of(
-    p_inverse, p_finite, p_largest, i_bh, H, G, n_scales, n_largest, p_q, p_map, SCALED: tl.constexpr
-):  # fmt: skip
-    """Where a head's inverse powers of two and finite blocks are, and log2 of the factor of its queries."""
-    exponent = tl.full([], 0, tl.int32)
-    if SCALED:
-        o_scale = i_bh // (H // G) * n_scales  # groups of all sequences
-        p_inverse += o_scale
-        p_finite += o_scale
-        if p_q.dtype.element_ty != p_map.dtype.element_ty:
-            exponent = factor_of(p_largest + i_bh * n_largest, n_largest)
-    return p_inverse, p_finite, exponent
-
-
-@triton.jit
 def keys_kernel(
-    p_map, p_q, p_out, p_mark, p_inverse, p_finite, p_largest, p_first, p_last,
+    p_map, p_q, p_out, p_mark, p_inverse, p_finite, p_undo, p_first, p_last,
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_s: tl.int64,
-    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_largest, scale,
+    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, scale,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    ADD: tl.constexpr, SCALED: tl.constexpr,
+    ADD: tl.constexpr, SCALED: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """out[s] = scale · Σ_t map[s, t] q[t], over all heads that share a key: dV of W and dO, dK of dS and queries.
 
-    With ADD it is added to the stored values. SCALED and what belongs to it: see `values_kernel`; sizes are those of q.
+    With ADD it is added to the stored values. SCALED, COPIED and what belongs to them: see `values_kernel`, with q for
+    v.
     """
     # of heads of keys; where masks are causal, the first keys are seen by most
     i_b, i_h, i_s, _ = _program(n_bh // rep, H // rep)
@@ -303,30 +264,35 @@ def keys_kernel(
     p_last += i_b * stride_ib + t_0
     low = s_0 + i_s * B_S
     start, inner, outer, stop = tiles_that_see(p_first, p_last, n_t, low, tl.minimum(low + B_S, S), B_T)
+    undo = 1.0
+    if COPIED:
+        undo = tl.load(p_undo + i_b * (H // rep) + i_h)
     total, count = tl.zeros([B_S, B_D], tl.float32), tl.full([], 0, tl.int32)
     for i_r in range(0, rep):
-        i_q = i_b * H + i_h * rep + i_r  # of heads of queries
-        p_head = p_map + i_b * n_s * stride_s + (i_h * rep + i_r) * UNIT
-        p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
+        i_q = i_h * rep + i_r  # a head of queries
+        p_head, p_states = p_map + i_b * n_s * stride_s + i_q * UNIT, p_q + i_b * stride_qb + i_q * stride_qh
         at = (p_head, stride_s, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s, H)
-        scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
+        o_scale = (i_b * G + i_q // (H // G)) * n_scales
+        scales = (p_inverse + o_scale, p_finite + o_scale, undo)
         total, count = _add_keys(total, count, start, inner, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, False)
         total, count = _add_keys(total, count, inner, outer, at, scales, D, B_D, B_T, UNIT, BLOCK, False, SCALED, False)
         total, count = _add_keys(total, count, outer, stop, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, False)
-    if SCALED:
+    if SCALED or COPIED:
         if _is_broken(total, m_s):
             total = tl.zeros_like(total)
             for i_r in range(0, rep):
-                i_q = i_b * H + i_h * rep + i_r
-                p_head = p_map + i_b * n_s * stride_s + (i_h * rep + i_r) * UNIT
-                p_states = p_q + i_b * stride_qb + (i_h * rep + i_r) * stride_qh
+                i_q = i_h * rep + i_r
+                p_head, p_states = p_map + i_b * n_s * stride_s + i_q * UNIT, p_q + i_b * stride_qb + i_q * stride_qh
                 at = (p_head, stride_s, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s, H)
-                scales = _scales_of(p_inverse, p_finite, p_largest, i_q, H, G, n_scales, n_largest, p_q, p_map, SCALED)
+                o_scale = (i_b * G + i_q // (H // G)) * n_scales
+                scales = (p_inverse + o_scale, p_finite + o_scale, undo)
                 total, count = _add_keys(
                     total, count, start, stop, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, True
                 )
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same
+    if COPIED and not SCALED:
+        total *= undo
     total *= scale
     p_tile = p_out + i_b * stride_ob + i_h * stride_oh + (s_0 + o_s)[:, None].to(tl.int64) * stride_os + o_d[None, :]
     mask = m_s[:, None] & (o_d < D)[None, :]

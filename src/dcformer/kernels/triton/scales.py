@@ -1,8 +1,10 @@
-"""Powers of two that bring the gradients of maps into the range of float16: `norms_kernel`, `scale_kernel`.
+"""Powers of two that bring bfloat16 into the range of float16, which has three more bits, and gradients into it:
+`norms_kernel`, `halves_kernel`, `scale_kernel`.
 
-Everything after dO is linear in it, so a factor of dO that is the same for all queries of a block and all heads of a
-group can be undone where sums leave the maps. It is chosen by what dW and dP can be at most, from the norms of dO and
-of values and from composition weights: nothing is cut off, however large or small a loss is scaled.
+What products multiply with maps in float16 is copied in float16, times a power of two for each head of keys, which they
+undo. Everything after dO is linear in it, so a factor of gradients that is the same for all queries of a block and all
+heads of a group can be undone where sums leave the maps. It is chosen by what dW and dP can be at most, from the norms
+of dO and of values and from composition weights: nothing is cut off, however large or small a loss is scaled.
 """
 # mypy: disable-error-code="no-untyped-def, assignment"
 # (arguments of kernels have no types in Python; the annotations there are Triton's)
@@ -13,6 +15,7 @@ import triton.language as tl
 from .heads import GATE, KEY, LOST, QUERY, STATIC
 
 TARGET = tl.constexpr(14)  # log2 of what dP and what a log-sum-exp's gradient adds may be: a factor of 4 below the end
+LEAST = tl.constexpr(2.0**-126)
 FEWEST = tl.constexpr(-12)  # log2 of that for the query with the least; see `scale_kernel`
 
 
@@ -26,7 +29,7 @@ def finite(x):
 @triton.jit
 def log2(x):
     """Of a size, 0 included: of what float32 has least."""
-    return tl.log2(tl.maximum(x, 1.1754944e-38))
+    return tl.log2(tl.maximum(x, LEAST))
 
 
 @triton.jit
@@ -36,46 +39,108 @@ def power(exponent):
 
 
 @triton.jit
-def factor_of(p_largest, n_largest):
-    """log2 of the power of two that brings states whose largest sizes are given to sizes of up to 1024."""
-    largest = tl.zeros([128], tl.float32)
-    for i in range(0, n_largest, 128):
-        o = i + tl.arange(0, 128)
-        largest = tl.maximum(largest, tl.load(p_largest + o, mask=o < n_largest, other=0.0))
-    exponent = tl.floor(-log2(tl.max(largest))) + 10.0
-    return tl.minimum(tl.maximum(exponent, -126.0), 126.0).to(tl.int32)
+def _store_norms(
+    p_x, p_norms, p_rows, stride_b, stride_h, stride_n, n_bh, H, count, dim,
+    B_D: tl.constexpr, B_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Norms over the channels of B_N rows of x [B, H, count, dim]: the largest to p_norms [B·H, blocks], with ROWS all
+    to p_rows [B·H, count].
+
+    They are of finite numbers. Where others are among them, a row's norm is infinite, and a largest one negative.
+    Squares are those of numbers up to 2: none is out of range.
+    """
+    i_n, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    n_blocks = tl.maximum(tl.cdiv(count, B_N), 1)
+    if (i_n < n_blocks) & (i_bh < n_bh):
+        o_n, o_d = i_n * B_N + tl.arange(0, B_N), tl.arange(0, B_D)
+        p_tile = p_x + i_bh // H * stride_b + i_bh % H * stride_h + o_n[:, None].to(tl.int64) * stride_n + o_d[None, :]
+        x = tl.load(p_tile, mask=(o_n < count)[:, None] & (o_d < dim)[None, :], other=0.0).to(tl.float32)  # [n, d]
+        is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1)
+        exponent = tl.floor(log2(tl.max(finite(x), 1)))
+        exponent = tl.minimum(exponent, 126.0).to(tl.int32)
+        x = finite(x) * power(-exponent)[:, None]
+        norm = power(exponent) * tl.sqrt(tl.sum(x * x, 1))
+        largest = tl.max(norm)
+        largest = tl.where(tl.min(is_finite) > 0, largest, -tl.maximum(largest, LEAST))
+        tl.store(p_norms + i_bh * n_blocks + i_n, largest)
+        if ROWS:
+            tl.store(p_rows + i_bh * count + o_n, tl.where(is_finite > 0, norm, float("inf")), mask=o_n < count)
 
 
 @triton.jit
 def norms_kernel(
-    p_x, p_norms, stride_xb, stride_xh, stride_xn, H, first, count,
-    D: tl.constexpr, B_D: tl.constexpr, B_N: tl.constexpr, ROWS: tl.constexpr,
+    p_x, p_y, p_x_norms, p_y_norms, p_rows,
+    stride_xb, stride_xh, stride_xn, stride_yb, stride_yh, stride_yn,
+    x_bh, x_heads, x_count, x_dim, y_bh, y_heads, y_count, y_dim,
+    B_D: tl.constexpr, B_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Norms over the D channels of rows `first` to first + count of x [B, H, N, D].
+    """Norms of one or two tensors, along axis 1 of the grid; with ROWS those of each row of the second: see
+    `_store_norms`."""
+    if tl.program_id(1) == 0:
+        _store_norms(
+            p_x, p_x_norms, p_rows, stride_xb, stride_xh, stride_xn, x_bh, x_heads, x_count, x_dim, B_D, B_N, False
+        )
+    else:
+        _store_norms(
+            p_y, p_y_norms, p_rows, stride_yb, stride_yh, stride_yn, y_bh, y_heads, y_count, y_dim, B_D, B_N, ROWS
+        )
 
-    p_norms is [B·H, count] with ROWS, otherwise the largest of each B_N rows, [B·H, blocks]. Infinite where a number is
-    not finite. Squares are those of numbers up to 1: none is out of range.
+
+@triton.jit
+def _store_half(
+    p_x, p_norms, p_out, p_undo, p_mark, stride_b, stride_h, stride_n, n_bh, H, rep, count, dim,
+    B_D: tl.constexpr, B_N: tl.constexpr, MARK: tl.constexpr,
+):  # fmt: skip
+    """B_N rows of x [B, H, count, dim] in float16, times a power of two, to p_out [B·H, count, dim]; what undoes that
+    to p_undo [B·H / rep].
+
+    It is one for `rep` heads, and brings their largest norm, of [B·H, blocks], to 2^15 at most. Of bfloat16 no bit is
+    lost down to 2^-26 of the largest number, as that becomes 1024 or more. With MARK, p_mark becomes 1 where the rows
+    are not zero and the largest norm of all is 2^20 times theirs: bits of most may be lost.
     """
     i_n, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    o_n, o_d = i_n * B_N + tl.arange(0, B_N), tl.arange(0, B_D)
-    p_tile = p_x + i_bh // H * stride_xb + i_bh % H * stride_xh + (first + o_n)[:, None].to(tl.int64) * stride_xn
-    largest, is_finite = tl.zeros([B_N], tl.float32), tl.full([B_N], 1, tl.int32)
-    for d in tl.range(0, D, B_D):
-        mask = (o_n < count)[:, None] & (d + o_d < D)[None, :]
-        x = tl.abs(tl.load(p_tile + (d + o_d)[None, :], mask=mask, other=0.0).to(tl.float32))  # [n, d]
-        is_finite = tl.minimum(is_finite, tl.min((x < float("inf")).to(tl.int32), 1))
-        largest = tl.maximum(largest, tl.max(finite(x), 1))
-    total = tl.zeros([B_N], tl.float32)
-    unit = tl.where(largest > 0, largest, 1.0)
-    for d in tl.range(0, D, B_D):
-        mask = (o_n < count)[:, None] & (d + o_d < D)[None, :]
-        x = tl.load(p_tile + (d + o_d)[None, :], mask=mask, other=0.0).to(tl.float32) / unit[:, None]
-        total += tl.sum(finite(x) * finite(x), 1)
-    norm = tl.where(is_finite > 0, largest * tl.sqrt(total), float("inf"))
-    if ROWS:
-        tl.store(p_norms + i_bh * count + o_n, norm, mask=o_n < count)
+    n_blocks = tl.maximum(tl.cdiv(count, B_N), 1)
+    if (i_n < n_blocks) & (i_bh < n_bh):
+        norms = tl.zeros([1024], tl.float32)
+        for i in range(0, rep * n_blocks, 1024):
+            o = i + tl.arange(0, 1024)
+            p_part = p_norms + i_bh // rep * (rep * n_blocks) + o
+            norms = tl.maximum(norms, tl.abs(tl.load(p_part, mask=o < rep * n_blocks, other=0.0)))
+        norm = tl.max(norms)
+        if MARK:
+            here = tl.load(p_norms + i_bh * n_blocks + i_n)
+            if (here > 0) & (here < norm * 2.0**-20):
+                tl.store(p_mark, 1)  # all that store, store the same
+        exponent = tl.floor(15.0 - log2(norm))
+        exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0).to(tl.int32)
+        if (i_n == 0) & (i_bh % rep == 0):
+            tl.store(p_undo + i_bh // rep, power(-exponent))
+        o_n, o_d = i_n * B_N + tl.arange(0, B_N), tl.arange(0, B_D)
+        mask = (o_n < count)[:, None] & (o_d < dim)[None, :]
+        p_tile = p_x + i_bh // H * stride_b + i_bh % H * stride_h + o_n[:, None].to(tl.int64) * stride_n + o_d[None, :]
+        x = tl.load(p_tile, mask=mask, other=0.0).to(tl.float32)  # [n, d]
+        p_tile = p_out + i_bh * count * dim + o_n[:, None].to(tl.int64) * dim + o_d[None, :]
+        tl.store(p_tile, (x * power(exponent)).to(tl.float16), mask=mask)
+
+
+@triton.jit
+def halves_kernel(
+    p_x, p_y, p_x_norms, p_y_norms, p_x_out, p_y_out, p_x_undo, p_y_undo, p_mark,
+    stride_xb, stride_xh, stride_xn, stride_yb, stride_yh, stride_yn,
+    x_bh, x_heads, x_rep, x_count, x_dim, y_bh, y_heads, y_rep, y_count, y_dim,
+    B_D: tl.constexpr, B_N: tl.constexpr, MARK: tl.constexpr,
+):  # fmt: skip
+    """Copies of one or two tensors in float16, along axis 1 of the grid: see `_store_half`."""
+    if tl.program_id(1) == 0:
+        _store_half(
+            p_x, p_x_norms, p_x_out, p_x_undo, p_mark, stride_xb, stride_xh, stride_xn, x_bh, x_heads, x_rep, x_count,
+            x_dim, B_D, B_N, MARK,
+        )  # fmt: skip
     else:
-        tl.store(p_norms + i_bh * tl.num_programs(0) + i_n, tl.max(norm, 0))
+        _store_half(
+            p_y, p_y_norms, p_y_out, p_y_undo, p_mark, stride_yb, stride_yh, stride_yn, y_bh, y_heads, y_rep, y_count,
+            y_dim, B_D, B_N, MARK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -87,7 +152,7 @@ def scale_kernel(
     """The power of two for each BLOCK queries of a group of heads, its inverse, and whether their dO is finite.
 
     Args:
-        p_norms: of dO, [B·H, n_t].
+        p_norms: of dO, [B·H, T].
         p_largest: norms of values, [B, Hkv, n_largest].
         p_amplified: how much larger the key side and the static projection after the softmax make a gradient at most,
             [B·G, n_amplified].
@@ -108,8 +173,8 @@ def scale_kernel(
         o = i + tl.arange(0, 1024)
         p_part = p_largest + i_bg // G * kv_heads * n_largest + o
         part = tl.load(p_part, mask=o < kv_heads * n_largest, other=0.0)
-        values = tl.maximum(values, finite(part))
-        are_finite = tl.minimum(are_finite, (part < float("inf")).to(tl.int32))
+        values = tl.maximum(values, tl.abs(part))
+        are_finite = tl.minimum(are_finite, (part >= 0).to(tl.int32))
     value = tl.max(values)
     # what composition makes of dW: sums of sizes over heads
     amplified = tl.zeros([], tl.float32)
@@ -127,7 +192,8 @@ def scale_kernel(
         o_t = i_t * BLOCK + t + tl.arange(0, B_T)
         mask = (o_t < n_t)[:, None] & m_h[None, :]
         o_map = (i_bg * M + o_h)[None, :] * n_t + o_t[:, None]
-        x = tl.load(p_norms + o_map, mask=mask, other=0.0)  # [t, h]
+        p_row = p_norms + (i_bg * M + o_h)[None, :] * T + (t_0 + o_t)[:, None]
+        x = tl.load(p_row, mask=mask, other=0.0)  # [t, h]
         is_finite = tl.minimum(is_finite, tl.min((x < float("inf")).to(tl.int32), 1))
         row = tl.max(finite(x), 1)
         norm = tl.maximum(norm, row)
