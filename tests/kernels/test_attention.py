@@ -738,17 +738,16 @@ def test_composed_weights_beyond_float16_are_noticed(is_awaited, unmarked, monke
 
 def test_gradients_that_differ_much_between_tokens_are_noticed(unmarked):
     """In float16, values would lose the gradients of tokens that only those see whose gradients are small."""
-    case = Case(length=256, heads=1, stages=(), dtype=torch.bfloat16)
-    factors = torch.ones(256)
-    factors[128:] = 2.0**-19
-    gradients_of(case, factors)
-    assert not overflow.beyond(HERE)
-    factors[128:] = 0.0
-    gradients_of(case, factors)
-    assert not overflow.beyond(HERE)
-    factors[128:] = 2.0**-22
-    gradients_of(case, factors)
-    assert overflow.beyond(HERE) == Beyond.GRADIENTS
+    torch.manual_seed(0)
+    states = torch.randn(1, 2, 256, 16, device=DEVICE).bfloat16()
+    bounds = torch.zeros(1, 256, dtype=torch.int32, device=DEVICE)
+    nothing = stages_of([None] * 6)
+    problem = Problem(states, states, states, nothing, Visibility(bounds, bounds), Layout(Part(0), Part(0)), 1.0)
+    for factor, expected in ((2.0**-18, Beyond(0)), (0.0, Beyond(0)), (2.0**-22, Beyond.GRADIENTS)):
+        grad = states.clone()
+        grad[:, 1, 128:] *= factor
+        problem._sources(grad)
+        assert overflow.look(HERE) == bool(expected) and overflow.beyond(HERE) == expected, factor
 
 
 @pytest.mark.parametrize("kind", ["queries", "keys", "keys beyond a chunk"])
