@@ -1048,13 +1048,13 @@ _KERNELS = (
         "kernels/triton/products.py",
         (
             "gradients of scores beyond float16 are not noticed",
-            "tl.sum((tl.abs(wide) > most).to(tl.int32))",
+            "tl.sum(is_cut.to(tl.int32))",
             "0",
             T_BEYOND + "[gradients of scores-torch.bfloat16]",
         ),
         (
             "gradients of scores beyond float16 are infinite",
-            "within(wide, most).to(x.dtype)",
+            "tl.where(is_cut, tl.where(x > 0, most, -most), x)",
             "x",
             T_BEYOND + "[gradients of scores-torch.bfloat16]",
         ),
@@ -1420,7 +1420,7 @@ _KERNELS = (
         "kernels/triton/products.py",
         (
             "composed weights may be infinite",
-            "if SCALED or COPIED:\n        if _is_broken(total, m_t):",
+            "if HALF:\n        if _is_broken(total, m_t):",
             "if SCALED:\n        if _is_broken(total, m_t):",
             T_ATTEND + "test_composed_weights_beyond_float16_are_noticed[False]",
         ),
@@ -1472,8 +1472,8 @@ _KERNELS = (
         "kernels/triton/scales.py",
         (
             "heads that share a key have factors of their own",
-            "p_norms + i_bh // rep * (rep * n_blocks) + o",
-            "p_norms + i_bh // rep * rep * n_blocks + i_bh % rep + o",
+            "norms = tl.maximum(norms, tl.abs(tl.load(p_norms + o, mask=o < rep * n_blocks, other=0.0)))",
+            "norms = tl.maximum(norms, tl.abs(tl.load(p_norms + o, mask=o < n_blocks, other=0.0)))",
             T_ATTEND + "test_copies_in_float16_keep_all_bits[grouped-query]",
         ),
         (
@@ -1483,8 +1483,20 @@ _KERNELS = (
             T_ATTEND + "test_gradients_that_are_zero_or_not_finite[torch.bfloat16]",
         ),
         (
+            "values that nobody sees decide about others",
+            "low, high = _seen_keys(p_first, p_last, T)",
+            "low, high = 0, count",
+            T_ATTEND + "test_tokens_that_nobody_sees_change_nothing[keys behind]",
+        ),
+        (
+            "values of other chunks decide about a chunk's gradients",
+            "is_here = (o % n_largest >= s_0 // B_N) & (o % n_largest < tl.cdiv(s_0 + n_s, B_N)) & (",
+            "is_here = (",
+            T_ATTEND + "test_values_beyond_a_chunk_change_no_gradients",
+        ),
+        (
             "tokens with small gradients are not noticed",
-            "if (here > 0) & (here < norm * 2.0**-20):",
+            "if (here > 0) & (here < norm * 2.0**-24):",
             "if here < -norm:",
             T_ATTEND + "test_gradients_that_differ_much_between_tokens_are_noticed",
         ),

@@ -31,7 +31,7 @@ from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, power_of_2, round_up
 from .triton.backward import back_0_kernel, back_1_kernel
 from .triton.compose import compose_kernel, join_kernel, lse_kernel
-from .triton.heads import SCORES_GRAD
+from .triton.heads import KEPT, SCORES_GRAD
 from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
@@ -55,6 +55,7 @@ UNBOUNDED = 2**30  # of `Visibility`: more than any number of keys
 _MOST_PROGRAMS = 65535  # along a grid's second and third axis
 _JOINED = 64  # queries whose log-sum-exps one program joins
 _ROWS = 64  # of states, of one program
+_STATES = "vgkq"  # values, gradients of the output, keys, queries: their order in the kernels of `scales`
 _MOST_INT32 = 2**31 - 1
 _LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
 _INTERPRETED_KEYS = 32  # of a program, in the interpreter: so that short sequences have several
@@ -143,7 +144,7 @@ class Sources:
         query, key, grad: queries, keys and gradients of the output, for products with dS and W.
         grad_out: these gradients as they were given.
         grad_norms: their norms, [B, H, T].
-        value_norms: the largest norms of values, [B, Hkv, blocks].
+        value_norms: the largest norms of values, [B, Hkv, blocks of `_ROWS`].
     """
 
     query: States
@@ -171,6 +172,7 @@ class Problem:
         map_dtype: of scores, of weights that the key side composes, and of the matrices M(s): float16, or float32.
         grad_dtype: of the gradients of both kinds of weights, of scores and of the matrices: the same, or bfloat16.
         weight_dtype: of W: float16 where `grad_dtype` is, or that of the states.
+        shift: log2 of what P and W are times.
     """
 
     def __init__(
@@ -231,6 +233,7 @@ class Problem:
         is_half = self.map_dtype == torch.float16
         self.grad_dtype = torch.bfloat16 if is_half and Beyond.GRADIENTS in found else self.map_dtype
         self.weight_dtype = torch.float16 if self.grad_dtype == torch.float16 else self.q.dtype
+        self.shift = KEPT.value if is_half else 0
         self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states
         self._known.clear()
 
@@ -415,7 +418,7 @@ class Problem:
             "H": self.H, "G": self.G, "T": self.T, "S": self.S,
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
-            "UNIT": self.step, "BLOCK": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
+            "UNIT": self.step, "SHIFT": self.shift, "BLOCK": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
             **composition_constants(self.layout, self.M),
         }  # fmt: skip
 
@@ -504,64 +507,63 @@ class Problem:
     def _undone(self, states: States, scales: torch.Tensor | None) -> dict[str, Any]:
         """Arguments of products that undo powers of two: of states, and of a map."""
         inverse, finite = (None, None) if scales is None else scales[1:]
-        is_exact = scales is None and states.undo is None
+        is_half = self.grad_dtype == torch.float16  # as W is then
         return {
             "SCALED": scales is not None, "p_inverse": inverse, "p_finite": finite,
             "COPIED": states.undo is not None, "p_undo": states.undo,
-            "p_mark": None if is_exact else mark_of(self.q.device, Beyond.GRADIENTS),
+            "HALF": is_half, "p_mark": mark_of(self.q.device, Beyond.GRADIENTS) if is_half else None,
         }  # fmt: skip
 
     # --- states -------------------------------------------------------------------------------------------------------
 
-    def _norms(self, *tensors: torch.Tensor, rows: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The largest norms of each few rows of one or two tensors [B, heads, N, d], [B, heads, blocks], negative where
-        a number is not finite; fills `rows` with those of each row of the second, [B, heads, N]."""
-        out = [self._new(*t.shape[:2], max(1, ceil_div(t.shape[2], _ROWS))) for t in tensors]
-        self._run_states(norms_kernel, tensors, p_x_norms=out[0], p_y_norms=out[-1], p_rows=rows, ROWS=rows is not None)
+    def _norms(self, *states: torch.Tensor, rows: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """The largest norms of each few rows of the first of `_STATES`, negative where one is not finite, and the
+        least: each [2, B, heads, blocks]. Fills `rows` with those of each row of gradients of the output, [B, H, T].
+        """
+        out = [self._new(2, *x.shape[:2], max(1, ceil_div(x.shape[2], _ROWS))) for x in states]
+        self._run_states(norms_kernel, states, p_rows=rows, **_of_states("_norms", out))
         return out
 
-    def _halves(
-        self, *tensors: torch.Tensor, norms: Sequence[torch.Tensor], limit: dict[str, Any] = _UNLIMITED
-    ) -> list[States]:
-        """One or two tensors [B, heads, N, d] as products take them, given their `_norms`."""
-        out = [States(self._new(*t.shape, dtype=torch.float16), self._new(self.B, self.kv_heads)) for t in tensors]
-        self._run_states(
-            halves_kernel, tensors, p_x_norms=norms[0], p_y_norms=norms[-1], p_x_out=out[0].tensor,
-            p_y_out=out[-1].tensor, p_x_undo=out[0].undo, p_y_undo=out[-1].undo, **limit,
-        )  # fmt: skip
-        return out
+    def _halves(self, states: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], first: int = 0) -> list[States]:
+        """The first of `_STATES`, but for so many, as products take them; given the norms of all."""
+        undo = self._new(len(_STATES), self.B, self.kv_heads)
+        halves = [self._new(*x.shape, dtype=torch.float16) for x in states[first:]]
+        arguments = _of_states("_norms", norms) | _of_states("_half", halves, first)
+        self._run_states(halves_kernel, states, first, p_undo=undo, **arguments, **self._limit(Beyond.GRADIENTS))
+        return [States(*pair) for pair in zip(halves, undo[first:], strict=False)]
 
-    def _run_states(self, kernel: triton.JITFunction, tensors: Sequence[torch.Tensor], **arguments: Any) -> None:
-        """Runs a kernel of `scales` over one or two tensors [B, heads, N, d]."""
-        for name, x in zip("xy", (tensors[0], tensors[-1]), strict=True):
-            batch, heads, count, dim = x.shape
-            arguments |= {
-                f"p_{name}": x, f"{name}_bh": batch * heads, f"{name}_heads": heads,
-                f"{name}_rep": heads // self.kv_heads, f"{name}_count": count, f"{name}_dim": dim,
-                **_strides(name, x, "bhn"),
-            }  # fmt: skip
-        blocks = max(1, *(ceil_div(x.shape[2], _ROWS) for x in tensors))
-        grid = (blocks, len(tensors), max(x.shape[0] * x.shape[1] for x in tensors))
+    def _run_states(
+        self, kernel: triton.JITFunction, states: Sequence[torch.Tensor], first: int = 0, **arguments: Any
+    ) -> None:
+        """Runs a kernel of `scales` over the first of `_STATES`, but for so many."""
+        for letter, x in zip(_STATES, states, strict=False):
+            arguments |= _strides(letter, x, "bhn")
+        of_grid = states[first:]
+        blocks = max(1, *(ceil_div(x.shape[2], _ROWS) for x in of_grid))
+        grid = (blocks, len(of_grid), max(x.shape[0] * x.shape[1] for x in of_grid))
+        dims = {"D": self.D, "DV": self.DV, "B_D": padded(max(self.D, self.DV)), "B_N": _ROWS}
         whole = self._chunk(0, self.T)  # these kernels know no chunks
-        self._launch(kernel, grid, whole, B_D=padded(max(x.shape[3] for x in tensors)), B_N=_ROWS, **arguments)
+        no_strides: dict[str, Any] = {f"stride_{letter}{axis}": 0 for letter in _STATES for axis in "bhn"}
+        self._launch(kernel, grid, whole, start=first, **no_strides | dims | _of_states("", states) | arguments)
 
     def _values(self) -> States:
         """Values, for a product with W."""
         if self.weight_dtype == self.q.dtype:
             return States(self.v)
-        return self._halves(self.v, norms=self._norms(self.v))[0]
+        return self._halves([self.v], self._norms(self.v))[0]
 
     def _sources(self, grad_out: torch.Tensor) -> Sources:
         """What a backward pass starts from, given gradients of the output [B, H, T, DV]."""
         rows = self._new(self.B, self.H, self.T)
-        of_values, of_grads = self._norms(self.v, grad_out, rows=rows)
-        norms = {"grad_norms": rows, "value_norms": of_values}
         if self.weight_dtype == self.q.dtype:
             q, k = (t.float() if self._is_widened else t for t in (self.q, self.k))  # as dS is
-            return Sources(States(q), States(k), States(grad_out), grad_out, **norms)
-        key, query = self._halves(self.k, self.q, norms=self._norms(self.k, self.q))
-        (grad,) = self._halves(grad_out, norms=[of_grads], limit=self._limit(Beyond.GRADIENTS))
-        return Sources(query, key, grad, grad_out, **norms)
+            query, key, grad = States(q), States(k), States(grad_out)
+            of_values, _ = self._norms(self.v, grad_out, rows=rows)
+        else:
+            states = (self.v, grad_out, self.k, self.q)
+            of_values, *others = self._norms(*states, rows=rows)
+            grad, key, query = self._halves(states, [of_values, *others], first=1)
+        return Sources(query, key, grad, grad_out, rows, of_values[0])
 
     def _matrices(self, chunk: Chunk, amplified: torch.Tensor | None = None) -> list[torch.Tensor | None]:
         """The key side of both stages as matrices [B·G, n_s, heads, heads]; None where there is none.
@@ -612,8 +614,8 @@ class Problem:
             scale_kernel, (scales.shape[2], self.B * self.G), chunk, p_norms=sources.grad_norms,
             p_largest=sources.value_norms, p_amplified=amplified, p_extra=extra, p_scale=scales,
             kv_heads=self.kv_heads, n_largest=sources.value_norms.shape[2],
-            n_amplified=amplified.shape[1], B_H=power_of_2(self.M), B_T=min(64, self.block), EXTRA=extra is not None,
-            FEW=self.q.dtype == torch.bfloat16, **self._limit(Beyond.GRADIENTS),
+            n_amplified=amplified.shape[1], B_H=power_of_2(self.M), B_T=min(64, self.block), B_N=_ROWS,
+            EXTRA=extra is not None, FEW=self.q.dtype == torch.bfloat16, **self._limit(Beyond.GRADIENTS),
         )  # fmt: skip
         return scales
 
@@ -686,7 +688,7 @@ class Problem:
         self._fill_lse(chunk, scores, pre, lse)
         weights = self._weights_in(chunk, scores)
         self._compose("compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights, p_weights=None)
-        self._fill_values(chunk, weights, values, out)
+        self._fill_values(chunk, weights, values, out, 2.0**-self.shift)
 
     def _fill_lse(self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, lse: torch.Tensor) -> None:
         """Writes a chunk's log-sum-exps, from those of parts of its keys."""
@@ -762,7 +764,7 @@ class Problem:
         self._compose(
             "weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=composed, p_weights=weights
         )
-        self._add_keys(chunk, composed, sources.grad, grads.value)
+        self._add_keys(chunk, composed, sources.grad, grads.value, 2.0**-self.shift)
         del composed
         maps = self._new_map(chunk, self.grad_dtype)  # of dW, then dP, both times `scales`, then dS
         self._fill_scores(chunk, maps, self.v, sources.grad_out, 1.0, _UNLIMITED, scales[0])
@@ -834,6 +836,13 @@ def matrix_constants(layout: Layout, heads: int, stage: int, numbers: int = 8192
 def product_constants(dim: int, tile: Tile) -> dict[str, Any]:
     """Constant arguments of a product."""
     return {"D": dim, "B_D": padded(dim), "B_T": tile.b_t, "B_S": tile.b_s}
+
+
+def _of_states(what: str, tensors: Sequence[torch.Tensor], first: int = 0) -> dict[str, Any]:
+    """Arguments of kernels of `scales`, by name: a tensor for each of the first of `_STATES` but for so many, others
+    None."""
+    named = [*[None] * first, *tensors, *[None] * len(_STATES)]
+    return {f"p_{letter}{what}": tensor for letter, tensor in zip(_STATES, named, strict=False)}
 
 
 def _strides(letter: str, tensor: torch.Tensor, axes: str) -> dict[str, int]:

@@ -47,12 +47,12 @@ def back_1_kernel(
     p_weights, p_grads, p_m1, p_w1, p_first, p_last, p_inverse, p_gwq, p_sums, p_gm,
     stride_ib, stride_s: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales,
     F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
-    B_T: tl.constexpr, BLOCK: tl.constexpr,
+    B_T: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Back through the composition of weights: from dW to dP.
 
     Args:
-        p_weights: the map of weights, P.
+        p_weights: the map of weights, P times 2^SHIFT.
         p_grads: the map of dW, times a power of two for BLOCK queries; dP takes its place.
         p_inverse: what undoes that, [B·G, n_scales].
         p_gwq: parts of gradients of the query side's weights, [parts of keys, B·H, C, n_t].
@@ -74,13 +74,14 @@ def back_1_kernel(
     p_m1 += i_bg * n_s * HH
     p_gm += (i_t * (n_bh // M) + i_bg) * n_s * HH
     dtype: tl.constexpr = p_grads.dtype.element_ty
+    UNIT: tl.constexpr = 1.0 / (1 << SHIFT)
     delta, mass = filled(0.0, 1, B_T, H0, H1), filled(0.0, 1, B_T, H0, H1)
     grads = filled(0.0, side_channels(F_POST, R), B_T, H0, H1)
     for s in tl.range(start - s_0, stop - s_0):
         x = transposed(load_row(p_weights + s * stride_s, M, H0, H1, B_T), H1)
         row = load_row(p_grads + s * stride_s, M, H0, H1, B_T)  # [h', t]
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
-        p = widened(x, H0, H1)
+        p = widened(x, H0, H1, UNIT)
         hid = hidden(p, w1, 0, F_POST, R, H1)
         y = transposed(row, H1)
         dw = widened(y, H0, H1)
@@ -96,7 +97,7 @@ def back_1_kernel(
         delta, mass = deltas, masses
         store_row(p_grads + s * stride_s, dp, M, H0, H1, B_T)
         if (KEY | STATIC) & F_POST:
-            store_matrix_grad(p_gm + s * stride_m, row, cast(x, dtype, H1), 1.0, H0, H1)
+            store_matrix_grad(p_gm + s * stride_m, row, cast(x, dtype, H1), UNIT, H0, H1)
     i_part = i_s * n_bh + i_bg * M
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     store_side_grads(p_gwq + i_part * C * n_t, grads, inverse, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
@@ -110,12 +111,13 @@ def back_0_kernel(
     p_scores, p_weights, p_grads, p_m0, p_w0, p_first, p_last, p_sums, p_inverse, p_out, p_gwq, p_gm,
     stride_ib, stride_s: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales, factor,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Back through the softmax and the composition of scores: from dP to the gradients of scores.
 
     Args:
-        p_weights: the map of weights, P.
+        p_weights: the map of weights, P times 2^SHIFT.
         p_grads: the map of dP, times a power of two as for `back_1_kernel`.
         p_sums: Σ_s P dP, times that as well, and Σ_s P: [2, B·H, n_t]. P is rounded, and does not quite sum to one:
             with the former divided by the latter, gradients of composed scores sum to zero, as they must.
@@ -148,13 +150,14 @@ def back_0_kernel(
     p_m0 += i_bg * n_s * HH
     p_gm += (i_t * (n_bh // M) + i_bg) * n_s * HH
     dtype: tl.constexpr = p_grads.dtype.element_ty
+    UNIT: tl.constexpr = 1.0 / (1 << SHIFT)
     grads = filled(0.0, side_channels(F_PRE, R), B_T, H0, H1)
     for s in tl.range(start - s_0, stop - s_0):
         row = load_row(p_scores + s * stride_s, M, H0, H1, B_T)  # [h, t]
         weights = transposed(load_row(p_weights + s * stride_s, M, H0, H1, B_T), H1)
         y = transposed(load_row(p_grads + s * stride_s, M, H0, H1, B_T), H1)
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
-        p, dp, da = widened(weights, H0, H1), widened(y, H0, H1), ()
+        p, dp, da = widened(weights, H0, H1, UNIT), widened(y, H0, H1), ()
         for i in tl.static_range(1 + (H1 > 0)):
             da = da + (p[i] * (dp[i] - delta[i]),)
         x = widened(transposed(row, H1), H0, H1)

@@ -8,8 +8,8 @@ A program has B_T queries and all heads of a group, and visits a part of the key
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
 `launch.Chunk`; o_t are a tile's queries within it, m_t says which of them exist. HP = H0 + H1. Behind the pointers:
 
-    p_scores, p_weights, p_out  maps of the chunk, [B, n_s, n_p / B_T, H, B_T], a key stride_s from the next: S and P in
-                     float16 or float32, W in the dtype of the states
+    p_scores, p_weights, p_out  maps of the chunk, [B, n_s, n_p / B_T, H, B_T], a key stride_s from the next: S, P, W;
+                     P and W are times 2^SHIFT
     p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of maps
     p_w0, p_w1       query sides, [B, H, C, T]
     p_first, p_last  the first key that a query sees, and the one behind its last, int32 [B or 1, T]
@@ -169,7 +169,7 @@ def compose_kernel(
     p_scores, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out, p_weights,
     stride_ib, stride_s: tl.int64, G, T, t_0, n_t, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, KEEP: tl.constexpr,
+    M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, SHIFT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Composed weights, zeros where a query does not see a key that others of its tile see. p_out may be p_scores: a
     row is read before written. With KEEP also the weights, to p_weights."""
@@ -181,7 +181,10 @@ def compose_kernel(
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
+    unit = ()  # exponentials are relative to that: P times 2^SHIFT
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
+    for i in tl.static_range(1 + (H1 > 0)):
+        unit = unit + (lse[i] - SHIFT,)
     base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
     p_scores += base
     p_out += base
@@ -197,7 +200,7 @@ def compose_kernel(
         wide, p = widened(x, H0, H1), ()
         a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
         for i in tl.static_range(1 + (H1 > 0)):
-            p = p + (tl.where(visible, tl.exp2(a[i] - lse[i]), 0.0),)
+            p = p + (tl.where(visible, tl.exp2(a[i] - unit[i]), 0.0),)
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
         narrow = cast(p, p_m1.dtype.element_ty, H1)
         if KEEP:

@@ -27,6 +27,7 @@ QUERY, KEY = tl.constexpr(Part.QUERY.value), tl.constexpr(Part.KEY.value)
 STATIC, GATE = tl.constexpr(Part.STATIC.value), tl.constexpr(Part.GATE.value)
 NO_KEY = tl.constexpr(2147483647)  # no key is as far as this
 LOST = tl.constexpr(6)  # bits that gradients of the M(s) of scores have less: scores are larger than weights
+KEPT = tl.constexpr(8)  # log2 of what P and W are times in float16, where many keys have little weight each
 SCORES_GRAD = tl.constexpr(2.0**-LOST.value)  # such gradients are stored times this
 
 
@@ -139,8 +140,9 @@ def cast(x, dtype: tl.constexpr, H1: tl.constexpr):
 
 
 @triton.jit
-def widened(x, H0: tl.constexpr, H1: tl.constexpr):
-    """Blocks [t, h] in float32, where products of matrices leave their results: a product with ones on the diagonal.
+def widened(x, H0: tl.constexpr, H1: tl.constexpr, factor: tl.constexpr = 1.0):
+    """Blocks [t, h] in float32, where products of matrices leave their results: a product with ones on the diagonal,
+    or with a factor that is a power of two (float32 has none).
 
     Exact. A mere conversion would leave them where loads do, and what follows would go through shared memory. float32
     is left as it is: tensor cores have no exact product for it.
@@ -151,7 +153,7 @@ def widened(x, H0: tl.constexpr, H1: tl.constexpr):
             out = out + (x[i],)
         else:
             o_h = head_ids(i, H0, H1)
-            one = (o_h[:, None] == o_h[None, :]).to(tl.float32).to(x[i].dtype)
+            one = tl.where(o_h[:, None] == o_h[None, :], factor, 0.0).to(x[i].dtype)
             out = out + (product(x[i], one),)
     return out
 
@@ -192,22 +194,27 @@ def filled(value: tl.constexpr, count: tl.constexpr, B_T: tl.constexpr, H0: tl.c
 
 
 @triton.jit
+def _finite_or_nan(x):
+    return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+
+
+@triton.jit
 def load_side(
     p_w, T, o_t, m_t,
     F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
 ):  # fmt: skip
     """Weights of the query side, [M, C, T] in memory, in float32: R down, R up and with gates 1 + gate, each blocks
-    [t, h]; a flat tuple."""
+    [t, h]; a flat tuple. What is infinite is NaN: of a map, infinity means what float16 does not hold."""
     out = ()
     if QUERY & F:
         for c in tl.static_range(2 * R):
             channel = load_heads(p_w + c * T, C * T, o_t, m_t, 0.0, M, H0, H1)
             for i in tl.static_range(1 + (H1 > 0)):
-                out = out + (channel[i].to(tl.float32),)
+                out = out + (_finite_or_nan(channel[i].to(tl.float32)),)
         if GATE & F:
             gate = load_heads(p_w + 2 * R * T, C * T, o_t, m_t, 0.0, M, H0, H1)
             for i in tl.static_range(1 + (H1 > 0)):
-                out = out + (1.0 + gate[i].to(tl.float32),)
+                out = out + (1.0 + _finite_or_nan(gate[i].to(tl.float32)),)
     return out
 
 

@@ -12,7 +12,7 @@ of dO and of values and from composition weights: nothing is cut off, however la
 import triton
 import triton.language as tl
 
-from .heads import GATE, KEY, LOST, QUERY, STATIC
+from .heads import GATE, KEY, LOST, NO_KEY, QUERY, STATIC, intervals, span
 
 TARGET = tl.constexpr(14)  # log2 of what dP and what a log-sum-exp's gradient adds may be: a factor of 4 below the end
 LEAST = tl.constexpr(2.0**-126)
@@ -39,12 +39,42 @@ def power(exponent):
 
 
 @triton.jit
+def _seen_keys(p_first, p_last, T):
+    """Bounds of the keys that any of T queries sees."""
+    low, high = tl.full([], NO_KEY, tl.int32), tl.full([], 0, tl.int32)
+    for t in range(0, T, 1024):
+        o_t = t + tl.arange(0, 1024)
+        first, last = span(*intervals(p_first, p_last, o_t, o_t < T))
+        low, high = tl.minimum(low, first), tl.maximum(high, last)
+    return low, high
+
+
+@triton.jit
+def _load_rows(p_x, i_bh, o_n, o_d, strides, seen, H, T, count, dim, OF_KEYS: tl.constexpr):
+    """Rows o_n of x [B, H, count, dim] in float32, [n, d], and which of them matter: keys that some query sees, queries
+    that see some key. Others, such as padding, may be anything."""
+    stride_b, stride_h, stride_n = strides
+    p_first, p_last, stride_ib = seen
+    p_first += i_bh // H * stride_ib
+    p_last += i_bh // H * stride_ib
+    if OF_KEYS:
+        low, high = _seen_keys(p_first, p_last, T)
+        matters = (o_n >= low) & (o_n < high)
+    else:
+        first, last = intervals(p_first, p_last, o_n, o_n < count)
+        matters = first < last
+    p_tile = p_x + i_bh // H * stride_b + i_bh % H * stride_h + o_n[:, None].to(tl.int64) * stride_n + o_d[None, :]
+    x = tl.load(p_tile, mask=(o_n < count)[:, None] & (o_d < dim)[None, :], other=0.0)
+    return x.to(tl.float32), matters
+
+
+@triton.jit
 def _store_norms(
-    p_x, p_norms, p_rows, stride_b, stride_h, stride_n, n_bh, H, count, dim,
-    B_D: tl.constexpr, B_N: tl.constexpr, ROWS: tl.constexpr,
+    p_x, p_norms, p_rows, strides, seen, n_bh, H, T, count, dim,
+    B_D: tl.constexpr, B_N: tl.constexpr, OF_KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Norms over the channels of B_N rows of x [B, H, count, dim]: the largest to p_norms [B·H, blocks], with ROWS all
-    to p_rows [B·H, count].
+    """Norms over the channels of B_N rows of x [B, H, count, dim]: of those that matter the largest, and the least that
+    is not zero (or infinity), to p_norms [2, B·H, blocks]; with ROWS all to p_rows [B·H, count].
 
     They are of finite numbers. Where others are among them, a row's norm is infinite, and a largest one negative.
     Squares are those of numbers up to 2: none is out of range.
@@ -53,107 +83,133 @@ def _store_norms(
     n_blocks = tl.maximum(tl.cdiv(count, B_N), 1)
     if (i_n < n_blocks) & (i_bh < n_bh):
         o_n, o_d = i_n * B_N + tl.arange(0, B_N), tl.arange(0, B_D)
-        p_tile = p_x + i_bh // H * stride_b + i_bh % H * stride_h + o_n[:, None].to(tl.int64) * stride_n + o_d[None, :]
-        x = tl.load(p_tile, mask=(o_n < count)[:, None] & (o_d < dim)[None, :], other=0.0).to(tl.float32)  # [n, d]
+        x, matters = _load_rows(p_x, i_bh, o_n, o_d, strides, seen, H, T, count, dim, OF_KEYS)
         is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1)
-        exponent = tl.floor(log2(tl.max(finite(x), 1)))
-        exponent = tl.minimum(exponent, 126.0).to(tl.int32)
+        exponent = tl.minimum(tl.floor(log2(tl.max(finite(x), 1))), 126.0).to(tl.int32)
         x = finite(x) * power(-exponent)[:, None]
         norm = power(exponent) * tl.sqrt(tl.sum(x * x, 1))
-        largest = tl.max(norm)
-        largest = tl.where(tl.min(is_finite) > 0, largest, -tl.maximum(largest, LEAST))
-        tl.store(p_norms + i_bh * n_blocks + i_n, largest)
+        largest = tl.max(tl.where(matters, norm, 0.0))
+        all_finite = tl.min(tl.where(matters, is_finite, 1)) > 0
+        largest = tl.where(all_finite, largest, -tl.maximum(largest, LEAST))
+        least = tl.min(tl.where(matters & (norm > 0) & (is_finite > 0), norm, float("inf")))
+        p_norms += i_bh * n_blocks + i_n
+        tl.store(p_norms, largest)
+        tl.store(p_norms + tl.cast(n_bh, tl.int64) * n_blocks, least)
         if ROWS:
             tl.store(p_rows + i_bh * count + o_n, tl.where(is_finite > 0, norm, float("inf")), mask=o_n < count)
 
 
 @triton.jit
 def norms_kernel(
-    p_x, p_y, p_x_norms, p_y_norms, p_rows,
-    stride_xb, stride_xh, stride_xn, stride_yb, stride_yh, stride_yn,
-    x_bh, x_heads, x_count, x_dim, y_bh, y_heads, y_count, y_dim,
-    B_D: tl.constexpr, B_N: tl.constexpr, ROWS: tl.constexpr,
+    p_v, p_g, p_k, p_q, p_v_norms, p_g_norms, p_k_norms, p_q_norms, p_rows, p_first, p_last,
+    stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gn,
+    stride_kb, stride_kh, stride_kn, stride_qb, stride_qh, stride_qn, stride_ib,
+    n_bh, H, rep, T, S, D, DV, B_D: tl.constexpr, B_N: tl.constexpr,
 ):  # fmt: skip
-    """Norms of one or two tensors, along axis 1 of the grid; with ROWS those of each row of the second: see
-    `_store_norms`."""
-    if tl.program_id(1) == 0:
-        _store_norms(
-            p_x, p_x_norms, p_rows, stride_xb, stride_xh, stride_xn, x_bh, x_heads, x_count, x_dim, B_D, B_N, False
-        )
+    """Norms of values, dO, keys and queries, in this order along axis 1 of the grid, which may end before: see
+    `_store_norms`. Each row's norm is wanted of dO."""
+    which, kv_bh, kv_heads, seen = tl.program_id(1), n_bh // rep, H // rep, (p_first, p_last, stride_ib)
+    if which == 0:
+        strides = (stride_vb, stride_vh, stride_vn)
+        _store_norms(p_v, p_v_norms, p_rows, strides, seen, kv_bh, kv_heads, T, S, DV, B_D, B_N, True, False)
+    elif which == 1:
+        strides = (stride_gb, stride_gh, stride_gn)
+        _store_norms(p_g, p_g_norms, p_rows, strides, seen, n_bh, H, T, T, DV, B_D, B_N, False, True)
+    elif which == 2:
+        strides = (stride_kb, stride_kh, stride_kn)
+        _store_norms(p_k, p_k_norms, p_rows, strides, seen, kv_bh, kv_heads, T, S, D, B_D, B_N, True, False)
     else:
-        _store_norms(
-            p_y, p_y_norms, p_rows, stride_yb, stride_yh, stride_yn, y_bh, y_heads, y_count, y_dim, B_D, B_N, ROWS
-        )
+        strides = (stride_qb, stride_qh, stride_qn)
+        _store_norms(p_q, p_q_norms, p_rows, strides, seen, n_bh, H, T, T, D, B_D, B_N, False, False)
 
 
 @triton.jit
 def _store_half(
-    p_x, p_norms, p_out, p_undo, p_mark, stride_b, stride_h, stride_n, n_bh, H, rep, count, dim,
-    B_D: tl.constexpr, B_N: tl.constexpr, MARK: tl.constexpr,
+    p_x, p_norms, p_out, p_undo, p_mark, strides, seen, n_bh, H, rep, T, count, dim,
+    B_D: tl.constexpr, B_N: tl.constexpr, OF_KEYS: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
-    """B_N rows of x [B, H, count, dim] in float16, times a power of two, to p_out [B·H, count, dim]; what undoes that
-    to p_undo [B·H / rep].
+    """B_N rows of x [B, H, count, dim] in float16, times a power of two, to p_out [B·H, count, dim], zeros for those
+    that do not matter; what undoes the power to p_undo [B·H / rep].
 
-    It is one for `rep` heads, and brings their largest norm, of [B·H, blocks], to 2^15 at most. Of bfloat16 no bit is
-    lost down to 2^-26 of the largest number, as that becomes 1024 or more. With MARK, p_mark becomes 1 where the rows
-    are not zero and the largest norm of all is 2^20 times theirs: bits of most may be lost.
+    It is one for `rep` heads, and brings their largest norm, of `_store_norms`, to 2^15 at most. Of bfloat16 no bit is
+    lost down to 2^-26 of the largest number, as that becomes 1024 or more. With MARK, p_mark becomes 1 where the
+    largest norm is more than 2^24 times the least among these rows, of the head whose least is largest.
     """
     i_n, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
     n_blocks = tl.maximum(tl.cdiv(count, B_N), 1)
     if (i_n < n_blocks) & (i_bh < n_bh):
+        p_norms += i_bh // rep * (rep * n_blocks)
         norms = tl.zeros([1024], tl.float32)
         for i in range(0, rep * n_blocks, 1024):
             o = i + tl.arange(0, 1024)
-            p_part = p_norms + i_bh // rep * (rep * n_blocks) + o
-            norms = tl.maximum(norms, tl.abs(tl.load(p_part, mask=o < rep * n_blocks, other=0.0)))
+            norms = tl.maximum(norms, tl.abs(tl.load(p_norms + o, mask=o < rep * n_blocks, other=0.0)))
         norm = tl.max(norms)
-        if MARK:
-            here = tl.load(p_norms + i_bh * n_blocks + i_n)
-            if (here > 0) & (here < norm * 2.0**-20):
-                tl.store(p_mark, 1)  # all that store, store the same
         exponent = tl.floor(15.0 - log2(norm))
         exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0).to(tl.int32)
-        if (i_n == 0) & (i_bh % rep == 0):
-            tl.store(p_undo + i_bh // rep, power(-exponent))
+        if i_bh % rep == 0:
+            if i_n == 0:
+                tl.store(p_undo + i_bh // rep, power(-exponent))
+            if MARK:
+                here = tl.zeros([], tl.float32)
+                for i_r in range(0, rep):
+                    least = tl.load(p_norms + (tl.cast(n_bh, tl.int64) + i_r) * n_blocks + i_n)
+                    here = tl.maximum(here, tl.where(least < float("inf"), least, 0.0))
+                if (here > 0) & (here < norm * 2.0**-24):
+                    tl.store(p_mark, 1)  # all that store, store the same
         o_n, o_d = i_n * B_N + tl.arange(0, B_N), tl.arange(0, B_D)
-        mask = (o_n < count)[:, None] & (o_d < dim)[None, :]
-        p_tile = p_x + i_bh // H * stride_b + i_bh % H * stride_h + o_n[:, None].to(tl.int64) * stride_n + o_d[None, :]
-        x = tl.load(p_tile, mask=mask, other=0.0).to(tl.float32)  # [n, d]
+        x, matters = _load_rows(p_x, i_bh, o_n, o_d, strides, seen, H, T, count, dim, OF_KEYS)
+        x = tl.where(matters[:, None], x * power(exponent), 0.0)
         p_tile = p_out + i_bh * count * dim + o_n[:, None].to(tl.int64) * dim + o_d[None, :]
-        tl.store(p_tile, (x * power(exponent)).to(tl.float16), mask=mask)
+        tl.store(p_tile, x.to(tl.float16), mask=(o_n < count)[:, None] & (o_d < dim)[None, :])
 
 
 @triton.jit
 def halves_kernel(
-    p_x, p_y, p_x_norms, p_y_norms, p_x_out, p_y_out, p_x_undo, p_y_undo, p_mark,
-    stride_xb, stride_xh, stride_xn, stride_yb, stride_yh, stride_yn,
-    x_bh, x_heads, x_rep, x_count, x_dim, y_bh, y_heads, y_rep, y_count, y_dim,
-    B_D: tl.constexpr, B_N: tl.constexpr, MARK: tl.constexpr,
+    p_v, p_g, p_k, p_q, p_v_norms, p_g_norms, p_k_norms, p_q_norms,
+    p_v_half, p_g_half, p_k_half, p_q_half, p_undo, p_mark, p_first, p_last,
+    stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gn,
+    stride_kb, stride_kh, stride_kn, stride_qb, stride_qh, stride_qn, stride_ib,
+    n_bh, H, rep, T, S, D, DV, start, B_D: tl.constexpr, B_N: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
-    """Copies of one or two tensors in float16, along axis 1 of the grid: see `_store_half`."""
-    if tl.program_id(1) == 0:
+    """Copies of values, dO, keys and queries in float16, in this order along axis 1 of the grid, from number `start`
+    on: see `_store_half`. p_undo is [4, B, Hkv]."""
+    which, kv_bh, kv_heads, seen = start + tl.program_id(1), n_bh // rep, H // rep, (p_first, p_last, stride_ib)
+    p_undo += which * kv_bh
+    if which == 0:
+        strides = (stride_vb, stride_vh, stride_vn)
         _store_half(
-            p_x, p_x_norms, p_x_out, p_x_undo, p_mark, stride_xb, stride_xh, stride_xn, x_bh, x_heads, x_rep, x_count,
-            x_dim, B_D, B_N, MARK,
-        )  # fmt: skip
+            p_v, p_v_norms, p_v_half, p_undo, p_mark, strides, seen, kv_bh, kv_heads, 1, T, S, DV, B_D, B_N, True, MARK
+        )
+    elif which == 1:
+        strides = (stride_gb, stride_gh, stride_gn)
+        _store_half(
+            p_g, p_g_norms, p_g_half, p_undo, p_mark, strides, seen, n_bh, H, rep, T, T, DV, B_D, B_N, False, MARK
+        )
+    elif which == 2:
+        strides = (stride_kb, stride_kh, stride_kn)
+        _store_half(
+            p_k, p_k_norms, p_k_half, p_undo, p_mark, strides, seen, kv_bh, kv_heads, 1, T, S, D, B_D, B_N, True, MARK
+        )
     else:
+        strides = (stride_qb, stride_qh, stride_qn)
         _store_half(
-            p_y, p_y_norms, p_y_out, p_y_undo, p_mark, stride_yb, stride_yh, stride_yn, y_bh, y_heads, y_rep, y_count,
-            y_dim, B_D, B_N, MARK,
-        )  # fmt: skip
+            p_q, p_q_norms, p_q_half, p_undo, p_mark, strides, seen, n_bh, H, rep, T, T, D, B_D, B_N, False, MARK
+        )
 
 
 @triton.jit
 def scale_kernel(
-    p_norms, p_largest, p_amplified, p_extra, p_w1, p_scale, p_mark, G, kv_heads, T, t_0, n_t, n_largest, n_amplified,
+    p_norms, p_largest, p_amplified, p_extra, p_w1, p_scale, p_mark,
+    G, kv_heads, T, t_0, n_t, s_0, n_s, n_largest, n_amplified,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, B_H: tl.constexpr,
-    BLOCK: tl.constexpr, B_T: tl.constexpr, EXTRA: tl.constexpr, MARK: tl.constexpr, FEW: tl.constexpr,
+    BLOCK: tl.constexpr, B_T: tl.constexpr, B_N: tl.constexpr, EXTRA: tl.constexpr, MARK: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """The power of two for each BLOCK queries of a group of heads, its inverse, and whether their dO is finite.
 
     Args:
         p_norms: of dO, [B·H, T].
-        p_largest: norms of values, [B, Hkv, n_largest].
+        p_largest: the largest norms of B_N values each, [B, Hkv, n_largest]; those of the chunk's keys are looked at.
         p_amplified: how much larger the key side and the static projection after the softmax make a gradient at most,
             [B·G, n_amplified].
         p_extra: with EXTRA, what is added to the gradients of composed scores before they are multiplied by weights,
@@ -171,8 +227,8 @@ def scale_kernel(
     values, are_finite = tl.zeros([1024], tl.float32), tl.full([1024], 1, tl.int32)
     for i in range(0, kv_heads * n_largest, 1024):
         o = i + tl.arange(0, 1024)
-        p_part = p_largest + i_bg // G * kv_heads * n_largest + o
-        part = tl.load(p_part, mask=o < kv_heads * n_largest, other=0.0)
+        is_here = (o % n_largest >= s_0 // B_N) & (o % n_largest < tl.cdiv(s_0 + n_s, B_N)) & (o < kv_heads * n_largest)
+        part = tl.load(p_largest + i_bg // G * kv_heads * n_largest + o, mask=is_here, other=0.0)
         values = tl.maximum(values, tl.abs(part))
         are_finite = tl.minimum(are_finite, (part >= 0).to(tl.int32))
     value = tl.max(values)
