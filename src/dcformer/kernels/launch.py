@@ -56,6 +56,7 @@ _MOST_PROGRAMS = 65535  # along a grid's second and third axis
 _JOINED = 64  # queries whose log-sum-exps one program joins
 _ROWS = 64  # of states, of one program
 _STATES = "vgkq"  # values, gradients of the output, keys, queries: their order in the kernels of `scales`
+_NO_STRIDES: dict[str, Any] = {f"stride_{letter}{axis}": 0 for letter in _STATES for axis in "bhn"}
 _MOST_INT32 = 2**31 - 1
 _LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
 _INTERPRETED_KEYS = 32  # of a program, in the interpreter: so that short sequences have several
@@ -530,21 +531,24 @@ class Problem:
         halves = [self._new(*x.shape, dtype=torch.float16) for x in states[first:]]
         arguments = _of_states("_norms", norms) | _of_states("_half", halves, first)
         self._run_states(halves_kernel, states, first, p_undo=undo, **arguments, **self._limit(Beyond.GRADIENTS))
-        return [States(*pair) for pair in zip(halves, undo[first:], strict=False)]
+        return [States(*pair) for pair in zip(halves, undo.unbind()[first:], strict=False)]
 
     def _run_states(
         self, kernel: triton.JITFunction, states: Sequence[torch.Tensor], first: int = 0, **arguments: Any
     ) -> None:
         """Runs a kernel of `scales` over the first of `_STATES`, but for so many."""
         for letter, x in zip(_STATES, states, strict=False):
-            arguments |= _strides(letter, x, "bhn")
+            stride_b, stride_h, stride_n, _ = x.stride()
+            arguments |= {
+                f"p_{letter}": x, f"stride_{letter}b": stride_b, f"stride_{letter}h": stride_h,
+                f"stride_{letter}n": stride_n,
+            }  # fmt: skip
+        whole = self._remembered("whole", lambda: self._chunk(0, self.T))  # these kernels know no chunks
         of_grid = states[first:]
         blocks = max(1, *(ceil_div(x.shape[2], _ROWS) for x in of_grid))
         grid = (blocks, len(of_grid), max(x.shape[0] * x.shape[1] for x in of_grid))
-        dims = {"D": self.D, "DV": self.DV, "B_D": padded(max(self.D, self.DV)), "B_N": _ROWS}
-        whole = self._chunk(0, self.T)  # these kernels know no chunks
-        no_strides: dict[str, Any] = {f"stride_{letter}{axis}": 0 for letter in _STATES for axis in "bhn"}
-        self._launch(kernel, grid, whole, start=first, **no_strides | dims | _of_states("", states) | arguments)
+        dims = {"start": first, "D": self.D, "DV": self.DV, "B_D": padded(max(self.D, self.DV)), "B_N": _ROWS}
+        self._launch(kernel, grid, whole, **_NO_STRIDES | dims | _of_states("", ()) | arguments)
 
     def _values(self) -> States:
         """Values, for a product with W."""
