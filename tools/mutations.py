@@ -1437,12 +1437,6 @@ _KERNELS = (
             T_ATTEND + "test_errors_in_16_bits_beside_those_of_eager[dtype0-8 heads, 48 tokens]",
         ),
         (
-            "keys behind a chunk are multiplied by zeros",
-            "s_0 + o_s, (o_s < n_s) & (s_0 + o_s < S), o_d",
-            "s_0 + o_s, s_0 + o_s < S, o_d",
-            T_ATTEND + "test_large_numbers_that_no_product_needs_do_no_harm[keys beyond a chunk]",
-        ),
-        (
             "keys that nobody sees leave marks",
             "tl.where(is_seen, tl.max(tl.abs(x), 1), 0.0)",
             "tl.max(tl.abs(x), 1)",
