@@ -305,8 +305,8 @@ def test_json_has_every_model_pattern_length_and_gpu(capsys):
              ("LG", 2048, "H200")}  # fmt: skip
     # The first design was at 0.939, 0.917 and 0.840, and on a GPU 1.4 times as slow (docs/gpu_history.md). Bounds know
     # nothing of programs that wait for others: that these end together costs more sums of parts. Nor do they know of
-    # what converts bfloat16 in the loops of products, which norms and copies in float16 have replaced: without them they
-    # were 0.923, 0.919 and 0.811.
+    # what converts bfloat16 in the loops of products, which norms and copies in float16 have replaced: without those
+    # they were 0.923, 0.919 and 0.811.
     assert found["6.9B"] >= 0.914 and found["13B"] >= 0.911 and found["2.8B"] >= 0.801
 
 
