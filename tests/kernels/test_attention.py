@@ -693,7 +693,9 @@ def test_copies_in_float16_keep_all_bits(name, unmarked):
         x = torch.randn(B, tokens, heads, dim, device=DEVICE).transpose(1, 2)
         far = 2.0 ** torch.randint(-60, 60, (B, kv_heads, 1, 1), device=DEVICE)  # apart from each other
         near = 2.0 ** torch.randint(-12, 1, (B, heads, tokens, 1), device=DEVICE)
-        return (x * near * far.repeat_interleave(heads // kv_heads, 1)).bfloat16()
+        rep = heads // kv_heads
+        mine = 2.0 ** (4 * (torch.arange(heads, device=DEVICE) % rep))[:, None, None]  # the last head's are largest
+        return (x * near * mine * far.repeat_interleave(rep, 1)).bfloat16()
 
     query, key, value, grad = states(T, H, D), states(S, kv_heads, D), states(S, kv_heads, D + 4), states(T, H, D + 4)
     seen = Visibility(*(torch.full((1, T), n, dtype=torch.int32, device=DEVICE) for n in (0, S)))
