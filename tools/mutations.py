@@ -1420,7 +1420,7 @@ _KERNELS = (
         "kernels/triton/products.py",
         (
             "composed weights may be infinite",
-            "if HALF:\n        if _is_broken(total, m_t):",
+            "if MARK:\n        if _is_broken(total, m_t):",
             "if SCALED:\n        if _is_broken(total, m_t):",
             T_ATTEND + "test_composed_weights_beyond_float16_are_noticed[False]",
         ),

@@ -680,6 +680,14 @@ def test_queries_and_keys_of_any_size_lose_nothing(unmarked):
     assert not overflow.beyond(HERE)
 
 
+def uncomposed(query, key, value, seen=None, scale=1.0, **options):
+    """A problem without composition; all keys are seen if nothing else is said."""
+    if seen is None:
+        bounds = (torch.full((1, query.shape[2]), n, dtype=torch.int32, device=DEVICE) for n in (0, key.shape[2]))
+        seen = Visibility(*bounds)
+    return Problem(query, key, value, stages_of([None] * 6), seen, Layout(Part(0), Part(0)), scale, **options)
+
+
 @pytest.mark.parametrize("name", ["grouped-query", "odd dims", "one sequence of many heads"])
 def test_copies_in_float16_keep_all_bits(name, unmarked):
     """Down to 2^-26 of the largest number that shares a power of two: of the heads of a key."""
@@ -698,8 +706,7 @@ def test_copies_in_float16_keep_all_bits(name, unmarked):
         return (x * near * mine * far.repeat_interleave(rep, 1)).bfloat16()
 
     query, key, value, grad = states(T, H, D), states(S, kv_heads, D), states(S, kv_heads, D + 4), states(T, H, D + 4)
-    seen = Visibility(*(torch.full((1, T), n, dtype=torch.int32, device=DEVICE) for n in (0, S)))
-    problem = Problem(query, key, value, stages_of([None] * 6), seen, Layout(Part(0), Part(0)), 1.0)
+    problem = uncomposed(query, key, value)
     sources = problem._sources(grad)
     assert torch.allclose(sources.grad_norms.double(), grad.double().norm(dim=-1), rtol=1e-6)
     norms = torch.nn.functional.pad(value.double().norm(dim=-1), (0, -S % 64)).unflatten(2, (-1, 64)).amax(-1)
@@ -743,9 +750,7 @@ def test_gradients_that_differ_much_between_tokens_are_noticed(unmarked):
     share values are added up."""
     torch.manual_seed(0)
     states = torch.randn(1, 4, 256, 16, device=DEVICE).bfloat16()
-    seen = Visibility(*(torch.full((1, 256), n, dtype=torch.int32, device=DEVICE) for n in (0, 256)))
-    of_keys, nothing = states[:, :2], stages_of([None] * 6)
-    problem = Problem(states, of_keys, of_keys, nothing, seen, Layout(Part(0), Part(0)), 1.0)
+    problem = uncomposed(states, states[:, :2], states[:, :2])
     for heads, factor, expected in (
         (slice(2, 4), 2.0**-20, Beyond(0)), (slice(2, 4), 0.0, Beyond(0)), (slice(2, 3), 2.0**-40, Beyond(0)),
         (slice(2, 4), 2.0**-28, Beyond.GRADIENTS),
@@ -794,8 +799,7 @@ def test_values_beyond_a_chunk_change_no_gradients(unmarked, monkeypatch):
     for factor in (1.0, 2.0**20):
         values = states.clone()
         values[:, :, 128:] *= factor
-        seen, nothing = Visibility(first, last, -7, 1), stages_of([None] * 6)
-        problem = Problem(states, states, values, nothing, seen, Layout(Part(0), Part(0)), 0.25, chunk_bytes=0)
+        problem = uncomposed(states, states, values, Visibility(first, last, -7, 1), 0.25, chunk_bytes=0)
         assert len(problem.chunks(maps=3)) == 3
         found.append(problem.backward(states, problem.forward()[1]))
     for name in ("query", "key"):
@@ -809,10 +813,9 @@ def test_tokens_much_smaller_than_others_are_noticed(name, unmarked):
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(1, 2, 70, 16, device=DEVICE).bfloat16() for _ in range(4))
     small = {"values": value, "keys": key, "queries": query}[name]
-    seen = Visibility(*(torch.full((1, 70), n, dtype=torch.int32, device=DEVICE) for n in (0, 70)))
     for factor, expected in ((2.0**-20, Beyond(0)), (2.0**-12, Beyond.GRADIENTS)):  # the latter of 2^-20
         small[:, :, 5] *= factor
-        problem = Problem(query, key, value, stages_of([None] * 6), seen, Layout(Part(0), Part(0)), 1.0)
+        problem = uncomposed(query, key, value)
         problem._values()
         problem._sources(grad)
         assert overflow.look(HERE) == bool(expected) and overflow.beyond(HERE) == expected, factor

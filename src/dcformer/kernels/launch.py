@@ -508,11 +508,10 @@ class Problem:
     def _undone(self, states: States, scales: torch.Tensor | None) -> dict[str, Any]:
         """Arguments of products that undo powers of two: of states, and of a map."""
         inverse, finite = (None, None) if scales is None else scales[1:]
-        is_half = self.grad_dtype == torch.float16  # as W is then
         return {
             "SCALED": scales is not None, "p_inverse": inverse, "p_finite": finite,
             "COPIED": states.undo is not None, "p_undo": states.undo,
-            "HALF": is_half, "p_mark": mark_of(self.q.device, Beyond.GRADIENTS) if is_half else None,
+            **self._limit(Beyond.GRADIENTS),  # of W, too
         }  # fmt: skip
 
     # --- states -------------------------------------------------------------------------------------------------------
@@ -538,17 +537,13 @@ class Problem:
     ) -> None:
         """Runs a kernel of `scales` over the first of `_STATES`, but for so many."""
         for letter, x in zip(_STATES, states, strict=False):
-            stride_b, stride_h, stride_n, _ = x.stride()
-            arguments |= {
-                f"p_{letter}": x, f"stride_{letter}b": stride_b, f"stride_{letter}h": stride_h,
-                f"stride_{letter}n": stride_n,
-            }  # fmt: skip
+            arguments |= _strides(letter, x, "bhn")
         whole = self._remembered("whole", lambda: self._chunk(0, self.T))  # these kernels know no chunks
         of_grid = states[first:]
         blocks = max(1, *(ceil_div(x.shape[2], _ROWS) for x in of_grid))
         grid = (blocks, len(of_grid), max(x.shape[0] * x.shape[1] for x in of_grid))
         dims = {"start": first, "D": self.D, "DV": self.DV, "B_D": padded(max(self.D, self.DV)), "B_N": _ROWS}
-        self._launch(kernel, grid, whole, **_NO_STRIDES | dims | _of_states("", ()) | arguments)
+        self._launch(kernel, grid, whole, **_NO_STRIDES | dims | _of_states("", states) | arguments)
 
     def _values(self) -> States:
         """Values, for a product with W."""

@@ -181,10 +181,7 @@ def compose_kernel(
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
-    unit = ()  # exponentials are relative to that: P times 2^SHIFT
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
-    for i in tl.static_range(1 + (H1 > 0)):
-        unit = unit + (lse[i] - SHIFT,)
     base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
     p_scores += base
     p_out += base
@@ -200,7 +197,7 @@ def compose_kernel(
         wide, p = widened(x, H0, H1), ()
         a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
         for i in tl.static_range(1 + (H1 > 0)):
-            p = p + (tl.where(visible, tl.exp2(a[i] - unit[i]), 0.0),)
+            p = p + (tl.where(visible, tl.exp2(a[i] - (lse[i] - SHIFT)), 0.0),)
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
         narrow = cast(p, p_m1.dtype.element_ty, H1)
         if KEEP:

@@ -154,14 +154,14 @@ def values_kernel(
     stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_s: tl.int64,
     n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, scale,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, COPIED: tl.constexpr, HALF: tl.constexpr,
+    SCALED: tl.constexpr, COPIED: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
     """out[t] = scale · Σ_s map[s, t] v[s]: the output of W and values, dQ of dS and keys.
 
     With SCALED the map is times powers of two. With COPIED v is float16 where the inputs are bfloat16, see `scales`.
 
     Args:
-        p_mark: with HALF, of a map in float16, becomes 1 where one of its numbers was too large: infinite, although dO
+        p_mark: with MARK, of a map in float16, becomes 1 where one of its numbers was too large: infinite, although dO
             is finite.
         p_inverse, p_finite: what undoes the powers of two, and whether dO is finite: [B·G, n_scales] for BLOCK queries.
         p_undo: what undoes those of v, [B, Hkv].
@@ -190,7 +190,7 @@ def values_kernel(
     total, count = _add_values(total, count, start, inner, at, D, B_D, B_S, UNIT, True, False)
     total, count = _add_values(total, count, inner, outer, at, D, B_D, B_S, UNIT, False, False)
     total, count = _add_values(total, count, outer, stop, at, D, B_D, B_S, UNIT, True, False)
-    if HALF:
+    if MARK:
         if _is_broken(total, m_t):
             total, count = _add_values(tl.zeros_like(total), count, start, stop, at, D, B_D, B_S, UNIT, True, True)
             if count > 0:
@@ -249,11 +249,11 @@ def keys_kernel(
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_s: tl.int64,
     n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, scale,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    ADD: tl.constexpr, SCALED: tl.constexpr, COPIED: tl.constexpr, HALF: tl.constexpr,
+    ADD: tl.constexpr, SCALED: tl.constexpr, COPIED: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
     """out[s] = scale · Σ_t map[s, t] q[t], over all heads that share a key: dV of W and dO, dK of dS and queries.
 
-    With ADD it is added to the stored values. SCALED, COPIED, HALF and what belongs to them: see `values_kernel`, with
+    With ADD it is added to the stored values. SCALED, COPIED, MARK and what belongs to them: see `values_kernel`, with
     q for v.
     """
     # of heads of keys; where masks are causal, the first keys are seen by most
@@ -277,7 +277,7 @@ def keys_kernel(
         total, count = _add_keys(total, count, start, inner, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, False)
         total, count = _add_keys(total, count, inner, outer, at, scales, D, B_D, B_T, UNIT, BLOCK, False, SCALED, False)
         total, count = _add_keys(total, count, outer, stop, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, False)
-    if HALF:
+    if MARK:
         if _is_broken(total, m_s):
             total = tl.zeros_like(total)
             for i_r in range(0, rep):
