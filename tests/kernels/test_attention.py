@@ -329,6 +329,23 @@ def test_errors_in_16_bits_beside_those_of_eager(name, dtype, unmarked):
     assert max(ratios.values()) <= most[dtype == torch.float16]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("cases", [SWITCHES, SHAPES, VISIBILITY], ids=["switches", "shapes", "visibility"])
+def test_errors_in_bfloat16_of_all_cases_beside_those_of_eager(cases, unmarked):
+    """Some tensors of few numbers are off by more than eager's, as roundings fall: few of them, by little. Prints what
+    docs/kernels.md says of them."""
+    ratios = []
+    for name, case in cases.items():
+        errors = beside_eager(dataclasses.replace(case, dtype=torch.bfloat16))
+        ratios += [(ours / eagers, f"{name}: {tensor}") for tensor, (ours, eagers) in errors.items() if eagers > 0]
+    above = sorted((ratio, of) for ratio, of in ratios if ratio > 1)
+    for ratio, of in reversed(above):
+        print(f"| {of} | {ratio:.2f} |")
+    middle = sorted(ratio for ratio, _ in ratios)[len(ratios) // 2]
+    print(f"{len(above)} of {len(ratios)} above 1; the median is {middle:.2f}")
+    assert middle < 0.9 and len(above) < 0.03 * len(ratios) and max(ratios)[0] < 1.4
+
+
 def test_weights_are_kept_as_exactly_as_maps_are(unmarked, monkeypatch):
     """Without a key side of "post", which would be in that dtype, they are not rounded to that of the states."""
     kept, real = [], Problem._compose
