@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import randomise, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,6 +47,7 @@ def module(is_causal=True, training=False):
 def small_blocks(patch, query_block, scores, few=0, alignment=1):
     """Makes the chunked implementation cut even tiny problems into many blocks of queries and slices of the batch."""
     patch.setattr(chunked_dcformer, "MAX_QUERY_BLOCK", query_block)
+    patch.setattr(chunked_dcformer, "PLAIN_QUERY_BLOCK", query_block)
     patch.setattr(chunked_dcformer, "BLOCK_SCORES", scores)
     patch.setattr(chunked_dcformer, "ALIGNMENT", alignment)
     patch.setattr(masks_dcformer, "FEW_QUERIES", few)
@@ -157,6 +159,7 @@ def problems(draw, max_batch=3):
     m_heads = draw(st.integers(1, 12 // groups))
     heads = groups * m_heads
     length = draw(st.integers(1, 19))
+    branches = st.just("") if draw(st.integers(0, 4)) == 0 else branch_sets
     return {
         "batch": draw(st.integers(1, max_batch)),
         "heads": heads,
@@ -166,8 +169,8 @@ def problems(draw, max_batch=3):
         "length": length,
         "key_length": length + draw(st.integers(0, 9)),
         "head_dim": 2 * draw(st.integers(2, 40)),
-        "pre": draw(branch_sets),
-        "post": draw(branch_sets),
+        "pre": draw(branches),
+        "post": draw(branches),
         "seed": draw(st.integers(0, 2**31)),
     }
 
@@ -270,6 +273,30 @@ def test_each_branch_alone(branch, stage, groups, many_blocks):
     assert_same(problem.run(chunked_attention), expected, **EXACT)
     if branch:  # the branch does something, and every weight of it matters
         assert all(grad.abs().max() > 1e-3 for name, grad in expected.items() if name.startswith(stage))
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "calls"),
+    [
+        ({}, {}, 1),
+        ({}, {"is_causal": False}, 1),
+        ({}, {"sliding_window": 4}, 3),
+        ({"key_length": 9}, {}, 3),
+        ({"pre": "query_gate"}, {}, 0),
+    ],
+)
+def test_without_composition_torch_attends(fields, options, calls, many_blocks, monkeypatch):
+    """At once where it knows of causality, otherwise by blocks of queries."""
+    problem, real, seen = Inputs(**({"pre": "", "post": ""} | fields)), F.scaled_dot_product_attention, []
+    expected = problem.run(eager_attention, **options)
+
+    def spy(query, *args, **kwargs):
+        seen.append(query.shape[2])
+        return real(query, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    assert_same(problem.run(chunked_attention, **options), expected, **EXACT)
+    assert len(seen) == 2 * calls and sum(seen) == 2 * 7 * bool(calls)  # once more in the backward pass
 
 
 def test_only_some_inputs_require_gradients(many_blocks):
