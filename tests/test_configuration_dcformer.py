@@ -43,6 +43,28 @@ def test_what_is_said_about_rope_wins_over_pythias_quarter():
     assert "partial_rotary_factor" not in whole.rope_parameters
 
 
+def test_layers_changed_in_place_stay_when_there_are_more_again():
+    config = DCFormerConfig(num_hidden_layers=4)
+    config.num_hidden_layers = 2
+    config.layer_types[0] = G
+    config.num_hidden_layers = 3
+    assert config.layer_types == [G, G, L]
+    config.num_hidden_layers = 4
+    assert config.layer_types == [G, G, L, G]
+
+
+def test_a_layer_pattern_that_is_set_says_the_layers():
+    config = DCFormerConfig(num_hidden_layers=3)
+    config.layer_pattern = "GL"
+    assert config.layer_types == [G, L, G] and "layer_pattern" not in config.to_dict()
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "layer_norm_eps"])
+def test_other_names_of_epsilon_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} is no field of DCFormerConfig.*norm_eps"):
+        DCFormerConfig(**{name: 1e-6})
+
+
 def test_derived_sizes():
     config = DCFormerConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3, norm_eps=1e-4)
     assert (config.head_dim, config.num_key_value_heads, config.qk_norm_eps) == (16, 3, 1e-4)

@@ -62,6 +62,7 @@ def test_a_variant_generates_trains_and_loads(variant, tmp_path):
     with torch.enable_grad():
         model.train()(ids, labels=ids).loss.backward()
     assert all(layer.self_attn.output_gate.weight.grad.abs().max() > 0 for layer in model.model.layers)
+    assert "GatedDecoderLayer" in model._no_split_modules  # which a device_map keeps on one device
     model.eval().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model)

@@ -181,6 +181,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
                 "read; here use this class's own fields."
             )
         self.check_names(kwargs)
+        if other := sorted({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"} & kwargs.keys()):
+            raise ValueError(f"{other[0]} is no field of {type(self).__name__}: the epsilon of all norms is norm_eps.")
         # Fields that a hub configuration leaves to the stored tensors; see `from_dict`. Never stored.
         self.undecided_fields: tuple[str, ...] = ()
         layer_pattern = kwargs.pop("layer_pattern", None)
@@ -203,14 +205,19 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         self.validate_architecture()  # here too, so that the error is a plain ValueError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a field. Fewer layers keep the entries of the first; raising the number again restores the others."""
+        """Sets a field. Fewer layers keep the entries of the first; raising the number again restores the others.
+
+        `layer_pattern`, which is no field, sets `layer_types`.
+        """
+        if name == "layer_pattern":
+            name, value = "layer_types", _repeat_pattern(value, self.num_hidden_layers)
         super().__setattr__(name, value)
         if name in _LAYER_LISTS:
             self.__dict__.pop(f"_all_{name}", None)
         elif name == "num_hidden_layers":
             for of_layers in _LAYER_LISTS:
-                if (kept := self.__dict__.get(of_layers)) is not None:
-                    kept = self.__dict__.pop(f"_all_{of_layers}", kept)
+                if (kept := self.__dict__.get(of_layers)) is not None:  # which may have been changed in place
+                    kept = kept + self.__dict__.pop(f"_all_{of_layers}", kept)[len(kept) :]
                     if 0 <= value < len(kept):
                         self.__dict__[f"_all_{of_layers}"] = kept
                     self.__dict__[of_layers] = kept[:value] if value >= 0 else kept

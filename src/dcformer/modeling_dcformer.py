@@ -823,6 +823,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         self.norm = _make_norm(config)
         self.rotary_emb = DCFormerRotaryEmbedding(config)
         self.gradient_checkpointing = False
+        self._no_split_modules = [self.layer_class.__name__]  # a variant's, too
         self.post_init()
 
     @merge_with_config_defaults

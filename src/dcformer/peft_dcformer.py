@@ -21,7 +21,7 @@ def register_peft_targets(model_type: str) -> None:
     names; `gate_proj` becomes `mlp.gate_proj`, as composition has a layer of that name too.
 
     Args:
-        model_type: "dcformer" or "dcpythia". Existing entries are kept.
+        model_type: such as "dcformer". Existing entries are kept.
     """
     constants = sys.modules.get("peft.utils.constants")
     for name, table in list(vars(constants).items()) if constants is not None else ():

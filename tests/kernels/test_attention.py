@@ -329,6 +329,16 @@ def test_errors_in_16_bits_beside_those_of_eager(name, dtype, unmarked):
     assert max(ratios.values()) <= most[dtype == torch.float16]
 
 
+@pytest.mark.parametrize(("found", "most"), [(Beyond.GRADIENTS, 2.0), (Beyond.SCORES, 1.01)])
+def test_errors_in_bfloat16_after_a_mark(found, most, unmarked):
+    """Of ordinary tensors that come after those that left it, in the same process. Prints rows of docs/kernels.md."""
+    overflow._found[HERE] = found
+    errors = beside_eager(Case(length=48, heads=8, dtype=torch.bfloat16))
+    ratios = {tensor: ours / eagers for tensor, (ours, eagers) in errors.items()}
+    print(f"| {' | '.join(f'{ratios[name]:.2f}' for name in ('out', 'query', 'key'))} | {max(ratios.values()):.2f} |")
+    assert max(ratios.values()) <= most
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("cases", [SWITCHES, SHAPES, VISIBILITY], ids=["switches", "shapes", "visibility"])
 def test_errors_in_bfloat16_of_all_cases_beside_those_of_eager(cases, unmarked):

@@ -332,7 +332,7 @@ def output_kernel(
     acc = tl.zeros([B_R, B_D], tl.float32)
     for i in tl.range(0, M // SHARED * n_r * n_s, num_stages=STAGES):
         i_u, i_s = i // (n_r * n_s), i % n_s
-        o_r = i // tl.maximum(n_s, 1) % n_r * B_R + tl.arange(0, B_R)
+        o_r = i // n_s % n_r * B_R + tl.arange(0, B_R)
         m_r = o_r < SHARED * T
         o_rm, o_rt = i_u * SHARED + o_r // T, o_r % T
         o_s = first + i_s * B_S + tl.arange(0, B_S)
@@ -542,8 +542,8 @@ def launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]
     )
     chosen = [scores, weighted]
     for launch in chosen:
-        # two programs of 8 warps per multiprocessor, for left alone, ptxas may spill to squeeze in more; one program
-        # in cases that need more registers
+        # Left alone, ptxas may spill so that more programs fit. Room for two of 8 warps per multiprocessor, or for one
+        # where more registers are needed.
         many_rows = dot and (launch.constants["B_R"] > 16 or b_m > 32)
         needs_more = many_rows or launch.constants["FLAGS"] & Part.STATIC or item == 4
         launch.options = options | {"maxnreg": 255 if needs_more else 128}

@@ -1,7 +1,7 @@
 """The kernels' operators as PyTorch knows them: names, arguments, shapes of results, who has gradients.
 
 Imports torch and nothing else, so a graph can be traced where there is no Triton. What computes them is registered by
-the modules that launch kernels: `ops`, `decode` and `generator`.
+the modules that launch kernels: `ops`, `decode`, `generator`, `prepare` and `step`.
 
 All take composition weights in one form: `weights`, the present ones of six tensors, and at the end of the integers
 `plan` their places among the six. First come those of the stage before the softmax, then those of the one after it:
