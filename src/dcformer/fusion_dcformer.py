@@ -7,7 +7,7 @@ weight.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -150,8 +150,9 @@ def check_fusable(layers: Iterable[dict[str, nn.Module]], model: nn.Module) -> N
         kinds: dict[tuple[torch.dtype, torch.device], str] = {}
         for name, linear in together.items():
             if not is_plain_linear(linear):
+                kind = f"{type(linear).__module__}.{type(linear).__name__}"  # PEFT's have torch's names
                 _refuse(
-                    f"{name} is more than a torch.nn.Linear ({type(linear).__name__}, its weight "
+                    f"{name} is more than a torch.nn.Linear ({kind}, its weight "
                     f"{type(getattr(linear, 'weight', None)).__name__}, perhaps with hooks)",
                     "merge or remove adapters, quantisation, offloading, tensor parallelism and hooks",
                 )
@@ -176,4 +177,106 @@ def _refuse(reason: str, advice: str) -> NoReturn:
     raise ValueError(f"the projections cannot be fused: {reason}. To fuse them, {advice} first.")
 
 
-__all__ = ["FusedProjections", "check_fusable", "copy_fused", "has_no_hooks", "is_plain_linear", "release"]
+class FusableAttention(nn.Module):
+    """An attention layer whose projections can be fused: its state, and what keeps it right when the layer is moved,
+    converted, copied or saved.
+
+    Attributes:
+        fused: of `FusableModel.fuse_projections`; None before, and in copies.
+    """
+
+    layer_idx: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused: FusedProjections | None = None
+        self.register_state_dict_post_hook(copy_fused)
+
+    def projections(self) -> dict[str, nn.Module | None]:
+        """The layers that read the hidden states, in the order in which `fused` has them; None for absent ones."""
+        own: Any = self._modules  # read in every step of decoding: attributes of modules are slow
+        of_compose = own["compose"]._modules
+        return {
+            "q_proj": own["q_proj"],
+            "k_proj": own["k_proj"],
+            "v_proj": own["v_proj"],
+            "compose.dw1_proj": of_compose.get("dw1_proj"),
+            "compose.gate_proj": of_compose.get("gate_proj"),
+        }
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
+        """What moves or converts a module: parameters that got memory of their own are fused again."""
+        super()._apply(fn, recurse)
+        if self.fused is not None and not self.fused.is_intact(self.projections().values()):
+            self.fused = FusedProjections(self.fused.linears)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "fused": None, "was_fused": self.fused is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        was_fused = state.pop("was_fused", False)
+        super().__setstate__(state)
+        if was_fused:  # copies have memory of their own; pickle keeps parameters in one piece
+            release(self.projections().values())
+
+    def fused_product(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[B, T, E] -> the results of `projections`, one after the other, [B, T, all rows]."""
+        if self.training or torch.is_grad_enabled():
+            raise ValueError(
+                f"the projections of layer {self.layer_idx} are fused, which is for inference only, and "
+                f"{'the model is in training mode' if self.training else 'gradients are enabled'}: call model.unfuse() "
+                "first, or model.eval() and compute under torch.no_grad()."
+            )
+        fused: Any = self.fused
+        if not torch.compiler.is_compiling() and not fused.is_intact(self.projections().values()):
+            raise ValueError(
+                f"the projections of layer {self.layer_idx} have changed since they were fused (a module, hook or "
+                "tensor is new): call model.unfuse(), and model.fuse_projections() if they are to be fused again."
+            )
+        return fused(hidden_states)
+
+
+class FusableModel(nn.Module):
+    """A model with such layers."""
+
+    def fuse_projections(self) -> None:
+        """Makes the projections of each layer one matrix product: q, k, v, and composition's first layers.
+
+        For inference: a decoding step launches less. Parameters keep their names, values and objects, and become views
+        of one tensor per layer; nothing is stored twice, except a layer at a time while fusing. What `save_pretrained`
+        writes does not change, and `state_dict` holds copies. A forward pass in training mode or with gradients enabled
+        is refused until `unfuse`. Copies of the model (`copy.deepcopy`, pickle) are not fused. A compiled model does
+        not notice if projections are replaced later.
+
+        Layers that are fused already are left alone.
+
+        Raises:
+            ValueError: in training mode; when a projection is not a plain layer with its data in one place (adapters,
+                quantisation, tensor parallelism, offloading, hooks, the meta device), holds a gradient or shares its
+                memory with another parameter. Nothing is changed then.
+        """
+        if self.training:
+            raise ValueError("fuse_projections is for inference, and the model is in training mode: call model.eval().")
+        layers = {
+            name: {f"{name}.{part}": linear for part, linear in module.projections().items() if linear is not None}
+            for name, module in self.named_modules()
+            if isinstance(module, FusableAttention) and module.fused is None
+        }
+        check_fusable(layers.values(), self)
+        for name in layers:
+            attention: Any = self.get_submodule(name)
+            attention.fused = FusedProjections(tuple(attention.projections().values()))
+
+    def unfuse(self) -> None:
+        """Undoes `fuse_projections`: every parameter has memory of its own again. Does nothing to other layers."""
+        for module in self.modules():
+            if isinstance(module, FusableAttention) and module.fused is not None:
+                release(module.fused.linears)
+                module.fused = None
+
+
+__all__ = [
+    "FusableAttention", "FusableModel", "FusedProjections", "check_fusable", "copy_fused", "has_no_hooks",
+    "is_plain_linear", "release",
+]  # fmt: skip

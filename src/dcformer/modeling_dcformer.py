@@ -63,7 +63,7 @@ from .compose_dcformer import (
     default_implementation,
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
-from .fusion_dcformer import FusedProjections, check_fusable, copy_fused, release
+from .fusion_dcformer import FusableAttention, FusableModel
 from .heads_dcformer import (
     EMBEDDING_NAMES,
     MAP_FIELDS,
@@ -210,7 +210,7 @@ class Projected(NamedTuple):
     results: Sequence[torch.Tensor | None] = ()
 
 
-class DCFormerAttention(nn.Module):
+class DCFormerAttention(FusableAttention):
     """Dynamically composable multi-head attention (paper section 3).
 
     Variants keep `forward`, which composes and sees to the cache, and override those of its steps in which they differ:
@@ -249,41 +249,11 @@ class DCFormerAttention(nn.Module):
         self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.compose = DCFormerCompose(config, layer_idx, self.key_heads, self.value_heads)
-        self.fused: FusedProjections | None = None  # `DCFormerPreTrainedModel.fuse_projections`
-        self.register_state_dict_post_hook(copy_fused)
 
     @property
     def cache_widths(self) -> tuple[int, int]:
         """Channels of a cached key and of a cached value, without composition weights."""
         return self.config.cached_head_dim("pre"), self.config.cached_head_dim("post")
-
-    def projections(self) -> dict[str, nn.Module | None]:
-        """The layers that read the hidden states, in the order in which `fused` has them; None for absent ones."""
-        own = self._modules  # read in every step of decoding: attributes of modules are slow
-        of_compose = self.compose._modules
-        return {
-            "q_proj": own["q_proj"],
-            "k_proj": own["k_proj"],
-            "v_proj": own["v_proj"],
-            "compose.dw1_proj": of_compose.get("dw1_proj"),
-            "compose.gate_proj": of_compose.get("gate_proj"),
-        }
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
-        """What moves or converts a module: parameters that got memory of their own are fused again."""
-        super()._apply(fn, recurse)
-        if self.fused is not None and not self.fused.is_intact(self.projections().values()):
-            self.fused = FusedProjections(self.fused.linears)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "fused": None, "was_fused": self.fused is not None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        was_fused = state.pop("was_fused", False)
-        super().__setstate__(state)
-        if was_fused:  # copies have memory of their own; pickle keeps parameters in one piece
-            release(self.projections().values())
 
     def forward(
         self,
@@ -316,7 +286,7 @@ class DCFormerAttention(nn.Module):
         is_cached = past_key_values is not None
 
         is_fused = self.fused is not None and "_project" not in self.own_steps
-        product = self._fused_product(hidden_states) if is_fused else None
+        product = self.fused_product(hidden_states) if is_fused else None
         projected = Projected(*self._project(hidden_states)) if product is None else None
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             projected = projected or self._split(product)
@@ -424,21 +394,6 @@ class DCFormerAttention(nn.Module):
         output, room = made
         room.count(hidden_states.shape[1])
         return self.o_proj(output.flatten(2))
-
-    def _fused_product(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, T, E] -> the results of `projections`, one after the other, [B, T, all rows]."""
-        if self.training or torch.is_grad_enabled():
-            raise ValueError(
-                f"the projections of layer {self.layer_idx} are fused, which is for inference only, and "
-                f"{'the model is in training mode' if self.training else 'gradients are enabled'}: call model.unfuse() "
-                "first, or model.eval() and compute under torch.no_grad()."
-            )
-        if not torch.compiler.is_compiling() and not self.fused.is_intact(self.projections().values()):
-            raise ValueError(
-                f"the projections of layer {self.layer_idx} have changed since they were fused (a module, hook or "
-                "tensor is new): call model.unfuse(), and model.fuse_projections() if they are to be fused again."
-            )
-        return self.fused(hidden_states)
 
     def _normalise(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys [B, H(kv), T, D] of `_project`, each head normalised."""
@@ -636,7 +591,7 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
 
 
 @auto_docstring
-class DCFormerPreTrainedModel(PreTrainedModel):
+class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
     config: DCFormerConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -735,41 +690,6 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         if not getattr(kwargs.get("config"), "undecided_fields", ()):
             return super().from_pretrained(path, *args, **kwargs)
         return load_hub_folder(super().from_pretrained, path, *args, **kwargs)
-
-    def fuse_projections(self) -> None:
-        """Makes the projections of each layer one matrix product: q, k, v, and composition's first layers.
-
-        For inference: a decoding step launches less. Parameters keep their names, values and objects, and become views
-        of one tensor per layer; nothing is stored twice, except a layer at a time while fusing. What `save_pretrained`
-        writes does not change, and `state_dict` holds copies. A forward pass in training mode or with gradients enabled
-        is refused until `unfuse`. Copies of the model (`copy.deepcopy`, pickle) are not fused. A compiled model does
-        not notice if projections are replaced later.
-
-        Layers that are fused already are left alone.
-
-        Raises:
-            ValueError: in training mode; when a projection is not a plain layer with its data in one place (adapters,
-                quantisation, tensor parallelism, offloading, hooks, the meta device), holds a gradient or shares its
-                memory with another parameter. Nothing is changed then.
-        """
-        if self.training:
-            raise ValueError("fuse_projections is for inference, and the model is in training mode: call model.eval().")
-        layers = {
-            name: {f"{name}.{part}": linear for part, linear in module.projections().items() if linear is not None}
-            for name, module in self.named_modules()
-            if isinstance(module, DCFormerAttention) and module.fused is None
-        }
-        check_fusable(layers.values(), self)
-        for name in layers:
-            attention: Any = self.get_submodule(name)
-            attention.fused = FusedProjections(tuple(attention.projections().values()))
-
-    def unfuse(self) -> None:
-        """Undoes `fuse_projections`: every parameter has memory of its own again. Does nothing to other layers."""
-        for module in self.modules():
-            if isinstance(module, DCFormerAttention) and module.fused is not None:
-                release(module.fused.linears)
-                module.fused = None
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
