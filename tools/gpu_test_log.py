@@ -53,11 +53,11 @@ def count_clamped(query: Any, key: Any, scale: float) -> dict[str, float]:
     return found
 
 
-def _watch(launch: Any) -> None:
+def _watch(passes: Any) -> None:
     """Counts in every call of the kernels of attention in 16 bits."""
     import torch
 
-    forward = launch.Problem.forward
+    forward = passes.Passes.forward
 
     def counted(problem: Any) -> Any:
         is_low = problem.q.dtype != torch.float32
@@ -69,7 +69,7 @@ def _watch(launch: Any) -> None:
             _counts["largest"] = max(_counts["largest"], found["largest"])
         return forward(problem)
 
-    launch.Problem.forward = counted
+    passes.Passes.forward = counted
 
 
 def pytest_configure(config: Any) -> None:
@@ -81,10 +81,10 @@ def pytest_configure(config: Any) -> None:
         with log.open("a") as file:
             file.write("\n")
     try:
-        from dcformer.kernels import launch
+        from dcformer.kernels import passes
     except ImportError:
         return
-    _watch(launch)
+    _watch(passes)
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:

@@ -244,7 +244,7 @@ _TILES = Fallback(
 )
 _CHUNKS = Fallback(
     "chunks of queries whose maps stay in second-level cache",
-    "composed_attention(..., chunk_bytes=...); for models `_LEAST_BYTES` in kernels/launch.py",
+    "composed_attention(..., chunk_bytes=...); for models `_LEAST_BYTES` in kernels/problem.py",
     partial(_gain, section_name="kernels", name=f"kernels {SIZE} chunks"),
 )
 TO_SETTLE = (

@@ -116,8 +116,9 @@ def print_row(label: str, seconds: Sequence[float]) -> None:
 def passes(heads: int, dim: int, dtype: torch.dtype, calls: int) -> None:
     """Prints what the passes of attention take, fully composed, R = 2."""
     from dcformer.kernels import repeated
-    from dcformer.kernels.launch import Problem, Visibility
     from dcformer.kernels.layout import Layout, Part, Stage
+    from dcformer.kernels.passes import Passes
+    from dcformer.kernels.problem import Visibility
 
     length, flags = 64, int(Part.QUERY | Part.KEY | Part.GATE)
     states = torch.ones(1, heads, length, dim, dtype=dtype)
@@ -126,11 +127,11 @@ def passes(heads: int, dim: int, dtype: torch.dtype, calls: int) -> None:
     seen = Visibility(first, last, -length, 1)
     saved = torch.zeros(1, heads, length)
 
-    def problem() -> Problem:
-        return Problem(states, states, states, (Stage(*sides),) * 2, seen, Layout(flags, flags, 1, 2), 0.125)
+    def problem() -> Passes:
+        return Passes(states, states, states, (Stage(*sides),) * 2, seen, Layout(flags, flags, 1, 2), 0.125)
 
     runs = {"forward pass": lambda: problem().forward(), "backward pass": lambda: problem().backward(states, saved)}
-    with mock.patch("dcformer.kernels.launch.look", lambda device: False):
+    with mock.patch("dcformer.kernels.passes.look", lambda device: False):
         for label, run in runs.items():
             seconds: dict[bool, list[float]] = {True: [], False: []}
             for i in range(2 * calls + 2):

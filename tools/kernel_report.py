@@ -26,9 +26,11 @@ from triton.compiler import ASTSource
 
 from dcformer import DCFormerConfig
 from dcformer.kernels import decode, generator, prepare
-from dcformer.kernels.launch import LAUNCHES, Gradients, Problem, Visibility
+from dcformer.kernels.launch import LAUNCHES, Gradients
 from dcformer.kernels.layout import Layout, Part, stages_of
 from dcformer.kernels.overflow import NOTHING, Beyond
+from dcformer.kernels.passes import Passes
+from dcformer.kernels.problem import Visibility
 from dcformer.kernels.tuning import Tile, launch_options
 
 # products of gradients in scaled float16 -> kernel of `LAUNCHES`: another code than that of the same kernel elsewhere
@@ -121,7 +123,7 @@ def _loops(code: str, also: str = "") -> tuple[int, ...]:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-class Launches(Problem):
+class Launches(Passes):
     """Keeps the launches of a pass, as specs of `compile_usage`, instead of running them.
 
     Attributes:

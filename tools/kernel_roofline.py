@@ -24,8 +24,9 @@ import torch
 
 from dcformer import DCFormerConfig
 from dcformer.kernels.balance import keys_of_a_program, lengths
-from dcformer.kernels.launch import BESIDES, head_blocks, padded
+from dcformer.kernels.launch import BESIDES, padded
 from dcformer.kernels.layout import Layout, Part
+from dcformer.kernels.problem import head_blocks
 from dcformer.kernels.sizes import ceil_div, round_up
 from dcformer.kernels.tuning import Tile, choose, resident_programs
 

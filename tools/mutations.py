@@ -1497,19 +1497,27 @@ _KERNELS = (
     )
     + _in(
         "kernels",
-        "kernels/launch.py",
+        "kernels/passes.py",
         (
             "gradient of scores without scale",
             "self._fill_values(chunk, grad_scores, sources.key, grads.query, self.scale, still)",
             "self._fill_values(chunk, grad_scores, sources.key, grads.query, 1.0, still)",
             T_KERNEL + "[7 queries]",
         ),
+    )
+    + _in(
+        "kernels",
+        "kernels/launch.py",
         (
             "both stages read the first one's query side",
             '"p_w1": post.query',
             '"p_w1": pre.query',
             T_KERNEL + "[7 queries]",
         ),
+    )
+    + _in(
+        "kernels",
+        "kernels/problem.py",
         (
             "keys of a chunk end with its first query",
             "t_0 + n_t + self.visibility.high)), 16)",
@@ -1985,6 +1993,18 @@ _SELFCHECK = _in(
 _CHUNKED = _in(
     "attention",
     CHUNKED,
+    (
+        "without composition the first query of continued text is at the first key",
+        "if not masks and causal and (window is not None or length != key_length):",
+        "if not masks and causal and window is not None:",
+        T_ATTENTION + "test_without_composition_torch_attends",
+    ),
+    (
+        "without composition a block sees its last query's window only",
+        "torch.stack([masks[0][:, part].min(),",
+        "torch.stack([masks[0][:, part].max(),",
+        T_ATTENTION + "test_without_composition_torch_attends",
+    ),
     (
         "query sides without the skip connection",
         "diagonal += 1 if self.query_gate is None else 1 +",

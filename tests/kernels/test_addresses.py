@@ -16,8 +16,10 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from dcformer import ComposeWeights, SideWeights
 from dcformer.kernels import composed_attention, launch
-from dcformer.kernels.launch import Problem, Visibility
+from dcformer.kernels import problem as problems
 from dcformer.kernels.layout import Layout, Part, Stage, stages_of
+from dcformer.kernels.passes import Passes
+from dcformer.kernels.problem import Visibility
 
 FULL = Part.QUERY | Part.KEY | Part.GATE
 HEAD_STRIDE = 2**30 + 16  # elements from one head to the next: itself below 2^31, three times that is above
@@ -39,7 +41,7 @@ def values(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.5
 
 
-def problem(kind=Problem, strides=None, groups=1, side_strides=None):
+def problem(kind=Passes, strides=None, groups=1, side_strides=None):
     """Two sequences with four heads; queries, keys and values, or key sides, with other strides if there are any."""
     q, k, v = (values(2, 4, 18, 16, seed=i) for i in range(3))
     if strides:
@@ -53,7 +55,7 @@ def problem(kind=Problem, strides=None, groups=1, side_strides=None):
     return kind(q, k, v, stages_of(weights), seen, Layout(FULL, FULL, groups, 1), 0.25)
 
 
-class Wide(Problem):
+class Wide(Passes):
     """Launches with every key of a map KEY_STRIDE from the next, as those of huge chunks are."""
 
     def _start(self, kernel, grid, name, tile, values):
@@ -113,7 +115,7 @@ def calls(monkeypatch):
     """Launches are recorded, not run: name of the kernel, grid, arguments."""
     found = []
     monkeypatch.setattr(
-        Problem, "_start", lambda self, kernel, grid, *args: found.append((kernel.__name__, grid, args[-1]))
+        Passes, "_start", lambda self, kernel, grid, *args: found.append((kernel.__name__, grid, args[-1]))
     )
     return found
 
@@ -130,7 +132,7 @@ def huge(batch, heads, length, flags=FULL, groups=1, rank=2, dim=128, low=-(2**3
     static = torch.empty(groups, heads // groups, heads // groups, **new) if flags & Part.STATIC else None
     bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
     weights = (Stage(side, key_side, static),) * 2
-    return Problem(q, k, k, weights, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
+    return Passes(q, k, k, weights, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
 
 
 PRODUCTS = ("scores_kernel", "values_kernel", "keys_kernel")
@@ -224,7 +226,7 @@ def strays(monkeypatch):
 
     checked("create_masked_load")
     checked("create_masked_store")
-    start = Problem._start
+    start = Passes._start
 
     def spy(self, kernel, grid, name, tile, values):
         tensors = [value for value in values.values() if isinstance(value, torch.Tensor) and value.numel()]
@@ -233,7 +235,7 @@ def strays(monkeypatch):
         kernels.append(kernel.__name__)
         start(self, kernel, grid, name, tile, values)
 
-    monkeypatch.setattr(Problem, "_start", spy)
+    monkeypatch.setattr(Passes, "_start", spy)
     yield found
     assert {"scores_kernel", "values_kernel", "back_1_kernel", "back_0_kernel"} <= set(kernels)
 
@@ -251,7 +253,7 @@ def strays(monkeypatch):
 )
 def test_nothing_is_read_or_written_outside_of_tensors(sizes, options, strays, monkeypatch):
     """A number that is masked later may be read from anywhere, and results are right: a GPU would end the process."""
-    monkeypatch.setattr(launch, "FIRST_CHUNK", 64)
+    monkeypatch.setattr(problems, "FIRST_CHUNK", 64)
     generator = torch.Generator().manual_seed(0)
     batch = 1 if "cu_seqlens" in options else 2
 

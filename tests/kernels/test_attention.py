@@ -20,11 +20,13 @@ from kernel_device import DEVICE, HERE, INTERPRETED, SMALL_TILES
 from dcformer import ComposeWeights, SideWeights, compose
 from dcformer.attention_dcformer import eager_attention
 from dcformer.chunked_dcformer import chunked_attention
-from dcformer.kernels import composed_attention, launch, ops, overflow, schemas
-from dcformer.kernels.launch import Problem, Visibility
+from dcformer.kernels import composed_attention, launch, ops, overflow, passes, schemas
+from dcformer.kernels import problem as problems
 from dcformer.kernels.layout import Layout, Part, Stage, packed_weights, stages_of
 from dcformer.kernels.ops import triton_attention
 from dcformer.kernels.overflow import Beyond
+from dcformer.kernels.passes import Passes
+from dcformer.kernels.problem import Visibility
 from dcformer.kernels.triton.compose import join_kernel
 from dcformer.kernels.tuning import KERNELS, Tile, candidates, choose
 
@@ -183,7 +185,7 @@ def beside_eager(case):
 
 def check(case, monkeypatch):
     if case.chunk:
-        monkeypatch.setattr(launch, "FIRST_CHUNK", case.chunk)
+        monkeypatch.setattr(problems, "FIRST_CHUNK", case.chunk)
     truth = run(case, torch.float64, eager(case))
     low = run(case, case.dtype, eager(case))
     found = run(case, case.dtype, fused(case))
@@ -358,14 +360,14 @@ def test_errors_in_bfloat16_of_all_cases_beside_those_of_eager(cases, unmarked):
 
 def test_weights_are_kept_as_exactly_as_maps_are(unmarked, monkeypatch):
     """Without a key side of "post", which would be in that dtype, they are not rounded to that of the states."""
-    kept, real = [], Problem._compose
+    kept, real = [], Passes._compose
 
     def spy(self, name, chunk, **arguments):
         real(self, name, chunk, **arguments)
         if name == "weights":
             kept.append(arguments["p_weights"].float())
 
-    monkeypatch.setattr(Problem, "_compose", spy)
+    monkeypatch.setattr(Passes, "_compose", spy)
     run(Case(heads=2, sides=("query",), dtype=torch.bfloat16), torch.bfloat16, fused(Case(sides=("query",))))
     (weights,) = kept
     weights = weights / 2**8
@@ -456,7 +458,7 @@ def test_gradients_of_log_sum_exps(name, monkeypatch):
     """Of output and log-sum-exp together, and of the latter alone, against the definition in float64."""
     case = CASES[name]
     if case.chunk:
-        monkeypatch.setattr(launch, "FIRST_CHUNK", case.chunk)
+        monkeypatch.setattr(problems, "FIRST_CHUNK", case.chunk)
     visible = case.visible().to(DEVICE)
     seen = visible.any(-1)  # [B, 1, T]: elsewhere the log-sum-exp is infinite
     factors = torch.linspace(-1, 1, case.length, device=DEVICE)
@@ -637,7 +639,7 @@ def test_matrices_beyond_float16_are_noticed(source, unmarked):
 
 def test_matrices_are_cut_off_until_the_mark_is_seen(unmarked, monkeypatch):
     """As in calls on a GPU that do not wait for it: an infinite entry would leave nothing but NaN."""
-    monkeypatch.setattr(launch, "look", lambda device: False)
+    monkeypatch.setattr(passes, "look", lambda device: False)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
     pre = ComposeWeights(static=7e4 * torch.eye(2, device=DEVICE)[None].bfloat16())
@@ -712,7 +714,7 @@ def uncomposed(query, key, value, seen=None, scale=1.0, **options):
     if seen is None:
         bounds = (torch.full((1, query.shape[2]), n, dtype=torch.int32, device=DEVICE) for n in (0, key.shape[2]))
         seen = Visibility(*bounds)
-    return Problem(query, key, value, stages_of([None] * 6), seen, Layout(Part(0), Part(0)), scale, **options)
+    return Passes(query, key, value, stages_of([None] * 6), seen, Layout(Part(0), Part(0)), scale, **options)
 
 
 @pytest.mark.parametrize("name", ["grouped-query", "odd dims", "one sequence of many heads"])
@@ -757,7 +759,7 @@ def test_composed_weights_beyond_float16_are_noticed(is_awaited, unmarked, monke
     case = Case(length=40, heads=2, dtype=torch.bfloat16)
     tensors = case.tensors() | {"post.query.gate": torch.full((1, 2, 40), 1e5)}
     if not is_awaited:
-        monkeypatch.setattr(launch, "look", lambda device: False)
+        monkeypatch.setattr(passes, "look", lambda device: False)
     results = []
     for dtype, attend in ((torch.float64, eager(case)), (torch.bfloat16, eager(case)), (torch.bfloat16, fused(case))):
         given = {name: t.to(DEVICE, dtype) for name, t in tensors.items()}
@@ -817,7 +819,7 @@ def test_tokens_that_nobody_sees_change_nothing(kind, unmarked):
 
 def test_values_beyond_a_chunk_change_no_gradients(unmarked, monkeypatch):
     """A chunk's power of two is that of the values which its queries may see."""
-    monkeypatch.setattr(launch, "FIRST_CHUNK", 64)
+    monkeypatch.setattr(problems, "FIRST_CHUNK", 64)
     length = 192
     states = torch.randn(1, 1, length, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE).bfloat16()
     first = torch.clamp(torch.arange(length, dtype=torch.int32, device=DEVICE) - 7, min=0)[None]
@@ -872,7 +874,7 @@ def test_infinite_composition_weights_are_no_finite_output(is_awaited, unmarked,
     tensors = {name: t.to(DEVICE, case.dtype) for name, t in case.tensors().items()}
     tensors["post.query.gate"][:, :, 20] = math.inf
     if not is_awaited:
-        monkeypatch.setattr(launch, "look", lambda device: False)
+        monkeypatch.setattr(passes, "look", lambda device: False)
     stages = (stage_weights(tensors, stage, case.groups) for stage in ("pre", "post"))
     out = composed_attention(tensors["query"], tensors["key"], tensors["value"], *stages)
     others = torch.arange(40) != 20
@@ -925,7 +927,7 @@ def test_gradients_beyond_float16_are_noticed(kind, dtype, unmarked, monkeypatch
             pytest.skip("what such gradients are is rounded in float16 already")
         factors[5] *= 2.0**-40
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "look", lambda device: False)
+        patch.setattr(passes, "look", lambda device: False)
         found = gradients_of(case, factors, **changed)
         assert all(grad.isfinite().all() for grad in found.values())
     assert not overflow.beyond(HERE)
@@ -994,7 +996,7 @@ def test_large_gradients_of_scores_beside_eager(dtype, unmarked):
 @pytest.mark.parametrize("found", [Beyond(0), *Beyond], ids=lambda found: found.name or "nothing")
 def test_bytes_of_maps_are_those_of_a_chunk(heads, found, unmarked, monkeypatch):
     monkeypatch.setattr(overflow, "_found", {HERE: found})
-    made, real = [], Problem._new_map
+    made, real = [], Passes._new_map
 
     def spy(self, chunk, dtype):
         out = real(self, chunk, dtype)
@@ -1002,7 +1004,7 @@ def test_bytes_of_maps_are_those_of_a_chunk(heads, found, unmarked, monkeypatch)
         made.append((self, chunk, alive, out.nbytes, weakref.ref(out)))
         return out
 
-    monkeypatch.setattr(Problem, "_new_map", spy)
+    monkeypatch.setattr(Passes, "_new_map", spy)
     case = Case(heads=heads, length=20, sides=("query",), rank=1, dtype=torch.bfloat16)
     tensors = {name: t.to(DEVICE, case.dtype).requires_grad_() for name, t in case.tensors().items()}
     pre, post = (stage_weights(tensors, stage, 1) for stage in ("pre", "post"))
@@ -1188,7 +1190,7 @@ def problem(length, layout, heads=4, chunk_bytes=1 << 20, low=-(2**30)):
     static = torch.empty(layout.groups, heads // layout.groups, heads // layout.groups, device="meta")
     weights = (Stage(static=static if layout.pre & Part.STATIC else None),) * 2
     bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
-    return Problem(q, q, q, weights, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
+    return Passes(q, q, q, weights, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
 
 
 @pytest.mark.parametrize("length", [1, 63, 1000, 4096])
@@ -1241,7 +1243,7 @@ def test_key_sides_behind_a_cache_are_as_good(kv_heads, groups, chunk, monkeypat
     """The same bits from a view of keys and values, and the same gradients."""
     case = Case(kv_heads=kv_heads, groups=groups, chunk=chunk, batch=2, keys=33)
     if chunk:
-        monkeypatch.setattr(launch, "FIRST_CHUNK", chunk)
+        monkeypatch.setattr(problems, "FIRST_CHUNK", chunk)
     expected = run(case, torch.float32, fused(case))
 
     def behind(side):
@@ -1284,14 +1286,14 @@ def test_tiles_of_composition_are_those_that_maps_are_laid_out_by(monkeypatch):
     monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
     monkeypatch.setenv("DCFORMER_AUTOTUNE", "1")
     this, found = problem(64, Layout(Part.QUERY, Part.QUERY, 1, 2)), {}
-    monkeypatch.setattr(launch, "found_tile", lambda gpu, key: found.get(key.kernel))
+    monkeypatch.setattr(problems, "found_tile", lambda gpu, key: found.get(key.kernel))
     usual = this._tile("compose")
     found["compose"] = Tile(2 * usual.b_t, 1, 8, 3)
     found["lse"] = Tile(usual.b_t, 2, 4, 5)
     this._known.clear()
     assert this._tile("compose") == usual and this._tile("lse") == found["lse"]
     for heads, dtype, arch in itertools.product((8, 40), (torch.float32, torch.bfloat16), (80, 89, 90, 120)):
-        sizes = {choose(kernel, heads, 64, dtype, arch).b_t for kernel in launch._COMPOSITION}
+        sizes = {choose(kernel, heads, 64, dtype, arch).b_t for kernel in problems._COMPOSITION}
         assert len(sizes) == 1
 
 

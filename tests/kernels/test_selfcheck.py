@@ -15,7 +15,7 @@ from transformers import BertConfig
 from dcformer import DCFormerForCausalLM
 from dcformer import selfcheck as selfcheck_command
 from dcformer.compose_dcformer import DEFAULT_ATTENTION
-from dcformer.kernels import decode, generator, launch, limits, selfcheck, step, verdicts
+from dcformer.kernels import decode, generator, limits, passes, selfcheck, step, verdicts
 from dcformer.vision import DCViTConfig
 from dcformer_commands.selfcheck import main
 
@@ -79,12 +79,12 @@ def wrong(tensor, by=1e-3):
 
 
 def break_forward(patch):
-    right = launch.Problem.forward
-    patch.setattr(launch.Problem, "forward", lambda self: (wrong((found := right(self))[0]), found[1]))
+    right = passes.Passes.forward
+    patch.setattr(passes.Passes, "forward", lambda self: (wrong((found := right(self))[0]), found[1]))
 
 
 def break_gradients(patch, of, by=1e-3):
-    right = launch.Problem.backward
+    right = passes.Passes.backward
 
     def backward(self, *args):
         grads = right(self, *args)
@@ -92,7 +92,7 @@ def break_gradients(patch, of, by=1e-3):
             wrong(grad, by)
         return grads
 
-    patch.setattr(launch.Problem, "backward", backward)
+    patch.setattr(passes.Passes, "backward", backward)
 
 
 def break_launches(patch, module):
@@ -125,14 +125,14 @@ def break_generator_gradient(patch):
 
 
 def make_nan(patch):
-    right = launch.Problem.forward
+    right = passes.Passes.forward
 
     def forward(self):
         out, lse = right(self)
         out[0, 0, 0, 0] = float("nan")
         return out, lse
 
-    patch.setattr(launch.Problem, "forward", forward)
+    patch.setattr(passes.Passes, "forward", forward)
 
 
 BROKEN = {

@@ -8,7 +8,8 @@ import torch
 from kernel_device import DEVICE
 
 from dcformer import ComposeWeights, SideWeights
-from dcformer.kernels import composed_attention, launch, search, tuning
+from dcformer.kernels import composed_attention, passes, search, tuning
+from dcformer.kernels import problem as problems
 from dcformer.kernels.tuning import Key, Tile
 
 # of products and of composition: one tile that is best, one that is used otherwise, another
@@ -55,10 +56,10 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(search, "candidates", tiles_of)
     monkeypatch.setattr(search, "new_trial", Clock)
     monkeypatch.setattr(search, "_TURNS", 1)
-    monkeypatch.setattr(launch, "LEAST_QUERIES", 1)
-    monkeypatch.setattr(launch, "choose", lambda kernel, *_: USUAL if kernel == "lse" else tiles_of(kernel)[0])
+    monkeypatch.setattr(problems, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(problems, "choose", lambda kernel, *_: USUAL if kernel == "lse" else tiles_of(kernel)[0])
     monkeypatch.setattr(Clock, "tried", [])
-    monkeypatch.setattr(launch, "searched", set())
+    monkeypatch.setattr(problems, "searched", set())
     monkeypatch.setattr(Clock, "fails", ())
     tuning._found.cache_clear()
     yield tmp_path / "cache" / "tiles.json"
@@ -96,9 +97,9 @@ def test_the_fastest_tile_is_found_kept_and_used(tuned, monkeypatch):
     assert [path.name for path in tuned.parent.iterdir()] == ["tiles.json"]
 
     used = []
-    real = launch.Problem._start
+    real = passes.Passes._start
     monkeypatch.setattr(
-        launch.Problem, "_start", lambda self, *args: (used.append(args[3]) if args[2] else None, real(self, *args))[1]
+        passes.Passes, "_start", lambda self, *args: (used.append(args[3]) if args[2] else None, real(self, *args))[1]
     )
     Clock.tried.clear()
     for _ in range(2):  # from memory, then from the file
@@ -136,7 +137,7 @@ def test_tiles_that_fail_are_left_out(tuned, monkeypatch):
     assert {tuple(numbers) for numbers in tiles.values()} == {(16, 16, 1, 1), (16, 8, 2, 1)}  # the next best
     tuning._found.cache_clear()
     tuned.unlink()
-    launch.searched.clear()
+    problems.searched.clear()
     monkeypatch.setattr(Clock, "fails", PRODUCTS)
     with pytest.raises(RuntimeError, match=r"scores runs with none of 3 tiles.*Unset"):
         composed_attention(*problem())
@@ -167,11 +168,11 @@ def test_only_launches_of_the_kernel_on_trial_are_timed(monkeypatch):
 
 
 def test_short_calls_and_captured_graphs_are_not_searched(tuned, monkeypatch):
-    monkeypatch.setattr(launch, "LEAST_QUERIES", 19)
+    monkeypatch.setattr(problems, "LEAST_QUERIES", 19)
     composed_attention(*problem(18))
     assert not Clock.tried
-    monkeypatch.setattr(launch, "LEAST_QUERIES", 1)
-    monkeypatch.setattr(launch, "can_search", lambda tensor: False)
+    monkeypatch.setattr(problems, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(problems, "can_search", lambda tensor: False)
     composed_attention(*problem(18))
     assert not Clock.tried
 
@@ -244,7 +245,7 @@ def test_as_many_keys_share_a_turn_as_registers_suffice_for(monkeypatch):
 def test_keys_tell_windows_from_causal_attention_and_compositions_apart(monkeypatch):
     seen = []
     monkeypatch.setenv("DCFORMER_AUTOTUNE", "1")
-    monkeypatch.setattr(launch, "found_tile", lambda gpu, key: seen.append(key))
+    monkeypatch.setattr(problems, "found_tile", lambda gpu, key: seen.append(key))
     q, k, v, pre, post = problem(20)
     for options in ({}, {"sliding_window": 4}, {"causal": False}, {"causal_offset": -3}):
         seen.clear()

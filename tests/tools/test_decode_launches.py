@@ -120,9 +120,9 @@ def test_the_launcher_gets_of_a_repeated_launch_what_triton_would_give_it():
 PASSES = """
 import zlib
 
-from dcformer.kernels import launch, repeated
-from dcformer.kernels.launch import Problem, Visibility
+from dcformer.kernels import launch, passes, problem, repeated
 from dcformer.kernels.layout import Layout, Part, Stage
+from dcformer.kernels.problem import Visibility
 
 stand_in.utils.load_binary = lambda name, code, *_: (1, zlib.crc32(code) // 2, 32, 0, 1024)  # no function is as another
 
@@ -135,15 +135,15 @@ def run(length, heads, kv_heads, dtype, offset=0, chunk_bytes=None):
     flags = int(Part.QUERY | Part.KEY | Part.GATE)
     stage = Stage(tensor(1, heads, 5, length), tensor(1, kv_heads, heads // kv_heads, 5, length))
     first, last = torch.zeros(1, length, dtype=torch.int32), torch.arange(1, length + 1, dtype=torch.int32)[None]
-    this = Problem(
+    this = passes.Passes(
         q, k, k, (stage, stage), Visibility(first, last, -length, 1), Layout(flags, flags, 1, 2), 0.25, chunk_bytes
     )
     out, lse = this.forward()
     this.backward(q, lse.zero_())
 
-launch.FIRST_CHUNK = 16
+problem.FIRST_CHUNK = 16
 cases = [(21, 4, 2, torch.bfloat16), (21, 4, 2, torch.bfloat16, 1), (70, 4, 2, torch.bfloat16, 0, 1)]
-with mock.patch.object(launch, "look", lambda device: False):
+with mock.patch.object(passes, "look", lambda device: False):
     found = []
     for clear in (True, False, False):  # by Triton, by Triton and remembered from case to case, remembered
         launched.clear()

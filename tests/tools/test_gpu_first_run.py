@@ -208,17 +208,17 @@ def test_clamped_scores_are_counted(monkeypatch):
     assert test_log.count_clamped(query, key, 1e-6)["clamped"] == 0
 
 
-LAUNCH = """
-class Problem:
+PASSES = """
+class Passes:
     def __init__(self, *tensors): self.q, self.k, self.scale = *tensors, 1.0
     def forward(self): pass
 """
 TESTS = """
 import pytest, torch
-from dcformer.kernels.launch import Problem
+from dcformer.kernels.passes import Passes
 
 def score(size, dtype=torch.bfloat16):
-    Problem(*(torch.full((1, 1, n, 4), size, dtype=dtype) for n in (2, 3))).forward()
+    Passes(*(torch.full((1, 1, n, 4), size, dtype=dtype) for n in (2, 3))).forward()
 
 def test_small(): score(1.0)
 def test_large(): score(1000.0); score(1000.0, torch.float32)
@@ -241,7 +241,7 @@ def test_tests_are_logged_one_by_one_and_not_run_again(tmp_path, options):
     run = first_run.Run(tmp_path / "out")
     package = tmp_path / "out" / "site" / "dcformer" / "kernels"  # before the real one, which takes seconds to import
     package.mkdir(parents=True)
-    for name, text in {"../__init__": "", "__init__": "", "launch": LAUNCH}.items():
+    for name, text in {"../__init__": "", "__init__": "", "passes": PASSES}.items():
         (package / f"{name}.py").write_text(text)
     (tmp_path / "test_gpu.py").write_text(TESTS)
     command = [*first_run.pytest_command(run, "-p", "gpu_test_log", *options), str(tmp_path / "test_gpu.py")]

@@ -16,10 +16,11 @@ from ..attention_dcformer import check_shapes, refuse_transforms
 from ..compose_dcformer import ComposeWeights
 from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, is_captured, visible_and_bias
 from .decode import composed_decode
-from .launch import UNBOUNDED, Problem, Visibility
 from .layout import Layout, check_states, check_types, check_weights, packed_weights, stages_of
 from .limits import MAX_HEADS, MAX_QUERIES, require_supported, unsupported_reason
 from .overflow import beyond
+from .passes import Passes
+from .problem import UNBOUNDED, Visibility
 from .schemas import DEVICES, attention_backward_op, attention_op, place_tensors
 
 logger = logging.get_logger(__name__)
@@ -35,11 +36,11 @@ def _problem(
     bounds: torch.Tensor,
     plan: Sequence[int],
     scale: float,
-) -> Problem:
+) -> Passes:
     """What the operators' arguments stand for."""
     groups, low, high, chunk_bytes, *places = plan
     given, (first, last) = stages_of(place_tensors(weights, places, 6)), bounds.unbind()
-    return Problem(
+    return Passes(
         query, key, value, given, Visibility(first, last, low, high), Layout.of(given, groups), scale,
         None if chunk_bytes < 0 else chunk_bytes, beyond(query.device),
     )  # fmt: skip

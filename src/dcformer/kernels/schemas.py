@@ -99,7 +99,7 @@ def attention_op(
         query, key, value: [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, DV]; the last dimension contiguous.
         weights: see above.
         bounds: the first key that each query sees, and the one after the last, int32 [2, B or 1, T].
-        plan: G; low and high of `launch.Visibility`; chunk_bytes, -1 for None; places of the weights.
+        plan: G; low and high of `problem.Visibility`; chunk_bytes, -1 for None; places of the weights.
         scale: factor of the scores.
 
     Returns:

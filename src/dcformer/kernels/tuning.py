@@ -135,7 +135,7 @@ class Key:
         dim: the larger of the head dims of keys and values.
         dtype: of queries, keys and values, as "bfloat16".
         windowed: whether queries see a window of keys only.
-        pre, post, rank: the composition, see `launch.Layout`.
+        pre, post, rank: the composition, see `layout.Layout`.
     """
 
     kernel: str

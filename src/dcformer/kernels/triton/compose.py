@@ -6,7 +6,7 @@ store them. For the backward pass it keeps the weights, too.
 
 A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees. M, H0,
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
-`launch.Chunk`; o_t are a tile's queries within it, m_t says which of them exist. HP = H0 + H1. Behind the pointers:
+`problem.Chunk`; o_t are a tile's queries within it, m_t says which of them exist. HP = H0 + H1. Behind the pointers:
 
     p_scores, p_weights, p_out  maps of the chunk, [B, n_s, n_p / B_T, H, B_T], a key stride_s from the next: S, P, W;
                      P and W are times 2^SHIFT

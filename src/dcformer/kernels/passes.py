@@ -1,0 +1,168 @@
+"""The forward and the backward pass of composed attention, over chunks of queries where maps would be too large.
+
+One pass over a map of all heads is what costs most; the passes of a chunk:
+
+    forward      scores  q, k -> S        lse  S            compose  S -> W       values  W, v -> out
+    backward     scores  q, k -> S        weights  S -> P, W                      keys  W, dO -> dV
+                 scores  v, dO -> dW      back_1  P, dW -> dP
+                 back_0  S, P, dP -> dS   values  dS, k -> dQ                     keys  dS, q -> dK
+
+W of the forward pass takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side
+before, `project` takes their gradients back. In 16 bits all maps and the matrices are float16, gradients times powers
+of two that `scale` finds, and what is bfloat16 is copied in float16 for products with them (`norms`, `halves`); where
+that is not sufficient, see `overflow`. Maps lie in tiles of as many queries as the kernels of composition have:
+[B, S, tiles, H, queries of a tile].
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from .launch import LN_2, UNLIMITED, Gradients, Launcher, Sources, States, matrix_constants
+from .layout import Part, Stage
+from .overflow import beyond, look
+from .problem import Chunk
+from .sizes import ceil_div
+
+_Result = TypeVar("_Result")
+
+
+class Passes(Launcher):
+    """A problem with its two passes. Arguments are those of `Problem`."""
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [B, H, T, DV] (a view of [B, T, H, DV]) and log-sum-exp [B, H, T] in float32, base 2."""
+        return self._run_pass("forward", self._forward)
+
+    def _run_pass(self, name: str, run: Callable[[], _Result]) -> _Result:
+        """Result of a pass; of another one, with other maps, where something went beyond float16."""
+        found = self._searched(name, run)
+        while look(self.q.device) and self.q.dtype != torch.float32:
+            self.beyond = beyond(self.q.device)
+            found = run()
+        return found
+
+    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self._new(self.B, self.T, self.H, self.DV, dtype=self.q.dtype).transpose(1, 2)
+        lse = self._new(self.B, self.H, self.T)
+        if lse.numel():
+            with self._surroundings():
+                chunks = self.chunks(maps=1)
+                for rows, part in self._rows(chunks, maps=1):
+                    values = part._values()
+                    for chunk in chunks:
+                        part._forward_chunk(chunk, values, out[rows], lse[rows])
+        return out, lse
+
+    def _forward_chunk(self, chunk: Chunk, values: States, out: torch.Tensor, lse: torch.Tensor) -> None:
+        pre, post = self._matrices(chunk)
+        scores = self._make_scores(chunk)
+        self._fill_lse(chunk, scores, pre, lse)
+        weights = self._weights_in(chunk, scores)
+        self._compose("compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights, p_weights=None)
+        self._fill_values(chunk, weights, values, out, 2.0**-self.shift)
+
+    def backward(self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None = None) -> Gradients:
+        """Gradients from those of the output [B, H, T, DV] and of the log-sum-exp [B, H, T], and the saved log-sum-exp.
+
+        Every sum has one owner and one order: the result does not change from run to run.
+        """
+        return self._run_pass("backward", partial(self._backward, grad_out, lse, grad_lse))
+
+    def _backward(self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None) -> Gradients:
+        def zeros(like: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+
+        chunks = self.chunks(maps=3) if lse.numel() else []
+        is_covered = len(chunks) == 1 and chunks[0].s_0 == 0 and chunks[0].n_s >= self.S
+
+        def of_keys(like: torch.Tensor) -> torch.Tensor:
+            """One chunk that sees all keys writes them, several are added up."""
+            if is_covered:
+                return self._new(*like.shape, dtype=like.dtype)
+            return torch.zeros(like.shape, dtype=torch.float32 if len(chunks) > 1 else like.dtype, device=like.device)
+
+        def of_queries(like: torch.Tensor) -> torch.Tensor:
+            """Each chunk writes its own."""
+            return self._new(*like.shape) if chunks else zeros(like)
+
+        def of_stage(stage: Stage) -> Stage:
+            made = zip((of_queries, of_keys, zeros), stage, strict=True)
+            return Stage(*(None if like is None else new(like) for new, like in made))
+
+        pre, post = self.weights
+        grads = Gradients(
+            self._new(*self.q.shape, dtype=self.q.dtype), of_keys(self.k), of_keys(self.v),
+            (of_stage(pre), of_stage(post)),
+        )  # fmt: skip
+        with self._surroundings():
+            for rows, part in self._rows(chunks, maps=3) if chunks else ():
+                sources, grad_rows = part._sources(grad_out[rows]), None if grad_lse is None else grad_lse[rows]
+                for chunk in chunks:
+                    part._backward_chunk(chunk, sources, lse[rows], grad_rows, grads.at(rows))
+        return grads
+
+    def _backward_chunk(
+        self, chunk: Chunk, sources: Sources, lse: torch.Tensor, grad_lse: torch.Tensor | None, grads: Gradients
+    ) -> None:
+        """Adds a chunk to the gradients; writes those of its queries."""
+        programs = ceil_div(chunk.n_s, matrix_constants(self.layout, self.M, 1)["B_S"])
+        amplified = self._new(self.B * self.G, programs)
+        pre, post = self._matrices(chunk, amplified)
+        extra = None  # derivative of a base 2 log-sum-exp by a composed score: a weight over ln 2
+        if grad_lse is not None:
+            these = slice(chunk.t_0, chunk.t_0 + chunk.n_t)
+            is_blind = (self.visibility.first >= self.visibility.last)[:, None, these]
+            extra = (grad_lse[:, :, these] / LN_2).masked_fill(is_blind, 0.0).contiguous()  # [B, H, n_t]
+        scales = self._scales(chunk, sources, extra, amplified)
+        scores = self._make_scores(chunk)
+        if self._is_widened:  # in the forward pass they may have been float16, and rounded
+            lse = torch.empty_like(lse)
+            self._fill_lse(chunk, scores, pre, lse)
+        weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.weight_dtype)  # P, W
+        self._compose(
+            "weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=composed, p_weights=weights
+        )
+        self._add_keys(chunk, composed, sources.grad, grads.value, 2.0**-self.shift)
+        del composed
+        maps = self._new_map(chunk, self.grad_dtype)  # of dW, then dP, both times `scales`, then dS
+        self._fill_scores(chunk, maps, self.v, sources.grad_out, 1.0, UNLIMITED, scales[0])
+        grad_scores = maps.view(self.q.dtype) if self.grad_dtype == torch.bfloat16 else maps
+        tensors = {"p_weights": weights, "p_grads": maps, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
+        n_parts = self._parts("back_1", chunk)[0]
+        sums = self._new(n_parts, 2, self.B, self.H, chunk.n_t)
+        self._back(1, chunk, grads, scales, n_parts, p_sums=sums, **tensors)
+        sums = sums.sum(0)  # of P dP and of P, [2, B, H, n_t]
+        if extra is not None:
+            of_heads = scales[0].view(self.B, self.G, -1).repeat_interleave(self.M, 1)  # [B, H, blocks]
+            sums[0] -= extra * of_heads.repeat_interleave(self.block, 2)[:, :, : chunk.n_t] * sums[1]
+        n_parts = self._parts("back_0", chunk)[0]
+        is_scaled = self.grad_dtype == torch.float16
+        outputs = {"p_out": grad_scores, "p_sums": sums}
+        constants: dict[str, Any] = {"factor": LN_2, "SCALED": is_scaled}
+        self._back(0, chunk, grads, scales, n_parts, p_scores=scores, **constants, **outputs, **tensors)
+        still = scales if is_scaled else None
+        self._fill_values(chunk, grad_scores, sources.key, grads.query, self.scale, still)
+        self._add_keys(chunk, grad_scores, sources.query, grads.key, self.scale, still)
+
+    def _back(
+        self, stage: int, chunk: Chunk, grads: Gradients, scales: torch.Tensor, n_parts: int, **tensors: Any
+    ) -> None:
+        """Takes a chunk's gradients back through a stage, and adds to those of its weights."""
+        name, flags = f"back_{stage}", self.layout.post if stage else self.layout.pre
+        side_parts, matrix_parts = None, None
+        if flags & Part.QUERY:
+            side_parts = self._new(n_parts, self.B, self.H, self.layout.channels, chunk.n_t)
+        if flags & (Part.KEY | Part.STATIC):
+            heads, tiles = sum(self.heads), ceil_div(chunk.n_t, self._tile(name).b_t)
+            matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.grad_dtype)
+        self._compose(name, chunk, p_gwq=side_parts, p_gm=matrix_parts, **tensors)
+        if side_parts is not None and (side := grads.weights[stage].query) is not None:
+            torch.sum(side_parts, 0, out=side[..., chunk.t_0 : chunk.t_0 + chunk.n_t])
+        if matrix_parts is not None:
+            self._project(stage, chunk, matrix_parts, scales, grads)
+
+
+__all__ = ["Passes"]

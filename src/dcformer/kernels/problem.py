@@ -1,0 +1,295 @@
+"""What a call of composed attention is, and how it is cut: tensors, dtypes of maps, chunks of queries, tiles.
+
+`launch` has what runs kernels over a chunk of it, `passes` the order in which they run.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Self, TypeVar
+
+import torch
+
+from .layout import Layout, Part, StagePair
+from .overflow import NOTHING, Beyond
+from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
+from .sizes import ceil_div, round_up
+from .triton.heads import KEPT
+from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
+
+_Result = TypeVar("_Result")
+
+FIRST_CHUNK = 128  # queries of the smallest chunk
+_LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks cost launches
+UNBOUNDED = 2**30  # of `Visibility`: more than any number of keys
+_MOST_PROGRAMS = 65535  # along a grid's second and third axis
+_MOST_INT32 = 2**31 - 1
+_COMPOSITION = ("lse", "compose", "weights", "back_1", "back_0")
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys each query sees: an interval of them.
+
+    Attributes:
+        first, last: int32 [B or 1, T]: query t sees keys first <= s < last <= S; nothing where first >= last.
+        low, high: key s is seen by no query before s - high and none after s - low: bounds that hold for all, so that
+            chunks hold no more keys than they need.
+    """
+
+    first: torch.Tensor
+    last: torch.Tensor
+    low: int = -UNBOUNDED
+    high: int = UNBOUNDED
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Queries t_0 to t_0 + n_t, and the keys s_0 to s_0 + n_s that any of them may see; the last may not exist.
+
+    Maps have n_p queries, a multiple of every tile. s_0 and n_s are multiples of 16.
+    """
+
+    t_0: int
+    n_t: int
+    n_p: int
+    s_0: int
+    n_s: int
+
+
+class Problem:
+    """One call: its tensors, and what the launches share.
+
+    Args:
+        query [B, H, T, D], key [B, Hkv, S, D], value [B, Hkv, S, DV]: any strides but that of the last dimension.
+        weights: what both stages compose with.
+        visibility: who sees what.
+        layout: what composition there is.
+        scale: factor of the scores.
+        chunk_bytes: bound of the memory that the maps of a chunk take, above what the smallest chunk needs:
+            128 queries of one sequence. None for 256 MiB, or 1/64 of the device's memory where that is more.
+        beyond: what has exceeded float16, see `overflow`.
+
+    Attributes:
+        map_dtype: of scores, of weights that the key side composes, and of the matrices M(s): float16, or float32.
+        grad_dtype: of the gradients of both kinds of weights, of scores and of the matrices: the same, or bfloat16.
+        weight_dtype: of W: float16 where `grad_dtype` is, or that of the states.
+        shift: log2 of what P and W are times.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        weights: StagePair,
+        visibility: Visibility,
+        layout: Layout,
+        scale: float,
+        chunk_bytes: int | None = None,
+        beyond: Beyond = NOTHING,
+    ):
+        self.q, self.k, self.v, self.weights = query, key, value, weights
+        self.visibility, self.layout, self.scale = visibility, layout, scale
+        self.B, self.H, self.T, self.D = query.shape
+        self.S, self.DV, self.kv_heads = key.shape[2], value.shape[3], key.shape[1]
+        self.G, self.M = layout.groups, self.H // layout.groups
+        self.heads = head_blocks(self.M)
+        self._known: dict[Hashable, Any] = {}
+        self.beyond = beyond
+        is_cuda = query.device.type == "cuda"
+        major, minor = torch.cuda.get_device_capability(query.device) if is_cuda else (9, 0)
+        self.arch = 10 * major + minor
+        self.chunk_bytes = chunk_bytes if chunk_bytes is not None else _LEAST_BYTES
+        if is_cuda and chunk_bytes is None:
+            total = torch.cuda.get_device_properties(query.device).total_memory
+            self.chunk_bytes = max(_LEAST_BYTES, total // 64)
+        self.trial = None
+        self._check_int32()
+
+    def _check_int32(self) -> None:
+        """Kernels count in 64 bits from key to key of a map, in 32 bits within a key, and within the composition
+        weights of one group's heads.
+
+        Raises:
+            ValueError: when the latter do not fit. (Chunks see to the former.)
+        """
+        count = self.M * self.layout.channels * max(self.T, self.S)
+        if count > _MOST_INT32:
+            raise ValueError(
+                f"composition weights of {self.M} heads x {max(self.T, self.S)} tokens are {count} numbers, the fused "
+                f"kernels count to {_MOST_INT32}: use shorter sequences or attn_implementation='dcformer_chunked'."
+            )
+
+    @property
+    def beyond(self) -> Beyond:
+        return self._beyond
+
+    @beyond.setter
+    def beyond(self, found: Beyond) -> None:
+        self._beyond = found
+        too_large = found
+        if self.q.dtype != torch.float16:  # which bfloat16 would be much less exact than
+            too_large &= Beyond.SCORES
+        self.map_dtype = torch.float32 if too_large or self.q.dtype == torch.float32 else torch.float16
+        is_half = self.map_dtype == torch.float16
+        self.grad_dtype = torch.bfloat16 if is_half and Beyond.GRADIENTS in found else self.map_dtype
+        self.weight_dtype = torch.float16 if self.grad_dtype == torch.float16 else self.q.dtype
+        self.shift = KEPT.value if is_half else 0
+        self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states
+        self._known.clear()
+
+    @property
+    def trial(self) -> Trial | None:
+        """What a search is trying."""
+        return self._trial
+
+    @trial.setter
+    def trial(self, trial: Trial | None) -> None:
+        self._trial = trial
+        self._known.clear()
+
+    @property
+    def gpu(self) -> str:
+        """Name of the device, by which found tiles are kept."""
+        return torch.cuda.get_device_name(self.q.device) if self.q.is_cuda else self.q.device.type
+
+    @cached_property
+    def _multiprocessors(self) -> int:
+        return torch.cuda.get_device_properties(self.q.device).multi_processor_count if self.q.is_cuda else 132
+
+    # --- chunks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Queries that those of a map are a multiple of: the largest tile of the kernels of composition."""
+        return self._remembered("step", lambda: max(self._tile(name).b_t for name in _COMPOSITION))
+
+    @property
+    def block(self) -> int:
+        """Queries that gradients have one power of two for: a multiple of the tiles of all kernels with it."""
+        return self._remembered("block", lambda: max(self.step, self._tile("scores").b_t, self._tile("keys").b_t))
+
+    def _chunk(self, t_0: int, n_t: int) -> Chunk:
+        s_0 = min(self.S, max(0, t_0 + self.visibility.low)) // 16 * 16
+        s_1 = max(s_0, round_up(max(0, min(self.S, t_0 + n_t + self.visibility.high)), 16))
+        return Chunk(t_0, n_t, round_up(n_t, self.step), s_0, s_1 - s_0)
+
+    def chunk_size(self, chunk: Chunk, maps: int) -> int:
+        """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients."""
+        matrix = self.G * sum(self.heads) ** 2
+        stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
+        # one stage's gradients at a time
+        matrices = stages + bool(stages and maps > 1) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
+        size = self.map_dtype.itemsize
+        # W takes the memory of scores in the forward pass, where its numbers have that size
+        sizes = maps * size + (self.weight_dtype.itemsize if maps == 1 and self._is_widened else 0)
+        return chunk.n_s * (sizes * self.H * chunk.n_p + size * matrices * matrix)
+
+    def chunks(self, maps: int) -> list[Chunk]:
+        """Chunks of queries, of which one sequence keeps within the bytes; `maps` are held at once."""
+
+        def fits(n_t: int) -> bool:
+            worst = max((self._chunk(t_0, n_t) for t_0 in (0, self.T - n_t)), key=lambda chunk: chunk.n_s)
+            is_small = worst.n_p * self.H <= _MOST_INT32
+            return is_small and self.chunk_size(worst, maps) <= self.chunk_bytes
+
+        n_t = self.T
+        if not fits(n_t):
+            n_t = min(FIRST_CHUNK, self.T)
+            while fits(2 * n_t):
+                n_t *= 2
+        return [self._chunk(t_0, min(n_t, self.T - t_0)) for t_0 in range(0, self.T, n_t)]
+
+    def _rows(self, chunks: list[Chunk], maps: int) -> Iterator[tuple[slice, Self]]:
+        """The problem in parts of the batch, as many sequences as keep within the bytes."""
+        sequence = max(self.chunk_size(chunk, maps) for chunk in chunks)
+        n_b = max(1, min(self.B, self.chunk_bytes // max(1, sequence), _MOST_PROGRAMS // self.H))
+        if n_b == self.B:
+            yield slice(None), self
+            return
+        for b_0 in range(0, self.B, n_b):
+            rows = slice(b_0, b_0 + n_b)
+            first, last = (t if t.shape[0] == 1 else t[rows] for t in (self.visibility.first, self.visibility.last))
+            seen = replace(self.visibility, first=first, last=last)
+            pre, post = self.weights
+            part = type(self)(
+                self.q[rows], self.k[rows], self.v[rows], (pre.at(rows), post.at(rows)), seen, self.layout, self.scale,
+                self.chunk_bytes, self.beyond,
+            )  # fmt: skip
+            part.trial = self.trial
+            yield rows, part
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """The tensors' device, as Triton launches on the current one; no autocast, so that products keep dtypes."""
+        with torch.cuda.device_of(self.q), torch.autocast(self.q.device.type, enabled=False):
+            yield
+
+    # --- tiles --------------------------------------------------------------------------------------------------------
+
+    def _remembered(self, key: Hashable, find: Callable[[], _Result]) -> _Result:
+        """What `find` returns, of the first call while neither maps nor a trial change: launches ask often."""
+        if key not in self._known:
+            self._known[key] = find()
+        return self._known[key]
+
+    def _tile(self, name: str) -> Tile:
+        return self._remembered(("tile", name), partial(self._choose_tile, name))
+
+    def _choose_tile(self, name: str) -> Tile:
+        if self.trial is not None and self.trial.kernel == name:
+            return self.trial.tile
+        dtype = torch.float32 if self._is_widened and name != "scores" else self.q.dtype  # of what it multiplies
+        tile = choose(name, self.M, max(self.D, self.DV), dtype, self.arch, self.layout.rank)
+        found = self._found_tile(name, tile) if autotune_is_on() and not self._is_widened else None
+        return found or tile
+
+    def _found_tile(self, name: str, usual: Tile) -> Tile | None:
+        """The tile that a search has found, unless it is of composition with other queries than the usual one: maps are
+        laid out by these."""
+        found = found_tile(self.gpu, self._key(name))
+        return None if found is None or (name in _COMPOSITION and found.b_t != usual.b_t) else found
+
+    def _key(self, name: str) -> Key:
+        layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")
+        windowed = self.visibility.low > -UNBOUNDED and self.visibility.high < UNBOUNDED
+        dim = max(self.D, self.DV)
+        return Key(name, self.arch, self.M, dim, dtype, windowed, layout.pre, layout.post, layout.rank)
+
+    def _searched(self, name: str, run: Callable[[], _Result]) -> _Result:
+        """Result of a pass; with DCFORMER_AUTOTUNE=1, tiles of its kernels are searched for first, once per process."""
+        is_long = self.B * self.T >= LEAST_QUERIES and not self._is_widened
+        if autotune_is_on() and self.trial is None and is_long and can_search(self.q):
+            this = (self.gpu, self._key(name))
+            if this not in searched:
+                self._search(run)
+                searched.add(this)
+        return run()
+
+    def _search(self, run: Callable[[], Any]) -> None:
+        """Finds and keeps the tiles of a pass's kernels that have none from a search yet."""
+
+        def is_new(name: str) -> bool:
+            return self._found_tile(name, self._tile(name)) is None
+
+        def attempt(trial: Trial) -> None:
+            self.trial = trial
+            try:
+                run()
+            finally:
+                self.trial = None
+
+        for name, tile in find_tiles(attempt, is_new, self._tile):
+            keep_tiles(self.gpu, {self._key(name): tile})
+
+
+def head_blocks(heads: int) -> tuple[int, int]:
+    """The blocks in which the kernels have the heads of a group, up to 64: one of 16 or 32, or 32 and 16 or 32 more."""
+    if heads <= 32:
+        return (16 if heads <= 16 else 32), 0
+    return 32, (16 if heads <= 48 else 32)
+
+
+__all__ = ["UNBOUNDED", "Chunk", "Problem", "Visibility", "head_blocks"]
