@@ -37,7 +37,7 @@ MODEL_LAYERS = (
         "compose_dcformer",
     },
     {"configuration_dcformer", "masks_dcformer"},
-    {"attention_dcformer"},
+    {"attention_dcformer", "plain_dcformer"},
     {"chunked_dcformer"},
     {"cache_dcformer", "layouts_dcformer"},
     {"hub_dcformer"},

@@ -30,6 +30,7 @@ from dcformer import (
     chunked_dcformer,
     compose,
     masks_dcformer,
+    plain_dcformer,
 )
 from dcformer.attention_dcformer import attend, eager_attention
 from dcformer.chunked_dcformer import chunked_attention
@@ -47,7 +48,8 @@ def module(is_causal=True, training=False):
 def small_blocks(patch, query_block, scores, few=0, alignment=1):
     """Makes the chunked implementation cut even tiny problems into many blocks of queries and slices of the batch."""
     patch.setattr(chunked_dcformer, "MAX_QUERY_BLOCK", query_block)
-    patch.setattr(chunked_dcformer, "PLAIN_QUERY_BLOCK", query_block)
+    patch.setattr(plain_dcformer, "QUERY_BLOCK", query_block)
+    patch.setattr(plain_dcformer, "LEAST_QUERIES", 1)
     patch.setattr(chunked_dcformer, "BLOCK_SCORES", scores)
     patch.setattr(chunked_dcformer, "ALIGNMENT", alignment)
     patch.setattr(masks_dcformer, "FEW_QUERIES", few)

@@ -1990,9 +1990,9 @@ _SELFCHECK = _in(
     ),
 )
 
-_CHUNKED = _in(
+_PLAIN = _in(
     "attention",
-    CHUNKED,
+    "plain_dcformer.py",
     (
         "without composition the first query of continued text is at the first key",
         "if not masks and causal and (window is not None or length != key_length):",
@@ -2005,6 +2005,11 @@ _CHUNKED = _in(
         "torch.stack([masks[0][:, part].max(),",
         T_ATTENTION + "test_without_composition_torch_attends",
     ),
+)
+
+_CHUNKED = _in(
+    "attention",
+    CHUNKED,
     (
         "query sides without the skip connection",
         "diagonal += 1 if self.query_gate is None else 1 +",
@@ -2987,6 +2992,7 @@ MUTATIONS = [
     *_MASKS,
     *_OVERFLOW,
     *_SELFCHECK,
+    *_PLAIN,
     *_CHUNKED,
     *_MODULES,
     *_VISION,

@@ -18,9 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from .attention_dcformer import NO_TRANSFORMS, ComposeTrace, attend, check_shapes, no_trace, refuse_transforms
@@ -42,12 +40,12 @@ from .masks_dcformer import (
     is_few,
     visible_and_bias,
 )
+from .plain_dcformer import attend_plain
 
 # Scores of one block of queries: at most this many (a soft bound, per group). Its maps should stay in the cache, but
 # the smaller blocks are, the more there is of Python between them.
 BLOCK_SCORES = 1 << 21
 MAX_QUERY_BLOCK = 128
-PLAIN_QUERY_BLOCK = 512  # without composition: only a mask of the block is held
 ALIGNMENT = 16  # of the numbers of keys and queries of a block, where there are enough: products are faster
 
 
@@ -113,7 +111,7 @@ def chunked_attention(
     if is_plain and not has_values(query.device):  # a graph may not depend on the number of blocks
         is_plain = not masks and (not causal or (sliding_window is None and length == key_length))
     if is_plain:
-        output = _attend_plain(query, key, value, masks, causal, sliding_window, scaling)
+        output = attend_plain(query, key, value, masks, causal, sliding_window, scaling)
     else:
         output = _forward(
             query,
@@ -189,110 +187,6 @@ def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Te
 def _few_channels(side: SideWeights, dtype: torch.dtype, groups: int) -> torch.Tensor:
     """All channels by group: [B, G, M, channels, N]."""
     return side.by_head.to(dtype).unflatten(1, (groups, -1))
-
-
-# --- Without composition ----------------------------------------------------------------------------------------------
-
-
-def _attend_plain(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    masks: Sequence[torch.Tensor],
-    causal: bool,
-    window: int | None,
-    scaling: float,
-) -> torch.Tensor:
-    """Nothing to mix: torch's own attention, by blocks of queries where a mask says who sees what.
-
-    `masks` as for the operators: nothing, [mask] or [first, last]. Returns [B, T, H, D].
-    """
-    length, key_length = query.shape[2], key.shape[2]
-    blocks = [_PlainBlock(slice(0, length), slice(0, key_length), causal)]
-    if not masks and causal and (window is not None or length != key_length):
-        masks = causal_intervals(length, key_length, window, query.device)
-    if masks:
-        size = max(ALIGNMENT, min(PLAIN_QUERY_BLOCK, BLOCK_SCORES // max(1, masks[0].shape[0] * key_length)))
-        parts = [slice(t, min(length, t + size)) for t in range(0, length, size)]
-        spans = [[0, key_length]] * len(parts)
-        if len(masks) == 2:
-            ends = (torch.stack([masks[0][:, part].min(), masks[1][:, part].max()]) for part in parts)
-            spans = torch.stack(list(ends)).tolist()  # the one look at the device
-        blocks = [  # where nothing is seen, of a key that is hidden
-            _PlainBlock(part, slice(low, max(low + 1, high))) for part, (low, high) in zip(parts, spans, strict=True)
-        ]
-    if torch.compiler.is_compiling():
-        (block,) = blocks
-        output = block.output([query, key, value], masks, scaling)
-    else:
-        output = _AttendPlain.apply(query, key, value, masks, blocks, scaling)
-    return output.transpose(1, 2)
-
-
-@dataclass
-class _PlainBlock:
-    """A block of queries and the keys that they may see, without composition.
-
-    Attributes:
-        queries, keys: slices of T and S.
-        is_causal: whether there is no mask but causality.
-    """
-
-    queries: slice
-    keys: slice
-    is_causal: bool = False
-
-    def inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-        return [query[:, :, self.queries], key[:, :, self.keys], value[:, :, self.keys]]
-
-    def output(self, inputs: list[torch.Tensor], masks: Sequence[torch.Tensor], scaling: float) -> torch.Tensor:
-        """[B, H, t, Dv] of the block's `inputs`, zeros where a query sees nothing."""
-        query, key, value = inputs
-        options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-        if not masks:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal, **options)
-        if len(masks) == 2:
-            first, last = (t[:, self.queries] for t in masks)
-            visible, bias = interval_rows(first, last, self.keys.start, self.keys.stop)[:, None], None
-        else:
-            visible, bias = visible_and_bias(masks[0][:, :, self.queries])
-        mask = visible if bias is None else bias.to(query.dtype).masked_fill(~visible, float("-inf"))
-        output = F.scaled_dot_product_attention(query, key, value, mask, **options)
-        return output.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-
-
-class _AttendPlain(torch.autograd.Function):
-    """Blocks one after the other, [B, H, T, Dv]. The backward pass does each anew: masks of all would be [T, S]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        masks: Sequence[torch.Tensor],
-        blocks: Sequence[_PlainBlock],
-        scaling: float,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.masks, ctx.blocks, ctx.scaling = masks, blocks, scaling
-        outputs = [block.output(block.inputs(query, key, value), masks, scaling) for block in blocks]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        query, key, value = ctx.saved_tensors
-        compute = accumulation_dtype(query.dtype)
-        grads = [torch.zeros_like(t, dtype=compute) for t in (query, key, value)]
-        for block in ctx.blocks:
-            inputs = [t.detach().requires_grad_() for t in block.inputs(query, key, value)]
-            with torch.enable_grad(), without_autocast(query.device.type):
-                output = block.output(inputs, ctx.masks, ctx.scaling)
-                found = torch.autograd.grad(output, inputs, grad_output[:, :, block.queries])
-            for total, one in zip(block.inputs(*grads), found, strict=True):
-                total += one
-        return (*(grad.to(query.dtype) for grad in grads), None, None, None)
 
 
 # --- The operators ----------------------------------------------------------------------------------------------------
