@@ -150,6 +150,14 @@ def test_a_model_that_is_moved(gpu):
 
 
 @needs_triton
+def test_without_composition_kernels_are_for_decoding(gpu):
+    """For more queries torch's own attention, which chunked calls, is faster."""
+    plain = model(compose_query=False, compose_key=False, compose_pre=False, compose_post=False).to("meta")
+    assert used(plain) == {"chunked"} and gpu.runs == []
+    assert used(plain, length=3) == {"composed_decode"}
+
+
+@needs_triton
 def test_layers_on_several_devices_decide_for_themselves(gpu):
     attention = [layer.self_attn for layer in model().model.layers]
     attention[1].to("meta")

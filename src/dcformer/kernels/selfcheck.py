@@ -36,7 +36,7 @@ from ..compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, aut
 from ..configuration_dcformer import DCFormerConfig
 from ..fusion_dcformer import FusedProjections
 from ..heads_dcformer import matmul_shared
-from ..masks_dcformer import QueryBlockMask, is_captured
+from ..masks_dcformer import QueryBlockMask, is_captured, is_few
 from . import verdicts
 from .limits import MAX_QUERIES, is_interpreted, unsupported_reason
 
@@ -164,10 +164,13 @@ def is_default(
 
     The self-check runs here where it has not yet, outside of the graph where one is traced. A program of `torch.export`
     has no kernels; nor have transforms of `torch.func`, of which the chunked implementation says what can be done.
+    Where nothing is composed they are for decoding only.
     """
     device = query.device
     if not is_gpu(device) or _is_exporting() or active_transform(query, key) is not None:
         return False
+    if not attention.config.composes and not is_few(query.shape[2]):
+        return False  # torch's own attention, which the chunked implementation calls, keeps no maps in memory
     reason = unsupported_reason(
         dropout=attention.attention_dropout if attention.training else 0.0,
         head_maps=getattr(attention, "key_heads", None) is not None,  # other modules have none
