@@ -59,12 +59,6 @@ def test_a_layer_pattern_that_is_set_says_the_layers():
     assert config.layer_types == [G, L, G] and "layer_pattern" not in config.to_dict()
 
 
-@pytest.mark.parametrize("name", ["rms_norm_eps", "layer_norm_eps"])
-def test_other_names_of_epsilon_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} is no field of DCFormerConfig.*norm_eps"):
-        DCFormerConfig(**{name: 1e-6})
-
-
 def test_derived_sizes():
     config = DCFormerConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3, norm_eps=1e-4)
     assert (config.head_dim, config.num_key_value_heads, config.qk_norm_eps) == (16, 3, 1e-4)

@@ -181,8 +181,6 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
                 "read; here use this class's own fields."
             )
         self.check_names(kwargs)
-        if other := sorted({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"} & kwargs.keys()):
-            raise ValueError(f"{other[0]} is no field of {type(self).__name__}: the epsilon of all norms is norm_eps.")
         # Fields that a hub configuration leaves to the stored tensors; see `from_dict`. Never stored.
         self.undecided_fields: tuple[str, ...] = ()
         layer_pattern = kwargs.pop("layer_pattern", None)
