@@ -30,7 +30,6 @@ from dcformer import (
     chunked_dcformer,
     compose,
     masks_dcformer,
-    plain_dcformer,
 )
 from dcformer.attention_dcformer import attend, eager_attention
 from dcformer.chunked_dcformer import chunked_attention
@@ -48,8 +47,6 @@ def module(is_causal=True, training=False):
 def small_blocks(patch, query_block, scores, few=0, alignment=1):
     """Makes the chunked implementation cut even tiny problems into many blocks of queries and slices of the batch."""
     patch.setattr(chunked_dcformer, "MAX_QUERY_BLOCK", query_block)
-    patch.setattr(plain_dcformer, "QUERY_BLOCK", query_block)
-    patch.setattr(plain_dcformer, "LEAST_QUERIES", 1)
     patch.setattr(chunked_dcformer, "BLOCK_SCORES", scores)
     patch.setattr(chunked_dcformer, "ALIGNMENT", alignment)
     patch.setattr(masks_dcformer, "FEW_QUERIES", few)
@@ -282,13 +279,15 @@ def test_each_branch_alone(branch, stage, groups, many_blocks):
     [
         ({}, {}, 1),
         ({}, {"is_causal": False}, 1),
-        ({}, {"sliding_window": 4}, 3),
-        ({"key_length": 9}, {}, 3),
+        ({"key_length": 9}, {"is_causal": False}, 1),
+        ({}, {"sliding_window": 7}, 1),
+        ({}, {"sliding_window": 4}, 0),
+        ({"key_length": 9}, {}, 0),
         ({"pre": "query_gate"}, {}, 0),
     ],
 )
 def test_without_composition_torch_attends(fields, options, calls, many_blocks, monkeypatch):
-    """At once where it knows of causality, otherwise by blocks of queries."""
+    """Where it needs no mask, which it would keep whole."""
     problem, real, seen = Inputs(**({"pre": "", "post": ""} | fields)), F.scaled_dot_product_attention, []
     expected = problem.run(eager_attention, **options)
 
@@ -298,7 +297,23 @@ def test_without_composition_torch_attends(fields, options, calls, many_blocks, 
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     assert_same(problem.run(chunked_attention, **options), expected, **EXACT)
-    assert len(seen) == 2 * calls and sum(seen) == 2 * 7 * bool(calls)  # once more in the backward pass
+    assert seen == [7] * 2 * calls  # once more in the backward pass
+
+
+def test_torchs_attention_has_no_second_derivatives(many_blocks):
+    """Whichever way they are asked for: an error, as where heads are composed, and never a part of them."""
+    problem = Inputs(pre="", post="")
+    output = problem.call(chunked_attention)[0]
+    inputs = list(problem.tensors.values())
+    grads = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+    penalty = sum(grad.square().sum() for grad in grads)
+    for ask in (
+        lambda: torch.autograd.grad(penalty, inputs, retain_graph=True, allow_unused=True),
+        lambda: penalty.backward(inputs=inputs, retain_graph=True),
+        lambda: penalty.backward(),
+    ):
+        with pytest.raises(NotImplementedError, match=r"second derivatives.*attn_implementation='eager'"):
+            ask()
 
 
 def test_only_some_inputs_require_gradients(many_blocks):

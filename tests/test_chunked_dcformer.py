@@ -129,14 +129,20 @@ def test_dynamic_lengths_are_one_graph(dynamic, count, padded):
     assert len(graphs.nodes) == count
 
 
-def test_dynamic_lengths_are_one_graph_with_head_embeddings():
+PLAIN = {"compose_pre": False, "compose_post": False, "compose_query": False, "compose_key": False}
+
+
+@pytest.mark.parametrize("fields", [{"num_key_value_heads": None, "head_embeddings": "add"}, PLAIN], ids=str)
+def test_dynamic_lengths_are_one_graph_in_other_models(fields):
     graphs = Graphs()
-    network = model(max_position_embeddings=512, num_key_value_heads=None, head_embeddings="add")
+    network = model(max_position_embeddings=512, **fields)
     compiled = torch.compile(network, backend=graphs, fullgraph=True, dynamic=True)
     for length in (20, 33, 47):
         inputs = left_padded(length)
         torch.testing.assert_close(compiled(**inputs).logits, network(**inputs).logits)
-    assert len(graphs.nodes) == 1
+        del inputs["attention_mask"]
+        torch.testing.assert_close(compiled(**inputs).logits, network(**inputs).logits)
+    assert len(graphs.nodes) == 2  # with a mask and without
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -20,7 +20,7 @@ from helpers import REPOSITORY, randomise, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerForSequenceClassification
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerForSequenceClassification, plain_dcformer
 from dcformer.chunked_dcformer import chunked_attention
 from dcformer.compose_dcformer import DEFAULT_ATTENTION
 from dcformer.kernels import limits, selfcheck, unsupported_reason, verdicts
@@ -150,11 +150,14 @@ def test_a_model_that_is_moved(gpu):
 
 
 @needs_triton
-def test_without_composition_kernels_are_for_decoding(gpu):
-    """For more queries torch's own attention, which chunked calls, is faster."""
-    plain = model(compose_query=False, compose_key=False, compose_pre=False, compose_post=False).to("meta")
+def test_without_composition_torchs_attention_comes_first(gpu, monkeypatch):
+    """Which chunked calls: for more than a few queries of which none is padded, in layers without a window."""
+    monkeypatch.setattr(plain_dcformer, "has_values", lambda device: True)
+    switches = {"compose_query": False, "compose_key": False, "compose_pre": False, "compose_post": False}
+    plain = model(layer_pattern="G", **switches).to("meta")
     assert used(plain) == {"chunked"} and gpu.runs == []
     assert used(plain, length=3) == {"composed_decode"}
+    assert used(model(layer_pattern="L", **switches).to("meta")) == {"composed_attention"}
 
 
 @needs_triton

@@ -2,7 +2,7 @@
 
 The work is one custom operator, so that a traced graph does not depend on the length; its backward pass is another and
 recomputes the maps of each block from q, k, v and the weights. Rows are complete, so the softmax needs no saved
-log-sum-exp. Where nothing is composed, torch's own attention does it.
+log-sum-exp. Where nothing is composed, masked or traced, torch's own attention does it (`plain_dcformer`).
 
 Groups of heads are independent: the work is a loop over (group, slice of the batch, block of queries). Inside, maps
 are [b, t, M, S'], queries before heads: b sequences, t queries, M heads of a group, S' the keys that the block can see.
@@ -35,12 +35,11 @@ from .masks_dcformer import (
     QueryBlockMask,
     causal_intervals,
     causal_rows,
-    has_values,
     interval_rows,
     is_few,
     visible_and_bias,
 )
-from .plain_dcformer import attend_plain
+from .plain_dcformer import attend_plain, can_attend_plain
 
 # Scores of one block of queries: at most this many (a soft bound, per group). Its maps should stay in the cache, but
 # the smaller blocks are, the more there is of Python between them.
@@ -107,11 +106,9 @@ def chunked_attention(
         tensors = attention_mask.tensors() if isinstance(attention_mask, QueryBlockMask) else [attention_mask]
         masks = [tensor.to(query.device) for tensor in tensors]  # a model's layers may be on several devices
     given = [w for w in weights if w is not None]
-    is_plain = not given and not dropout and query.device.type != "meta" and key_length > 0
-    if is_plain and not has_values(query.device):  # a graph may not depend on the number of blocks
-        is_plain = not masks and (not causal or (sliding_window is None and length == key_length))
-    if is_plain:
-        output = attend_plain(query, key, value, masks, causal, sliding_window, scaling)
+    is_plain = not given and not masks and not dropout
+    if is_plain and can_attend_plain(query, key, value, causal, sliding_window, scaling):
+        output = attend_plain(query, key, value, causal, scaling)
     else:
         output = _forward(
             query,

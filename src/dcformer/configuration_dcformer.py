@@ -207,7 +207,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
 
         `layer_pattern`, which is no field, sets `layer_types`.
         """
-        if name == "layer_pattern":
+        if name == "layer_pattern" and value is not None:
             name, value = "layer_types", _repeat_pattern(value, self.num_hidden_layers)
         super().__setattr__(name, value)
         if name in _LAYER_LISTS:

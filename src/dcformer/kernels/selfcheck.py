@@ -37,6 +37,7 @@ from ..configuration_dcformer import DCFormerConfig
 from ..fusion_dcformer import FusedProjections
 from ..heads_dcformer import matmul_shared
 from ..masks_dcformer import QueryBlockMask, is_captured, is_few
+from ..plain_dcformer import can_attend_plain
 from . import verdicts
 from .limits import MAX_QUERIES, is_interpreted, unsupported_reason
 
@@ -164,13 +165,13 @@ def is_default(
 
     The self-check runs here where it has not yet, outside of the graph where one is traced. A program of `torch.export`
     has no kernels; nor have transforms of `torch.func`, of which the chunked implementation says what can be done.
-    Where nothing is composed they are for decoding only.
+    Nor have calls for which the chunked implementation takes torch's own attention, which keeps no maps in memory.
     """
     device = query.device
     if not is_gpu(device) or _is_exporting() or active_transform(query, key) is not None:
         return False
-    if not attention.config.composes and not is_few(query.shape[2]):
-        return False  # torch's own attention, which the chunked implementation calls, keeps no maps in memory
+    if not attention.config.composes and _is_for_torch(query, key, attention_mask):
+        return False
     reason = unsupported_reason(
         dropout=attention.attention_dropout if attention.training else 0.0,
         head_maps=getattr(attention, "key_heads", None) is not None,  # other modules have none
@@ -184,6 +185,14 @@ def is_default(
     dtype = autocast_dtype(device.type) or query.dtype
     windowed = isinstance(attention_mask, QueryBlockMask) and attention_mask.window is not None
     return may_use(device.type, device.index, *switches, windowed, dtype, hidden_states.dtype)
+
+
+def _is_for_torch(query: torch.Tensor, key: torch.Tensor, mask: Any) -> bool:
+    """Whether nothing hides keys but causality, or a window, of more than a few queries."""
+    if is_few(query.shape[2]) or not (mask is None or (isinstance(mask, QueryBlockMask) and mask.is_plain)):
+        return False
+    is_whole = mask is None or mask.q_length == mask.kv_length
+    return is_whole and can_attend_plain(query, key, key, True, None if mask is None else mask.window, 1.0)
 
 
 @torch.compiler.assume_constant_result
