@@ -2,7 +2,7 @@
 
 The work is one custom operator, so that a traced graph does not depend on the length; its backward pass is another and
 recomputes the maps of each block from q, k, v and the weights. Rows are complete, so the softmax needs no saved
-log-sum-exp. Where nothing is composed, masked or traced, torch's own attention does it (`plain_dcformer`).
+log-sum-exp. Where nothing is composed or masked, torch's own attention does it (`plain_dcformer`).
 
 Groups of heads are independent: the work is a loop over (group, slice of the batch, block of queries). Inside, maps
 are [b, t, M, S'], queries before heads: b sequences, t queries, M heads of a group, S' the keys that the block can see.

@@ -1,4 +1,4 @@
-"""Attention where nothing is composed and nothing is masked but later keys: torch's own, in memory linear in T and S.
+"""Attention where nothing is composed, and nothing masked but later keys: torch's own, in memory linear in T and S.
 
 Letters: B batch, T queries, S keys, H query heads, D head dim.
 """
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_dcformer import NO_TRANSFORMS
 from .compose_dcformer import CHUNKED, without_autocast
@@ -16,17 +17,22 @@ from .masks_dcformer import has_values
 def can_attend_plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, window: int | None, scaling: float
 ) -> bool:
-    """Whether `attend_plain` is right for these: where torch would not hold maps, and no graph is traced.
+    """Whether `attend_plain` is right for these: where torch would not hold maps.
 
     Args: as for it; and
         window: keys that a query sees where `causal`, its own included; None for all.
     """
-    if type(query) is not torch.Tensor or not has_values(query.device) or torch.jit.is_tracing():
+    is_compiling = torch.compiler.is_compiling()
+    if type(query) is not torch.Tensor or torch.jit.is_tracing() or not (is_compiling or has_values(query.device)):
+        return False
+    if query.dtype == torch.float64 and query.device.type != "cpu":  # for which torch has the definition only
         return False
     length, key_length = query.shape[2], key.shape[2]
-    sees_all = not causal or (length == key_length and (window is None or window >= key_length))
-    is_wide = query.dtype == torch.float64 and query.device.type != "cpu"  # for which torch has the definition only
-    return sees_all and query.shape[3] == value.shape[3] and key_length > 0 and scaling > 0 and not is_wide
+    if is_compiling:  # a graph of any length stays one
+        sees_all = not causal or (window is None and statically_known_true(length == key_length))
+    else:
+        sees_all = not causal or (length == key_length and (window is None or window >= key_length))
+    return sees_all and query.shape[3] == value.shape[3] and scaling > 0 and statically_known_true(key_length > 0)
 
 
 def attend_plain(
@@ -40,8 +46,11 @@ def attend_plain(
         scaling: factor of the scores.
 
     Returns:
-        [B, T, H, D], contiguous. The backward pass computes it anew: beside its inputs nothing is kept.
+        [B, T, H, D], contiguous. The backward pass computes it anew: beside its inputs nothing is kept, but for what a
+        graph that is traced keeps.
     """
+    if torch.compiler.is_compiling():
+        return _attend(query, key, value, causal, scaling).transpose(1, 2).contiguous()
     return _AttendPlain.apply(query, key, value, causal, scaling)
 
 
