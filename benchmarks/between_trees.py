@@ -16,7 +16,13 @@ import time
 from pathlib import Path
 
 HEADS, HEAD_DIM, HIDDEN = 16, 64, 1024
-KINDS = {"forward": "no gradients", "training": "forward and backward", "decoding": "one query"}
+KINDS = {
+    "forward": "no gradients",
+    "training": "forward and backward",
+    "decoding": "one query",
+    "plain forward": "without composition",
+    "plain training": "without composition",
+}
 
 
 def serve(tokens: int, threads: int) -> None:
@@ -38,8 +44,9 @@ def serve(tokens: int, threads: int) -> None:
     states = [torch.randn(1, HEADS, tokens, HEAD_DIM, requires_grad=True) for _ in range(3)]
     for line in sys.stdin:
         kind = line.strip()
-        with torch.set_grad_enabled(kind == "training"):
-            pre, post = stages(generators, generators(hidden))
+        is_training = kind.endswith("training")
+        with torch.set_grad_enabled(is_training):
+            pre, post = (None, None) if kind.startswith("plain") else stages(generators, generators(hidden))
             query, key, value = states
             if kind == "decoding":
                 query = query[:, :, -1:]
@@ -47,7 +54,7 @@ def serve(tokens: int, threads: int) -> None:
                     stage.query.packed = stage.query.packed[..., -1:]
             start = time.perf_counter()
             output, _ = chunked_attention(module, query, key, value, None, HEAD_DIM**-0.5, pre=pre, post=post)
-            if kind == "training":
+            if is_training:
                 output.sum().backward()
             print(time.perf_counter() - start, flush=True)
 

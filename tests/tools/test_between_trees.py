@@ -29,7 +29,8 @@ def test_trees_are_called_in_turn(tmp_path, capfd):
     printed = capfd.readouterr()
     assert [line.split(" (")[0] for line in printed.out.splitlines()] == list(between_trees.KINDS)
     assert all("; new / old " in line for line in printed.out.splitlines())
-    assert printed.err.splitlines() == ["stand-in 32"] * 6 + ["stand-in 1"] * 3
+    whole = ["stand-in 32"] * 6
+    assert printed.err.splitlines() == [*whole, *["stand-in 1"] * 3, *whole]
 
 
 def test_other_folders_are_refused(tmp_path, capsys):
