@@ -54,10 +54,12 @@ def refuse_without_composition(implementation: str, pre: ComposeWeights | None, 
         )
 
 
-NO_TRANSFORMS = (
-    "attn_implementation={!r} does not support {}: use attn_implementation='eager', or call "
-    "model.set_attn_implementation('eager'); in models that `convert_attention` has made it is 'dcmha'."
-)
+def no_transform(implementation: str, what: str) -> NotImplementedError:
+    """The error of an implementation that does not support a transform."""
+    return NotImplementedError(
+        f"attn_implementation={implementation!r} does not support {what}: use attn_implementation='eager', or call "
+        "model.set_attn_implementation('eager'); in models that `convert_attention` has made it is 'dcmha'."
+    )
 
 
 def active_transform(*tensors: torch.Tensor | None) -> str | None:
@@ -78,7 +80,17 @@ def refuse_transforms(implementation: str, *tensors: torch.Tensor | None) -> Non
         NotImplementedError: naming the implementation, and the one that can.
     """
     if what := active_transform(*tensors):
-        raise NotImplementedError(NO_TRANSFORMS.format(implementation, what))
+        raise no_transform(implementation, what)
+
+
+def refuse_batched(implementation: str, grad_output: torch.Tensor) -> None:
+    """The same for a backward pass of many gradients at once, which is no transform to ask for before.
+
+    Raises:
+        NotImplementedError: as `refuse_transforms`.
+    """
+    if torch._C._functorch.is_legacy_batchedtensor(grad_output):
+        raise no_transform(implementation, "batched gradients (is_grads_batched, vectorize)")
 
 
 @dataclass

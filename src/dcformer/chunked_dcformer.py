@@ -21,7 +21,15 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from .attention_dcformer import NO_TRANSFORMS, ComposeTrace, attend, check_shapes, no_trace, refuse_transforms
+from .attention_dcformer import (
+    ComposeTrace,
+    attend,
+    check_shapes,
+    no_trace,
+    no_transform,
+    refuse_batched,
+    refuse_transforms,
+)
 from .compose_dcformer import (
     CHUNKED,
     DEFAULT_ATTENTION,
@@ -31,14 +39,7 @@ from .compose_dcformer import (
     without_autocast,
 )
 from .heads_dcformer import HeadMap, add_value_bias, matmul_shared, with_ones
-from .masks_dcformer import (
-    QueryBlockMask,
-    causal_intervals,
-    causal_rows,
-    interval_rows,
-    is_few,
-    visible_and_bias,
-)
+from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
 from .plain_dcformer import attend_plain, can_attend_plain
 
 # Scores of one block of queries: at most this many (a soft bound, per group). Its maps should stay in the cache, but
@@ -310,8 +311,7 @@ def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad_output: torch.Tensor) -> tuple:
-    if torch._C._functorch.is_legacy_batchedtensor(grad_output):
-        raise NotImplementedError(NO_TRANSFORMS.format(CHUNKED, "batched gradients (is_grads_batched, vectorize)"))
+    refuse_batched(CHUNKED, grad_output)
     (query, key, value, *others, seed), (weights, masks) = ctx.saved_tensors, ctx.counts
     grads = _backward(grad_output, query, key, value, others[:weights], ctx.plan, others[weights:], *ctx.numbers, seed)
     return (*grads[:3], grads[3:], None, [None] * masks, None, None, None)
@@ -321,7 +321,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _refuse_second_derivative(ctx: Any, grads: list[torch.Tensor]) -> None:
-    raise NotImplementedError(NO_TRANSFORMS.format(CHUNKED, "second derivatives"))
+    raise no_transform(CHUNKED, "second derivatives")
 
 
 _backward.register_autograd(_refuse_second_derivative)

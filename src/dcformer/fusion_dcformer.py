@@ -43,7 +43,7 @@ class FusedProjections:
     """Linear layers of the same input as one. While it is in use the data of their parameters are views of its own.
 
     Args:
-        linears: layers that have passed `check_fusable`; None for those that a model does not have.
+        linears: layers that have passed `_check_fusable`; None for those that a model does not have.
 
     Attributes:
         linears: as given.
@@ -112,7 +112,7 @@ def _address(parameter: torch.Tensor | None) -> int:
 
 @torch.inference_mode(mode=False)
 @torch.no_grad()
-def release(linears: Iterable[nn.Module | None]) -> None:
+def _release(linears: Iterable[nn.Module | None]) -> None:
     """Gives the parameters of fused layers memory of their own again; None for those that a model does not have."""
     for linear in linears:
         for parameter in () if linear is None else linear.parameters(recurse=False):
@@ -120,7 +120,7 @@ def release(linears: Iterable[nn.Module | None]) -> None:
 
 
 @torch.inference_mode(mode=False)
-def copy_fused(attention: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _copy_fused(attention: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Puts copies of fused parameters into a state dict: a hook of a module with `fused` and `projections()`.
 
     What saves a state dict takes tensors of one memory to be the same, and keeps one of them.
@@ -134,7 +134,7 @@ def copy_fused(attention: Any, state_dict: dict[str, Any], prefix: str, local_me
                 state_dict[f"{prefix}{name}.{own}"] = tensor.clone()
 
 
-def check_fusable(layers: Iterable[dict[str, nn.Module]], model: nn.Module) -> None:
+def _check_fusable(layers: Iterable[dict[str, nn.Module]], model: nn.Module) -> None:
     """Whether layers can be fused.
 
     Args:
@@ -190,7 +190,7 @@ class FusableAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fused: FusedProjections | None = None
-        self.register_state_dict_post_hook(copy_fused)
+        self.register_state_dict_post_hook(_copy_fused)
 
     def projections(self) -> dict[str, nn.Module | None]:
         """The layers that read the hidden states, in the order in which `fused` has them; None for absent ones."""
@@ -218,7 +218,7 @@ class FusableAttention(nn.Module):
         was_fused = state.pop("was_fused", False)
         super().__setstate__(state)
         if was_fused:  # copies have memory of their own; pickle keeps parameters in one piece
-            release(self.projections().values())
+            _release(self.projections().values())
 
     def fused_product(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[B, T, E] -> the results of `projections`, one after the other, [B, T, all rows]."""
@@ -263,7 +263,7 @@ class FusableModel(nn.Module):
             for name, module in self.named_modules()
             if isinstance(module, FusableAttention) and module.fused is None
         }
-        check_fusable(layers.values(), self)
+        _check_fusable(layers.values(), self)
         for name in layers:
             attention: Any = self.get_submodule(name)
             attention.fused = FusedProjections(tuple(attention.projections().values()))
@@ -272,11 +272,8 @@ class FusableModel(nn.Module):
         """Undoes `fuse_projections`: every parameter has memory of its own again. Does nothing to other layers."""
         for module in self.modules():
             if isinstance(module, FusableAttention) and module.fused is not None:
-                release(module.fused.linears)
+                _release(module.fused.linears)
                 module.fused = None
 
 
-__all__ = [
-    "FusableAttention", "FusableModel", "FusedProjections", "check_fusable", "copy_fused", "has_no_hooks",
-    "is_plain_linear", "release",
-]  # fmt: skip
+__all__ = ["FusableAttention", "FusableModel", "FusedProjections", "has_no_hooks", "is_plain_linear"]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .attention_dcformer import NO_TRANSFORMS
+from .attention_dcformer import no_transform, refuse_batched
 from .compose_dcformer import CHUNKED, without_autocast
 from .masks_dcformer import has_values
 
@@ -28,10 +28,9 @@ def can_attend_plain(
     if query.dtype == torch.float64 and query.device.type != "cpu":  # for which torch has the definition only
         return False
     length, key_length = query.shape[2], key.shape[2]
-    if is_compiling:  # a graph of any length stays one
-        sees_all = not causal or (window is None and statically_known_true(length == key_length))
-    else:
-        sees_all = not causal or (length == key_length and (window is None or window >= key_length))
+    is_square = statically_known_true(length == key_length)  # no guard: a graph of any length stays one
+    is_open = window is None or (not is_compiling and window >= key_length)
+    sees_all = not causal or (is_square and is_open)
     return sees_all and query.shape[3] == value.shape[3] and scaling > 0 and statically_known_true(key_length > 0)
 
 
@@ -69,8 +68,7 @@ class _AttendPlain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        if torch._C._functorch.is_legacy_batchedtensor(grad_output):
-            raise NotImplementedError(NO_TRANSFORMS.format(CHUNKED, "batched gradients (is_grads_batched, vectorize)"))
+        refuse_batched(CHUNKED, grad_output)
         return (*_Gradients.apply(grad_output, *ctx.saved_tensors, *ctx.options), None, None)
 
 
@@ -94,7 +92,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        raise NotImplementedError(NO_TRANSFORMS.format(CHUNKED, "second derivatives"))
+        raise no_transform(CHUNKED, "second derivatives")
 
 
 __all__ = ["attend_plain", "can_attend_plain"]

@@ -26,7 +26,7 @@ from .triton.products import keys_kernel, scores_kernel, values_kernel
 from .triton.scales import halves_kernel, norms_kernel, scale_kernel
 from .tuning import Tile, launch_options, resident_programs
 
-LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
+_LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 _JOINED = 64  # queries whose log-sum-exps one program joins
 _ROWS = 64  # of states, of one program
 _STATES = "vgkq"  # values, gradients of the output, keys, queries: their order in the kernels of `scales`
@@ -383,7 +383,7 @@ class Launcher(Problem):
         scores = self._new_map(chunk, self.map_dtype)
         # Composition may take away what makes them large, and leaves what they were rounded by.
         limit = self._limit(Beyond.SCORES, LARGEST_EXACT if self.layout.pre else LARGEST)
-        self._fill_scores(chunk, scores, self.k, self.q, self.scale * LOG2_E, limit)
+        self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, limit)
         return scores
 
 
@@ -430,4 +430,7 @@ def padded(dim: int) -> int:
     return max(16, power_of_2(dim))
 
 
-__all__ = ["BESIDES", "LAUNCHES", "LN_2", "Gradients", "Launcher", "Sources", "States", "matrix_constants", "padded"]
+__all__ = [
+    "BESIDES", "LAUNCHES", "LN_2", "UNLIMITED", "Gradients", "Launcher", "Sources", "States", "matrix_constants",
+    "padded",
+]  # fmt: skip

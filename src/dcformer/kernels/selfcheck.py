@@ -188,7 +188,7 @@ def is_default(
 
 
 def _is_for_torch(query: torch.Tensor, key: torch.Tensor, mask: Any) -> bool:
-    """Whether nothing hides keys but causality, or a window, of more than a few queries."""
+    """Whether the chunked implementation gives more than a few queries without composition to torch's attention."""
     if is_few(query.shape[2]) or not (mask is None or (isinstance(mask, QueryBlockMask) and mask.is_plain)):
         return False
     is_whole = mask is None or mask.q_length == mask.kv_length
