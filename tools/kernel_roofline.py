@@ -129,6 +129,8 @@ DECODING_GOALS = {("2.8B", "LG"): 0.96, ("6.9B", "LG"): 0.98, ("2.8B", "LGLL"): 
 # Launches that a layer has more of than Llama's in a compiled decoding step, without a window and with one, with fused
 # projections and without: counted by `tools/decode_launches.py`.
 EXTRA_LAUNCHES = {"fused": (-1, 1), "not fused": (11, 11)}
+# What is estimated besides, in words -> as an option of `attention_work`.
+HOWS: dict[str, dict[str, bool]] = {"": {}, ", with operands": {"operands": True}, ", maps kept": {"save_maps": True}}
 
 
 @dataclass(frozen=True)
@@ -301,13 +303,14 @@ def stored(name: str, heads: int) -> float:
 
 def attention_work(
     shape: Shape, length: int, window: int | None, issued: Callable[[str, int], float], arch: int = 90,
-    operands: bool = False,
+    operands: bool = False, save_maps: bool = False,
 ) -> tuple[list[Work], list[Work]]:  # fmt: skip
     """Forward and backward pass of a layer's attention for one sequence, kernel by kernel, with what torch does.
 
     Args:
         issued: (kernel, heads) -> instructions of warps per query, key and head.
         operands: see `product_work`.
+        save_maps: the forward pass keeps the maps that the backward pass needs.
     """
 
     def tile(name: str) -> Tile:
@@ -341,12 +344,13 @@ def attention_work(
     # norms are of values; in the backward pass, of all four, of which all but values are copied. `scale` reads little
     forward = [
         expand, passes("norms", 1), passes("halves", 2), product("scores", "scores"), composed("lse"),
-        composed("compose"), product("values", "values"),
+        composed("weights" if save_maps else "compose"), product("values", "values"),
     ]  # fmt: skip
+    anew = [] if save_maps else [product("scores", "scores"), composed("weights")]
     backward = [
-        expand, passes("norms", 4), passes("halves", 6), product("scores", "scores"), composed("weights"),
-        product("grad_values", "keys"), product("grad_weights", "scores"), composed("back_1"), composed("back_0"),
-        product("grad_query", "values"), product("grad_key", "keys"), project, Work("sums (torch)", l2=sums, hbm=sums),
+        expand, passes("norms", 4), passes("halves", 6), *anew, product("grad_values", "keys"),
+        product("grad_weights", "scores"), composed("back_1"), composed("back_0"), product("grad_query", "values"),
+        product("grad_key", "keys"), project, Work("sums (torch)", l2=sums, hbm=sums),
     ]  # fmt: skip
     return forward, backward
 
@@ -451,7 +455,7 @@ class Training:
 
 def training(
     shape: Shape, length: int, local: float, gpu: Device, issued: Callable[[str, int], float],
-    assumed: Assumptions = Assumptions(), arch: int = 90, operands: bool = False,
+    assumed: Assumptions = Assumptions(), arch: int = 90, operands: bool = False, save_maps: bool = False,
 ) -> Training:  # fmt: skip
     """A layer of a model with a share `local` of windowed layers."""
     output = shape.width * VOCABULARY / shape.layers
@@ -461,7 +465,7 @@ def training(
     generator = 3 * first.flops / (gpu.tensor * assumed.linear) + 3 * kernel.bound(gpu)[1]
     attention = 0.0
     for share, window in ((local, WINDOW), (1 - local, None)):
-        works = attention_work(shape, length, window, issued, arch, operands)
+        works = attention_work(shape, length, window, issued, arch, operands, save_maps)
         attention += share * sum(seconds(work, gpu) for work in works)
     return Training(linear, flash_seconds(shape, length, None, gpu, assumed.flash), generator, attention)
 
@@ -563,13 +567,14 @@ def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assum
 
 
 def both_rules(issued: Callable[[str, int], float], assumed: Assumptions, arch: int) -> str:
-    """What models reach in training on `DEVICES` by both rules for products, see `product_work`; in Markdown."""
-    heads = " | ".join(f"{name} | {name}, with operands" for name in DEVICES)
-    lines = [f"| LG, T = 2048: at bounds / at 75% of them | {heads} |", "|---|" + "---|" * 2 * len(DEVICES)]
+    """What models reach in training on `DEVICES` by both rules for products, see `product_work`, and with maps that are
+    kept; in Markdown."""
+    heads = " | ".join(f"{name}{how}" for name in DEVICES for how in HOWS)
+    lines = [f"| LG, T = 2048: at bounds / at 75% of them | {heads} |", "|---|" + "---|" * len(HOWS) * len(DEVICES)]
     for shape in SHAPES.values():
         both = [
-            training(shape, 2048, PATTERNS["LG"], gpu, issued, assumed, arch, operands)
-            for gpu, operands in itertools.product(DEVICES.values(), (False, True))
+            training(shape, 2048, PATTERNS["LG"], gpu, issued, assumed, arch, **how)
+            for gpu, how in itertools.product(DEVICES.values(), HOWS.values())
         ]
         cells = (f"{found.throughput():.1%} / {found.throughput(0.75):.1%}" for found in both)
         lines.append(f"| {shape.name} | {' | '.join(cells)} |")
@@ -581,7 +586,8 @@ def training_rows(
 ) -> list[dict[str, object]]:
     """Shares of a plain Transformer's throughput in training, with kernels at their bounds and at 75% of them.
 
-    Those that end in `_operands` count what tiles of products read again.
+    Those that end in `_operands` count what tiles of products read again, those in `_save_maps` are with maps that are
+    kept.
     """
     rows: list[dict[str, object]] = []
     for gpu in DEVICES.values():
@@ -589,8 +595,9 @@ def training_rows(
             for tokens in (2048, 4096):
                 for pattern, local in PATTERNS.items():
                     row: dict[str, object] = {"shape": name, "pattern": pattern, "tokens": tokens, "gpu": gpu.name}
-                    for suffix, operands in (("", False), ("_operands", True)):
-                        found = training(SHAPES[name], tokens, local, gpu, issued, assumed, arch, operands)
+                    for how in HOWS.values():
+                        suffix = "".join(f"_{option}" for option in how)
+                        found = training(SHAPES[name], tokens, local, gpu, issued, assumed, arch, **how)
                         row["at_bounds" + suffix] = round(found.throughput(), 4)
                         row["at_75" + suffix] = round(found.throughput(0.75), 4)
                     rows.append(row)

@@ -111,6 +111,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         hidden_dropout (`float`): dropout of the outputs of attention and MLP.
         initializer_range (`float`): standard deviation of initial parameters outside composition.
         use_cache (`bool`): return a cache for decoding.
+        save_maps (`bool`): where the fused kernels train, keep attention's maps from the forward pass for the backward
+            pass, which then need not make them anew: faster, for memory that is quadratic in the length.
         tie_word_embeddings (`bool`): share input and output embeddings.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): special tokens.
 
@@ -169,6 +171,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     hidden_dropout: float | int = 0.0
     initializer_range: float = 0.02
     use_cache: bool = True
+    save_maps: bool = False
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = None

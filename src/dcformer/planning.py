@@ -25,6 +25,7 @@ from .configuration_dcformer import DCFormerConfig
 from .errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from .heads_dcformer import MAP_FIELDS
 from .kernels import unsupported_reason
+from .kernels.schemas import UNBOUNDED, new_kept
 from .modeling_dcformer import DCFormerForCausalLM
 from .parallel_dcformer import check_tensor_parallel
 
@@ -107,9 +108,10 @@ class Memory:
     Attributes:
         parameters, gradients, optimizer: the GPU's shard, in float32.
         gathered: parameters and gradients of the layers that FSDP holds unsharded at a time; an estimate.
-        activations: memory held at the end of the forward pass; measured.
+        activations: memory held at the end of the forward pass; measured, and with `save_maps` the maps of all layers.
         step: additional memory at the peak of the step (logits, their gradient, intermediate results); measured.
-        workspace: memory allocated inside attention's operator; an estimate.
+        workspace: memory allocated inside attention's operator; an estimate. With `save_maps` and checkpointing, one
+            layer's maps, too.
     """
 
     parameters: int
@@ -205,6 +207,17 @@ def workspace_bytes(setup: Setup) -> int:
     return min(maps, max(256 << 20, int(setup.memory) // 64)) + 3 * states
 
 
+def map_bytes(setup: Setup) -> list[int]:
+    """Memory for the maps that each layer keeps for its backward pass."""
+    config = setup.config
+    if not config.save_maps or setup.attention != "dcformer_triton":
+        return [0] * config.num_hidden_layers
+    shape = (setup.batch, config.num_attention_heads // setup.tensor_parallel, setup.length, 1)
+    states = torch.empty(shape, dtype=setup.dtype, device="meta")
+    lows = {"full_attention": -UNBOUNDED, "sliding_attention": 1 - (config.sliding_window or 1)}
+    return [new_kept(states, states, lows[kind], 0).nbytes for kind in config.layer_types or ()]
+
+
 def gathered_units(setup: Setup) -> tuple[int, int, int]:
     """Number of parameters, on one tensor-parallel GPU, of each unit that accelerate's FSDP2 gathers at once.
 
@@ -251,7 +264,10 @@ def memory(setup: Setup) -> Memory:
     gathered = setup.dtype.itemsize * (max(3 * layer, 2 * embedding) + 2 * tail) if setup.shards > 1 else 0
     kept, steps = zip(*(measure_step(setup, layers) for layers in depths), strict=True)
     state = OPTIMIZERS[setup.optimizer] * own
-    return Memory(FP32 * own, FP32 * own, state, gathered, of_all(kept), steps[-1], workspace_bytes(setup))
+    maps, workspace = map_bytes(setup), workspace_bytes(setup)
+    activations = of_all(kept) + (0 if setup.checkpointing else sum(maps))
+    workspace += max(maps, default=0) if setup.checkpointing else 0
+    return Memory(FP32 * own, FP32 * own, state, gathered, activations, steps[-1], workspace)
 
 
 # --- communication ---------------------------------------------------------------------------------------------------

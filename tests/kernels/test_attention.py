@@ -15,6 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import hear
+from hypothesis import given
+from hypothesis import strategies as st
 from kernel_device import DEVICE, HERE, INTERPRETED, SMALL_TILES
 
 from dcformer import ComposeWeights, SideWeights, compose
@@ -373,6 +375,100 @@ def test_weights_are_kept_as_exactly_as_maps_are(unmarked, monkeypatch):
     weights = weights / 2**8
     weights = weights[(weights > 1e-3) & (weights < 0.999)]
     assert (weights == weights.bfloat16().float()).float().mean() < 0.3 and weights.numel() > 100
+
+
+KEPT = {
+    "everything": CASES["everything"],
+    "grouped-query": CASES["grouped-query"],
+    "two blocks of heads": Case(heads=34, length=10),
+    "chunks of a window": Case(heads=2, length=260, window=20, sides=("query",), rank=1, start=(7,), end=(250,)),
+    "later queries": Case(heads=2, length=130, keys=170, window=9, sides=("key",), rank=1),
+    "bfloat16": Case(heads=2, length=40, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_maps_that_are_kept_change_nothing(name, unmarked, monkeypatch):
+    case, launched, real = KEPT[name], [], Passes._compose
+
+    def spy(self, name, *args, **kwargs):
+        launched.append(name)
+        real(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(Passes, "_compose", spy)
+    monkeypatch.setattr(Passes, "chunks", lambda self, maps: self.kept_chunks())  # sums have the same order
+    expected = run(case, case.dtype, fused(case))
+    chunks = -(-case.length // 128) if case.window else 1
+    assert launched == ["lse", "compose"] * chunks + ["weights", "back_1", "back_0"] * chunks
+    launched.clear()
+    found = run(case, case.dtype, lambda *tensors: composed_attention(*tensors, **case.options(), save_maps=True))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert launched == ["lse", "weights"] * chunks + ["back_1", "back_0"] * chunks
+
+
+def test_maps_of_several_parts_of_the_batch_are_kept(monkeypatch):
+    case = Case(batch=3, length=20)
+    monkeypatch.setattr(Passes, "chunk_size", lambda *_: 1 << 20)
+    parts, real = [], Passes._rows
+    monkeypatch.setattr(Passes, "_rows", lambda *a, **k: (parts.append(part) or part for part in real(*a, **k)))
+
+    def kept(*tensors):
+        return composed_attention(*tensors, **case.options() | {"chunk_bytes": 1, "save_maps": True})
+
+    found, expected = run(case, torch.float32, kept), run(case, torch.float32, fused(case))
+    assert [rows for rows, _ in parts[:6]] == [slice(i, i + 1) for i in range(3)] * 2
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("found", list(Beyond), ids=lambda found: found.name)
+def test_kept_maps_are_made_anew_when_others_are_needed(found, unmarked, monkeypatch):
+    """A mark between the passes: the backward pass has the results that it has without kept maps."""
+    case, results = Case(heads=2, length=20, dtype=torch.bfloat16), []
+    for save_maps in (False, True):
+        monkeypatch.setattr(overflow, "_found", {})
+        tensors = {name: t.to(DEVICE, case.dtype).requires_grad_() for name, t in case.tensors().items()}
+        grad = tensors.pop("grad").detach()
+        weights = (stage_weights(tensors, stage, 1) for stage in ("pre", "post"))
+        out = composed_attention(tensors["query"], tensors["key"], tensors["value"], *weights, save_maps=save_maps)
+        monkeypatch.setattr(overflow, "_found", {HERE: found})
+        out.backward(grad)
+        results.append({name: t.grad for name, t in tensors.items()})
+    assert all(torch.equal(results[1][name], tensor) for name, tensor in results[0].items())
+    again = composed_attention(tensors["query"], tensors["key"], tensors["value"], save_maps=True)
+    assert torch.equal(again, composed_attention(tensors["query"], tensors["key"], tensors["value"]))
+
+
+def test_maps_are_kept_for_gradients_alone(monkeypatch):
+    made = []
+    monkeypatch.setattr(problems, "new_kept", lambda *args: made.append(schemas.new_kept(*args)) or made[-1])
+    query = _tensors(1, 2, 20, 16).requires_grad_()
+    with torch.no_grad():
+        composed_attention(query, query, query, save_maps=True)
+    composed_attention(query.detach(), query.detach(), query.detach(), save_maps=True)
+    composed_attention(query, query, query)
+    assert not made
+    composed_attention(query, query, query, save_maps=True)
+    assert [kept.shape for kept in made] == [(3 * 2 * 128 * 32,)]
+
+
+@given(
+    length=st.integers(1, 3000), more=st.integers(-3000, 3000), window=st.none() | st.integers(1, 900),
+    ahead=st.integers(-500, 500),
+)  # fmt: skip
+def test_kept_maps_have_room(length, more, window, ahead):
+    """Whatever chunks see; with windows it is no more than 9 times what is seen, and what rounds up to tiles."""
+    keys = max(1, length + more)
+    low = -schemas.UNBOUNDED if window is None else ahead - window + 1
+    query, key = (torch.empty(2, 3, n, 1, dtype=torch.bfloat16, device="meta") for n in (length, keys))
+    bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
+    seen = Visibility(bounds, bounds, low, ahead)
+    this = Passes(query, key, key, (Stage(), Stage()), seen, Layout(0, 0), 1.0, 1 << 20, keeps=True)
+    kept, chunks = this.new_kept(), this.kept_chunks()
+    assert sum(chunk.n_t for chunk in chunks) == length
+    shapes = [[x.shape for x in maps] for maps in this.kept_maps(kept, chunks)]
+    assert shapes == [[(2, c.n_s, c.n_p // this.step, 3, this.step)] * 3 for c in chunks]
+    if window is not None:
+        assert kept.numel() <= 3 * 2 * 3 * 2 * max(length, 128) * (9 * window + 128 + 48)
 
 
 def test_strides_do_not_matter():
@@ -1172,13 +1268,16 @@ def test_operators_are_well_made():
     torch.library.opcheck(schemas.attention_op, args, test_utils=tests)
     args, grad, lse = _operator_inputs(requires_grad=False)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(schemas.attention_backward_op, (grad, lse, lse, *args), test_utils=tests)
+    torch.library.opcheck(schemas.attention_backward_op, (grad, [lse, lse.new_empty(0)], lse, *args), test_utils=tests)
 
 
-def test_compiles_to_one_graph():
-    case = Case(heads=2, length=9)
+@pytest.mark.parametrize("options", [{}, {"save_maps": True}, {"save_maps": True, "sliding_window": 5}], ids=str)
+def test_compiles_to_one_graph(options):
+    case = Case(heads=2, length=9 if "sliding_window" not in options else 130)
     compiled = torch.compile(composed_attention, fullgraph=True, backend="aot_eager")
-    expected, found = (run(case, torch.float32, lambda *t, f=f: f(*t)) for f in (composed_attention, compiled))
+    expected, found = (
+        run(case, torch.float32, lambda *t, f=f: f(*t, **options)) for f in (composed_attention, compiled)
+    )
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -1388,6 +1487,7 @@ ERRORS = {
         {"visible": (torch.zeros(1, 5).int(), None)},
     ),
     "causal=None: expected True or False": ((_tensors(1, 2, 5, 16),) * 3, {"causal": None}),
+    "save_maps=1: expected True or False": ((_tensors(1, 2, 5, 16),) * 3, {"save_maps": 1}),
     "sliding_window=True: expected an integer": ((_tensors(1, 2, 5, 16),) * 3, {"sliding_window": True}),
     "key_start is of type list: expected a tensor": ((_tensors(1, 2, 5, 16),) * 3, {"key_start": [3]}),
     "visible is of type Tensor: expected two tensors": (

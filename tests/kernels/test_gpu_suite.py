@@ -154,7 +154,7 @@ def test_smoke_run(tmp_path, capsys, monkeypatch):
 
 def test_a_wrong_result_is_reported(tmp_path, monkeypatch, capsys, no_plot):
     right = suite.ours
-    monkeypatch.setattr(suite, "ours", lambda inputs: right(inputs) * 1.001)
+    monkeypatch.setattr(suite, "ours", lambda inputs, **options: right(inputs, **options) * 1.001)
     monkeypatch.setattr(suite, "IMPLEMENTATIONS", ("ours", "eager"))
     status, content = run(tmp_path, "--sections", "op")
     states = {cell["name"]: cell["status"] for cell in content["cells"]}

@@ -22,6 +22,8 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM  # noqa: E402  # after the skips
 from dcformer.cache_dcformer import use_static_layers  # noqa: E402
+from dcformer.kernels import problem  # noqa: E402
+from dcformer.kernels.schemas import new_kept  # noqa: E402
 from dcformer.modeling_dcformer import DCFormerAttention  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -372,11 +374,21 @@ def test_training_step_of_several_rows(rows):
     assert_as_exact(*compared(model_named("mha"), lambda m: training_step(m, ids, labels, **options)))
 
 
-def test_gradient_checkpointing_changes_nothing():
-    model, ids = copy.deepcopy(model_named("mha")), tokens(length=9)
+@pytest.mark.parametrize(
+    ("save_maps", "is_reentrant", "kept"),
+    [(False, None, 0), (False, False, 0), (True, None, 2), (True, False, 4), (True, True, 2)],
+)
+def test_kept_maps_and_gradient_checkpointing_change_nothing(save_maps, is_reentrant, kept, monkeypatch):
+    """Both layers keep maps; those of checkpoints in both forward passes, or where that is with gradients. (There are
+    more tokens than kernels of decoding take.)"""
+    model, ids, made = copy.deepcopy(model_named("mha")), tokens(length=17), []
     expected = training_step(with_implementation(model, "dcformer_triton").train(), ids, use_cache=False)
-    model.gradient_checkpointing_enable()
+    monkeypatch.setattr(problem, "new_kept", lambda *args: made.append(new_kept(*args)) or made[-1])
+    model.config.save_maps = save_maps
+    if is_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
     found = training_step(with_implementation(model, "dcformer_triton").train(), ids, use_cache=False)
+    assert len(made) == kept
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -466,10 +478,12 @@ class GraphCounter:
         return torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
 
 
-def test_compiled_training_step_is_one_graph():
-    model, ids, backend = with_implementation(model_named("mha"), "dcformer_triton"), tokens(length=9), GraphCounter()
-    expected = training_step(model, ids, use_cache=False)
+@pytest.mark.parametrize("save_maps", [False, True])
+def test_compiled_training_step_is_one_graph(save_maps):
+    model, ids, backend = copy.deepcopy(model_named("mha")), tokens(length=9), GraphCounter()
+    expected = training_step(with_implementation(model, "dcformer_triton"), ids, use_cache=False)
     model.zero_grad()
+    model.config.save_maps = save_maps
     found = training_step(torch.compile(model, fullgraph=True, backend=backend), ids, use_cache=False)
     assert backend.graphs == 1
     for name, value in expected.items():

@@ -1,5 +1,7 @@
 """`dcformer-plan` against what training with the kernels keeps."""
 
+import dataclasses
+
 import pytest
 import torch
 from kernel_device import INTERPRETED
@@ -20,3 +22,18 @@ def test_planned_as_the_chunked_implementation(variant, length, dtype):
     planned = memory(Setup(config, 1, batch=2, length=length, dtype=dtype)).activations
     found = kept_bytes(config, "dcformer_triton", dtype, length)
     assert found <= planned <= 1.1 * found
+
+
+def test_maps_that_are_kept_are_planned():
+    config = DCFormerConfig(**SIZES | {"num_hidden_layers": 2, "save_maps": True})
+    setup = Setup(config, 1, batch=2, length=20, dtype=torch.bfloat16)
+    maps = 2 * (3 * 2 * config.num_attention_heads * 128 * 32) * 2  # both layers', in 16 bits
+    found = kept_bytes(config, "dcformer_triton", torch.bfloat16, 20)
+    assert maps <= found <= memory(setup).activations <= maps + 1.1 * (found - maps)
+    chunked = memory(dataclasses.replace(setup, attention="dcformer_chunked"))
+    assert memory(setup).activations == chunked.activations + maps
+    one, none = (
+        memory(dataclasses.replace(setup, config=DCFormerConfig(**SIZES | {"save_maps": kept}), checkpointing=True))
+        for kept in (True, False)
+    )
+    assert one.activations == none.activations and one.workspace == none.workspace + maps // 2

@@ -244,6 +244,9 @@ def test_every_pass_is_counted():
     assert counts["weights"] + counts["back_1"] + counts["back_0"] + 5 == 15
     assert roofline.attention_work(roofline.SHAPES["13B"], 64, None, roofline.stored)[1][4].name == "weights"
     assert roofline.ISSUED.keys() == roofline._KINDS.keys() | {"lse_masked"}  # its second loop
+    kept_forward, kept_backward = roofline.attention_work(SMALL, 64, None, roofline.stored, save_maps=True)
+    assert [w.name for w in kept_forward] == ["weights" if w.name == "compose" else w.name for w in forward]
+    assert [w.name for w in kept_backward] == [w.name for w in backward if w.name not in ("scores", "weights")]
 
 
 def test_windows_and_fewer_keys_are_faster():
@@ -308,6 +311,9 @@ def test_json_has_every_model_pattern_length_and_gpu(capsys):
     # what converts bfloat16 in the loops of products, which norms and copies in float16 have replaced: without those
     # they were 0.923, 0.919 and 0.811.
     assert found["6.9B"] >= 0.914 and found["13B"] >= 0.911 and found["2.8B"] >= 0.801
+    kept = {row["shape"]: row["at_bounds_save_maps"] for row in rows if (row["pattern"], row["tokens"], row["gpu"]) ==
+            ("LG", 2048, "H200")}  # fmt: skip
+    assert kept["6.9B"] >= 0.932 and kept["13B"] >= 0.927 and kept["2.8B"] >= 0.832
 
 
 def test_the_page_has_what_is_printed(capsys):
@@ -318,7 +324,7 @@ def test_the_page_has_what_is_printed(capsys):
     section = re.search(r"^## Roofline.*?(?=^## )", page, re.MULTILINE | re.DOTALL)[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert [row for row in rows if row not in printed] == []
-    assert "H200 | H200, with operands | H100 | H100, with operands" in section
+    assert "H200 | H200, with operands | H200, maps kept | H100 | H100, with operands | H100, maps kept" in section
 
 
 def test_it_prints_that_it_is_an_estimate(capsys):

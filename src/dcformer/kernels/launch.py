@@ -378,9 +378,9 @@ class Launcher(Problem):
         is_of_size = memory.itemsize == self.weight_dtype.itemsize
         return memory.view(self.weight_dtype) if is_of_size else self._new_map(chunk, self.weight_dtype)
 
-    def _make_scores(self, chunk: Chunk) -> torch.Tensor:
-        """The map of scores times log2(e)."""
-        scores = self._new_map(chunk, self.map_dtype)
+    def _make_scores(self, chunk: Chunk, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """The map of scores times log2(e), in memory that is given or in its own."""
+        scores = self._new_map(chunk, self.map_dtype) if memory is None else memory
         # Composition may take away what makes them large, and leaves what they were rounded by.
         limit = self._limit(Beyond.SCORES, LARGEST_EXACT if self.layout.pre else LARGEST)
         self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, limit)

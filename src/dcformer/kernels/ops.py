@@ -20,8 +20,8 @@ from .layout import Layout, check_states, check_types, check_weights, packed_wei
 from .limits import MAX_HEADS, MAX_QUERIES, require_supported, unsupported_reason
 from .overflow import beyond
 from .passes import Passes
-from .problem import UNBOUNDED, Visibility
-from .schemas import DEVICES, attention_backward_op, attention_op, place_tensors
+from .problem import Visibility
+from .schemas import DEVICES, UNBOUNDED, attention_backward_op, attention_op, place_tensors
 
 logger = logging.get_logger(__name__)
 
@@ -38,24 +38,25 @@ def _problem(
     scale: float,
 ) -> Passes:
     """What the operators' arguments stand for."""
-    groups, low, high, chunk_bytes, *places = plan
+    groups, low, high, chunk_bytes, keeps, *places = plan
     given, (first, last) = stages_of(place_tensors(weights, places, 6)), bounds.unbind()
     return Passes(
         query, key, value, given, Visibility(first, last, low, high), Layout.of(given, groups), scale,
-        None if chunk_bytes < 0 else chunk_bytes, beyond(query.device),
+        None if chunk_bytes < 0 else chunk_bytes, beyond(query.device), bool(keeps),
     )  # fmt: skip
 
 
 @attention_op.register_kernel(DEVICES)
-def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _problem(*arguments).forward()
 
 
 @attention_backward_op.register_kernel(DEVICES)
 def _backward(
-    grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None, *arguments: Any
+    grad_out: torch.Tensor, saved: Sequence[torch.Tensor], grad_lse: torch.Tensor | None, *arguments: Any
 ) -> list[torch.Tensor]:
-    grads = _problem(*arguments).backward(grad_out, lse, grad_lse)
+    lse, kept = saved
+    grads = _problem(*arguments).backward(grad_out, lse, grad_lse, kept)
     of_weights = [grad for stage in grads.weights for grad in stage if grad is not None]
     found = [grads.query, grads.key, grads.value, *of_weights]
     query, key, value, weights, *_ = arguments
@@ -81,12 +82,14 @@ def composed_attention(
     cu_seqlens: torch.Tensor | None = None,
     visible: tuple[torch.Tensor, torch.Tensor] | None = None,
     return_lse: bool = False,
+    save_maps: bool = False,
     chunk_bytes: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Composed attention (paper section 3) with fused kernels: softmax(compose(q kᵀ)), composed again, times v.
 
     Memory beyond inputs and outputs is linear in T and S: log-sum-exps, and the maps that cross heads for a chunk of
-    queries. Differentiable in query, key, value and all weights; the gradients are deterministic.
+    queries, unless all of these are to be kept. Differentiable in query, key, value and all weights; the gradients are
+    deterministic.
 
     Args:
         query: [B, H, T, D]; float32, bfloat16 or float16.
@@ -102,6 +105,9 @@ def composed_attention(
             outside all see nothing. Needs B = 1, T = S. Their order is not checked: that would wait for the device.
         visible: (first, last), int [B or 1, T]: query t sees keys first <= s < last at most, besides the above.
         return_lse: return the log-sum-exp of the composed scores too, differentiable like the output.
+        save_maps: where there are gradients, keep three maps of 16 bits (32 with float32) for the backward pass, which
+            makes them anew otherwise: 6 bytes for each head, query and key, seen or not; with a window of some 5 to 9
+            times the keys that are seen. Results are the same.
         chunk_bytes: bound of the memory that the maps and tiles of a chunk of queries take, above what 128 queries of
             one sequence need; None for 256 MiB, or 1/64 of the device's memory where that is more.
 
@@ -118,7 +124,7 @@ def composed_attention(
     of_composition = [weight for stage in (pre, post) if stage is not None for weight in stage.tensors()]
     refuse_transforms("dcformer_triton", query, key, value, *of_composition)
     numbers = {"causal_offset": causal_offset, "sliding_window": sliding_window, "chunk_bytes": chunk_bytes}
-    _check_numbers(causal, numbers)
+    _check_numbers({"causal": causal, "save_maps": save_maps}, numbers)
     groups = _check(query, key, value, pre, post, cu_seqlens)
     _check_bounds(query.shape[0], query.shape[2], query.device, of_keys)
     (_, _, length, dim), key_length = query.shape, key.shape[2]
@@ -150,8 +156,9 @@ def composed_attention(
 
     query, key, value = map(_rows_contiguous, (query, key, value))
     weights, places = packed_weights(pre, post, key.shape[1])
-    plan = [groups, low, high, -1 if chunk_bytes is None else min(chunk_bytes, 2**62), *places]
-    out, lse = attention_op(query, key, value, weights, bounds, plan, dim**-0.5 if scale is None else scale)
+    keeps = save_maps and _needs_gradients(query, key, value, pre, post)
+    plan = [groups, low, high, -1 if chunk_bytes is None else min(chunk_bytes, 2**62), int(keeps), *places]
+    out, lse, _ = attention_op(query, key, value, weights, bounds, plan, dim**-0.5 if scale is None else scale)
     return (out, lse * math.log(2)) if return_lse else out
 
 
@@ -188,10 +195,12 @@ def _given_bounds(
     return given
 
 
-def _check_numbers(causal: bool, numbers: dict[str, Any]) -> None:
-    """Refuses numbers of keys or bytes, by name, that are none, and a `causal` that is no truth value."""
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal={causal!r}: expected True or False.")
+def _check_numbers(switches: dict[str, bool], numbers: dict[str, Any]) -> None:
+    """Refuses numbers of keys or bytes, by name, that are none, and switches that are no truth values."""
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise ValueError(f"{name}={switch!r}: expected True or False.")
+    causal = switches["causal"]
     for name, number in numbers.items():
         if number is not None and (not isinstance(number, (int, torch.SymInt)) or isinstance(number, bool)):
             raise ValueError(f"{name}={number!r}: expected an integer or None.")
@@ -396,6 +405,7 @@ def triton_attention(
         if isinstance(attention_mask, QueryBlockMask) and attention_mask.causal_offset is not None:  # skips whole tiles
             options |= {"causal": True, "causal_offset": attention_mask.causal_offset}
             options |= {"sliding_window": attention_mask.window}
+    options |= {"save_maps": getattr(getattr(module, "config", None), "save_maps", False)}
     return composed_attention(query, key, value, pre, post, **options).transpose(1, 2), None  # type: ignore[union-attr]
 
 

@@ -14,7 +14,7 @@ that is not sufficient, see `overflow`. Maps lie in tiles of as many queries as 
 [B, S, tiles, H, queries of a tile].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,8 +32,9 @@ _Result = TypeVar("_Result")
 class Passes(Launcher):
     """A problem with its two passes. Arguments are those of `Problem`."""
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [B, H, T, DV] (a view of [B, T, H, DV]) and log-sum-exp [B, H, T] in float32, base 2."""
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output [B, H, T, DV] (a view of [B, T, H, DV]), log-sum-exp [B, H, T] in float32, base 2, and what is kept
+        for the backward pass, see `new_kept`."""
         return self._run_pass("forward", self._forward)
 
     def _run_pass(self, name: str, run: Callable[[], _Result]) -> _Result:
@@ -44,38 +45,66 @@ class Passes(Launcher):
             found = run()
         return found
 
-    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         out = self._new(self.B, self.T, self.H, self.DV, dtype=self.q.dtype).transpose(1, 2)
         lse = self._new(self.B, self.H, self.T)
+        kept = self.new_kept() if self.keeps else self._new(0)
         if lse.numel():
             with self._surroundings():
-                chunks = self.chunks(maps=1)
-                for rows, part in self._rows(chunks, maps=1):
+                chunks = self.kept_chunks() if self.is_keeping else self.chunks(maps=1)
+                maps = self.kept_maps(kept, chunks)
+                for rows, part in self._rows(chunks, maps=3 if self.is_keeping else 1):
                     values = part._values()
-                    for chunk in chunks:
-                        part._forward_chunk(chunk, values, out[rows], lse[rows])
-        return out, lse
+                    for chunk, here in zip(chunks, maps, strict=True):
+                        part._forward_chunk(chunk, values, out[rows], lse[rows], [x[rows] for x in here])
+        return out, lse, kept
 
-    def _forward_chunk(self, chunk: Chunk, values: States, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def _forward_chunk(
+        self, chunk: Chunk, values: States, out: torch.Tensor, lse: torch.Tensor, kept: Sequence[torch.Tensor] = ()
+    ) -> None:
         pre, post = self._matrices(chunk)
-        scores = self._make_scores(chunk)
-        self._fill_lse(chunk, scores, pre, lse)
-        weights = self._weights_in(chunk, scores)
-        self._compose("compose", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=weights, p_weights=None)
-        self._fill_values(chunk, weights, values, out, 2.0**-self.shift)
+        if kept:
+            scores, weights, composed = kept
+            self._make_scores(chunk, scores)
+            self._fill_lse(chunk, scores, pre, lse)
+            self._make_weights(chunk, scores, pre, post, lse, weights, composed)
+        else:
+            scores = self._make_scores(chunk)
+            self._fill_lse(chunk, scores, pre, lse)
+            composed = self._weights_in(chunk, scores)
+            tensors = {"p_scores": scores, "p_m0": pre, "p_m1": post, "p_lse": lse, "p_out": composed}
+            self._compose("compose", chunk, **tensors, p_weights=None)
+        self._fill_values(chunk, composed, values, out, 2.0**-self.shift)
 
-    def backward(self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None = None) -> Gradients:
-        """Gradients from those of the output [B, H, T, DV] and of the log-sum-exp [B, H, T], and the saved log-sum-exp.
+    def _make_weights(
+        self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, post: torch.Tensor | None,
+        lse: torch.Tensor, weights: torch.Tensor, composed: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Fills P and W."""
+        tensors = {"p_scores": scores, "p_m0": pre, "p_m1": post, "p_lse": lse, "p_out": composed}
+        self._compose("weights", chunk, **tensors, p_weights=weights)
+
+    def backward(
+        self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None,
+    ) -> Gradients:  # fmt: skip
+        """Gradients from those of the output [B, H, T, DV] and of the log-sum-exp [B, H, T], and what `forward`
+        returned: the log-sum-exp, and what is kept.
 
         Every sum has one owner and one order: the result does not change from run to run.
         """
-        return self._run_pass("backward", partial(self._backward, grad_out, lse, grad_lse))
+        return self._run_pass("backward", partial(self._backward, grad_out, lse, grad_lse, kept))
 
-    def _backward(self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None) -> Gradients:
+    def _backward(
+        self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None, kept: torch.Tensor | None
+    ) -> Gradients:
         def zeros(like: torch.Tensor) -> torch.Tensor:
             return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
-        chunks = self.chunks(maps=3) if lse.numel() else []
+        chunks: list[Chunk] = []
+        if lse.numel():
+            chunks = self.kept_chunks() if self.is_keeping else self.chunks(maps=3)
+        maps = self.kept_maps(kept, chunks)
         is_covered = len(chunks) == 1 and chunks[0].s_0 == 0 and chunks[0].n_s >= self.S
 
         def of_keys(like: torch.Tensor) -> torch.Tensor:
@@ -100,13 +129,15 @@ class Passes(Launcher):
         with self._surroundings():
             for rows, part in self._rows(chunks, maps=3) if chunks else ():
                 sources, grad_rows = part._sources(grad_out[rows]), None if grad_lse is None else grad_lse[rows]
-                for chunk in chunks:
-                    part._backward_chunk(chunk, sources, lse[rows], grad_rows, grads.at(rows))
+                for chunk, here in zip(chunks, maps, strict=True):
+                    these = [x[rows] for x in here]
+                    part._backward_chunk(chunk, sources, lse[rows], grad_rows, grads.at(rows), these)
         return grads
 
     def _backward_chunk(
-        self, chunk: Chunk, sources: Sources, lse: torch.Tensor, grad_lse: torch.Tensor | None, grads: Gradients
-    ) -> None:
+        self, chunk: Chunk, sources: Sources, lse: torch.Tensor, grad_lse: torch.Tensor | None, grads: Gradients,
+        kept: Sequence[torch.Tensor] = (),
+    ) -> None:  # fmt: skip
         """Adds a chunk to the gradients; writes those of its queries."""
         programs = ceil_div(chunk.n_s, matrix_constants(self.layout, self.M, 1)["B_S"])
         amplified = self._new(self.B * self.G, programs)
@@ -117,16 +148,17 @@ class Passes(Launcher):
             is_blind = (self.visibility.first >= self.visibility.last)[:, None, these]
             extra = (grad_lse[:, :, these] / LN_2).masked_fill(is_blind, 0.0).contiguous()  # [B, H, n_t]
         scales = self._scales(chunk, sources, extra, amplified)
-        scores = self._make_scores(chunk)
-        if self._is_widened:  # in the forward pass they may have been float16, and rounded
-            lse = torch.empty_like(lse)
-            self._fill_lse(chunk, scores, pre, lse)
-        weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.weight_dtype)  # P, W
-        self._compose(
-            "weights", chunk, p_scores=scores, p_m0=pre, p_m1=post, p_lse=lse, p_out=composed, p_weights=weights
-        )
+        if kept:
+            scores, weights, composed = kept
+        else:
+            scores = self._make_scores(chunk)
+            if self._is_widened:  # in the forward pass they may have been float16, and rounded
+                lse = torch.empty_like(lse)
+                self._fill_lse(chunk, scores, pre, lse)
+            weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.weight_dtype)
+            self._make_weights(chunk, scores, pre, post, lse, weights, composed)
         self._add_keys(chunk, composed, sources.grad, grads.value, 2.0**-self.shift)
-        del composed
+        del composed  # unless it is kept
         maps = self._new_map(chunk, self.grad_dtype)  # of dW, then dP, both times `scales`, then dS
         self._fill_scores(chunk, maps, self.v, sources.grad_out, 1.0, UNLIMITED, scales[0])
         grad_scores = maps.view(self.q.dtype) if self.grad_dtype == torch.bfloat16 else maps

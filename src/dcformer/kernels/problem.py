@@ -3,7 +3,8 @@
 `launch` has what runs kernels over a chunk of it, `passes` the order in which they run.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,6 +14,7 @@ import torch
 
 from .layout import Layout, Part, StagePair
 from .overflow import NOTHING, Beyond
+from .schemas import KEPT_MAPS, UNBOUNDED, kept_queries, new_kept
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, round_up
 from .triton.heads import KEPT
@@ -22,7 +24,6 @@ _Result = TypeVar("_Result")
 
 FIRST_CHUNK = 128  # queries of the smallest chunk
 _LEAST_BYTES = 256 * 2**20  # of a chunk, and more where a device has it: chunks cost launches
-UNBOUNDED = 2**30  # of `Visibility`: more than any number of keys
 _MOST_PROGRAMS = 65535  # along a grid's second and third axis
 _MOST_INT32 = 2**31 - 1
 _COMPOSITION = ("lse", "compose", "weights", "back_1", "back_0")
@@ -70,6 +71,7 @@ class Problem:
         chunk_bytes: bound of the memory that the maps of a chunk take, above what the smallest chunk needs:
             128 queries of one sequence. None for 256 MiB, or 1/64 of the device's memory where that is more.
         beyond: what has exceeded float16, see `overflow`.
+        keeps: whether the forward pass keeps its maps for the backward pass, which then makes none of them anew.
 
     Attributes:
         map_dtype: of scores, of weights that the key side composes, and of the matrices M(s): float16, or float32.
@@ -89,6 +91,7 @@ class Problem:
         scale: float,
         chunk_bytes: int | None = None,
         beyond: Beyond = NOTHING,
+        keeps: bool = False,
     ):
         self.q, self.k, self.v, self.weights = query, key, value, weights
         self.visibility, self.layout, self.scale = visibility, layout, scale
@@ -97,7 +100,7 @@ class Problem:
         self.G, self.M = layout.groups, self.H // layout.groups
         self.heads = head_blocks(self.M)
         self._known: dict[Hashable, Any] = {}
-        self.beyond = beyond
+        self.beyond, self.keeps = beyond, keeps
         is_cuda = query.device.type == "cuda"
         major, minor = torch.cuda.get_device_capability(query.device) if is_cuda else (9, 0)
         self.arch = 10 * major + minor
@@ -200,7 +203,39 @@ class Problem:
             n_t = min(FIRST_CHUNK, self.T)
             while fits(2 * n_t):
                 n_t *= 2
+        return self._chunks_of(n_t)
+
+    def _chunks_of(self, n_t: int) -> list[Chunk]:
         return [self._chunk(t_0, min(n_t, self.T - t_0)) for t_0 in range(0, self.T, n_t)]
+
+    # --- maps that are kept -------------------------------------------------------------------------------------------
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether maps are kept, or kept ones used: while nothing is beyond float16, which is never taken back, they
+        are what the other pass would make of them."""
+        return self.keeps and (self.q.dtype == torch.float32 or not self.beyond)
+
+    def kept_chunks(self) -> list[Chunk]:
+        """Chunks of queries whose maps are kept."""
+        seen = self.visibility
+        return self._chunks_of(max(1, kept_queries(self.T, seen.low, seen.high)))
+
+    def new_kept(self) -> torch.Tensor:
+        """Memory for the maps of all chunks."""
+        return new_kept(self.q, self.k, self.visibility.low, self.visibility.high)
+
+    def kept_maps(self, kept: torch.Tensor | None, chunks: list[Chunk]) -> list[Sequence[torch.Tensor]]:
+        """S, P and W of each chunk, [B, n_s, tiles, H, queries of a tile], in the memory of `new_kept`; of each nothing
+        where none are kept."""
+        if not self.is_keeping or kept is None:
+            return [()] * len(chunks)
+        room = len(kept) // max(1, len(chunks))
+        maps: list[Sequence[torch.Tensor]] = []
+        for i, chunk in enumerate(chunks):
+            shape = (KEPT_MAPS, self.B, chunk.n_s, chunk.n_p // self.step, self.H, self.step)
+            maps.append(kept[i * room :][: math.prod(shape)].view(shape).unbind())
+        return maps
 
     def _rows(self, chunks: list[Chunk], maps: int) -> Iterator[tuple[slice, Self]]:
         """The problem in parts of the batch, as many sequences as keep within the bytes."""
@@ -216,7 +251,7 @@ class Problem:
             pre, post = self.weights
             part = type(self)(
                 self.q[rows], self.k[rows], self.v[rows], (pre.at(rows), post.at(rows)), seen, self.layout, self.scale,
-                self.chunk_bytes, self.beyond,
+                self.chunk_bytes, self.beyond, self.keeps,
             )  # fmt: skip
             part.trial = self.trial
             yield rows, part
@@ -292,4 +327,4 @@ def head_blocks(heads: int) -> tuple[int, int]:
     return 32, (16 if heads <= 48 else 32)
 
 
-__all__ = ["UNBOUNDED", "Chunk", "Problem", "Visibility", "head_blocks"]
+__all__ = ["Chunk", "Problem", "Visibility", "head_blocks"]

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 
 DEVICES = ("cpu", "cuda")  # that have kernels: the interpreter's and the compiler's
+UNBOUNDED = 2**30  # of `problem.Visibility`: more than any number of keys
+KEPT_MAPS = 3  # for the backward pass, of every chunk of queries: S, P, W
+_ANY_TILE = 128  # queries: a multiple of every tile
 
 
 def _kernel(name: str) -> RuntimeError:
@@ -83,6 +86,39 @@ def refuse_backward(
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
+def kept_queries(length: int, low: int, high: int) -> int:
+    """Queries of a chunk whose maps are kept: all, or with a window some four to eight of these.
+
+    Args:
+        length: T.
+        low, high: of `problem.Visibility`.
+    """
+    if low <= -UNBOUNDED or high >= UNBOUNDED:
+        return length
+    queries = _ANY_TILE
+    while queries < min(length, 4 * (high - low)):
+        queries *= 2
+    return min(length, queries)
+
+
+def new_kept(query: torch.Tensor, key: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Memory for the maps that are kept: of all chunks of queries, of all heads, [numbers], float16 or float32.
+
+    How much it is follows from shapes alone. Each chunk has room for as many keys as any of them may see.
+
+    Args:
+        query, key: [B, H, T, D], [B, Hkv, S, D].
+        low, high: of `problem.Visibility`.
+    """
+    (batch, heads, length, _), keys = query.shape, -(-key.shape[2] // 16) * 16
+    queries = kept_queries(length, low, high)
+    if queries < length:
+        keys = min(keys, -(-(queries + high - low) // 16) * 16 + 16)
+    chunks = -(-length // max(1, queries))
+    numbers = chunks * KEPT_MAPS * batch * heads * -(-queries // _ANY_TILE) * _ANY_TILE * keys
+    return query.new_empty(numbers, dtype=torch.float32 if query.dtype == torch.float32 else torch.float16)
+
+
 @torch.library.custom_op("dcformer::composed_attention", mutates_args=())
 def attention_op(
     query: torch.Tensor,
@@ -92,33 +128,37 @@ def attention_op(
     bounds: torch.Tensor,
     plan: Sequence[int],
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Composed attention of many queries.
 
     Args:
         query, key, value: [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, DV]; the last dimension contiguous.
         weights: see above.
         bounds: the first key that each query sees, and the one after the last, int32 [2, B or 1, T].
-        plan: G; low and high of `problem.Visibility`; chunk_bytes, -1 for None; places of the weights.
+        plan: G; low and high of `problem.Visibility`; chunk_bytes, -1 for None; 1 to keep maps, or 0; places of the
+            weights.
         scale: factor of the scores.
 
     Returns:
         output [B, H, T, DV], and log-sum-exp in base 2 [B, H, T]. Both are differentiable in the first four arguments.
+        Then the maps that are kept for the backward pass, `new_kept`; empty where none are.
     """
     raise _kernel("composed_attention")
 
 
 @attention_op.register_fake
-def _(query, key, value, *args):
+def _(query, key, value, weights, bounds, plan, scale):
     batch, heads, length, _ = query.shape
     out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
-    return out, query.new_empty((batch, heads, length), dtype=torch.float32)
+    lse = query.new_empty((batch, heads, length), dtype=torch.float32)
+    _, low, high, _, keeps, *_ = plan
+    return out, lse, new_kept(query, key, low, high) if keeps else lse.new_empty(0)
 
 
 @torch.library.custom_op("dcformer::composed_attention_backward", mutates_args=())
 def attention_backward_op(
     grad_out: torch.Tensor,
-    lse: torch.Tensor,
+    saved: Sequence[torch.Tensor],
     grad_lse: torch.Tensor | None,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -132,31 +172,31 @@ def attention_backward_op(
 
     Args:
         grad_out: of the output [B, H, T, DV].
-        lse: the log-sum-exp that `attention_op` returned.
-        grad_lse: of that one, [B, H, T]; None where nothing depends on it.
+        saved: the log-sum-exp that `attention_op` returned, and the maps.
+        grad_lse: of the log-sum-exp, [B, H, T]; None where nothing depends on it.
         Others: those of `attention_op`.
     """
     raise _kernel("composed_attention_backward")
 
 
 @attention_backward_op.register_fake
-def _(grad_out, lse, grad_lse, query, key, value, weights, *args):
+def _(grad_out, saved, grad_lse, query, key, value, weights, *args):
     return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value, *weights)]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, weights, bounds, *ctx.numbers = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], query, key, value, bounds, *weights)
+    ctx.save_for_backward(*output[1:], query, key, value, bounds, *weights)
 
 
-def _differentiate(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple:
-    lse, query, key, value, bounds, *weights = ctx.saved_tensors
+def _differentiate(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None, _: None) -> tuple:
+    lse, kept, query, key, value, bounds, *weights = ctx.saved_tensors
     if grad_out is None:
         grad_out = query.new_zeros((*query.shape[:3], value.shape[3]))
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    grads = attention_backward_op(grad_out, lse, grad_lse, query, key, value, weights, bounds, *ctx.numbers)
+    grads = attention_backward_op(grad_out, [lse, kept], grad_lse, query, key, value, weights, bounds, *ctx.numbers)
     return (*grads[:3], grads[3:], None, None, None)
 
 
@@ -379,6 +419,8 @@ def _(product, others, keys, values, plan, numbers, approximate):
 
 __all__ = [
     "DEVICES",
+    "KEPT_MAPS",
+    "UNBOUNDED",
     "attention_backward_op",
     "attention_op",
     "decode_op",
@@ -386,6 +428,8 @@ __all__ = [
     "generate_packed_op",
     "generate_weights_op",
     "generated_shape",
+    "kept_queries",
+    "new_kept",
     "place_tensors",
     "prepare_op",
     "prepared_shapes",

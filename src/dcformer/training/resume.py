@@ -33,7 +33,7 @@ _FREE = {
     *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
     *("preset", "recipe", "scale", "devices", "config_overrides"),  # what they make is compared instead
 }
-_FREE_CONFIG = {"architectures", "dtype", "transformers_version", "use_cache"}
+_FREE_CONFIG = {"architectures", "dtype", "save_maps", "transformers_version", "use_cache"}
 _PATHS = {"model_name_or_path", "tokenizer", "data", "eval_data", "chat_template_path"}
 _ABSENT = object()
 

@@ -73,6 +73,7 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
         compose_rank, compose_groups, compose_pre, compose_post, compose_query, compose_key, compose_projection,
             compose_gate, compose_static, compose_act: as in `DCFormerConfig`. With pre, post, query, key and static
             off, the model is a plain vision Transformer.
+        save_maps (`bool`): as in `DCFormerConfig`.
         compose_gate_init (`float`): the gates' kernels start with this times sqrt(2 / (E + M)) as their standard
             deviation: 0.05 in the paper, 0.005 in the fork.
 
@@ -114,6 +115,7 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
     compose_static: bool = True
     compose_act: str = "gelu_pytorch_tanh"
     compose_gate_init: float = 0.05
+    save_maps: bool = False
 
     def __post_init__(self, **kwargs):
         self.check_names(kwargs)
