@@ -141,7 +141,7 @@ class Launches(Passes):
         return self.tiles.get(name) or super()._tile(name)
 
     def _start(self, kernel, grid, name, tile, values) -> None:  # type: ignore[no-untyped-def]
-        options = {"num_warps": 4, "num_stages": 3} if tile is None else launch_options(name, tile)
+        options = {"num_warps": 4, "num_stages": 3} if tile is None else launch_options(tile)
         name = name or kernel.__name__.removesuffix("_kernel")
         if values.get("SCALED"):
             name = next((scaled for scaled, plain in SCALED.items() if plain == name), name)

@@ -1504,6 +1504,12 @@ _KERNELS = (
             "self._fill_values(chunk, grad_scores, sources.key, grads.query, 1.0, still)",
             T_KERNEL + "[7 queries]",
         ),
+        (
+            "kept maps are made anew",
+            "        maps = self.kept_maps(kept, chunks)\n        is_covered",
+            "        maps = self.kept_maps(None, chunks)\n        is_covered",
+            T_ATTEND + "test_maps_that_are_kept_change_nothing[bfloat16]",
+        ),
     )
     + _in(
         "kernels",
@@ -1518,6 +1524,18 @@ _KERNELS = (
     + _in(
         "kernels",
         "kernels/problem.py",
+        (
+            "kept maps are used when others are needed",
+            "return self.keeps and (self.q.dtype == torch.float32 or not self.beyond)",
+            "return self.keeps",
+            T_ATTEND + "test_kept_maps_are_made_anew_when_others_are_needed",
+        ),
+        (
+            "kept maps of all chunks lie at the start",
+            "kept[chunk.t_0 :].flatten()",
+            "kept.flatten()",
+            T_ATTEND + "test_kept_maps_have_room",
+        ),
         (
             "keys of a chunk end with its first query",
             "t_0 + n_t + self.visibility.high)), 16)",

@@ -112,7 +112,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         initializer_range (`float`): standard deviation of initial parameters outside composition.
         use_cache (`bool`): return a cache for decoding.
         save_maps (`bool`): where the fused kernels train, keep attention's maps from the forward pass for the backward
-            pass, which then need not make them anew: faster, for memory that is quadratic in the length.
+            pass, which then need not make them anew: faster, for memory that is quadratic in the length
+            (docs/kernels.md).
         tie_word_embeddings (`bool`): share input and output embeddings.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): special tokens.
 

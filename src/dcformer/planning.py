@@ -214,7 +214,7 @@ def map_bytes(setup: Setup) -> list[int]:
         return [0] * config.num_hidden_layers
     shape = (setup.batch, config.num_attention_heads // setup.tensor_parallel, setup.length, 1)
     states = torch.empty(shape, dtype=setup.dtype, device="meta")
-    lows = {"full_attention": -UNBOUNDED, "sliding_attention": 1 - (config.sliding_window or 1)}
+    lows: dict[str, int] = {"full_attention": -UNBOUNDED, "sliding_attention": 1 - (config.sliding_window or 1)}
     return [new_kept(states, states, lows[kind], 0).nbytes for kind in config.layer_types or ()]
 
 

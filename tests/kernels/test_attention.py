@@ -387,6 +387,13 @@ KEPT = {
 }
 
 
+def chunks_of_kept_maps(problem, maps, real=Passes.chunks):
+    keeps, problem.keeps = problem.keeps, True
+    found = real(problem, maps)
+    problem.keeps = keeps
+    return found
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_maps_that_are_kept_change_nothing(name, unmarked, monkeypatch):
     case, launched, real = KEPT[name], [], Passes._compose
@@ -396,7 +403,7 @@ def test_maps_that_are_kept_change_nothing(name, unmarked, monkeypatch):
         real(self, name, *args, **kwargs)
 
     monkeypatch.setattr(Passes, "_compose", spy)
-    monkeypatch.setattr(Passes, "chunks", lambda self, maps: self.kept_chunks())  # sums have the same order
+    monkeypatch.setattr(Passes, "chunks", chunks_of_kept_maps)  # sums have the same order
     expected = run(case, case.dtype, fused(case))
     chunks = -(-case.length // 128) if case.window else 1
     assert launched == ["lse", "compose"] * chunks + ["weights", "back_1", "back_0"] * chunks
@@ -408,15 +415,20 @@ def test_maps_that_are_kept_change_nothing(name, unmarked, monkeypatch):
 
 def test_maps_of_several_parts_of_the_batch_are_kept(monkeypatch):
     case = Case(batch=3, length=20)
-    monkeypatch.setattr(Passes, "chunk_size", lambda *_: 1 << 20)
+    monkeypatch.setattr(Passes, "chunks", chunks_of_kept_maps)
+    monkeypatch.setattr(problems, "FIRST_CHUNK", 16)
     parts, real = [], Passes._rows
     monkeypatch.setattr(Passes, "_rows", lambda *a, **k: (parts.append(part) or part for part in real(*a, **k)))
 
     def kept(*tensors):
         return composed_attention(*tensors, **case.options() | {"chunk_bytes": 1, "save_maps": True})
 
-    found, expected = run(case, torch.float32, kept), run(case, torch.float32, fused(case))
-    assert [rows for rows, _ in parts[:6]] == [slice(i, i + 1) for i in range(3)] * 2
+    def anew(*tensors):
+        return composed_attention(*tensors, **case.options() | {"chunk_bytes": 1})
+
+    found = run(case, torch.float32, kept)
+    assert [rows for rows, _ in parts] == [slice(i, i + 1) for i in range(3)] * 2
+    expected = run(case, torch.float32, anew)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -440,7 +452,7 @@ def test_kept_maps_are_made_anew_when_others_are_needed(found, unmarked, monkeyp
 
 def test_maps_are_kept_for_gradients_alone(monkeypatch):
     made = []
-    monkeypatch.setattr(problems, "new_kept", lambda *args: made.append(schemas.new_kept(*args)) or made[-1])
+    monkeypatch.setattr(passes, "new_kept", lambda *args: made.append(schemas.new_kept(*args)) or made[-1])
     query = _tensors(1, 2, 20, 16).requires_grad_()
     with torch.no_grad():
         composed_attention(query, query, query, save_maps=True)
@@ -448,27 +460,62 @@ def test_maps_are_kept_for_gradients_alone(monkeypatch):
     composed_attention(query, query, query)
     assert not made
     composed_attention(query, query, query, save_maps=True)
-    assert [kept.shape for kept in made] == [(3 * 2 * 128 * 32,)]
+    assert [kept.shape for kept in made] == [(128, 3 * 2 * 32)]
+
+
+def test_a_mark_that_a_pass_with_kept_maps_leaves(unmarked):
+    """The pass runs again, without: as where no maps are kept. So does a second backward pass."""
+    case, results = Case(heads=2, length=20, dtype=torch.bfloat16), []
+    for save_maps in (False, True):
+        overflow._found.clear()
+        overflow._watches.clear()
+        tensors = {name: t.to(DEVICE, case.dtype).requires_grad_() for name, t in case.tensors().items()}
+        grad, weights = tensors.pop("grad").detach(), [stage_weights(tensors, stage, 1) for stage in ("pre", "post")]
+        states = [tensors[name] for name in ("query", "key", "value")]
+        composed_attention(states[0] * 0.1, *states[1:], *weights, save_maps=save_maps)  # leaves none
+        assert not overflow.beyond(HERE)
+        out = composed_attention(states[0] * 400, *states[1:], *weights, save_maps=save_maps)
+        assert overflow.beyond(HERE) == Beyond.SCORES
+        for _ in range(2):
+            results.append([out, *torch.autograd.grad(out, list(tensors.values()), grad, retain_graph=True)])
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+def test_kept_maps_serve_several_backward_passes_and_gradients_of_log_sum_exps(unmarked):
+    case, results = Case(heads=2, length=20), []
+    for save_maps in (False, True):
+        tensors = {n: t.to(DEVICE).requires_grad_() for n, t in case.tensors().items() if n != "grad"}
+        weights = [stage_weights(tensors, stage, 1) for stage in ("pre", "post")]
+        states = [tensors[name] for name in ("query", "key", "value")]
+        loss = [x.sum() for x in composed_attention(*states, *weights, save_maps=save_maps, return_lse=True)]
+        loss = loss[0] * 2 + loss[1]
+        for _ in range(2):
+            results.append(torch.autograd.grad(loss, list(tensors.values()), retain_graph=True))
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
 @given(
     length=st.integers(1, 3000), more=st.integers(-3000, 3000), window=st.none() | st.integers(1, 900),
-    ahead=st.integers(-500, 500),
+    ahead=st.integers(-500, 500), bound=st.integers(1, 1 << 24),
 )  # fmt: skip
-def test_kept_maps_have_room(length, more, window, ahead):
-    """Whatever chunks see; with windows it is no more than 9 times what is seen, and what rounds up to tiles."""
+def test_kept_maps_have_room(length, more, window, ahead, bound):
+    """Whatever chunks see, and each its own; with windows no more than 9 times what is seen, and what rounds up."""
     keys = max(1, length + more)
     low = -schemas.UNBOUNDED if window is None else ahead - window + 1
     query, key = (torch.empty(2, 3, n, 1, dtype=torch.bfloat16, device="meta") for n in (length, keys))
     bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
     seen = Visibility(bounds, bounds, low, ahead)
-    this = Passes(query, key, key, (Stage(), Stage()), seen, Layout(0, 0), 1.0, 1 << 20, keeps=True)
-    kept, chunks = this.new_kept(), this.kept_chunks()
-    assert sum(chunk.n_t for chunk in chunks) == length
-    shapes = [[x.shape for x in maps] for maps in this.kept_maps(kept, chunks)]
-    assert shapes == [[(2, c.n_s, c.n_p // this.step, 3, this.step)] * 3 for c in chunks]
+    this = Passes(query, key, key, (Stage(), Stage()), seen, Layout(0, 0), 1.0, bound, keeps=True)
+    kept, chunks = schemas.new_kept(query, key, low, ahead), this.chunks(maps=1)
+    assert chunks == this.chunks(maps=3) and sum(chunk.n_t for chunk in chunks) == length
+    maps, step = this.kept_maps(kept, chunks), this.step
+    assert [[x.shape for x in of] for of in maps] == [[(2, c.n_s, c.n_p // step, 3, step)] * 3 for c in chunks]
+    ends = [0, *(of[0].storage_offset() + sum(x.numel() for x in of) for of in maps)]
+    assert all(of[0].storage_offset() >= end for of, end in zip(maps, ends, strict=False)) and ends[-1] <= kept.numel()
+    of_global = 3 * 2 * 3 * -(-length // 128) * 128 * -(-keys // 16) * 16
+    assert kept.numel() <= of_global
     if window is not None:
-        assert kept.numel() <= 3 * 2 * 3 * 2 * max(length, 128) * (9 * window + 128 + 48)
+        assert kept.numel() <= 3 * 2 * 3 * (length + 127) * (9 * window + 128 + 48)
 
 
 def test_strides_do_not_matter():

@@ -22,7 +22,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM  # noqa: E402  # after the skips
 from dcformer.cache_dcformer import use_static_layers  # noqa: E402
-from dcformer.kernels import problem  # noqa: E402
+from dcformer.kernels import passes  # noqa: E402
 from dcformer.kernels.schemas import new_kept  # noqa: E402
 from dcformer.modeling_dcformer import DCFormerAttention  # noqa: E402
 
@@ -383,7 +383,7 @@ def test_kept_maps_and_gradient_checkpointing_change_nothing(save_maps, is_reent
     more tokens than kernels of decoding take.)"""
     model, ids, made = copy.deepcopy(model_named("mha")), tokens(length=17), []
     expected = training_step(with_implementation(model, "dcformer_triton").train(), ids, use_cache=False)
-    monkeypatch.setattr(problem, "new_kept", lambda *args: made.append(new_kept(*args)) or made[-1])
+    monkeypatch.setattr(passes, "new_kept", lambda *args: made.append(new_kept(*args)) or made[-1])
     model.config.save_maps = save_maps
     if is_reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})

@@ -145,7 +145,7 @@ class Launcher(Problem):
         self, kernel: triton.JITFunction, grid: tuple[int, ...], name: str, tile: Tile | None, values: dict[str, Any]
     ) -> None:
         """Starts a kernel; by itself, so that others can look at what is launched."""
-        options = {} if tile is None else launch_options(name, tile)
+        options = {} if tile is None else launch_options(tile)
         launch = partial(start, kernel, grid, values, options, self.q.device)
         if self.trial is None or not name:
             launch()

@@ -24,6 +24,7 @@ from .launch import LN_2, UNLIMITED, Gradients, Launcher, Sources, States, matri
 from .layout import Part, Stage
 from .overflow import beyond, look
 from .problem import Chunk
+from .schemas import new_kept
 from .sizes import ceil_div
 
 _Result = TypeVar("_Result")
@@ -42,18 +43,20 @@ class Passes(Launcher):
         found = self._searched(name, run)
         while look(self.q.device) and self.q.dtype != torch.float32:
             self.beyond = beyond(self.q.device)
+            del found  # its memory
             found = run()
         return found
 
     def _forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         out = self._new(self.B, self.T, self.H, self.DV, dtype=self.q.dtype).transpose(1, 2)
         lse = self._new(self.B, self.H, self.T)
-        kept = self.new_kept() if self.keeps else self._new(0)
+        seen = self.visibility
+        kept = new_kept(self.q, self.k, seen.low, seen.high) if self.keeps else self._new(0, 0)
         if lse.numel():
             with self._surroundings():
-                chunks = self.kept_chunks() if self.is_keeping else self.chunks(maps=1)
+                chunks = self.chunks(maps=1)
                 maps = self.kept_maps(kept, chunks)
-                for rows, part in self._rows(chunks, maps=3 if self.is_keeping else 1):
+                for rows, part in self._rows(chunks, maps=1):
                     values = part._values()
                     for chunk, here in zip(chunks, maps, strict=True):
                         part._forward_chunk(chunk, values, out[rows], lse[rows], [x[rows] for x in here])
@@ -63,26 +66,22 @@ class Passes(Launcher):
         self, chunk: Chunk, values: States, out: torch.Tensor, lse: torch.Tensor, kept: Sequence[torch.Tensor] = ()
     ) -> None:
         pre, post = self._matrices(chunk)
-        if kept:
-            scores, weights, composed = kept
-            self._make_scores(chunk, scores)
-            self._fill_lse(chunk, scores, pre, lse)
-            self._make_weights(chunk, scores, pre, post, lse, weights, composed)
-        else:
-            scores = self._make_scores(chunk)
-            self._fill_lse(chunk, scores, pre, lse)
+        memory, weights, composed = kept or (None, None, None)
+        scores = self._make_scores(chunk, memory)
+        self._fill_lse(chunk, scores, pre, lse)
+        if composed is None:
             composed = self._weights_in(chunk, scores)
-            tensors = {"p_scores": scores, "p_m0": pre, "p_m1": post, "p_lse": lse, "p_out": composed}
-            self._compose("compose", chunk, **tensors, p_weights=None)
+        self._make_weights(chunk, scores, pre, post, lse, composed, weights)
         self._fill_values(chunk, composed, values, out, 2.0**-self.shift)
 
     def _make_weights(
         self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, post: torch.Tensor | None,
-        lse: torch.Tensor, weights: torch.Tensor, composed: torch.Tensor,
+        lse: torch.Tensor, composed: torch.Tensor, weights: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Fills P and W."""
+        """Fills W, which may be in the memory of S, and P, if it is given."""
+        name = "compose" if weights is None else "weights"
         tensors = {"p_scores": scores, "p_m0": pre, "p_m1": post, "p_lse": lse, "p_out": composed}
-        self._compose("weights", chunk, **tensors, p_weights=weights)
+        self._compose(name, chunk, **tensors, p_weights=weights)
 
     def backward(
         self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None = None,
@@ -101,9 +100,7 @@ class Passes(Launcher):
         def zeros(like: torch.Tensor) -> torch.Tensor:
             return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
-        chunks: list[Chunk] = []
-        if lse.numel():
-            chunks = self.kept_chunks() if self.is_keeping else self.chunks(maps=3)
+        chunks = self.chunks(maps=3) if lse.numel() else []
         maps = self.kept_maps(kept, chunks)
         is_covered = len(chunks) == 1 and chunks[0].s_0 == 0 and chunks[0].n_s >= self.S
 
@@ -156,7 +153,7 @@ class Passes(Launcher):
                 lse = torch.empty_like(lse)
                 self._fill_lse(chunk, scores, pre, lse)
             weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.weight_dtype)
-            self._make_weights(chunk, scores, pre, post, lse, weights, composed)
+            self._make_weights(chunk, scores, pre, post, lse, composed, weights)
         self._add_keys(chunk, composed, sources.grad, grads.value, 2.0**-self.shift)
         del composed  # unless it is kept
         maps = self._new_map(chunk, self.grad_dtype)  # of dW, then dP, both times `scales`, then dS

@@ -14,7 +14,7 @@ import torch
 
 from .layout import Layout, Part, StagePair
 from .overflow import NOTHING, Beyond
-from .schemas import KEPT_MAPS, UNBOUNDED, kept_queries, new_kept
+from .schemas import KEPT_MAPS, UNBOUNDED, kept_queries
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, round_up
 from .triton.heads import KEPT
@@ -180,32 +180,33 @@ class Problem:
         return Chunk(t_0, n_t, round_up(n_t, self.step), s_0, s_1 - s_0)
 
     def chunk_size(self, chunk: Chunk, maps: int) -> int:
-        """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients."""
+        """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients. Where
+        maps are kept, in another memory, those of the backward pass, which has one map besides."""
         matrix = self.G * sum(self.heads) ** 2
         stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
         # one stage's gradients at a time
-        matrices = stages + bool(stages and maps > 1) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
+        maps, is_backward = (1, True) if self.is_keeping else (maps, maps > 1)
+        matrices = stages + bool(stages and is_backward) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
         size = self.map_dtype.itemsize
         # W takes the memory of scores in the forward pass, where its numbers have that size
-        sizes = maps * size + (self.weight_dtype.itemsize if maps == 1 and self._is_widened else 0)
+        sizes = maps * size + (self.weight_dtype.itemsize if not is_backward and self._is_widened else 0)
         return chunk.n_s * (sizes * self.H * chunk.n_p + size * matrices * matrix)
 
     def chunks(self, maps: int) -> list[Chunk]:
-        """Chunks of queries, of which one sequence keeps within the bytes; `maps` are held at once."""
+        """Chunks of queries, of which one sequence keeps within the bytes; `maps` are held at once. Where maps are kept
+        they are the same in both passes."""
+        most = kept_queries(self.visibility.low, self.visibility.high) if self.is_keeping else self.T
 
         def fits(n_t: int) -> bool:
             worst = max((self._chunk(t_0, n_t) for t_0 in (0, self.T - n_t)), key=lambda chunk: chunk.n_s)
             is_small = worst.n_p * self.H <= _MOST_INT32
-            return is_small and self.chunk_size(worst, maps) <= self.chunk_bytes
+            return n_t <= most and is_small and self.chunk_size(worst, maps) <= self.chunk_bytes
 
         n_t = self.T
         if not fits(n_t):
             n_t = min(FIRST_CHUNK, self.T)
             while fits(2 * n_t):
                 n_t *= 2
-        return self._chunks_of(n_t)
-
-    def _chunks_of(self, n_t: int) -> list[Chunk]:
         return [self._chunk(t_0, min(n_t, self.T - t_0)) for t_0 in range(0, self.T, n_t)]
 
     # --- maps that are kept -------------------------------------------------------------------------------------------
@@ -216,25 +217,15 @@ class Problem:
         are what the other pass would make of them."""
         return self.keeps and (self.q.dtype == torch.float32 or not self.beyond)
 
-    def kept_chunks(self) -> list[Chunk]:
-        """Chunks of queries whose maps are kept."""
-        seen = self.visibility
-        return self._chunks_of(max(1, kept_queries(self.T, seen.low, seen.high)))
-
-    def new_kept(self) -> torch.Tensor:
-        """Memory for the maps of all chunks."""
-        return new_kept(self.q, self.k, self.visibility.low, self.visibility.high)
-
     def kept_maps(self, kept: torch.Tensor | None, chunks: list[Chunk]) -> list[Sequence[torch.Tensor]]:
-        """S, P and W of each chunk, [B, n_s, tiles, H, queries of a tile], in the memory of `new_kept`; of each nothing
-        where none are kept."""
+        """S, P and W of each chunk, [B, n_s, tiles, H, queries of a tile], in the memory of `schemas.new_kept`; of each
+        nothing where none are kept."""
         if not self.is_keeping or kept is None:
             return [()] * len(chunks)
-        room = len(kept) // max(1, len(chunks))
         maps: list[Sequence[torch.Tensor]] = []
-        for i, chunk in enumerate(chunks):
+        for chunk in chunks:
             shape = (KEPT_MAPS, self.B, chunk.n_s, chunk.n_p // self.step, self.H, self.step)
-            maps.append(kept[i * room :][: math.prod(shape)].view(shape).unbind())
+            maps.append(kept[chunk.t_0 :].flatten()[: math.prod(shape)].view(shape).unbind())
         return maps
 
     def _rows(self, chunks: list[Chunk], maps: int) -> Iterator[tuple[slice, Self]]:
@@ -297,7 +288,7 @@ class Problem:
         """Result of a pass; with DCFORMER_AUTOTUNE=1, tiles of its kernels are searched for first, once per process."""
         is_long = self.B * self.T >= LEAST_QUERIES and not self._is_widened
         if autotune_is_on() and self.trial is None and is_long and can_search(self.q):
-            this = (self.gpu, self._key(name))
+            this = (self.gpu, self._key(name), self.is_keeping)  # then others are launched
             if this not in searched:
                 self._search(run)
                 searched.add(this)

@@ -86,37 +86,37 @@ def refuse_backward(
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def kept_queries(length: int, low: int, high: int) -> int:
-    """Queries of a chunk whose maps are kept: all, or with a window some four to eight of these.
+def kept_queries(low: int, high: int) -> int:
+    """The most queries of a chunk whose maps are kept: any number, or with a window some four to eight of these.
 
     Args:
-        length: T.
         low, high: of `problem.Visibility`.
     """
     if low <= -UNBOUNDED or high >= UNBOUNDED:
-        return length
+        return UNBOUNDED
     queries = _ANY_TILE
-    while queries < min(length, 4 * (high - low)):
+    while queries < 4 * (high - low):
         queries *= 2
-    return min(length, queries)
+    return queries
 
 
 def new_kept(query: torch.Tensor, key: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Memory for the maps that are kept: of all chunks of queries, of all heads, [numbers], float16 or float32.
+    """Memory for the maps that are kept: [T, up to whole tiles, numbers of a query], float16 or float32.
 
-    How much it is follows from shapes alone. Each chunk has room for as many keys as any of them may see.
+    How much it is follows from shapes alone. A query has room for S, P and W of all heads of all sequences, of as many
+    keys as its chunk may have.
 
     Args:
         query, key: [B, H, T, D], [B, Hkv, S, D].
         low, high: of `problem.Visibility`.
     """
-    (batch, heads, length, _), keys = query.shape, -(-key.shape[2] // 16) * 16
-    queries = kept_queries(length, low, high)
-    if queries < length:
-        keys = min(keys, -(-(queries + high - low) // 16) * 16 + 16)
-    chunks = -(-length // max(1, queries))
-    numbers = chunks * KEPT_MAPS * batch * heads * -(-queries // _ANY_TILE) * _ANY_TILE * keys
-    return query.new_empty(numbers, dtype=torch.float32 if query.dtype == torch.float32 else torch.float16)
+    batch, heads, length, _ = query.shape
+    keys = -(-key.shape[2] // 16) * 16
+    queries = kept_queries(low, high)
+    if queries < UNBOUNDED:  # those of a chunk are multiples of 16
+        keys = torch.sym_min(keys, -(-(queries + high - low) // 16) * 16 + 16)
+    shape = (-(-length // _ANY_TILE) * _ANY_TILE, KEPT_MAPS * batch * heads * keys)
+    return query.new_empty(shape, dtype=torch.float32 if query.dtype == torch.float32 else torch.float16)
 
 
 @torch.library.custom_op("dcformer::composed_attention", mutates_args=())
@@ -152,7 +152,7 @@ def _(query, key, value, weights, bounds, plan, scale):
     out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
     _, low, high, _, keeps, *_ = plan
-    return out, lse, new_kept(query, key, low, high) if keeps else lse.new_empty(0)
+    return out, lse, new_kept(query, key, low, high) if keeps else lse.new_empty(0, 0)
 
 
 @torch.library.custom_op("dcformer::composed_attention_backward", mutates_args=())

@@ -22,21 +22,33 @@ from .verdicts import cache_folder
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is launched: tile of b_t queries by b_s keys, warps, pipeline stages.
+    """How a kernel is launched: tile of b_t queries by b_s keys, warps, pipeline stages, registers of a thread at most.
 
-    Kernels of composition loop over keys: b_s of them a turn, 1 but for `lse`.
+    Kernels of composition loop over keys: b_s of them a turn, 1 but for `lse`. With 255 registers, all that there are,
+    a multiprocessor has room for 8 warps, with 168 for 12, with 128 for 16. `maxnreg` 0: as many as the compiler takes.
     """
 
     b_t: int
     b_s: int
     num_warps: int
     num_stages: int
+    maxnreg: int = 0
 
 
 # `launch.LAUNCHES` says what they are
 KERNELS = ("scores", "lse", "compose", "values", "weights", "back_1", "back_0", "keys")
 _PRODUCTS = ("scores", "values", "keys")
 _STAGES = (3, 2, 4)
+# Kernel of composition -> (heads up to, ranks up to, registers): with no more than these it spills nothing on sm_90,
+# and more of its programs run at once.
+_ENOUGH: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "lse": ((16, 4, 128), (32, 2, 168)),
+    "compose": ((16, 2, 128), (16, 3, 168), (32, 1, 168)),
+    "weights": ((16, 2, 128), (16, 3, 168), (32, 1, 168)),
+    "back_1": ((16, 2, 168),),
+    "back_0": ((16, 2, 168),),
+}
+_REGISTERS = 65536  # of a multiprocessor
 _PRODUCT_TILES = ((128, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
 
 
@@ -44,9 +56,15 @@ def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
     """Tiles of a kernel that a search tries. Those of composition have as many queries as the usual one: maps are laid
     out by it."""
     if kernel in _PRODUCTS:
-        return tuple(Tile(*numbers, stages) for numbers in _PRODUCT_TILES for stages in _STAGES)
+        return tuple(_product_tile(kernel, *numbers, stages) for numbers in _PRODUCT_TILES for stages in _STAGES)
     keys = (4, 2, 1) if kernel == "lse" else (1,)
-    return tuple(replace(usual, b_s=b_s, num_stages=stages) for b_s in keys for stages in (*_STAGES, 5))
+    limits = dict.fromkeys((usual.maxnreg or 255, 255, 168))  # with fewer, more programs and slower memory
+    return tuple(
+        replace(usual, b_s=b_s, num_stages=stages, maxnreg=limit)
+        for b_s in keys
+        for stages in (*_STAGES, 5)
+        for limit in limits
+    )
 
 
 def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2) -> Tile:
@@ -77,33 +95,41 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
         has_little = _has_little(arch)
         if arch < 90:  # half as many warps spill
             return Tile(64, 128, 8, 2) if kernel == "keys" else Tile(128, 64, 8, 2 if has_little else 3)
-        return Tile(64, 64, 4, 4 if kernel == "keys" and not has_little else 3)
+        return _product_tile(kernel, 64, 64, 4, 4 if kernel == "keys" and not has_little else 3)
+    most = 255 if kernel in ("back_1", "back_0") else 0  # else ptxas may choose 32 on sm_80, and spill all else
     if dtype == torch.float32:
-        return Tile(32, 1, 8, 2) if heads <= 32 else Tile(32, 1, 4, 1)
+        return Tile(32, 1, 8, 2, most) if heads <= 32 else Tile(32, 1, 4, 1, most)
+    if arch == 90:
+        known = (count for up_to, ranks, count in _ENOUGH[kernel] if heads <= up_to and rank <= ranks)
+        most = next(known, most)
     if kernel == "lse":  # as many keys share one rescaling as registers suffice for
-        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 else 4
-        return Tile(64, keys, 4, 3 if arch >= 90 else 2)
+        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 or most == 168 else 4
+        return Tile(64, keys, 4, 3 if arch >= 90 else 2, most)
     if kernel in ("back_1", "back_0"):  # below sm_90 a third stage costs a tenth more instructions
-        return Tile(64, 1, 4, 3 if arch >= 90 else 2)
-    return Tile(64, 1, 4, 4 if arch >= 90 else 2)
+        return Tile(64, 1, 4, 3 if arch >= 90 else 2, most)
+    return Tile(64, 1, 4, 4 if arch >= 90 else 2, most)
 
 
-def launch_options(kernel: str, tile: Tile) -> dict[str, int]:
+def _product_tile(kernel: str, b_t: int, b_s: int, num_warps: int, num_stages: int) -> Tile:
+    """A tile of a product; of `values` with room for three programs: its rarest loop asks for more registers."""
+    return Tile(b_t, b_s, num_warps, num_stages, 168 if kernel == "values" and (b_t, num_warps) == (64, 4) else 0)
+
+
+def launch_options(tile: Tile) -> dict[str, int]:
     """What Triton is told of a launch."""
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    if kernel in ("back_1", "back_0") and tile.num_warps <= 8:  # else ptxas may choose 32 on sm_80, and spill all else
-        options["maxnreg"] = 255
-    if kernel == "values" and (tile.b_t, tile.num_warps) == (64, 4):  # room for three; the rarest loop asks for more
-        options["maxnreg"] = 168
-    return options
+    return options | ({"maxnreg": tile.maxnreg} if tile.maxnreg else {})
 
 
 def resident_programs(kernel: str, tile: Tile, heads: int, arch: int) -> int:
-    """How many programs of `scores` or of composition a multiprocessor runs at once: mostly, registers leave room for
-    eight warps, and so does the shared memory of `scores` where it is not little. Arguments are those of `choose`."""
+    """How many programs of `scores` or of composition a multiprocessor runs at once. Registers decide, of which those
+    of composition take nearly all where they are not limited, unless heads are few; for `scores` shared memory, of
+    which some have little. Arguments are those of `choose`."""
     warps = 8
-    if kernel == "scores" and _has_little(arch):
-        warps = 4
+    if kernel == "scores":
+        warps = 4 if _has_little(arch) else 8
+    elif tile.maxnreg:
+        warps = _REGISTERS // (32 * -(-tile.maxnreg // 8) * 8)
     elif kernel in ("lse", "compose", "weights") and heads <= 16:
         warps = 16
     return max(1, warps // tile.num_warps)
@@ -206,8 +232,8 @@ def _read(path: Path) -> dict[str, dict[str, list[int]]]:
         content = json.loads(path.read_text(encoding="utf-8"))
         for tiles in content.values():
             for numbers in tiles.values():
-                if len(numbers) != 4 or any(type(n) is not int or n < 1 for n in numbers):
-                    raise ValueError(f"{numbers} is not a tile (queries, keys, warps, pipeline stages)")
+                if len(numbers) != 5 or any(type(n) is not int or n < (i < 4) for i, n in enumerate(numbers)):
+                    raise ValueError(f"{numbers} is not a tile (queries, keys, warps, pipeline stages, registers)")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:
