@@ -1328,6 +1328,25 @@ def test_compiles_to_one_graph(options):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_one_graph_keeps_maps_of_all_lengths():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled, counts = torch.compile(composed_attention, fullgraph=True, backend=backend, dynamic=True), []
+    for length in (20, 21, 40, 130):
+        query = _tensors(1, 1, length, 16).requires_grad_()
+        found, expected = (
+            torch.autograd.grad(f(query, query, query, sliding_window=5, save_maps=True).sum(), query)[0]
+            for f in (compiled, composed_attention)
+        )
+        assert torch.equal(found, expected)
+        counts.append(len(graphs))
+    assert len(set(counts[1:])) == 1  # the first length of all may have one of its own
+
+
 # --- what is launched -------------------------------------------------------------------------------------------------
 
 
