@@ -249,13 +249,13 @@ _CHUNKS = Fallback(
 )
 TO_SETTLE = (
     Row(
-        "8 warps per multiprocessor hide too little of what they wait for",
+        "8 warps per multiprocessor, 12 in `lse`, hide too little of what they wait for",
         "`lse` and `compose` with `weights`, time over bound (kernels)",
         1.4,
         partial(_over_bounds, names=("lse_kernel", "compose_kernel")),
         (
             _TILES,
-            Fallback("two keys a turn in `compose`, loads by TMA descriptors, or maxnreg 168 for 3 blocks"),
+            Fallback("two keys a turn in `compose`, or loads by TMA descriptors"),
         ),
     ),
     Row(

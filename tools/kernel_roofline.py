@@ -232,7 +232,7 @@ def part_count(name: str, length: int, window: int | None, tile: Tile, heads: in
     step = tile.b_s if name == "scores" else 16
     tiles = spans(length, window, tile.b_t, step)
     copies = SEQUENCES * (heads if name == "scores" else 1)
-    resident = MULTIPROCESSORS * resident_programs(name, tile, heads, 90)
+    resident = MULTIPROCESSORS * resident_programs(name, tile, 90)
     n_keys = keys_of_a_program(tiles, copies, resident, BESIDES[name], step, name == "scores")
     return ceil_div(max(tiles), n_keys)
 

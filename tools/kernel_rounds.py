@@ -53,7 +53,7 @@ def composition(tokens: int, batch: int, window: int | None) -> tuple[float, flo
     """`over_share` of `compose`: before, with the largest of a few powers of two with which there were three programs
     to a multiprocessor; and as it is."""
     tile, besides = Tile(64, 1, 4, 4), BESIDES["compose"]
-    resident = MULTIPROCESSORS * resident_programs("compose", tile, HEADS, 90)
+    resident = MULTIPROCESSORS * resident_programs("compose", tile, 90)
     tiles = spans(tokens, window, tile.b_t, 16)
     few = (n for n in (512, 256, 128) if len(tiles) * batch * ceil_div(max(tiles), n) >= 3 * MULTIPROCESSORS)
     before, now = (
@@ -74,7 +74,7 @@ def products(tokens: int, batch: int, window: int | None) -> tuple[float, float]
 def scores(tokens: int, batch: int, window: int | None) -> tuple[float, float]:
     """The same of `scores`, which had 512 keys to a program at most, and as many as there are."""
     tile, besides = Tile(128, 64, 4, 3), BESIDES["scores"]
-    resident = MULTIPROCESSORS * resident_programs("scores", tile, HEADS, 90)
+    resident = MULTIPROCESSORS * resident_programs("scores", tile, 90)
     tiles = spans(tokens, window, tile.b_t, tile.b_s)[::-1]
     n_keys = keys_of_a_program(tiles, HEADS * batch, resident, besides, tile.b_s, True)
     by_head = [min(512, max(0, n - s)) for s in range(0, max(tiles), 512) for n in tiles] * (HEADS * batch)

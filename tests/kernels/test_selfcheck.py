@@ -80,7 +80,7 @@ def wrong(tensor, by=1e-3):
 
 def break_forward(patch):
     right = passes.Passes.forward
-    patch.setattr(passes.Passes, "forward", lambda self: (wrong((found := right(self))[0]), found[1]))
+    patch.setattr(passes.Passes, "forward", lambda self: (wrong((found := right(self))[0]), *found[1:]))
 
 
 def break_gradients(patch, of, by=1e-3):
@@ -128,9 +128,9 @@ def make_nan(patch):
     right = passes.Passes.forward
 
     def forward(self):
-        out, lse = right(self)
+        out, *others = right(self)
         out[0, 0, 0, 0] = float("nan")
-        return out, lse
+        return out, *others
 
     patch.setattr(passes.Passes, "forward", forward)
 

@@ -193,7 +193,16 @@ def test_the_file_has_tiles_of_several_gpus_and_is_added_to(tuned):
     assert tuning.found_tile("C", KEY) is None
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"A, triton": {"key": [1, 2]}}', '{"A": {"key": [16, 16, 4, "x"]}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"A, triton": {"key": [1, 2]}}',
+        '{"A": {"key": [16, 16, 4, 2]}}',
+        '{"A": {"key": [16, 1, 4, 2, "x"]}}',
+    ],
+)
 def test_a_broken_file_is_warned_of_and_ignored(tuned, content):
     tuned.parent.mkdir()
     tuned.write_text(content)
@@ -247,12 +256,16 @@ def test_more_programs_run_at_once_where_few_registers_suffice(monkeypatch):
 
     def programs(kernel, heads, rank=2, arch=90):
         tile = tuning.choose(kernel, heads, 128, torch.bfloat16, arch, rank)
-        return tuning.resident_programs(kernel, tile, heads, arch)
+        return tuning.resident_programs(kernel, tile, arch)
 
     assert [programs(name, 32) for name in ("lse", "compose", "weights", "back_1", "back_0")] == [3, 2, 2, 2, 2]
     assert [programs(name, 16) for name in ("lse", "compose", "weights", "back_1", "back_0")] == [4, 4, 4, 3, 3]
     assert [programs("compose", *sizes) for sizes in ((16, 3), (32, 1), (40, 1))] == [3, 3, 2]
     assert {programs(name, 32, arch=80) for name in ("lse", "compose", "back_0")} == {2}
+    assert [programs(name, 16, arch=80) for name in ("lse", "compose", "weights", "back_1")] == [3, 3, 3, 2]
+    assert (
+        programs("compose", 16, 4) == programs("compose", 16, arch=120) == 2
+    )  # as many registers as the compiler takes
     assert tuning.launch_options(Tile(64, 2, 4, 3, 168)) == {"num_warps": 4, "num_stages": 3, "maxnreg": 168}
     assert tuning.launch_options(Tile(64, 1, 4, 4)) == {"num_warps": 4, "num_stages": 4}
 

@@ -170,7 +170,7 @@ class Launcher(Problem):
         spans = lengths(chunk.n_t, chunk.n_s, low, high, tile.b_t, block, step)
         n_keys = _INTERPRETED_KEYS
         if not INTERPRETED.value:
-            resident = self._multiprocessors * resident_programs(name, tile, self.M, self.arch)
+            resident = self._multiprocessors * resident_programs(name, tile, self.arch)
             n_keys = keys_of_a_program(spans, self.B * heads, resident, BESIDES[name], step, is_product)
         return max(1, ceil_div(max(spans, default=0), n_keys)), n_keys
 

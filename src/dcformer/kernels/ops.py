@@ -107,7 +107,7 @@ def composed_attention(
         return_lse: return the log-sum-exp of the composed scores too, differentiable like the output.
         save_maps: where there are gradients, keep three maps of 16 bits (32 with float32) for the backward pass, which
             makes them anew otherwise: 6 bytes for each head, query (up to multiples of 128) and key, seen or not; with
-            a window for some 5 to 9 of them, at least 128 keys. Results are the same up to the order of sums.
+            a window as many keys as 5 to 9 windows have, or some 144. Results are the same up to the order of sums.
         chunk_bytes: bound of the memory that the maps and tiles of a chunk of queries take, above what 128 queries of
             one sequence need; None for 256 MiB, or 1/64 of the device's memory where that is more.
 

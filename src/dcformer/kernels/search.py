@@ -93,7 +93,9 @@ def find_tiles(
             times: dict[Tile, float] = {}
             error: Exception | None = None
             for tile in dict.fromkeys((current(name), *tried[name])):
-                progress.set_postfix_str(f"{name} {tile.b_t}x{tile.b_s} w{tile.num_warps} s{tile.num_stages}")
+                progress.set_postfix_str(
+                    f"{name} {tile.b_t}x{tile.b_s} w{tile.num_warps} s{tile.num_stages} r{tile.maxnreg}"
+                )
                 try:
                     times[tile] = _milliseconds(attempt, name, tile)
                 except Exception as caught:  # too much shared memory, or the compiler gives up

@@ -39,15 +39,16 @@ class Tile:
 KERNELS = ("scores", "lse", "compose", "values", "weights", "back_1", "back_0", "keys")
 _PRODUCTS = ("scores", "values", "keys")
 _STAGES = (3, 2, 4)
-# Kernel of composition -> (heads up to, ranks up to, registers): with no more than these it spills nothing on sm_90,
-# and more of its programs run at once.
-_ENOUGH: dict[str, tuple[tuple[int, int, int], ...]] = {
+# Kernel of composition -> (heads up to, ranks up to, registers): with no more than these it spills nothing, and more of
+# its programs run at once. On sm_90, and before.
+_FEW_REGISTERS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "lse": ((16, 4, 128), (32, 2, 168)),
     "compose": ((16, 2, 128), (16, 3, 168), (32, 1, 168)),
     "weights": ((16, 2, 128), (16, 3, 168), (32, 1, 168)),
     "back_1": ((16, 2, 168),),
     "back_0": ((16, 2, 168),),
 }
+_FEW_BEFORE = dict.fromkeys(("lse", "compose", "weights"), ((16, 2, 168),))
 _REGISTERS = 65536  # of a multiprocessor
 _PRODUCT_TILES = ((128, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
 
@@ -61,7 +62,11 @@ def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
             tiles += [replace(tile, maxnreg=168) for tile in tiles if (tile.b_t, tile.num_warps) == (64, 4)]
         return tuple(tiles)
     keys = (4, 2, 1) if kernel == "lse" else (1,)
-    limits = dict.fromkeys((usual.maxnreg or 255, 255, 168))  # with fewer, more programs and slower memory
+    limits = [usual.maxnreg]
+    if kernel == "lse":
+        limits += [0] if usual.maxnreg else []
+    elif usual.maxnreg in (0, 255) and usual.num_warps == 4:
+        limits += [168]  # more programs, and numbers in slower memory
     return tuple(
         replace(usual, b_s=b_s, num_stages=stages, maxnreg=limit)
         for b_s in keys
@@ -102,11 +107,12 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
     most = 255 if kernel in ("back_1", "back_0") else 0  # else ptxas may choose 32 on sm_80, and spill all else
     if dtype == torch.float32:
         return Tile(32, 1, 8, 2, most) if heads <= 32 else Tile(32, 1, 4, 1, most)
-    if arch == 90:
-        known = (count for up_to, ranks, count in _ENOUGH[kernel] if heads <= up_to and rank <= ranks)
+    if arch <= 90:
+        of_arch = _FEW_REGISTERS if arch == 90 else _FEW_BEFORE
+        known = (count for up_to, ranks, count in of_arch.get(kernel, ()) if heads <= up_to and rank <= ranks)
         most = next(known, most)
     if kernel == "lse":  # as many keys share one rescaling as registers suffice for
-        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 or most == 168 else 4
+        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 or (arch == 90 and most == 168) else 4
         return Tile(64, keys, 4, 3 if arch >= 90 else 2, most)
     if kernel in ("back_1", "back_0"):  # below sm_90 a third stage costs a tenth more instructions
         return Tile(64, 1, 4, 3 if arch >= 90 else 2, most)
@@ -124,17 +130,15 @@ def launch_options(tile: Tile) -> dict[str, int]:
     return options | ({"maxnreg": tile.maxnreg} if tile.maxnreg else {})
 
 
-def resident_programs(kernel: str, tile: Tile, heads: int, arch: int) -> int:
+def resident_programs(kernel: str, tile: Tile, arch: int) -> int:
     """How many programs of `scores` or of composition a multiprocessor runs at once. Registers decide, of which those
-    of composition take nearly all where they are not limited, unless heads are few; for `scores` shared memory, of
-    which some have little. Arguments are those of `choose`."""
+    of composition may take all where they are not limited; for `scores` shared memory, of which some have little.
+    Arguments are those of `choose`."""
     warps = 8
     if kernel == "scores":
         warps = 4 if _has_little(arch) else 8
     elif tile.maxnreg:
         warps = _REGISTERS // (32 * -(-tile.maxnreg // 8) * 8)
-    elif kernel in ("lse", "compose", "weights") and heads <= 16:
-        warps = 16
     return max(1, warps // tile.num_warps)
 
 
