@@ -209,25 +209,6 @@ class Problem:
                 n_t *= 2
         return [self._chunk(t_0, min(n_t, self.T - t_0)) for t_0 in range(0, self.T, n_t)]
 
-    # --- maps that are kept -------------------------------------------------------------------------------------------
-
-    @property
-    def is_keeping(self) -> bool:
-        """Whether maps are kept, or kept ones used: while nothing is beyond float16, which is never taken back, they
-        are what the other pass would make of them."""
-        return self.keeps and (self.q.dtype == torch.float32 or not self.beyond)
-
-    def kept_maps(self, kept: torch.Tensor | None, chunks: list[Chunk]) -> list[Sequence[torch.Tensor]]:
-        """S, P and W of each chunk, [B, n_s, tiles, H, queries of a tile], in the memory of `schemas.new_kept`; of each
-        nothing where none are kept."""
-        if not self.is_keeping or kept is None:
-            return [()] * len(chunks)
-        maps: list[Sequence[torch.Tensor]] = []
-        for chunk in chunks:
-            shape = (KEPT_MAPS, self.B, chunk.n_s, chunk.n_p // self.step, self.H, self.step)
-            maps.append(kept[chunk.t_0 :].flatten()[: math.prod(shape)].view(shape).unbind())
-        return maps
-
     def _rows(self, chunks: list[Chunk], maps: int) -> Iterator[tuple[slice, Self]]:
         """The problem in parts of the batch, as many sequences as keep within the bytes."""
         sequence = max(self.chunk_size(chunk, maps) for chunk in chunks)
@@ -252,6 +233,25 @@ class Problem:
         """The tensors' device, as Triton launches on the current one; no autocast, so that products keep dtypes."""
         with torch.cuda.device_of(self.q), torch.autocast(self.q.device.type, enabled=False):
             yield
+
+    # --- maps that are kept -------------------------------------------------------------------------------------------
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether maps are kept, or kept ones used: while nothing is beyond float16, which is never taken back, they
+        are what the other pass would make of them."""
+        return self.keeps and (self.q.dtype == torch.float32 or not self.beyond)
+
+    def kept_maps(self, kept: torch.Tensor | None, chunks: list[Chunk]) -> list[Sequence[torch.Tensor]]:
+        """S, P and W of each chunk, [B, n_s, tiles, H, queries of a tile], in the memory of `schemas.new_kept`; of each
+        nothing where none are kept."""
+        if not self.is_keeping or kept is None:
+            return [()] * len(chunks)
+        maps: list[Sequence[torch.Tensor]] = []
+        for chunk in chunks:
+            shape = (KEPT_MAPS, self.B, chunk.n_s, chunk.n_p // self.step, self.H, self.step)
+            maps.append(kept[chunk.t_0 :].flatten()[: math.prod(shape)].view(shape).unbind())
+        return maps
 
     # --- tiles --------------------------------------------------------------------------------------------------------
 
