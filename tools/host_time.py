@@ -11,8 +11,9 @@ Kernels have been compiled, but no launch is remembered: every length is new. Th
 work on the machine only ever adds; the median; and the median of the first layer's calls, where launches are chosen
 when one has to be. Asking a GPU what it can do is left out (`limits._device_reason`).
 
-Passes: forward and backward over 64 tokens, as a model's layers repeat them, and as if they were never repeated, so
-that Triton looks at all arguments of each launch. Asking for marks (`overflow.look`) is left out: it waits for a CPU.
+Passes: forward and backward over 64 tokens, as a model's layers repeat them; as the first layer chooses them for a new
+length; and as if nothing was ever like it, so that Triton looks at all arguments of each launch. Asking for marks
+(`overflow.look`) is left out: it waits for a CPU.
 """
 
 import argparse
@@ -115,6 +116,7 @@ def print_row(label: str, seconds: Sequence[float]) -> None:
 
 def passes(heads: int, dim: int, dtype: torch.dtype, calls: int) -> None:
     """Prints what the passes of attention take, fully composed, R = 2."""
+    from dcformer.kernels import passes as recorded
     from dcformer.kernels import repeated
     from dcformer.kernels.layout import Layout, Part, Stage
     from dcformer.kernels.passes import Passes
@@ -133,17 +135,18 @@ def passes(heads: int, dim: int, dtype: torch.dtype, calls: int) -> None:
     runs = {"forward pass": lambda: problem().forward(), "backward pass": lambda: problem().backward(states, saved)}
     with mock.patch("dcformer.kernels.passes.look", lambda device: False):
         for label, run in runs.items():
-            seconds: dict[bool, list[float]] = {True: [], False: []}
-            for i in range(2 * calls + 2):
-                is_new = bool(i % 2)
-                if is_new:
-                    repeated._compiled.clear()
-                start = time.perf_counter()
-                run()
-                seconds[is_new].append(time.perf_counter() - start)
-            for is_new, name in ((False, label), (True, f"{label}, never repeated")):
-                found = seconds[is_new][1:]  # kernels are compiled in the first
-                print_row(name, (min(found), median(found)))
+            run()  # compiles
+            for name in ("", ", of a new length", ", of a new kind"):
+                seconds = []
+                for _ in range(calls):
+                    if name:
+                        recorded._recorded.clear()
+                    if "kind" in name:
+                        repeated._compiled.clear()
+                    start = time.perf_counter()
+                    run()
+                    seconds.append(time.perf_counter() - start)
+                print_row(label + name, (min(seconds), median(seconds)))
 
 
 def main() -> int:

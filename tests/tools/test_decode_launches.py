@@ -145,11 +145,11 @@ problem.FIRST_CHUNK = 16
 cases = [(21, 4, 2, torch.bfloat16), (21, 4, 2, torch.bfloat16, 1), (70, 4, 2, torch.bfloat16, 0, 1)]
 with mock.patch.object(passes, "look", lambda device: False):
     found = []
-    for clear in (True, False, False):  # by Triton, by Triton and remembered from case to case, remembered
+    for forgotten in (2, 1, 0):  # by Triton; chosen anew, and remembered from case to case; written down
         launched.clear()
         for case in cases:
-            if clear:
-                repeated._compiled.clear()
+            for known in (passes._recorded, repeated._compiled)[:forgotten]:
+                known.clear()
             run(*case)
         found.append(list(launched))
 by_triton = []
@@ -158,6 +158,10 @@ assert len({arguments[4] for _, arguments in found[0]}) > 20  # compiled for dif
 with mock.patch.object(launch.scores_kernel, "run", lambda *_, **__: by_triton.append(1)):
     run(*cases[0])
     assert not by_triton
+    passes._recorded.clear()
+    run(*cases[0])
+    assert not by_triton
+    passes._recorded.clear()
     repeated._compiled.clear()
     run(*cases[0])
 assert len(by_triton) == 3

@@ -3,7 +3,7 @@
 Arguments that kernels share are filled in by name. What a kernel writes is new memory, or memory that is given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -125,7 +125,9 @@ class Launcher(Problem):
             return
         known = self._remembered(chunk, partial(self._shared, chunk)) | arguments
         values = {key: self.q if known[key] is None else known[key] for key in kernel.arg_names}
-        self._start(kernel, grid, name, tile, values)
+        run = self._start(kernel, grid, name, tile, values)
+        if self.recording is not None:
+            self.recording.launch(run, list(values.values()))
 
     def _shared(self, chunk: Chunk) -> dict[str, Any]:
         """Arguments that kernels share, by name."""
@@ -143,14 +145,14 @@ class Launcher(Problem):
 
     def _start(
         self, kernel: triton.JITFunction, grid: tuple[int, ...], name: str, tile: Tile | None, values: dict[str, Any]
-    ) -> None:
-        """Starts a kernel; by itself, so that others can look at what is launched."""
+    ) -> Callable[..., Any] | None:
+        """Starts a kernel; by itself, so that others can look at what is launched. Returns what `start` does."""
         options = {} if tile is None else launch_options(tile)
         launch = partial(start, kernel, grid, values, options, self.q.device)
         if self.trial is None or not name:
-            launch()
-        else:
-            self.trial.launch(name, launch)
+            return launch()
+        self.trial.launch(name, launch)
+        return None
 
     def _compose(self, name: str, chunk: Chunk, **arguments: Any) -> None:
         """Runs a kernel of composition over a chunk; see `_parts`."""
@@ -308,8 +310,7 @@ class Launcher(Problem):
             if not flags & (Part.KEY | Part.STATIC):
                 out.append(None)
                 continue
-            shape = (self.B * self.G, chunk.n_s, sum(self.heads), sum(self.heads))
-            matrices = torch.empty(shape, dtype=self.map_dtype, device=self.q.device)
+            matrices = self._new(self.B * self.G, chunk.n_s, *[sum(self.heads)] * 2, dtype=self.map_dtype)
             constants = matrix_constants(self.layout, self.M, stage)
             grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
             self._launch(
@@ -364,10 +365,27 @@ class Launcher(Problem):
             **constants,
         )  # fmt: skip
         if static is not None and parts_of_static is not None:
-            static += parts_of_static.sum((0, 1))
+            self._do(_add_parts, parts_of_static, static)
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.q.device)
+        return self._made(torch.empty(shape, dtype=dtype, device=self.q.device))
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        zeros = self._new(*shape, dtype=dtype)
+        self._do(torch.Tensor.zero_, zeros)
+        return zeros
+
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in new memory: all such are made by `_new`, or pass here."""
+        return tensor if self.recording is None else self.recording.new(tensor)
+
+    def _do(self, function: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        """Has torch compute something, in place; what a pass computes otherwise it may not use."""
+        function(*tensors)
+        if self.recording is not None:
+            self.recording.call(function, *tensors)
 
     def _new_map(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         """One number for each key, query and head, in tiles of queries: [B, n_s, tiles, H, queries of a tile]."""
@@ -414,6 +432,16 @@ def product_constants(dim: int, tile: Tile) -> dict[str, Any]:
     return {"D": dim, "B_D": padded(dim), "B_T": tile.b_t, "B_S": tile.b_s}
 
 
+def add_up(parts: torch.Tensor, total: torch.Tensor) -> None:
+    """total = the sum of parts [n, *total]."""
+    torch.sum(parts, 0, out=total)
+
+
+def _add_parts(parts: torch.Tensor, total: torch.Tensor) -> None:
+    """total += the sum of parts [n, m, *total]."""
+    total += parts.sum((0, 1))
+
+
 def _of_states(what: str, tensors: Sequence[torch.Tensor], first: int = 0) -> dict[str, Any]:
     """Arguments of kernels of `scales`, by name: a tensor for each of the first of `_STATES` but for so many, others
     None."""
@@ -431,6 +459,6 @@ def padded(dim: int) -> int:
 
 
 __all__ = [
-    "BESIDES", "LAUNCHES", "LN_2", "UNLIMITED", "Gradients", "Launcher", "Sources", "States", "matrix_constants",
-    "padded",
+    "BESIDES", "LAUNCHES", "LN_2", "UNLIMITED", "Gradients", "Launcher", "Sources", "States", "add_up",
+    "matrix_constants", "padded",
 ]  # fmt: skip

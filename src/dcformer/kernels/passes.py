@@ -16,18 +16,24 @@ that is not sufficient, see `overflow`. Maps lie in tiles of as many queries as 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from .launch import LN_2, UNLIMITED, Gradients, Launcher, Sources, States, matrix_constants
-from .layout import Part, Stage
-from .overflow import beyond, look
+from .launch import LN_2, UNLIMITED, Gradients, Launcher, Sources, States, add_up, matrix_constants
+from .layout import Part, Stage, stages_of
+from .overflow import Beyond, beyond, look, mark_of
 from .problem import Chunk
+from .recording import Recorded, Recording
+from .repeated import geometry, keep
 from .schemas import new_kept
 from .sizes import ceil_div
+from .tuning import KERNELS, autotune_is_on
 
-_Result = TypeVar("_Result")
+_Results = list[torch.Tensor | None]
+
+_MOST_RECORDED = 256
+_recorded: dict[tuple, Recorded] = {}  # the oldest is forgotten
 
 
 class Passes(Launcher):
@@ -36,22 +42,52 @@ class Passes(Launcher):
     def forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output [B, H, T, DV] (a view of [B, T, H, DV]), log-sum-exp [B, H, T] in float32, base 2, and what is kept
         for the backward pass, see `new_kept`."""
-        return self._run_pass("forward", self._forward)
+        out, lse, kept = self._run_pass("forward", self._forward)
+        assert out is not None and lse is not None and kept is not None
+        return out, lse, kept
 
-    def _run_pass(self, name: str, run: Callable[[], _Result]) -> _Result:
-        """Result of a pass; of another one, with other maps, where something went beyond float16."""
-        found = self._searched(name, run)
+    def _run_pass(self, name: str, run: Callable[..., _Results], *given: torch.Tensor | None) -> _Results:
+        """Results of a pass over given tensors; of another, with other maps, where something went beyond float16."""
+        again = partial(self._repeated, name, run, given)
+        found = self._searched(name, again)
         while look(self.q.device) and self.q.dtype != torch.float32:
             self.beyond = beyond(self.q.device)
             del found  # its memory
-            found = run()
+            found = again()
         return found
 
-    def _forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _repeated(self, name: str, run: Callable[..., _Results], given: Sequence[torch.Tensor | None]) -> _Results:
+        """Results of a pass, which is written down the first time, and repeated for tensors of the same geometry."""
+        if self.trial is not None:
+            return run(*given)
+        seen, (pre, post), device = self.visibility, self.weights, self.q.device
+        marks = [] if self.map_dtype == torch.float32 else [mark_of(device, what) for what in Beyond]
+        tensors = [self.q, self.k, self.v, *pre, *post, seen.first, seen.last, *given, *marks]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        tiles = [self._tile(kernel) for kernel in KERNELS] if autotune_is_on() else ()
+        key = (
+            name, device, self.layout, self.scale, seen.low, seen.high, self.chunk_bytes, self.beyond, self.keeps,
+            geometry(tensors), *map(addresses.index, addresses), *tiles,
+        )  # fmt: skip
+        known = _recorded.get(key)
+        if known is not None:
+            with self._surroundings():
+                return known(tensors, device)
+        self.recording = Recording(tensors)
+        try:
+            found = run(*given)
+            made = self.recording.finish(found)
+        finally:
+            self.recording = None
+        if made is not None:
+            keep(_recorded, key, made, _MOST_RECORDED)
+        return found
+
+    def _forward(self) -> _Results:
         out = self._new(self.B, self.T, self.H, self.DV, dtype=self.q.dtype).transpose(1, 2)
         lse = self._new(self.B, self.H, self.T)
         seen = self.visibility
-        kept = new_kept(self.q, self.k, seen.low, seen.high) if self.keeps else self._new(0, 0)
+        kept = self._made(new_kept(self.q, self.k, seen.low, seen.high)) if self.keeps else self._new(0, 0)
         if lse.numel():
             with self._surroundings():
                 chunks = self.chunks(maps=1)
@@ -60,7 +96,7 @@ class Passes(Launcher):
                     values = part._values()
                     for chunk, here in zip(chunks, maps, strict=True):
                         part._forward_chunk(chunk, values, out[rows], lse[rows], [x[rows] for x in here])
-        return out, lse, kept
+        return [out, lse, kept]
 
     def _forward_chunk(
         self, chunk: Chunk, values: States, out: torch.Tensor, lse: torch.Tensor, kept: Sequence[torch.Tensor] = ()
@@ -92,13 +128,15 @@ class Passes(Launcher):
 
         Every sum has one owner and one order: the result does not change from run to run.
         """
-        return self._run_pass("backward", partial(self._backward, grad_out, lse, grad_lse, kept))
+        query, key, value, *weights = self._run_pass("backward", self._backward, grad_out, lse, grad_lse, kept)
+        assert query is not None and key is not None and value is not None
+        return Gradients(query, key, value, stages_of(weights))
 
     def _backward(
         self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None, kept: torch.Tensor | None
-    ) -> Gradients:
+    ) -> _Results:
         def zeros(like: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+            return self._zeros(*like.shape)
 
         chunks = self.chunks(maps=3) if lse.numel() else []
         maps = self.kept_maps(kept, chunks)
@@ -108,7 +146,7 @@ class Passes(Launcher):
             """One chunk that sees all keys writes them, several are added up."""
             if is_covered:
                 return self._new(*like.shape, dtype=like.dtype)
-            return torch.zeros(like.shape, dtype=torch.float32 if len(chunks) > 1 else like.dtype, device=like.device)
+            return self._zeros(*like.shape, dtype=torch.float32 if len(chunks) > 1 else like.dtype)
 
         def of_queries(like: torch.Tensor) -> torch.Tensor:
             """Each chunk writes its own."""
@@ -129,7 +167,7 @@ class Passes(Launcher):
                 for chunk, here in zip(chunks, maps, strict=True):
                     these = [x[rows] for x in here]
                     part._backward_chunk(chunk, sources, lse[rows], grad_rows, grads.at(rows), these)
-        return grads
+        return [grads.query, grads.key, grads.value, *grads.weights[0], *grads.weights[1]]
 
     def _backward_chunk(
         self, chunk: Chunk, sources: Sources, lse: torch.Tensor, grad_lse: torch.Tensor | None, grads: Gradients,
@@ -141,6 +179,8 @@ class Passes(Launcher):
         pre, post = self._matrices(chunk, amplified)
         extra = None  # derivative of a base 2 log-sum-exp by a composed score: a weight over ln 2
         if grad_lse is not None:
+            if self.recording is not None:
+                self.recording.spoil()
             these = slice(chunk.t_0, chunk.t_0 + chunk.n_t)
             is_blind = (self.visibility.first >= self.visibility.last)[:, None, these]
             extra = (grad_lse[:, :, these] / LN_2).masked_fill(is_blind, 0.0).contiguous()  # [B, H, n_t]
@@ -150,7 +190,7 @@ class Passes(Launcher):
         else:
             scores = self._make_scores(chunk)
             if self._is_widened:  # in the forward pass they may have been float16, and rounded
-                lse = torch.empty_like(lse)
+                lse = self._new(*lse.shape)
                 self._fill_lse(chunk, scores, pre, lse)
             weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.weight_dtype)
             self._make_weights(chunk, scores, pre, post, lse, composed, weights)
@@ -161,9 +201,10 @@ class Passes(Launcher):
         grad_scores = maps.view(self.q.dtype) if self.grad_dtype == torch.bfloat16 else maps
         tensors = {"p_weights": weights, "p_grads": maps, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
         n_parts = self._parts("back_1", chunk)[0]
-        sums = self._new(n_parts, 2, self.B, self.H, chunk.n_t)
-        self._back(1, chunk, grads, scales, n_parts, p_sums=sums, **tensors)
-        sums = sums.sum(0)  # of P dP and of P, [2, B, H, n_t]
+        sum_parts = self._new(n_parts, 2, self.B, self.H, chunk.n_t)
+        self._back(1, chunk, grads, scales, n_parts, p_sums=sum_parts, **tensors)
+        sums = self._new(*sum_parts.shape[1:])  # of P dP and of P
+        self._do(add_up, sum_parts, sums)
         if extra is not None:
             of_heads = scales[0].view(self.B, self.G, -1).repeat_interleave(self.M, 1)  # [B, H, blocks]
             sums[0] -= extra * of_heads.repeat_interleave(self.block, 2)[:, :, : chunk.n_t] * sums[1]
@@ -189,7 +230,7 @@ class Passes(Launcher):
             matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.grad_dtype)
         self._compose(name, chunk, p_gwq=side_parts, p_gm=matrix_parts, **tensors)
         if side_parts is not None and (side := grads.weights[stage].query) is not None:
-            torch.sum(side_parts, 0, out=side[..., chunk.t_0 : chunk.t_0 + chunk.n_t])
+            self._do(add_up, side_parts, side[..., chunk.t_0 : chunk.t_0 + chunk.n_t])
         if matrix_parts is not None:
             self._project(stage, chunk, matrix_parts, scales, grads)
 

@@ -14,6 +14,7 @@ import torch
 
 from .layout import Layout, Part, StagePair
 from .overflow import NOTHING, Beyond
+from .recording import Recording
 from .schemas import KEPT_MAPS, UNBOUNDED, kept_queries
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, round_up
@@ -109,6 +110,7 @@ class Problem:
             total = torch.cuda.get_device_properties(query.device).total_memory
             self.chunk_bytes = max(_LEAST_BYTES, total // 64)
         self.trial = None
+        self.recording: Recording | None = None  # in which a pass is being written down
         self._check_int32()
 
     def _check_int32(self) -> None:
@@ -225,7 +227,7 @@ class Problem:
                 self.q[rows], self.k[rows], self.v[rows], (pre.at(rows), post.at(rows)), seen, self.layout, self.scale,
                 self.chunk_bytes, self.beyond, self.keeps,
             )  # fmt: skip
-            part.trial = self.trial
+            part.trial, part.recording = self.trial, self.recording
             yield rows, part
 
     @contextmanager

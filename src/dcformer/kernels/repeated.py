@@ -3,8 +3,8 @@
 What an operator of decoding launches follows from the geometry of its tensors and a few numbers, and these are the same
 in all layers of a step and in many steps. Choosing tiles, and Triton's look at some forty arguments of each launch,
 take the host longer than the device needs for the kernels. So the first call of a geometry chooses, and the others give
-the compiled kernels addresses, the few numbers that vary, and nothing else: `Repeated`. Longer passes choose anew, but
-do without Triton's look where arguments were alike before: `start`.
+the compiled kernels addresses, the few numbers that vary, and nothing else: `Repeated`. Longer passes are written down
+and repeated (`recording`); what is not does without Triton's look where arguments were alike before: `start`.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -22,7 +22,7 @@ _compiled: dict[tuple, tuple[Any, Any]] = {}  # what `start` was given -> the ji
 
 def start(
     kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any], options: Mapping[str, int], device: torch.device
-) -> None:
+) -> Callable[..., Any] | None:
     """Launches a kernel as `kernel[grid](**values, **options)` does.
 
     Args:
@@ -31,6 +31,9 @@ def start(
         values: all arguments in their order, each of one type in all calls: tensors, numbers.
         options: of the compiler.
         device: of the tensors.
+
+    Returns:
+        what launches the compiled kernel, given all arguments in order, addresses for tensors; None in the interpreter.
     """
     key, arguments = [id(kernel), device, *options.items()], []
     for value in values.values():
@@ -44,11 +47,14 @@ def start(
     like = tuple(key)
     known = _compiled.get(like)
     if known is not None:
-        _on(known[1], grid)(*arguments)
-        return
+        run = _on(known[1], grid)
+        run(*arguments)
+        return run
     made = kernel[grid](**values, **options)
-    if made is not None:  # as Triton's interpreter returns
-        _keep(_compiled, like, (kernel, made), _MOST_COMPILED)
+    if made is None:  # as Triton's interpreter returns
+        return None
+    keep(_compiled, like, (kernel, made), _MOST_COMPILED)
+    return _on(made, grid)
 
 
 def _on(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -57,7 +63,7 @@ def _on(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return compiled[x, y, z]
 
 
-def _keep(known: dict[tuple, Any], key: tuple, value: Any, most: int) -> None:
+def keep(known: dict[tuple, Any], key: tuple, value: Any, most: int) -> None:
     """Remembers a value, and forgets the oldest ones beyond so many."""
     while len(known) >= most:
         known.pop(next(iter(known)), None)  # another thread may have been here
@@ -181,7 +187,7 @@ class Repeated:
                     elif name in varying:
                         names.append((i, name))
                 steps.append((_on(kernel, launch.grid), values, places, names))
-            _keep(self._known, key, _Known([(t.shape, t.stride(), t.dtype) for t in made], steps), self.most)
+            keep(self._known, key, _Known([(t.shape, t.stride(), t.dtype) for t in made], steps), self.most)
         return made
 
 
@@ -198,4 +204,4 @@ def _place(
     raise AssertionError("a launch takes a tensor that was neither given nor made")
 
 
-__all__ = ["Launch", "Repeated", "geometry", "start"]
+__all__ = ["Launch", "Repeated", "geometry", "keep", "start"]

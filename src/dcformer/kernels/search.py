@@ -6,6 +6,7 @@ kernel and each tile the whole forward or backward pass runs with that tile for 
 
 from collections.abc import Callable, Hashable, Iterator
 from statistics import median
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -35,7 +36,7 @@ class Trial:
         self.launched: set[str] = set()
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def launch(self, name: str, launch: Callable[[], None]) -> None:
+    def launch(self, name: str, launch: Callable[[], Any]) -> None:
         """Launches a kernel, between two events if it is the one on trial."""
         self.launched.add(name)
         if name != self.kernel:

@@ -1,0 +1,211 @@
+"""A pass that is written down while it runs, and repeated step by step for other tensors of the same geometry.
+
+To choose the launches of a pass takes the host longer than short sequences take the device. What is chosen follows from
+the geometry of tensors and a few numbers, which layers and steps of training share. Unlike `repeated.Repeated`, which
+has all its memory from start to end, a recording has memory for as long as the pass did, and what torch does in
+between.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_How = tuple[torch.Size, tuple[int, ...], int]  # a view's size, strides and offset in its storage
+
+
+class _Make(NamedTuple):
+    """New memory: a contiguous tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Launch(NamedTuple):
+    """A kernel's launch.
+
+    Attributes:
+        run: launches it, given all arguments in order.
+        values: these, without addresses.
+        places: which of them are addresses: of a tensor by its number, so many bytes behind its start.
+    """
+
+    run: Callable[..., Any]
+    values: list[Any]
+    places: list[tuple[int, int, int]]
+
+
+class _View(NamedTuple):
+    """A tensor in new memory: the number of that, and how it lies in it; None where it is all of it."""
+
+    number: int
+    how: _How | None
+
+    def of(self, tensors: list[Any]) -> torch.Tensor:
+        """The tensor."""
+        tensor = tensors[self.number]
+        return tensor if self.how is None else tensor.as_strided(*self.how)
+
+
+class _Call(NamedTuple):
+    """A call of a function that has torch compute something."""
+
+    function: Callable[..., Any]
+    views: list[_View]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A pass as it was written down.
+
+    Attributes:
+        steps: in their order, each with the numbers of new tensors that no later one needs.
+        results: what the pass returns.
+    """
+
+    steps: list[tuple[_Make | _Launch | _Call, list[int]]]
+    results: list[_View | None]
+
+    def __call__(self, given: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
+        """Does the same with other tensors, on their device, which is the current one."""
+        tensors = list(given)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        for step, done in self.steps:
+            if isinstance(step, _Launch):
+                arguments = step.values.copy()
+                for i, number, offset in step.places:
+                    arguments[i] = addresses[number] + offset
+                step.run(*arguments)
+            elif isinstance(step, _Make):
+                tensor = torch.empty(step.shape, dtype=step.dtype, device=device)
+                tensors.append(tensor)
+                addresses.append(tensor.data_ptr())
+            else:
+                step.function(*[view.of(tensors) for view in step.views])
+            for number in done:
+                tensors[number] = None
+        return [None if view is None else view.of(tensors) for view in self.results]
+
+
+class _Memory(NamedTuple):
+    """New memory while it is recorded."""
+
+    number: int
+    storage: StorageWeakRef  # another's may come to lie there
+    address: int
+    whole: _How
+    dtype: torch.dtype
+
+
+class Recording:
+    """Writes down what a pass does.
+
+    The pass makes tensors by `new`, launches kernels by `launch` and has torch compute by `call`; views are its own
+    affair. If it uses a tensor that it was neither given nor has made so, nothing is kept.
+
+    Args:
+        given: tensors on one device, None for absent ones.
+    """
+
+    def __init__(self, given: Sequence[torch.Tensor | None]):
+        self._numbers: dict[int, int] = {}  # id of a tensor that was given -> its number
+        self._starts: dict[int, int] = {}  # address -> number of the first tensor given there
+        self._owners: dict[int, list[int]] = {}  # address of a storage -> numbers of the tensors given in it
+        for number, tensor in enumerate(given):
+            if tensor is not None:
+                self._numbers[id(tensor)] = number
+                self._starts.setdefault(tensor.data_ptr(), number)
+                self._owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(number)
+        self._given = given
+        self._made: dict[int, _Memory] = {}  # address of a storage -> what was made last there
+        self._last_use: list[int] = []  # of what was made, in its order: the number of a step
+        self._steps: list[_Make | _Launch | _Call] = []
+        self._is_whole = True
+
+    def spoil(self) -> None:
+        """To be called where the pass does what cannot be repeated."""
+        self._is_whole = False
+
+    def new(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Notes a contiguous tensor in memory of its own. Returns it."""
+        number, storage = len(self._given) + len(self._last_use), tensor.untyped_storage()
+        self._made[storage.data_ptr()] = _Memory(
+            number, StorageWeakRef(storage), tensor.data_ptr(), _how(tensor), tensor.dtype
+        )
+        self._last_use.append(len(self._steps))
+        self._steps.append(_Make(tensor.shape, tensor.dtype))
+        return tensor
+
+    def launch(self, run: Callable[..., Any] | None, arguments: Sequence[Any]) -> None:
+        """Notes a launch.
+
+        Args:
+            run: launches the compiled kernel, given all arguments in order, addresses for tensors; None where there is
+                none, as in Triton's interpreter.
+            arguments: all of them in order.
+        """
+        if run is None:
+            self.spoil()
+            return
+        values, places = list(arguments), []
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                places.append((i, *self._place(value)))
+                values[i] = None
+        self._steps.append(_Launch(run, values, places))
+
+    def call(self, function: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        """Notes a call that works on new tensors, or views of them, in place."""
+        self._steps.append(_Call(function, [self._view(tensor) for tensor in tensors]))
+
+    def finish(self, results: Sequence[torch.Tensor | None]) -> Recorded | None:
+        """The pass that returns these new tensors, or views of them; None if it cannot be repeated."""
+        views = [None if tensor is None else self._view(tensor) for tensor in results]
+        if not self._is_whole:
+            return None
+        done: list[list[int]] = [[] for _ in self._steps]
+        for number, step in enumerate(self._last_use, len(self._given)):
+            if step < len(done):
+                done[step].append(number)
+        return Recorded(list(zip(self._steps, done, strict=True)), views)
+
+    def _place(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Of which tensor one is a part, or all, and how many bytes behind its start."""
+        number = self._numbers.get(id(tensor))  # most are
+        if number is not None:
+            return number, 0
+        address = tensor.data_ptr()
+        number = self._starts.get(address)
+        if number is not None:
+            start = self._given[number]
+            assert start is not None
+            if (tensor.shape, tensor.stride()) == (start.shape, start.stride()):
+                return number, 0
+        storage = tensor.untyped_storage().data_ptr()
+        made = self._made.get(storage)
+        if made is not None and not made.storage.expired():
+            self._last_use[made.number - len(self._given)] = len(self._steps)
+            return made.number, address - made.address
+        owners = self._owners.get(storage, ())
+        if len(owners) == 1 and (start := self._given[owners[0]]) is not None:  # else it may be a part of others
+            return owners[0], address - start.data_ptr()
+        self.spoil()
+        return 0, 0
+
+    def _view(self, tensor: torch.Tensor) -> _View:
+        number, _ = self._place(tensor)
+        made = self._made.get(tensor.untyped_storage().data_ptr())
+        if made is None or (made.number, made.dtype) != (number, tensor.dtype):
+            self.spoil()
+            return _View(number, None)
+        how = _how(tensor)
+        return _View(number, None if how == made.whole else how)
+
+
+def _how(tensor: torch.Tensor) -> _How:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
+__all__ = ["Recorded", "Recording"]
