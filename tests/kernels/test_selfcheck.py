@@ -15,7 +15,7 @@ from transformers import BertConfig
 from dcformer import DCFormerForCausalLM
 from dcformer import selfcheck as selfcheck_command
 from dcformer.compose_dcformer import DEFAULT_ATTENTION
-from dcformer.kernels import decode, generator, limits, passes, selfcheck, step, verdicts
+from dcformer.kernels import decode, generator, generator_backward, limits, passes, selfcheck, step, verdicts
 from dcformer.vision import DCViTConfig
 from dcformer_commands.selfcheck import main
 
@@ -118,10 +118,14 @@ def break_generator(patch, packed):
 
 
 def break_generator_gradient(patch):
-    right = generator.generator_gradients
-    patch.setattr(
-        generator, "generator_gradients", lambda *args: (wrong((found := right(*args))[0]), *found[1:])
-    )  # fmt: skip
+    right = generator_backward._RUN
+
+    def run(tensors, *numbers):
+        right(tensors, *numbers)
+        wrong(tensors[1])
+        return []
+
+    patch.setattr(generator_backward, "_RUN", run)
 
 
 def make_nan(patch):

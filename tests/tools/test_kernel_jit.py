@@ -50,12 +50,13 @@ COMMON = {
     "scores_kernel", "lse_kernel", "compose_kernel", "values_kernel", "keys_kernel", "back_1_kernel", "back_0_kernel",
     "output_kernel", "prepare_kernel", "norms_kernel", "scale_kernel",
 }  # fmt: skip
-MATRICES = {"expand_kernel", "project_kernel", "generator_kernel"}
+GENERATORS = {"generator_kernel", "generator_backward_kernel"}
+MATRICES = {"expand_kernel", "project_kernel"} | GENERATORS
 CASES = {
     "full": ({"compose_static": True, "num_key_value_heads": 2}, "bfloat16", MATRICES),
     "one head": ({"num_attention_heads": 1, "compose_rank": 1}, "float32", MATRICES),
     "two blocks of heads": ({"num_attention_heads": 34, "num_hidden_layers": 1}, "bfloat16", MATRICES),
-    "query side": ({"compose_key": False, "compose_groups": 2}, "float16", {"generator_kernel"}),
+    "query side": ({"compose_key": False, "compose_groups": 2}, "float16", GENERATORS),
     "no composition": (
         {f"compose_{name}": False for name in ("pre", "post", "query", "key", "gate", "projection")},
         "float32",

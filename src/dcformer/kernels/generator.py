@@ -40,14 +40,14 @@ from ..compose_dcformer import (
     FirstLayer,
     Generated,
     SideWeights,
-    accumulation_dtype,
 )
 from ..fusion_dcformer import has_no_hooks, is_plain_linear
+from . import generator_backward  # noqa: F401 - it registers the gradients' kernel
 from .limits import ACTIVATIONS, require_supported, unsupported_reason
 from .repeated import Launch, Repeated
 from .schemas import DEVICES, generate_packed_op, generate_weights_op, generated_shape, refuse_backward
 from .sizes import ceil_div, power_of_2
-from .triton.precision import product, rounded
+from .triton.precision import product, rounded, tanh
 
 APPROXIMATE = {type(ACT2FN[name]): flavour for name, flavour in ACTIVATIONS.items()}
 
@@ -60,16 +60,6 @@ def _gelu(x, TANH: tl.constexpr):
     if TANH:  # x/2·(1 + tanh(u)) is x·sigmoid(2u)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
-
-
-@triton.jit
-def _tanh(x):
-    """Accurate to 1e-6 of the result, near zero too, where the formula with exp cancels and a series does not."""
-    square = x * x
-    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    small = tl.exp(-2.0 * tl.abs(x))
-    size = (1.0 - small) / (1.0 + small)
-    return tl.where(square < 0.04, series, tl.where(x < 0, -size, size))
 
 
 @triton.jit
@@ -185,7 +175,7 @@ def generator_kernel(
     if GATE:
         p_tile = p_gates + i_b * stride_gb + i_gc * M + o_n[:, None].to(tl.int64) * stride_gn + o_m[None, :]
         gate = tl.load(p_tile, mask=m_n[:, None] & m_m[None, :], other=0.0)  # [b_n, b_m]
-        gate = rounded(_tanh(gate.to(tl.float32)), p_weights.dtype.element_ty)
+        gate = rounded(tanh(gate.to(tl.float32)), p_weights.dtype.element_ty)
 
     i_stage, i_side = i_gc % C // SIDES, i_gc % SIDES
     if i_side < SIDES - ROWS:
@@ -336,62 +326,6 @@ def _generate_packed(hidden, gates, qkw, rows_0, rows_1, sides, heads_per_group,
     _launch(hidden, gates, qkw, weights, rows, len(rows), sides, heads_per_group, rank, approximate)
     torch.autograd.graph.increment_version([x for x in rows if not x.is_inference()])
     return refuse_backward("generate_packed", [weights], [hidden, gates, qkw, *rows])[0]
-
-
-def generator_gradients(
-    grad: torch.Tensor,
-    hidden: torch.Tensor | None,
-    gates: torch.Tensor | None,
-    qkw: torch.Tensor | None,
-    heads_per_group: int,
-    rank: int,
-    approximate: str,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of `generate_weights_op`'s three tensors, recomputing what lies between, in torch.
-
-    Args:
-        grad: [C, B, H, W, N], the gradient of the op's result.
-        hidden, gates, qkw, heads_per_group, rank, approximate: the op's arguments.
-
-    Returns:
-        gradients of `hidden`, `gates` and `qkw`, in their shapes and dtypes; None where they are None.
-    """
-    _, batch, heads, _, length = grad.shape
-    m, k = heads_per_group, 2 * rank * heads_per_group
-    compute = accumulation_dtype(grad.dtype)
-    grad = grad.unflatten(2, (heads // m, m)).permute(2, 0, 1, 5, 4, 3).flatten(0, 1)  # [G·C, B, N, W, M]
-    grad_hidden = grad_gates = grad_qkw = None
-    if hidden is not None and qkw is not None:
-        blocks = qkw.view(-1, k, k)  # [G·C, K, K]
-        activated = F.gelu(hidden, approximate=approximate).view(batch * length, -1, k).transpose(0, 1)
-        pair = torch.bmm(activated, blocks)  # [G·C, B·N, K]
-        grad_pair = grad[..., : 2 * rank, :].flatten(1, 2)  # [G·C, B·N, 2R, M]
-        grad_down, grad_up = grad_pair.split(rank, dim=2)
-        raw, grad_down = pair.unflatten(-1, (-1, m))[:, :, :rank].to(compute), grad_down.to(compute)
-        scale = torch.rsqrt(raw.pow(2).mean(dim=-1, keepdim=True) + COMPOSE_NORM_EPS)
-        raw = raw * scale  # normed
-        grad_down = scale * (grad_down - raw * (grad_down * raw).mean(dim=-1, keepdim=True))
-        grad_pair = torch.cat([grad_down.to(pair.dtype), grad_up.to(pair.dtype)], dim=2).flatten(2)  # [G·C, B·N, K]
-        grad_qkw = torch.bmm(activated.transpose(1, 2), grad_pair).view(qkw.shape)
-        grad_hidden = torch.bmm(grad_pair, blocks.transpose(1, 2)).transpose(0, 1).reshape(hidden.shape)
-        grad_hidden = torch.ops.aten.gelu_backward(grad_hidden, hidden, approximate=approximate)
-    if gates is not None:
-        grad_gates = grad[..., -1, :].permute(1, 2, 0, 3).reshape(gates.shape).to(compute)  # [B, N, G·C·M]
-        grad_gates = (grad_gates * (1 - torch.tanh(gates.to(compute)).pow(2))).to(gates.dtype)
-    return grad_hidden, grad_gates, grad_qkw
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    hidden, gates, qkw, _, _, heads_per_group, rank, approximate, _ = inputs
-    ctx.save_for_backward(hidden, gates, qkw)
-    ctx.arguments = heads_per_group, rank, approximate
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple:
-    return (*generator_gradients(grad, *ctx.saved_tensors, *ctx.arguments), *(None,) * 6)
-
-
-generate_weights_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 # --- the module's weights ---------------------------------------------------------------------------------------------
@@ -593,6 +527,5 @@ __all__ = [
     "can_replace",
     "generate_packed",
     "generate_weights",
-    "generator_gradients",
     "kernel_specs",
 ]

@@ -293,6 +293,47 @@ def _(hidden, gates, qkw, stages, sides, heads_per_group, rank, approximate, dty
     return torch.empty(generated_shape(hidden, gates, stages * sides, rank), dtype=dtype, device=source.device)
 
 
+@torch.library.custom_op("dcformer::generate_weights_backward", mutates_args=())
+def generate_weights_backward_op(
+    grad: torch.Tensor,
+    hidden: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    qkw: torch.Tensor | None,
+    heads_per_group: int,
+    rank: int,
+    approximate: str,
+) -> list[torch.Tensor]:
+    """Gradients of hidden, qkw and gates, as far as present, in their dtypes.
+
+    Args:
+        grad: of the result of `generate_weights_op`.
+        Others: those of `generate_weights_op`.
+    """
+    raise _kernel("generate_weights_backward")
+
+
+@generate_weights_backward_op.register_fake
+def _(grad, hidden, gates, qkw, *args):
+    present = [t for t in (hidden, qkw, gates) if t is not None]
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in present]
+
+
+def _save_generators(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    hidden, gates, qkw, _, _, *ctx.arguments, _ = inputs
+    ctx.save_for_backward(hidden, gates, qkw)
+
+
+def _differentiate_generators(ctx: Any, grad: torch.Tensor) -> tuple:
+    hidden, gates, qkw = ctx.saved_tensors
+    found = generate_weights_backward_op(grad, hidden, gates, qkw, *ctx.arguments)
+    grad_hidden, grad_qkw = (None, None) if hidden is None else found[:2]
+    return grad_hidden, None if gates is None else found[-1], grad_qkw, *(None,) * 6
+
+
+generate_weights_op.register_autograd(_differentiate_generators, setup_context=_save_generators)
+generate_weights_backward_op.register_autograd(_refuse_second_derivative)
+
+
 @_inference_op("generate_packed", mutates_args=("rows_0", "rows_1"))
 def generate_packed_op(
     hidden: torch.Tensor | None,
@@ -426,6 +467,7 @@ __all__ = [
     "decode_op",
     "decode_step_op",
     "generate_packed_op",
+    "generate_weights_backward_op",
     "generate_weights_op",
     "generated_shape",
     "kept_queries",

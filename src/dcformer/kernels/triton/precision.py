@@ -1,4 +1,4 @@
-"""Products and rounding that are the same compiled and in Triton's interpreter."""
+"""Products, rounding and a function that are the same compiled and in Triton's interpreter."""
 # mypy: disable-error-code="no-untyped-def"
 # (arguments of kernels have no types in Python; the annotations there are Triton's)
 
@@ -46,3 +46,13 @@ def add_product(total, a, b):
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def tanh(x):
+    """Accurate to 1e-6 of the result, near zero too, where the formula with exp cancels and a series does not."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    small = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - small) / (1.0 + small)
+    return tl.where(square < 0.04, series, tl.where(x < 0, -size, size))
