@@ -372,14 +372,16 @@ def test_gradients(shape, switches, dtype):
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("groups,rank", [(1, 2), (3, 1)])
-def test_gradients_are_as_exact_as_float32_allows(groups, rank, act):
-    """Every gradient within a few units in the last place of its largest number."""
+def test_gradients_are_as_exact_as_the_modules(groups, rank, act):
+    """Beside every gradient's largest number, in units of the last place. With few heads a norm may enlarge roundings."""
     module, exact = make(num_attention_heads=6, compose_groups=groups, compose_rank=rank, compose_act=act)
     x = states(2, 21)
-    result, truth = gradients(generate_weights, module, x), gradients(lambda h, m: m(h), exact, x.double())
+    truth = gradients(lambda h, m: m(h), exact, x.double())
+    results = gradients(generate_weights, module, x), gradients(lambda h, m: m(h), module, x)
     for name, expected in truth.items():
-        error = (result[name].double() - expected).abs().max() / expected.abs().max()
-        assert error <= 16 * torch.finfo(torch.float32).eps, f"{name}: {error:.3g}"
+        unit = torch.finfo(torch.float32).eps * expected.abs().max()
+        error, yardstick = ((result[name].double() - expected).abs().max() / unit for result in results)
+        assert error <= 1.25 * yardstick + 4, f"{name}: {error:.3g} against {yardstick:.3g}"
 
 
 def test_gradients_through_packed_weights():
