@@ -22,6 +22,7 @@ NEEDS = {
     "dcformer.training": "train",
     "dcformer.kernels.decode": "kernels",
     "dcformer.kernels.generator": "kernels",
+    "dcformer.kernels.generator_backward": "kernels",
     "dcformer.evaluation.sharing": "eval",
     "dcformer.kernels.launch": "kernels",
     "dcformer.kernels.ops": "kernels",

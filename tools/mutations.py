@@ -28,6 +28,7 @@ T_VERIFY, T_CLI = "tests/conversion/test_verification.py::", "tests/conversion/t
 T_GENERATOR, T_DECODE = "tests/kernels/test_generator.py::", "tests/kernels/test_decode.py::"
 T_BALANCE = "tests/kernels/test_balance.py::"
 T_STEP = "tests/kernels/test_step.py::"
+T_RECORDING = "tests/kernels/test_recording.py::"
 T_REPEATED = "tests/kernels/test_repeated.py::"
 T_ATTEND = "tests/kernels/test_attention.py::"
 T_KERNEL = T_ATTEND + "test_output_and_gradients"
@@ -980,12 +981,6 @@ _KERNELS = (
         "kernels",
         "kernels/generator.py",
         (
-            "tanh near zero by a shorter series",
-            "(2.0 / 15.0 - square * (17.0 / 315.0))",
-            "(2.0 / 15.0)",
-            T_GENERATOR + "test_tanh_is_accurate_relative_to_itself",
-        ),
-        (
             "product not rounded",
             "    pair = rounded(pair, p_qkw.dtype.element_ty).to(tl.float32)\n",
             "",
@@ -1002,12 +997,6 @@ _KERNELS = (
             "tl.where(o_h % REP == REP - 1, PAD, 0)",
             "tl.where(o_h % REP == REP - 1, 0, 0)",
             T_GENERATOR + "test_weights_and_rows",
-        ),
-        (
-            "gradient of the norm without its mean",
-            "grad_down = scale * (grad_down - raw * (grad_down * raw).mean(dim=-1, keepdim=True))",
-            "grad_down = scale * grad_down",
-            T_GENERATOR + "test_gradient_formulas_in_float64",
         ),
     )
     + _in(
@@ -1209,6 +1198,92 @@ _KERNELS = (
             "key.shape[1], rounded_length(S), S > 1, value",
             "key.shape[1], S, S > 1, value",
             "tests/kernels/test_model.py::test_layers_repeat_the_launches_of_the_first",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/recording.py",
+        (
+            "a repeated pass keeps its memory to the end",
+            "                tensors[number] = None\n",
+            "                pass\n",
+            T_RECORDING + "test_a_repeated_pass_is_the_pass",
+        ),
+        (
+            "what lies where memory was given back is taken for it",
+            "if made is not None and not made.storage.expired():",
+            "if made is not None:",
+            T_RECORDING + "test_what_cannot_be_repeated_is_not",
+        ),
+        (
+            "a part of a recorded tensor without its place",
+            "arguments[i] = addresses[number] + offset",
+            "arguments[i] = addresses[number]",
+            T_RECORDING + "test_steps_are_repeated_in_their_order",
+        ),
+        (
+            "a part of memory that two tensors share is guessed",
+            "if len(owners) == 1 and",
+            "if owners and",
+            T_RECORDING + "test_parts_of_tensors_that_share_memory_are_not_guessed",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/passes.py",
+        (
+            "a pass is repeated for one tensor given twice",
+            "geometry(tensors), *map(addresses.index, addresses), *tiles,",
+            "geometry(tensors), *tiles,",
+            T_RECORDING + "test_the_same_tensor_twice_is_not_two_tensors",
+        ),
+        (
+            "a pass is repeated with another scale",
+            "self.layout, self.scale, seen.low",
+            "self.layout, seen.low",
+            T_RECORDING + "test_a_scale_and_chunks_decide",
+        ),
+        (
+            "what torch makes of gradients of the log-sum-exp is recorded",
+            "                self.recording.spoil()\n",
+            "                pass\n",
+            T_RECORDING + "test_gradients_of_the_log_sum_exp_are_not_recorded",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/launch.py",
+        (
+            "zeros of a repeated pass are what lay there",
+            "self._do(torch.Tensor.zero_, zeros)",
+            "zeros.zero_()",
+            T_RECORDING + "test_a_repeated_pass_is_the_pass",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/precision.py",
+        (
+            "tanh near zero by a shorter series",
+            "(2.0 / 15.0 - square * (17.0 / 315.0))",
+            "(2.0 / 15.0)",
+            T_GENERATOR + "test_tanh_is_accurate_relative_to_itself",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/generator_backward.py",
+        (
+            "gradient of the norm without its mean",
+            "scale * (grad - normed * along[:, :, None])",
+            "scale * grad",
+            T_GENERATOR + "test_gradients",
+        ),
+        (
+            "gradients of another generator's gates",
+            "i_gc * M + o_m[None, :]\n        tl.store",
+            "i_gc % C * M + o_m[None, :]\n        tl.store",
+            T_GENERATOR + "test_gradients",
         ),
     )
     + _in(

@@ -373,7 +373,7 @@ def test_gradients(shape, switches, dtype):
 @pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("groups,rank", [(1, 2), (3, 1)])
 def test_gradients_are_as_exact_as_the_modules(groups, rank, act):
-    """Beside every gradient's largest number, in units of the last place. With few heads a norm may enlarge roundings."""
+    """In units of the last place of each gradient's largest number. With few heads a norm may enlarge roundings."""
     module, exact = make(num_attention_heads=6, compose_groups=groups, compose_rank=rank, compose_act=act)
     x = states(2, 21)
     truth = gradients(lambda h, m: m(h), exact, x.double())
