@@ -1243,12 +1243,6 @@ _KERNELS = (
             "self.layout, seen.low",
             T_RECORDING + "test_a_scale_and_chunks_decide",
         ),
-        (
-            "what torch makes of gradients of the log-sum-exp is recorded",
-            "                self.recording.spoil()\n",
-            "                pass\n",
-            T_RECORDING + "test_gradients_of_the_log_sum_exp_are_not_recorded",
-        ),
     )
     + _in(
         "kernels",

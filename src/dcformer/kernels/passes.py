@@ -177,10 +177,10 @@ class Passes(Launcher):
         programs = ceil_div(chunk.n_s, matrix_constants(self.layout, self.M, 1)["B_S"])
         amplified = self._new(self.B * self.G, programs)
         pre, post = self._matrices(chunk, amplified)
-        extra = None  # derivative of a base 2 log-sum-exp by a composed score: a weight over ln 2
+        # Derivative of a base 2 log-sum-exp by a composed score: a weight over ln 2. A pass with it is not recorded, as
+        # a kernel takes what torch has made.
+        extra = None
         if grad_lse is not None:
-            if self.recording is not None:
-                self.recording.spoil()
             these = slice(chunk.t_0, chunk.t_0 + chunk.n_t)
             is_blind = (self.visibility.first >= self.visibility.last)[:, None, these]
             extra = (grad_lse[:, :, these] / LN_2).masked_fill(is_blind, 0.0).contiguous()  # [B, H, n_t]

@@ -124,10 +124,6 @@ class Recording:
         self._steps: list[_Make | _Launch | _Call] = []
         self._is_whole = True
 
-    def spoil(self) -> None:
-        """To be called where the pass does what cannot be repeated."""
-        self._is_whole = False
-
     def new(self, tensor: torch.Tensor) -> torch.Tensor:
         """Notes a contiguous tensor in memory of its own. Returns it."""
         number, storage = len(self._given) + len(self._last_use), tensor.untyped_storage()
@@ -147,7 +143,7 @@ class Recording:
             arguments: all of them in order.
         """
         if run is None:
-            self.spoil()
+            self._is_whole = False
             return
         values, places = list(arguments), []
         for i, value in enumerate(values):
@@ -191,14 +187,14 @@ class Recording:
         owners = self._owners.get(storage, ())
         if len(owners) == 1 and (start := self._given[owners[0]]) is not None:  # else it may be a part of others
             return owners[0], address - start.data_ptr()
-        self.spoil()
+        self._is_whole = False
         return 0, 0
 
     def _view(self, tensor: torch.Tensor) -> _View:
         number, _ = self._place(tensor)
         made = self._made.get(tensor.untyped_storage().data_ptr())
         if made is None or (made.number, made.dtype) != (number, tensor.dtype):
-            self.spoil()
+            self._is_whole = False
             return _View(number, None)
         how = _how(tensor)
         return _View(number, None if how == made.whole else how)
