@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dcformer import DCFormerConfig
-from dcformer.kernels import decode, generator, prepare
+from dcformer.kernels import decode, generator, generator_backward, prepare
 from dcformer.kernels.launch import LAUNCHES, Gradients
 from dcformer.kernels.layout import Layout, Part, stages_of
 from dcformer.kernels.overflow import NOTHING, Beyond
@@ -226,14 +226,14 @@ def _sizes(shape: str) -> tuple[int, int]:
 
 def all_specs(arch: int, shapes: tuple[str, ...] = SHAPES, dtype: str = "bf16", rank: int = 2) -> list[dict[str, Any]]:
     """Every kernel that models of these shapes need: attention, with lengths that are multiples of 16 and odd ones;
-    `decode`, `generator` and `prepare`."""
+    `decode`, `generator`, `generator_backward` and `prepare`."""
     specs = []
     layout = Layout(FULL.pre, FULL.post, rank=rank)
     for shape in shapes:
         for is_odd in (False, True):
             found = attention_specs(*_sizes(shape), arch, DTYPES[dtype], layout, is_odd)
             specs += [spec | {"shape": shape, "odd": is_odd} for spec in found.values()]
-    for spec in decode.kernel_specs() + generator.kernel_specs() + prepare.kernel_specs():
+    for spec in [spec for module in (decode, generator, generator_backward, prepare) for spec in module.kernel_specs()]:
         words = spec["label"].lower().split()  # of a kernel, a model and sizes
         shape = next(name for name in SHAPES if name in words)
         if shape in shapes:
