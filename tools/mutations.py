@@ -1210,10 +1210,10 @@ _KERNELS = (
             T_RECORDING + "test_a_repeated_pass_is_the_pass",
         ),
         (
-            "what lies where memory was given back is taken for it",
-            "if made is not None and not made.storage.expired():",
-            "if made is not None:",
-            T_RECORDING + "test_what_cannot_be_repeated_is_not",
+            "empty tensors are taken for one another",
+            "memory = self._made.get(tensor.untyped_storage()._cdata)",
+            "memory = next((m for m in self._made.values() if m.address == tensor.data_ptr()), None)",
+            T_RECORDING + "test_nothing_to_do",
         ),
         (
             "a part of a recorded tensor without its place",
@@ -1223,8 +1223,8 @@ _KERNELS = (
         ),
         (
             "a part of memory that two tensors share is guessed",
-            "if len(owners) == 1 and",
-            "if owners and",
+            "if len(around) == 1:",
+            "if around:",
             T_RECORDING + "test_parts_of_tensors_that_share_memory_are_not_guessed",
         ),
     )
@@ -1238,9 +1238,15 @@ _KERNELS = (
             T_RECORDING + "test_the_same_tensor_twice_is_not_two_tensors",
         ),
         (
+            "a repeated pass is kept, however long",
+            "if made is None or len(made.steps) > _MOST_STEPS:",
+            "if made is None:",
+            T_RECORDING + "test_long_passes_are_not_kept",
+        ),
+        (
             "a pass is repeated with another scale",
-            "self.layout, self.scale, seen.low",
-            "self.layout, seen.low",
+            "self.layout, self.scale, self.chunk_bytes",
+            "self.layout, self.chunk_bytes",
             T_RECORDING + "test_a_scale_and_chunks_decide",
         ),
     )

@@ -49,6 +49,14 @@ def language_patched_once():
         scope.restore()
 
 
+@pytest.fixture(autouse=True)
+def nothing_recorded(monkeypatch):
+    """No pass is repeated that another test has written down, as tests look at what passes call."""
+    from dcformer.kernels import passes
+
+    monkeypatch.setattr(passes, "_recorded", {})
+
+
 def call_with_room(function, arguments):
     """Calls a function where Python need not map memory for the frames of what it calls.
 

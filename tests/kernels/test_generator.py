@@ -380,6 +380,23 @@ def test_gradients_are_as_exact_as_the_modules(groups, rank, act):
         assert error <= 1.25 * yardstick + 4, f"{name}: {error:.3g} against {yardstick:.3g}"
 
 
+@pytest.mark.parametrize("batch,length", [(2, 5), (0, 3), (2, 0)])
+def test_gradients_of_any_layout(batch, length):
+    """Pre-activations with tokens first in memory, and none at all."""
+    columns, found = 4 * 2 * 2 * 3, []  # C · K
+    wide, gate = torch.randn(length, batch, columns).to(DEVICE), torch.randn(length, batch, 4 * 3).to(DEVICE)
+    qkw = torch.randn(columns, 12).to(DEVICE).requires_grad_()
+    for is_dense in (True, False):
+        hidden, gates = (x.transpose(0, 1).clone(memory_format=torch.contiguous_format) for x in (wide, gate))
+        if not is_dense:
+            hidden, gates = wide.transpose(0, 1), gate.transpose(0, 1)
+        tensors = [hidden.detach().requires_grad_(), gates.detach().requires_grad_(), qkw]
+        weights = generate_weights_op(*tensors, 2, 2, 3, 2, "none", torch.float32)
+        found.append(torch.autograd.grad(weights.square().sum(), tensors))
+    for one, other, tensor in zip(*found, tensors, strict=True):
+        assert one.shape == tensor.shape and torch.equal(one, other)
+
+
 def test_gradients_through_packed_weights():
     """What attention reads is differentiable like the sides it is made of."""
     module, _ = make(num_attention_heads=6, compose_groups=2)

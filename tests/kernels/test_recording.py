@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dcformer.kernels import composed_attention, launch, overflow, passes
 from dcformer.kernels import problem as problems
 from dcformer.kernels.passes import Passes
-from dcformer.kernels.recording import Recording
+from dcformer.kernels.recording import Recorded, Recording
 from dcformer.kernels.repeated import start
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -21,7 +21,7 @@ in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="would compile k
 
 
 class Watch:
-    """Counts launches that are chosen, and keeps the most bytes of new tensors that any launch has found alive."""
+    """Counts launches that are chosen, and keeps the most bytes of new tensors that were alive at once."""
 
     def __init__(self) -> None:
         self.chosen, self.most = 0, 0
@@ -30,6 +30,7 @@ class Watch:
     def made(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         self._made.append((StorageWeakRef(storage), storage.nbytes()))
+        self.look()
         return tensor
 
     def look(self) -> None:
@@ -42,15 +43,15 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Nothing is recorded at first; the interpreter's launches can be repeated, too."""
+    """The interpreter's launches can be repeated, too."""
     watch, empty, new_kept = Watch(), torch.empty, passes.new_kept
 
     def interpreted(kernel, grid, values):
-        dtypes = [value.dtype if isinstance(value, torch.Tensor) else None for value in values.values()]
+        dtypes = {name: x.dtype if isinstance(x, torch.Tensor) else None for name, x in values.items()}
 
         def run(*arguments):
-            named = dict(zip(values, arguments, strict=True))
-            for name, dtype in zip(named, dtypes, strict=True):
+            named = dict(zip(dtypes, arguments, strict=True))
+            for name, dtype in dtypes.items():
                 if dtype is not None:  # addresses, of which the interpreter has to know what is there
                     memory = (ctypes.c_char * dtype.itemsize).from_address(named[name])
                     named[name] = torch.frombuffer(memory, dtype=dtype)
@@ -60,17 +61,9 @@ def watch(monkeypatch):
 
     def started(kernel, grid, values, options, device):
         watch.chosen += 1
-        watch.look()
-        run = start(kernel, grid, values, options, device) or interpreted(kernel, grid, values)
-
-        def again(*arguments):
-            watch.look()
-            run(*arguments)
-
-        return again
+        return start(kernel, grid, values, options, device) or interpreted(kernel, grid, values)
 
     monkeypatch.setattr(launch, "start", started)
-    monkeypatch.setattr(passes, "_recorded", {})
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: watch.made(empty(*args, **kwargs)))
     monkeypatch.setattr(passes, "new_kept", lambda *args: watch.made(new_kept(*args)))
     return watch
@@ -91,6 +84,11 @@ def run(case, seed, save_maps=False, of_lse=False):
     return [out, lse, *torch.autograd.grad(loss, list(tensors.values()))]
 
 
+def recorded():
+    """How many passes are kept, to be repeated."""
+    return sum(isinstance(kept, Recorded) for kept in passes._recorded.values())
+
+
 CASES = {
     "all": (Case(length=18, static=True, groups=2), {}),
     "bfloat16, maps kept": (Case(length=18, heads=2, dtype=torch.bfloat16), {"save_maps": True}),
@@ -101,7 +99,8 @@ CASES = {
     "padding": (Case(batch=2, length=18, heads=2, start=(0, 7)), {}),
     "keys that no chunk covers": (Case(length=7, keys=30, offset=5, heads=2), {}),
     "chunks": (Case(length=37, heads=2, chunk=16), {}),
-    "chunks of the batch": (Case(batch=3, length=20, heads=2, chunk=16, static=True), {"save_maps": True}),
+    "chunks of the batch": (Case(batch=3, length=20, heads=2, chunk=16, start=(0, 5, 19)), {"save_maps": True}),
+    "a group's static projection, chunks of the batch": (Case(batch=2, length=5, heads=2, chunk=16, static=True), {}),
 }
 
 
@@ -118,12 +117,13 @@ def test_a_repeated_pass_is_the_pass(name, watch, monkeypatch):
         expected = run(case, 1, **options)
     most = watch.most
     assert not passes._recorded and watch.chosen
-    run(case, 2, **options)
-    assert len(passes._recorded) == 2
-    for seed in (3, 1):
-        watch.reset()
-        found = run(case, seed, **options)
-        assert not watch.chosen and len(passes._recorded) == 2
+    for seed in (2, 3):
+        assert not recorded()
+        run(case, seed, **options)
+    assert recorded() == len(passes._recorded) == 2
+    watch.reset()
+    found = run(case, 1, **options)
+    assert not watch.chosen and len(passes._recorded) == 2
     assert 0 < watch.most <= most
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -134,8 +134,9 @@ def test_a_repeated_pass_is_the_pass(name, watch, monkeypatch):
 def test_gradients_of_the_log_sum_exp_are_not_recorded(watch):
     case = Case(length=18, heads=2)
     expected = run(case, 1, of_lse=True)
-    assert len(passes._recorded) == 1  # the forward pass
-    run(case, 2, of_lse=True)
+    for _ in range(2):
+        run(case, 2, of_lse=True)
+    assert recorded() == 1 and len(passes._recorded) == 2  # the forward pass
     watch.reset()
     found = run(case, 1, of_lse=True)
     assert watch.chosen and all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -154,9 +155,10 @@ def test_what_decides_is_not_repeated(watch, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Passes, "_repeated", lambda self, name, run, given: run(*given))
         expected = [run(case, 1) for case in cases]
-    for seed in (2, 1):
+    for seed in (2, 3, 1):
+        watch.reset()
         found = [run(case, seed) for case in cases]
-    assert len(passes._recorded) == 2 * len(cases)
+    assert not watch.chosen and recorded() == len(passes._recorded) == 2 * len(cases)
     for one, other in zip(found, expected, strict=True):
         assert all(map(torch.equal, one, other))
 
@@ -164,7 +166,7 @@ def test_what_decides_is_not_repeated(watch, monkeypatch):
 def test_a_scale_and_chunks_decide(watch):
     """Numbers that no tensor has."""
     query, key, value = (torch.randn(1, 2, 40, 16, device=DEVICE) for _ in range(3))
-    for _ in range(2):
+    for _ in range(3):
         for i, options in enumerate(({}, {"scale": 0.5}, {"chunk_bytes": 1}, {"causal_offset": -1})):
             found = composed_attention(query, key, value, **options)
             expected = torch.softmax(
@@ -175,7 +177,7 @@ def test_a_scale_and_chunks_decide(watch):
                 -1,
             ).nan_to_num()
             assert (found - expected @ value).abs().max() < 1e-5, i
-    assert len(passes._recorded) == 4
+    assert recorded() == 4
 
 
 @in_the_interpreter
@@ -184,33 +186,50 @@ def test_a_mark_has_a_pass_recorded_anew(watch, monkeypatch):
     monkeypatch.setattr(overflow, "_found", {})
     monkeypatch.setattr(overflow, "_watches", {})
     query, key, value = (torch.randn(1, 2, 18, 16, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-    composed_attention(query, key, value)
-    (small,) = passes._recorded
-    for _ in range(3):
-        found = composed_attention(300 * query, 300 * key, value)
-    assert len(passes._recorded) == 2  # with float32 maps
-    watch.reset()
-    again = composed_attention(300 * query, 300 * key, value)
-    assert not watch.chosen and torch.equal(found, again)
-    assert small in passes._recorded
+    for _ in range(2):
+        composed_attention(query, key, value)
+    assert recorded() == 1
+    expected = composed_attention(300 * query, 300 * key, value)  # repeats that pass, finds the mark, and does another
+    for _ in range(2):
+        watch.reset()
+        assert torch.equal(composed_attention(300 * query, 300 * key, value), expected)
+    assert not watch.chosen and recorded() == 2
 
 
 def test_the_same_tensor_twice_is_not_two_tensors(watch):
     """Which of the tensors are one is part of what a pass is recorded for."""
     new = torch.randn(4, 1, 2, 18, 16, device=DEVICE).unbind()
-    composed_attention(new[0], new[0], new[0])
-    for states in (new[:3], (new[1], new[2], new[2]), (new[1], new[1], new[3]), (new[3], new[3], new[3])):
-        found = composed_attention(*states)
-        monkey = [tensor.clone() for tensor in states]  # three storages
-        assert torch.equal(found, composed_attention(*monkey))
-    assert len(passes._recorded) == 4
+    for _ in range(3):
+        for states in (new[:3], (new[1], new[2], new[2]), (new[1], new[1], new[3]), (new[3], new[3], new[3])):
+            found = composed_attention(*states)
+            assert torch.equal(found, composed_attention(*[tensor.clone() for tensor in states]))  # three storages
+    assert recorded() == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch,queries", [(1, 0), (0, 3)])
+def test_nothing_to_do(batch, queries, dtype, watch):
+    """Empty tensors all lie at one address."""
+    for _ in range(4):
+        states = [torch.zeros(batch, 2, n, 16, dtype=dtype, device=DEVICE).requires_grad_() for n in (queries, 5, 5)]
+        out, lse = composed_attention(*states, return_lse=True)
+        assert (out.shape, lse.shape) == ((batch, 2, queries, 16), (batch, 2, queries))
+        out.sum().backward()
+        assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in states)
+
+
+def test_long_passes_are_not_kept(watch, monkeypatch):
+    monkeypatch.setattr(passes, "_MOST_STEPS", 2)
+    for _ in range(3):
+        composed_attention(*[torch.zeros(1, 1, 3, 16, device=DEVICE)] * 3)
+    assert list(passes._recorded.values()) == [False] and watch.chosen == 3 * 4
 
 
 def test_the_oldest_recording_is_forgotten(watch, monkeypatch):
     monkeypatch.setattr(passes, "_MOST_RECORDED", 2)
-    for length in (3, 4, 5, 3):
+    for length in (3, 3, 4, 4, 5, 5, 3, 5):
         composed_attention(*[torch.zeros(1, 1, length, 16, device=DEVICE)] * 3)
-    assert len(passes._recorded) == 2 and watch.chosen == 4 * 4
+    assert len(passes._recorded) == 2 and recorded() == 1 and watch.chosen == 7 * 4
 
 
 # --- recordings of anything -------------------------------------------------------------------------------------------
@@ -240,7 +259,6 @@ def test_steps_are_repeated_in_their_order():
 
 
 def test_memory_is_given_back_when_nothing_needs_it():
-    alive: list = []
     recording = Recording([])
     first, second = recording.new(torch.empty(10)), recording.new(torch.empty(10))
     recording.launch(lambda *_: None, [first, second])
@@ -249,8 +267,7 @@ def test_memory_is_given_back_when_nothing_needs_it():
     recording.launch(lambda *_: None, [last])
     recorded = recording.finish([last])
     assert recorded is not None
-    alive = [done for _, done in recorded.steps]
-    assert alive == [[], [], [0], [1], [], []]
+    assert [done for _, done in recorded.steps] == [[], [], [0], [1], [], []]
 
 
 def elsewhere(recording, x):
@@ -265,13 +282,10 @@ def interpreted(recording, x):
 
 def given_back(recording, x):
     """What lies where something of the pass lay is another's."""
-    storage = torch.empty(64)
-    recording.new(storage)
-    address, size = storage.data_ptr(), storage.nbytes
-    memory = (ctypes.c_char * size)()
-    del storage
-    recording._made[ctypes.addressof(memory)] = recording._made.pop(address)
-    recording.launch(lambda *_: None, [torch.frombuffer(memory, dtype=torch.float32)])
+    recording.new(torch.empty(64))
+    others = [torch.empty(64) for _ in range(64)]
+    assert not {other.untyped_storage()._cdata for other in others} & set(recording._made)
+    recording.launch(lambda *_: None, others)
     return recording.new(torch.empty(2))
 
 
@@ -298,10 +312,16 @@ def test_what_cannot_be_repeated_is_not(spoil):
 
 
 def test_parts_of_tensors_that_share_memory_are_not_guessed():
-    """Where another given tensor may begin, a part of one is not taken for it."""
-    memory = torch.zeros(6, 4)
+    """A part is found in the tensor that it is of, but where two tensors have it."""
+    memory, log = torch.zeros(6, 4), []
     recording = Recording([memory[:3], memory[3:]])
-    recording.launch(lambda *_: None, [memory[3:]])  # as it was given
+    recording.launch(addresses(log), [memory[3:], memory[4:5], memory[1:3]])
+    recorded = recording.finish([])
+    first, second = torch.zeros(3, 4), torch.zeros(3, 4)
+    recorded([first, second], first.device)
+    assert log == [(second.data_ptr(), second[1:].data_ptr(), first[1:].data_ptr())]
+    recording = Recording([memory[:4], memory[3:]])
+    recording.launch(addresses(log), [memory[3:], memory[:3]])
     assert recording.finish([]) is not None
-    recording.launch(lambda *_: None, [memory[3:5]])
+    recording.launch(addresses(log), [memory[3:4]])
     assert recording.finish([]) is None

@@ -114,26 +114,28 @@ def generator_gradients(
     approximate: str,
 ) -> list[torch.Tensor]:
     """What `generate_weights_backward_op` returns."""
-    _, batch, _, _, length = grad.shape
+    generators, batch, heads, _, length = grad.shape
     columns, grad = 2 * rank * heads_per_group, grad.contiguous()
+    rows = batch * length, generators * heads // heads_per_group, columns  # [B·N, G·C, K]
     with torch.autocast(grad.device.type, enabled=False):
         pair = grad_gates = None
         if hidden is not None and qkw is not None:
-            blocks = qkw.view(-1, columns, columns)  # [G·C, K, K]
-            activated = F.gelu(hidden, approximate=approximate).view(batch * length, -1, columns).transpose(0, 1)
+            blocks = qkw.reshape(rows[1], columns, columns)  # [G·C, K, K]
+            activated = F.gelu(hidden, approximate=approximate).reshape(rows).transpose(0, 1)
             pair = torch.bmm(activated, blocks)  # [G·C, B·N, K]
         if gates is not None:
             gates = gates if gates.stride(-1) == 1 else gates.contiguous()
             grad_gates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
         if grad.numel():
             _RUN([grad, pair, gates, grad_gates], heads_per_group, rank)
-        found = []
-        if hidden is not None and qkw is not None and pair is not None:  # of which it holds the gradient now
+        found = [] if grad_gates is None else [grad_gates]
+        if hidden is not None and qkw is not None and pair is not None:
+            grad_pair = pair  # whose place it has taken
             grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-            torch.bmm(pair, blocks.transpose(1, 2), out=grad_hidden.view(batch * length, -1, columns).transpose(0, 1))
-            found.append(torch.ops.aten.gelu_backward(grad_hidden, hidden, approximate=approximate))
-            found.append(torch.bmm(activated.transpose(1, 2), pair).view(qkw.shape))
-        return found if grad_gates is None else [*found, grad_gates]
+            torch.bmm(grad_pair, blocks.transpose(1, 2), out=grad_hidden.view(rows).transpose(0, 1))
+            grad_hidden = torch.ops.aten.gelu_backward(grad_hidden, hidden, approximate=approximate)
+            found = [grad_hidden, *found, torch.bmm(activated.transpose(1, 2), grad_pair).view(qkw.shape)]
+        return found
 
 
 def kernel_specs() -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..masks_dcformer import is_captured
 from .launch import LN_2, UNLIMITED, Gradients, Launcher, Sources, States, add_up, matrix_constants
 from .layout import Part, Stage, stages_of
 from .overflow import Beyond, beyond, look, mark_of
@@ -32,8 +33,9 @@ from .tuning import KERNELS, autotune_is_on
 
 _Results = list[torch.Tensor | None]
 
-_MOST_RECORDED = 256
-_recorded: dict[tuple, Recorded] = {}  # the oldest is forgotten
+_MOST_RECORDED, _MOST_STEPS = 256, 256  # passes, the oldest is forgotten; steps of one: longer ones keep a GPU busy
+# What a pass is chosen by -> the pass as it was written down; True: seen once; False: not to be repeated.
+_recorded: dict[tuple, Recorded | bool] = {}
 
 
 class Passes(Launcher):
@@ -57,29 +59,34 @@ class Passes(Launcher):
         return found
 
     def _repeated(self, name: str, run: Callable[..., _Results], given: Sequence[torch.Tensor | None]) -> _Results:
-        """Results of a pass, which is written down the first time, and repeated for tensors of the same geometry."""
-        if self.trial is not None:
-            return run(*given)
+        """Results of a pass, which is written down the second time and then repeated, with tensors of one geometry."""
         seen, (pre, post), device = self.visibility, self.weights, self.q.device
+        if self.trial is not None or is_captured(device):
+            return run(*given)
         marks = [] if self.map_dtype == torch.float32 else [mark_of(device, what) for what in Beyond]
         tensors = [self.q, self.k, self.v, *pre, *post, seen.first, seen.last, *given, *marks]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         tiles = [self._tile(kernel) for kernel in KERNELS] if autotune_is_on() else ()
         key = (
-            name, device, self.layout, self.scale, seen.low, seen.high, self.chunk_bytes, self.beyond, self.keeps,
-            geometry(tensors), *map(addresses.index, addresses), *tiles,
+            type(self), name, device, self.layout, self.scale, self.chunk_bytes, self.beyond, self.keeps, seen.low,
+            seen.high, geometry(tensors), *map(addresses.index, addresses), *tiles,
         )  # fmt: skip
         known = _recorded.get(key)
-        if known is not None:
+        if isinstance(known, Recorded):
             with self._surroundings():
                 return known(tensors, device)
+        if not known:
+            keep(_recorded, key, known is None, _MOST_RECORDED)
+            return run(*given)
         self.recording = Recording(tensors)
         try:
             found = run(*given)
             made = self.recording.finish(found)
         finally:
             self.recording = None
-        if made is not None:
+        if made is None or len(made.steps) > _MOST_STEPS:
+            keep(_recorded, key, False, _MOST_RECORDED)
+        else:
             keep(_recorded, key, made, _MOST_RECORDED)
         return found
 
@@ -205,6 +212,7 @@ class Passes(Launcher):
         self._back(1, chunk, grads, scales, n_parts, p_sums=sum_parts, **tensors)
         sums = self._new(*sum_parts.shape[1:])  # of P dP and of P
         self._do(add_up, sum_parts, sums)
+        del sum_parts
         if extra is not None:
             of_heads = scales[0].view(self.B, self.G, -1).repeat_interleave(self.M, 1)  # [B, H, blocks]
             sums[0] -= extra * of_heads.repeat_interleave(self.block, 2)[:, :, : chunk.n_t] * sums[1]

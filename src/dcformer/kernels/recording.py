@@ -82,6 +82,7 @@ class Recorded:
                 tensor = torch.empty(step.shape, dtype=step.dtype, device=device)
                 tensors.append(tensor)
                 addresses.append(tensor.data_ptr())
+                del tensor
             else:
                 step.function(*[view.of(tensors) for view in step.views])
             for number in done:
@@ -90,10 +91,10 @@ class Recorded:
 
 
 class _Memory(NamedTuple):
-    """New memory while it is recorded."""
+    """New memory while it is recorded; `weak` keeps its storage's identity from being another's."""
 
     number: int
-    storage: StorageWeakRef  # another's may come to lie there
+    weak: StorageWeakRef
     address: int
     whole: _How
     dtype: torch.dtype
@@ -106,31 +107,29 @@ class Recording:
     affair. If it uses a tensor that it was neither given nor has made so, nothing is kept.
 
     Args:
-        given: tensors on one device, None for absent ones.
+        given: tensors on one device, None for absent ones. The same twice is taken for one.
     """
 
     def __init__(self, given: Sequence[torch.Tensor | None]):
-        self._numbers: dict[int, int] = {}  # id of a tensor that was given -> its number
-        self._starts: dict[int, int] = {}  # address -> number of the first tensor given there
-        self._owners: dict[int, list[int]] = {}  # address of a storage -> numbers of the tensors given in it
+        self._given: dict[tuple, int] = {}  # address and geometry -> number
+        self._extents: dict[int, list[tuple[int, int, int]]] = {}  # storage -> of each in it first byte, last, number
         for number, tensor in enumerate(given):
-            if tensor is not None:
-                self._numbers[id(tensor)] = number
-                self._starts.setdefault(tensor.data_ptr(), number)
-                self._owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(number)
-        self._given = given
-        self._made: dict[int, _Memory] = {}  # address of a storage -> what was made last there
-        self._last_use: list[int] = []  # of what was made, in its order: the number of a step
+            if tensor is not None and self._given.setdefault(_identity(tensor), number) == number:
+                extents = self._extents.setdefault(tensor.untyped_storage()._cdata, [])
+                extents.append((*_extent(tensor), number))
+        self._count = len(given)
+        self._made: dict[int, _Memory] = {}  # by storage
+        self._last_uses: dict[int, int] = {}  # of what was made: number -> that of a step
         self._steps: list[_Make | _Launch | _Call] = []
         self._is_whole = True
 
     def new(self, tensor: torch.Tensor) -> torch.Tensor:
         """Notes a contiguous tensor in memory of its own. Returns it."""
-        number, storage = len(self._given) + len(self._last_use), tensor.untyped_storage()
-        self._made[storage.data_ptr()] = _Memory(
-            number, StorageWeakRef(storage), tensor.data_ptr(), _how(tensor), tensor.dtype
-        )
-        self._last_use.append(len(self._steps))
+        storage = tensor.untyped_storage()
+        memory = _Memory(self._count, StorageWeakRef(storage), tensor.data_ptr(), _how(tensor), tensor.dtype)
+        self._made[storage._cdata] = memory
+        self._last_uses[self._count] = len(self._steps)
+        self._count += 1
         self._steps.append(_Make(tensor.shape, tensor.dtype))
         return tensor
 
@@ -142,7 +141,7 @@ class Recording:
                 none, as in Triton's interpreter.
             arguments: all of them in order.
         """
-        if run is None:
+        if run is None or not self._is_whole:
             self._is_whole = False
             return
         values, places = list(arguments), []
@@ -162,46 +161,57 @@ class Recording:
         if not self._is_whole:
             return None
         done: list[list[int]] = [[] for _ in self._steps]
-        for number, step in enumerate(self._last_use, len(self._given)):
-            if step < len(done):
+        for number, step in self._last_uses.items():
+            if step < len(done):  # else it is a result
                 done[step].append(number)
         return Recorded(list(zip(self._steps, done, strict=True)), views)
 
+    def _use(self, tensor: torch.Tensor) -> _Memory | None:
+        """The memory made in which a tensor lies, now in use by the next step; None if it lies elsewhere."""
+        memory = self._made.get(tensor.untyped_storage()._cdata)
+        if memory is not None:
+            self._last_uses[memory.number] = len(self._steps)
+        return memory
+
     def _place(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Of which tensor one is a part, or all, and how many bytes behind its start."""
-        number = self._numbers.get(id(tensor))  # most are
+        number = self._given.get(_identity(tensor))
         if number is not None:
             return number, 0
-        address = tensor.data_ptr()
-        number = self._starts.get(address)
-        if number is not None:
-            start = self._given[number]
-            assert start is not None
-            if (tensor.shape, tensor.stride()) == (start.shape, start.stride()):
-                return number, 0
-        storage = tensor.untyped_storage().data_ptr()
-        made = self._made.get(storage)
-        if made is not None and not made.storage.expired():
-            self._last_use[made.number - len(self._given)] = len(self._steps)
-            return made.number, address - made.address
-        owners = self._owners.get(storage, ())
-        if len(owners) == 1 and (start := self._given[owners[0]]) is not None:  # else it may be a part of others
-            return owners[0], address - start.data_ptr()
+        if (memory := self._use(tensor)) is not None:
+            return memory.number, tensor.data_ptr() - memory.address
+        first, last = _extent(tensor)
+        around = [
+            (number, first - start)
+            for start, end, number in self._extents.get(tensor.untyped_storage()._cdata, ())
+            if start <= first and last <= end
+        ]
+        if len(around) == 1:  # else it may be a part of any
+            return around[0]
         self._is_whole = False
         return 0, 0
 
     def _view(self, tensor: torch.Tensor) -> _View:
-        number, _ = self._place(tensor)
-        made = self._made.get(tensor.untyped_storage().data_ptr())
-        if made is None or (made.number, made.dtype) != (number, tensor.dtype):
+        memory, how = self._use(tensor), _how(tensor)
+        if memory is None or memory.dtype != tensor.dtype:
             self._is_whole = False
-            return _View(number, None)
-        how = _how(tensor)
-        return _View(number, None if how == made.whole else how)
+            return _View(0, None)
+        return _View(memory.number, None if how == memory.whole else how)
 
 
 def _how(tensor: torch.Tensor) -> _How:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
+def _identity(tensor: torch.Tensor) -> tuple:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first and last number."""
+    first = tensor.data_ptr()
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n)
+    return first, first + int(reach) * tensor.itemsize
 
 
 __all__ = ["Recorded", "Recording"]

@@ -303,7 +303,7 @@ def generate_weights_backward_op(
     rank: int,
     approximate: str,
 ) -> list[torch.Tensor]:
-    """Gradients of hidden, qkw and gates, as far as present, in their dtypes.
+    """Gradients of hidden, gates and qkw, as far as present, in their dtypes.
 
     Args:
         grad: of the result of `generate_weights_op`.
@@ -314,7 +314,7 @@ def generate_weights_backward_op(
 
 @generate_weights_backward_op.register_fake
 def _(grad, hidden, gates, qkw, *args):
-    present = [t for t in (hidden, qkw, gates) if t is not None]
+    present = [t for t in (hidden, gates, qkw) if t is not None]
     return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in present]
 
 
@@ -324,10 +324,8 @@ def _save_generators(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 
 
 def _differentiate_generators(ctx: Any, grad: torch.Tensor) -> tuple:
-    hidden, gates, qkw = ctx.saved_tensors
-    found = generate_weights_backward_op(grad, hidden, gates, qkw, *ctx.arguments)
-    grad_hidden, grad_qkw = (None, None) if hidden is None else found[:2]
-    return grad_hidden, None if gates is None else found[-1], grad_qkw, *(None,) * 6
+    found = iter(generate_weights_backward_op(grad, *ctx.saved_tensors, *ctx.arguments))
+    return *[None if t is None else next(found) for t in ctx.saved_tensors], *[None] * 6
 
 
 generate_weights_op.register_autograd(_differentiate_generators, setup_context=_save_generators)
