@@ -12,8 +12,8 @@ work on the machine only ever adds; the median; and the median of the first laye
 when one has to be. Asking a GPU what it can do is left out (`limits._device_reason`).
 
 Passes: forward and backward over 64 tokens, as a model's layers repeat them; as the first layer chooses them for a new
-length; and as if nothing was ever like it, so that Triton looks at all arguments of each launch. Asking for marks
-(`overflow.look`) is left out: it waits for a CPU.
+length, and the second, which writes them down; and as if nothing was ever like it, so that Triton looks at all
+arguments of each launch. Asking for marks (`overflow.look`) is left out: it waits for a CPU.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def times(label: str, model: Any, steps: int) -> tuple[float, float, float]:
 
 def print_row(label: str, seconds: Sequence[float]) -> None:
     """Prints a line of the table."""
-    print(f"  {label:28}" + "".join(f"{x * 1e6:9.0f} us" for x in seconds), flush=True)
+    print(f"  {label:38}" + "".join(f"{x * 1e6:9.0f} us" for x in seconds), flush=True)
 
 
 def passes(heads: int, dim: int, dtype: torch.dtype, calls: int) -> None:
@@ -135,12 +135,15 @@ def passes(heads: int, dim: int, dtype: torch.dtype, calls: int) -> None:
     runs = {"forward pass": lambda: problem().forward(), "backward pass": lambda: problem().backward(states, saved)}
     with mock.patch("dcformer.kernels.passes.look", lambda device: False):
         for label, run in runs.items():
-            run()  # compiles
-            for name in ("", ", of a new length", ", of a new kind"):
+            for _ in range(3):  # compiles, and writes down
+                run()
+            for name in ("", ", first of a new length", ", second of a new length", ", of a new kind"):
                 seconds = []
                 for _ in range(calls):
                     if name:
                         recorded._recorded.clear()
+                    if "second" in name:
+                        run()
                     if "kind" in name:
                         repeated._compiled.clear()
                     start = time.perf_counter()
@@ -188,7 +191,7 @@ def main() -> int:
             calls = 2 * arguments.steps * LAYERS
             kernels = ", ".join(f"{name} {count / calls:.2f}" for name, count in launches.items())
             print(f"{shape}: kernels per layer: {kernels}")
-            print(f"  {'':28}{'shortest':>12}{'median':>12}{'first layer':>12}")
+            print(f"  {'':38}{'shortest':>12}{'median':>12}{'first layer':>12}")
             for label in TIMED:
                 print_row(label, times(label, llama if "Llama" in label else model, arguments.steps))
             passes(heads, dim, dtype, arguments.steps)

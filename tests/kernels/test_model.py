@@ -258,7 +258,8 @@ def test_decoding_takes_the_kernels_of_decoding(name):
     assert operators.counts() == {"composed_decode": 2, "generate_weights": 2}
     with Operators() as operators:  # few queries, but gradients are needed
         model(ids[:, :5], labels=ids[:, :5], use_cache=False).loss.backward()
-    counts = {"composed_attention": 2, "composed_attention_backward": 2, "generate_weights": 2}
+    names = ("composed_attention", "composed_attention_backward", "generate_weights", "generate_weights_backward")
+    counts = dict.fromkeys(names, 2)
     assert operators.counts() == counts
     for _, _, _, weights, *_ in operators.calls["composed_attention"]:
         assert len(weights) == 4 and all(
@@ -526,8 +527,8 @@ def test_operators_as_the_model_calls_them():
             return argument.detach().requires_grad_(requires_grad and argument.is_floating_point())
         return [leaf(a, requires_grad) for a in argument] if isinstance(argument, list) else argument
 
-    names = ["composed_attention", "composed_attention_backward", "generate_weights", "generate_packed"]
-    assert sorted(operators.calls) == sorted([*names, "composed_decode"])
+    names = [f"{name}{way}" for name in ("composed_attention", "generate_weights") for way in ("", "_backward")]
+    assert sorted(operators.calls) == sorted([*names, "generate_packed", "composed_decode"])
     for name, calls in operators.calls.items():
         differentiable = name in ("composed_attention", "generate_weights")
         arguments = tuple(leaf(a, differentiable) for a in calls[0])

@@ -122,7 +122,7 @@ def break_generator_gradient(patch):
 
     def run(tensors, *numbers):
         right(tensors, *numbers)
-        wrong(tensors[1])
+        wrong(tensors[1])  # of what the product with `qkw` gave
         return []
 
     patch.setattr(generator_backward, "_RUN", run)
@@ -160,7 +160,8 @@ BROKEN = {
         lambda p: break_generator(p, True), {"generators into the cache, weights behind each key"}
     ),
     "gradient of a generator": (
-        break_generator_gradient, {"generators, gradient of hidden states", "generators, gradient of dw1_proj.weight"}
+        break_generator_gradient,
+        {f"generators, gradient of {name}" for name in ("hidden states", "dw1_proj.weight", "qkw")},
     ),
 }  # fmt: skip
 

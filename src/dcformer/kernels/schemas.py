@@ -324,8 +324,9 @@ def _save_generators(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 
 
 def _differentiate_generators(ctx: Any, grad: torch.Tensor) -> tuple:
-    found = iter(generate_weights_backward_op(grad, *ctx.saved_tensors, *ctx.arguments))
-    return *[None if t is None else next(found) for t in ctx.saved_tensors], *[None] * 6
+    given = ctx.saved_tensors  # checkpoints let them be read once
+    found = iter(generate_weights_backward_op(grad, *given, *ctx.arguments))
+    return *[None if tensor is None else next(found) for tensor in given], *[None] * 6
 
 
 generate_weights_op.register_autograd(_differentiate_generators, setup_context=_save_generators)
