@@ -1211,7 +1211,7 @@ _KERNELS = (
         ),
         (
             "empty tensors are taken for one another",
-            "memory = self._made.get(tensor.untyped_storage()._cdata)",
+            "memory = self._made.get(_storage(tensor))",
             "memory = next((m for m in self._made.values() if m.address == tensor.data_ptr()), None)",
             T_RECORDING + "test_nothing_to_do",
         ),

@@ -91,10 +91,9 @@ class Recorded:
 
 
 class _Memory(NamedTuple):
-    """New memory while it is recorded; `weak` keeps its storage's identity from being another's."""
+    """New memory while it is recorded."""
 
     number: int
-    weak: StorageWeakRef
     address: int
     whole: _How
     dtype: torch.dtype
@@ -112,22 +111,21 @@ class Recording:
 
     def __init__(self, given: Sequence[torch.Tensor | None]):
         self._given: dict[tuple, int] = {}  # address and geometry -> number
-        self._extents: dict[int, list[tuple[int, int, int]]] = {}  # storage -> of each in it first byte, last, number
+        # storage -> of each tensor in it addresses of the first and the last number, and its own number
+        self._extents: dict[StorageWeakRef, list[tuple[int, int, int]]] = {}
         for number, tensor in enumerate(given):
             if tensor is not None and self._given.setdefault(_identity(tensor), number) == number:
-                extents = self._extents.setdefault(tensor.untyped_storage()._cdata, [])
+                extents = self._extents.setdefault(_storage(tensor), [])
                 extents.append((*_extent(tensor), number))
         self._count = len(given)
-        self._made: dict[int, _Memory] = {}  # by storage
+        self._made: dict[StorageWeakRef, _Memory] = {}
         self._last_uses: dict[int, int] = {}  # of what was made: number -> that of a step
         self._steps: list[_Make | _Launch | _Call] = []
         self._is_whole = True
 
     def new(self, tensor: torch.Tensor) -> torch.Tensor:
         """Notes a contiguous tensor in memory of its own. Returns it."""
-        storage = tensor.untyped_storage()
-        memory = _Memory(self._count, StorageWeakRef(storage), tensor.data_ptr(), _how(tensor), tensor.dtype)
-        self._made[storage._cdata] = memory
+        self._made[_storage(tensor)] = _Memory(self._count, tensor.data_ptr(), _how(tensor), tensor.dtype)
         self._last_uses[self._count] = len(self._steps)
         self._count += 1
         self._steps.append(_Make(tensor.shape, tensor.dtype))
@@ -168,7 +166,7 @@ class Recording:
 
     def _use(self, tensor: torch.Tensor) -> _Memory | None:
         """The memory made in which a tensor lies, now in use by the next step; None if it lies elsewhere."""
-        memory = self._made.get(tensor.untyped_storage()._cdata)
+        memory = self._made.get(_storage(tensor))
         if memory is not None:
             self._last_uses[memory.number] = len(self._steps)
         return memory
@@ -183,7 +181,7 @@ class Recording:
         first, last = _extent(tensor)
         around = [
             (number, first - start)
-            for start, end, number in self._extents.get(tensor.untyped_storage()._cdata, ())
+            for start, end, number in self._extents.get(_storage(tensor), ())
             if start <= first and last <= end
         ]
         if len(around) == 1:  # else it may be a part of any
@@ -197,6 +195,11 @@ class Recording:
             self._is_whole = False
             return _View(0, None)
         return _View(memory.number, None if how == memory.whole else how)
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """What a tensor lies in: while this is kept, nothing else is equal to it, wherever that lies."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _how(tensor: torch.Tensor) -> _How:
