@@ -84,6 +84,11 @@ def run(case, seed, save_maps=False, of_lse=False):
     return [out, lse, *torch.autograd.grad(loss, list(tensors.values()))]
 
 
+def chosen_anew(self, name, run, given):
+    """In place of `Passes._repeated`."""
+    return run(*given)
+
+
 def recorded():
     """How many passes are kept, to be repeated."""
     return sum(isinstance(kept, Recorded) for kept in passes._recorded.values())
@@ -113,7 +118,7 @@ def test_a_repeated_pass_is_the_pass(name, watch, monkeypatch):
     case, options = CASES[name]
     monkeypatch.setattr(problems, "FIRST_CHUNK", case.chunk or problems.FIRST_CHUNK)
     with monkeypatch.context() as patch:
-        patch.setattr(Passes, "_repeated", lambda self, name, run, given: run(*given))
+        patch.setattr(Passes, "_repeated", chosen_anew)
         expected = run(case, 1, **options)
     most = watch.most
     assert not passes._recorded and watch.chosen
@@ -153,7 +158,7 @@ def test_what_decides_is_not_repeated(watch, monkeypatch):
     )  # fmt: skip
     cases = [dataclasses.replace(base, **change) for change in changes]
     with monkeypatch.context() as patch:
-        patch.setattr(Passes, "_repeated", lambda self, name, run, given: run(*given))
+        patch.setattr(Passes, "_repeated", chosen_anew)
         expected = [run(case, 1) for case in cases]
     for seed in (2, 3, 1):
         watch.reset()

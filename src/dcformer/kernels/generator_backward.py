@@ -28,7 +28,7 @@ from .triton.precision import rounded, tanh
 
 @triton.jit
 def generator_backward_kernel(
-    p_grad, p_pair, p_gates, p_grad_pair, p_grad_gates, stride_gb, stride_gn, B, H, N,
+    p_grad, p_pair, p_gates, p_grad_gates, stride_gb, stride_gn, B, H, N,
     C: tl.constexpr, M: tl.constexpr, R: tl.constexpr, GATE: tl.constexpr, EPS: tl.constexpr,
     B_N: tl.constexpr, B_I: tl.constexpr, B_M: tl.constexpr,
 ):  # fmt: skip
@@ -38,9 +38,9 @@ def generator_backward_kernel(
 
     Args:
         p_grad: of the weights, [C, B, H, W, N], contiguous.
-        p_pair: [G·C, B, N, K], `down` before its norm and `up`, columns (2, R, M); unused when R is 0.
+        p_pair: [G·C, B, N, K], `down` before its norm and `up`, columns (2, R, M), whose gradients take their place;
+            unused when R is 0.
         p_gates: [B, N, G·C·M], pre-activations, last axis contiguous; unused without GATE.
-        p_grad_pair: out, as p_pair is. May be p_pair: a program reads what it writes.
         p_grad_gates: out, [B, N, G·C·M], contiguous.
     """
     i_gc = tl.program_id(1)
@@ -64,7 +64,7 @@ def generator_backward_kernel(
         normed = pair * scale
         along = tl.sum(grad * normed, axis=2) / M
         grad = tl.where(o_i < R, scale * (grad - normed * along[:, :, None]), grad)
-        tl.store(p_grad_pair + o_pair, rounded(grad, p_grad_pair.dtype.element_ty), mask=m_pair)
+        tl.store(p_pair + o_pair, rounded(grad, p_pair.dtype.element_ty), mask=m_pair)
     if GATE:
         p_tile = p_gates + i_b * stride_gb + i_gc * M + o_n[:, None].to(tl.int64) * stride_gn + o_m[None, :]
         gate = tanh(tl.load(p_tile, mask=m_head, other=0.0).to(tl.float32))
@@ -90,7 +90,7 @@ def launches(
     # few enough numbers for registers, and tokens for whole sectors of memory
     blocks["B_N"] = max(16, min(64, 4096 // (blocks["B_I"] * blocks["B_M"])))
     strides = (0, 0) if gates is None else gates.stride()[:2]
-    arguments = (grad, pair, gates, pair, grad_gates, *strides, batch, heads, length)
+    arguments = (grad, pair, gates, grad_gates, *strides, batch, heads, length)
     constants = {
         "C": generators, "M": heads_per_group, "R": rank, "GATE": int(gates is not None), "EPS": COMPOSE_NORM_EPS,
         **blocks,
@@ -104,16 +104,7 @@ _RUN = Repeated(launches)
 
 
 @generate_weights_backward_op.register_kernel(DEVICES)
-def generator_gradients(
-    grad: torch.Tensor,
-    hidden: torch.Tensor | None,
-    gates: torch.Tensor | None,
-    qkw: torch.Tensor | None,
-    heads_per_group: int,
-    rank: int,
-    approximate: str,
-) -> list[torch.Tensor]:
-    """What `generate_weights_backward_op` returns."""
+def _generate_weights_backward(grad, hidden, gates, qkw, heads_per_group, rank, approximate):
     generators, batch, heads, _, length = grad.shape
     columns, grad = 2 * rank * heads_per_group, grad.contiguous()
     rows = batch * length, generators * heads // heads_per_group, columns  # [B·N, G·C, K]
@@ -171,4 +162,4 @@ def kernel_specs() -> list[dict[str, Any]]:
     return specs
 
 
-__all__ = ["generator_gradients", "kernel_specs"]
+__all__ = ["kernel_specs"]
