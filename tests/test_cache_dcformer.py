@@ -61,6 +61,17 @@ def test_same_as_the_librarys_layer(window, capacity, pieces):
     assert torch.equal(own.update(*_states(5, 1))[0][0, 0, 0], torch.full((3,), 6.0))
 
 
+def _written(layer, seen):
+    """Whether the layer has lent room for a token, which is written there."""
+    new = _states(seen, 1)
+    room = layer.lend([states.shape for states in new], new[0])
+    if room is not None:
+        for memory, states in zip((room.keys, room.values), new, strict=True):
+            memory[:, :, room.row : room.row + 1] = states
+        room.count(1)
+    return room is not None
+
+
 def _crop(layer):
     layer.crop(-min(2, layer.get_seq_length()))
 
@@ -88,8 +99,12 @@ BETWEEN = {
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.lists(st.one_of(st.integers(0, 50), st.sampled_from([1, 1, 1, "copy", *BETWEEN])), min_size=1, max_size=25))
+@given(
+    st.lists(st.one_of(st.integers(0, 50), st.sampled_from([1, 1, "lend", "copy", *BETWEEN])), min_size=1, max_size=25)
+)
 @example([3, 1, "copy", 1, 1])
+@example([3, "lend", "lend", "cut", "lend", "copy", "lend", "choose", 1])
+@example([3, "lend", "differentiate", "lend", "forget", 1, "lend"])
 @example(["infer", 1, "copy", 1])
 @example([40, "infer", 1, "differentiate", 1, "cut", 1, 1])
 def test_a_growing_layer_is_the_librarys(calls):
@@ -105,6 +120,12 @@ def test_a_growing_layer_is_the_librarys(calls):
             elif call == "copy":
                 original, own = own, copy.deepcopy(own)
                 original.update(*_states(99, 1))  # of which the copy must know nothing
+            elif call == "lend":
+                library.update(*_states(seen, 1))
+                if not _written(own, seen):
+                    own.update(*_states(seen, 1))
+                seen += 1
+                continue  # what is lent is written in many steps before somebody asks for it
             else:
                 for layer in (own, library):
                     BETWEEN[call](layer)
@@ -141,10 +162,15 @@ def test_gradients_go_through_a_growing_layer():
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_in_graphs_a_growing_layer_adds_tokens_in_the_librarys_way():
+@pytest.mark.parametrize("lent", [False, True])
+def test_in_graphs_a_growing_layer_adds_tokens_in_the_librarys_way(lent):
     layer, compiled = GrowingLayer(), torch.compile(GrowingLayer.update, backend="eager", fullgraph=True)
     with torch.no_grad():
-        layer.update(*_states(0, 3))
+        layer.update(*_states(0, 2))
+        if lent:
+            assert _written(layer, 2)  # and nobody has asked for it since
+        else:
+            layer.update(*_states(2, 1))
         keys, values = compiled(layer, *_states(3, 2))
         assert not layer._memory
         assert all(torch.equal(*pair) for pair in zip((keys, values), _states(0, 5), strict=True))

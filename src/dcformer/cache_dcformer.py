@@ -8,6 +8,7 @@ int, which makes a compiled decoding step a new graph when the window fills up, 
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -212,22 +213,50 @@ def lend_room(cache: Cache, layer_idx: int, shapes: Sequence[tuple[int, ...]], l
 
 def _go_together(held: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> bool:
     """Whether rows of a shape [B, G, T, channels] and of the form of `like` can go behind those that are held."""
-    if held.dim() != 4 or (*held.shape[:2], held.shape[3]) != (*shape[:2], shape[3]):
+    if held.dtype != like.dtype or held.device != like.device or held.dim() != 4:
         return False
-    return held.dtype == like.dtype and held.device == like.device
+    batch, heads, _, channels = held.shape
+    return batch == shape[0] and heads == shape[1] and channels == shape[3]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Which rows of some memory a layer holds.
+
+    Attributes:
+        memory: [B, G, capacity, channels].
+        first: of the rows that are held.
+        length: so many are.
+        held: these, [B, G, length, channels], as the layer has given them out; None before.
+    """
+
+    memory: torch.Tensor
+    first: int
+    length: int
+    held: torch.Tensor | None
 
 
 class _GrowingLayer(DynamicLayer):
     """A dynamic layer with memory that has room for more tokens.
 
     What was given out is never written to again: keys and values that something else has put here (beams chosen anew, a
-    cut) are copied once, with new room behind them.
+    cut) are copied once, with new room behind them. `keys` and `values` are views, made when somebody asks for them:
+    while kernels fill lent memory nobody does, and a view takes the host as long as a launch.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # "keys", "values": all memory, the part of it that is held, and the first row of that
-        self._memory: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._memory: dict[str, _Rows] = {}  # of "keys" and "values"
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """Keys or values that nobody has asked for since they were lent."""
+        if name not in _NAMES:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        rows = self._memory[name]
+        held = rows.memory.narrow(2, rows.first, rows.length)
+        self._memory[name] = replace(rows, held=held)
+        setattr(self, name, held)
+        return held
 
     def reset(self) -> None:
         """Forgets all tokens, and their memory."""
@@ -236,52 +265,62 @@ class _GrowingLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Puts sequences in another order, in memory of their own."""
-        self._memory.clear()
+        self._leave_memory()
         super().reorder_cache(beam_idx)
 
     def lend(self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Room | None:
         """As `lend_room`; the rows are used up once `take` counts them."""
         if not self.is_initialized or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        held = self.keys, self.values
-        for rows, shape in zip(held, shapes, strict=True):
-            if not _go_together(rows, shape, like):
-                return None
-        row = held[0].shape[2]
-        if held[1].shape[2] != row or active_transform(like):
+        if active_transform(like):
             return None
-        keys = self._reserve("keys", held[0], shapes[0], like)
-        values = self._reserve("values", held[1], shapes[1], like)
-        return Room(self, keys, values, None, row)
+        keys, values = self._rows("keys"), self._rows("values")
+        if keys.length != values.length:
+            return None
+        if not (_go_together(keys.memory, shapes[0], like) and _go_together(values.memory, shapes[1], like)):
+            return None
+        memory = self._reserve("keys", keys, shapes[0], like), self._reserve("values", values, shapes[1], like)
+        return Room(self, *memory, None, keys.length)
 
     def take(self, length: int) -> None:
         """Counts so many tokens whose rows have been written to the memory of `lend`."""
-        held = self.keys.shape[2] + length
-        self.keys, self.values = (self._give_out(name, held, held) for name in _NAMES)
+        held = self._memory["keys"].length + length
+        for name in _NAMES:
+            self._hold(name, held, held)
 
-    def _reserve(self, name: str, held: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Memory that begins with what is held and has room for more of this shape behind it."""
-        count = held.shape[2] if held.numel() else 0
-        memory, known, first = self._memory.get(name, (held, None, 0))
-        length = count + shape[2]
+    def _leave_memory(self) -> None:
+        """Keys and values become plain attributes, of which this class knows nothing."""
+        for name in _NAMES:
+            getattr(self, name)
+        self._memory.clear()
+
+    def _rows(self, name: str) -> _Rows:
+        """What is held; without room behind it where something else has put it here."""
+        rows = self._memory.get(name)
+        if rows is None or vars(self).get(name, rows.held) is not rows.held:
+            held = getattr(self, name)
+            memory = held if held.dim() == 4 else held.new_empty(0, 0, 0, 0)  # as the library begins
+            rows = self._memory[name] = _Rows(memory, 0, memory.shape[2] if held.numel() else 0, held)
+        return rows
+
+    def _reserve(self, name: str, rows: _Rows, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Memory that begins with what is held, `_rows`, and has room for more of this shape behind it."""
+        memory, first, length = rows.memory, rows.first, rows.length + shape[2]
         is_frozen = memory.is_inference() and not torch.is_inference_mode_enabled()
-        if held is not known or first + length > memory.shape[2] or is_frozen:
-            self._memory.pop(name, None)  # before there is more
-            room = max(LEAST_ROOM, length // ROOM)
+        if not memory.numel() or first + length > memory.shape[2] or is_frozen:
+            room, held = max(LEAST_ROOM, length // ROOM), getattr(self, name)
             # whole multiples of 16 tokens: strides of another alignment would be other kernels
             memory, first = like.new_empty(*shape[:2], -(length + room) // 16 * -16, shape[3]), 0
-            if count:
-                memory[:, :, :count] = held
-            self._memory[name] = memory, held, first
+            if rows.length:
+                memory[:, :, : rows.length] = held
+            self._memory[name] = _Rows(memory, 0, rows.length, held)
         return memory.narrow(2, first, memory.shape[2] - first) if first else memory
 
-    def _give_out(self, name: str, length: int, keep: int) -> torch.Tensor:
-        """The last `keep` of `length` tokens from the first that was held."""
-        memory, _, first = self._memory[name]
-        first += length - keep
-        held = memory.narrow(2, first, keep)
-        self._memory[name] = memory, held, first
-        return held
+    def _hold(self, name: str, length: int, keep: int) -> None:
+        """Holds the last `keep` of `length` tokens from the first that was held."""
+        rows = self._memory[name]
+        self._memory[name] = _Rows(rows.memory, rows.first + length - keep, keep, None)
+        vars(self).pop(name, None)
 
 
 class GrowingLayer(_GrowingLayer):
@@ -296,22 +335,23 @@ class GrowingLayer(_GrowingLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds keys and values [B, G, T, channels]; returns all."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or active_transform(key_states, value_states):
-            self._memory.clear()
+            self._leave_memory()
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys = self._append("keys", self.keys, key_states)
-        self.values = self._append("values", self.values, value_states)
+        for name, new in zip(_NAMES, (key_states, value_states), strict=True):
+            self._append(name, new)
         return self.keys, self.values
 
-    def _append(self, name: str, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, G, T, channels] behind those that are held."""
-        count = held.shape[-2] if held.numel() else 0
-        if count and (held.dtype, held.device, *held.shape[:2]) != (new.dtype, new.device, *new.shape[:2]):
-            return torch.cat([held, new], dim=-2)  # or its error
-        length = count + new.shape[-2]
-        self._reserve(name, held, new.shape, new)[:, :, count:length] = new
-        return self._give_out(name, length, length)
+    def _append(self, name: str, new: torch.Tensor) -> None:
+        """Adds tokens [B, G, T, channels] behind those that are held."""
+        rows = self._rows(name)
+        memory, length = rows.memory, rows.length + new.shape[-2]
+        if rows.length and (memory.dtype, memory.device, *memory.shape[:2]) != (new.dtype, new.device, *new.shape[:2]):
+            setattr(self, name, torch.cat([getattr(self, name), new], dim=-2))  # or its error
+            return
+        self._reserve(name, rows, new.shape, new)[:, :, rows.length : length] = new
+        self._hold(name, length, length)
 
 
 class GrowingWindowLayer(_GrowingLayer, DynamicSlidingWindowLayer):
@@ -324,22 +364,23 @@ class GrowingWindowLayer(_GrowingLayer, DynamicSlidingWindowLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds keys and values [B, G, T, channels]; returns those that the T queries may see."""
-        self._memory.clear()
+        self._leave_memory()
         return super().update(key_states, value_states, *args, **kwargs)
 
     def lend(self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Room | None:
         """As `lend_room`; nothing while the library keeps what is behind the window, to take tokens back."""
-        if not self.is_initialized or self.keys.dim() != 4 or getattr(self, "record_past", False):
+        if not self.is_initialized or getattr(self, "record_past", False):
             return None
-        is_whole = self.keys.shape[2] == min(self.cumulative_length, self.sliding_window - 1)
+        is_whole = self._rows("keys").length == min(self.cumulative_length, self.sliding_window - 1)
         return super().lend(shapes, like) if is_whole else None
 
     def take(self, length: int) -> None:
         """Counts so many tokens whose rows have been written to the memory of `lend`."""
         self.cumulative_length += length
-        held = self.keys.shape[2] + length
+        held = self._memory["keys"].length + length
         keep = min(held, self.sliding_window - 1)
-        self.keys, self.values = (self._give_out(name, held, keep) for name in _NAMES)
+        for name in _NAMES:
+            self._hold(name, held, keep)
 
 
 def use_growing_layers(cache: Cache) -> None:

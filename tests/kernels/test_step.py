@@ -1,9 +1,12 @@
 """A decoding step as one operator, against the same kernels with a cache between them: bit for bit."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from kernel_device import DEVICE
 from test_prepare import CHANGES, PLAIN, SHAPES, SWITCHES, make
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcformer.cache_dcformer import GrowingLayer, Room, StaticFullLayer
 from dcformer.kernels import step
@@ -225,6 +228,7 @@ def test_operator_is_well_behaved(switches, in_place, monkeypatch):
 
     operator = step.decode_step_op
     monkeypatch.setattr(step, "decode_step_op", record)
+    monkeypatch.setattr(step, "is_watched", lambda tensor: True)
     mask = torch.ones(1, 1, 1, CAPACITY if in_place else 6, dtype=torch.bool, device=DEVICE)
     step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room, mask)
     torch.library.opcheck(operator, calls[0])
@@ -237,12 +241,41 @@ def test_a_backward_pass_through_the_operator_is_an_error(monkeypatch):
     calls, operator = [], step.decode_step_op
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(step, "decode_step_op", lambda *arguments: calls.append(arguments))
+        patch.setattr(step, "is_watched", lambda tensor: True)
         rope, room = embedding(x, torch.arange(1, device=DEVICE)[None]), room_of(attention, 1, 5, x.dtype, False)
         step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room)
     product, *rest = calls[0]
     out = operator(product.requires_grad_(), *rest)
     with pytest.raises(RuntimeError, match="decode_step has no backward pass"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["growing", "static"])
+@torch.no_grad()
+def test_where_nobody_watches_the_operator_is_left_out(in_place, monkeypatch):
+    """The results are its own, and torch knows that the cache has changed."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    attention, _, embedding = make((6, 2, 1, 2, 24, 1, 1), torch.float32, compose_static=True)
+    x = torch.randn(1, 1, 32, device=DEVICE)
+    rope, product = embedding(x, torch.arange(1, device=DEVICE)[None]), attention.fused(x)
+    room, seen, found = room_of(attention, 1, 5, x.dtype, in_place), [], []
+    for watch in (True, False):
+        memory = [rows.clone() for rows in (room.keys, room.values)]
+        place = None if room.place is None else room.place.clone()
+        versions = [rows._version for rows in memory]
+        lent = Room(None, *memory, place, room.row)
+        with Watching() if watch else nullcontext(), monkeypatch.context() as patch:
+            if not watch:
+                patch.setattr(step, "decode_step_op", lambda *_: pytest.fail("called"))
+            found.append((step.decode_step(attention, x, product, rope, lambda *_, lent=lent: lent)[0], *memory))
+        assert all(rows._version > version for rows, version in zip(memory, versions, strict=True))
+    assert step.decode_step_op in seen
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @torch.no_grad()

@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 
+from .sizes import round_up
+
 Tensors = Sequence[torch.Tensor | None]
 
 _MOST_COMPILED = 4096  # of `_compiled`; the oldest is forgotten
+_ALIGNMENT = 256  # bytes, of tensors that share memory
 _compiled: dict[tuple, tuple[Any, Any]] = {}  # what `start` was given -> the jitted function, and as it was compiled
 
 
@@ -100,12 +103,16 @@ class _Known:
     """What was launched.
 
     Attributes:
-        made: shapes, strides and dtypes of what was made.
+        made: shapes, strides and dtypes of what was made and is returned.
+        scratch: bytes of memory for all else that was made.
+        offsets: where in there each of it begins.
         launches: of each kernel what launches it, all arguments in order; which of them are addresses: of the tensor of
             a number, so many bytes behind its start; and which of them vary, by name.
     """
 
     made: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    scratch: int
+    offsets: list[int]
     launches: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int, int]], list[tuple[int, str]]]]
 
 
@@ -123,6 +130,8 @@ class Repeated:
             one. But for arguments that vary they must depend on nothing but numbers and what `look` says.
         look: tensors -> what of them decides about launches, hashable.
         most: how many choices are remembered; the oldest is forgotten.
+        returned: how many of the tensors that were made a call returns, the first ones; all when not given. The others
+            get one piece of memory together.
     """
 
     def __init__(
@@ -130,8 +139,9 @@ class Repeated:
         choose: Callable[..., tuple[list[torch.Tensor], list[Launch]]],
         look: Callable[[Tensors], Hashable] = geometry,
         most: int = 256,
+        returned: int | None = None,
     ):
-        self.choose, self.look, self.most = choose, look, most
+        self.choose, self.look, self.most, self.returned = choose, look, most, returned
         self._known: dict[tuple, _Known] = {}
 
     def __call__(
@@ -146,7 +156,7 @@ class Repeated:
                 argument.
 
         Returns:
-            the tensors that were made.
+            the tensors that were made, as many as are to be returned.
         """
         assert tensors[0] is not None
         device = tensors[0].device
@@ -157,6 +167,10 @@ class Repeated:
                 return self._first(key, varying, tensors)
             made = [torch.empty_strided(*size, dtype=dtype, device=device) for *size, dtype in known.made]
             addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *made)]
+            if known.scratch:
+                scratch = torch.empty(known.scratch, dtype=torch.uint8, device=device)
+                base = scratch.data_ptr()
+                addresses += [base + offset for offset in known.offsets]
             for run, values, places, names in known.launches:
                 arguments = values.copy()
                 for i, number, offset in places:
@@ -187,8 +201,13 @@ class Repeated:
                     elif name in varying:
                         names.append((i, name))
                 steps.append((_on(kernel, launch.grid), values, places, names))
-            keep(self._known, key, _Known([(t.shape, t.stride(), t.dtype) for t in made], steps), self.most)
-        return made
+            returned = [(t.shape, t.stride(), t.dtype) for t in made[: self.returned]]
+            offsets, scratch = [], 0
+            for tensor in made[len(returned) :]:
+                offsets.append(scratch)
+                scratch += round_up(tensor.nbytes, _ALIGNMENT)
+            keep(self._known, key, _Known(returned, scratch, offsets, steps), self.most)
+        return made[: self.returned]
 
 
 def _place(

@@ -44,7 +44,21 @@ def _inference_op(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Call
     return define
 
 
-def place_tensors(tensors: Sequence[torch.Tensor], places: Sequence[int], count: int) -> list[torch.Tensor | None]:
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Whether torch has to know that an operator is called, and not only its kernels: a graph is made, or a mode looks
+    on (fake tensors, counters). Without gradients, an operator without them may be left out where nobody watches.
+
+    Args:
+        tensor: one of the operator's.
+    """
+    if type(tensor) is not torch.Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def place_tensors(
+    tensors: Sequence[torch.Tensor | None], places: Sequence[int], count: int
+) -> list[torch.Tensor | None]:
     """So many tensors, the present ones at their places, None at the others."""
     found: list[torch.Tensor | None] = [None] * count
     for place, tensor in zip(places, tensors, strict=True):
@@ -469,6 +483,7 @@ __all__ = [
     "generate_weights_backward_op",
     "generate_weights_op",
     "generated_shape",
+    "is_watched",
     "kept_queries",
     "new_kept",
     "place_tensors",

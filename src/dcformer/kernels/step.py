@@ -21,11 +21,12 @@ from .limits import require_supported
 from .ops import visible_keys
 from .prepare import can_prepare, fits
 from .repeated import Launch, Repeated, geometry
-from .schemas import DEVICES, decode_step_op, place_tensors, refuse_backward
+from .schemas import DEVICES, decode_step_op, is_watched, place_tensors, refuse_backward
 
 # the operator's `others`, in the order that its plan counts them by
 _OTHERS = ("qkw", "q_norm", "k_norm", "cos", "sin", "pre_static", "post_static", "place", "visible")
 _AT = {name: number for number, name in enumerate(_OTHERS)}
+_PARAMETERS = [_AT[name] for name in ("qkw", "q_norm", "k_norm", "pre_static", "post_static")]
 _FIELDS = 11  # of the plan, before the number of rows
 
 
@@ -34,10 +35,11 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
 
     Args:
         given: the product, keys and values; the nine `others` of `decode_step_op`, None for absent ones, `visible` as
-            uint8; and the plan without rows and places, its numbers, S as `decode.rounded_length` has it, and GELU's
-            flavour. The memory is longer than one key, and may be shorter than the rounded S: no choice differs by it.
+            uint8; the plan without rows and places, its numbers, S as `decode.rounded_length` has it, and GELU's
+            flavour; and what parameters are like, which the tensors tell, too. The memory is longer than one key, and
+            may be shorter than the rounded S: no choice differs by it.
     """
-    product, keys, values, *others, plan, (norm_eps, scale), rounded, approximate = given
+    product, keys, values, *others, plan, (norm_eps, scale), rounded, approximate, _ = given
     qkw, query_weight, key_weight, cos, sin, *statics, place, visible = others
     heads, head_dim, *present, behind_keys, behind_values, heads_per_group, rank, has_gate = plan
     require_supported(rank=rank, head_dim=head_dim)
@@ -75,30 +77,54 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
 
 
 def _look(tensors) -> tuple:
-    """What of the tensors decides: not how long the memory is, unless a row on the device has to be within it; nor the
-    shape of the mask, which grows with it."""
-    product, keys, values, *others, place, visible = tensors
-    rows = [((*t.shape[:2], t.shape[3]), t.stride(), t.dtype, t.data_ptr() & 15) for t in (keys, values)]
+    """What decides of the tensors that are others in each step; `launches` is told what parameters are like.
+
+    Not how long the memory is, unless a row on the device has to be within it; nor the shape of the mask, which grows
+    with it.
+    """
+    product, keys, values, _, _, _, cos, sin, _, _, place, visible = tensors
     capacity = None if place is None else keys.shape[2]
-    return geometry([product, *others, place]), *rows, capacity, None if visible is None else visible.data_ptr() & 15
+    seen = None if visible is None else visible.data_ptr() & 15
+    return geometry([product, cos, sin, place]), _rows(keys), _rows(values), capacity, seen
 
 
-_RUN = Repeated(launches, _look)
+def _rows(memory: torch.Tensor) -> tuple:
+    batch, heads, _, channels = memory.shape
+    return batch, heads, channels, memory.stride(), memory.dtype, memory.data_ptr() & 15
+
+
+_RUN = Repeated(launches, _look, returned=1)
+
+
+def _run(product, keys, values, others, row, plan, numbers, approximate, parameters) -> torch.Tensor:
+    """What the operator does.
+
+    Args:
+        product, keys, values, numbers, approximate: as for the operator; numbers as a tuple.
+        others: all nine, None for absent ones.
+        row: rows that are filled already, where no tensor says so.
+        plan: the operator's before the row, as a tuple.
+        parameters: `geometry` of those among the others.
+    """
+    *_, place, visible = others
+    count = row + product.shape[1] if place is None else keys.shape[2]
+    seen = None if visible is None else visible.view(torch.uint8)
+    made = _RUN(
+        [product, keys, values, *others[:-1], seen],
+        plan, numbers, decode.rounded_length(count), approximate, parameters,
+        varying={"S": count, "row": row} | decode.visible_strides(seen),
+    )  # fmt: skip
+    torch.autograd.graph.increment_version([x for x in (keys, values) if not x.is_inference()])
+    return made[0]
 
 
 @torch.library.register_kernel(decode_step_op.name(), DEVICES)
 def _decode_step(product, others, keys, values, plan, numbers, approximate):
-    *placed, visible = place_tensors(others, plan[_FIELDS + 1 :], len(_OTHERS))
-    row, in_place = plan[_FIELDS], placed[_AT["place"]] is not None
-    count = keys.shape[2] if in_place else row + product.shape[1]
-    seen = None if visible is None else visible.view(torch.uint8)
-    made = _RUN(
-        [product, keys, values, *placed, seen],
-        tuple(plan[:_FIELDS]), tuple(numbers), decode.rounded_length(count), approximate,
-        varying={"S": count, "row": row} | decode.visible_strides(seen),
-    )  # fmt: skip
-    torch.autograd.graph.increment_version([x for x in (keys, values) if not x.is_inference()])
-    return refuse_backward("decode_step", made[:1], [product, *others, keys, values])[0]
+    placed = place_tensors(others, plan[_FIELDS + 1 :], len(_OTHERS))
+    parameters = geometry([placed[i] for i in _PARAMETERS])
+    given = placed, plan[_FIELDS], tuple(plan[:_FIELDS]), tuple(numbers), approximate, parameters
+    made = [_run(product, keys, values, *given)]
+    return refuse_backward("decode_step", made, [product, *others, keys, values])[0]
 
 
 class _Layer:
@@ -120,14 +146,16 @@ class _Layer:
         self.parameters = [(of, name, of.get(name)) for of, name in held.values()]
         self.given = [tensor for *_, tensor in self.parameters if tensor is not None]
         self.addresses: list[int] = []
-        self.places = [_AT[name] for name, (of, in_module) in held.items() if of.get(in_module) is not None]
+        self.form: tuple = ()
+        own = [tensor for *_, tensor in self.parameters]
+        self.others = place_tensors(own, [_AT[name] for name in held], len(_OTHERS))  # without those of a step
 
         compose, dim = self.compose, attention.head_dim
         heads, self.kv_heads = (size // dim for size in attention.fused.sizes[:2])
         self.widths = [dim + compose.channels[stage] for stage in ("pre", "post")]
         rank, has_gate = compose.rank if compose.dw1_proj is not None else 0, compose.gate_proj is not None
-        self.plan = [heads, dim, *map(int, compose.parts), *(width - dim for width in self.widths)]
-        self.plan += [compose.heads_per_group, rank, int(has_gate)]
+        plan = [heads, dim, *map(int, compose.parts), *(width - dim for width in self.widths)]
+        self.plan = *plan, compose.heads_per_group, rank, int(has_gate)
         self.approximate = APPROXIMATE.get(type(self.act_fn), "none")
 
     def is_current(self, attention: Any, product: torch.Tensor) -> bool:
@@ -168,6 +196,7 @@ def _layer(attention: Any, hidden_states: torch.Tensor, product: torch.Tensor) -
         known = _Layer(attention, product) if can_prepare(attention, hidden_states, product) else None
         if known is not None:
             known.addresses = _addresses(known.given)
+            known.form = geometry([known.others[i] for i in _PARAMETERS])
         attention.fused.remembered = known
     return known
 
@@ -213,14 +242,16 @@ def decode_step(
     visible = visible_keys(attention, attention_mask, None, is_causal, (batch, length, count), product.device)
     if cos.stride(-1) != 1 or sin.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    others = [*layer.given, cos, sin]
-    plan = [*layer.plan, room.row, *layer.places, _AT["cos"], _AT["sin"]]
-    for name, tensor in (("place", room.place), ("visible", visible)):
-        if tensor is not None:
-            others.append(tensor)
-            plan.append(_AT[name])
-    numbers = [layer.eps, attention.scaling]
-    return decode_step_op(product, others, room.keys, room.values, plan, numbers, layer.approximate), room
+    others = layer.others.copy()
+    others[_AT["cos"]], others[_AT["sin"]], others[_AT["place"]], others[_AT["visible"]] = cos, sin, room.place, visible
+    numbers = layer.eps, attention.scaling
+    if not is_watched(product):  # torch's way to an operator's kernel takes the host as long as a launch
+        given = others, room.row, layer.plan, numbers, layer.approximate, layer.form
+        return _run(product, room.keys, room.values, *given), room
+    present = [(place, tensor) for place, tensor in enumerate(others) if tensor is not None]
+    plan = [*layer.plan, room.row, *(place for place, _ in present)]
+    tensors = product, [tensor for _, tensor in present], room.keys, room.values
+    return decode_step_op(*tensors, plan, numbers, layer.approximate), room
 
 
 __all__ = ["decode_step"]
