@@ -6,11 +6,13 @@ instructions of one warp per query, key and head in the innermost loop.
 """
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,6 +33,7 @@ from dcformer.kernels.layout import Layout, Part, stages_of
 from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.kernels.passes import Passes
 from dcformer.kernels.problem import Visibility
+from dcformer.kernels.repeated import Launch
 from dcformer.kernels.tuning import Tile, launch_options
 
 # products of gradients in scaled float16 -> kernel of `LAUNCHES`: another code than that of the same kernel elsewhere
@@ -41,8 +44,12 @@ SHAPES = ("405m", "2.8b", "6.9b", "13b")
 FULL = Layout(pre=Part.QUERY | Part.KEY | Part.GATE, post=Part.QUERY | Part.KEY | Part.GATE, rank=2)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LENGTH = 2048
+_OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own, where a launch does not say
 _PRODUCTS = {LAUNCHES[name][0] for name in ("scores", "values", "keys")}
-_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+_TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,32 @@ def _loops(code: str, also: str = "") -> tuple[int, ...]:
     return tuple(stop - start for start, stop in inner if any(start < other <= stop for other in others))
 
 
+def spec_of(kernel: Any, values: Mapping[str, Any], options: Mapping[str, int]) -> dict[str, Any]:
+    """What `compile_usage` takes, of a launch: the specialisation that Triton's launcher would choose.
+
+    Args:
+        kernel: the jitted function.
+        values: of all arguments, by name; tensors may be without memory.
+        options: of the compiler.
+    """
+    signature, constants, aligned = {}, {}, []
+    for i, parameter in enumerate(kernel.params):
+        name, value, is_special = parameter.name, values[parameter.name], not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (is_special and type(value) is int and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _TYPES[value.dtype]
+            aligned += [i] if value.storage_offset() * value.element_size() % 16 == 0 else []
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            is_wide = abs(value) >= 2**31 or parameter.annotation_type == "i64"
+            signature[name] = "i64" if is_wide else "i32"
+            aligned += [i] if is_special and value % 16 == 0 else []
+    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    return {"kernel": kernel, "signature": signature, "constexprs": constants, "attrs": attrs, **_OPTIONS, **options}
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -141,31 +174,12 @@ class Launches(Passes):
         return self.tiles.get(name) or super()._tile(name)
 
     def _start(self, kernel, grid, name, tile, values) -> None:  # type: ignore[no-untyped-def]
-        options = {"num_warps": 4, "num_stages": 3} if tile is None else launch_options(tile)
         name = name or kernel.__name__.removesuffix("_kernel")
         if values.get("SCALED"):
             name = next((scaled for scaled, plain in SCALED.items() if plain == name), name)
-        if name in self.specs:
-            return
-        signature, constants, aligned = {}, {}, []
-        for i, parameter in enumerate(kernel.params):
-            value = values[parameter.name]
-            if parameter.is_constexpr or (type(value) is int and value == 1):  # as the launcher has it
-                signature[parameter.name], constants[parameter.name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = _TYPES[value.dtype]
-                aligned.append(i)
-            elif isinstance(value, float):
-                signature[parameter.name] = "fp32"
-            else:
-                is_wide = abs(value) >= 2**31 or parameter.annotation_type == "i64"
-                signature[parameter.name] = "i64" if is_wide else "i32"
-                aligned += [i] if value % 16 == 0 else []
-        self.specs[name] = {
-            "kernel": kernel, "signature": signature, "constexprs": constants, **options,
-            "attrs": {(i,): [["tt.divisibility", 16]] for i in aligned}, "name": name, "tile": tile,
-            "heads": self.M, "dim": self.D,
-        }  # fmt: skip
+        if name not in self.specs:
+            spec = spec_of(kernel, values, {} if tile is None else launch_options(tile))
+            self.specs[name] = spec | {"name": name, "tile": tile, "heads": self.M, "dim": self.D}
 
 
 def attention_specs(
@@ -218,6 +232,84 @@ def issued(spec: dict[str, Any], usage: Usage, is_masked: bool = False) -> float
     return count * tile.num_warps / (tile.b_t * keys * spec["heads"])
 
 
+# --- decoding and generators ------------------------------------------------------------------------------------------
+
+_new = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+_RANK = 2
+_CHANNELS = 2 * _RANK + 1  # of a head: two low-rank vectors and a gate
+_ROWS = _CHANNELS + 3  # of a key side behind cached keys and values, which are padded
+
+
+def _cached(batch: int, heads: int, length: int, dim: int) -> torch.Tensor:
+    """Keys or values with composition weights behind them, [B, H, S, D + channels]."""
+    return _new(batch, heads, length, dim + _ROWS)
+
+
+def decode_launches(
+    batch: int, heads: int, dim: int, queries: int, keys: int = _LENGTH, is_static: bool = False
+) -> list[Launch]:
+    """Those of decoding, fully composed, with a mask."""
+    stages = []
+    for _ in range(2):
+        rows = _cached(batch, heads, keys, dim)
+        key_side = rows[..., None, dim : dim + _CHANNELS].permute(0, 1, 3, 4, 2)  # [B, H, 1, 5, S]
+        static = _new(1, heads, heads) if is_static else None
+        stages.append((rows[..., :dim], _new(batch, heads, _CHANNELS, queries), key_side, static))
+    (key, *pre), (value, *post) = stages
+    visible = torch.empty(batch, 1, queries, keys, dtype=torch.uint8, device="meta")
+    states = _new(batch, heads, queries, dim), key, value
+    return decode.launches(*states, *pre, *post, visible, 1, dim**-0.5, None)[1]
+
+
+def generator_launches(heads: int, dim: int, tokens: int, is_packed: bool) -> list[Launch]:
+    """That of all four generators; packed, the key side's go into rows behind keys and values."""
+    pair, gates = _new(1, tokens, 4 * 2 * _RANK * heads), _new(1, tokens, 4 * heads)
+    qkw = _new(1, 4, 2 * _RANK, heads, 2 * _RANK * heads)
+    rows = [_cached(1, heads, tokens, dim)[..., dim:] if is_packed else None for _ in range(2)]
+    weights = _new(2 if is_packed else 4, 1, heads, _CHANNELS, tokens)
+    return generator.launches(weights, pair, gates, qkw, *rows, 2, 2, heads, _RANK, "none")[1]
+
+
+def gradient_launches(heads: int, tokens: int) -> list[Launch]:
+    """That of the generators' gradients."""
+    pair, gates = _new(4, tokens, 2 * _RANK * heads), _new(1, tokens, 4 * heads)
+    grad = _new(4, 1, heads, _CHANNELS, tokens)
+    return generator_backward.launches(grad, pair, gates, gates, heads, _RANK)[1]
+
+
+def prepare_launches(heads: int, dim: int, tokens: int, is_placed: bool) -> list[Launch]:
+    """That of QK-norm, RoPE and generators; placed, its rows go to where an integer on the device says."""
+    sizes = [heads * dim] * 3 + [4 * 2 * _RANK * heads, 4 * heads]
+    product = _new(1, tokens, sum(sizes)).split(sizes, dim=-1)
+    others = _new(1, 4, 2 * _RANK, heads, 2 * _RANK * heads), _new(dim), _new(dim), *(_new(1, tokens, dim),) * 2
+    memory = [_cached(1, heads, _LENGTH, dim) if is_placed else None for _ in range(2)]
+    place = torch.empty((), dtype=torch.int64, device="meta") if is_placed else None
+    plan = [dim, 2, 2, _ROWS, _ROWS, heads, _RANK]
+    return prepare.launches(*product, *others, *memory, place, plan, 1e-6, "tanh")[1]
+
+
+def other_specs(heads: int, dim: int) -> list[dict[str, Any]]:
+    """The kernels of decoding and of the weight generators, in bfloat16 with R = 2."""
+    launches = {}
+    for batch, queries in ((1, 1), (64, 1), (1, 8)):
+        for launch in decode_launches(batch, heads, dim, queries):
+            kind = launch.kernel.__name__.removesuffix("_kernel")
+            launches[f"decode {kind} B={batch} T={queries}"] = launch
+    for tokens, is_packed in itertools.product((1, 4096), (False, True)):
+        name = f"generator N={tokens} {'packed' if is_packed else 'weights'}"
+        (launches[name],) = generator_launches(heads, dim, tokens, is_packed)
+    (launches["generator N=4096 gradients"],) = gradient_launches(heads, 4096)
+    (launches["prepare N=1 in place"],) = prepare_launches(heads, dim, 1, True)
+    (launches["prepare N=16"],) = prepare_launches(heads, dim, 16, False)
+    return [
+        spec_of(launch.kernel, launch.constants | launch.arguments, launch.options) | {"name": name, "tile": None}
+        for name, launch in launches.items()
+    ]
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
 @cache
 def _sizes(shape: str) -> tuple[int, int]:
     config = DCFormerConfig.from_preset(f"dcformer-{shape}")
@@ -233,11 +325,7 @@ def all_specs(arch: int, shapes: tuple[str, ...] = SHAPES, dtype: str = "bf16", 
         for is_odd in (False, True):
             found = attention_specs(*_sizes(shape), arch, DTYPES[dtype], layout, is_odd)
             specs += [spec | {"shape": shape, "odd": is_odd} for spec in found.values()]
-    for spec in [spec for module in (decode, generator, generator_backward, prepare) for spec in module.kernel_specs()]:
-        words = spec["label"].lower().split()  # of a kernel, a model and sizes
-        shape = next(name for name in SHAPES if name in words)
-        if shape in shapes:
-            specs.append(spec | {"name": spec["label"], "tile": None, "shape": shape, "odd": False})
+        specs += [spec | {"shape": shape, "odd": False} for spec in other_specs(*_sizes(shape))]
     return specs
 
 

@@ -2,18 +2,15 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY, tiny_config
+from helpers import tiny_config
 from kernel_device import DEVICE, INTERPRETED
 from torch import nn
 
 from dcformer import DCFormerCompose, SideWeights
-from dcformer.kernels import generator, generator_backward
+from dcformer.kernels import generator
 from dcformer.kernels.generator import generate_packed, generate_weights
 from dcformer.kernels.schemas import generate_packed_op, generate_weights_op
 
@@ -533,53 +530,6 @@ def test_refusals():
         module.act_fn = nn.SiLU()
         with pytest.raises(ValueError, match="SiLU"):
             generate_weights(states(1, 3), module)
-
-
-# --- compilation ------------------------------------------------------------------------------------------------------
-
-COMPILE = """
-import re, subprocess, sys, tempfile
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from dcformer.kernels import generator, generator_backward
-tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-for spec in generator.kernel_specs() + generator_backward.kernel_specs():
-    if not re.search(sys.argv[1], spec["label"]):
-        continue
-    for arch in (80, 90):
-        source = ASTSource(spec["kernel"], spec["signature"], spec["constexprs"], spec["attrs"])
-        options = {name: spec[name] for name in ("num_warps", "num_stages")}
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        print(arch, re.search(r"STACK:(\\d+)", text)[1], compiled.metadata.shared)
-"""
-
-
-def test_specs_name_every_argument():
-    specs = generator.kernel_specs() + generator_backward.kernel_specs()
-    assert len({spec["label"] for spec in specs}) == len(specs) == 16 + 4
-    for spec in specs:
-        assert list(spec["signature"]) == list(spec["kernel"].arg_names)
-        assert {name for name, kind in spec["signature"].items() if kind == "constexpr"} == set(spec["constexprs"])
-
-
-def test_kernels_compile_without_spills(tmp_path):
-    """For GPUs that need not be here; in a process of its own, as the interpreter takes the place of the compiler."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", COMPILE, "(6.9B|13B) N=4096 (packed|gradients)"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPOSITORY)
-    assert run.returncode == 0, run.stderr
-    lines = [[int(word) for word in line.split()] for line in run.stdout.splitlines()]
-    assert len(lines) == 8
-    for arch, stack, shared in lines:
-        assert stack == 0
-        assert shared <= {80: 163, 90: 227}[arch] * 1024
 
 
 def test_blocks_cover_what_they_must():

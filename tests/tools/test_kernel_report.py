@@ -100,7 +100,26 @@ def test_every_kernel_of_the_package_is_in_the_report(report):
         others = {"expand", "join", "project", "norms", "halves", "scale", *report.SCALED}
         assert names == set(LAUNCHES) | others | {"decode", "generator", "prepare"}
         assert {spec["shape"] for spec in of_shape} == {shape}
+        for spec in of_shape:
+            assert list(spec["signature"]) == list(spec["kernel"].arg_names)
+            assert {name for name, kind in spec["signature"].items() if kind == "constexpr"} == set(spec["constexprs"])
     assert len(report.all_specs(90)) == sum(map(len, specs.values()))
+
+
+def test_a_launch_is_specialised_as_triton_does_it(report):
+    (launch,) = report.prepare_launches(32, 128, 1, True)
+    spec = report.spec_of(launch.kernel, launch.constants | launch.arguments, launch.options)
+    aligned = {launch.kernel.arg_names[i] for (i,) in spec["attrs"]}
+    assert spec["constexprs"]["B"] == 1 and spec["signature"]["row"] == "i32"  # 0, which varies
+    assert spec["signature"]["p_place"] == "*i64" and spec["signature"]["eps"] == "fp32"
+    assert {"H", "p_q", "p_v", "stride_xb"} <= aligned and not {"row", "stride_rn_0", "eps"} & aligned
+    maps, _, parts = report.decode_launches(1, 32, 128, 1)
+    static, *_ = report.decode_launches(1, 32, 128, 1, is_static=True)
+    without, with_static = (report.spec_of(x.kernel, x.constants | x.arguments, x.options) for x in (maps, static))
+    assert without["signature"]["p_static"] == "constexpr" and without["constexprs"]["p_static"] is None
+    assert with_static["signature"]["p_static"] == "*bf16" and without["signature"]["p_visible"] == "*u8"
+    assert without["signature"]["stride_wc"] == "i64"  # as the kernel says
+    assert report.spec_of(parts.kernel, parts.constants | parts.arguments, parts.options)["num_stages"]
 
 
 @pytest.mark.slow
@@ -119,10 +138,21 @@ def test_kernels_are_within_their_instructions():
 
 
 @pytest.mark.slow
+def test_generators_spill_no_registers():
+    options = "--arch", "80", "90", "--shapes", "6.9b", "13b", "--only", "N=4096 (packed|gradients)"
+    run = run_source("tools/kernel_report.py", "--json", *options)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    rows = json.loads(run.stdout)
+    assert len(rows) == 8
+    for row in rows:
+        assert row["stack"] == 0 and row["shared"] <= {80: 163, 90: 227}[row["arch"]], row
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize("is_static", [False, True], ids=["", "static"])
 @pytest.mark.parametrize("number", [0, 1], ids=["scores", "output"])
-def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, queries):
+def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, queries, report):
     """Where maps change hands through memory there is a barrier of the whole block in PTX, and no read past the caches.
 
     `bar.sync` makes what a thread wrote before it visible to all threads of the block behind it: to plain loads, and to
@@ -132,13 +162,8 @@ def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, queries
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from dcformer.kernels import decode
-
-    (_, heads, dim), dtype = decode.SHAPES[2], torch.bfloat16
-    example = list(decode._example(1, heads, queries, 2048, dim, dtype))
-    if is_static:
-        example[5] = example[8] = torch.empty((1, heads, heads), dtype=dtype, device="meta")
-    spec = decode._spec(decode.launches(*example, 1, dim**-0.5, None)[1][number])
+    launch = report.decode_launches(1, 32, 128, queries, is_static=is_static)[number]
+    spec = report.spec_of(launch.kernel, launch.constants | launch.arguments, launch.options)
     source = ASTSource(**{key: spec[key] for key in ("signature", "constexprs", "attrs")}, fn=spec["kernel"])
     options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg")}
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

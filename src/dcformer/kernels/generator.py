@@ -22,7 +22,6 @@ Names in kernels: i_ index, o_ offset, m_ mask, p_ pointer, b_ block.
 # Of a kernel's arguments only compile-time constants have a type, tl.constexpr.
 # mypy: disable-error-code="no-untyped-def"
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -486,46 +485,8 @@ def generate_packed(
 # --- for compilers without a GPU --------------------------------------------------------------------------------------
 
 
-def kernel_specs() -> list[dict[str, Any]]:
-    """What to compile to see registers, spills and shared memory, for the published sizes in bfloat16 with R = 2.
-
-    Returns:
-        dicts of `kernel`, `signature` (argument -> Triton type), `constexprs`, `num_warps`, `num_stages`, `label`, and
-        `attrs`: the arguments that are multiples of 16 in such launches, as `ASTSource` takes them.
-    """
-    specs = []
-    sizes = ("405M", 16), ("2.8B", 32), ("6.9B", 32), ("13B", 40)
-    for (name, heads), tokens, rows in itertools.product(sizes, (1, 4096), (0, 1)):
-        padding = 3 if rows else 0
-        tile = _tile(heads, 2, True, padding, 1, tokens, 4)
-        constexprs: dict[str, Any] = {"C": 4, "M": heads, "R": 2, "GATE": 1, "TANH": False, "EPS": COMPOSE_NORM_EPS}
-        constexprs |= {"SIDES": 2, "ROWS": rows, "REP": 1, "PAD": padding, "UNIT": 8, **tile}
-        constexprs |= {} if rows else {"p_rows_0": None, "p_rows_1": None}
-        constexprs |= {"N": 1} if tokens == 1 else {}
-        arguments = generator_kernel.arg_names
-        types = {argument: "*bf16" if argument.startswith("p_") else "i32" for argument in arguments}
-        signature = types | dict.fromkeys(constexprs, "constexpr")
-        multiples = [
-            (i,)
-            for i, argument in enumerate(arguments)
-            if signature[argument] != "constexpr" and argument not in ("B", "H") and "stride_r" not in argument
-        ]
-        specs.append(
-            {
-                "kernel": generator_kernel,
-                "signature": signature,
-                "constexprs": constexprs,
-                **_options(tile),
-                "label": f"generator {name} N={tokens} {'packed' if rows else 'weights'}",
-                "attrs": {i: [["tt.divisibility", 16]] for i in multiples},
-            }
-        )
-    return specs
-
-
 __all__ = [
     "can_replace",
     "generate_packed",
     "generate_weights",
-    "kernel_specs",
 ]

@@ -11,9 +11,6 @@ Letters are those of `generator`.
 # Of a kernel's arguments only compile-time constants have a type, tl.constexpr.
 # mypy: disable-error-code="no-untyped-def"
 
-from functools import partial
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -129,37 +126,4 @@ def _generate_weights_backward(grad, hidden, gates, qkw, heads_per_group, rank, 
         return found
 
 
-def kernel_specs() -> list[dict[str, Any]]:
-    """As `generator.kernel_specs`, for 4096 tokens."""
-    specs = []
-    for name, heads in ("405M", 16), ("2.8B", 32), ("6.9B", 32), ("13B", 40):
-        new = partial(torch.empty, device="meta", dtype=torch.bfloat16)
-        grad, pair, gates = new(4, 1, heads, 5, 4096), new(4, 4096, 4 * heads), new(1, 4096, 4 * heads)
-        _, (launch,) = launches(grad, pair, gates, gates, heads, 2)
-        values, constexprs = launch.arguments, dict(launch.constants)
-        signature, multiples = dict.fromkeys(launch.kernel.arg_names, "constexpr"), []
-        for i, (argument, value) in enumerate(values.items()):
-            if isinstance(value, torch.Tensor):
-                signature[argument] = "*bf16"
-            elif value == 1:  # as the launcher has it
-                constexprs[argument] = value
-                continue
-            else:
-                signature[argument] = "i32"
-            if isinstance(value, torch.Tensor) or value % 16 == 0:
-                multiples.append((i,))
-        specs.append(
-            {
-                "kernel": launch.kernel,
-                "signature": signature,
-                "constexprs": constexprs,
-                "num_warps": launch.options["num_warps"],
-                "num_stages": 3,
-                "label": f"generator {name} N=4096 gradients",
-                "attrs": {i: [["tt.divisibility", 16]] for i in multiples},
-            }
-        )
-    return specs
-
-
-__all__ = ["kernel_specs"]
+__all__ = ["launches"]

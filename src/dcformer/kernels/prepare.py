@@ -13,7 +13,6 @@ It rounds where torch rounds. Letters as in `generator`; T new tokens of a seque
 # Of a kernel's arguments only compile-time constants have a type, tl.constexpr.
 # mypy: disable-error-code="no-untyped-def"
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -336,37 +335,4 @@ def prepare(
 # --- for compilers without a GPU --------------------------------------------------------------------------------------
 
 
-def kernel_specs() -> list[dict[str, Any]]:
-    """What to compile to see registers, spills and shared memory, for the published sizes in bfloat16 with R = 2.
-
-    Returns:
-        as `generator.kernel_specs`, for one token that goes to its place in a cache and for several that do not.
-    """
-    specs = []
-    sizes = ("405M", 16, 64, 64), ("2.8B", 32, 80, 80), ("6.9B", 32, 128, 128), ("13B", 40, 128, 128)
-    for (name, heads, dim, rotary), (tokens, placed) in itertools.product(sizes, ((1, 1), (MAX_QUERIES, 0))):
-        tile = _tile(heads, 2, True, 3, 1, tokens, 4)
-        constexprs: dict[str, Any] = {"HKV": heads, "D": dim, "P": rotary, "NORM": True, "GENERATORS": 4}
-        constexprs |= {"PLACED": placed} | ({} if placed else {"p_place": None})
-        constexprs |= {"C": 4, "M": heads, "R": 2, "GATE": 1, "TANH": True, "EPS": COMPOSE_NORM_EPS, "SIDES": 2}
-        constexprs |= {"ROWS": 1, "REP": 1, "PAD": 3, "UNIT": 8, "B_T": tokens, **tile}
-        constexprs |= {"B_D": power_of_2(dim)} | ({"N": 1} if tokens == 1 else {})
-        arguments = prepare_kernel.arg_names
-        types = {argument: "*bf16" if argument.startswith("p_") else "i32" for argument in arguments}
-        signature = types | {"eps": "fp32", "p_place": "*i64"} | dict.fromkeys(constexprs, "constexpr")
-        pointers = [name for name in arguments if name.startswith("p_") and signature[name] != "constexpr"]
-        multiples = [i for i, argument in enumerate(arguments) if argument in (*pointers, "stride_xn")]
-        specs.append(
-            {
-                "kernel": prepare_kernel,
-                "signature": signature,
-                "constexprs": constexprs,
-                **_options(tile),
-                "label": f"prepare {name} N={tokens}{' in place' if placed else ''}",
-                "attrs": {(i,): [["tt.divisibility", 16]] for i in multiples},
-            }
-        )
-    return specs
-
-
-__all__ = ["can_prepare", "fits", "kernel_specs", "launches", "prepare"]
+__all__ = ["can_prepare", "fits", "launches", "prepare"]
