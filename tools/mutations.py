@@ -218,8 +218,8 @@ _CACHE = _in(
     CACHE,
     (
         "a growing layer writes behind keys that something else has put there",
-        "        if held is not known or first",
-        "        if known is None or first",
+        "if rows is None or vars(self).get(name, rows.held) is not rows.held:",
+        "if rows is None:",
         T_CACHE + "test_a_growing_layer_is_the_librarys",
     ),
     (
@@ -230,8 +230,8 @@ _CACHE = _in(
     ),
     (
         "a window lends what the library keeps to take tokens back",
-        'or self.keys.dim() != 4 or getattr(self, "record_past", False):',
-        "or self.keys.dim() != 4:",
+        'not self.is_initialized or getattr(self, "record_past", False):',
+        "not self.is_initialized:",
         T_CACHE + "test_windows_that_lend_no_room",
     ),
     (
@@ -248,8 +248,8 @@ _CACHE = _in(
     ),
     (
         "a window stays at the front of its memory",
-        "        first += length - keep\n",
-        "",
+        "_Rows(rows.memory, rows.first + length - keep, keep, None)",
+        "_Rows(rows.memory, rows.first, keep, None)",
         T_CACHE + "test_a_window_that_lends_room_is_the_librarys",
     ),
     (
@@ -260,8 +260,8 @@ _CACHE = _in(
     ),
     (
         "rows of another width are lent",
-        "(*held.shape[:2], held.shape[3]) != (*shape[:2], shape[3]):",
-        "held.shape[:2] != (*shape[:2],):",
+        "heads == shape[1] and channels == shape[3]",
+        "heads == shape[1]",
         T_CACHE + "test_layers_that_lend_no_room",
     ),
     (
@@ -272,8 +272,8 @@ _CACHE = _in(
     ),
     (
         "a growing layer moves for every token",
-        "room = max(LEAST_ROOM, length // ROOM)",
-        "room = 0",
+        "room, held = max(LEAST_ROOM, length // ROOM),",
+        "room, held = 0,",
         T_CACHE + "test_a_growing_layer_seldom_moves",
     ),
     (
@@ -287,6 +287,24 @@ _CACHE = _in(
         "is_grad_enabled() or torch.compiler.is_compiling() or",
         "is_grad_enabled() or",
         T_CACHE + "test_in_graphs_a_growing_layer_adds_tokens_in_the_librarys_way",
+    ),
+    (
+        "tokens that nobody has asked for since they were lent are lost in graphs",
+        "            self._leave_memory()\n            return super().update",
+        "            self._memory.clear()\n            return super().update",
+        T_CACHE + "test_in_graphs_a_growing_layer_adds_tokens_in_the_librarys_way",
+    ),
+    (
+        "tokens that nobody has asked for since they were lent are lost when beams are chosen",
+        "        self._leave_memory()\n        super().reorder_cache",
+        "        self._memory.clear()\n        super().reorder_cache",
+        T_CACHE + "test_a_window_that_lends_room_is_the_librarys",
+    ),
+    (
+        "what was given out is written to again",
+        "        vars(self).pop(name, None)\n",
+        "",
+        T_CACHE + "test_a_window_that_lends_room_is_the_librarys",
     ),
     (
         "offloaded caches grow in place",
@@ -1149,8 +1167,8 @@ _KERNELS = (
         ),
         (
             "a growing cache is read without its new tokens",
-            "count = keys.shape[2] if in_place else row + product.shape[1]",
-            "count = keys.shape[2] if in_place else row",
+            "count = row + product.shape[1] if place is None",
+            "count = row if place is None",
             T_STEP + "test_without_causality",
         ),
         (
@@ -1158,6 +1176,32 @@ _KERNELS = (
             '"S": count, "row": row',
             '"row": row',
             "tests/kernels/test_model.py::test_layers_repeat_the_launches_of_the_first[mha-fused]",
+        ),
+        (
+            "torch does not know that a step has changed the cache",
+            "    torch.autograd.graph.increment_version([x for x in (keys, values) if not x.is_inference()])\n",
+            "",
+            T_STEP + "test_where_nobody_watches_the_operator_is_left_out",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/schemas.py",
+        (
+            "a mode that watches sees no decoding step",
+            "return torch._C._len_torch_dispatch_stack() > 0",
+            "return False",
+            T_STEP + "test_where_nobody_watches_the_operator_is_left_out",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/repeated.py",
+        (
+            "tensors that share memory lie on each other",
+            "scratch += round_up(tensor.nbytes, _ALIGNMENT)",
+            "scratch += _ALIGNMENT",
+            T_REPEATED + "test_what_is_not_returned_shares_memory",
         ),
     )
     + _in(

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,24 +30,52 @@ def gpu_tiles():
 
 
 @pytest.fixture(scope="session", autouse=not COMPILED)
-def language_patched_once():
-    """Has Triton's interpreter replace its language once, not at each call of a function: half of a test's time."""
+def quick_interpreter():
+    """Triton's interpreter without what it does again and again: three quarters of a test's time."""
     from triton.runtime import interpreter
 
-    patch_language, scopes = interpreter._patch_lang, {}
+    patch_language, scopes, by_function = interpreter._patch_lang, {}, {}
 
     def patch_once(function):
-        names = {value.__name__ for value in function.__globals__.values() if inspect.ismodule(value)}
-        languages = frozenset(names & {"triton.language", "triton.language.core"})
-        if languages not in scopes:
-            scopes[languages] = patch_language(function)
+        """The language is replaced once for each set of modules that a function knows, not at each of its calls."""
+        if function not in by_function:
+            names = {value.__name__ for value in function.__globals__.values() if inspect.ismodule(value)}
+            by_function[function] = languages = frozenset(names & {"triton.language", "triton.language.core"})
+            if languages not in scopes:
+                scopes[languages] = patch_language(function)
         return SimpleNamespace(restore=lambda: None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter, "_get_np_dtype", _NumpyTypes(interpreter._get_np_dtype))
+        patch.setattr(interpreter.TritonSemantic, "binary_op_sanitize_overflow_impl", _check_overflow)
         yield
     for scope in reversed(scopes.values()):
         scope.restore()
+
+
+class _NumpyTypes(dict):
+    """NumPy's dtype of one of Triton's, by name; of a block, that of its elements."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, dtype):
+        one = dtype.element_ty if dtype.is_block() else dtype
+        found = self.get(one.name)
+        if found is None:
+            found = self[one.name] = self.function(one)
+        return found
+
+
+def _check_overflow(semantic, left, right, operation):
+    """Whole numbers that wrap around are an error. Triton computes whether they do, and looks only when debugging."""
+    numbers = [operand.handle.data for operand in (left, right)]
+    if numbers[0].dtype.itemsize >= 8 or not all(x.size for x in numbers):
+        return
+    compute = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation.__name__]
+    found, limits = compute(*numbers, dtype=np.int64), np.iinfo(numbers[0].dtype)
+    assert limits.min <= found.min() and found.max() <= limits.max, f"{operation.__name__} of whole numbers overflows"
 
 
 @pytest.fixture(autouse=True)

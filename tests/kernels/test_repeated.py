@@ -102,6 +102,34 @@ def test_what_is_made_is_new_each_time():
     assert len({result.data_ptr() for result in results}) == 3
 
 
+@pytest.mark.parametrize("returned", [0, 1, 3])
+def test_what_is_not_returned_shares_memory(returned):
+    """New memory in each call, in which tensors do not overlap and are aligned."""
+    kernel, sizes = Kernel(), (7, 500, 3)
+
+    def choose(x):
+        made = [torch.empty(size) for size in sizes]
+        arguments = dict.fromkeys(Kernel.arg_names[:-1])
+        arguments |= {"p_x": x, "p_out": made[0], "p_part": made[1][5:], "p_behind": made[2]}
+        return made, [Launch(kernel, (1,), arguments, {"WIDTH": 1}, {"num_warps": 4})]
+
+    run, kept = Repeated(choose, returned=returned), []
+    for number in range(3):
+        found = run([torch.zeros(4)])
+        kept.append(found)
+        assert [x.shape for x in found] == [(size,) for size in sizes[:returned]]
+        if not number:
+            continue  # the tensors themselves, not addresses
+        _, (_, _, last, first, middle, *_) = kernel.log[-1]
+        starts = dict(enumerate((first, middle - 20, last)))  # 5 numbers of 4 bytes in front
+        assert [starts[i] for i in range(returned)] == [x.data_ptr() for x in found]
+        spans = sorted((start, start + 4 * sizes[i]) for i, start in starts.items())
+        assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+        alone = [starts[i] for i in range(returned, len(sizes))]
+        assert all((start - alone[0]) % 256 == 0 for start in alone)
+    assert not returned or len({found[0].data_ptr() for found in kept}) == 3
+
+
 def test_the_interpreter_is_always_asked():
     kernel = Kernel(is_interpreted=True)
     run, chosen = make(kernel)
