@@ -499,6 +499,7 @@ def check_decode(bench: Bench, size: str, tokens: int, composition: str) -> dict
         )
         pre, post = inputs.stage("pre"), inputs.stage("post")
         found = kernels.composed_decode(*inputs.states, pre, post, scale=scale, visible=visible)
+    found = found.transpose(1, 2)
     return compare({"output": found}, {"output": low}, {"output": truth}, bench.dtype)
 
 

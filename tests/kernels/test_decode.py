@@ -92,7 +92,9 @@ def bounds(arguments, yardstick, visible=None):
 
 
 def run(arguments, visible=None, num_splits=None):
-    return composed_decode(*arguments, scale=arguments[0].shape[-1] ** -0.5, visible=visible, num_splits=num_splits)
+    """The output as `eager_attention` has it, [B, T, H, DV]."""
+    scale = arguments[0].shape[-1] ** -0.5
+    return composed_decode(*arguments, scale=scale, visible=visible, num_splits=num_splits).transpose(1, 2)
 
 
 def check(arguments, visible=None, num_splits=(None,)):
@@ -409,7 +411,7 @@ def test_a_backward_pass_through_the_operator_is_an_error():
 def test_compiles_without_graph_breaks():
     def step(q, k, v, gate, visible):
         return 2 * composed_decode(
-            q, k, v, ComposeWeights(SideWeights.of(gate=gate)), None, scale=0.25, visible=visible
+            q, k, v, ComposeWeights(SideWeights.of(gate=gate)), scale=0.25, visible=visible
         )
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -339,9 +339,9 @@ def test_a_device_that_is_not_the_current_one():
     assert second.device.index == 1 and torch.cuda.current_device() == 0
     assert torch.equal(first.cpu(), second.cpu())
     q, k, v = test_decode.inputs(B=1, H=4, KV=4, T=1, S=300, D=64, dtype=torch.bfloat16)[:3]
-    expected = composed_decode(q, k, v, None, None, scale=0.125)
+    expected = composed_decode(q, k, v, scale=0.125)
     for i in (0, 1, 0, 1):  # launches that are repeated are those of the tensors' device
-        found = composed_decode(*(t.to(f"cuda:{i}") for t in (q, k, v)), None, None, scale=0.125)
+        found = composed_decode(*(t.to(f"cuda:{i}") for t in (q, k, v)), scale=0.125)
         assert found.device.index == i and torch.equal(found.cpu(), expected.cpu())
 
 

@@ -456,7 +456,7 @@ def _look(tensors) -> tuple:
 
 
 def launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]]:
-    """Allocates the output [B, T, H, Dv] and what lies in between, and chooses tiles, by `_look` only.
+    """Allocates the output [B, T, H, DV] and what lies in between, and chooses tiles, by `_look` only.
 
     Args:
         query, key, value: as for `decode_op`.
@@ -578,8 +578,8 @@ def composed_decode(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
+    pre: ComposeWeights | None = None,
+    post: ComposeWeights | None = None,
     *,
     scale: float | None = None,
     visible: torch.Tensor | None = None,
@@ -595,7 +595,7 @@ def composed_decode(
         query: [B, H, T, D], 1 <= T <= 16; float32, float16 or bfloat16.
         key: [B, Hkv, S, D] of the same dtype, H a multiple of Hkv. Like all tensors here it may be a view, a packed
             cache's first D channels; only its last dimension must be contiguous.
-        value: [B, Hkv, S, Dv], likewise.
+        value: [B, Hkv, S, DV], likewise.
         pre, post: what to compose scores and weights with; None for no composition. All sides present have the
             same parts. Key-wise weights are read where they are, behind cached keys and values for one
             (`DCFormerCompose.unpack`).
@@ -606,7 +606,7 @@ def composed_decode(
             choice that fills a large GPU.
 
     Returns:
-        [B, T, H, Dv], contiguous, in the dtype of `query`.
+        [B, H, T, DV] in the dtype of `query`, as of `composed_attention` a view of contiguous [B, T, H, DV].
 
     Raises:
         ValueError: on shapes, dtypes or devices that do not fit, where gradients would be needed, and beyond
@@ -618,7 +618,8 @@ def composed_decode(
     groups = _check(query, key, value, pre, post, visible, num_splits)
     weights, places = packed_weights(pre, post, key.shape[1])
     plan = [groups, -1 if num_splits is None else num_splits, *places]
-    return decode_op(query, key, value, weights, visible, plan, query.shape[3] ** -0.5 if scale is None else scale)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    return decode_op(query, key, value, weights, visible, plan, scale).transpose(1, 2)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def check_states(
     post: ComposeWeights | None,
     *others: torch.Tensor | None,
 ) -> None:
-    """Refuses queries [B, H, T, D], keys [B, Hkv, S, D] and values [B, Hkv, S, Dv] that do not fit together.
+    """Refuses queries [B, H, T, D], keys [B, Hkv, S, D] and values [B, Hkv, S, DV] that do not fit together.
 
     Args:
         query, key, value: of one dtype.

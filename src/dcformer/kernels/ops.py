@@ -396,7 +396,7 @@ def triton_attention(
         sizes = (query.shape[0], length, key.shape[2])
         visible = visible_keys(module, attention_mask, sliding_window, is_causal, sizes, query.device)
         query, key, value = map(_rows_contiguous, (query, key, value))
-        return composed_decode(query, key, value, pre, post, scale=scaling, visible=visible), None
+        return composed_decode(query, key, value, pre, post, scale=scaling, visible=visible).transpose(1, 2), None
     is_causal, sliding_window, attention_mask = _causality(module, attention_mask, sliding_window, is_causal)
     options: dict[str, Any] = {"scale": scaling, "causal": is_causal}
     options |= {"sliding_window": sliding_window if is_causal else None}  # as in the other implementations

@@ -557,7 +557,7 @@ class _Subject:
             )
             truth, span = self._eager(states, weights, visible), self._span(states, weights, visible)
         name = "1 query" if queries == 1 else f"{queries} queries"
-        yield from self._compare("decoding", {name: truth}, {name: low}, {name: found.transpose(1, 2)}, span)
+        yield from self._compare("decoding", {name: truth}, {name: low}, {name: found}, span)
 
     def generators(self) -> Iterator[Check]:
         """Weights that the generators make, and every gradient."""
