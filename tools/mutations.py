@@ -1277,9 +1277,15 @@ _KERNELS = (
         "kernels/passes.py",
         (
             "a pass is repeated for one tensor given twice",
-            "geometry(tensors), *map(addresses.index, addresses), *tiles,",
-            "geometry(tensors), *tiles,",
+            "seen.high, tiles, geometry(tensors), *map(addresses.index, addresses),",
+            "seen.high, tiles, geometry(tensors),",
             T_RECORDING + "test_the_same_tensor_twice_is_not_two_tensors",
+        ),
+        (
+            "a pass from before a search is repeated after it",
+            "tiles = searches() if autotune_is_on() else None",
+            "tiles = None",
+            T_RECORDING + "test_tiles_that_a_search_has_found_are_used",
         ),
         (
             "a repeated pass is kept, however long",

@@ -410,9 +410,7 @@ def test_a_backward_pass_through_the_operator_is_an_error():
 
 def test_compiles_without_graph_breaks():
     def step(q, k, v, gate, visible):
-        return 2 * composed_decode(
-            q, k, v, ComposeWeights(SideWeights.of(gate=gate)), scale=0.25, visible=visible
-        )
+        return 2 * composed_decode(q, k, v, ComposeWeights(SideWeights.of(gate=gate)), scale=0.25, visible=visible)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
     for S in (20, 33):

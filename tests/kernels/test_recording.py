@@ -10,7 +10,7 @@ from kernel_device import DEVICE, INTERPRETED
 from test_attention import Case, stage_weights
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dcformer.kernels import composed_attention, launch, overflow, passes
+from dcformer.kernels import composed_attention, launch, overflow, passes, tuning
 from dcformer.kernels import problem as problems
 from dcformer.kernels.passes import Passes
 from dcformer.kernels.recording import Recorded, Recording
@@ -199,6 +199,30 @@ def test_a_mark_has_a_pass_recorded_anew(watch, monkeypatch):
         watch.reset()
         assert torch.equal(composed_attention(300 * query, 300 * key, value), expected)
     assert not watch.chosen and recorded() == 2
+
+
+@in_the_interpreter
+def test_tiles_that_a_search_has_found_are_used(watch, monkeypatch, tmp_path):
+    """Passes that were written down before are chosen anew."""
+    found, launched = {}, []
+    monkeypatch.setenv("DCFORMER_AUTOTUNE", "1")
+    monkeypatch.setattr(tuning, "cache_file", lambda: tmp_path / "tiles.json")
+    monkeypatch.setattr(problems, "found_tile", lambda gpu, key: found.get(key.kernel))
+    fill_scores = Passes._fill_scores
+    monkeypatch.setattr(
+        Passes, "_fill_scores", lambda self, *args: launched.append(self._tile("scores")) or fill_scores(self, *args)
+    )
+    states = [torch.randn(1, 2, 18, 16, device=DEVICE) for _ in range(3)]
+    expected = composed_attention(*states)
+    for tile in (None, tuning.Tile(16, 32, 1, 1)):
+        if tile is not None:
+            found["scores"] = tile
+            tuning.keep_tiles("a GPU", {})
+        for _ in range(3):
+            watch.reset()
+            assert torch.equal(composed_attention(*states), expected)
+        assert not watch.chosen and launched[-1] == (tile or launched[0])
+    assert recorded() == 2
 
 
 def test_the_same_tensor_twice_is_not_two_tensors(watch):

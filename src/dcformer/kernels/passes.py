@@ -29,7 +29,7 @@ from .recording import Recorded, Recording
 from .repeated import geometry, keep
 from .schemas import new_kept
 from .sizes import ceil_div
-from .tuning import KERNELS, autotune_is_on
+from .tuning import autotune_is_on, searches
 
 _Results = list[torch.Tensor | None]
 
@@ -66,10 +66,10 @@ class Passes(Launcher):
         marks = [] if self.map_dtype == torch.float32 else [mark_of(device, what) for what in Beyond]
         tensors = [self.q, self.k, self.v, *pre, *post, seen.first, seen.last, *given, *marks]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        tiles = [self._tile(kernel) for kernel in KERNELS] if autotune_is_on() else ()
+        tiles = searches() if autotune_is_on() else None
         key = (
             type(self), name, device, self.layout, self.scale, self.chunk_bytes, self.beyond, self.keeps, seen.low,
-            seen.high, geometry(tensors), *map(addresses.index, addresses), *tiles,
+            seen.high, tiles, geometry(tensors), *map(addresses.index, addresses),
         )  # fmt: skip
         known = _recorded.get(key)
         if isinstance(known, Recorded):

@@ -156,6 +156,8 @@ def _interpreter_tile(kernel: str) -> Tile | None:
 
 # --- what a search has found ------------------------------------------------------------------------------------------
 
+_searches = 0
+
 
 @dataclass(frozen=True)
 class Key:
@@ -200,6 +202,11 @@ def autotune_is_on() -> bool:
     return value == "1"
 
 
+def searches() -> int:
+    """How often this process has kept what a search has found. What was chosen before has other tiles."""
+    return _searches
+
+
 def cache_file() -> Path:
     """Where found tiles are kept."""
     return cache_folder() / "tiles.json"
@@ -212,6 +219,8 @@ def found_tile(gpu: str, key: Key) -> Tile | None:
 
 def keep_tiles(gpu: str, tiles: dict[Key, Tile]) -> None:
     """Adds found tiles to the file, and to those in use. A file that cannot be written is warned of."""
+    global _searches
+    _searches += 1
     path, machine = cache_file(), _machine(gpu)
     added = {str(key): tile for key, tile in tiles.items()}
     _found(path, machine).update(added)
@@ -251,5 +260,5 @@ def _read(path: Path) -> dict[str, dict[str, list[int]]]:
 
 __all__ = [
     "KERNELS", "Key", "Tile", "autotune_is_on", "candidates", "choose", "found_tile", "keep_tiles", "launch_options",
-    "resident_programs",
+    "resident_programs", "searches",
 ]  # fmt: skip
