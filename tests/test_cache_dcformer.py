@@ -100,11 +100,16 @@ BETWEEN = {
 
 @settings(deadline=None, max_examples=80)
 @given(
-    st.lists(st.one_of(st.integers(0, 50), st.sampled_from([1, 1, "lend", "copy", *BETWEEN])), min_size=1, max_size=25)
+    st.lists(
+        st.one_of(st.integers(0, 50), st.sampled_from([1, 1, "lend", "copy", "snapshot", *BETWEEN])),
+        min_size=1,
+        max_size=25,
+    )
 )
 @example([3, 1, "copy", 1, 1])
 @example([3, "lend", "lend", "cut", "lend", "copy", "lend", "choose", 1])
 @example([3, "lend", "differentiate", "lend", "forget", 1, "lend"])
+@example([3, "lend", "snapshot", "lend", "snapshot", 1])
 @example(["infer", 1, "copy", 1])
 @example([40, "infer", 1, "differentiate", 1, "cut", 1, 1])
 def test_a_growing_layer_is_the_librarys(calls):
@@ -120,6 +125,10 @@ def test_a_growing_layer_is_the_librarys(calls):
             elif call == "copy":
                 original, own = own, copy.deepcopy(own)
                 original.update(*_states(99, 1))  # of which the copy must know nothing
+            elif call == "snapshot":  # which shares what is held, and nothing else
+                original, own = own, copy.copy(own)
+                if not original.is_initialized or not _written(original, 99):
+                    original.update(*_states(99, 1))
             elif call == "lend":
                 library.update(*_states(seen, 1))
                 if not _written(own, seen):

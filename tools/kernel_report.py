@@ -24,7 +24,9 @@ import torch
 import triton
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.runtime.jit import create_function_from_signature
 
 from dcformer import DCFormerConfig
 from dcformer.kernels import decode, generator, generator_backward, prepare
@@ -44,12 +46,9 @@ SHAPES = ("405m", "2.8b", "6.9b", "13b")
 FULL = Layout(pre=Part.QUERY | Part.KEY | Part.GATE, post=Part.QUERY | Part.KEY | Part.GATE, rank=2)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LENGTH = 2048
+_BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))  # of any architecture: specialisation does not depend on it
 _OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own, where a launch does not say
 _PRODUCTS = {LAUNCHES[name][0] for name in ("scores", "values", "keys")}
-_TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
-    torch.uint8: "*u8",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,29 +126,35 @@ def _loops(code: str, also: str = "") -> tuple[int, ...]:
     return tuple(stop - start for start, stop in inner if any(start < other <= stop for other in others))
 
 
+class _Pointer:
+    """What Triton's launcher looks at of a tensor, which may be without memory. Storages begin at aligned addresses."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.dtype, self._offset = tensor.dtype, tensor.storage_offset() * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return 4096 + self._offset
+
+
 def spec_of(kernel: Any, values: Mapping[str, Any], options: Mapping[str, int]) -> dict[str, Any]:
-    """What `compile_usage` takes, of a launch: the specialisation that Triton's launcher would choose.
+    """What `compile_usage` takes, of a launch: as Triton's launcher specialises its arguments.
 
     Args:
         kernel: the jitted function.
         values: of all arguments, by name; tensors may be without memory.
         options: of the compiler.
     """
-    signature, constants, aligned = {}, {}, []
-    for i, parameter in enumerate(kernel.params):
-        name, value, is_special = parameter.name, values[parameter.name], not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (is_special and type(value) is int and value == 1):
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = _TYPES[value.dtype]
-            aligned += [i] if value.storage_offset() * value.element_size() % 16 == 0 else []
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            is_wide = abs(value) >= 2**31 or parameter.annotation_type == "i64"
-            signature[name] = "i64" if is_wide else "i32"
-            aligned += [i] if is_special and value % 16 == 0 else []
-    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    names = [parameter.name for parameter in kernel.params]
+    given = {name: values[name] for name in names}
+    given |= {name: _Pointer(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+    _, found, _ = create_function_from_signature(kernel.signature, kernel.params, _BACKEND)(**given)
+    signature, constants, attrs = {}, {}, {}
+    for i, (name, (kind, special)) in enumerate(zip(names, found, strict=True)):
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[name] = values[name]
+        elif special and (attributes := _BACKEND.parse_attr(special)):
+            attrs[(i,)] = attributes
     return {"kernel": kernel, "signature": signature, "constexprs": constants, "attrs": attrs, **_OPTIONS, **options}
 
 

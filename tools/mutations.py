@@ -1149,7 +1149,7 @@ _KERNELS = (
         ),
         (
             "parameters of another dtype or place are not noticed",
-            "        return self.addresses == _addresses(self.given)\n",
+            "        return self.places == _places(self.given)\n",
             "        return True\n",
             T_STEP + "test_what_is_left_to_the_layer[_parameter_of_another_dtype]",
         ),

@@ -241,7 +241,7 @@ class _GrowingLayer(DynamicLayer):
 
     What was given out is never written to again: keys and values that something else has put here (beams chosen anew, a
     cut) are copied once, with new room behind them. `keys` and `values` are views, made when somebody asks for them:
-    while kernels fill lent memory nobody does, and a view takes the host as long as a launch.
+    seldom while kernels fill lent memory, and a view takes the host as long as a launch.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -250,13 +250,17 @@ class _GrowingLayer(DynamicLayer):
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """Keys or values that nobody has asked for since they were lent."""
-        if name not in _NAMES:
+        rows = vars(self).get("_memory", {}).get(name)
+        if rows is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        rows = self._memory[name]
         held = rows.memory.narrow(2, rows.first, rows.length)
         self._memory[name] = replace(rows, held=held)
         setattr(self, name, held)
         return held
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies get: the tokens, and not the memory behind them, which goes on to be this layer's."""
+        return {**vars(self), "keys": self.keys, "values": self.values, "_memory": {}}
 
     def reset(self) -> None:
         """Forgets all tokens, and their memory."""
@@ -342,6 +346,10 @@ class GrowingLayer(_GrowingLayer):
         for name, new in zip(_NAMES, (key_states, value_states), strict=True):
             self._append(name, new)
         return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Tokens that are held."""
+        return super().get_seq_length() if "keys" in vars(self) else self._memory["keys"].length
 
     def _append(self, name: str, new: torch.Tensor) -> None:
         """Adds tokens [B, G, T, channels] behind those that are held."""

@@ -16,7 +16,8 @@ import torch
 HERE = Path(__file__).parent
 # Yardsticks are exact products in float32, which this variable of some containers would make those of TF32.
 os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)
-COMPILED = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILED = torch.cuda.is_available() and not INTERPRETED
 
 
 @pytest.fixture(scope="session", autouse=os.environ.get("KERNEL_TESTS_TILES") == "gpu")
@@ -29,7 +30,7 @@ def gpu_tiles():
         yield
 
 
-@pytest.fixture(scope="session", autouse=not COMPILED)
+@pytest.fixture(scope="session", autouse=INTERPRETED)
 def quick_interpreter():
     """Triton's interpreter without what it does again and again: three quarters of a test's time."""
     from triton.runtime import interpreter
@@ -69,9 +70,12 @@ class _NumpyTypes(dict):
 
 
 def _check_overflow(semantic, left, right, operation):
-    """Whole numbers that wrap around are an error. Triton computes whether they do, and looks only when debugging."""
+    """Whole numbers that wrap around are an error, in lanes that are masked off later, too.
+
+    Triton's interpreter computes whether they do, and never looks.
+    """
     numbers = [operand.handle.data for operand in (left, right)]
-    if numbers[0].dtype.itemsize >= 8 or not all(x.size for x in numbers):
+    if numbers[0].dtype.itemsize >= 8 or numbers[0].dtype == bool or not all(x.size for x in numbers):
         return
     compute = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation.__name__]
     found, limits = compute(*numbers, dtype=np.int64), np.iinfo(numbers[0].dtype)

@@ -103,6 +103,20 @@ def test_what_is_made_is_new_each_time():
     assert len({result.data_ptr() for result in results}) == 3
 
 
+def test_what_is_not_returned_may_be_empty():
+    kernel = Kernel()
+
+    def choose(x):
+        made = [torch.empty(7), torch.empty(0)]
+        arguments = dict.fromkeys(Kernel.arg_names[:-1]) | {"p_out": made[0], "p_part": made[1]}
+        return made, [Launch(kernel, (1,), arguments, {"WIDTH": 1}, {"num_warps": 4})]
+
+    run = Repeated(choose, returned=1)
+    for _ in range(3):
+        (found,) = run([torch.zeros(4)])
+    assert kernel.log[-1][1][3] == found.data_ptr()
+
+
 @pytest.mark.parametrize("returned", [0, 1, 3])
 def test_what_is_not_returned_shares_memory(returned):
     """New memory in each call, in which tensors do not overlap and are aligned."""

@@ -1,12 +1,14 @@
 """A decoding step as one operator, against the same kernels with a cache between them: bit for bit."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from kernel_device import DEVICE
 from test_prepare import CHANGES, PLAIN, SHAPES, SWITCHES, make
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from dcformer.cache_dcformer import GrowingLayer, Room, StaticFullLayer
 from dcformer.kernels import step
@@ -165,7 +167,40 @@ def _turned(name):
     return change
 
 
-@pytest.mark.parametrize("change", [*CHANGES, _turned("post_static"), _turned("qkw"), None])
+class _Wrapped(torch.Tensor):
+    """A tensor of which operators get what it holds."""
+
+    @staticmethod
+    def __new__(cls, held):
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        unwrap = partial(tree_map_only, cls, lambda tensor: tensor.held)
+        return function(*unwrap(args), **unwrap(kwargs or {}))
+
+
+class _OwnParameter(torch.nn.Parameter):
+    """One that may be more than its numbers, as those of quantisation are."""
+
+
+def _subclass(name):
+    def change(attention):
+        held = attention.compose if name == "pre_static" else getattr(attention, name)
+        own = "pre_static" if name == "pre_static" else "weight"
+        parameter = getattr(held, own)
+        setattr(held, own, _OwnParameter(parameter.detach(), requires_grad=False))
+
+    change.__name__ = f"{name} of a subclass"
+    return change
+
+
+OF_SUBCLASSES = [_subclass("q_norm"), _subclass("pre_static")]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, _turned("post_static"), _turned("qkw"), *OF_SUBCLASSES, None])
 @torch.no_grad()
 def test_what_is_left_to_the_layer(change):
     """What the kernel cannot know of, and a cache that lends nothing: no row is written, nobody is asked in vain."""
@@ -228,7 +263,7 @@ def test_operator_is_well_behaved(switches, in_place, monkeypatch):
 
     operator = step.decode_step_op
     monkeypatch.setattr(step, "decode_step_op", record)
-    monkeypatch.setattr(step, "is_watched", lambda tensor: True)
+    monkeypatch.setattr(step, "is_watched", lambda *tensors: True)
     mask = torch.ones(1, 1, 1, CAPACITY if in_place else 6, dtype=torch.bool, device=DEVICE)
     step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room, mask)
     torch.library.opcheck(operator, calls[0])
@@ -241,7 +276,7 @@ def test_a_backward_pass_through_the_operator_is_an_error(monkeypatch):
     calls, operator = [], step.decode_step_op
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(step, "decode_step_op", lambda *arguments: calls.append(arguments))
-        patch.setattr(step, "is_watched", lambda tensor: True)
+        patch.setattr(step, "is_watched", lambda *tensors: True)
         rope, room = embedding(x, torch.arange(1, device=DEVICE)[None]), room_of(attention, 1, 5, x.dtype, False)
         step.decode_step(attention, x, attention.fused(x), rope, lambda *_: room)
     product, *rest = calls[0]
@@ -276,6 +311,26 @@ def test_where_nobody_watches_the_operator_is_left_out(in_place, monkeypatch):
         assert all(rows._version > version for rows, version in zip(memory, versions, strict=True))
     assert step.decode_step_op in seen
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("what", ["cos", "keys", "mask", "product"])
+@torch.no_grad()
+def test_subclasses_of_tensors_see_the_operator(what, monkeypatch):
+    attention, _, embedding = make((6, 2, 1, 2, 24, 1, 1), torch.float32)
+    x = torch.randn(1, 1, 32, device=DEVICE)
+    (cos, sin), product = embedding(x, torch.arange(1, device=DEVICE)[None]), attention.fused(x)
+    mask, room = torch.ones(1, 1, 1, 6, dtype=torch.bool, device=DEVICE), room_of(attention, 1, 5, x.dtype, False)
+    given = {"cos": cos, "keys": room.keys, "mask": mask, "product": product}
+    calls, operator = [], step.decode_step_op
+    monkeypatch.setattr(step, "decode_step_op", lambda *arguments: calls.append(arguments) or operator(*arguments))
+
+    def run(cos, keys, mask, product):
+        lent = room._replace(keys=keys)
+        return step.decode_step(attention, x, product, (cos, sin), lambda *_: lent, mask)[0]
+
+    expected = run(**given)
+    assert not calls
+    assert torch.equal(run(**given | {what: _Wrapped(given[what])}), expected) and len(calls) == 1
 
 
 @torch.no_grad()

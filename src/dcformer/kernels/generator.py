@@ -482,9 +482,6 @@ def generate_packed(
     return _generated([(stage, side) for stage in stages for side in sides[:-1]], weights), compose.static_projections()
 
 
-# --- for compilers without a GPU --------------------------------------------------------------------------------------
-
-
 __all__ = [
     "can_replace",
     "generate_packed",

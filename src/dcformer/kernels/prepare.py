@@ -281,7 +281,13 @@ def can_prepare(attention: Any, hidden_states: torch.Tensor, states: torch.Tenso
         return False
     for module in (compose, query_norm, key_norm):
         for parameter in vars(module)["_parameters"].values():
-            if parameter is not None and (parameter.device != states.device or not parameter.is_contiguous()):
+            if parameter is None:
+                continue
+            if (
+                type(parameter) is not nn.Parameter
+                or parameter.device != states.device
+                or not parameter.is_contiguous()
+            ):
                 return False
     if not compose.generators:
         return True
@@ -330,9 +336,6 @@ def prepare(
     stored = [(stage, side) for stage in stages for side in sides[: len(sides) - any(channels)]]
     generated = _generated(stored, weights) if stages else {}
     return queries, keys, values, (generated, compose.static_projections())
-
-
-# --- for compilers without a GPU --------------------------------------------------------------------------------------
 
 
 __all__ = ["can_prepare", "fits", "launches", "prepare"]

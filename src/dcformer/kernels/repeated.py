@@ -167,7 +167,7 @@ class Repeated:
                 return self._first(key, varying, tensors)
             made = [torch.empty_strided(*size, dtype=dtype, device=device) for *size, dtype in known.made]
             addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *made)]
-            if known.scratch:
+            if known.offsets:
                 scratch = torch.empty(known.scratch, dtype=torch.uint8, device=device)
                 base = scratch.data_ptr()
                 addresses += [base + offset for offset in known.offsets]

@@ -44,16 +44,19 @@ def _inference_op(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Call
     return define
 
 
-def is_watched(tensor: torch.Tensor) -> bool:
-    """Whether torch has to know that an operator is called, and not only its kernels: a graph is made, or a mode looks
-    on (fake tensors, counters). Without gradients, an operator without them may be left out where nobody watches.
+def is_watched(*tensors: torch.Tensor | None) -> bool:
+    """Whether torch has to know that an operator is called, and not only its kernels.
+
+    So it is where a graph is made, in a mode of `__torch_dispatch__` (fake tensors, counters), and for subclasses of
+    tensors. Elsewhere an operator without gradients may be left out, where none are recorded: modes of
+    `__torch_function__` and the profiler then see its kernels and not its name.
 
     Args:
-        tensor: one of the operator's.
+        tensors: the operator's, but for parameters; None for absent ones.
     """
-    if type(tensor) is not torch.Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return torch._C._len_torch_dispatch_stack() > 0
+    return any(tensor is not None and type(tensor) is not torch.Tensor for tensor in tensors)
 
 
 def place_tensors(

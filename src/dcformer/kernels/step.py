@@ -36,8 +36,9 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     Args:
         given: the product, keys and values; the nine `others` of `decode_step_op`, None for absent ones, `visible` as
             uint8; the plan without rows and places, its numbers, S as `decode.rounded_length` has it, and GELU's
-            flavour; and what parameters are like, which the tensors tell, too. The memory is longer than one key, and
-            may be shorter than the rounded S: no choice differs by it.
+            flavour; and what parameters are like: a number, so that a layer finds it out once and not `_look` in each
+            step, though here the tensors tell it, too. The memory is longer than one key, and may be shorter than the
+            rounded S: no choice differs by it.
     """
     product, keys, values, *others, plan, (norm_eps, scale), rounded, approximate, _ = given
     qkw, query_weight, key_weight, cos, sin, *statics, place, visible = others
@@ -145,7 +146,7 @@ class _Layer:
         held |= {name: (vars(modules[name])["_parameters"], "weight") for name in ("q_norm", "k_norm")}
         self.parameters = [(of, name, of.get(name)) for of, name in held.values()]
         self.given = [tensor for *_, tensor in self.parameters if tensor is not None]
-        self.addresses: list[int] = []
+        self.places: list[tuple[int, torch.dtype]] = []
         self.form: tuple = ()
         own = [tensor for *_, tensor in self.parameters]
         self.others = place_tensors(own, [_AT[name] for name in held], len(_OTHERS))  # without those of a step
@@ -180,11 +181,17 @@ class _Layer:
         for of, name, tensor in self.parameters:
             if of.get(name) is not tensor:
                 return False
-        return self.addresses == _addresses(self.given)
+        return self.places == _places(self.given)
+
+    def remember(self) -> "_Layer":
+        """Where parameters are and what they are like, which `is_current` and remembered launches go by."""
+        self.places = _places(self.given)
+        self.form = geometry([self.others[i] for i in _PARAMETERS])
+        return self
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
+def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.dtype]]:
+    return [(tensor.data_ptr() if tensor.is_contiguous() else 0, tensor.dtype) for tensor in tensors]
 
 
 def _layer(attention: Any, hidden_states: torch.Tensor, product: torch.Tensor) -> _Layer | None:
@@ -193,10 +200,7 @@ def _layer(attention: Any, hidden_states: torch.Tensor, product: torch.Tensor) -
         return _Layer(attention, product) if can_prepare(attention, hidden_states, product) else None
     known = attention.fused.remembered
     if known is None or not known.is_current(attention, product):
-        known = _Layer(attention, product) if can_prepare(attention, hidden_states, product) else None
-        if known is not None:
-            known.addresses = _addresses(known.given)
-            known.form = geometry([known.others[i] for i in _PARAMETERS])
+        known = _Layer(attention, product).remember() if can_prepare(attention, hidden_states, product) else None
         attention.fused.remembered = known
     return known
 
@@ -245,7 +249,8 @@ def decode_step(
     others = layer.others.copy()
     others[_AT["cos"]], others[_AT["sin"]], others[_AT["place"]], others[_AT["visible"]] = cos, sin, room.place, visible
     numbers = layer.eps, attention.scaling
-    if not is_watched(product):  # torch's way to an operator's kernel takes the host as long as a launch
+    # torch's way to an operator's kernel takes the host as long as a launch
+    if not is_watched(product, room.keys, room.values, cos, sin, room.place, visible):
         given = others, room.row, layer.plan, numbers, layer.approximate, layer.form
         return _run(product, room.keys, room.values, *given), room
     present = [(place, tensor) for place, tensor in enumerate(others) if tensor is not None]
