@@ -301,6 +301,12 @@ _CACHE = _in(
         T_CACHE + "test_a_window_that_lends_room_is_the_librarys",
     ),
     (
+        "copies of a growing layer write to its memory",
+        '"values": self.values, "_memory": {}}',
+        '"values": self.values, "_memory": dict(self._memory)}',
+        T_CACHE + "test_a_growing_layer_is_the_librarys",
+    ),
+    (
         "what was given out is written to again",
         "        vars(self).pop(name, None)\n",
         "",
@@ -1189,9 +1195,15 @@ _KERNELS = (
         "kernels/schemas.py",
         (
             "a mode that watches sees no decoding step",
-            "return torch._C._len_torch_dispatch_stack() > 0",
-            "return False",
+            " or torch._C._len_torch_dispatch_stack() > 0:",
+            ":",
             T_STEP + "test_where_nobody_watches_the_operator_is_left_out",
+        ),
+        (
+            "subclasses of tensors see no decoding step",
+            "return any(tensor is not None and type(tensor) is not torch.Tensor for tensor in tensors)",
+            "return False",
+            T_STEP + "test_subclasses_of_tensors_see_the_operator",
         ),
     )
     + _in(
