@@ -92,6 +92,7 @@ BETWEEN = {
     "cut": _crop,
     "choose": lambda layer: layer.batch_select_indices(torch.tensor([0])),
     "repeat": lambda layer: layer.batch_repeat_interleave(1),
+    "reorder": lambda layer: layer.reorder_cache(torch.tensor([0])),
     "forget": lambda layer: layer.reset() if layer.is_initialized else None,
     "differentiate": _differentiated,
     "infer": _inferred,
@@ -110,6 +111,7 @@ BETWEEN = {
 @example([3, "lend", "lend", "cut", "lend", "copy", "lend", "choose", 1])
 @example([3, "lend", "differentiate", "lend", "forget", 1, "lend"])
 @example([3, "lend", "snapshot", "lend", "snapshot", 1])
+@example([3, "lend", "reorder", "lend", "reorder", 1])
 @example(["infer", 1, "copy", 1])
 @example([40, "infer", 1, "differentiate", 1, "cut", 1, 1])
 def test_a_growing_layer_is_the_librarys(calls):
@@ -129,6 +131,7 @@ def test_a_growing_layer_is_the_librarys(calls):
                 original, own = own, copy.copy(own)
                 if not original.is_initialized or not _written(original, 99):
                     original.update(*_states(99, 1))
+                given_out.append((original.keys, original.keys.clone()))  # nor may the copy write there
             elif call == "lend":
                 library.update(*_states(seen, 1))
                 if not _written(own, seen):
