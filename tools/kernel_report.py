@@ -158,6 +158,11 @@ def spec_of(kernel: Any, values: Mapping[str, Any], options: Mapping[str, int]) 
     return {"kernel": kernel, "signature": signature, "constexprs": constants, "attrs": attrs, **_OPTIONS, **options}
 
 
+def launch_spec(launch: Launch) -> dict[str, Any]:
+    """The same of a launch that a module of kernels has chosen."""
+    return spec_of(launch.kernel, launch.constants | launch.arguments, launch.options)
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -306,10 +311,7 @@ def other_specs(heads: int, dim: int) -> list[dict[str, Any]]:
     (launches["generator N=4096 gradients"],) = gradient_launches(heads, 4096)
     (launches["prepare N=1 in place"],) = prepare_launches(heads, dim, 1, True)
     (launches["prepare N=16"],) = prepare_launches(heads, dim, 16, False)
-    return [
-        spec_of(launch.kernel, launch.constants | launch.arguments, launch.options) | {"name": name, "tile": None}
-        for name, launch in launches.items()
-    ]
+    return [launch_spec(launch) | {"name": name, "tile": None} for name, launch in launches.items()]
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

@@ -108,18 +108,18 @@ def test_every_kernel_of_the_package_is_in_the_report(report):
 
 def test_a_launch_is_specialised_as_triton_does_it(report):
     (launch,) = report.prepare_launches(32, 128, 1, True)
-    spec = report.spec_of(launch.kernel, launch.constants | launch.arguments, launch.options)
+    spec = report.launch_spec(launch)
     aligned = {launch.kernel.arg_names[i] for (i,) in spec["attrs"]}
     assert spec["constexprs"]["B"] == 1 and spec["signature"]["row"] == "i32"  # 0, which varies
     assert spec["signature"]["p_place"] == "*i64" and spec["signature"]["eps"] == "fp32"
     assert {"H", "p_q", "p_v", "stride_xb"} <= aligned and not {"row", "stride_rn_0", "eps"} & aligned
     maps, _, parts = report.decode_launches(1, 32, 128, 1)
     static, *_ = report.decode_launches(1, 32, 128, 1, is_static=True)
-    without, with_static = (report.spec_of(x.kernel, x.constants | x.arguments, x.options) for x in (maps, static))
+    without, with_static = (report.launch_spec(x) for x in (maps, static))
     assert without["signature"]["p_static"] == "constexpr" and without["constexprs"]["p_static"] is None
     assert with_static["signature"]["p_static"] == "*bf16" and without["signature"]["p_visible"] == "*u8"
     assert without["signature"]["stride_wc"] == "i64"  # as the kernel says
-    assert report.spec_of(parts.kernel, parts.constants | parts.arguments, parts.options)["num_stages"]
+    assert report.launch_spec(parts)["num_stages"]
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, queries
     from triton.compiler import ASTSource, compile
 
     launch = report.decode_launches(1, 32, 128, queries, is_static=is_static)[number]
-    spec = report.spec_of(launch.kernel, launch.constants | launch.arguments, launch.options)
+    spec = report.launch_spec(launch)
     source = ASTSource(**{key: spec[key] for key in ("signature", "constexprs", "attrs")}, fn=spec["kernel"])
     options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg")}
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
