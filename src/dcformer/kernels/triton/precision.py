@@ -20,9 +20,9 @@ def rounded(x, dtype: tl.constexpr):
     """float32 to another dtype, to nearest even; the interpreter would truncate to bfloat16."""
     if INTERPRETED:
         if dtype == tl.bfloat16:
-            bits = x.to(tl.int32, bitcast=True)
+            bits = tl.where(x == x, x, 0.0).to(tl.int32, bitcast=True)  # those of a NaN could wrap around
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-            x = bits.to(tl.float32, bitcast=True)
+            x = tl.where(x == x, bits.to(tl.float32, bitcast=True), float("nan"))
     return x.to(dtype)
 
 
