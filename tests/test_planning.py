@@ -72,6 +72,7 @@ def kept_bytes(config, attention, dtype, length=32, checkpointing=False, batch=2
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "batch", "dtype"),
     [
@@ -101,6 +102,7 @@ def test_checkpointing(dtype):
     assert found + rotary - 8 * 2 * 32 <= memory(setup).activations <= found + rotary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["full", "groups", "static", "multi-gate", "pythia"])
 def test_parameters_gradients_and_optimizer(variant):
     config = DCFormerConfig(**(SIZES | VARIANTS[variant]))
@@ -148,6 +150,7 @@ class Peak(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "checkpointing"), [("eager", False), ("dcformer_chunked", False), ("eager", True)]
 )
@@ -316,6 +319,7 @@ def test_figure_in_the_text(capsys):
     assert f"| **total** of 74.5 | **{total}** |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_printed_activations(capsys):
     """The page's Python block prints the block behind it."""
     code, printed = re.search(r"```python\n(from dcformer import.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL).groups()

@@ -154,6 +154,7 @@ MAXTEXT = {
 SWITCHES = ("compose_pre", "compose_post", "compose_query", "compose_key")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MAXTEXT)
 def test_maxtext_to_pytorch(case, tmp_path):
     sizes, how = MAXTEXT[case]
@@ -170,6 +171,7 @@ def test_maxtext_to_pytorch(case, tmp_path):
     np.testing.assert_allclose(logits_of(tmp_path / "native", ids), expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 @pytest.mark.parametrize("ocdbt", [False, True])
 @pytest.mark.parametrize("prefix", ["params.", "params.params.", "state.params.", ""])
@@ -226,6 +228,7 @@ PAX = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PAX)
 def test_pax_to_pytorch(case, tmp_path):
     sizes, how = PAX[case]

@@ -172,6 +172,7 @@ convert_jax_to_safetensors(*sys.argv[1:], progress=False)
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle(native, pax, tmp_path):
     """No output, and the next run starts again and finishes."""
     output = tmp_path / "out"

@@ -295,6 +295,7 @@ DIFFERENT_SWITCHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switches", DIFFERENT_SWITCHES, ids=lambda s: "-".join(n[8:] for n in SWITCHES if s[n]))
 def test_every_switch_combination(switches, tmp_path):
     """All of them are seen in the checkpoint, the unused weight generators by their zeros."""

@@ -10,6 +10,7 @@ CHOICES = "dcformer_synthetic_heldout_choices"
 PAPER = ["dcformer_synthetic", *(f"dcformer_synthetic_{num_shots}shot" for num_shots in range(2, 8))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "published", "rows"),
     [

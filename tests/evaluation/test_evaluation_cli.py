@@ -214,6 +214,7 @@ def test_every_documented_command_is_run_here():
     assert all("-m dcformer.evaluation" in " ".join(words) for words in COMMANDS if words[0] == "accelerate")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", list(evaluations()), ids=lambda words: words[words.index("--tasks") + 1])
 def test_documented_command(work, lm_eval, monkeypatch, capsys, words):
     (made,) = (words for words in COMMANDS if words[:2] == ["python", "-m"])

@@ -63,6 +63,7 @@ def heldout(evaluate):
     return evaluate(HELDOUT)
 
 
+@pytest.mark.slow
 def test_heldout_accuracy_is_the_demonstrations(heldout, capsys):
     accuracy = demo.main(["--show", "0"])
     capsys.readouterr()
@@ -73,6 +74,7 @@ def test_heldout_accuracy_is_the_demonstrations(heldout, capsys):
     assert 0.1 < accuracy < 1  # a comparison of two zeros or ones would say nothing
 
 
+@pytest.mark.slow
 def test_heldout_scores_are_the_direct_ones(heldout, direct):
     items = heldout_items()["test"]
     scores = [direct(item["prompt"], item["target"]) for item in items]

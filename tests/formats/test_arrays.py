@@ -182,6 +182,7 @@ class TestLaziness:
         assert len(loaded) == 5
         assert written == [4000] * 5
 
+    @pytest.mark.slow
     @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
     def test_memory(self, ocp, tmp_path, ocdbt):
         size = 60 * 2**20

@@ -97,6 +97,7 @@ def test_tied_embeddings():
     np.testing.assert_array_equal(pax_forward(pax, TOKENS, settings), pax_forward(untied, TOKENS, settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "make", "options"),
     [(maxtext_forward, random_maxtext_params, {}), (pax_forward, random_pax_params, DCPYTHIA)],

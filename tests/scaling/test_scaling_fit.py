@@ -61,6 +61,7 @@ def coverage(form, sizes, seeds, noise, misfit, draws):
     return {name: count / draws for name, count in hits.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "seeds", "noise", "misfit"),
     [
@@ -89,6 +90,7 @@ def test_intervals_cover_as_often_as_they_say(sizes, seeds, noise, misfit):
         (5, ([5, 1, 3, 1, 2], [1, 3, 5, 2, 1]), 0.02, 0.0),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_intervals_are_cautious_where_one_family_has_more_seeds(sizes, seeds, noise, misfit):
     """How much of an error is noise of seeds is then harder to tell: some intervals are too long."""
     for name, share in coverage("log", sizes, seeds, noise, misfit, 500).items():
@@ -100,6 +102,7 @@ def test_intervals_of_a_power_law_cover_as_often_as_they_say():
         assert 0.90 <= share <= 0.98, (name, share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "seeds", "noise"), [(5, (3, 3), 0.01), (7, (1, 1), 0.005), (6, (3, 1), 0.01)])
 def test_intervals_with_a_floor_cover_as_often_as_they_say(sizes, seeds, noise):
     generator, places = np.random.default_rng(1), np.geomspace(1e6, 1e9, sizes)
@@ -112,6 +115,7 @@ def test_intervals_with_a_floor_cover_as_often_as_they_say(sizes, seeds, noise):
     assert 0.90 <= hits / draws <= 0.98
 
 
+@pytest.mark.slow
 def test_joint_intervals_with_a_floor_cover_as_often_as_they_say():
     generator, hits, draws = np.random.default_rng(2), 0, 500
     for _ in range(draws):

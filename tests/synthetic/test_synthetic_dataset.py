@@ -133,6 +133,7 @@ def test_the_stream_has_no_end_and_takes_tasks_in_turn():
     assert rows[:148] == list(iterate_contexts("train", 2))
 
 
+@pytest.mark.slow
 def test_another_process_makes_the_same_file(tmp_path):
     """With another hash seed, so nothing may depend on ``hash()`` or the order of a set."""
     theirs, ours = tmp_path / "theirs.jsonl", tmp_path / "ours.jsonl"

@@ -74,6 +74,7 @@ def small(tool, tmp_path):
     return check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "test", "code", "verdict", "by"),
     [

@@ -29,6 +29,7 @@ def test_there_are_commands():
     assert len(commands()) >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)

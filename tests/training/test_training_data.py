@@ -385,6 +385,7 @@ def test_renamed_columns_and_folders(tmp_path):
     assert rows[0] == {"prompt": "a", "completion": "b"}
 
 
+@pytest.mark.slow
 def test_bundled_data_is_what_its_script_makes(tmp_path):
     subprocess.run([sys.executable, str(DATA / "make.py"), "--output", str(tmp_path)], check=True)
     files = sorted(path.name for path in tmp_path.iterdir())

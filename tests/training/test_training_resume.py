@@ -54,6 +54,7 @@ def history(folder: Path) -> list[dict]:
 STOPS = ["--early_stopping_patience", "3", "--learning_rate", "1.0", "--warmup_steps", "0", "--max_steps", "20"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "lost"),
     [(["--max_steps", "3"], 0), (["--num_train_epochs", "0.08"], 0), (STOPS, 0), (STOPS, 1)],
