@@ -190,6 +190,23 @@ def test_in_graphs_a_growing_layer_adds_tokens_in_the_librarys_way(lent):
     assert torch.equal(layer.keys, _states(0, 6)[0])
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_in_graphs_nothing_is_lent(window):
+    layer = GrowingLayer() if window is None else GrowingWindowLayer(sliding_window=window)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(layer, keys, values):
+        return layer.lend([keys.shape, values.shape], keys), *layer.update(keys, values)
+
+    with torch.no_grad():
+        layer.update(*_states(0, 2))
+        assert _written(layer, 2)  # and nobody has asked for it since
+        for seen in (3, 4):
+            room, keys, _ = step(layer, *_states(seen, 1))
+            assert room is None
+            assert torch.equal(keys, _states(0, seen + 1)[0][:, :, -(window or 99) :])
+
+
 @pytest.mark.parametrize("field", ["batch", "dtype"])
 def test_a_growing_layer_refuses_what_the_librarys_refuses(field):
     layer = GrowingLayer()

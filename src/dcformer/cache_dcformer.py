@@ -279,7 +279,7 @@ class _GrowingLayer(DynamicLayer):
         if active_transform(like):
             return None
         keys, values = self._rows("keys"), self._rows("values")
-        if keys.length != values.length:
+        if keys.length != values.length or not self._is_whole(keys):
             return None
         if not (_go_together(keys.memory, shapes[0], like) and _go_together(values.memory, shapes[1], like)):
             return None
@@ -291,6 +291,10 @@ class _GrowingLayer(DynamicLayer):
         held = self._memory["keys"].length + length
         for name in _NAMES:
             self._hold(name, held, held)
+
+    def _is_whole(self, keys: _Rows) -> bool:
+        """Whether these are all the keys that the next query sees, and no more."""
+        return True
 
     def _leave_memory(self) -> None:
         """Keys and values become plain attributes, of which this class knows nothing."""
@@ -375,13 +379,6 @@ class GrowingWindowLayer(_GrowingLayer, DynamicSlidingWindowLayer):
         self._leave_memory()
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def lend(self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Room | None:
-        """As `lend_room`; nothing while the library keeps what is behind the window, to take tokens back."""
-        if not self.is_initialized or getattr(self, "record_past", False):
-            return None
-        is_whole = self._rows("keys").length == min(self.cumulative_length, self.sliding_window - 1)
-        return super().lend(shapes, like) if is_whole else None
-
     def take(self, length: int) -> None:
         """Counts so many tokens whose rows have been written to the memory of `lend`."""
         self.cumulative_length += length
@@ -389,6 +386,11 @@ class GrowingWindowLayer(_GrowingLayer, DynamicSlidingWindowLayer):
         keep = min(held, self.sliding_window - 1)
         for name in _NAMES:
             self._hold(name, held, keep)
+
+    def _is_whole(self, keys: _Rows) -> bool:
+        """Not while the library keeps what is behind the window, to take tokens back."""
+        is_behind = getattr(self, "record_past", False)
+        return not is_behind and keys.length == min(self.cumulative_length, self.sliding_window - 1)
 
 
 def use_growing_layers(cache: Cache) -> None:

@@ -12,6 +12,7 @@ import threading
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import hear
@@ -1253,6 +1254,14 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
+def test_batched_gradients_are_refused():
+    query, key, value = (torch.randn(1, 2, 8, 8, device=DEVICE, requires_grad=True) for _ in range(3))
+    for result in composed_attention(query, key, value, return_lse=True):
+        with pytest.raises(NotImplementedError, match=r"batched gradients.*attn_implementation='eager'"):
+            grads = torch.randn(3, *result.shape, device=DEVICE)
+            torch.autograd.grad(result, query, grads, is_grads_batched=True)
+
+
 def test_log_sum_exps_of_many_parts_are_joined():
     """40 of them, in loads of 16; some queries see nothing of a tile, one nothing at all."""
     parts = (5 * torch.randn(40, 6, 20)).masked_fill(torch.rand(40, 6, 20) < 0.3, -torch.inf)
@@ -1545,6 +1554,22 @@ ERRORS = {
     "pre is of type SideWeights: expected ComposeWeights": (
         (_tensors(1, 2, 5, 16),) * 3,
         {"pre": SideWeights(_tensors(1, 2, 5, 5))},
+    ),
+    "pre.query is of type Tensor: expected SideWeights or None": (
+        (_tensors(1, 2, 5, 16),) * 3,
+        {"pre": ComposeWeights(_tensors(1, 2, 5, 5))},
+    ),
+    "post.key.packed is of type NoneType: expected a tensor": (
+        (_tensors(1, 2, 5, 16),) * 3,
+        {"post": ComposeWeights(key=SideWeights(None))},
+    ),
+    "post.static is of type ndarray: expected a tensor": (
+        (_tensors(1, 2, 5, 16),) * 3,
+        {"post": ComposeWeights(static=np.zeros((1, 2, 2), np.float32))},
+    ),
+    "key has the layout torch.sparse_coo: expected a dense tensor": (
+        (_tensors(1, 2, 5, 16), _tensors(1, 2, 5, 16).to_sparse(), _tensors(1, 2, 5, 16)),
+        {},
     ),
     "scale='a': expected a number": ((_tensors(1, 2, 5, 16),) * 3, {"scale": "a"}),
     "query is of type list: expected a tensor": (([1], *(_tensors(1, 2, 5, 16),) * 2), {}),

@@ -464,6 +464,8 @@ def test_errors_name_what_is_wrong():
     refused("num_splits=2.5: expected an integer", num_splits=2.5)
     refused("scale='a': expected a number", scale="a")
     refused("pre is of type SideWeights: expected ComposeWeights", (q, k, v, pre.query, post))
+    refused("pre.key is of type Tensor: expected SideWeights", (q, k, v, replace(pre, key=pre.key.packed), post))
+    refused("key has the layout torch.sparse_coo: expected a dense", (q, k.to_sparse(), v, pre, post))
     refused("query is of type list: expected a tensor", ([1], k, v, pre, post))
     refused("visible is of type list: expected a tensor", visible=[True])
     refused("pre and post have 2 and 1 groups", (q, k, v, replace(pre, groups=2), post))

@@ -420,6 +420,13 @@ def test_only_what_is_asked_for_has_a_gradient():
     assert module.dw1_proj.weight.grad.abs().sum() > 0
 
 
+def test_batched_gradients_are_refused():
+    module, _ = make()
+    up = generate_weights(states(1, 3), module)[0]["post", "key"].up
+    with pytest.raises(NotImplementedError, match=r"batched gradients.*attn_implementation='eager'"):
+        torch.autograd.grad(up, module.qkw, torch.randn(3, *up.shape, device=up.device), is_grads_batched=True)
+
+
 # --- as operators -----------------------------------------------------------------------------------------------------
 
 

@@ -512,6 +512,20 @@ def test_compiled_decoding_is_one_graph(name, is_fused, fused):
     assert backend.graphs == 1
 
 
+@torch.no_grad()
+def test_a_dynamic_cache_goes_in_and_out_of_graphs(fused):
+    """A step of a graph after one that filled lent memory, in layers with windows and without, and the reverse."""
+    model, ids = with_implementation(fused("grouped-query"), "dcformer_triton"), tokens(1, 14)
+    compiled = torch.compile(model, backend="eager")
+    cache, expected = DynamicCache(config=model.config), in_pieces(model, ids, [10, 1, 1, 1, 1])
+    steps = [(model, 10), (model, 1), (compiled, 1), (model, 1), (compiled, 1)]
+    found, start = [], 0
+    for call, count in steps:
+        found.append(call(ids[:, start : start + count], past_key_values=cache).logits)
+        start += count
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+
+
 # --- operators --------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..attention_dcformer import check_shapes
-from ..compose_dcformer import ComposeWeights
+from ..compose_dcformer import ComposeWeights, SideWeights
 from .limits import require_supported
 
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what kernels read
@@ -107,15 +107,28 @@ def check_types(
     Raises:
         ValueError: naming the argument and what was expected.
     """
+    tensors = dict(tensors)
     for name, weights in (("pre", pre), ("post", post)):
-        if weights is not None and not isinstance(weights, ComposeWeights):
+        if weights is None:
+            continue
+        if not isinstance(weights, ComposeWeights):
             raise ValueError(f"{name} is of type {type(weights).__name__}: expected ComposeWeights or None.")
+        for side in ("query", "key"):
+            of_side = getattr(weights, side)
+            if of_side is not None and not isinstance(of_side, SideWeights):
+                raise ValueError(f"{name}.{side} is of type {type(of_side).__name__}: expected SideWeights or None.")
+            if of_side is not None:
+                tensors[f"{name}.{side}.packed"] = of_side.packed
+        if weights.static is not None:
+            tensors[f"{name}.static"] = weights.static
     is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
     if not (scale is None or is_number):
         raise ValueError(f"scale={scale!r}: expected a number, usually D ** -0.5.")
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} is of type {type(tensor).__name__}: expected a tensor.")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} has the layout {tensor.layout}: expected a dense tensor, as of `to_dense()`.")
 
 
 def check_states(

@@ -207,7 +207,21 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*output[1:], query, key, value, bounds, *weights)
 
 
+def _has_none(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"the fused kernels have no {what}: use attn_implementation='eager', or call "
+        "model.set_attn_implementation('eager')."
+    )
+
+
+def _refuse_batched(*grads: torch.Tensor | None) -> None:
+    """Refuses a backward pass of many gradients at once, in words that torch's own error lacks."""
+    if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+        raise _has_none("batched gradients (is_grads_batched, vectorize)")
+
+
 def _differentiate(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None, _: None) -> tuple:
+    _refuse_batched(grad_out, grad_lse)
     lse, kept, query, key, value, bounds, *weights = ctx.saved_tensors
     if grad_out is None:
         grad_out = query.new_zeros((*query.shape[:3], value.shape[3]))
@@ -221,10 +235,7 @@ attention_op.register_autograd(_differentiate, setup_context=_save)
 
 
 def _refuse_second_derivative(ctx: Any, grads: list[torch.Tensor]) -> None:
-    raise NotImplementedError(
-        "the fused kernels have no second derivatives: use attn_implementation='eager', or call "
-        "model.set_attn_implementation('eager')."
-    )
+    raise _has_none("second derivatives")
 
 
 attention_backward_op.register_autograd(_refuse_second_derivative)
@@ -341,6 +352,7 @@ def _save_generators(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 
 
 def _differentiate_generators(ctx: Any, grad: torch.Tensor) -> tuple:
+    _refuse_batched(grad)
     given = ctx.saved_tensors  # checkpoints let them be read once
     found = iter(generate_weights_backward_op(grad, *given, *ctx.arguments))
     return *[None if tensor is None else next(found) for tensor in given], *[None] * 6
