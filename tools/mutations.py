@@ -230,14 +230,14 @@ _CACHE = _in(
     ),
     (
         "a window lends what the library keeps to take tokens back",
-        'not self.is_initialized or getattr(self, "record_past", False):',
-        "not self.is_initialized:",
+        "return not is_behind and keys.length",
+        "return keys.length",
         T_CACHE + "test_windows_that_lend_no_room",
     ),
     (
         "a window lends behind tokens that something else has cut",
-        "return super().lend(shapes, like) if is_whole else None",
-        "return super().lend(shapes, like)",
+        "keys.length == min(self.cumulative_length, self.sliding_window - 1)",
+        "bool(keys)",
         T_CACHE + "test_windows_that_lend_no_room",
     ),
     (
