@@ -30,7 +30,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.utils import logging
 
-from ..attention_dcformer import active_transform, attend, eager_attention
+from ..attention_dcformer import ComposeTrace, active_transform, attend, eager_attention
 from ..cache_dcformer import Room
 from ..compose_dcformer import ComposeWeights, DCFormerCompose, SideWeights, autocast_dtype, compose
 from ..configuration_dcformer import DCFormerConfig
@@ -476,11 +476,9 @@ class _Subject:
         return matmul_shared(maps.composed_weights.to(self.dtype), states["value"])
 
     def _span(self, states: _Results, weights: _Results, visible: torch.Tensor) -> float:
-        """Relative errors of weights that come from rounding the log-sum-exp to float32."""
         keys = states["key"].repeat_interleave(self.kind.heads // self.kind.kv_heads, dim=1)
         scores = torch.matmul(states["query"], keys.mT) * self.kind.head_dim**-0.5
-        sums = compose(scores, self._stage(weights, "pre")).masked_fill(~visible, -torch.inf).logsumexp(-1)
-        return torch.finfo(torch.float32).eps * float(sums[sums.isfinite()].abs().max())
+        return _span_of(compose(scores, self._stage(weights, "pre")), visible)
 
     # --- comparisons --------------------------------------------------------------------------------------------------
 
@@ -631,6 +629,7 @@ class _Subject:
             module.o_proj = nn.Identity()  # type: ignore[assignment]
         low = modules[1]
         low.fused = FusedProjections(tuple(low.projections().values()))  # type: ignore[arg-type]
+        trace = ComposeTrace()  # of the exact module
 
         def results(module: DCFormerAttention, by_kernels: bool = False) -> _Results:
             cache, out, start = DynamicCache(), {}, 0
@@ -646,7 +645,8 @@ class _Subject:
                         raise RuntimeError("a fused step was left to the layer's own operations")
                     found, _ = stepped
                 else:
-                    found, _ = module(x, rope, mask, cache, 0, attn_implementation="eager")
+                    maps = trace if module is modules[0] else None
+                    found, _ = module(x, rope, mask, cache, 0, attn_implementation="eager", compose_trace=maps)
                 if start:
                     out[f"token {start - keys + 1}"] = found.reshape(2, -1)
                 elif by_kernels:
@@ -657,7 +657,8 @@ class _Subject:
 
         with torch.no_grad():
             truth, by_definition, found = results(modules[0]), results(low), results(low, True)
-        yield from self._compare("fused steps", truth, by_definition, found)
+        spans = [_span_of(maps.composed_scores, self._visible(1, maps.scores.shape[3])) for maps in trace.layers[1:]]
+        yield from self._compare("fused steps", truth, by_definition, found, max(spans))
 
     def _compare(
         self, name: str, truth: _Results, low: _Results, found: _Results, span: float = 0.0
@@ -686,6 +687,12 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return grad.to(ctx.dtype).to(grad.dtype), None
+
+
+def _span_of(composed_scores: torch.Tensor, visible: torch.Tensor) -> float:
+    """Relative errors of weights that come from rounding the log-sum-exp of scores [B, H, T, S] to float32."""
+    sums = composed_scores.masked_fill(~visible, -torch.inf).logsumexp(-1)
+    return torch.finfo(torch.float32).eps * float(sums[sums.isfinite()].abs().max())
 
 
 def _named(generated: dict[tuple[str, str], SideWeights]) -> _Results:
