@@ -1295,7 +1295,7 @@ _KERNELS = (
         ),
         (
             "a pass from before a search is repeated after it",
-            "tiles = searches() if autotune_is_on() else None",
+            "tiles = (searches(), cache_file()) if autotune_is_on() else None",
             "tiles = None",
             T_RECORDING + "test_tiles_that_a_search_has_found_are_used",
         ),

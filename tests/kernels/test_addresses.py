@@ -15,7 +15,7 @@ from kernel_device import DEVICE, INTERPRETED
 from triton.runtime.interpreter import InterpreterBuilder
 
 from dcformer import ComposeWeights, SideWeights
-from dcformer.kernels import composed_attention, launch
+from dcformer.kernels import composed_attention, decode, launch
 from dcformer.kernels import problem as problems
 from dcformer.kernels.layout import Layout, Part, Stage, stages_of
 from dcformer.kernels.passes import Passes
@@ -188,6 +188,13 @@ def test_kernels_have_64_bits_from_key_to_key():
     for kernel, _ in launch.LAUNCHES.values():
         kind = inspect.signature(kernel.fn).parameters["stride_s"].annotation
         assert "int64" in str(kind), kernel
+
+
+def test_strides_of_masks_have_64_bits():
+    """A repeated launch has others than the one that was compiled."""
+    for kernel in (decode.scores_kernel, decode.output_kernel):
+        parameters = inspect.signature(kernel.fn).parameters
+        assert all("int64" in str(parameters[f"stride_a{axis}"].annotation) for axis in "bts"), kernel
 
 
 def test_what_does_not_fit_says_so():

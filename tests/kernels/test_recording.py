@@ -202,11 +202,12 @@ def test_a_mark_has_a_pass_recorded_anew(watch, monkeypatch):
 
 
 @in_the_interpreter
-def test_tiles_that_a_search_has_found_are_used(watch, monkeypatch, tmp_path):
+@pytest.mark.parametrize("by", ["a search", "another folder"])
+def test_tiles_that_a_search_has_found_are_used(by, watch, monkeypatch, tmp_path):
     """Passes that were written down before are chosen anew."""
     found, launched = {}, []
     monkeypatch.setenv("DCFORMER_AUTOTUNE", "1")
-    monkeypatch.setattr(tuning, "cache_file", lambda: tmp_path / "tiles.json")
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "first"))
     monkeypatch.setattr(problems, "found_tile", lambda gpu, key: found.get(key.kernel))
     fill_scores = Passes._fill_scores
     monkeypatch.setattr(
@@ -217,7 +218,10 @@ def test_tiles_that_a_search_has_found_are_used(watch, monkeypatch, tmp_path):
     for tile in (None, tuning.Tile(16, 32, 1, 1)):
         if tile is not None:
             found["scores"] = tile
-            tuning.keep_tiles("a GPU", {})
+            if by == "a search":
+                tuning.keep_tiles("a GPU", {})
+            else:
+                monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "second"))
         for _ in range(3):
             watch.reset()
             assert torch.equal(composed_attention(*states), expected)

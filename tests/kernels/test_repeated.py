@@ -266,3 +266,17 @@ def test_the_oldest_compiled_kernel_is_forgotten(monkeypatch):
     for scale in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0):
         start(kernel, (1,), {"scale": scale}, {"num_warps": 4}, torch.device("cpu"))
     assert kernel.made == 4 and len(repeated._compiled) == 2
+
+
+def test_another_thread_may_forget_in_between():
+    class Busy(dict):
+        """A table that another thread changes when its oldest is looked for, once."""
+
+        def __iter__(self):
+            if self.pop("first", None):
+                raise RuntimeError("dictionary changed size during iteration")
+            return super().__iter__()
+
+    known = Busy(first=1, second=2)
+    repeated.keep(known, "third", 3, 1)
+    assert known == {"third": 3}

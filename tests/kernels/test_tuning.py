@@ -116,6 +116,21 @@ def test_the_fastest_tile_is_found_kept_and_used(tuned, monkeypatch):
     assert len(used) == 2 * count
 
 
+def test_the_call_that_searches_has_the_tiles_it_found(tuned, monkeypatch):
+    used = []
+    real = passes.Passes._start
+
+    def start(self, *args):
+        if self.trial is None and args[2]:
+            used.append(args[3])
+        return real(self, *args)
+
+    monkeypatch.setattr(passes.Passes, "_start", start)
+    monkeypatch.setenv("DCFORMER_AUTOTUNE", "1")
+    composed_attention(*problem())
+    assert used and set(used) == set(Clock.wanted)
+
+
 def test_gradients_are_right_while_the_backward_pass_is_searched(tuned, monkeypatch):
     results = []
     for value in ("0", "1"):

@@ -176,7 +176,8 @@ _VARYING += [f"stride_{x}{y}" for x in ("q", "k", "v", "w", "a") for y in ("b", 
 @triton.jit(do_not_specialize=_VARYING)
 def scores_kernel(
     p_q, p_k, p_visible, p_wq, p_wk, p_static, p_maps, p_max, p_sum,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_ab, stride_at, stride_as,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks,
+    stride_ab: tl.int64, stride_at: tl.int64, stride_as: tl.int64,
     stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws,
     T, S, n_m, n_p, split_len, stride_map, scale,
     G: tl.constexpr, M: tl.constexpr, REP: tl.constexpr, D: tl.constexpr,
@@ -271,7 +272,8 @@ def scores_kernel(
 @triton.jit(do_not_specialize=_VARYING)
 def output_kernel(
     p_v, p_visible, p_wq, p_wk, p_static, p_maps, p_max, p_sum, p_out,
-    stride_vb, stride_vh, stride_vs, stride_ab, stride_at, stride_as,
+    stride_vb, stride_vh, stride_vs,
+    stride_ab: tl.int64, stride_at: tl.int64, stride_as: tl.int64,
     stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws,
     T, S, n_m, n_p, split_len, stride_map, n_out,
     G: tl.constexpr, M: tl.constexpr, REP: tl.constexpr, D: tl.constexpr,

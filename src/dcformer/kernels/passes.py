@@ -29,7 +29,7 @@ from .recording import Recorded, Recording
 from .repeated import geometry, keep
 from .schemas import new_kept
 from .sizes import ceil_div
-from .tuning import autotune_is_on, searches
+from .tuning import autotune_is_on, cache_file, searches
 
 _Results = list[torch.Tensor | None]
 
@@ -66,7 +66,7 @@ class Passes(Launcher):
         marks = [] if self.map_dtype == torch.float32 else [mark_of(device, what) for what in Beyond]
         tensors = [self.q, self.k, self.v, *pre, *post, seen.first, seen.last, *given, *marks]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        tiles = searches() if autotune_is_on() else None
+        tiles = (searches(), cache_file()) if autotune_is_on() else None
         key = (
             type(self), name, device, self.layout, self.scale, self.chunk_bytes, self.beyond, self.keeps, seen.low,
             seen.high, tiles, geometry(tensors), *map(addresses.index, addresses),

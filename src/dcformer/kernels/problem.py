@@ -311,6 +311,7 @@ class Problem:
 
         for name, tile in find_tiles(attempt, is_new, self._tile):
             keep_tiles(self.gpu, {self._key(name): tile})
+            self._known.clear()  # `find_tiles` has asked for the tile before
 
 
 def head_blocks(heads: int) -> tuple[int, int]:

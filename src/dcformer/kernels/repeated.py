@@ -69,7 +69,10 @@ def _on(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 def keep(known: dict[tuple, Any], key: tuple, value: Any, most: int) -> None:
     """Remembers a value, and forgets the oldest ones beyond so many."""
     while len(known) >= most and key not in known:
-        known.pop(next(iter(known)), None)  # another thread may have been here
+        try:
+            known.pop(next(iter(known)), None)
+        except (RuntimeError, StopIteration):  # another thread has been here
+            continue
     known[key] = value
 
 
