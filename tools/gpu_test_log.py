@@ -9,13 +9,14 @@ much memory, go to few processes.
 
 import json
 import os
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 LIMIT = 60000.0  # of a score times log2(e): `dcformer.kernels.overflow.LARGEST`
-_NOT_COUNTED = ("test_memory", "test_scores_beyond_float16", "test_matrices_beyond_float16")
+_NOT_COUNTED = ("test_memory", "test_scores_", "test_matrices_beyond_float16")
 PROCESSES = 3  # that run tests which need much memory, with pytest-xdist
 _ELEMENTS = 1 << 22  # of scores held at once
 _counts = {"counted": 0, "clamped": 0, "largest": 0.0}
@@ -88,10 +89,17 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Leaves out what has been run, and puts tests that need much memory into few processes."""
+    """Leaves out what has been run, and puts tests that need much memory into few processes.
+
+    Files take turns, as a run may be cut short, and tests of each shall have been run by then.
+    """
     done = {line["test"] for line in read(Path(os.environ["FIRST_RUN_LOG"]))}
     known = [item for item in items if item.nodeid in done]
-    items[:] = [item for item in items if item.nodeid not in done]
+    left: dict[str, list[Any]] = {}
+    for item in items:
+        if item.nodeid not in done:
+            left.setdefault(item.path.name, []).append(item)
+    items[:] = [item for turn in zip_longest(*left.values()) for item in turn if item is not None]
     config.hook.pytest_deselected(items=known)
     if config.pluginmanager.hasplugin("xdist"):
         for i, item in enumerate(items):

@@ -5,11 +5,13 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -270,6 +272,23 @@ def test_tests_are_logged_one_by_one_and_not_run_again(tmp_path, options):
     printed = first_run.log_of(run, job, "out").read_text()
     assert "test_wrong" in printed and "test_small" not in printed
     assert len(log.read_text().splitlines()) == 6  # with the one that was cut off
+
+
+def test_files_of_tests_take_turns(tmp_path, monkeypatch):
+    monkeypatch.setenv("FIRST_RUN_LOG", str(tmp_path / "tests.jsonl"))
+    plugins = SimpleNamespace(hasplugin=lambda name: False)
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None), pluginmanager=plugins)
+    items = [SimpleNamespace(nodeid=name, path=Path(name[0])) for name in ("a1", "a2", "a3", "b1", "c1", "c2")]
+    test_log.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == ["a1", "b1", "c1", "a2", "c2", "a3"]
+
+
+def test_scores_that_exceed_float16_on_purpose_are_not_counted():
+    """Tests of marks of scores, one of which runs on a GPU only."""
+    source = (REPOSITORY / "tests" / "kernels" / "test_attention.py").read_text(encoding="utf-8")
+    names = re.findall(r"^def (test_scores_\w+)\(unmarked", source, re.MULTILINE)
+    assert "test_scores_of_a_later_call_on_a_gpu_are_not_waited_for" in names
+    assert all(name.startswith(test_log._NOT_COUNTED) for name in names)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
