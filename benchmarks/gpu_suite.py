@@ -1364,6 +1364,12 @@ def draw(content: dict[str, Any], path: Path) -> bool:
     return True
 
 
+def sequences() -> int:
+    """How many a training step has here: as many with kept maps as without, which could not be compared otherwise."""
+    is_small = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 100 * 2**30
+    return 4 if is_small else 8
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -1373,10 +1379,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=430, help="no cell begins after that many seconds")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "gpu_suite", metavar="DIR")
     parser.add_argument(
-        "--batch", type=int,
-        help="sequences of a training step, halved where they do not fit: 8, or 4 where a GPU has less than 100 GiB, "
-        "so that what keeps maps has as many as what it is compared with",
-    )  # fmt: skip
+        "--batch", type=int, default=sequences(), help="sequences of a training step; halved where they do not fit"
+    )
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of a measurement")
     parser.add_argument("--full-depth", action="store_true", help="all sizes with all their layers, not only 2.8b")
     parser.add_argument("--resume", action="store_true", help="keep the cells that DIR already holds")
@@ -1385,11 +1389,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="print an earlier run's JSON, measure nothing")
     parser.add_argument("--restarts", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    for name, numbers in (
-        ("lengths", args.lengths),
-        ("batch", [8 if args.batch is None else args.batch]),
-        ("repeats", [args.repeats]),
-    ):
+    for name, numbers in (("lengths", args.lengths), ("batch", [args.batch]), ("repeats", [args.repeats])):
         if min(numbers) < 1:
             parser.error(f"--{name} {min(numbers)}: expected at least 1")
     if not args.budget_s >= 0:
@@ -1426,9 +1426,6 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.smoke and not torch.cuda.is_available():
         print("no CUDA device here: run this on a GPU, or with --smoke", file=sys.stderr)
         return 2
-    if args.batch is None:
-        has_room = args.smoke or torch.cuda.get_device_properties(0).total_memory >= 100 * 2**30
-        args.batch = 8 if has_room else 4
     bench = Bench(smoke=args.smoke, repeats=args.repeats, batch=args.batch, full_depth=args.full_depth, out=args.out)
     if args.smoke:
         bench = Bench(smoke=True, batch=1, prompt=9, new_tokens=2, depth=(1, 2), full_depth=args.full_depth)

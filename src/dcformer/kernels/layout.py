@@ -115,10 +115,10 @@ def check_types(
             raise ValueError(f"{name} is of type {type(weights).__name__}: expected ComposeWeights or None.")
         for side in ("query", "key"):
             of_side = getattr(weights, side)
-            if of_side is not None and not isinstance(of_side, SideWeights):
-                raise ValueError(f"{name}.{side} is of type {type(of_side).__name__}: expected SideWeights or None.")
-            if of_side is not None:
+            if isinstance(of_side, SideWeights):
                 tensors[f"{name}.{side}.packed"] = of_side.packed
+            elif of_side is not None:
+                raise ValueError(f"{name}.{side} is of type {type(of_side).__name__}: expected SideWeights or None.")
         if weights.static is not None:
             tensors[f"{name}.static"] = weights.static
     is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
