@@ -41,19 +41,33 @@ def _states(start, count):
 @given(
     window=st.integers(2, 7),
     capacity=st.integers(2, 20),
-    pieces=st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    pieces=st.lists(st.tuples(st.one_of(st.just(1), st.integers(1, 6)), st.booleans()), min_size=1, max_size=12),
 )
-@example(window=3, capacity=9, pieces=[3, 1, 1])  # just full
+@example(window=3, capacity=9, pieces=[(3, False), (1, False), (1, False)])  # just full
+@example(window=3, capacity=9, pieces=[(2, False), (1, True), (1, True), (1, True), (2, False), (1, True), (1, False)])
+@torch.no_grad()
 def test_same_as_the_librarys_layer(window, capacity, pieces):
+    """Single tokens also by way of memory that is lent, where their rows go round."""
     own = StaticWindowLayer(max_cache_len=capacity, sliding_window=window)
     library = StaticSlidingWindowLayer(max_cache_len=capacity, sliding_window=window)
-    seen = 0
-    for count in pieces:
+    cache, seen = StaticCache(config=tiny_config(), max_cache_len=capacity), 0
+    cache.layers[0] = own
+    for count, is_lent in pieces:
         assert tuple(int(n) for n in own.get_mask_sizes(count)) == library.get_mask_sizes(count)
-        ours = own.update(*_states(seen, count))
-        theirs = library.update(*_states(seen, count))
-        for mine, its in zip(ours, theirs, strict=True):
-            assert torch.equal(mine, its)
+        states = _states(seen, count)
+        theirs = library.update(*states)
+        room = lend_room(cache, 0, [new.shape for new in states], states[0]) if is_lent else None
+        assert (room is not None) == (is_lent and seen > 0 and count == 1)
+        if room is not None:
+            assert room.is_ring and room.place is own.cumulative_length and int(room.place) == seen
+            for memory, held, new in zip((room.keys, room.values), (own.keys, own.values), states, strict=True):
+                assert memory is held
+                memory[:, :, seen % own.max_cache_len] = new[:, :, 0]
+            room.count(1)
+        else:
+            ours = own.update(*states)
+            for mine, its in zip(ours, theirs, strict=True):
+                assert torch.equal(mine, its)
         seen += count
         assert int(own.get_seq_length()) == library.get_seq_length() == seen
     own.reset()
@@ -508,7 +522,7 @@ def test_layers_that_lend_room(kind):
     like = torch.randn(2, 4, 1, 8)
     cache = filled_cache(DynamicCache if kind == "growing" else StaticCache, config, kind == "own static")
     before = [cache.layers[0].keys[:, :, :3].clone(), cache.layers[0].values[:, :, :3].clone()]
-    assert (lend_room(cache, 1, SHAPES, like) is None) == (kind != "growing")  # windows of static caches move
+    assert (lend_room(cache, 1, SHAPES, like) is None) == (kind == "static")  # whose windows move
     assert lend_room(cache, 2, SHAPES, like) is None
     for length in (3, 4, 5):
         room = lend_room(cache, 0, SHAPES, like)

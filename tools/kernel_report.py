@@ -256,9 +256,9 @@ def _cached(batch: int, heads: int, length: int, dim: int) -> torch.Tensor:
 
 
 def decode_launches(
-    batch: int, heads: int, dim: int, queries: int, keys: int = _LENGTH, is_static: bool = False
+    batch: int, heads: int, dim: int, queries: int, keys: int = _LENGTH, is_static: bool = False, is_ring: bool = False
 ) -> list[Launch]:
-    """Those of decoding, fully composed, with a mask."""
+    """Those of decoding, fully composed, with a mask; `is_static`: with static projections, `is_ring`: rows are one."""
     stages = []
     for _ in range(2):
         rows = _cached(batch, heads, keys, dim)
@@ -268,7 +268,8 @@ def decode_launches(
     (key, *pre), (value, *post) = stages
     visible = torch.empty(batch, 1, queries, keys, dtype=torch.uint8, device="meta")
     states = _new(batch, heads, queries, dim), key, value
-    return decode.launches(*states, *pre, *post, visible, 1, dim**-0.5, None)[1]
+    place = torch.empty((), dtype=torch.int64, device="meta") if is_ring else None
+    return decode.launches(*states, *pre, *post, visible, place, 1, dim**-0.5, None)[1]
 
 
 def generator_launches(heads: int, dim: int, tokens: int, is_packed: bool) -> list[Launch]:
@@ -295,7 +296,7 @@ def prepare_launches(heads: int, dim: int, tokens: int, is_placed: bool) -> list
     memory = [_cached(1, heads, _LENGTH, dim) if is_placed else None for _ in range(2)]
     place = torch.empty((), dtype=torch.int64, device="meta") if is_placed else None
     plan = [dim, 2, 2, _ROWS, _ROWS, heads, _RANK]
-    return prepare.launches(*product, *others, *memory, place, plan, 1e-6, "tanh")[1]
+    return prepare.launches(*product, *others, *memory, place, False, plan, 1e-6, "tanh")[1]
 
 
 def other_specs(heads: int, dim: int) -> list[dict[str, Any]]:
@@ -305,6 +306,8 @@ def other_specs(heads: int, dim: int) -> list[dict[str, Any]]:
         for launch in decode_launches(batch, heads, dim, queries):
             kind = launch.kernel.__name__.removesuffix("_kernel")
             launches[f"decode {kind} B={batch} T={queries}"] = launch
+    for launch in decode_launches(1, heads, dim, 1, keys=256, is_ring=True)[:2]:
+        launches[f"decode {launch.kernel.__name__.removesuffix('_kernel')} B=1 T=1 ring"] = launch
     for tokens, is_packed in itertools.product((1, 4096), (False, True)):
         name = f"generator N={tokens} {'packed' if is_packed else 'weights'}"
         (launches[name],) = generator_launches(heads, dim, tokens, is_packed)

@@ -319,12 +319,30 @@ _CACHE = _in(
         T_CACHE + "test_empty_layers_that_would_be_copied_for_every_token_are_replaced",
     ),
     (
-        "full one token late",
-        "is_full = self.cumulative_length >= self.max_cache_len",
-        "is_full = self.cumulative_length > self.max_cache_len",
+        "the oldest token one too far",
+        "oldest = (self.cumulative_length - self.max_cache_len).clamp",
+        "oldest = (self.cumulative_length - self.max_cache_len + 1).clamp",
         SAME_LAYER,
     ),
-    ("rolled the other way", "held.roll(-1, dims=-2)", "held.roll(1, dims=-2)", SAME_LAYER),
+    (
+        "a full ring begins anew at its second row",
+        "place = (self.cumulative_length % self.max_cache_len)",
+        "place = ((self.cumulative_length + 1) % self.max_cache_len)",
+        SAME_LAYER,
+    ),
+    (
+        "the library gets the rows of a ring as they lie",
+        "                held.copy_(held.index_select(2, rows))\n",
+        "                pass\n",
+        SAME_LAYER,
+    ),
+    (
+        "rows of the library's are not put into a ring",
+        "                held.index_copy_(2, rows, held.clone())\n",
+        "                pass\n",
+        SAME_LAYER,
+    ),
+    ("several tokens into a ring", "    if is_ring and shapes[0][2] > 1:\n", "    if False:\n", SAME_LAYER),
     (
         "first key one position early",
         "(self.cumulative_length - self.max_cache_len + 1).clamp(min=0)",
@@ -341,17 +359,15 @@ _CACHE = _in(
     ("length in Python not renewed", "        self._int_is_stale = True\n", "", SAME_LAYER),
     (
         "length as a tensor not renewed",
-        "            self.cumulative_length.fill_(self.cumulative_length_int)\n",
+        "        self.cumulative_length.fill_(self.cumulative_length_int)\n",
         "",
         SAME_LAYER,
     ),
     ("not forgotten", "        super().reset()\n        self._int_is", "        self._int_is", SAME_LAYER),
     (
         "memory not kept in place",
-        "            held.copy_(torch.where(is_full, held.roll(-1, dims=-2), held))\n"
-        "            held.index_copy_(2, place, new)",
-        "            name = 'keys' if new is key_states else 'values'\n"
-        "            setattr(self, name, torch.where(is_full, held.roll(-1, dims=-2), held).index_copy(2, place, new))",
+        "            held.index_copy_(2, place, new)  # in place",
+        "            setattr(self, 'keys' if new is key_states else 'values', held.index_copy(2, place, new))  # ",
         T_CACHE + "test_decoding_keeps_its_memory_in_place",
     ),
     (
@@ -1133,9 +1149,15 @@ _KERNELS = (
         ),
         (
             "a full static cache is written past its end",
-            "        i_row = tl.minimum(i_row, capacity - N)\n",
+            "            i_row = tl.minimum(i_row, capacity - N)\n",
             "",
             T_STEP + "test_a_static_cache_that_is_full_gives_nan[35]",
+        ),
+        (
+            "a ring's row is the token's number",
+            "            i_row = i_row % capacity\n",
+            "            i_row = tl.minimum(i_row, capacity - N)\n",
+            T_STEP + "test_a_ring_is_read_as_it_lies",
         ),
     )
     + _in(
@@ -1219,6 +1241,12 @@ _KERNELS = (
     + _in(
         "kernels",
         "kernels/decode.py",
+        (
+            "a ring's mask as it lies",
+            "o_s = tl.where(o_s < turned, o_s + S, o_s) - turned",
+            "o_s = o_s + 0 * turned",
+            T_STEP + "test_a_ring_is_read_as_it_lies",
+        ),
         (
             "sums of splits with different maxima",
             "total = total * tl.exp(top - safe) + tl.sum(sums * tl.exp(tops - safe[None, :]), 0)",

@@ -166,6 +166,8 @@ class Room(NamedTuple):
         keys, values: all of its memory, [B, G, capacity, channels].
         place: the first of the new rows, an integer on the device; or None.
         row: the same for the host, where there is no `place`; else 0.
+        is_ring: rows begin anew at the end of the memory, so that there is always place for one token: its row is
+            `place` modulo the capacity. Masks are in the order of tokens all the same.
     """
 
     layer: Any
@@ -173,10 +175,13 @@ class Room(NamedTuple):
     values: torch.Tensor
     place: torch.Tensor | None
     row: int
+    is_ring: bool = False
 
     def count(self, length: int) -> None:
         """Tells the layer that so many rows have been filled."""
-        if self.place is not None:
+        if self.is_ring:
+            self.layer.count()
+        elif self.place is not None:
             self.layer.cumulative_length.add_(length)
         else:
             self.layer.take(length)
@@ -192,15 +197,19 @@ def lend_room(cache: Cache, layer_idx: int, shapes: Sequence[tuple[int, ...]], l
         like: of their dtype and device.
 
     Returns:
-        the room; None for a cache or a layer that does more than to keep rows (static windows, which move), and for one
-        that holds other rows: `update` and its checks see to these.
+        the room; None for a cache or a layer that does more than to keep rows (the library's static windows, which
+        move), for several tokens of a static window, and for one that holds other rows: `update` and its checks see to
+        these.
     """
     if type(cache) not in (DynamicCache, StaticCache) or cache.offloading or layer_idx >= len(cache.layers):
         return None
     layer: Any = cache.layers[layer_idx]
     if type(layer) in (GrowingLayer, GrowingWindowLayer):
         return layer.lend(shapes, like)
-    if type(layer) not in (StaticLayer, StaticFullLayer) or not layer.is_initialized:
+    is_ring = type(layer) is StaticWindowLayer
+    if type(layer) not in (StaticLayer, StaticFullLayer, StaticWindowLayer) or not layer.is_initialized:
+        return None
+    if is_ring and shapes[0][2] > 1:
         return None
     place = layer.cumulative_length
     if (place.dtype, place.device) != (torch.int64, like.device):
@@ -208,7 +217,7 @@ def lend_room(cache: Cache, layer_idx: int, shapes: Sequence[tuple[int, ...]], l
     for held, shape in zip((layer.keys, layer.values), shapes, strict=True):
         if not _go_together(held, shape, like) or shape[2] > held.shape[2] or held.stride(3) != 1:
             return None
-    return Room(layer, layer.keys, layer.values, place, 0)
+    return Room(layer, layer.keys, layer.values, place, 0, is_ring)
 
 
 def _go_together(held: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> bool:
@@ -431,9 +440,10 @@ class StaticFullLayer(_OwnValues):
 
 
 class StaticWindowLayer(_OwnValues, StaticSlidingWindowLayer):
-    """The last `sliding_window` keys and values, [B, Hkv, window, channels], in the library's layout.
+    """The last `sliding_window` keys and values, [B, Hkv, window, channels], in a ring: a token's row is its position
+    modulo the window. Results are the library's, in the order of tokens.
 
-    One token at a time, the length is the tensor `cumulative_length`, and filling up and moving on are the same
+    One token at a time, the length is the tensor `cumulative_length`, and filling up and going round are the same
     operations. Longer pieces (the prefill) go the library's way, by a Python int.
     """
 
@@ -446,19 +456,40 @@ class StaticWindowLayer(_OwnValues, StaticSlidingWindowLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[-2] > 1:
-            self._count_in_python()
-            states = super().update(key_states, value_states, *args, **kwargs)
-            self.cumulative_length.fill_(self.cumulative_length_int)
-            return states
-        self._int_is_stale = True
-        is_full = self.cumulative_length >= self.max_cache_len
-        place = self.cumulative_length.clamp(max=self.max_cache_len - 1).view(1)
+            return self._update_by_int(key_states, value_states, *args, **kwargs)
+        place = (self.cumulative_length % self.max_cache_len).view(1)
         for held, new in ((self.keys, key_states), (self.values, value_states)):
-            # in place: a compiled graph knows these tensors by their address
-            held.copy_(torch.where(is_full, held.roll(-1, dims=-2), held))
-            held.index_copy_(2, place, new)
+            held.index_copy_(2, place, new)  # in place: a compiled graph knows these tensors by their address
+        self.count()
+        rows = self._rows_in_order()
+        return self.keys.index_select(2, rows), self.values.index_select(2, rows)
+
+    def count(self) -> None:
+        """Counts one token, whose row has been filled."""
+        self._int_is_stale = True
         self.cumulative_length.add_(1)
-        return self.keys, self.values
+
+    def _update_by_int(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update` by several tokens. The library's layer has its rows in order before and after."""
+        self._count_in_python()
+        if self.cumulative_length_int >= self.max_cache_len:
+            rows = self._rows_in_order()
+            for held in (self.keys, self.values):
+                held.copy_(held.index_select(2, rows))
+        states = super().update(key_states, value_states, *args, **kwargs)
+        self.cumulative_length.fill_(self.cumulative_length_int)
+        if self.cumulative_length_int >= self.max_cache_len:
+            rows = self._rows_in_order()
+            for held in (self.keys, self.values):
+                held.index_copy_(2, rows, held.clone())
+        return states
+
+    def _rows_in_order(self) -> torch.Tensor:
+        """Rows of the last tokens that are held, the oldest first; as many as there are rows: [window]."""
+        oldest = (self.cumulative_length - self.max_cache_len).clamp(min=0)
+        return (torch.arange(self.max_cache_len, device=self.keys.device) + oldest) % self.max_cache_len
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """Number of keys that the next `query_length` queries meet, and the position of the first of them."""

@@ -320,7 +320,7 @@ def test_packed_cache(KV, gate, projection):
 def launches(q, k, v, pre, post):
     """What one call launches."""
     weights = schemas.place_tensors(*packed_weights(pre, post, k.shape[1]), 6)
-    return decode.launches(q, k, v, *weights, None, 1, 1.0, 1)[1]
+    return decode.launches(q, k, v, *weights, None, None, 1, 1.0, 1)[1]
 
 
 def test_any_strides():

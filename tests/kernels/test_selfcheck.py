@@ -65,6 +65,7 @@ def test_right_kernels_pass(name):
     gradients = [f"{name}, gradient of {tensor}" for name in ALL[: 1 if kind.windowed else 2] for tensor in tensors]
     assert {"attention, forward", "decoding, 1 query", "decoding, 3 queries", *gradients, *made} <= set(names)
     assert ("fused steps, token 1" in names) == ("fused steps, token 2" in names) == (kind.dtype == kind.states)
+    assert ("fused steps, token 3" in names) == (kind.windowed and kind.dtype == kind.states)
     assert all(check.eager > 0 for check in results)  # the yardstick is more than zero, so something was computed
 
 
@@ -179,6 +180,13 @@ def test_wrong_kernels_are_caught_and_named(name, monkeypatch):
         assert {check.name for check in failed} == expected
     for check in failed:
         assert check.name in str(check) and "is allowed" in str(check)
+
+
+def test_a_ring_that_is_read_as_if_it_were_none_is_caught(monkeypatch):
+    right = decode.launches
+    monkeypatch.setattr(decode, "launches", lambda *given: right(*given[:10], None, *given[11:]))
+    failed = [check for check in selfcheck.run(HERE, dataclasses.replace(SMALL, windowed=True)) if not check.passed]
+    assert [check.name for check in failed] == ["fused steps, token 3"]
 
 
 @pytest.mark.parametrize("of", ["query", "key", "value"])

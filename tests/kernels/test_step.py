@@ -363,3 +363,30 @@ def test_layers_of_caches_lend_what_the_operator_fills():
     (outs, *rows), (others, *other_rows) = results
     assert all(torch.equal(one, other) for one, other in zip(outs, others, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(rows, other_rows, strict=True))
+
+
+@pytest.mark.parametrize("filled", [0, 3, 10, 11, 12, 29])
+@pytest.mark.parametrize("switches", [{"compose_static": True}, PLAIN], ids=str)
+@pytest.mark.parametrize("is_masked", [True, False])
+@torch.no_grad()
+def test_a_ring_is_read_as_it_lies(filled, switches, is_masked):
+    """Bit for bit what the same rows give that are no ring, with the mask in their order."""
+    window = 11
+    attention, _, embedding = make((6, 2, 1, 2, 24, 2, 1), torch.float32, **switches)
+    x = torch.randn(2, 1, 32).to(DEVICE)
+    rope, product = embedding(x, torch.full((1, 1), filled, device=DEVICE)), attention.fused(x)
+    room = room_of(attention, 2, min(filled, window), x.dtype, True, window)
+    oldest = max(filled + 1 - window, 0)  # of the tokens that are held after this one
+    mask = torch.arange(window, device=DEVICE) <= filled - oldest
+    if is_masked:
+        mask = mask & (torch.rand(2, 1, 1, window, generator=torch.Generator().manual_seed(3)) < 0.7).to(DEVICE)
+    mask = mask.expand(2, 1, 1, window)
+    found = []
+    for is_ring in (True, False):
+        memory = [rows.clone() for rows in (room.keys, room.values)]
+        place = torch.tensor(filled if is_ring else filled % window, device=DEVICE)
+        lent = Room(None, *memory, place, 0, is_ring)
+        of_rows = mask if is_ring else mask.roll(oldest, -1)
+        found.append((step.decode_step(attention, x, product, rope, lambda *_, lent=lent: lent, of_rows)[0], *memory))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert not torch.equal(found[0][1], room.keys) and torch.isfinite(found[0][0]).all()

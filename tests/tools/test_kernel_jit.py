@@ -24,6 +24,7 @@ from triton.runtime import driver
 sys.path.insert(0, "tools")
 from host_time import fake_driver
 from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer.cache_dcformer import use_static_layers
 
 fields, dtype = json.loads(sys.argv[1])
 launched = Counter()
@@ -40,7 +41,9 @@ with mock.patch("dcformer.kernels.limits._device_reason", lambda *_: None):
         for fuse in (False, True):
             if fuse:
                 model.fuse_projections()
-            for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=32)):
+            caches = DynamicCache(config=config), *(StaticCache(config=config, max_cache_len=32) for _ in range(2))
+            use_static_layers(caches[2], config.sliding_window)
+            for cache in caches:
                 for part in ids.split((17, 1, 3), dim=1):
                     model(part, past_key_values=cache)
 print(json.dumps(launched))

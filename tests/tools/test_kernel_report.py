@@ -149,10 +149,10 @@ def test_generators_spill_no_registers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize("is_ring, queries", [(False, 1), (False, 8), (True, 1)], ids=["1", "8", "ring"])
 @pytest.mark.parametrize("is_static", [False, True], ids=["", "static"])
 @pytest.mark.parametrize("number", [0, 1], ids=["scores", "output"])
-def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, queries, report):
+def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, is_ring, queries, report):
     """Where maps change hands through memory there is a barrier of the whole block in PTX, and no read past the caches.
 
     `bar.sync` makes what a thread wrote before it visible to all threads of the block behind it: to plain loads, and to
@@ -162,7 +162,7 @@ def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, queries
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    launch = report.decode_launches(1, 32, 128, queries, is_static=is_static)[number]
+    launch = report.decode_launches(1, 32, 128, queries, is_static=is_static, is_ring=is_ring)[number]
     spec = report.launch_spec(launch)
     source = ASTSource(**{key: spec[key] for key in ("signature", "constexprs", "attrs")}, fn=spec["kernel"])
     options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg")}

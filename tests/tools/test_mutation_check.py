@@ -134,5 +134,5 @@ def test_results_are_kept_until_something_changes(small, tool, monkeypatch):
 
 
 def test_the_list_is_printed(tool, capsys):
-    assert tool.main(["--list", "--only", "^cache full"]) == 0
-    assert capsys.readouterr().out == "cache          full one token late  (cache_dcformer.py)\n"
+    assert tool.main(["--list", "--only", "^cache the oldest token"]) == 0
+    assert capsys.readouterr().out == "cache          the oldest token one too far  (cache_dcformer.py)\n"

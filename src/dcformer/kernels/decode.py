@@ -55,16 +55,28 @@ _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16:
 
 
 @triton.jit
-def _visible_keys(p_visible, o_t, stride_as, o_s, m_s):
-    """Which keys queries see, True or False in the shape of `m_s`; p_visible None: all of `m_s`."""
+def _turned(p_place, S):
+    """How many rows of a ring the oldest token's lies behind the first one; p_place None: it is no ring, None."""
+    if p_place is None:
+        return None
+    else:
+        return (tl.maximum(tl.load(p_place).to(tl.int64) + 1 - S, 0) % S).to(tl.int32)
+
+
+@triton.jit
+def _visible_keys(p_visible, o_t, stride_as, o_s, m_s, turned, S):
+    """Which keys queries see, True or False in the shape of `m_s`; p_visible None: all of `m_s`. The mask has them in
+    the order of tokens, which begins `turned` rows behind that of a ring."""
     if p_visible is None:
         return m_s
     else:
+        if turned is not None:
+            o_s = tl.where(o_s < turned, o_s + S, o_s) - turned
         return tl.load(p_visible + o_t + o_s.to(tl.int64) * stride_as, mask=m_s, other=0) != 0
 
 
 @triton.jit
-def _split_keys(p_visible, stride_at, stride_as, i_p, split_len, T, S, B_T: tl.constexpr, B_V: tl.constexpr):
+def _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B_T: tl.constexpr, B_V: tl.constexpr):
     """The keys of split i_p that queries see lie in first <= s < last; first is a whole unit. None: first >= last."""
     first = i_p * split_len
     last = tl.maximum(tl.minimum(first + split_len, S), first)  # splits behind the last key are empty
@@ -74,8 +86,8 @@ def _split_keys(p_visible, stride_at, stride_as, i_p, split_len, T, S, B_T: tl.c
         o_t = tl.arange(0, B_T)[:, None]
         for o in range(start, stop, B_V):
             o_s = (o + tl.arange(0, B_V))[None, :]
-            # [b_t, b_v]
-            visible = _visible_keys(p_visible, o_t.to(tl.int64) * stride_at, stride_as, o_s, (o_t < T) & (o_s < stop))
+            o_a, m_tile = o_t.to(tl.int64) * stride_at, (o_t < T) & (o_s < stop)
+            visible = _visible_keys(p_visible, o_a, stride_as, o_s, m_tile, turned, S)  # [b_t, b_v]
             first = tl.minimum(first, tl.min(tl.where(visible, o_s, stop)))
             last = tl.maximum(last, tl.max(tl.where(visible, o_s + 1, start)))
         first = first // UNIT * UNIT
@@ -175,7 +187,7 @@ _VARYING += [f"stride_{x}{y}" for x in ("q", "k", "v", "w", "a") for y in ("b", 
 
 @triton.jit(do_not_specialize=_VARYING)
 def scores_kernel(
-    p_q, p_k, p_visible, p_wq, p_wk, p_static, p_maps, p_max, p_sum,
+    p_q, p_k, p_visible, p_place, p_wq, p_wk, p_static, p_maps, p_max, p_sum,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks,
     stride_ab: tl.int64, stride_at: tl.int64, stride_as: tl.int64,
     stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws,
@@ -192,7 +204,7 @@ def scores_kernel(
 
     p_wq [B, H, C, T] contiguous and p_wk [B, Hkv, REP, C, S] are the weights. Strides of queries, keys and p_wk are in
     units of ALIGN_Q, ALIGN and ALIGN_W elements, so that the compiler knows what they are multiples of; stride_wc, from
-    channel to channel, is in elements.
+    channel to channel, is in elements. With p_place rows of keys are a ring, and behind it is the new token's number.
     """
     i_p, i_bg = tl.program_id(0) % n_p, tl.program_id(0) // n_p
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
@@ -201,7 +213,8 @@ def scores_kernel(
     p_maps += (i_b * H + i_g * M) * T * stride_map
     if p_visible is not None:
         p_visible += i_b * stride_ab
-    first, last = _split_keys(p_visible, stride_at, stride_as, i_p, split_len, T, S, B_T, B_V)
+    turned = _turned(p_place, S)
+    first, last = _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B_T, B_V)
     end = (last + UNIT - 1) // UNIT * UNIT  # maps are written up to here: -inf beyond `last`
 
     # Scores, one block of rows after the other. SHARED heads in a row have the same key/value head.
@@ -256,7 +269,8 @@ def scores_kernel(
                 tile, query, p_wk, stride_wh, stride_wr, stride_wc, stride_ws, p_static, p_query, T * stride_map,
                 o_h, o_m, m_m, o_s, o_s < last, end, n_m, M, REP, FLAGS, R, PAIRS, ALIGN_W,
             )  # fmt: skip
-            visible = _visible_keys(p_visible, tl.cast(i_t, tl.int64) * stride_at, stride_as, o_s, o_s < last)  # [b_n]
+            o_a = tl.cast(i_t, tl.int64) * stride_at
+            visible = _visible_keys(p_visible, o_a, stride_as, o_s, o_s < last, turned, S)  # [b_n]
             tile = tl.where(visible[None, :], tile, float("-inf"))
             tl.debug_barrier()  # what was read above is overwritten below
             tl.store(p_tile, tile, mask=m_tile)
@@ -271,7 +285,7 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def output_kernel(
-    p_v, p_visible, p_wq, p_wk, p_static, p_maps, p_max, p_sum, p_out,
+    p_v, p_visible, p_place, p_wq, p_wk, p_static, p_maps, p_max, p_sum, p_out,
     stride_vb, stride_vh, stride_vs,
     stride_ab: tl.int64, stride_at: tl.int64, stride_as: tl.int64,
     stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws,
@@ -293,7 +307,8 @@ def output_kernel(
     p_maps += (i_b * H + i_g * M) * T * stride_map
     if p_visible is not None:
         p_visible += i_b * stride_ab
-    first, last = _split_keys(p_visible, stride_at, stride_as, i_p, split_len, T, S, B_T, B_V)
+    turned = _turned(p_place, S)
+    first, last = _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B_T, B_V)
     end = (last + UNIT - 1) // UNIT * UNIT
 
     # Softmax and composition, one query after the other; none where nothing is seen.
@@ -448,7 +463,7 @@ def visible_strides(visible: torch.Tensor | None) -> dict[str, int]:
 
 def _look(tensors) -> tuple:
     """What decides about `launches` but for numbers: not the very number of keys, which grows from step to step."""
-    query, key, value, *weights, visible = tensors
+    query, key, value, *weights, visible, _ = tensors
     S = key.shape[2]
     sizes = query.shape, key.shape[1], rounded_length(S), S > 1, value.shape[3]  # strides do not matter to one key
     channels = [None if weight is None else weight.shape[-2] for weight in weights]
@@ -462,9 +477,10 @@ def launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]
 
     Args:
         query, key, value: as for `decode_op`.
-        rest: the six weights of `schemas`; `visible` as uint8 or None; G, scale, and the most splits or None.
+        rest: the six weights of `schemas`; `visible` as uint8 or None; where rows of keys are a ring the new token's
+            number, an integer on the device, or None; G, scale, and the most splits or None.
     """
-    *weights, visible, groups, scale, num_splits = rest
+    *weights, visible, place, groups, scale, num_splits = rest
     pre, post = stages = stages_of(weights)
     layout = Layout.of(stages, groups)
     (B, H, T, D), S, DV = query.shape, rounded_length(key.shape[2]), value.shape[3]
@@ -496,6 +512,7 @@ def launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]
     parts = parts if n_p > 1 else output
     arguments = {
         "p_visible": visible,
+        "p_place": None if visible is None else place,
         "p_maps": maps,
         "p_max": tops,
         "p_sum": sums,
@@ -570,7 +587,7 @@ def _decode(query, key, value, weights, visible, plan, scale):
     else:
         seen = None if visible is None else visible.view(torch.uint8)
         splits = None if num_splits < 0 else num_splits
-        tensors = [query, key, value, *place_tensors(weights, places, 6), seen]
+        tensors = [query, key, value, *place_tensors(weights, places, 6), seen, None]
         varying = {"S": key.shape[2]} | visible_strides(seen)
         output = _RUN(tensors, groups, scale, splits, varying=varying)[0]
     return refuse_backward("composed_decode", [output], [query, key, value, *weights])[0]

@@ -89,7 +89,8 @@ def prepare_kernel(
     stride_xb, stride_xn, stride_cb, stride_cn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_rb_0, stride_rh_0, stride_rn_0, stride_rb_1, stride_rh_1, stride_rn_1, B, H, N, capacity, row, eps,
     HKV: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, GENERATORS: tl.constexpr,
-    PLACED: tl.constexpr, C: tl.constexpr, M: tl.constexpr, R: tl.constexpr, GATE: tl.constexpr, TANH: tl.constexpr,
+    PLACED: tl.constexpr, RING: tl.constexpr,
+    C: tl.constexpr, M: tl.constexpr, R: tl.constexpr, GATE: tl.constexpr, TANH: tl.constexpr,
     EPS: tl.constexpr, SIDES: tl.constexpr, ROWS: tl.constexpr, REP: tl.constexpr, PAD: tl.constexpr,
     UNIT: tl.constexpr, B_T: tl.constexpr, B_D: tl.constexpr,
     B_N: tl.constexpr, B_K: tl.constexpr, B_I: tl.constexpr, B_M: tl.constexpr, B_P: tl.constexpr,
@@ -106,7 +107,7 @@ def prepare_kernel(
         p_query: out, [B, H, N, D], contiguous.
         p_keys, p_values: out, [B, HKV, capacity, D and more]; the channels behind the first D are the generators'.
         p_place: with PLACED, the first of the N rows to write, an integer. If they are not all within the capacity,
-            queries become NaN, and the last N rows are written.
+            queries become NaN, and the last N rows are written; with RING it is taken modulo the capacity, N is 1.
         row: the first of the N rows without PLACED.
         eps: of the norms of queries and keys.
     """
@@ -115,8 +116,11 @@ def prepare_kernel(
     i_row = tl.cast(row, tl.int64)
     if PLACED:
         i_row = tl.load(p_place).to(tl.int64)
-        fits = i_row <= capacity - N
-        i_row = tl.minimum(i_row, capacity - N)
+        if RING:
+            i_row = i_row % capacity
+        else:
+            fits = i_row <= capacity - N
+            i_row = tl.minimum(i_row, capacity - N)
     p_keys += i_row * stride_kn
     p_values += i_row * stride_vn
     if ROWS:
@@ -159,10 +163,10 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
 
     Args:
         given: queries, keys and values; the seven `others`, None for absent ones; of a cache keys, values and place
-            (None where it is the argument `row`), or three times None; and the numbers of `prepare_op`, its plan
-            without places.
+            (None where it is the argument `row`), or three times None; whether its rows are a ring; and the numbers of
+            `prepare_op`, its plan without places.
     """
-    *first, keys, values, place, plan, norm_eps, approximate = given
+    *first, keys, values, place, is_ring, plan, norm_eps, approximate = given
     query, key, value, hidden, gates, _, query_weight, _, cos, _ = first
     _check_strides([x for x in (query, key, value, hidden, gates) if x is not None])
     head_dim, stages, sides, *_, heads_per_group, rank = plan
@@ -207,6 +211,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
         "NORM": query_weight is not None,
         "GENERATORS": generators,
         "PLACED": int(place is not None),
+        "RING": int(is_ring),
         "C": stages * sides,
         "M": heads_per_group,
         "R": rank,
@@ -247,7 +252,7 @@ _RUN = Repeated(launches)
 @torch.library.register_kernel(prepare_op.name(), DEVICES)
 def _prepare(query, key, value, others, plan, norm_eps, approximate):
     given = [query, key, value, *place_tensors(others, plan[7:], 7)]
-    queries, weights, keys, values = _RUN([*given, None, None, None], tuple(plan[:7]), norm_eps, approximate)
+    queries, weights, keys, values = _RUN([*given, None, None, None], False, tuple(plan[:7]), norm_eps, approximate)
     return tuple(refuse_backward("prepare_decode", [queries, keys, values, weights], given))
 
 

@@ -470,8 +470,9 @@ def decode_step_op(
             filled. With a row on the device S is all of the capacity; where rows would end behind it the last N are
             filled, and the result is NaN: the host does not know.
         plan: H; D; which of pre, post, query and key have generators, 0 or 1 each; channels behind keys and behind
-            values; M; R; whether there are gates; rows that are filled already, where no tensor says so; places of
-            `others` among the nine.
+            values; M; R; whether there are gates; 1 where rows are a ring of the last tokens, N is 1 and the row is
+            taken modulo the capacity (keys in `visible` are in the order of tokens), or 0; rows that are filled
+            already, where no tensor says so; places of `others` among the nine.
         numbers: eps of the norms; factor of the scores.
         approximate: as for `generate_weights_op`.
 

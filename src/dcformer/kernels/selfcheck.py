@@ -615,16 +615,18 @@ class _Subject:
         yield from self._compare("generators into the cache", truth, low, found)
 
     def fused_steps(self) -> Iterator[Check]:
-        """Two tokens of a layer with fused projections, up to the output of the heads.
+        """Two tokens of a layer with fused projections, up to the output of the heads; with a window a third one.
 
-        That is QK-norm, RoPE, generators, and the rows of a cache, which are written and read in place.
+        That is QK-norm, RoPE, generators, and the rows of a cache, which are written and read in place: of the third
+        token in a ring, as in static caches.
         """
         from ..modeling_dcformer import DCFormerAttention, DCFormerRotaryEmbedding
         from .step import decode_step
 
         config, keys = self._config(self.kind.head_dim), self.lengths.keys
         modules: tuple[DCFormerAttention, DCFormerAttention] = self._make(partial(DCFormerAttention, config, 0))
-        rotary, hidden = DCFormerRotaryEmbedding(config).to(self.device), self._new(2, keys + 2, _HIDDEN_SIZE)
+        rotary, total = DCFormerRotaryEmbedding(config).to(self.device), keys + 2 + self.kind.windowed
+        hidden = self._new(2, total, _HIDDEN_SIZE)
         for module in modules:
             module.o_proj = nn.Identity()  # type: ignore[assignment]
         low = modules[1]
@@ -635,11 +637,15 @@ class _Subject:
             cache, out, start = DynamicCache(), {}, 0
             memory: list[torch.Tensor] = []  # with room, as a growing cache lends it
             states = hidden.to(module.q_proj.weight.dtype)
-            for stop in (keys, keys + 1, keys + 2):
+            for stop in range(keys, total + 1):
                 x, mask = states[:, start:stop], self._visible(stop - start, stop)
                 rope = rotary(x, torch.arange(start, stop, device=self.device)[None])
+                if start == keys + 2:
+                    mask[1, ..., start - 4 : start - 1] = False  # who is who matters only where keys are hidden
                 if by_kernels and start:
                     room = Room(None, memory[0], memory[1], None, start)
+                    if start == keys + 2:
+                        room, mask = _ring_of(memory[0], memory[1], start), mask[..., -_WINDOW:]
                     stepped = decode_step(module, x, module.fused(x), rope, lambda *_, room=room: room, mask)
                     if stepped is None:
                         raise RuntimeError("a fused step was left to the layer's own operations")
@@ -674,6 +680,13 @@ class _Subject:
                 error, eager, size = (float(torch.linalg.vector_norm(x, order)) for x in (errors, yardsticks, expected))
                 candidates.append(Check(f"{name}, {part}", measure, error, eager, 2 * eager + band * size))
             yield max(candidates, key=lambda check: (not check.passed, check.error / (check.allowed or math.inf)))
+
+
+def _ring_of(keys: torch.Tensor, values: torch.Tensor, tokens: int) -> Room:
+    """The last rows of so many tokens [B, G, S, channels], as a window of a static cache has them."""
+    last = torch.arange(tokens - _WINDOW, tokens, device=keys.device)
+    rings = [rows.index_select(2, last).index_copy_(2, last % _WINDOW, rows[:, :, last]) for rows in (keys, values)]
+    return Room(None, rings[0], rings[1], torch.tensor(tokens, device=keys.device), 0, is_ring=True)
 
 
 class _Rounded(torch.autograd.Function):

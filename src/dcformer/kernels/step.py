@@ -27,7 +27,7 @@ from .schemas import DEVICES, decode_step_op, is_watched, place_tensors, refuse_
 _OTHERS = ("qkw", "q_norm", "k_norm", "cos", "sin", "pre_static", "post_static", "place", "visible")
 _AT = {name: number for number, name in enumerate(_OTHERS)}
 _PARAMETERS = [_AT[name] for name in ("qkw", "q_norm", "k_norm", "pre_static", "post_static")]
-_FIELDS = 11  # of the plan, before the number of rows
+_FIELDS = 12  # of the plan, before the number of rows
 
 
 def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
@@ -42,7 +42,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     """
     product, keys, values, *others, plan, (norm_eps, scale), rounded, approximate, _ = given
     qkw, query_weight, key_weight, cos, sin, *statics, place, visible = others
-    heads, head_dim, *present, behind_keys, behind_values, heads_per_group, rank, has_gate = plan
+    heads, head_dim, *present, behind_keys, behind_values, heads_per_group, rank, has_gate, is_ring = plan
     require_supported(rank=rank, head_dim=head_dim)
     stages, sides = sum(present[:2]), sum(present[2:])
     generators, width = stages * sides, 2 * rank + has_gate
@@ -52,7 +52,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     parts = [part if part.shape[-1] else None for part in product.split(columns, dim=-1)]
     sizes = head_dim, stages, sides, behind_keys, behind_values, heads_per_group, rank
     (queries, weights), first = prepare.launches(
-        *parts, qkw, query_weight, key_weight, cos, sin, keys, values, place, sizes, norm_eps, approximate
+        *parts, qkw, query_weight, key_weight, cos, sin, keys, values, place, is_ring, sizes, norm_eps, approximate
     )
     for launch in first:
         launch.wholes |= dict.fromkeys(("p_q", "p_k", "p_v", "p_hidden", "p_gates"), product)
@@ -71,7 +71,8 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     groups = heads // heads_per_group if composes else keys.shape[1]
     require_supported(heads=heads // groups)
     states = (memory[:, :, :rounded, :head_dim] for memory in (keys, values))
-    made, second = decode.launches(queries, *states, *composed, visible, groups, scale, None)
+    ring = place if is_ring else None
+    made, second = decode.launches(queries, *states, *composed, visible, ring, groups, scale, None)
     for launch, whole in zip(second, wholes, strict=False):  # `scores` reads keys, `output` values
         launch.wholes |= {name: tensor for name, tensor in whole.items() if tensor is not None}
     return [*made, queries, weights], [*first, *second]
@@ -251,10 +252,10 @@ def decode_step(
     numbers = layer.eps, attention.scaling
     # torch's way to an operator's kernel takes the host as long as a launch
     if not is_watched(product, room.keys, room.values, cos, sin, room.place, visible):
-        given = others, room.row, layer.plan, numbers, layer.approximate, layer.form
+        given = others, room.row, (*layer.plan, int(room.is_ring)), numbers, layer.approximate, layer.form
         return _run(product, room.keys, room.values, *given), room
     present = [(place, tensor) for place, tensor in enumerate(others) if tensor is not None]
-    plan = [*layer.plan, room.row, *(place for place, _ in present)]
+    plan = [*layer.plan, int(room.is_ring), room.row, *(place for place, _ in present)]
     tensors = product, [tensor for _, tensor in present], room.keys, room.values
     return decode_step_op(*tensors, plan, numbers, layer.approximate), room
 
