@@ -43,6 +43,7 @@ if "--smoke" in sys.argv:  # before anything imports Triton, which decides on im
 import torch
 import torch.nn.functional as F
 from cpu_suite import REPOSITORY, read_json, write_json
+from one_product import one_product
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from tqdm import tqdm
@@ -71,9 +72,13 @@ WINDOW = 256
 # Those that end in "gates" have gates before the softmax alone, the part of composition that FlexAttention can express:
 # all else mixes heads, and a `score_mod` sees the score of one. "kept": maps are, for the backward pass.
 IMPLEMENTATIONS = ("ours", "flash", "ours kept", "ours gates", "flex gates", "compiled", "eager", "chunked")
-# What training and decoding compare: layer pattern and composition; the first is the plain Transformer, all global.
+# What training and decoding compare: layer pattern and composition; the first is the plain Transformer, all global. In
+# decoding ours have fused projections, and so has the plain one that goals compare them with.
 PLAIN = ("G", "plain")
 VARIANTS = (PLAIN, ("LG", "full"), ("LG", "kept"), ("LGLL", "query"), ("LGLL", "full"), ("LG", "query"))
+ONE_PRODUCT = ("G", "plain, one product")
+DECODED = (ONE_PRODUCT, *(variant for variant in VARIANTS[1:] if variant[1] != "kept"), PLAIN)
+BASELINES = {"train": PLAIN, "decode": ONE_PRODUCT}
 COMPOSITIONS: dict[str, dict[str, bool]] = {
     "full": {},
     "kept": {"save_maps": True},  # of training
@@ -358,7 +363,7 @@ def chunked(inputs: Inputs) -> torch.Tensor:
 
 
 def flash(inputs: Inputs) -> torch.Tensor:
-    """Plain attention, no composition and no window."""
+    """Plain attention, no composition and no window: torch's own FlashAttention 2."""
     with nullcontext() if inputs.tensors["query"].device.type == "cpu" else sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(*inputs.states, is_causal=True)
 
@@ -592,10 +597,12 @@ def build_model(bench: Bench, config: DCFormerConfig, plain: bool = False) -> An
         return AutoModelForCausalLM.from_config(built, attn_implementation=attention, dtype=bench.dtype)
 
 
-def build_decoder(bench: Bench, config: DCFormerConfig, plain: bool = False) -> Any:
-    """The same for decoding; ours with fused projections."""
-    model = build_model(bench, config, plain).eval()
-    if not plain:
+def build_decoder(bench: Bench, config: DCFormerConfig, composition: str = "full") -> Any:
+    """The same for decoding; ours with fused projections, Llama with or without one product for q, k and v."""
+    model = build_model(bench, config, composition.startswith("plain")).eval()
+    if composition == ONE_PRODUCT[1]:
+        one_product(model)
+    elif composition != PLAIN[1]:
         model.fuse_projections()
     return model
 
@@ -711,13 +718,12 @@ def decoding_step(
 
 def decode(bench: Bench, size: str, pattern: str, composition: str, full_depth: bool = False) -> dict[str, Any]:
     """Tokens/s of greedy decoding of one sequence, each step one CUDA graph, from models of two depths."""
-    plain = (pattern, composition) == PLAIN
     layers = bench.config(size, pattern, composition).num_hidden_layers
     result: dict[str, Any] = {"prompt": bench.prompt, "new_tokens": bench.new_tokens, "layers": layers, "timings": {}}
     for depth in (layers,) if full_depth else bench.depth:
         bench.clean()
         config = bench.config(size, pattern, composition, num_hidden_layers=depth)
-        model = build_decoder(bench, config, plain)
+        model = build_decoder(bench, config, composition)
         step, rewind = decoding_step(bench, model, config)
         for _ in range(1 if bench.smoke else 3):
             step()
@@ -914,7 +920,8 @@ def kernels_calls(bench: Bench, size: str) -> dict[str, Callable[[], Callable[[]
 
     def decoding(plain: bool) -> Callable[[], Any]:
         short_config = bench.config(size, num_hidden_layers=2)
-        return decoding_step(bench, build_decoder(bench, short_config, plain), short_config)[0]
+        composition = ONE_PRODUCT[1] if plain else "full"
+        return decoding_step(bench, build_decoder(bench, short_config, composition), short_config)[0]
 
     window = config.sliding_window
     calls: dict[str, Callable[[], Callable[[], Any]]] = {"attention, global": partial(attention, None)}
@@ -998,17 +1005,17 @@ def plan(bench: Bench, args: argparse.Namespace) -> Iterator[Cell]:
         for w, tokens, how in jobs:
             named = {"kind": "attention", "size": size, "window": w, "tokens": tokens, "implementation": how}
             yield cell("memory", memory_cell, size, w, tokens, how, **named)
-    for section, run in (("train", train), ("decode", decode)):
+    for section, run, variants in (("train", train, VARIANTS), ("decode", decode, DECODED)):
         if section not in args.sections:
             continue
-        variants = [v for v in args.variants if section == "train" or v[1] != "kept"]
+        variants = variants[: 3 if bench.smoke else None]
         depths = [(size, v, False) for v in variants[:3] for size in args.sizes]
         whole = args.sizes if bench.full_depth else [size for size in args.sizes if size == "2.8b"]
         depths += [(size, v, True) for size in whole for v in variants[:2]]
         depths += [(size, v, False) for v in variants[3:] for size in args.sizes]
         for size, (pattern, composition), full in depths:
             named = {"size": size, "pattern": pattern, "composition": composition, "depth": "full" if full else "few"}
-            check = None if (pattern, composition) == PLAIN else ("model", size, composition)
+            check = None if composition.startswith("plain") else ("model", size, composition)
             yield cell(section, run, size, pattern, composition, full, check=check, **named)
     if "kernels" in args.sections:
         size, calls = op_sizes[0], kernels_calls(bench, op_sizes[0])
@@ -1050,7 +1057,7 @@ def find(cells: dict[str, dict[str, Any]], **wanted: Any) -> dict[str, Any] | No
 def speed_ratio(cells: dict, section: str, size: str, variant: tuple[str, str]) -> float | None:
     """Tokens/s of a variant over the plain Transformer's, under equal conditions only."""
     named = {"section": section, "size": size, "depth": "few"}
-    ours_, plain = (find(cells, **named, pattern=p, composition=c) for p, c in (variant, PLAIN))
+    ours_, plain = (find(cells, **named, pattern=p, composition=c) for p, c in (variant, BASELINES[section]))
     if not ours_ or not plain or any(ours_.get(k) != plain.get(k) for k in ("batch", "mode", "tokens", "prompt")):
         return None
     return ours_["tokens_per_s"] / plain["tokens_per_s"]
@@ -1103,12 +1110,12 @@ GOALS = (
         for size, bound in (("2.8b", 0.78), ("6.9b", 0.90), ("13b", 0.88))
     ),
     *(
-        Goal(f"decoding tokens/s over Transformer++, {size}, LG", bound,
+        Goal(f"decoding tokens/s over Transformer++ with one product for q, k and v, {size}, LG", bound,
              partial(speed_ratio, section="decode", size=size, variant=("LG", "full")), paper=paper)
         for size, bound, paper in (("2.8b", 0.96, 0.879), ("6.9b", 0.98, 0.945))
     ),
     *(
-        Goal(f"decoding tokens/s over Transformer++, 6.9b, LGLL, {composition}", 1.05,
+        Goal(f"decoding tokens/s over Transformer++ with one product for q, k and v, 6.9b, LGLL, {composition}", 1.05,
              partial(speed_ratio, section="decode", size="6.9b", variant=("LGLL", composition)), paper=paper)
         for composition, paper in (("query", 1.033), ("full", None))
     ),
@@ -1275,7 +1282,8 @@ def summary(cell: dict[str, Any]) -> str:
         elif "status" in timing:
             parts.append(f"{name} {timing['status']}")
     if "tokens_per_s" in cell:
-        parts.append(f"{cell['tokens_per_s']:.5g} tokens/s")
+        together = f", {cell['batch']} sequences" if "batch" in cell else ""
+        parts.append(f"{cell['tokens_per_s']:.5g} tokens/s{together}")
     if "layer_s" in cell:
         parts.append(f"{1e3 * cell['layer_s']:.4g} ms a layer, {1e3 * cell['rest_s']:.4g} ms the rest")
     if cell["section"] == "memory" and cell.get("peak_bytes"):
@@ -1349,10 +1357,10 @@ def draw(content: dict[str, Any], path: Path) -> bool:
         axis.legend()
     bars = {
         f"{section} {size} {' '.join(variant)}": ratio
-        for section in ("train", "decode")
+        for section, variants in (("train", VARIANTS), ("decode", DECODED))
         for size in content["options"]["sizes"]
-        for variant in VARIANTS[1:]
-        if (ratio := speed_ratio(cells, section, size, variant)) is not None
+        for variant in variants
+        if variant != BASELINES[section] and (ratio := speed_ratio(cells, section, size, variant)) is not None
     }
     axes[0][-1].barh(list(bars), list(bars.values()))
     axes[0][-1].axvline(1.0, color="black", linewidth=0.8)
@@ -1402,9 +1410,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
                 setattr(args, option, (path, read_json(path, {"about", "cells"})))
             except ValueError as error:
                 parser.error(f"--{option} {path}: {error}")
-    args.variants = VARIANTS
     if args.smoke:
-        args.sizes, args.lengths, args.variants = ["smoke"], [17], VARIANTS[:3]
+        args.sizes, args.lengths = ["smoke"], [17]
     return args
 
 
@@ -1430,7 +1437,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.smoke:
         bench = Bench(smoke=True, batch=1, prompt=9, new_tokens=2, depth=(1, 2), full_depth=args.full_depth)
     path, start = args.out / "gpu_suite.json", time.perf_counter()
-    options = {name: value for name, value in vars(args).items() if name not in ("out", "plot", "markdown", "variants")}
+    options = {name: value for name, value in vars(args).items() if name not in ("out", "plot", "markdown")}
     content: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "options": options}
     content |= {"about": describe(bench), "goals": [], "cells": []}
     if args.resume and path.exists():

@@ -17,6 +17,7 @@ import argparse
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -43,6 +44,9 @@ def scheduled(model: Any) -> Counter[str]:
     from torch._inductor import ir, scheduler
     from transformers import StaticCache
 
+    from dcformer import DCFormerForCausalLM
+    from dcformer.cache_dcformer import use_static_layers
+
     found: Counter[str] = Counter()
 
     def stop(self: Any) -> None:
@@ -65,6 +69,8 @@ def scheduled(model: Any) -> Counter[str]:
 
     torch._dynamo.reset()
     cache = StaticCache(config=model.config, max_cache_len=64)
+    if isinstance(model, DCFormerForCausalLM):
+        use_static_layers(cache, model.config.sliding_window)  # as `generate` does
     ids = torch.zeros(1, 4, dtype=torch.long)
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -94,10 +100,13 @@ def per_layer(make: Any) -> Counter[str]:
 
 def models(fused: bool = True, window: int | None = None) -> dict[str, Any]:
     """Name -> what makes the model, for `per_layer`. DCFormer has QK-norm, and the window, if there is one, in all
-    layers; Llama has neither."""
+    layers; Llama has neither, and three products for queries, keys and values, or one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from dcformer import DCFormerConfig, DCFormerForCausalLM
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    from one_product import one_product
 
     def ours(layers: int) -> Any:
         fields = {"sliding_window": window, "num_hidden_layers": layers}
@@ -113,7 +122,10 @@ def models(fused: bool = True, window: int | None = None) -> dict[str, Any]:
     def llama(layers: int) -> Any:
         return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers)).eval()
 
-    return {"llama": llama, "dcformer": ours}
+    def one_product_llama(layers: int) -> Any:
+        return one_product(llama(layers))
+
+    return {"llama": llama, "llama, one product": one_product_llama, "dcformer": ours}
 
 
 def main() -> int:

@@ -80,6 +80,28 @@ def test_goals_are_judged_by_what_was_measured():
     assert suite.judge(cells)[0]["reached"] == "not measured"
 
 
+def test_decoding_is_judged_by_the_llama_with_one_product():
+    named = {"section": "decode", "size": "6.9b", "depth": "few", "status": "ok", "mode": "compiled, CUDA graph"}
+    speeds = {suite.PLAIN: 100.0, suite.ONE_PRODUCT: 110.0, ("LG", "full"): 107.0}
+    cells = {str(v): named | {"pattern": v[0], "composition": v[1], "tokens_per_s": s} for v, s in speeds.items()}
+    judged = [goal for goal in suite.judge(cells) if goal["what"].startswith("decoding") and goal["value"]]
+    assert [(goal["value"], goal["reached"]) for goal in judged] == [(pytest.approx(107 / 110), "no")]
+
+
+@torch.no_grad()
+def test_a_llama_with_one_product_is_the_same_llama():
+    bench = suite.Bench(smoke=True)
+    config = bench.config("smoke", num_key_value_heads=1)
+    plain, joined = (suite.build_decoder(bench, config, v[1]) for v in (suite.PLAIN, suite.ONE_PRODUCT))
+    ids = suite.make_ids(bench, config, 1, 9)
+    assert torch.equal(joined(ids).logits, plain(ids).logits)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    options["cache_implementation"] = "static"
+    assert torch.equal(joined.generate(ids, **options), plain.generate(ids, **options))
+    assert not any("k_proj" in name for name, _ in joined.named_parameters())
+    assert plain.num_parameters() == joined.num_parameters()
+
+
 def test_a_check_knows_noise_from_a_fault():
     torch.manual_seed(0)
     truth = {"x": torch.randn(1000, dtype=torch.float64)}

@@ -25,11 +25,13 @@ def test_a_fused_layer_launches_at_most_one_more_than_llamas():
     assert counts["llama"] > 12  # 7 products, attention, norms, RoPE, the cache, activations
     assert max(counts["dcformer"], counts["dcformer, windows"]) <= counts["llama"] + 1
     assert counts["dcformer, not fused"] > counts["dcformer"] + 4
-    for how, suffix in (("fused", ""), ("not fused", ", not fused")):
-        found = tuple(counts[f"dcformer{suffix}{kind}"] - counts["llama"] for kind in ("", ", windows"))
+    for how, suffix, llama in (
+        ("fused", "", "llama, one product"), ("fused, Llama not", "", "llama"), ("not fused", ", not fused", "llama")
+    ):  # fmt: skip
+        found = tuple(counts[f"dcformer{suffix}{kind}"] - counts[llama] for kind in ("", ", windows"))
         assert roofline.EXTRA_LAUNCHES[how] == found
     parts = {name: ast.literal_eval(part) for name, _, part in lines}
-    assert parts["llama"]["mm"] == 7 and parts["dcformer"]["mm"] == 5
+    assert parts["llama"]["mm"] == 7 and parts["dcformer"]["mm"] == parts["llama, one product"]["mm"] == 5
     assert parts["llama"]["generated"] <= 7  # RoPE's `cat` is whole and a norm counted once, as on a GPU
     assert parts["dcformer"]["generated"] <= 5  # rows of the static cache are not among them
     assert parts["dcformer"]["decode_step"] == 4  # windows of a static cache move between two operators

@@ -331,7 +331,7 @@ def test_it_prints_that_it_is_an_estimate(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("ESTIMATE, not a measurement")
     assert "| back_1 |" in printed and "Attention alone" in printed
-    assert "LG, fused | LGLL, fused | LG, not fused" in printed
+    assert "LG, fused | LGLL, fused | LG, fused, Llama not" in printed
     assert "LG 96%, LGLL 105%: out of reach, by bytes |" in printed  # and 96 % is not
     with pytest.raises(SystemExit):
         roofline.main(["--arch", "80"])

@@ -1,0 +1,50 @@
+"""A Llama whose queries, keys and values are one product, as ours are with fused projections: what decoding is compared
+with. Transformers' own Llama has three products there, two launches more in each layer of a step.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+
+
+class OneProductAttention(LlamaAttention):
+    """Attention of a Llama for inference: `qkv_proj` for `q_proj`, `k_proj` and `v_proj`."""
+
+    @classmethod
+    def take_over(cls, attention: LlamaAttention) -> None:
+        """Joins the three projections of a module, in place."""
+        parts = [attention._modules.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
+        with torch.no_grad():
+            weight = torch.cat([part.weight for part in parts])  # type: ignore[union-attr]
+            bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])  # type: ignore
+        with torch.device("meta"):
+            attention.qkv_proj = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+        attention.qkv_proj.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            attention.qkv_proj.bias = nn.Parameter(bias, requires_grad=False)
+        attention.__class__ = cls
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None,
+        past_key_values: Any = None, **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+        """What `LlamaAttention` computes. hidden_states: [B, T, E]."""
+        states = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H + 2 Hkv, T, D]
+        kv_heads = self.config.num_key_value_heads
+        q, k, v = states.split([self.config.num_attention_heads, kv_heads, kv_heads], 1)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, weights = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.flatten(2)), weights
+
+
+def one_product(model: Any) -> Any:
+    """The same Llama, for inference, with one product for queries, keys and values in each layer; changed in place."""
+    for layer in model.model.layers:
+        OneProductAttention.take_over(layer.self_attn)
+    return model.eval()
