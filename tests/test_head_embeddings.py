@@ -156,6 +156,21 @@ def test_export_with_biases_and_tied_embeddings(mode):
     )  # its RoPE: float32
 
 
+def test_export_with_biases_of_the_mlp_alone():
+    """Heads that add embeddings need biases of q, k and v, and Llama has one of the output with them: of zeros."""
+    model = make("add", mlp_bias=True)
+    plain = plain_model(model)
+    assert type(plain) is transformers.LlamaForCausalLM and not plain.model.layers[0].self_attn.o_proj.bias.any()
+    torch.testing.assert_close(plain(**inputs()).logits, model(**inputs()).logits, atol=1e-6, rtol=0)
+
+
+def test_a_model_of_one_head_is_not_loaded_without_its_embeddings(tmp_path):
+    """Its shapes are those of an ordinary one."""
+    make("mul", num_attention_heads=1, head_dim=8).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"head_embeddings=None does not fit .*trained with 'mul'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, head_embeddings=None)
+
+
 @pytest.mark.parametrize(
     ("variant", "fields", "message"),
     [
@@ -163,7 +178,6 @@ def test_export_with_biases_and_tied_embeddings(mode):
         ("plain", {"head_embeddings": "add", "qk_norm": True}, "qk_norm=True"),
         ("plain", {"head_embeddings": "add", "partial_rotary_factor": 0.5}, "rotary_dim=4"),
         ("windows", {"head_embeddings": "add"}, "sliding_attention"),
-        ("plain", {"head_embeddings": "add", "mlp_bias": True}, "mlp_bias=True without attention_bias"),
         ("plain", {"head_embeddings": None}, "no head_embeddings"),
     ],
 )

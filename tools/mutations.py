@@ -2777,8 +2777,8 @@ _MODULES = [
         ),
         (
             "hooks that stay after a failure",
-            "        handle.remove()\n        for name in (*one",
-            "        for name in (*one",
+            "    for handle in handles:\n        handle.remove()\n    for one",
+            "    for one",
             T_CONVERTED + "test_conversions_that_fail_leave_the_model_as_it_was",
         ),
     ),

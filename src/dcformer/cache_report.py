@@ -26,7 +26,7 @@ def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfl
     Local layers are counted like global ones, although they hold at most their window of tokens.
 
     Args:
-        config: any DCFormer or DCPythia configuration.
+        config: any DCFormer or DCPythia configuration; for head systems see `system_costs`.
         dtype: dtype of the cached keys and values.
 
     Returns:

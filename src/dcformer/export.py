@@ -118,8 +118,9 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
         model: a causal model with `head_embeddings`, without composition, and otherwise as a Llama is made.
 
     Returns:
-        `LlamaForCausalLM`; with "add" and without biases `Qwen2ForCausalLM`, which has biases of q, k and v only. In
-        the dtype of `model`, on its device, with parameters of its own.
+        `LlamaForCausalLM`; with "add" and without biases `Qwen2ForCausalLM`, which has biases of q, k and v only; with
+        `mlp_bias` alone the output projection gets one of zeros. In the dtype of `model`, on its device, with
+        parameters of its own.
 
     Raises:
         ValueError: when the model has no head embeddings, or something that these have not; naming the field.
@@ -142,9 +143,8 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
             raise ValueError(f"{name}={found} has no counterpart in LlamaForCausalLM: expected {value}.")
     if "sliding_attention" in (config.layer_types or ()):
         raise ValueError("layer_types has 'sliding_attention', and LlamaForCausalLM has global layers only.")
-    is_qwen = config.head_embeddings == "add" and not config.attention_bias
-    if is_qwen and config.mlp_bias:
-        raise ValueError("mlp_bias=True without attention_bias has no counterpart where heads add embeddings.")
+    is_added = config.head_embeddings == "add"
+    is_qwen = is_added and not config.attention_bias and not config.mlp_bias
     names = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
         *("hidden_act", "max_position_embeddings", "rope_parameters", "tie_word_embeddings", "attention_dropout"),
@@ -156,7 +156,7 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
     model_class: Any = Qwen2ForCausalLM
     if not is_qwen:
         config_class, model_class = LlamaConfig, LlamaForCausalLM
-        fields |= {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+        fields |= {"attention_bias": config.attention_bias or is_added, "mlp_bias": config.mlp_bias}
     plain_config = config_class(**fields)
     with torch.device("meta"):
         plain = model_class(plain_config)
@@ -165,13 +165,15 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
         for kind in ("q", "k", "v"):
             e = state.pop(f"{prefix}{kind}_embedding")  # [H, D]
             weight, bias = (state.pop(f"{prefix}{kind}_proj.{part}", None) for part in ("weight", "bias"))
-            if config.head_embeddings == "add":
+            if is_added:
                 state[f"{prefix}{kind}_proj.weight"] = weight.repeat(e.shape[0], 1)  # [H·D, E]
                 state[f"{prefix}{kind}_proj.bias"] = (e if bias is None else e + bias).flatten()
             else:
                 state[f"{prefix}{kind}_proj.weight"] = ((e + 1)[..., None] * weight).flatten(0, 1)
                 if bias is not None:
                     state[f"{prefix}{kind}_proj.bias"] = ((e + 1) * bias).flatten()
+        if is_added and not is_qwen and not config.attention_bias:
+            state[f"{prefix}o_proj.bias"] = torch.zeros_like(state[f"{prefix}o_proj.weight"][:, 0])
     plain.load_state_dict(state, assign=True)
     plain.tie_weights()
     plain.model.rotary_emb = type(plain.model.rotary_emb)(plain_config).to(model.device)

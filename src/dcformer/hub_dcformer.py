@@ -362,7 +362,8 @@ def check_stored_embeddings(
     """
     config = arguments.get("config")
     wanted = arguments.get("head_embeddings", getattr(config, "head_embeddings", None))
-    if path is None or wanted is None:  # without embeddings shapes differ, and Transformers says so
+    is_asked = wanted is not None or "head_embeddings" in arguments or getattr(config, "num_attention_heads", 0) == 1
+    if path is None or not is_asked:  # without embeddings shapes differ where heads do, and Transformers says so
         return
     stored = stored_config(model_class.config_class, path, arguments)
     if stored and stored.get("head_embeddings") != wanted:
@@ -382,13 +383,22 @@ def with_hub_config(
         model_class: of the model to load.
         path: a folder, the name of a repository on the Hub, or None.
         arguments: those of `from_pretrained`; a configuration object among them stays unchanged.
+
+    Raises:
+        ValueError: on a checkpoint with a head system, for a class without one.
     """
     config_class: Any = model_class.config_class
     config = arguments.get("config")
     source = path if config is None else config
     if source is None or isinstance(config, PreTrainedConfig) or arguments.get("gguf_file") is not None:
         return arguments
-    if not is_hub_config(config_dict := stored_config(config_class, source, arguments)):
+    config_dict = stored_config(config_class, source, arguments)
+    if "head_system" in config_dict and not hasattr(config_class, "head_system"):
+        raise ValueError(
+            f"{source} is a checkpoint with head_system={config_dict['head_system']!r}, which {model_class.__name__} "
+            "does not have: load it with AutoModelForCausalLM, or a class of dcformer.head_systems."
+        )
+    if not is_hub_config(config_dict):
         return arguments
     # as in Transformers: arguments that name a configuration field go to the configuration, the rest stay
     kept = {"dtype", "torch_dtype", "quantization_config", "trust_remote_code", "config", *_HUB_ARGUMENTS}

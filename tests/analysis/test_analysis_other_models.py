@@ -140,3 +140,30 @@ def test_circuits_of_systems():
     for name in ("collaborative", "overlapped"):
         with pytest.raises(DCFormerError, match="not separate"):
             analysis.circuit_weights(with_system(name, SYSTEMS[name][0]), 0)
+
+
+def test_models_without_all_their_heads_are_refused():
+    """Those that are left have other numbers."""
+    model = with_system("head_pruning", {"kept_heads": [[0, 2], [1, 2, 3]]}, **PLAIN)
+    for call in (lambda: analysis.trace(model, IDS), lambda: analysis.attribute_heads(model, IDS, 5)):
+        with pytest.raises(DCFormerError, match=r"have been removed \(kept_heads\).*before prune_heads"):
+            call()
+
+
+def test_adapters_on_the_output_projection_are_to_be_merged_first():
+    peft = pytest.importorskip("peft", reason='peft is not installed: pip install "dcformer[train]"')
+    model = ready(dcformer.DCFormerForCausalLM(tiny_config()))
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"], init_lora_weights=False))
+    with pytest.raises(DCFormerError, match=r"merge_and_unload\(\) first"):
+        analysis.trace(model, IDS)
+    layer = analysis.trace(model.merge_and_unload(), IDS).layer(0)
+    torch.testing.assert_close(layer.head_outputs.sum(2), layer.attention_output, rtol=0, atol=1e-6)
+
+
+def test_converted_models_are_not_traced():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = dcformer.modules.convert_attention(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=97)).eval())
+    with pytest.raises(DCFormerError, match="this one was converted"):
+        analysis.trace(model, IDS)

@@ -1,6 +1,7 @@
 """dcformer-dha on folders: every stage, what it writes, that it resumes, and what it refuses; the examples."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -262,3 +263,23 @@ def test_the_committed_table_is_that_of_its_results():
             assert run["soft_at_start"] == pytest.approx(run["source_loss"], abs=1e-6)
         if run["arm"] in dha_study.FUSED and run["arm"] != "open":  # and is what is folded
             assert run["folded_difference"] <= 1e-4 and run["gap"] <= 1e-6
+
+
+def test_a_result_of_weights_or_texts_that_have_changed_is_another(source, tmp_path, capsys):
+    model, texts, plan = tmp_path / "source", tmp_path / "texts.jsonl", tmp_path / "plan.json"
+    shutil.copytree(source, model)
+    shutil.copyfile(FUSE[1], texts)
+    search = ("search", "--model", model, "--output", plan)
+    fold = ("fold", "--model", model, "--plan", plan, "--output", tmp_path / "folded")
+    fuse = ("fuse", "--model", model, "--plan", plan, "--output", tmp_path / "fused", "--data", texts, *FUSE[2:])
+    for command in (search, fold, fuse):
+        assert call(capsys, *command)[0] == 0
+    texts.write_text(texts.read_text(encoding="utf-8") + '{"text": "One more."}\n', encoding="utf-8")
+    status, printed = call(capsys, *fuse)
+    assert status == 1 and "other arguments (files of data)" in printed
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    os.utime(weights, ns=(1, 1))
+    for command in (search, fold, fuse):
+        status, printed = call(capsys, *command)
+        assert status == 1 and "files of weights" in printed

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY
+from helpers import REPOSITORY, randomise
 from safetensors.torch import load_file, save_file
 from tiny_sources import MAKE, SIZES, llama, make, tokens
 from transformers import (
@@ -21,10 +21,18 @@ from transformers import (
     T5Config,
 )
 
-from dcformer import DCFormerConfig, DCFormerModel, DHAConfig, dha
-from dcformer.dha import folding
+from dcformer import (
+    DCFormerConfig,
+    DCFormerModel,
+    DHAConfig,
+    DHAForCausalLM,
+    HeadSystemsConfig,
+    HeadSystemsForCausalLM,
+    dha,
+)
+from dcformer.dha import folding, mixing
 from dcformer.dha.folding import fold_folder
-from dcformer.dha.sources import find_family
+from dcformer.dha.sources import HeadSource, find_family
 from dcformer.errors import DCFormerError
 
 TOKENIZER = REPOSITORY / "checkpoints" / "dcformer-synthetic"
@@ -360,3 +368,27 @@ def test_folding_holds_less_than_a_shard_and_a_layer(tmp_path):
     needed = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     largest = max(tensor.nbytes for tensor in model.parameters())
     assert largest <= needed <= max(shards) + layer < whole / 2
+
+
+def test_heads_of_a_system_are_refused():
+    model = HeadSystemsForCausalLM(HeadSystemsConfig(**SIZES, head_system="collaborative"))
+    for call in (lambda: dha.search(model, 0.5), lambda: dha.uniform_plan(model.config, 0.5)):
+        with pytest.raises(DCFormerError, match="the projections of its heads are a head system's"):
+            call()
+
+
+@torch.no_grad()
+def test_a_model_with_one_map_is_expanded():
+    """Where there is no map, heads share as in grouped-query attention."""
+    config = DHAConfig(**SIZES, key_head_map=[[0, 1] * 4, [0, 0, 1, 2, 1, 2, 3, 3]])
+    model = randomise(DHAForCausalLM(config)).eval()
+    ids = torch.arange(3, 14)[None]
+    torch.testing.assert_close(dha.expand(model)(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_what_was_trained_is_not_left_out_by_pooling():
+    model = make("llama")
+    plan = dha.search(model, 0.5, progress=False)
+    mixing.attach_mixers(HeadSource(model), {(layer, kind): groups for layer, kind, groups in plan.parts})
+    with pytest.raises(DCFormerError, match=r"trained mixtures of heads.*fold\(\)"):
+        dha.from_plan(model, plan)

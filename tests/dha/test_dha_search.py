@@ -456,6 +456,8 @@ def test_arguments_of_search_are_checked():
         ({"kv_ratio": 0.1}, "below the fewest heads"),
         ({"kv_ratio": 0.1, "allocation": "root"}, "below the fewest heads"),
         ({"head_blocks": 3}, "head_blocks"),
+        ({"head_blocks": 0}, "head_blocks=0 must be a whole number of at least 1"),
+        ({"head_blocks": "2"}, "head_blocks='2' must be"),
     ):
         with pytest.raises(DCFormerError, match=message):
             dha.search(model, **arguments, progress=False)

@@ -86,9 +86,9 @@ def test_talking_heads_in_groups():
 
 
 def test_collaborative_needs_the_content_bias():
-    layer, x, visible = plain_layer(BIASED), states(), masks(2, 9)["causal"]
-    system, weight = converted("collaborative", BIASED, layer)
-    assert largest(attend(system, weight, x, visible), by_definition(layer, BIASED, x, visible)) > 1e-3
+    """Without it the queries' biases would be lost."""
+    with pytest.raises(ValueError, match="content_bias=False: the queries' biases would be lost"):
+        converted("collaborative", BIASED, plain_layer(BIASED))
 
 
 def test_collaborative_keeps_the_scaling():
@@ -115,6 +115,19 @@ def test_decomposition_at_the_true_rank(rank):
         error = largest(attend(system, weight, states(), visible), by_definition(layer, wide, states(), visible))
         print(f"rank {rank}: relative error {found.error:.1e}, output {error:.1e}")
         assert error < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_decomposition_below_its_dims(seed):
+    """Two heads that choose some of nine components, not all of which are then used."""
+    torch.manual_seed(seed)
+    one, two = torch.randn(2, 12, 9, dtype=torch.float64)
+    chosen = [torch.randperm(9)[:6] for _ in range(2)]
+    query, key = (torch.stack([matrix[:, places] for places in chosen]) for matrix in (one, two))
+    for dims in range(len(set(torch.cat(chosen).tolist())), 10):
+        assert decompose(query, key, dims).error < 1e-8
+    nothing = decompose(torch.zeros_like(query), key, 6)
+    assert nothing.error == 0 and torch.isfinite(nothing.query).all() and not nothing.mixing.any()
 
 
 @pytest.mark.parametrize("dims", [6, 12, 18])

@@ -1,5 +1,7 @@
 """Head systems on images: every one trains, equals DCViT where it should, and is saved and loaded."""
 
+import copy
+
 import pytest
 import torch
 from head_cases import CASES, TALKING
@@ -81,3 +83,16 @@ def test_initial_values():
 def test_bad_options_are_named():
     with pytest.raises(ValueError, match="num_shared_heads=4 must be a whole number from 0 to 3"):
         HeadSystemsViTConfig(**SMALL, head_system="mixture_of_heads", head_system_options={"num_shared_heads": 4})
+
+
+@pytest.mark.parametrize("case", ["mixture", "pruning"])
+def test_a_model_is_copied_between_forward_and_backward(case):
+    """What a system keeps of the forward pass, a graph perhaps, is not copied."""
+    name, options = CASES[case]
+    config = HeadSystemsViTConfig(**SMALL, **PLAIN, head_system=name, head_system_options=options)
+    model = HeadSystemsViTForImageClassification(config).train()
+    loss = model(images(), labels=torch.arange(6) % 5).loss
+    copied = copy.deepcopy(model)
+    loss.backward()
+    assert all(torch.equal(*pair) for pair in zip(copied.parameters(), model.parameters(), strict=True))
+    assert copied(images()).logits.shape == (6, 5)

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, vmap
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import dcformer
-from dcformer import DCFormerForCausalLM, HeadSystemsConfig, HeadSystemsForCausalLM, to_head_system
+from dcformer import DCFormerForCausalLM, DHAForCausalLM, HeadSystemsConfig, HeadSystemsForCausalLM, to_head_system
 from dcformer.head_systems import system_costs
 from dcformer.head_systems.stored_system import check_same_system
 
@@ -436,3 +436,35 @@ def test_initial_values():
 def test_default_composes():
     """`HeadSystemsConfig` has DCFormer's defaults: composition is on unless switched off."""
     assert len(HeadSystemsConfig().compose_generators) == 4
+
+
+@pytest.mark.parametrize("case", ["mixture", "pruning", "collaborative"])
+def test_decoders_are_copied_between_forward_and_backward(case):
+    model = heads_model(case, dtype=torch.float32).train().model
+    out = model(tokens()).last_hidden_state
+    copied = copy.deepcopy(model)
+    out.sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(copied.eval()(tokens())[0], model.eval()(tokens())[0], rtol=0, atol=0)
+
+
+def test_a_class_without_a_system_does_not_load_one(tmp_path):
+    """Its attention would be random."""
+    heads_model("gate", dtype=torch.float32).save_pretrained(tmp_path)
+    for model_class in (DCFormerForCausalLM, DHAForCausalLM):
+        with pytest.raises(ValueError, match=f"head_system='output_gate', which {model_class.__name__} does not have"):
+            model_class.from_pretrained(tmp_path)
+
+
+def test_fewer_layers_keep_the_overlaps_of_the_first(tmp_path):
+    model = heads_model("overlapped", dtype=torch.float32)
+    model.config.head_system_options = {"overlap": [3, 3]}
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    assert model.config.head_system_options == {"overlap": [3]}
+    model.save_pretrained(tmp_path)
+    loaded = HeadSystemsForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens()).logits, model(tokens()).logits, rtol=0, atol=0)
+    model.config.num_hidden_layers = 2
+    assert model.config.head_system_options == {"overlap": [3, 3]}

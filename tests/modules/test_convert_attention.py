@@ -17,7 +17,15 @@ from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfA
 
 import dcformer
 from dcformer.errors import DCFormerError
-from dcformer.modules import convert_attention, from_pretrained_converted, load_compose, save_compose
+from dcformer.modules import (
+    convert,
+    convert_attention,
+    from_pretrained_converted,
+    interface,
+    load_compose,
+    save_compose,
+)
+from dcformer.modules.dcmha import make_generators
 from dcformer.modules.interface import IMPLEMENTATIONS
 
 TOLERANCE = 1e-6  # the specification's, in float32
@@ -210,7 +218,7 @@ def test_beside_lora(tmp_path):
     torch.testing.assert_close(logits(loaded.eval(), text()), expected, rtol=0, atol=0)
 
 
-def test_adapters_may_come_first():
+def test_adapters_may_come_first(tmp_path):
     peft = pytest.importorskip("peft", reason='peft is not installed: pip install "dcformer[train]"')
     model = peft.get_peft_model(make("bert"), peft.LoraConfig(target_modules=["query", "value"]))
     expected = logits(model, text())
@@ -218,6 +226,28 @@ def test_adapters_may_come_first():
     logits(stir(model), text()).square().sum().backward()
     trained = [path for path, p in model.named_parameters() if p.grad is not None]
     assert any("lora_B" in path for path in trained) and any("compose" in path for path in trained)
+    with pytest.warns(UserWarning, match="the adapters alone, and not the composition: save_compose"):
+        model.save_pretrained(tmp_path / "adapter")
+    save_compose(model, tmp_path / "compose.safetensors")
+    plain = load_compose(make("bert"), tmp_path / "compose.safetensors")
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(loaded, text()), logits(model.eval(), text()), rtol=0, atol=1e-6)
+
+
+def test_the_composition_of_a_compiled_model_is_that_of_the_model(tmp_path):
+    model = converted("bert")
+    save_compose(torch.compile(model, backend="eager"), tmp_path / "compose.safetensors")
+    loaded = load_compose(make("bert"), tmp_path / "compose.safetensors")
+    torch.testing.assert_close(logits(loaded, text()), logits(model, text()), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda model: torch.compile(model, backend="eager")])
+def test_a_model_is_converted_inside_what_holds_it(wrap):
+    model = make("bert")
+    with pytest.raises(DCFormerError, match=r"takes a model of Transformers, not (Sequential|OptimizedModule)"):
+        convert_attention(wrap(model))
+    assert not any("compose" in name for name, _ in model.named_modules())
+    convert_attention(model)
 
 
 def test_trainer(tmp_path):
@@ -473,6 +503,8 @@ def test_what_is_off_is_no_obstacle():
         ({"compose_pre": False, "compose_post": False}, "turn one of them on"),
         ({"rank": 2}, "rank unknown: expected some of compose_rank"),
         ({"compose_key": "never"}, "compose_key='never' is unknown"),
+        ({"compose_rank": "2"}, "compose_rank='2' must be a whole number"),
+        ({"dtype": torch.bfloat16}, r"dtype=torch\.bfloat16 of the generators, and its projections are torch\.float32"),
         ({"example": {"input_ids": ids(50)}}, "BertForMaskedLM does not run on the example"),
     ],
 )
@@ -581,7 +613,7 @@ def test_attention_that_is_called_otherwise_than_it_was_converted():
 def test_a_trained_bias_needs_maps():
     model = converted("t5")
     model.set_attn_implementation("dcmha_chunked")
-    with pytest.raises(ValueError, match="attention mask that requires gradients"):
+    with pytest.raises(ValueError, match="a position bias that requires gradients needs attn_implementation='dcmha'"):
         logits(model, name="t5")
 
 
@@ -687,3 +719,48 @@ def test_compositions_that_do_not_fit(tmp_path):
     save_file({"x": torch.zeros(1)}, file)
     with pytest.raises(DCFormerError, match="is not a composition"):
         load_compose(make("bert"), file)
+
+
+@torch.no_grad()
+def test_a_conversion_that_fails_half_way_is_undone(monkeypatch):
+    model, calls = make("bert"), []
+
+    def second_fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return make_generators(*arguments)
+
+    monkeypatch.setattr(convert, "make_generators", second_fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        convert_attention(model)
+    monkeypatch.undo()
+    assert not any("compose" in name for name, _ in model.named_modules())
+    convert_attention(model)
+
+
+@torch.no_grad()
+def test_models_that_see_both_ways_and_cache():
+    """Their own keys are cached, so that "uncached" leaves key-wise weights out."""
+    fields = {name: value for name, value in TEXT.items()} | {"head_dim": 8, "use_bidirectional_attention": True}
+    model = t.GemmaForCausalLM(t.GemmaConfig(**fields, num_key_value_heads=2)).eval()
+    stir(convert_attention(model, compose_key="uncached"))
+    assert model.generate(ids(5), max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 8)
+
+
+@torch.no_grad()
+def test_cross_attention_that_is_called_with_its_keys_in_the_cache_alone():
+    """As Mllama's is behind the prefill: key-wise weights are those of the states that the cache has met."""
+    model = converted("encoder-decoder")
+    module = next(m for m in model.modules() if isinstance(m, BertCrossAttention))
+    hook, call = interface.compose_hook, module.compose_call
+    cache, states, keys = t.EncoderDecoderCache(t.DynamicCache(), t.DynamicCache()), noise(2, 3, 16), noise(2, 5, 16)
+    names = {"encoder_hidden_states": keys, "past_key_values": cache}
+    assert set(names) <= set(call.positions)
+    _, first = hook(module, (states,), dict(names))
+    _, second = hook(module, (states,), {"past_key_values": cache})
+    weights = [given["compose_weights"] if call.passes_kwargs else None for given in (first, second)]
+    if weights[0] is not None:
+        assert torch.equal(weights[0][0].key.packed, weights[1][0].key.packed)
+    with pytest.raises(ValueError, match="no cache that has met them: pass use_cache=False"):
+        hook(module, (states,), {})

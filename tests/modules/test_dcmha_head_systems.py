@@ -11,10 +11,10 @@ from dcformer.modules import DCMHA
 # Systems with options at which they are plain attention when made from it.
 EXACT = {
     "talking_heads": ({}, {"compose_query": False, "compose_key": False, "compose_static": True}),
-    "collaborative": ({"content_bias": True}, {}),
+    "collaborative": ({}, {}),
     "overlapped": ({"overlap": 0}, {}),
     "mixture_of_heads": ({}, {}),
-    "output_gate": ({"output_gate_scale": 2.0}, {}),
+    "output_gate": ({}, {}),
     "head_pruning": ({}, {"compose_query": False, "compose_key": False, "compose_static": True}),
 }
 PLAIN = {"compose_query": False, "compose_key": False, "compose_static": True}

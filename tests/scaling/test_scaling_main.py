@@ -71,8 +71,9 @@ def table(tmp_path, losses, loss_of_variant, head=""):
 def test_curves_that_cross_are_told(tmp_path, capsys):
     main(table(tmp_path, (3.5, 3.3, 3.1, 2.95), (3.8, 3.4, 2.9, 2.4)))
     assert "Warning: the slopes differ" in capsys.readouterr().out
-    main(table(tmp_path, (3.5, 3.3, 3.1, 2.95), (3.4, 3.2, 3.0, 2.86)))
-    assert "the slopes differ" not in capsys.readouterr().out
+    for level in ((), ("--level", "0.5")):  # of intervals, and of nothing else
+        main([*table(tmp_path, (3.5, 3.3, 3.1, 2.95), (3.4, 3.2, 3.0, 2.86)), *level])
+        assert "the slopes differ" not in capsys.readouterr().out
 
 
 def test_losses_that_may_be_perplexities(capsys):

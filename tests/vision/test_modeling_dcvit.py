@@ -385,6 +385,8 @@ def test_no_images(make_model):
 def test_masks_that_do_not_fit(make_model, images):
     with pytest.raises(ValueError, match=r"\(3, 15\) does not fit: expected \(3, 16\)"):
         make_model()(images, attention_mask=torch.ones(3, 15))
+    with pytest.raises(ValueError, match=r"\(3, 16, 16\) does not fit: .* or one of \(batch, 1, tokens, tokens\)"):
+        make_model()(images, attention_mask=torch.ones(3, 16, 16))
 
 
 @pytest.mark.parametrize("wrong", [5, -1])

@@ -34,7 +34,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
     """The layers of a model, in order.
 
     Raises:
-        DCFormerError: on a model without attention of this package.
+        DCFormerError: on a model without attention of this package, and on one of which heads have been removed.
     """
     found = [
         Layer(module, child)
@@ -47,6 +47,18 @@ def layers_of(model: nn.Module) -> list[Layer]:
             f"{type(model).__name__} has no layer with composable attention of this package: expected a DCFormer, "
             "DCPythia or DCViT model. A model wrapped by another library has the original inside."
         )
+    for layer in found:
+        if hasattr(layer.attention.o_proj, "base_layer"):
+            raise DCFormerError(
+                "a projection of the heads' outputs has an adapter, and its weight is not all that they are multiplied "
+                "with: call merge_and_unload() first."
+            )
+        options = getattr(layer.attention.config, "head_system_options", None) or {}
+        if any(len(kept) < layer.heads for kept in options.get("kept_heads") or ()):
+            raise DCFormerError(
+                "heads of this model have been removed (kept_heads), and those that are left have other numbers: "
+                "analyse it before prune_heads, with its gates."
+            )
     return found
 
 

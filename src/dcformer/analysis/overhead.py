@@ -36,7 +36,7 @@ def num_parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -> 
     """Number of parameters of the causal language model.
 
     Args:
-        config: the model's.
+        config: the model's. Of one with a head system, those that it has with plain attention: see `system_costs`.
         exclude_embeddings: leave out the input embedding and the output projection.
     """
     e, d, f = config.hidden_size, config.head_dim, config.intermediate_size

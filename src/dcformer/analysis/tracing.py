@@ -275,6 +275,8 @@ def trace(
         DCFormerError: for models that hold no maps, numbers out of range, maps of more than 2 GB, and NaN.
     """
     found = layers_of(model)
+    if any(hasattr(layer.attention, "compose_call") for layer in found):
+        raise DCFormerError("traces are of this package's own models, and this one was converted (convert_attention).")
     require_eager(model)
     arguments = as_arguments(model, inputs)
     batch, length, grid = shape_of(model, arguments)

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..conversion.output import complete_folder, refuse_to_replace
 from ..errors import DCFormerError, require_extra
 from ..files import write_whole
 from .folding import copy_kept, expand, fold_folder, load_model, to_gqa
-from .fusion import CLOSED, SMALL_LOSS, fuse, load_fused
+from .fusion import CLOSED, OPERATORS, SMALL_LOSS, fuse, load_fused
 from .plan import HeadPlan
 from .reporting import report
 from .search import TRAINED_SCORES, search
@@ -61,12 +62,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that decide on a result; of small files that they name, the content."""
+    """The arguments that decide on a result; of small files that they name the content, of weights and data sizes and
+    times."""
     given = {name: value for name, value in vars(options).items() if name not in _FREE}
-    files = [Path(options.model) / name for name in ("config.json", _GIVEN, "operators.safetensors")]
+    files = [Path(options.model) / name for name in ("config.json", _GIVEN, OPERATORS)]
     for file in (*files, *([Path(options.plan)] if getattr(options, "plan", None) else [])):
         if file.is_file():
             given[f"content of {file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    weights = [file for pattern in ("*.safetensors", "*.bin") for file in Path(options.model).glob(pattern)]
+    named = [getattr(options, name, None) for name in ("data", "eval_data")]
+    data = [Path(file) for pattern in named if pattern for file in glob(pattern, recursive=True)]
+    for name, files in (("weights", weights), ("data", data)):
+        states = [(str(file), file.stat()) for file in sorted(files) if file.is_file()]
+        given[f"files of {name}"] = [[file, state.st_size, state.st_mtime_ns] for file, state in states]
     return given
 
 
@@ -209,6 +217,11 @@ def _fold(options: argparse.Namespace) -> str:
             f"of heads. Loss per token on held-out text: {', '.join(losses)}."
         )
     else:
+        if (Path(options.model) / OPERATORS).exists():
+            raise DCFormerError(
+                f"{options.model} has been fused, and --plan would pool its heads by their mean and leave out what was "
+                "trained: leave --plan out."
+            )
         plan = HeadPlan.load(options.plan)
         how = "Heads of a group were pooled by their mean, without training: expect poor text until it is trained."
 

@@ -25,7 +25,7 @@ from ..conversion.output import SafetensorsWriter, complete_folder, refuse_to_re
 from ..errors import DCFormerError
 from ..loading import LOADING_ERRORS, damaged_file
 from ..modeling_dcformer import DHAForCausalLM
-from .mixing import Part
+from .mixing import HeadMixer, Part
 from .plan import KINDS, Groups, HeadPlan
 from .sources import FAMILIES, TARGETS, HeadSource
 
@@ -138,6 +138,10 @@ def from_plan(model: PreTrainedModel | str | os.PathLike, plan: HeadPlan, init: 
         raise DCFormerError(f"init={init!r} is unknown: expected 'mean'; fuse() trains the mixture instead.")
     if not isinstance(model, PreTrainedModel):
         model = load_model(model)
+    if any(isinstance(module, HeadMixer) for module in model.modules()):
+        raise DCFormerError(
+            "the model has trained mixtures of heads, which pooling by their mean would leave out: fold()."
+        )
     source = HeadSource(model)
     plan.check_source(source.sizes)
     return fold_model(source, plan)
@@ -342,10 +346,10 @@ def _head_maps(model: Any) -> dict[str, list[list[int]]]:
     config = getattr(model, "config", None)
     if not isinstance(config, DCFormerConfig) or not type(model).__name__.endswith("ForCausalLM"):
         raise DCFormerError(f"{type(model).__name__} is not a language model of this package: fold one first.")
-    maps = {kind: getattr(config, f"{kind}_head_map") for kind in KINDS}
-    if None in maps.values():
+    if all(getattr(config, f"{kind}_head_map") is None for kind in KINDS):
         raise DCFormerError("the model has no head maps (key_head_map, value_head_map): it was not folded.")
-    return maps
+    layers = range(config.num_hidden_layers)
+    return {kind: [list(config.head_map(f"{kind}_head_map", layer)) for layer in layers] for kind in KINDS}
 
 
 def _rebuilt(model: Any, config: DCFormerConfig, state: dict[str, torch.Tensor], targets: Any) -> Any:

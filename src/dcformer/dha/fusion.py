@@ -35,6 +35,7 @@ from .sources import HeadSource
 
 MARGIN_DECAY, MARGIN_STEPS = 0.999, 200
 CLOSED = 1e-6  # largest difference of a group's rows at which folding counts as exact
+OPERATORS = "operators.safetensors"  # of a fused folder
 SMALL_LOSS = 1e-3  # of the paper's stop rule
 TRAINED = ("all", "attention", "none")
 _MIN_LR, _WARMUP = 0.1, 0.1  # of θ: shares of the peak and of the steps
@@ -434,7 +435,7 @@ class FusedModel:
         self.model.save_pretrained(path, state_dict=state)
         mixers = mixers_of(HeadSource(self.model))
         tensors = {f"{kind}.{i}": mixer.weight.detach().cpu().contiguous() for (i, kind), mixer in mixers.items()}
-        save_file(tensors, path / "operators.safetensors", {"format": "pt"})
+        save_file(tensors, path / OPERATORS, {"format": "pt"})
         self.plan.save(path / "plan.json")
         record = {"summary": self.summary, "losses": self.losses}
         (path / "fusion.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -462,11 +463,11 @@ def load_fused(folder: str | os.PathLike) -> tuple[HeadPlan, dict[Part, torch.Te
         DCFormerError: when one of them is missing or does not fit.
     """
     path = Path(folder)
-    for name in ("plan.json", "operators.safetensors", "fusion.json"):
+    for name in ("plan.json", OPERATORS, "fusion.json"):
         if not (path / name).is_file():
             raise DCFormerError(f"{path} has no {name}: dcformer-dha fuse, or FusedModel.save, writes such a folder.")
     plan = HeadPlan.load(path / "plan.json")
-    tensors = load_file(path / "operators.safetensors")
+    tensors = load_file(path / OPERATORS)
     weights = {}
     for layer, kind, groups in plan.parts:
         weight = tensors.get(f"{kind}.{layer}")
@@ -588,6 +589,7 @@ def _gathered(trained: Any, accelerator: Any, source: HeadSource, plan: HeadPlan
 
 
 __all__ = [
+    "OPERATORS",
     "FusedModel",
     "ascend",
     "batch_iterator",

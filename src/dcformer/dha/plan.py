@@ -273,6 +273,12 @@ def check_ratio(kv_ratio: float) -> None:
         raise DCFormerError(f"kv_ratio={kv_ratio!r} must be above 0 and at most 1: the share of the heads to keep.")
 
 
+def check_blocks(head_blocks: int) -> None:
+    """Refuses what is no number of blocks."""
+    if not isinstance(head_blocks, int) or isinstance(head_blocks, bool) or head_blocks < 1:
+        raise DCFormerError(f"head_blocks={head_blocks!r} must be a whole number of at least 1: 1 for no blocks.")
+
+
 def uniform_count(heads: int, kv_ratio: float, blocks: int = 1) -> int:
     """The largest divisor of `heads`, and multiple of `blocks`, that keeps at most that share of them.
 
@@ -280,6 +286,7 @@ def uniform_count(heads: int, kv_ratio: float, blocks: int = 1) -> int:
         DCFormerError: when there is none.
     """
     check_ratio(kv_ratio)
+    check_blocks(blocks)
     limit = kv_ratio * heads + 1e-9
     fitting = [count for count in range(1, heads + 1) if not heads % count and not count % blocks and count <= limit]
     if not fitting:
@@ -296,6 +303,7 @@ __all__ = [
     "HeadPlan",
     "SourceSizes",
     "canonical",
+    "check_blocks",
     "check_ratio",
     "consecutive_groups",
     "uniform_count",

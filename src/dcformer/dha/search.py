@@ -18,7 +18,16 @@ from transformers import PreTrainedModel
 
 from ..errors import DCFormerError
 from .fusion import train_search
-from .plan import KINDS, Groups, HeadPlan, canonical, check_ratio, consecutive_groups, uniform_count
+from .plan import (
+    KINDS,
+    Groups,
+    HeadPlan,
+    canonical,
+    check_blocks,
+    check_ratio,
+    consecutive_groups,
+    uniform_count,
+)
 from .sources import HeadSource, source_sizes
 
 SCORES = ("weights", "function", "operator", "cka", "uniform")
@@ -264,6 +273,7 @@ def search(
         DCFormerError: on invalid arguments, a model that cannot be a source, or a loss that is not finite.
     """
     check_ratio(kv_ratio)
+    check_blocks(head_blocks)
     for name, value, known in (("score", score, SCORES), ("allocation", allocation, ALLOCATIONS)):
         if value not in known:
             raise DCFormerError(f"{name}={value!r} is unknown: expected one of {', '.join(known)}.")

@@ -210,6 +210,7 @@ _REFUSED = (  # (attribute of the configuration, why a model that has it cannot 
     ("add_cross_attention", "it has cross-attention"),
     ("num_kv_shared_layers", "its layers share keys and values"),
     ("head_embeddings", "its heads share one seed already"),
+    ("head_system", "the projections of its heads are a head system's"),
     ("attn_logit_softcapping", "its scores are capped, which this package's attention does not do"),
 )
 _REFUSED_TYPES = {

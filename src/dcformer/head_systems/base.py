@@ -54,6 +54,10 @@ class HeadSystem(nn.Module):
         self.map_widths, self.output_width = self.cache_widths, sizes.num_heads * sizes.head_dim
         self.make_projections()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is of the last forward pass: copies have no part in its graph."""
+        return vars(self) | dict.fromkeys({"gates", "router_logits", "_routed_by", "_seen"} & vars(self).keys())
+
     def make_projections(self) -> None:
         """Makes the layers in front of attention."""
         size, width, bias = self.sizes.hidden_size, self.sizes.head_dim, self.sizes.bias

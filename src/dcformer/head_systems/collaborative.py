@@ -13,7 +13,6 @@ Letters: B batch, N tokens, H heads, Hkv value heads, D head dim, E hidden size,
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,39 +20,8 @@ from torch import nn
 from .base import HeadSystem, copy_linears
 from .collaborative_cp import decompose
 from .collaborative_mixing import Mixing
-from .options import HeadSizes, HeadSystemOptions, check_range
-
-
-@dataclass(frozen=True)
-class CollaborativeOptions(HeadSystemOptions):
-    """Options of collaborative heads.
-
-    Attributes:
-        shared_key_query_dim: Dk; H·D, at which plain attention can be copied, when not given.
-        mixing_init: "normal" with standard deviation 0.2 (the authors'), "ones", or "concatenate": every head its own
-            part of the channels, at H·D as in plain attention.
-        content_bias: whether there is a B.
-        scaling: factor of the scores; D^-0.5 when not given, whatever Dk is.
-    """
-
-    shared_key_query_dim: int | None = None
-    mixing_init: str = "normal"
-    content_bias: bool = False
-    scaling: float | None = None
-
-    def check(self, sizes: HeadSizes) -> None:
-        """Refuses dims that are out of range, halves of rotated pairs, parts of normalised blocks, unknown names."""
-        name, dims, most = "shared_key_query_dim", self.shared_key_query_dim, sizes.num_heads * sizes.head_dim
-        if dims is not None:
-            check_range(name, dims, 2 if sizes.rotary_dim else 1, most, "num_attention_heads * head_dim")
-            if sizes.rotary_dim and dims % 2:
-                raise ValueError(f"{name}={dims} must be even, from 2 to {most}: RoPE rotates channels in pairs.")
-            if sizes.qk_norm and dims % sizes.head_dim:
-                blocks = f"head_dim={sizes.head_dim}, up to {most}: qk_norm normalises blocks of them"
-                raise ValueError(f"{name}={dims} must be a multiple of {blocks}. Choose one, or qk_norm=False.")
-        if self.mixing_init not in ("normal", "ones", "concatenate"):
-            raise ValueError(f"mixing_init={self.mixing_init!r}: expected 'normal', 'ones' or 'concatenate'.")
-        check_range("scaling", self.scaling or 1.0, 1e-6, 1e6, "a factor of the scores")
+from .collaborative_options import CollaborativeOptions
+from .options import HeadSizes
 
 
 class Collaborative(HeadSystem):
@@ -106,6 +74,10 @@ class Collaborative(HeadSystem):
         s, repeats = self.sizes, self.sizes.num_heads // self.sizes.num_kv_heads
         if self.keeps_biases and self.content_bias is not None:
             raise ValueError("content_bias=True: under RoPE or qk_norm b_Q is no such bias; use False, which keeps it.")
+        if self.content_bias is None and not self.keeps_biases and q.bias is not None and q.bias.any():
+            raise ValueError(
+                "content_bias=False: the queries' biases would be lost; use True, which keeps what they do."
+            )
         copy_linears((v, self.v_proj))
         queries = q.weight.T.unflatten(1, (s.num_heads, -1)).transpose(0, 1)  # [H, E, D]
         keys = k.weight.T.unflatten(1, (s.num_kv_heads, -1)).transpose(0, 1).repeat_interleave(repeats, dim=0)
@@ -147,4 +119,4 @@ class Collaborative(HeadSystem):
         return 2 * s.hidden_size * width + 2 * length * s.num_heads * sum(self.map_widths)
 
 
-__all__ = ["Collaborative", "CollaborativeOptions"]
+__all__ = ["Collaborative"]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 _STEPS, _PATIENCE = 500, 1e-6
+_RANK = 1e-10  # singular values below so much of the largest are none
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def decompose(query: torch.Tensor, key: torch.Tensor, components: int) -> Decomp
         bases.append(basis)
         factors.append(basis.T @ matrices)
     core = factors[0] @ factors[1].mT  # [H, r, r]
-    norm = core.norm()
+    norm = core.norm().clamp(min=torch.finfo(core.dtype).tiny)
     left = torch.linalg.svd(core.permute(1, 0, 2).flatten(1), full_matrices=False)[0][:, :components]
     right = torch.linalg.svd(core.permute(2, 0, 1).flatten(1), full_matrices=False)[0][:, :components]
     small = left.T @ core @ right  # [H, C, C]
@@ -89,6 +90,9 @@ def _starts(
     yield tuple(made)
     if len(core) < 2 or min(small.shape[1:]) < components:
         return
+    ranks = [int(torch.linalg.matrix_rank(small.movedim(mode, 0).flatten(1), rtol=_RANK)) for mode in (1, 2)]
+    rank = max(*ranks, 1)  # below C where heads have channels in common: the other components are not needed
+    small = small[:, :rank, :rank]
     one, two = torch.randn(2, len(core), generator=generator, dtype=core.dtype).to(core.device)
     first, second = torch.einsum("h,hab->ab", one, small), torch.einsum("h,hab->ab", two, small)
     # first = X diag Yᵀ, second likewise: the eigenvectors of first · second⁻¹ are X
@@ -96,12 +100,13 @@ def _starts(
     x = vectors.real + vectors.imag  # of a complex pair both parts, which span the same plane
     y = torch.linalg.lstsq(x, first).solution.T
     if torch.isfinite(x).all() and torch.isfinite(y).all():
-        yield left @ x, right @ F.normalize(y, dim=0)
+        both = ((left, x), (right, F.normalize(y, dim=0)))
+        yield tuple(torch.cat([basis[:, :rank] @ found, basis[:, rank:]], dim=1) for basis, found in both)
 
 
 def _alternate(core: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Least squares for mixing, queries and keys in turn, until the error no longer falls."""
-    norm, last = core.norm(), float("inf")
+    norm, last = core.norm().clamp(min=torch.finfo(core.dtype).tiny), float("inf")
     m = _solve(torch.einsum("hxy,xc,yc->hc", core, a, b), (a.T @ a) * (b.T @ b))
     for _ in range(_STEPS):
         a = F.normalize(_solve(torch.einsum("hxy,hc,yc->xc", core, m, b), (m.T @ m) * (b.T @ b)), dim=0)
@@ -116,7 +121,8 @@ def _alternate(core: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[to
 
 def _solve(right: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
     """X of X · gram = right, [n, C]; a ridge of a few roundings helps where gram is singular."""
-    ridge = 1e-14 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    ridge = (1e-14 * gram.diagonal().mean()).clamp(min=torch.finfo(gram.dtype).tiny)
+    ridge = ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return torch.linalg.solve(gram + ridge, right.T).T
 
 

@@ -7,6 +7,8 @@ from huggingface_hub.dataclasses import strict
 from ..configuration_dcformer import DCFormerConfig
 from .registry import options_of, sizes_of
 
+_OF_LAYERS = ("kept_heads", "overlap")  # options that may have an entry for each layer
+
 
 @strict
 class HeadSystemsConfig(DCFormerConfig):
@@ -33,22 +35,24 @@ class HeadSystemsConfig(DCFormerConfig):
         super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a field. Fewer layers keep the `kept_heads` of the first, as they do other fields with an entry each."""
+        """Sets a field. Fewer layers keep the options of the first, where these have an entry for each layer."""
         super().__setattr__(name, value)
         fields = self.__dict__
         if name == "head_system_options":
-            fields.pop("_all_kept_heads", None)
+            fields.pop("_of_all_layers", None)
         elif name == "num_hidden_layers" and (options := fields.get("head_system_options")):
-            kept = fields.pop("_all_kept_heads", options.get("kept_heads"))
-            if kept is not None and value >= 0:
-                if value < len(kept):
-                    fields["_all_kept_heads"] = kept
-                fields["head_system_options"] = options | {"kept_heads": kept[:value]}
+            rows = fields.pop("_of_all_layers", None) or {
+                option: options[option] for option in _OF_LAYERS if isinstance(options.get(option), list | tuple)
+            }
+            if rows and value >= 0:
+                if any(value < len(row) for row in rows.values()):
+                    fields["_of_all_layers"] = rows
+                fields["head_system_options"] = options | {option: row[:value] for option, row in rows.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, without what raising the number of layers again would restore."""
         fields: dict[str, Any] = super().to_dict()
-        fields.pop("_all_kept_heads", None)
+        fields.pop("_of_all_layers", None)
         return fields
 
     @property

@@ -16,11 +16,6 @@ _CLASSES = {
     DCFormerForSequenceClassification: HeadSystemsForSequenceClassification,
     DCFormerModel: HeadSystemsModel,
 }
-# What a conversion sets where the caller does not: what makes it exact, or as near as it can be.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "collaborative": {"mixing_init": "concatenate"},
-    "output_gate": {"output_gate_scale": 2.0},
-}
 
 
 @torch.no_grad()
@@ -54,7 +49,7 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         raise ValueError(
             f"the model has head_system={own!r}: {name!r} is made from a plain one, not from another system."
         )
-    system_class(name)
+    defaults = system_class(name).options_class.for_conversion(has_lost_biases=False)  # there is RoPE
     fields = model.config.to_dict()
     for key in ("model_type", "architectures", "dtype", "transformers_version", "head_system", "head_system_options"):
         fields.pop(key, None)
@@ -62,7 +57,7 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         stages = {"compose_pre": True, "compose_post": True}
         is_composed = model.config.compose_pre or model.config.compose_post
         fields |= SETTINGS | ({} if is_composed else stages)
-    config = HeadSystemsConfig(**fields, head_system=name, head_system_options=_DEFAULTS.get(name, {}) | options)
+    config = HeadSystemsConfig(**fields, head_system=name, head_system_options=defaults | options)
     made: Any = made_class._from_config(
         config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
     ).to(model.device)

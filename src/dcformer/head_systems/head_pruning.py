@@ -11,43 +11,17 @@ Letters: B batch, T queries, S keys, H heads, H' heads kept, D head dim, E hidde
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from .base import HeadSystem
-from .options import HeadSizes, HeadSystemOptions, check_range
+from .head_pruning_options import HeadPruningOptions
+from .options import HeadSizes
 
 BETA, LOW, HIGH = 0.33, -0.1, 1.1
 START = 3.0  # of a, at which the gate is 1 in evaluation: sigmoid(3)·1.2 - 0.1 > 1
-
-
-@dataclass(frozen=True)
-class HeadPruningOptions(HeadSystemOptions):
-    """Options of pruned heads.
-
-    Attributes:
-        l0_penalty: λ.
-        kept_heads: the heads of each layer that are left, as `prune_heads` writes them; all when not given.
-    """
-
-    l0_penalty: float = 0.01
-    kept_heads: list[list[int]] | None = None
-
-    def check(self, sizes: HeadSizes) -> None:
-        """Refuses negative penalties and heads that do not exist."""
-        check_range("l0_penalty", self.l0_penalty, 0.0, 1e6, "a factor of the loss")
-        if self.kept_heads is None:
-            return
-        if len(self.kept_heads) != sizes.num_layers:
-            raise ValueError(f"kept_heads has {len(self.kept_heads)} lists: expected {sizes.num_layers}, one a layer.")
-        kept = self.kept_heads[sizes.layer]
-        if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= sizes.num_heads:
-            raise ValueError(
-                f"kept_heads[{sizes.layer}]={kept}: expected one or more of 0 to {sizes.num_heads - 1}, in order."
-            )
 
 
 class HeadPruning(HeadSystem):
@@ -147,4 +121,4 @@ class HeadPruning(HeadSystem):
         return 2 * self.sizes.hidden_size * rows + 4 * length * self.q_proj.out_features
 
 
-__all__ = ["BETA", "HIGH", "LOW", "HeadPruning", "HeadPruningOptions"]
+__all__ = ["BETA", "HIGH", "LOW", "HeadPruning"]

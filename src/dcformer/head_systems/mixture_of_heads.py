@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .base import HeadSystem
-from .options import HeadSizes, HeadSystemOptions, check_range
+from .options import HeadSizes, HeadSystemOptions, check_bool, check_range
 from .router import Router
 
 
@@ -57,10 +57,9 @@ class MixtureOfHeadsOptions(HeadSystemOptions):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}.")
         if self.router == "query_norm" and routed < 2:
-            raise ValueError(
-                f"router='query_norm' with {routed} routed head: expected at least 2, which have a spread."
-            )
+            raise ValueError(f"router='query_norm' with {routed} routed head: expected at least 2, which vary.")
         check_range("router_aux_loss_coef", self.router_aux_loss_coef, 0.0, 1e6, "a factor of the loss")
+        check_bool("output_router_logits", self.output_router_logits)
 
 
 class MixtureOfHeads(HeadSystem):

@@ -32,6 +32,10 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
         super().__init__(config)
         self._extras: dict[str, Any] = {}  # of the last forward pass, for the heads
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is of the last forward pass."""
+        return vars(self) | {"_extras": {}}
+
     def _check_head_maps(self) -> None:
         """As the decoder's, and refuses layers with other heads than the configuration's `kept_heads` has there."""
         super()._check_head_maps()

@@ -56,6 +56,21 @@ class HeadSystemOptions:
     def check_config(self, config: Any) -> None:
         """Raises a ValueError, or warns, where the system does not go with other fields of a configuration."""
 
+    @classmethod
+    def for_conversion(cls, has_lost_biases: bool) -> dict[str, Any]:
+        """What makes a conversion of plain attention exact, or as near as it can be.
+
+        Args:
+            has_lost_biases: queries have biases, and neither RoPE nor a norm, with which systems keep them as they are.
+        """
+        return {}
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raises a ValueError that names an option and its value unless it is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: expected True or False.")
+
 
 def check_range(name: str, value: Any, least: float, most: float, why: str) -> None:
     """Raises a ValueError that names an option, its value and its range; `why` says where the range comes from."""
@@ -66,4 +81,4 @@ def check_range(name: str, value: Any, least: float, most: float, why: str) -> N
         raise ValueError(f"{name}={value!r} must be {kind} from {least} to {most} ({why}).")
 
 
-__all__ = ["HeadSizes", "HeadSystemOptions", "check_range"]
+__all__ = ["HeadSizes", "HeadSystemOptions", "check_bool", "check_range"]

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.utils import logging
 
 from .base import HeadSystem
-from .options import HeadSizes, HeadSystemOptions, check_range
+from .options import HeadSizes, HeadSystemOptions, check_bool, check_range
 
 logger = logging.get_logger(__name__)
 
@@ -39,9 +39,13 @@ class OutputGateOptions(HeadSystemOptions):
         """Refuses unknown kinds and scales that are not positive."""
         if self.output_gate not in ("headwise", "elementwise"):
             raise ValueError(f"output_gate={self.output_gate!r}: expected 'headwise' or 'elementwise'.")
-        if not isinstance(self.output_gate_bias, bool):
-            raise ValueError(f"output_gate_bias={self.output_gate_bias!r}: expected True or False.")
+        check_bool("output_gate_bias", self.output_gate_bias)
         check_range("output_gate_scale", self.output_gate_scale, 1e-6, 1e6, "1 in the paper, 2 for conversions")
+
+    @classmethod
+    def for_conversion(cls, has_lost_biases: bool) -> dict[str, Any]:
+        """Gates of 1."""
+        return {"output_gate_scale": 2.0}
 
     def check_config(self, config: Any) -> None:
         """Warns where composition has a gate at the same place."""

@@ -113,6 +113,8 @@ class HeadSystemsViTForImageClassification(HeadSystemsViTPreTrainedModel, DCViTF
         systems = [layer.attention.system for layer in layers]
         visible = kwargs.get("attention_mask")
         found = aux_loss(systems, visible, self.training)
+        for system in systems:  # graphs are not kept longer than the outputs
+            system.router_logits = None if system.router_logits is None else system.router_logits.detach()
         if outputs.loss is not None and found is not None:
             outputs.loss = outputs.loss + systems[0].aux_loss_coef * found
         return outputs

@@ -5,6 +5,7 @@ the model gets an attention implementation (`interface`).
 """
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
@@ -43,6 +44,9 @@ def all_settings(compose: Mapping[str, Any]) -> dict[str, Any]:
         raise DCFormerError(f"{', '.join(unknown)} unknown: expected some of {', '.join(_DEFAULTS)}.")
     if (key := compose.get("compose_key", True)) not in (True, False, UNCACHED):
         raise DCFormerError(f"compose_key={key!r} is unknown: expected True, False or {UNCACHED!r}.")
+    for name in ("compose_rank", "compose_groups"):
+        if type(number := compose.get(name, 1)) is not int:
+            raise DCFormerError(f"{name}={number!r} must be a whole number.")
     return _DEFAULTS | dict(compose)
 
 
@@ -54,9 +58,9 @@ def attach(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     implementation: str = "dcmha",
-) -> list[RemovableHandle]:
-    """Gives every module that was found its generators, its hook and the implementation; returns the hooks' handles."""
-    handles = []
+    handles: list[RemovableHandle] | None = None,
+) -> None:
+    """Gives every module that was found its generators, its hook and the implementation; adds the hooks' handles."""
     for one in found:
         for name, settings in one.settings.items():
             generators = make_generators(settings, zero_init)
@@ -65,21 +69,25 @@ def attach(
         one.module.compose_call = one.call  # type: ignore[assignment]
         # a part's own copy of a configuration (ViT-MAE, EncoderDecoderModel) is not one that the model would set
         one.module.config._attn_implementation = implementation  # type: ignore[union-attr]
-        handles.append(one.module.register_forward_pre_hook(compose_hook, with_kwargs=True))
+        handle = one.module.register_forward_pre_hook(compose_hook, with_kwargs=True)
+        if handles is not None:
+            handles.append(handle)
     model.config.dcmha = compose
     model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[method-assign]
-    return handles
 
 
 def _detach(
     model: PreTrainedModel, found: list[Found], handles: list[RemovableHandle], implementations: list[tuple[Any, str]]
 ) -> None:
     """Undoes a conversion that did not succeed; `implementations` are those of every configuration before it."""
-    for one, handle in zip(found, handles, strict=True):
+    for handle in handles:
         handle.remove()
+    for one in found:
         for name in (*one.settings, "compose_call"):
-            delattr(one.module, name)
-    del model.config.dcmha, model.save_pretrained
+            if hasattr(one.module, name):
+                delattr(one.module, name)
+    vars(model.config).pop("dcmha", None)
+    vars(model).pop("save_pretrained", None)
     for config, implementation in implementations:
         config._attn_implementation = implementation  # and of those below it, which come later
 
@@ -100,10 +108,13 @@ def convert_attention(
     less memory and has no attention maps. The settings are put into `config.dcmha`.
 
     Args:
-        model: any, as long as its attention goes through Transformers' attention interface.
+        model: any of Transformers, as long as its attention goes through its attention interface. One that is to be
+            compiled is converted before, and so is one that is to get adapters of PEFT, which then save the composition
+            (`modules_to_save=["compose"]`); with adapters already, `save_compose` does.
         zero_init: the model computes at first what it did; see `make_generators`. False: small random parameters.
         example: arguments of the model. It is run on them once, and the conversion undone if that fails.
-        device, dtype: of the generators; by default those of the module's projections.
+        device, dtype: of the generators; by default those of the module's projections, and of another dtype only where
+            these are quantised.
         compose: `compose_rank`, `compose_groups`, `compose_pre`, `compose_post`, `compose_query`, `compose_key`,
             `compose_projection`, `compose_gate`, `compose_static`, `compose_act` as in `DCMHA`. Key-wise weights of
             cached keys are in no cache of another model: to generate with one, use `compose_key=False`; or "uncached",
@@ -116,9 +127,20 @@ def convert_attention(
     Raises:
         DCFormerError: naming module and reason, where attention cannot be converted. The model is then unchanged.
     """
+    if not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model"):  # PEFT's
+        raise DCFormerError(
+            f"convert_attention takes a model of Transformers, not {type(model).__name__}: give the one inside it, "
+            "before torch.compile."
+        )
     settings = all_settings(compose)
     found = find_attention(model, settings)
+    are_known = all(one.weight.dtype in _DTYPES for one in found)
     for one in found:
+        if dtype is not None and are_known and dtype != one.weight.dtype:
+            raise DCFormerError(
+                f"{one.call.path}: dtype={dtype} of the generators, and its projections are {one.weight.dtype}, as are "
+                "the states that both read: leave dtype out, or convert the model's."
+            )
         is_known = not one.weight.is_meta and one.weight.dtype in _DTYPES
         if not is_known and (device is None or dtype is None):
             what = "offloaded" if one.weight.is_meta else f"quantised ({one.weight.dtype})"
@@ -128,8 +150,9 @@ def convert_attention(
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     configs += [one.module.config for one in found]  # type: ignore[misc]
     implementations = [(config, config._attn_implementation) for config in configs]
-    handles = attach(model, found, settings, zero_init, device, dtype)
+    handles: list[RemovableHandle] = []
     try:
+        attach(model, found, settings, zero_init, device, dtype, handles=handles)
         model.set_attn_implementation("dcmha")
         if example is not None:
             _try(model, found, example)
@@ -166,6 +189,11 @@ def _try(model: PreTrainedModel, found: list[Found], example: Mapping[str, Any])
 def _save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
     """`save_pretrained` of a converted model: the library's, and a README that says how to load the folder."""
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    if hasattr(model, "get_base_model"):
+        warnings.warn(
+            f"{save_directory} has the adapters alone, and not the composition: save_compose writes it.", stacklevel=2
+        )
+        return
     if (readme := Path(save_directory) / "README.md").parent.is_dir() and not readme.exists():
         readme.write_text(_README.format(auto_class=type(model).__name__.removeprefix("FSDP")), encoding="utf-8")
 

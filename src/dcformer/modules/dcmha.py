@@ -246,7 +246,8 @@ class DCMHA(nn.Module):
 
         Args:
             module: the attention to copy.
-            options: keyword arguments of `DCMHA`; `zero_init=True` computes at first what `module` does.
+            options: keyword arguments of `DCMHA`; `zero_init=True` computes at first what `module` does, where the
+                options of a head system leave that possible: by default they are those of `to_head_system`.
 
         Raises:
             DCFormerError: when `module` is something else, or has `add_bias_kv` or `add_zero_attn`.
@@ -265,6 +266,10 @@ class DCMHA(nn.Module):
             "device": module.out_proj.weight.device,
             "dtype": module.out_proj.weight.dtype,
         }
+        if (name := options.get("head_system", "plain")) != "plain":
+            has_lost_biases = own["bias"] and not options.get("qk_norm", False)
+            defaults = system_class(name).options_class.for_conversion(has_lost_biases)
+            options["head_system_options"] = defaults | (options.get("head_system_options") or {})
         made = cls(module.embed_dim, module.num_heads, **(own | options))
         if made.system is not None:
             made._take_over(module)

@@ -128,7 +128,9 @@ def _examine(module: nn.Module, path: str, call: ast.Call, forward: Callable, co
         raise DCFormerError(f"{where}: neither it nor its config says how many heads there are ({', '.join(_HEADS)}).")
     is_cross = _is_cross(module, path)
     if compose["compose_key"] == UNCACHED:
-        is_cached = not is_cross and (getattr(module, "is_causal", False) or getattr(module, "is_decoder", False))
+        both_ways = getattr(getattr(module, "config", None), "use_bidirectional_attention", False)  # and caches
+        is_decoder = getattr(module, "is_causal", False) or getattr(module, "is_decoder", False) or both_ways
+        is_cached = not is_cross and is_decoder
         compose = compose | {"compose_key": not (is_cached and set(CACHES) & set(parameters))}
     query = next((name for name in widths if name.startswith("q")), next(iter(widths)))
     key = next((name for name in widths if name.startswith("k")), next((n for n in widths if n != query), query))

@@ -44,7 +44,15 @@ def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
     if states.dim() > 3:  # a grid of tokens, [B, rows, columns, E]
         states = states.flatten(1, -2)
     key_states = call.argument(args, kwargs, *KEY_STATES)
-    if (key_states is not None) != call.is_cross:
+    if call.is_cross and key_states is None:  # a step that has its keys in the cache
+        cache = call.argument(args, kwargs, *CACHES)
+        is_known = cache is not None and call.path in _key_weights.get(cache, {})
+        if hasattr(module, "compose_key") and not is_known:
+            raise ValueError(
+                f"{call.path}: converted as cross-attention, but called with no states to make keys from, and no cache "
+                "that has met them: pass use_cache=False."
+            )
+    elif (key_states is not None) != call.is_cross:
         kind, got = ("cross-attention", "no") if call.is_cross else ("self-attention", "encoder")
         raise ValueError(f"{call.path}: converted as {kind}, but called with {got} states to make keys from.")
     made: list[tuple[nn.Module, Generated]] = []
@@ -62,9 +70,14 @@ def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
     return args, kwargs
 
 
-def _of_keys(generators: nn.Module, call: Call, states: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> Generated:
-    """Key-wise weights of encoder states, kept beside a generation's cache for as long as the states are the same."""
+def _of_keys(
+    generators: nn.Module, call: Call, states: torch.Tensor | None, args: tuple, kwargs: dict[str, Any]
+) -> Generated:
+    """Key-wise weights of encoder states, kept beside a generation's cache for as long as the states are the same; or
+    those that are kept, without states."""
     cache = call.argument(args, kwargs, *CACHES)
+    if states is None:
+        return _key_weights[cache][call.path][1]  # `compose_hook` has looked
     if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return generators(states)
     kept = _key_weights.setdefault(cache, {})
@@ -116,6 +129,12 @@ def _attend(
         attention_mask = mask + bias if mask.is_floating_point() else bias.masked_fill(~mask.bool(), float("-inf"))
     else:
         attention_mask = parts[0] if parts else None
+    trains_bias = attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled()
+    if function is chunked_attention and trains_bias:
+        raise ValueError(
+            "a position bias that requires gradients needs attn_implementation='dcmha': call "
+            "model.set_attn_implementation('dcmha'), or freeze the bias."
+        )
     return attend_composed(
         function,
         module,

@@ -26,6 +26,7 @@ _HUB_OPTIONS = (
     "token",
     "trust_remote_code",
 )
+_COMPILED = "_orig_mod."  # what torch.compile puts before the names of parameters
 _NOT_OF_CONFIG = ("attn_implementation", "dtype", "torch_dtype")  # options that would change a configuration
 
 
@@ -85,9 +86,9 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
 
 
 def _names(model: nn.Module) -> list[str]:
-    """The tensors of a converted model's composition."""
+    """The tensors of a converted model's composition, by their names in it, compiled or not."""
     return [
-        f"{path}.{name}.{tensor}"
+        f"{path}.{name}.{tensor}".replace(_COMPILED, "")
         for path, module in model.named_modules()
         if hasattr(module, "compose_call")
         for name in SUBMODULES
@@ -111,14 +112,15 @@ def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
     Raises:
         DCFormerError: when the model is not converted, or its composition is offloaded or in the hands of PEFT.
     """
+    model = getattr(model, "get_base_model", lambda: model)()  # of PEFT's
     names, settings = _names(model), _settings_of(model)
     if not names or settings is None:
         raise DCFormerError(
             f"{type(model).__name__} is not converted: call convert_attention first. If a part of it is, give that one."
         )
-    if any(".modules_to_save." in name for name in names):
+    if any(part in name for name in names for part in (".modules_to_save.", ".base_layer.", ".lora_")):
         raise DCFormerError("the composition is PEFT's to save, which trains a copy of it: call its save_pretrained.")
-    state = model.state_dict()
+    state = {name.replace(_COMPILED, ""): tensor for name, tensor in model.state_dict().items()}
     if offloaded := [name for name in names if state[name].is_meta]:
         raise DCFormerError(f"{offloaded[0]} is offloaded: load the model without offloading to save its composition.")
     is_sharded = any(hasattr(state[name], "full_tensor") for name in names)

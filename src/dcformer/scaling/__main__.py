@@ -19,6 +19,7 @@ from .fit import FORMS, Factor, Interval, JointFactor, Law, compute_factors, fit
 from .points import MEASURES, Point, of_family, read_points
 
 _UNUSUAL_LOSS = 5.0  # nats a token: a perplexity of 148
+_SIGNIFICANT = 0.05  # probability below which slopes are two
 _FEW_SIZES = 4  # below it the command warns
 
 
@@ -90,7 +91,7 @@ def report(baseline: Sequence[Point], variant: Sequence[Point], found: dict[str,
         if joint.slopes is not None and joint.p is not None:
             alone = " and ".join(f"{slope:.4f}" for slope in joint.slopes)
             lines[-1] += f" Each family's own: {alone} (p = {joint.p:.2g} that they are one)."
-            if joint.p < 1 - level:
+            if joint.p < _SIGNIFICANT:
                 lines.append(
                     "Warning: the slopes differ: the factor depends on size, and this one describes none of them; "
                     "quote those of the sizes."

@@ -399,10 +399,11 @@ class DCViTModel(DCViTPreTrainedModel):
         visible = mask = None
         if attention_mask is not None:
             visible = attention_mask if attention_mask.ndim == 2 else None
-            if visible is not None and visible.shape != hidden_states.shape[:2]:
+            if attention_mask.ndim != 4 and attention_mask.shape != hidden_states.shape[:2]:
                 raise ValueError(
-                    f"attention_mask of shape {tuple(visible.shape)} does not fit: expected "
-                    f"{tuple(hidden_states.shape[:2])}, a row for each image and a column for each token."
+                    f"attention_mask of shape {tuple(attention_mask.shape)} does not fit: expected "
+                    f"{tuple(hidden_states.shape[:2])}, a row for each image and a column for each token; or one of "
+                    "(batch, 1, tokens, tokens)."
                 )
             mask = create_bidirectional_mask(self.config, hidden_states, attention_mask)
         for layer in self.running_layers():
