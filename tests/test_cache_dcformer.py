@@ -261,6 +261,29 @@ def test_empty_layers_that_would_be_copied_for_every_token_are_replaced():
         assert [type(layer) for layer in cache.layers] == before
 
 
+@torch.no_grad()
+def test_tokens_of_a_replayed_graph_are_counted():
+    """A CUDA graph that was captured by hand counts on the device alone."""
+    own, library = (kind(max_cache_len=9, sliding_window=4) for kind in (StaticWindowLayer, StaticSlidingWindowLayer))
+    seen, replayed = 0, False
+    for count in (3, 1, 2, 1, 2, 1, 3):
+        before = own._int_is_stale, own.cumulative_length_int
+        ours, theirs = own.update(*_states(seen, count)), library.update(*_states(seen, count))
+        if count == 1 and replayed:
+            own._int_is_stale, own.cumulative_length_int = before
+        replayed = True
+        seen += count
+        assert int(own.cumulative_length) == seen and all(map(torch.equal, ours, theirs))
+
+
+def test_a_filled_cache_is_not_emptied():
+    cache = StaticCache(config=tiny_config(), max_cache_len=9)
+    for index in range(2):
+        cache.update(*_states(0, 3), index)
+    with pytest.raises(ValueError, match="before its first use, and this one holds tokens"):
+        use_static_layers(cache, 4)
+
+
 def test_decoding_keeps_its_memory_in_place():
     layer = StaticWindowLayer(max_cache_len=9, sliding_window=4)
     layer.update(*_states(0, 3))

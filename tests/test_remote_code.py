@@ -66,6 +66,50 @@ def _same_as(model, result):
 MAPS = {"key_head_map": [[0, 1, 1, 0], [0, 0, 0, 0]], "value_head_map": [[0, 0, 0, 0], [3, 0, 2, 1]]}
 
 
+HEADS = """
+import os
+import sys
+sys.path.append(sys.argv[1])
+import torch
+import transformers
+for folder in sys.argv[2:]:
+    auto_map = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True).auto_map
+    heads = [name for name in auto_map if name != "AutoConfig"]
+    assert len(heads) > 2
+    for name in heads:
+        if (child := os.fork()) == 0:  # a process that has loaded nothing else of the folder
+            model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True)
+            with torch.no_grad():
+                model(torch.arange(9)[None])
+            assert type(model).__module__.startswith("transformers_modules."), type(model)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, (folder, name)
+"""
+
+
+@pytest.mark.slow
+def test_every_head_loads_first(tmp_path):
+    """Those of the library's heads, too, which ask `AutoModel` for the decoder."""
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    folders = []
+    for config in (
+        dcformer.DCFormerConfig(**sizes, num_attention_heads=2),
+        dcformer.DCPythiaConfig(**sizes, num_attention_heads=2),
+        dcformer.DHAConfig(**sizes, num_attention_heads=2),
+        dcformer.HeadSystemsConfig(**sizes, num_attention_heads=2, head_system="output_gate"),
+    ):
+        folders.append(str(tmp_path / config.model_type))
+        model = getattr(dcformer, type(config).__name__.replace("Config", "ForCausalLM"))(config)
+        model.save_pretrained(folders[-1])
+        dcformer.export_remote_code(folders[-1])
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", HEADS, sysconfig.get_paths()["purelib"], *folders],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("family", ["DCFormer", "DCPythia", "DHA", "MHE"])
 def test_exported_folder_loads_without_the_package(tmp_path, family):
     config = tiny_config()

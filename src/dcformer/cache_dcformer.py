@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from .attention_dcformer import active_transform
 from .configuration_dcformer import DCFormerConfig
 from .heads_dcformer import MAP_FIELDS
+from .masks_dcformer import has_values
 
 LEAST_ROOM = 32  # tokens that a growing layer can take up before it moves, at least
 ROOM = 16  # of a longer one, a part in so many
@@ -508,7 +509,9 @@ class StaticWindowLayer(_OwnValues, StaticSlidingWindowLayer):
         self._int_is_stale = False
 
     def _count_in_python(self) -> None:
-        if self._int_is_stale:
+        """Reads the length on the device: a captured CUDA graph counts its tokens there alone. In graphs, only where
+        it is known to be another."""
+        if self._int_is_stale or (self.is_initialized and has_values(self.cumulative_length.device)):
             self.cumulative_length_int = int(self.cumulative_length)
             self._int_is_stale = False
 
@@ -519,7 +522,12 @@ def use_static_layers(cache: StaticCache, sliding_window: int | None) -> None:
     Args:
         cache: before its first use.
         sliding_window: keys that a local layer's query sees, `config.sliding_window`.
+
+    Raises:
+        ValueError: for a cache that holds tokens, which would be lost.
     """
+    if any(type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int for layer in cache.layers):
+        raise ValueError("use_static_layers is for a cache before its first use, and this one holds tokens.")
     for index, layer in enumerate(cache.layers):
         own: StaticLayer
         if type(layer) is StaticSlidingWindowLayer:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import MODEL_MAPPING, AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
@@ -1051,15 +1052,30 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         return heads * of_rank // config.num_key_value_heads, width
 
 
-class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):
+class HeadOfDecoder:
+    """A head of Transformers', which asks `AutoModel` for its decoder: as remote code nobody has told that of ours."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        if type(config) not in MODEL_MAPPING:
+            for decoder in self.decoders():
+                if decoder.config_class.model_type == config.model_type:
+                    AutoModel.register(type(config), decoder, exist_ok=True)
+        super().__init__(config, *args, **kwargs)
+
+    def decoders(self) -> tuple[Any, ...]:
+        """Those that such a head may have."""
+        return DCFormerModel, DCPythiaModel, DHAModel
+
+
+class DCFormerForSequenceClassification(HeadOfDecoder, GenericForSequenceClassification, DCFormerPreTrainedModel):
     """DCFormer with a classifier of whole sequences."""
 
 
-class DCFormerForTokenClassification(GenericForTokenClassification, DCFormerPreTrainedModel):
+class DCFormerForTokenClassification(HeadOfDecoder, GenericForTokenClassification, DCFormerPreTrainedModel):
     """DCFormer with a classifier of tokens."""
 
 
-class DCFormerForQuestionAnswering(GenericForQuestionAnswering, DCFormerPreTrainedModel):
+class DCFormerForQuestionAnswering(HeadOfDecoder, GenericForQuestionAnswering, DCFormerPreTrainedModel):
     """DCFormer with a span predictor for extractive question answering."""
 
 

@@ -10,6 +10,7 @@ import torch
 from helpers import authors_folder, tiny_config
 from jax_reference import random_maxtext_params, random_pax_params
 from jax_stores import write_arrays, write_maxtext, write_pax
+from safetensors.torch import load_file, save_file
 
 from dcformer import DCFormerForCausalLM
 from dcformer.conversion import (
@@ -114,6 +115,31 @@ def test_part_of_an_extra_layer(params, tmp_path):
 def test_unknown_array(params, tmp_path):
     params["decoder.layers.self_attention_0.sink.kernel"] = np.ones((4, 2), np.float32)
     refuse(write_maxtext(tmp_path / "state", params), tmp_path, r"does not have: .*sink\.kernel")
+
+
+def test_unknown_arrays_under_unknown_names(params, tmp_path):
+    """Learned positions, for one, are parameters and no state of an optimiser."""
+    params["position_embedder.embedding"] = np.ones((8, 32), np.float32)
+    folder = write_maxtext(tmp_path / "state", params)
+    refuse(folder, tmp_path, r"does not have: position_embedder\.embedding")
+    params = random_pax_params(seed=1)
+    params["position_emb.emb_var"] = np.ones((8, 32), np.float32)
+    refuse(write_pax(tmp_path / "pax", params), tmp_path, r"does not have: position_emb\.emb_var")
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_head_of_its_own_in_a_model_that_is_to_have_none(is_same, tmp_path):
+    model = DCFormerForCausalLM(tiny_config(tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "native")
+    file = tmp_path / "native" / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding + (0 if is_same else 1)}, file, {"format": "pt"})
+    if is_same:
+        assert open_checkpoint(tmp_path / "native").config.tie_word_embeddings
+    else:
+        with pytest.raises(ConversionError, match=r"lm_head\.weight and model\.embed_tokens\.weight differ"):
+            open_checkpoint(tmp_path / "native")
 
 
 @pytest.mark.parametrize("period", [1, 4])

@@ -192,8 +192,8 @@ def test_authors_config(maxtext, tmp_path):
     config = open_checkpoint(maxtext, config=written(tmp_path, AUTHORS_JSON)).config
     assert (config.sliding_window, config.max_position_embeddings, config.norm_eps) == (5, 512, 1e-6)
     assert config.rope_parameters["rope_theta"] == 50000
-    # these hold for the authors' PyTorch code only
-    assert (config.compose_act, config.qk_norm_eps) == ("gelu_pytorch_tanh", 1e-5)
+    # another GELU holds for the authors' PyTorch code only; of the trainer all norms have one epsilon
+    assert (config.compose_act, config.qk_norm_eps) == ("gelu_pytorch_tanh", 1e-6)
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
 
 
@@ -205,7 +205,11 @@ def test_authors_config(maxtext, tmp_path):
         ({"layer_pattern": "G"}, {"layer_types": ["full_attention"] * 4}),
         ({"layer_types": ["full_attention"] * 4}, {"layer_types": ["full_attention"] * 4}),
         ({"rope_theta": 5e5}, {"rope_parameters": ROPE | {"rope_theta": 5e5}}),
-        ({"norm_eps": 1e-6}, {"norm_eps": 1e-6, "qk_norm_eps": 1e-5}),
+        ({"norm_eps": 1e-6}, {"norm_eps": 1e-6, "qk_norm_eps": 1e-6}),
+        ({"norm_eps": 1e-6, "qk_norm_eps": 1e-5}, {"norm_eps": 1e-6, "qk_norm_eps": 1e-5}),
+        ({"sliding_window": 7, "normalization_layer_epsilon": 1e-3}, {"sliding_window": 7, "qk_norm_eps": 1e-3}),
+        ({"sliding_window": 7, "max_target_length": 64}, {"sliding_window": 7, "max_position_embeddings": 64}),
+        ({"sliding_window": None, "layer_pattern": "G", "rope_max_timescale": 5e5}, {"sliding_window": None}),
         ({"compose_act": "gelu"}, {"compose_act": "gelu"}),
         ({"compose_key": False}, {"compose_key": False, "compose_query": True}),
         ({"vocab_size": 90}, {"vocab_size": 90}),
@@ -229,6 +233,12 @@ def test_authors_config(maxtext, tmp_path):
 def test_partial_configs(maxtext, tmp_path, given, expected):
     config = open_checkpoint(maxtext, config=written(tmp_path, given)).config
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_keys_that_contradict_each_other(maxtext, tmp_path):
+    given = {"sliding_window": 7, "window_size": [9, None], "max_target_length": 64}
+    with pytest.raises(ConversionError, match="sliding_window=7 beside MaxText's own keys, which say 9"):
+        open_checkpoint(maxtext, config=written(tmp_path, given))
 
 
 def test_exponents_without_a_dot_in_yaml(tmp_path):

@@ -217,6 +217,7 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
     if name not in ("auto", format.name):
         raise ConversionError(f"{folder} is a {format.name} checkpoint by the names of its tensors, not a {name} one.")
     config = format.read_config(folder, source)
+    _refuse_untied_head(folder, format, config, source)
     parts = format.parts(config, generators=format.stored_generators(source), present=list(source.infos))
     used = {part.name for part in parts}
     ignored = [tensor for tensor in format.unused(config, source) if tensor not in used]
@@ -225,6 +226,17 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
         notes.append(f"{len(ignored)} stored tensors that nothing uses were left out, such as {ignored[0]}")
     source.infos = {tensor: info for tensor, info in source.infos.items() if tensor not in ignored}
     return Checkpoint(str(folder), format.name, config, source, parts, notes)
+
+
+def _refuse_untied_head(folder: Path, format: FolderFormat, config: Any, source: TensorSource) -> None:
+    """Refuses an output projection of its own in a model that is to have none: loading would use it."""
+    if not config.tie_word_embeddings or format.head not in source.infos:
+        return
+    if not torch.equal(source.read(format.head), source.read(format.marker)):
+        raise ConversionError(
+            f"{folder} has tie_word_embeddings: true, but {format.head} and {format.marker} differ: set it to false in "
+            "config.json, or remove the tensor."
+        )
 
 
 def _open_arrays(

@@ -314,6 +314,8 @@ def build_config(
                 "to different models."
             )
     assumed = assumed_fields(source.format, found)
+    if source.format.has_one_eps and "norm_eps" in given:
+        assumed["qk_norm_eps"] = given["norm_eps"]
     if given.get("sliding_window", ...) is None:
         assumed["layer_pattern"] = "G"
     pattern = given.get("layer_types", given.get("layer_pattern", assumed["layer_pattern"]))

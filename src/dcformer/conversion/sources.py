@@ -230,7 +230,7 @@ class ArraySource:
             raise ConversionError(f"{self.folder} cannot be listed ({first_line(error)}).") from error
         chunks = Counter(self._array_of(key) for key in keys)
         formats: dict[str, ArrayFormat] = {}
-        others = 0
+        others: list[tuple[str, str]] = []
         drivers = {"/.zarray": "zarr", "/zarr.json": "zarr3"}
         for key in keys:
             ending = next((ending for ending in drivers if key.endswith(ending)), None)
@@ -239,7 +239,7 @@ class ArraySource:
             place = key[: -len(ending)]
             names = {kind: name for kind in candidates if (name := kind.parameter(place.replace("/", ".")))}
             if not names:
-                others += 1
+                others.append((drivers[ending], place))
                 continue
             kind, name = next(iter(names.items()))
             formats[kind.name] = kind
@@ -249,13 +249,15 @@ class ArraySource:
         if not self._keys:
             raise ConversionError(
                 f"{self.folder} holds no parameters of a {' or '.join(kind.name for kind in candidates)} checkpoint "
-                f"({others} other arrays): is it another model's, or another --format?"
+                f"({len(others)} other arrays): is it another model's, or another --format?"
             )
         if len(formats) > 1:
             raise ConversionError(f"{self.folder} holds parameters of several formats: choose one with --format.")
         (found,) = formats.values()
-        if others:
-            self.notes.append(f"{others} arrays other than parameters (step, optimiser states) were skipped")
+        unknown = {name: entry for entry in others if (name := found.unknown_parameter(entry[1].replace("/", ".")))}
+        self._keys |= unknown  # which is an error, but one of what is expected
+        if skipped := len(others) - len(unknown):
+            self.notes.append(f"{skipped} arrays other than parameters (step, optimiser states) were skipped")
         for name in sorted(self._keys):
             self._describe(name, chunks)
         return found

@@ -306,6 +306,8 @@ class ArrayFormat(Format):
     Attributes:
         prefix: a regular expression for what may precede a parameter's name.
         roots: the first components of all parameter names.
+        certain_prefix: one that nothing but parameters has.
+        has_one_eps: the trainer's norms of queries and keys have the epsilon of all others.
         stacked_layers, single_layers: how the names of a layer begin when blocks are stacked, and when they are not,
             with "{b}" for the number of the block or "{i}" for the number of the layer.
         options: names of the options that only this format's `array_shape`, `write` and `copies` take.
@@ -314,6 +316,8 @@ class ArrayFormat(Format):
 
     prefix: str
     roots: tuple[str, ...]
+    certain_prefix: str = ""
+    has_one_eps: bool = False
     stacked_layers: str = ""
     single_layers: str = ""
     options: frozenset[str] = frozenset()
@@ -322,6 +326,11 @@ class ArrayFormat(Format):
     def parameter(self, key: str) -> str | None:
         """The parameter's name, from its key in the store; None for keys that are not parameters."""
         match = re.fullmatch(rf"(?:{self.prefix})((?:{'|'.join(self.roots)})\..*)", key)
+        return match[1] if match else None
+
+    def unknown_parameter(self, key: str) -> str | None:
+        """The name of what must be a parameter by its prefix, whatever it is; None for other keys."""
+        match = re.fullmatch(rf"(?:{self.certain_prefix})(.+)", key) if self.certain_prefix else None
         return match[1] if match else None
 
     def unstacked(self, foreign: str) -> str:

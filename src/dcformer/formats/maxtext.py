@@ -13,7 +13,7 @@ from ..errors import ConversionError
 from ..layouts_dcformer import TensorLayout, compose_layouts, row
 from .arrays import LazyArray, mark_step, write_orbax
 from .base import ArrayFormat, Found, layer_windows
-from .native import NATIVE_FIELDS
+from .native import NATIVE_FIELDS, NativeFormat
 
 # Keys of MaxText configurations -> ours. Sizes may have the prefix `base_`; the trainer logs them without it.
 _KEYS = {
@@ -38,6 +38,8 @@ _SHARED_WORDS = {"query_wise", "window_size"}  # the hub format has them, too
 _OWN_WORDS = {*_KEYS, "normalization_layer_epsilon", "num_layers_per_block", "decoder_block", "mlp_activations"}
 _OWN_WORDS |= {"rope_max_timescale", "normalize_embedding_logits"}
 _OWN_WORDS -= NATIVE_FIELDS | _SHARED_WORDS
+# What may stand beside MaxText's keys: fields of ours alone, as it has others of the library's (dtype) for itself.
+_NATIVE_BESIDE = {*DCFormerConfig.__annotations__, "layer_pattern", "partial_rotary_factor", "rope_theta"} - {*_KEYS}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu_pytorch_tanh", "relu": "relu"}  # flax's GELU: tanh
 
 
@@ -48,6 +50,7 @@ class MaxTextFormat(ArrayFormat):
     prefix, roots = r"(?:(?:state\.)?(?:params\.)+)?", ("decoder", "token_embedder")
     stacked_layers, single_layers = "decoder.layers.", "decoder.layers_{b}."
     options = frozenset({"ocdbt", "with_train_state"})
+    certain_prefix, has_one_eps = r"(?:state\.)?(?:params\.)+", True
     limits = (
         "MaxText has one size for the embedding and the head, and no biases, LayerNorm, plain or multi-gate MLPs. Pax "
         "has them: --format pax."
@@ -128,7 +131,13 @@ class MaxTextFormat(ArrayFormat):
             result |= _windows(plain["window_size"], plain.get("max_target_length"))
         if plain.get("num_layers_per_block") is not None:
             result["period"] = int(plain["num_layers_per_block"])
-        return result
+        native = NativeFormat().fields_of({name: plain[name] for name in plain if name in _NATIVE_BESIDE})
+        if differ := [name for name in native if name in result and native[name] != result[name]]:
+            name = differ[0]
+            raise ConversionError(
+                f"{name}={native[name]!r} beside MaxText's own keys, which say {result[name]!r}: leave one of them out."
+            )
+        return result | native
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class PaxFormat(ArrayFormat):
     roots = ("transformer", "embedding_lookup", "softmax", "final_ln")
     stacked_layers, single_layers = "transformer.repeat.sub.x_layers_{s}.", "transformer.x_layers_{i}."
     options = frozenset({"padded_vocab_size"})
+    certain_prefix = r"(?:state\.)?(?:mdl_vars\.params\.(?:lm\.)?|params\.lm\.)"
     limits = "A Pax checkpoint is one zarr array per parameter, and its trainer creates new optimiser states."
 
     def layouts(self, mlp_type: str, norm_type: str) -> list[TensorLayout]:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import can_return_tuple
 
-from ..modeling_dcformer import DCFormerForCausalLM, DCFormerModel
+from ..modeling_dcformer import DCFormerForCausalLM, DCFormerModel, HeadOfDecoder
 from .configuration_head_systems import HeadSystemsConfig
 from .head_pruning import HeadPruning
 from .outputs_head_systems import (
@@ -94,8 +94,11 @@ class HeadSystemsForCausalLM(HeadSystemsPreTrainedModel, DCFormerForCausalLM):
         return super()._get_static_cache_init_shape() if is_plain else None
 
 
-class HeadSystemsForSequenceClassification(GenericForSequenceClassification, HeadSystemsPreTrainedModel):
+class HeadSystemsForSequenceClassification(HeadOfDecoder, GenericForSequenceClassification, HeadSystemsPreTrainedModel):
     """The decoder with a classifier of whole sequences."""
+
+    def decoders(self) -> tuple[Any, ...]:
+        return (HeadSystemsModel,)
 
     @can_return_tuple
     @wraps(GenericForSequenceClassification.forward)
