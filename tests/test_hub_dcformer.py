@@ -330,6 +330,16 @@ def test_keys_of_the_format_override_too(tmp_path):
     assert (config.num_hidden_layers, config.max_position_embeddings) == (2, 77)
 
 
+def test_more_layers_than_the_configuration_has(tmp_path):
+    """It is another checkpoint's, and the model would compute something else."""
+    write_folder(tmp_path, native_model(num_hidden_layers=3))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_layer": 2}))
+    with pytest.raises(ValueError, match="has tensors of layer 2, and its configuration has n_layer=2"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert len(AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1).model.layers) == 1
+
+
 def test_fewer_layers(tmp_path):
     model = native_model(num_hidden_layers=3)
     write_folder(tmp_path / "authors", model)
@@ -839,7 +849,7 @@ def test_native_tensors_beside_an_authors_configuration(tmp_path, logged):
 
     def load(path, **arguments):
         given.update(arguments)
-        return model, {"missing_keys": set()}
+        return model, {"missing_keys": set(), "unexpected_keys": set()}
 
     config = AutoConfig.from_pretrained(tmp_path)
     load_hub_folder(load, tmp_path, config=config, tp_plan="auto")  # not refused

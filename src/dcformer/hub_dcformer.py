@@ -424,9 +424,9 @@ def load_hub_folder(
     Raises:
         OSError: when a weight file is damaged or holds code, naming it.
         RuntimeError: when shapes do not fit the configuration; the library's report names them.
-        ValueError: when tensors of the decoder, or a causal model's `lm_head`, are not in the checkpoint (with
-            `output_loading_info=True` they are returned in `missing_keys` instead); when tensors with the hub format's
-            names are to be split over devices.
+        ValueError: when tensors of the decoder, or a causal model's `lm_head`, are not in the checkpoint, or layers are
+            that the configuration does not have (with `output_loading_info=True` they are returned instead); when
+            tensors with the hub format's names are to be split over devices.
     """
     state_dict = arguments.get("state_dict")
     if state_dict is not None:
@@ -448,6 +448,9 @@ def load_hub_folder(
         return model, info
     if path is not None:
         _check_complete(model, info["missing_keys"], path)
+        stated = stored_config(type(config), path, arguments).get("n_layer")
+        if stated == config.num_hidden_layers:  # and the caller has not asked for fewer
+            _refuse_more_layers(info["unexpected_keys"], stated, path)
     return model
 
 
@@ -499,6 +502,16 @@ def _check_complete(model: PreTrainedModel, missing_keys: Iterable[str], path: A
             f"{path} lacks {len(missing)} of the tensors of {type(model).__name__}: {', '.join(missing[:8])}"
             f"{', ...' if len(missing) > 8 else ''}. The checkpoint is incomplete or belongs to another configuration: "
             "these tensors would be left at random values."
+        )
+
+
+def _refuse_more_layers(unexpected_keys: Iterable[str], layers: int, path: Any) -> None:
+    """Raises an error when the checkpoint has layers that its configuration does not have."""
+    numbers = [int(match[1]) for key in unexpected_keys if (match := re.search(r"\blayers\.(\d+)\.", key))]
+    if (last := max(numbers, default=-1)) >= layers:
+        raise ValueError(
+            f"{path} has tensors of layer {last}, and its configuration has n_layer={layers}: it belongs to another "
+            "checkpoint. To load the first layers alone, pass num_hidden_layers."
         )
 
 

@@ -1060,7 +1060,7 @@ class HeadOfDecoder:
             for decoder in self.decoders():
                 if decoder.config_class.model_type == config.model_type:
                     AutoModel.register(type(config), decoder, exist_ok=True)
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # of the library's head, behind this class
 
     def decoders(self) -> tuple[Any, ...]:
         """Those that such a head may have."""

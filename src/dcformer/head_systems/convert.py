@@ -11,7 +11,7 @@ from .modeling_head_systems import HeadSystemsForCausalLM, HeadSystemsForSequenc
 from .registry import system_class
 from .talking_heads import SETTINGS
 
-_CLASSES = {
+_CLASSES: dict[type, Any] = {
     DCFormerForCausalLM: HeadSystemsForCausalLM,
     DCFormerForSequenceClassification: HeadSystemsForSequenceClassification,
     DCFormerModel: HeadSystemsModel,
