@@ -56,11 +56,8 @@ _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16:
 
 @triton.jit
 def _turned(p_place, S):
-    """How many rows of a ring the oldest token's lies behind the first one; p_place None: it is no ring, None."""
-    if p_place is None:
-        return None
-    else:
-        return (tl.maximum(tl.load(p_place).to(tl.int64) + 1 - S, 0) % S).to(tl.int32)
+    """How many rows of a ring the oldest token's lies behind the first one."""
+    return (tl.maximum(tl.load(p_place).to(tl.int64) + 1 - S, 0) % S).to(tl.int32)
 
 
 @triton.jit
@@ -213,7 +210,9 @@ def scores_kernel(
     p_maps += (i_b * H + i_g * M) * T * stride_map
     if p_visible is not None:
         p_visible += i_b * stride_ab
-    turned = _turned(p_place, S)
+    turned = None  # where rows are no ring
+    if p_place is not None:
+        turned = _turned(p_place, S)
     first, last = _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B_T, B_V)
     end = (last + UNIT - 1) // UNIT * UNIT  # maps are written up to here: -inf beyond `last`
 
@@ -307,7 +306,9 @@ def output_kernel(
     p_maps += (i_b * H + i_g * M) * T * stride_map
     if p_visible is not None:
         p_visible += i_b * stride_ab
-    turned = _turned(p_place, S)
+    turned = None  # where rows are no ring
+    if p_place is not None:
+        turned = _turned(p_place, S)
     first, last = _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B_T, B_V)
     end = (last + UNIT - 1) // UNIT * UNIT
 
