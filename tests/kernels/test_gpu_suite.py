@@ -158,7 +158,8 @@ def test_smoke_run(tmp_path, capsys, monkeypatch):
     assert cells["kernels smoke chunks"]["faster"] > 0
     for section in ("train", "decode"):
         speeds = [c for c in content["cells"] if c["section"] == section]
-        assert len(speeds) == 2 + (section == "train")  # with maps that are kept
+        assert len(speeds) == 3  # plain, composed, and with maps that are kept or query-wise alone
+        assert (speeds[0]["pattern"], speeds[0]["composition"]) == suite.BASELINES[section]
         assert all(c["tokens_per_s"] and not c["graph_breaks"] for c in speeds)
     assert len(content["goals"]) == len(suite.GOALS)
     assert {"torch", "triton", "transformers", "commit", "device"} <= content["about"].keys()
