@@ -16,15 +16,12 @@ class OneProductAttention(LlamaAttention):
     @classmethod
     def take_over(cls, attention: LlamaAttention) -> None:
         """Joins the three projections of a module, in place."""
-        parts = [attention._modules.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
-        with torch.no_grad():
-            weight = torch.cat([part.weight for part in parts])  # type: ignore[union-attr]
-            bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])  # type: ignore
-        with torch.device("meta"):
-            attention.qkv_proj = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
-        attention.qkv_proj.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            attention.qkv_proj.bias = nn.Parameter(bias, requires_grad=False)
+        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+        del attention.q_proj, attention.k_proj, attention.v_proj
+        state = {name: torch.cat([part.state_dict()[name] for part in parts]) for name in parts[0].state_dict()}
+        rows, columns = state["weight"].shape
+        attention.qkv_proj = nn.Linear(columns, rows, "bias" in state, device="meta").requires_grad_(False)
+        attention.qkv_proj.load_state_dict(state, assign=True)
         attention.__class__ = cls
 
     def forward(

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 from .attention_dcformer import active_transform
 from .configuration_dcformer import DCFormerConfig
 from .heads_dcformer import MAP_FIELDS
-from .masks_dcformer import has_values
+from .masks_dcformer import is_captured
 
 LEAST_ROOM = 32  # tokens that a growing layer can take up before it moves, at least
 ROOM = 16  # of a longer one, a part in so many
@@ -449,6 +449,7 @@ class StaticWindowLayer(_OwnValues, StaticSlidingWindowLayer):
     """
 
     _int_is_stale = False
+    _is_in_a_graph = False  # captured by hand, whose replays count on the device alone
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -468,6 +469,8 @@ class StaticWindowLayer(_OwnValues, StaticSlidingWindowLayer):
     def count(self) -> None:
         """Counts one token, whose row has been filled."""
         self._int_is_stale = True
+        if not torch.compiler.is_compiling() and is_captured(self.cumulative_length.device):
+            self._is_in_a_graph = True
         self.cumulative_length.add_(1)
 
     def _update_by_int(
@@ -509,9 +512,7 @@ class StaticWindowLayer(_OwnValues, StaticSlidingWindowLayer):
         self._int_is_stale = False
 
     def _count_in_python(self) -> None:
-        """Reads the length on the device: a captured CUDA graph counts its tokens there alone. In graphs, only where
-        it is known to be another."""
-        if self._int_is_stale or (self.is_initialized and has_values(self.cumulative_length.device)):
+        if self._int_is_stale or self._is_in_a_graph:
             self.cumulative_length_int = int(self.cumulative_length)
             self._int_is_stale = False
 

@@ -3,9 +3,10 @@
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 UNFINISHED = ".unfinished"  # in a folder that may be continued: what it is made from, then its writer's own lines
 
@@ -41,6 +42,12 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
+
+
+def states_of(files: Iterable[Path]) -> list[list[Any]]:
+    """Name, size and time of the last change of those that are files, in order: what tells large ones apart."""
+    found = [(file.name, file.stat()) for file in sorted(files) if file.is_file()]
+    return [[name, state.st_size, state.st_mtime_ns] for name, state in found]
 
 
 @contextmanager

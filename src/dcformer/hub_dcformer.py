@@ -448,9 +448,7 @@ def load_hub_folder(
         return model, info
     if path is not None:
         _check_complete(model, info["missing_keys"], path)
-        stated = stored_config(type(config), path, arguments).get("n_layer")
-        if stated == config.num_hidden_layers:  # and the caller has not asked for fewer
-            _refuse_more_layers(info["unexpected_keys"], stated, path)
+        _refuse_more_layers(info["unexpected_keys"], config, path, arguments)
     return model
 
 
@@ -505,10 +503,15 @@ def _check_complete(model: PreTrainedModel, missing_keys: Iterable[str], path: A
         )
 
 
-def _refuse_more_layers(unexpected_keys: Iterable[str], layers: int, path: Any) -> None:
-    """Raises an error when the checkpoint has layers that its configuration does not have."""
+def _refuse_more_layers(
+    unexpected_keys: Iterable[str], config: DCFormerConfig, path: Any, arguments: dict[str, Any]
+) -> None:
+    """Raises an error when the checkpoint has layers that its stored configuration does not have."""
     numbers = [int(match[1]) for key in unexpected_keys if (match := re.search(r"\blayers\.(\d+)\.", key))]
-    if (last := max(numbers, default=-1)) >= layers:
+    if (last := max(numbers, default=-1)) < config.num_hidden_layers:
+        return
+    layers = stored_config(type(config), path, arguments).get("n_layer")
+    if layers == config.num_hidden_layers:  # and the caller has not asked for fewer
         raise ValueError(
             f"{path} has tensors of layer {last}, and its configuration has n_layer={layers}: it belongs to another "
             "checkpoint. To load the first layers alone, pass num_hidden_layers."

@@ -18,7 +18,7 @@ import torch
 
 from ..conversion.output import complete_folder, refuse_to_replace
 from ..errors import DCFormerError, require_extra
-from ..files import write_whole
+from ..files import states_of, write_whole
 from .folding import copy_kept, expand, fold_folder, load_model, to_gqa
 from .fusion import CLOSED, OPERATORS, SMALL_LOSS, fuse, load_fused
 from .plan import HeadPlan
@@ -72,10 +72,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     weights = [file for pattern in ("*.safetensors", "*.bin") for file in Path(options.model).glob(pattern)]
     named = [getattr(options, name, None) for name in ("data", "eval_data")]
     data = [Path(file) for pattern in named if pattern for file in glob(pattern, recursive=True)]
-    for name, files in (("weights", weights), ("data", data)):
-        states = [(str(file), file.stat()) for file in sorted(files) if file.is_file()]
-        given[f"files of {name}"] = [[file, state.st_size, state.st_mtime_ns] for file, state in states]
-    return given
+    return given | {"files of weights": states_of(weights), "files of data": states_of(data)}
 
 
 def _is_done(options: argparse.Namespace, record: Path, content: Any) -> bool:

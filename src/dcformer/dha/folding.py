@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import SafetensorsWriter, complete_folder, refuse_to_replace
 from ..errors import DCFormerError
+from ..files import states_of
 from ..loading import LOADING_ERRORS, damaged_file
 from ..modeling_dcformer import DHAForCausalLM
 from .mixing import HeadMixer, Part
@@ -236,8 +237,7 @@ def _made_from(
     model: str | os.PathLike, plan: HeadPlan, operators: Mapping[Part, torch.Tensor] | None, max_shard_size: int | str
 ) -> str:
     """A digest of all that decides on the tensors of a folded folder; of the source's files their size and time."""
-    states = [(file.name, file.stat()) for file in sorted(Path(model).iterdir()) if file.is_file()]
-    files = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+    files = states_of(Path(model).iterdir())
     digest = hashlib.sha256(repr((files, plan.to_json(), max_shard_size)).encode())
     for part, operator in sorted((operators or {}).items()):
         digest.update(repr(part).encode() + operator.detach().cpu().float().numpy().tobytes())

@@ -18,16 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import DCFormerError
 from .fusion import train_search
-from .plan import (
-    KINDS,
-    Groups,
-    HeadPlan,
-    canonical,
-    check_blocks,
-    check_ratio,
-    consecutive_groups,
-    uniform_count,
-)
+from .plan import KINDS, Groups, HeadPlan, canonical, check_blocks, check_ratio, consecutive_groups, uniform_count
 from .sources import HeadSource, source_sizes
 
 SCORES = ("weights", "function", "operator", "cka", "uniform")

@@ -640,11 +640,12 @@ class _Subject:
             for stop in range(keys, total + 1):
                 x, mask = states[:, start:stop], self._visible(stop - start, stop)
                 rope = rotary(x, torch.arange(start, stop, device=self.device)[None])
-                if start == keys + 2:
+                is_third = start == keys + 2
+                if is_third:
                     mask[1, ..., start - 4 : start - 1] = False  # who is who matters only where keys are hidden
                 if by_kernels and start:
                     room = Room(None, memory[0], memory[1], None, start)
-                    if start == keys + 2:
+                    if is_third:
                         room, mask = _ring_of(memory[0], memory[1], start), mask[..., -_WINDOW:]
                     stepped = decode_step(module, x, module.fused(x), rope, lambda *_, room=room: room, mask)
                     if stepped is None:

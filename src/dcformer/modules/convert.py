@@ -55,12 +55,12 @@ def attach(
     found: list[Found],
     compose: dict[str, Any],
     zero_init: bool,
+    handles: list[RemovableHandle],
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     implementation: str = "dcmha",
-    handles: list[RemovableHandle] | None = None,
 ) -> None:
-    """Gives every module that was found its generators, its hook and the implementation; adds the hooks' handles."""
+    """Gives every module that was found its generators, its hook and the implementation; adds the hooks' `handles`."""
     for one in found:
         for name, settings in one.settings.items():
             generators = make_generators(settings, zero_init)
@@ -69,9 +69,7 @@ def attach(
         one.module.compose_call = one.call  # type: ignore[assignment]
         # a part's own copy of a configuration (ViT-MAE, EncoderDecoderModel) is not one that the model would set
         one.module.config._attn_implementation = implementation  # type: ignore[union-attr]
-        handle = one.module.register_forward_pre_hook(compose_hook, with_kwargs=True)
-        if handles is not None:
-            handles.append(handle)
+        handles.append(one.module.register_forward_pre_hook(compose_hook, with_kwargs=True))
     model.config.dcmha = compose
     model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[method-assign]
 
@@ -152,7 +150,7 @@ def convert_attention(
     implementations = [(config, config._attn_implementation) for config in configs]
     handles: list[RemovableHandle] = []
     try:
-        attach(model, found, settings, zero_init, device, dtype, handles=handles)
+        attach(model, found, settings, zero_init, handles, device, dtype)
         model.set_attn_implementation("dcmha")
         if example is not None:
             _try(model, found, example)

@@ -52,9 +52,8 @@ def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
                 f"{call.path}: converted as cross-attention, but called with no states to make keys from, and no cache "
                 "that has met them: pass use_cache=False."
             )
-    elif (key_states is not None) != call.is_cross:
-        kind, got = ("cross-attention", "no") if call.is_cross else ("self-attention", "encoder")
-        raise ValueError(f"{call.path}: converted as {kind}, but called with {got} states to make keys from.")
+    elif not call.is_cross and key_states is not None:
+        raise ValueError(f"{call.path}: converted as self-attention, but called with encoder states to make keys from.")
     made: list[tuple[nn.Module, Generated]] = []
     for name in SUBMODULES:
         if (generators := getattr(module, name, None)) is None:

@@ -72,7 +72,7 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
 
     def make(self: PreTrainedModel, *args: Any, **options: Any) -> None:
         model_class.__init__(self, *args, **options)
-        attach(self, find_attention(self, all_settings(compose)), compose, zero_init=False, implementation=name)
+        attach(self, find_attention(self, all_settings(compose)), compose, False, [], implementation=name)
 
     converted: Any = type(
         model_class.__name__, (model_class,), {"__init__": make, "__module__": model_class.__module__}
