@@ -511,6 +511,25 @@ def test_real_static_projections_are_not_dropped_in_silence(tmp_path, keys):
         assert not model.config.compose_static
 
 
+@pytest.mark.parametrize("fields", [{"compose_static": True}, {"compose_rank": 3}, {"compose_groups": 2}], ids=str)
+def test_folders_whose_configuration_is_written_anew(tmp_path, fields):
+    """Such as with another name or dtype: what the authors' keys left to the tensors still is. Models decide it."""
+    model = native_model(**fields)
+    write_folder(tmp_path, model)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    assert "undecided_fields" in json.loads((tmp_path / "config.json").read_text())
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.to_dict() == config.to_dict() and again.undecided_fields == config.undecided_fields
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_state(loaded, model)
+    new = AutoModelForCausalLM.from_config(again)
+    for name, saved in (("loaded", loaded), ("new", new)):
+        saved.save_pretrained(tmp_path / name)
+        assert "undecided_fields" not in (tmp_path / name / "config.json").read_text()
+        assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / name), saved)
+
+
 def test_stated_static_projection(tmp_path):
     """What the configuration says counts, even of identity matrices; tensors that it promises must be there."""
     model = native_model(compose_static=True)

@@ -47,8 +47,8 @@ SEQUENCES = 2  # that run at once: of 2048 tokens, in the backward pass on an H2
 ISSUED: dict[str, dict[int, float]] = {
     "lse": {16: 0.521, 32: 0.488, 40: 0.734},
     "lse_masked": {16: 0.583, 32: 0.537, 40: 0.787},
-    "compose": {16: 0.949, 32: 0.742, 40: 1.161},
-    "weights": {16: 0.973, 32: 0.779, 40: 1.214},
+    "compose": {16: 0.816, 32: 0.742, 40: 1.028},
+    "weights": {16: 0.84, 32: 0.764, 40: 1.062},
     "back_1": {16: 1.09, 32: 0.902, 40: 1.972},
     "back_0": {16: 1.211, 32: 0.986, 40: 1.823},
 }
@@ -190,8 +190,8 @@ class _Kind:
 
 _KINDS = {
     "lse": _Kind(dots=2, exps=1, maps_out=0, parts=1),  # and one in each turn, which has several keys
-    "compose": _Kind(dots=3, exps=1, matrices=2, channels=2 * CHANNELS),
-    "weights": _Kind(dots=3, exps=1, maps_out=2, matrices=2, channels=2 * CHANNELS),
+    "compose": _Kind(dots=3 + RANK, exps=1, matrices=2, channels=2 * CHANNELS),
+    "weights": _Kind(dots=3 + RANK, exps=1, maps_out=2, matrices=2, channels=2 * CHANNELS),
     "back_1": _Kind(dots=5, maps_in=2, parts=CHANNELS + 2, grads=True),
     "back_0": _Kind(dots=5, maps_in=3, parts=CHANNELS, grads=True),
 }

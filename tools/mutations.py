@@ -480,10 +480,10 @@ _CONFIGURATION = (
             T_CONFIG + "test_a_configuration_that_describes_no_model_is_refused_by_name_and_value",
         ),
         (
-            "undecided fields stored",
-            '        fields.pop("undecided_fields", None)\n',
-            "",
-            T_HUB_CONFIG + "static_projection",
+            "undecided fields not stored",
+            'fields["undecided_fields"] = list(undecided)',
+            "pass",
+            T_HUB + "test_folders_whose_configuration_is_written_anew",
         ),
     )
     + _in(
@@ -1485,9 +1485,33 @@ _KERNELS = (
         "kernels/triton/heads.py",
         (
             "second block of heads without the first",
-            "if H1 > 0:\n                total += tl.sum(x[1]",
-            "if H1 < 0:\n                total += tl.sum(x[1]",
+            "if H1 > 0:\n                total += tl.sum(_times(x[1]",
+            "if H1 < 0:\n                total += tl.sum(_times(x[1]",
             T_KERNEL + "[40 heads]",
+        ),
+        (
+            "powers of two of down not undone in up",
+            "_half(x[i] * power(exponent)[:, None])",
+            "_half(x[i])",
+            T_KERNEL + "[all, bfloat16]",
+        ),
+        (
+            "down in float16 as it is",
+            "_half(x[i] * power(-exponent)[:, None])",
+            "_half(x[i] * 1.0)",
+            T_ATTEND + "test_powers_of_two_that_down_and_up_share_change_nothing",
+        ),
+        (
+            "infinite up in float16",
+            "within(x, LARGEST_HALF).to(tl.float16)",
+            "x.to(tl.float16)",
+            T_ATTEND + "test_composed_weights_beyond_float16_are_noticed",
+        ),
+        (
+            "hidden maps in float16 of the first block alone",
+            "hid = add_half_product(hid, x[1] *",
+            "hid = add_half_product(hid, 0 * x[1] *",
+            T_KERNEL + "[two blocks of heads, bfloat16]",
         ),
         (
             "transposed matrix in the order of the other",

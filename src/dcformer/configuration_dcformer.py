@@ -185,7 +185,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
                 "read; here use this class's own fields."
             )
         self.check_names(kwargs)
-        # Fields that a hub configuration leaves to the stored tensors; see `from_dict`. Never stored.
+        # Fields that a hub configuration leaves to the stored tensors; see `from_dict`. Stored where there are any, so
+        # that a folder whose config.json is written anew still loads; never with a model.
         self.undecided_fields: tuple[str, ...] = ()
         layer_pattern = kwargs.pop("layer_pattern", None)
         if self.num_key_value_heads is None:
@@ -312,7 +313,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         Raises:
             ValueError: when the configuration with its overrides is invalid.
         """
-        undecided: tuple[str, ...] = ()
+        undecided = tuple(config_dict.get("undecided_fields", ()))
+        config_dict = {name: value for name, value in config_dict.items() if name != "undecided_fields"}
         if is_hub_config(config_dict):  # whose own keys may override, too
             config_dict = config_dict | {name: kwargs.pop(name) for name in HUB_KEYS & kwargs.keys()}
             undecided = undecided_fields(config_dict | kwargs)
@@ -327,10 +329,11 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         return loaded
 
     def to_dict(self) -> dict[str, Any]:
-        """All native fields."""
+        """All native fields, and which of them a hub configuration has left open, if any."""
         register_peft_targets(self.model_type)  # PEFT calls this just before it reads its tables
         fields = super().to_dict()
-        fields.pop("undecided_fields", None)
+        if undecided := fields.pop("undecided_fields", ()):
+            fields["undecided_fields"] = list(undecided)
         for name in _LAYER_LISTS:
             fields.pop(f"_all_{name}", None)
         return fields

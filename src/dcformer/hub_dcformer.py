@@ -377,7 +377,7 @@ def check_stored_embeddings(
 def with_hub_config(
     model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained`, with the loaded configuration added if it is in the hub format.
+    """Arguments of `from_pretrained`, with the loaded configuration added if it is, or was, in the hub format.
 
     Args:
         model_class: of the model to load.
@@ -398,7 +398,7 @@ def with_hub_config(
             f"{source} is a checkpoint with head_system={config_dict['head_system']!r}, which {model_class.__name__} "
             "does not have: load it with AutoModelForCausalLM, or a class of dcformer.head_systems."
         )
-    if not is_hub_config(config_dict):
+    if not is_hub_config(config_dict) and not config_dict.get("undecided_fields"):
         return arguments
     # as in Transformers: arguments that name a configuration field go to the configuration, the rest stay
     kept = {"dtype", "torch_dtype", "quantization_config", "trust_remote_code", "config", *_HUB_ARGUMENTS}

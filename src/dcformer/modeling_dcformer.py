@@ -715,6 +715,7 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         Raises:
             ValueError: for a model that would not run, or would be loaded with layers that it does not have.
         """
+        self.config.undecided_fields = ()  # this model has decided
         if isinstance(decoder := self.base_model, DCFormerModel):
             layers, _ = decoder.running_layers()  # what cannot run cannot be loaded
             refuse_missing_layers(len(layers), decoder.config.num_hidden_layers)

@@ -31,6 +31,7 @@ from dcformer.kernels.overflow import Beyond
 from dcformer.kernels.passes import Passes
 from dcformer.kernels.problem import Visibility
 from dcformer.kernels.triton.compose import join_kernel
+from dcformer.kernels.triton.heads import KEPT
 from dcformer.kernels.tuning import KERNELS, Tile, candidates, choose
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -373,12 +374,12 @@ def test_weights_are_kept_as_exactly_as_maps_are(unmarked, monkeypatch):
     monkeypatch.setattr(Passes, "_compose", spy)
     run(Case(heads=2, sides=("query",), dtype=torch.bfloat16), torch.bfloat16, fused(Case(sides=("query",))))
     (weights,) = kept
-    weights = weights / 2**8
+    weights = weights / 2**KEPT.value
     weights = weights[(weights > 1e-3) & (weights < 0.999)]
     assert (weights == weights.bfloat16().float()).float().mean() < 0.3 and weights.numel() > 100
 
 
-KEPT = {
+KEEPING = {
     "everything": CASES["everything"],
     "grouped-query": CASES["grouped-query"],
     "two blocks of heads": Case(heads=34, length=10),
@@ -395,9 +396,9 @@ def chunks_of_kept_maps(problem, maps, real=Passes.chunks):
     return found
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", KEEPING)
 def test_maps_that_are_kept_change_nothing(name, unmarked, monkeypatch):
-    case, launched, real = KEPT[name], [], Passes._compose
+    case, launched, real = KEEPING[name], [], Passes._compose
 
     def spy(self, name, *args, **kwargs):
         launched.append(name)
@@ -897,11 +898,15 @@ def test_copies_in_float16_keep_all_bits(name, unmarked):
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
-def test_composed_weights_beyond_float16_are_noticed(is_awaited, unmarked, monkeypatch):
+@pytest.mark.parametrize("part", ["query.gate", "query.up", "key.gate"])
+def test_composed_weights_beyond_float16_are_noticed(part, is_awaited, unmarked, monkeypatch):
     """Of bfloat16 inputs, for which they may be as large: the pass is made again with those in bfloat16, too. Without
-    that, as later on a GPU, they are cut off."""
+    that, as later on a GPU, they are cut off, or so are the weights of the query side that make them."""
     case = Case(length=40, heads=2, dtype=torch.bfloat16)
-    tensors = case.tensors() | {"post.query.gate": torch.full((1, 2, 40), 1e5)}
+    tensors = case.tensors()
+    tensors[f"post.{part}"] = torch.full_like(tensors[f"post.{part}"], 5e4 if part == "key.gate" else 1e5)
+    if part == "query.up":  # of two heads it takes away what it adds
+        tensors["post.query.down"][:, 1] = -tensors["post.query.down"][:, 0]
     if not is_awaited:
         monkeypatch.setattr(passes, "look", lambda device: False)
     results = []
@@ -916,6 +921,30 @@ def test_composed_weights_beyond_float16_are_noticed(is_awaited, unmarked, monke
         assert (found - exact).norm() <= 1.1 * (low - exact).norm()
     else:
         assert torch.equal(overflow.mark_of(HERE, Beyond.GRADIENTS).cpu(), torch.ones(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("heads", [3, 34])
+def test_powers_of_two_that_down_and_up_share_change_nothing(heads, unmarked):
+    """Weights are composed in float16, which would have few bits of such down, and up would not fit."""
+    case = Case(length=9, heads=heads, dtype=torch.bfloat16, stages=("post",), rank=3)
+    tensors, found = case.tensors(), []
+    for factor in (1.0, 2.0**-24):
+        tensors["post.query.down"][:, :, 4, 1] *= factor
+        tensors["post.query.up"][:, :, 4, 1] /= factor
+        given = {name: t.to(DEVICE, torch.bfloat16) for name, t in tensors.items()}
+        weights = stage_weights(given, "post", 1)
+        found.append(composed_attention(given["query"], given["key"], given["value"], post=weights))
+    assert torch.equal(*found) and not overflow.beyond(HERE)
+
+
+def test_large_composition_weights_of_queries_that_see_nothing_leave_no_mark(unmarked):
+    case = Case(length=20, heads=2, dtype=torch.bfloat16, stages=("post",), start=(5,))
+    tensors = {name: t.to(DEVICE, torch.bfloat16) for name, t in case.tensors().items()}
+    for part in ("down", "up", "gate"):
+        tensors[f"post.query.{part}"][:, :, :5] = 1e6
+    weights = stage_weights(tensors, "post", 1)
+    out = composed_attention(tensors["query"], tensors["key"], tensors["value"], post=weights, **case.options())
+    assert out[:, :, 5:].any() and out.isfinite().all() and not overflow.beyond(HERE)
 
 
 def test_gradients_that_differ_much_between_tokens_are_noticed(unmarked):

@@ -1,5 +1,6 @@
 """The choice of tiles: the search that DCFORMER_AUTOTUNE=1 asks for, by a clock whose times are known."""
 
+import itertools
 import json
 import warnings
 
@@ -274,14 +275,28 @@ def test_more_programs_run_at_once_where_few_registers_suffice(monkeypatch):
         tile = tuning.choose(kernel, heads, 128, torch.bfloat16, arch, rank)
         return tuning.resident_programs(kernel, tile, arch)
 
-    assert [programs(name, 32) for name in ("lse", "compose", "weights", "back_1", "back_0")] == [3, 2, 2, 2, 2]
+    assert [programs(name, 32) for name in ("lse", "compose", "weights", "back_1", "back_0")] == [3, 3, 3, 2, 2]
     assert [programs(name, 16) for name in ("lse", "compose", "weights", "back_1", "back_0")] == [4, 4, 4, 3, 3]
-    assert [programs("compose", *sizes) for sizes in ((16, 3), (32, 1), (40, 1))] == [3, 3, 2]
+    assert [programs("compose", *sizes) for sizes in ((16, 3), (32, 1), (32, 3), (40, 1))] == [3, 4, 2, 2]
     assert {programs(name, 32, arch=80) for name in ("lse", "compose", "back_0")} == {2}
-    assert [programs(name, 16, arch=80) for name in ("lse", "compose", "weights", "back_1")] == [3, 3, 3, 2]
-    assert programs("compose", 16, 4) == programs("compose", 16, arch=120) == 2  # the compiler may take all registers
+    assert [programs(name, 16, arch=80) for name in ("lse", "compose", "weights", "back_1")] == [3, 4, 4, 2]
+    # the compiler may take all registers
+    assert programs("compose", 16, 4, arch=80) == programs("compose", 16, arch=120) == 2
     assert tuning.launch_options(Tile(64, 2, 4, 3, 168)) == {"num_warps": 4, "num_stages": 3, "maxnreg": 168}
     assert tuning.launch_options(Tile(64, 1, 4, 4)) == {"num_warps": 4, "num_stages": 4}
+
+
+def test_channels_that_are_held_in_16_bits():
+    """Where that lets more programs run, or spares local memory."""
+    found = {(heads, rank, arch): tuning.wide_channels(heads, rank, arch) for heads, rank, arch in itertools.product(
+        (16, 32, 48, 64), (1, 2, 4), (80, 90))}  # fmt: skip
+    assert {sizes for sizes, count in found.items() if count > sizes[1]} == {
+        (16, 1, 80), (16, 1, 90), (16, 2, 80), (16, 2, 90), (16, 4, 80), (32, 1, 80), (32, 2, 80), (48, 1, 80),
+        (64, 1, 80),
+    }  # fmt: skip
+    assert {sizes for sizes, count in found.items() if count == 0} == {
+        (heads, rank, arch) for heads, rank in ((32, 4), (48, 4), (64, 2), (64, 4)) for arch in (80, 90)
+    }
 
 
 def test_keys_tell_windows_from_causal_attention_and_compositions_apart(monkeypatch):

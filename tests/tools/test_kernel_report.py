@@ -138,6 +138,16 @@ def test_kernels_are_within_their_instructions():
 
 
 @pytest.mark.slow
+def test_two_blocks_of_heads_are_composed_without_local_memory():
+    """But for a few numbers outside of loops, with some versions of Triton."""
+    run = run_source("tools/kernel_report.py", "--json", "--arch", "90", "--shapes", "13b", "--only", "^(compose|weights)$")
+    rows = json.loads(run.stdout)
+    assert [row["kernel"] for row in rows] == ["compose", "weights"] * 2, run.stderr[-2000:]
+    for row in rows:
+        assert row["stack"] <= 32 and 0 < row["instructions"] < 1.15, row
+
+
+@pytest.mark.slow
 def test_generators_spill_no_registers():
     options = "--arch", "80", "90", "--shapes", "6.9b", "13b", "--only", "N=4096 (packed|gradients)"
     run = run_source("tools/kernel_report.py", "--json", *options)

@@ -24,7 +24,7 @@ from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
 from .triton.scales import halves_kernel, norms_kernel, scale_kernel
-from .tuning import Tile, launch_options, resident_programs
+from .tuning import Tile, launch_options, resident_programs, wide_channels
 
 _LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 _JOINED = 64  # queries whose log-sum-exps one program joins
@@ -159,8 +159,9 @@ class Launcher(Problem):
         (kernel, own), tile = LAUNCHES[name], self._tile(name)
         parts, n_keys = self._parts(name, chunk)
         grid = (ceil_div(chunk.n_t, tile.b_t), parts, self.B * self.G)
-        blocks = {"B_T": tile.b_t, "B_S": tile.b_s}
-        self._launch(kernel, grid, chunk, name, tile, n_keys=n_keys, **own | blocks | arguments)
+        wide = wide_channels(sum(self.heads), self.layout.rank, self.arch)
+        constants = {"B_T": tile.b_t, "B_S": tile.b_s, "WIDE": wide}
+        self._launch(kernel, grid, chunk, name, tile, n_keys=n_keys, **own | constants | arguments)
 
     def _parts(self, name: str, chunk: Chunk) -> tuple[int, int]:
         """Into how many parts `scores` or a kernel of composition splits the keys of a tile of queries, and the keys of

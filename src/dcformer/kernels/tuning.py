@@ -43,12 +43,12 @@ _STAGES = (3, 2, 4)
 # its programs run at once. On sm_90, and before.
 _FEW_REGISTERS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "lse": ((16, 4, 128), (32, 2, 168)),
-    "compose": ((16, 2, 128), (16, 3, 168), (32, 1, 168)),
-    "weights": ((16, 2, 128), (16, 3, 168), (32, 1, 168)),
+    "compose": ((16, 2, 128), (16, 4, 168), (32, 1, 128), (32, 2, 168)),
+    "weights": ((16, 2, 128), (16, 4, 168), (32, 1, 128), (32, 2, 168)),
     "back_1": ((16, 2, 168),),
     "back_0": ((16, 2, 168),),
 }
-_FEW_BEFORE = dict.fromkeys(("lse", "compose", "weights"), ((16, 2, 168),))
+_FEW_BEFORE = {"lse": ((16, 2, 168),), "compose": ((16, 2, 128),), "weights": ((16, 2, 128),)}
 _REGISTERS = 65536  # of a multiprocessor
 _PRODUCT_TILES = ((128, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
 
@@ -117,6 +117,21 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
     if kernel in ("back_1", "back_0"):  # below sm_90 a third stage costs a tenth more instructions
         return Tile(64, 1, 4, 3 if arch >= 90 else 2, most)
     return Tile(64, 1, 4, 4 if arch >= 90 else 2, most)
+
+
+def wide_channels(heads: int, rank: int, arch: int) -> int:
+    """From which channel on `compose_kernel` holds the query side of scores in 16 bits: 2R + 1 for none, R for all but
+    down, 0 for all. That takes fewer registers and more instructions; it is where it lets more programs run, or spares
+    local memory.
+
+    Args:
+        heads: those of its blocks.
+        rank, arch: R, and the compute capability.
+    """
+    numbers = heads * rank  # of down, and of up
+    if (heads <= 16 and rank <= 3) or (arch < 90 and numbers <= 64):
+        return 2 * rank + 1
+    return rank if numbers <= 96 else 0
 
 
 def _product_tile(kernel: str, b_t: int, b_s: int, num_warps: int, num_stages: int) -> Tile:

@@ -312,7 +312,9 @@ class DCMHA(nn.Module):
             key_padding_mask: [B, S], or [S]: boolean, True at keys that no query may see, or added to the scores.
             need_weights: return the weights as well, which needs the eager implementation and holds whole maps.
             attn_mask: [T, S], or [B·H, T, S]: boolean, True where a query may not see a key, or added to the scores. As
-                all masks it acts after the composition of the scores.
+                all masks it acts after the composition of the scores, and before that of the weights: what a mask of
+                its own keeps from one head, this head still has of the others' weights, unless composition after the
+                softmax is off.
             average_attn_weights: return the mean of the heads' weights.
             is_causal: says that `attn_mask`, which must be given, is causal. Nothing is gained by it here.
 

@@ -26,9 +26,11 @@ from .heads import (
     NO_KEY,
     cast,
     composed,
+    composed_half,
     filled,
     hidden,
     intervals,
+    load_half_side,
     load_heads,
     load_matrix,
     load_row,
@@ -170,17 +172,27 @@ def compose_kernel(
     stride_ib, stride_s: tl.int64, G, T, t_0, n_t, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, SHIFT: tl.constexpr, KEEP: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Composed weights, zeros where a query does not see a key that others of its tile see. p_out may be p_scores: a
-    row is read before written. With KEEP also the weights, to p_weights."""
+    row is read before written. With KEEP also the weights, to p_weights.
+
+    Where scores and W are float16, weights are composed in float16: the key side's product takes them so, too. WIDE:
+    see `load_side`.
+    """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
     m_t = o_t < n_t
     p_bounds = i_bg // G * stride_ib + t_0
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
-    w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
-    w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
+    HALF: tl.constexpr = p_scores.dtype.element_ty == tl.float16 and p_out.dtype.element_ty == tl.float16
+    p_w1 += i_bg * M * (C * T) + t_0
+    if HALF:
+        w1 = load_half_side(p_w1, T, o_t, m_t, F_POST, R, C, M, H0, H1)
+    else:
+        w1 = load_side(p_w1, T, o_t, m_t, F_POST, R, C, M, H0, H1)
+    w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1, WIDE if HALF else 2 * R + 1)
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
     base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
     p_scores += base
@@ -197,10 +209,15 @@ def compose_kernel(
         wide, p = widened(x, H0, H1), ()
         a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
         for i in tl.static_range(1 + (H1 > 0)):
-            p = p + (tl.where(visible, tl.exp2(a[i] - (lse[i] - SHIFT)), 0.0),)
+            p = p + (tl.exp2(tl.where(visible, a[i] - (lse[i] - SHIFT), LOWEST)),)
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
-        narrow = cast(p, p_m1.dtype.element_ty, H1)
+        if HALF:
+            p = cast(p, tl.float16, H1)
         if KEEP:
             store_row(p_weights + s * stride_s, p, M, H0, H1, B_T)
-        p = composed(narrow, p, w1, hidden(p, w1, 0, F_POST, R, H1), m1, R, F_POST, R, H1)
+        if HALF:
+            p = composed_half(p, w1, m1, F_POST, R, H0, H1)
+        else:
+            narrow = cast(p, p_m1.dtype.element_ty, H1)
+            p = composed(narrow, p, w1, hidden(p, w1, 0, F_POST, R, H1), m1, R, F_POST, R, H1)
         store_row(p_out + s * stride_s, p, M, H0, H1, B_T)

@@ -21,14 +21,37 @@ import triton
 import triton.language as tl
 
 from ..layout import Part
-from .precision import add_product, product, rounded
+from .precision import (
+    LARGEST_HALF,
+    add_half_product,
+    add_product,
+    add_times,
+    half_product,
+    product,
+    rounded,
+    two_in_a_register,
+    within,
+)
 
 QUERY, KEY = tl.constexpr(Part.QUERY.value), tl.constexpr(Part.KEY.value)
 STATIC, GATE = tl.constexpr(Part.STATIC.value), tl.constexpr(Part.GATE.value)
 NO_KEY = tl.constexpr(2147483647)  # no key is as far as this
 LOST = tl.constexpr(6)  # bits that gradients of the M(s) of scores have less: scores are larger than weights
 KEPT = tl.constexpr(8)  # log2 of what P and W are times in float16, where many keys have little weight each
+LEAST = tl.constexpr(2.0**-126)
 SCORES_GRAD = tl.constexpr(2.0**-LOST.value)  # such gradients are stored times this
+
+
+@triton.jit
+def log2(x):
+    """Of a size, 0 included: of what float32 has least."""
+    return tl.log2(tl.maximum(x, LEAST))
+
+
+@triton.jit
+def power(exponent):
+    """2 to a whole number from -126 to 126, exactly."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -194,28 +217,73 @@ def filled(value: tl.constexpr, count: tl.constexpr, B_T: tl.constexpr, H0: tl.c
 
 
 @triton.jit
-def _finite_or_nan(x):
-    return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
+def _load_channel(
+    p_w, c: tl.constexpr, T, o_t, m_t, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr
+):  # fmt: skip
+    """A channel of the query side, in float32: blocks [t, h]. What is infinite is NaN: of a map, infinity means what
+    float16 does not hold."""
+    loaded, out = load_heads(p_w + c * T, C * T, o_t, m_t, 0.0, M, H0, H1), ()
+    for i in tl.static_range(1 + (H1 > 0)):
+        x = loaded[i].to(tl.float32)
+        out = out + (tl.where(tl.abs(x) < float("inf"), x, float("nan")),)
+    return out
 
 
 @triton.jit
 def load_side(
     p_w, T, o_t, m_t,
     F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+    WIDE: tl.constexpr = 99,  # more than there are
 ):  # fmt: skip
-    """Weights of the query side, [M, C, T] in memory, in float32: R down, R up and with gates 1 + gate, each blocks
-    [t, h]; a flat tuple. What is infinite is NaN: of a map, infinity means what float16 does not hold."""
+    """Weights of the query side, [M, C, T] in memory, in float32: R down, R up and 1 + gate, each blocks [t, h]; a flat
+    tuple. Channels from number WIDE on keep their dtype, see `add_times`, and the gate is itself."""
     out = ()
-    if QUERY & F:
-        for c in tl.static_range(2 * R):
-            channel = load_heads(p_w + c * T, C * T, o_t, m_t, 0.0, M, H0, H1)
-            for i in tl.static_range(1 + (H1 > 0)):
-                out = out + (_finite_or_nan(channel[i].to(tl.float32)),)
-        if GATE & F:
-            gate = load_heads(p_w + 2 * R * T, C * T, o_t, m_t, 0.0, M, H0, H1)
-            for i in tl.static_range(1 + (H1 > 0)):
-                out = out + (1.0 + _finite_or_nan(gate[i].to(tl.float32)),)
+    for c in tl.static_range(side_channels(F, R)):
+        channel = _load_channel(p_w, c, T, o_t, m_t, C, M, H0, H1)
+        for i in tl.static_range(1 + (H1 > 0)):
+            x = channel[i]
+            if c < WIDE:
+                out = out + (1.0 + x if c == 2 * R else x,)
+            elif p_w.dtype.element_ty == tl.float32:
+                out = out + (x,)
+            else:
+                out = out + (two_in_a_register(x.to(p_w.dtype.element_ty)),)
     return out
+
+
+@triton.jit
+def load_half_side(
+    p_w, T, o_t, m_t,
+    F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+):  # fmt: skip
+    """R down, R up and the gate in float16, as `composed_half` takes them. Down and up of a query and a rank are times
+    two powers of two that undo each other, for which the largest of down is between 1 and 2: their product with weights
+    is not infinite, and what they share does not matter."""
+    NB: tl.constexpr = 1 + (H1 > 0)
+    down, up, gate = (), (), ()
+    if QUERY & F:
+        for r in tl.static_range(R):
+            x = _load_channel(p_w, r, T, o_t, m_t, C, M, H0, H1)
+            largest = tl.max(tl.abs(x[0]), 1)
+            if H1 > 0:
+                largest = tl.maximum(largest, tl.max(tl.abs(x[1]), 1))
+            exponent = tl.minimum(tl.maximum(tl.floor(log2(largest)), -126.0), 126.0).to(tl.int32)
+            for i in tl.static_range(NB):
+                down = down + (_half(x[i] * power(-exponent)[:, None]),)
+            x = _load_channel(p_w, R + r, T, o_t, m_t, C, M, H0, H1)
+            for i in tl.static_range(NB):
+                up = up + (_half(x[i] * power(exponent)[:, None]),)
+        if GATE & F:
+            x = _load_channel(p_w, 2 * R, T, o_t, m_t, C, M, H0, H1)
+            for i in tl.static_range(NB):
+                gate = gate + (_half(x[i]),)
+    return down + up + gate
+
+
+@triton.jit
+def _half(x):
+    """float32 in float16, cut off where that is infinite."""
+    return two_in_a_register(within(x, LARGEST_HALF).to(tl.float16))
 
 
 @triton.jit
@@ -247,15 +315,23 @@ def transposed_matrix(m, dtype: tl.constexpr, F: tl.constexpr, H1: tl.constexpr)
 
 
 @triton.jit
+def _times(x, w):
+    if w.dtype == tl.float32:
+        return x * w
+    else:
+        return add_times(tl.zeros_like(x), w, x)
+
+
+@triton.jit
 def hidden(x, w, first: tl.constexpr, F: tl.constexpr, R: tl.constexpr, H1: tl.constexpr):
     """The query side's hidden map: Σ_h x · w[first + r], R of [t, 1]. `first` is 0 for down, R for up."""
     NB: tl.constexpr = 1 + (H1 > 0)
     out = ()
     if QUERY & F:
         for r in tl.static_range(R):
-            total = tl.sum(x[0] * w[(first + r) * NB], 1)
+            total = tl.sum(_times(x[0], w[(first + r) * NB]), 1)
             if H1 > 0:
-                total += tl.sum(x[1] * w[(first + r) * NB + 1], 1)
+                total += tl.sum(_times(x[1], w[(first + r) * NB + 1]), 1)
             out = out + (total[:, None],)
     return out
 
@@ -276,12 +352,43 @@ def composed(x, wide, w, hid, m, first: tl.constexpr, F: tl.constexpr, R: tl.con
         y = wide[j]
         if QUERY & F:
             if GATE & F:
-                y = y * w[2 * R * NB + j]
+                if w[2 * R * NB + j].dtype == tl.float32:
+                    y *= w[2 * R * NB + j]
+                else:
+                    y = add_times(y, w[2 * R * NB + j], y)
             for r in tl.static_range(R):
-                y += w[(first + r) * NB + j] * hid[r]
+                y = add_times(y, w[(first + r) * NB + j], hid[r])
         if (KEY | STATIC) & F:
             for i in tl.static_range(NB):
                 y = add_product(y, x[i], m[i * NB + j])
+        out = out + (y,)
+    return out
+
+
+@triton.jit
+def composed_half(x, w, m, F: tl.constexpr, R: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """x' of blocks [t, h], all in float16, which takes half of the registers and instructions. What is summed over
+    heads is so by tensor cores, too. w is of `load_half_side`, m of `load_matrix`.
+
+    It is infinite where float16 does not hold it, or a sum on the way, but of finite numbers never NaN: hidden maps are
+    finite, and what is added to a sum is not rounded before.
+    """
+    NB: tl.constexpr = 1 + (H1 > 0)
+    out = ()
+    for j in tl.static_range(NB):
+        y = x[j]
+        if QUERY & F:
+            if GATE & F:
+                y = add_times(y, w[2 * R * NB + j], x[j])
+            for r in tl.static_range(R):
+                ones = tl.full([H0, x[j].shape[1]], 1.0, tl.float16)
+                hid = half_product(x[0] * w[r * NB], ones)  # the same number for all heads
+                if H1 > 0:
+                    hid = add_half_product(hid, x[1] * w[r * NB + 1], tl.full([H1, x[j].shape[1]], 1.0, tl.float16))
+                y = add_times(y, w[(R + r) * NB + j], hid)
+        if (KEY | STATIC) & F:
+            for i in tl.static_range(NB):
+                y = add_half_product(y, x[i], m[i * NB + j])
         out = out + (y,)
     return out
 

@@ -49,6 +49,83 @@ def add_product(total, a, b):
 
 
 @triton.jit
+def half_product(a, b):
+    """[x, d] times [d, y], all float16."""
+    if INTERPRETED:
+        return product(a, b).to(tl.float16)
+    else:
+        return tl.dot(a, b, out_dtype=tl.float16)
+
+
+@triton.jit
+def add_half_product(total, a, b):
+    """total [x, y] + a [x, d] times b [d, y], all float16."""
+    if INTERPRETED:
+        return add_product(total.to(tl.float32), a, b).to(tl.float16)
+    else:
+        return tl.dot(a, b, total, out_dtype=tl.float16)
+
+
+@triton.jit
+def two_in_a_register(x):
+    """A tile of 16 bits, unchanged: as products of matrices leave theirs, neighbours of a row in one register.
+
+    Which they may not be where a loop uses them that did not make them. A compiler must not know that a product of
+    zeros is zero.
+    """
+    if INTERPRETED:
+        return x
+    else:
+        zeros = tl.zeros([x.shape[0], 16], tl.float16)
+        zero = half_product(zeros, tl.zeros([16, x.shape[1]], tl.float16))
+        return tl.inline_asm_elementwise(
+            "or.b32 $0, $1, $2;", "=r,r,r", [x, zero], dtype=x.dtype, is_pure=True, pack=2
+        )  # fmt: skip
+
+
+@triton.jit
+def add_times(total, x, y):
+    """total + x · y of a shape, rounded once; in float32, with x perhaps of 16 bits, or all in float16.
+
+    Of such x two share a register, and are widened here: a conversion of numbers that do not change in a loop would be
+    moved before it, and take twice the registers in each turn.
+    """
+    if total.dtype == tl.float16:
+        if INTERPRETED:
+            return (total.to(tl.float32) + x.to(tl.float32) * y.to(tl.float32)).to(tl.float16)
+        else:
+            return tl.fma(x, y, total)
+    elif x.dtype == tl.float32:
+        return total + x * y
+    elif INTERPRETED:
+        return total + x.to(tl.float32) * y
+    elif x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 low, high;
+            shl.b32 low, $2, 16;
+            and.b32 high, $2, 0xffff0000;
+            fma.rn.f32 $0, low, $3, $5;
+            fma.rn.f32 $1, high, $4, $6;
+            }""",
+            "=f,=f,r,f,f,f,f", [x, y, total], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 h<2>;
+            .reg .f32 low, high;
+            mov.b32 {h0, h1}, $2;
+            cvt.f32.f16 low, h0;
+            cvt.f32.f16 high, h1;
+            fma.rn.f32 $0, low, $3, $5;
+            fma.rn.f32 $1, high, $4, $6;
+            }""",
+            "=f,=f,r,f,f,f,f", [x, y, total], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
 def tanh(x):
     """Accurate to 1e-6 of the result, near zero too, where the formula with exp cancels and a series does not."""
     square = x * x

@@ -12,10 +12,9 @@ of dO and of values and from composition weights: nothing is cut off, however la
 import triton
 import triton.language as tl
 
-from .heads import GATE, KEY, LOST, NO_KEY, QUERY, STATIC, intervals, span
+from .heads import GATE, KEY, LEAST, LOST, NO_KEY, QUERY, STATIC, intervals, log2, power, span
 
 TARGET = tl.constexpr(14)  # log2 of what dP and what a log-sum-exp's gradient adds may be: a factor of 4 below the end
-LEAST = tl.constexpr(2.0**-126)
 FEWEST = tl.constexpr(-12)  # log2 of that for the query with the least; see `scale_kernel`
 
 
@@ -24,18 +23,6 @@ def finite(x):
     """|x|, zero where it is infinite or not a number."""
     size = tl.abs(x)
     return tl.where(size < float("inf"), size, 0.0)
-
-
-@triton.jit
-def log2(x):
-    """Of a size, 0 included: of what float32 has least."""
-    return tl.log2(tl.maximum(x, LEAST))
-
-
-@triton.jit
-def power(exponent):
-    """2 to a whole number from -126 to 126, exactly."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
