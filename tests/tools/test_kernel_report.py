@@ -140,7 +140,8 @@ def test_kernels_are_within_their_instructions():
 @pytest.mark.slow
 def test_two_blocks_of_heads_are_composed_without_local_memory():
     """But for a few numbers outside of loops, with some versions of Triton."""
-    run = run_source("tools/kernel_report.py", "--json", "--arch", "90", "--shapes", "13b", "--only", "^(compose|weights)$")
+    options = "--arch", "90", "--shapes", "13b", "--only", "^(compose|weights)$"
+    run = run_source("tools/kernel_report.py", "--json", *options)
     rows = json.loads(run.stdout)
     assert [row["kernel"] for row in rows] == ["compose", "weights"] * 2, run.stderr[-2000:]
     for row in rows:
