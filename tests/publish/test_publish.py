@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel
 from dcformer.analysis import compose_overhead
 from dcformer.cache_report import cache_bytes_per_token
+from dcformer.head_systems import HeadSystemsConfig
 from dcformer.publish import main, model_card, read_results
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
@@ -121,6 +122,20 @@ def test_evaluation_table(results):
     assert "| answers | 5 | acc ↑ | none | 0.3750 | 0.0800 | 296 |" in text
     assert "| answers | 5 | perplexity ↓ | none | 4.5000 |  | 296 |" in text
     assert "| group |  | acc | none | 0.2500 |  |  |" in text
+
+
+@pytest.mark.parametrize("system", ["collaborative", "overlapped"])
+def test_card_of_a_head_system(system):
+    config = HeadSystemsConfig(**tiny_config(num_key_value_heads=4).to_dict(), head_system=system)
+    text = model_card(config, "user/name").content
+    model = AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    embeddings = model.get_input_embeddings().weight.numel() + model.get_output_embeddings().weight.numel()
+    assert f"| Parameters | {count:,} |" in text and f"| ... outside the embeddings | {count - embeddings:,} |" in text
+    assert f"| Head system | {system} |" in text
+    cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    assert f"| Cache, numbers per token | {held:,} |" in text and text.count("Cache, numbers") == 1
 
 
 def test_card_without_results_and_licence_says_so():

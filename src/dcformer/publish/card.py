@@ -18,6 +18,7 @@ from ..analysis import compose_overhead, num_parameters
 from ..cache_report import cache_bytes_per_token
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import DCFormerError
+from ..head_systems import HeadSystemsConfig, system_costs
 
 _TEMPLATE = Path(__file__).with_name("card.md")
 
@@ -143,7 +144,7 @@ def model_card(
         template_path=str(_TEMPLATE),
         title=title,
         name=name,
-        parameters=f"{num_parameters(config):,}",
+        parameters=f"{_parameters(config):,}",
         sizes=_sizes(config),
         composition=[(f"`{field}`", getattr(config, field)) for field in _COMPOSITION],
         overhead=_overhead(config),
@@ -159,14 +160,27 @@ _COMPOSITION = (
 )
 
 
+def _parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -> int:
+    if not isinstance(config, HeadSystemsConfig):
+        return num_parameters(config, exclude_embeddings)
+    embeddings = num_parameters(config) - num_parameters(config, exclude_embeddings=True)
+    return system_costs(config).parameters - exclude_embeddings * embeddings
+
+
 def _sizes(config: DCFormerConfig) -> list[tuple[Any, ...]]:
     layers = f"{config.num_hidden_layers}"
     if local := sum(kind == "sliding_attention" for kind in config.layer_types or ()):
         others = config.num_hidden_layers - local
         layers += f" ({local} local with a window of {config.sliding_window}, {others} global)"
+    system: list[tuple[Any, ...]] = []
+    if isinstance(config, HeadSystemsConfig):
+        system = [
+            ("Head system", config.head_system),
+            ("Cache, numbers per token", f"{system_costs(config).cache_channels:,}"),
+        ]
     return [
-        ("Parameters", f"{num_parameters(config):,}"),
-        ("... outside the embeddings", f"{num_parameters(config, exclude_embeddings=True):,}"),
+        ("Parameters", f"{_parameters(config):,}"),
+        ("... outside the embeddings", f"{_parameters(config, exclude_embeddings=True):,}"),
         ("Layers", layers),
         ("Hidden size", config.hidden_size),
         ("MLP width", config.intermediate_size),
@@ -176,6 +190,7 @@ def _sizes(config: DCFormerConfig) -> list[tuple[Any, ...]]:
         ("Context", config.max_position_embeddings),
         ("Vocabulary", config.vocab_size),
         ("Parameters' dtype", str(config.dtype).removeprefix("torch.")),
+        *system,
     ]
 
 
@@ -188,13 +203,15 @@ def _key_value_heads(config: DCFormerConfig) -> str:
 
 def _overhead(config: DCFormerConfig) -> list[tuple[str, ...]]:
     overhead = compose_overhead(config)
-    plain, composed = cache_bytes_per_token(config, torch.int8)  # a byte for each number
     flops = f"FLOPs of the forward pass, per token at {config.max_position_embeddings} tokens"
-    return [
+    rows = [
         ("Parameters (outside the embeddings)", f"{overhead.parameters:,}", f"{overhead.parameter_ratio:.2%}"),
         (flops, f"{overhead.flops_per_token:,}", f"{overhead.flops_ratio:.2%}"),
-        ("Cache, numbers per token", f"{composed - plain:,}", f"{composed / plain - 1:.2%}"),
     ]
+    if isinstance(config, HeadSystemsConfig):  # the ratios above are to plain attention; the sizes have the whole cache
+        return [(f"{name}; of plain attention", *figures) for name, *figures in rows]
+    plain, composed = cache_bytes_per_token(config, torch.int8)  # a byte for each number
+    return [*rows, ("Cache, numbers per token", f"{composed - plain:,}", f"{composed / plain - 1:.2%}")]
 
 
 def _row(score: Score) -> tuple[Any, ...]:
