@@ -4,6 +4,7 @@ import pytest
 import torch
 from head_cases import heads_model, tokens
 from helpers import PLAIN, randomise, tiny_config
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from dcformer import DCFormerForCausalLM, to_head_system
@@ -69,6 +70,15 @@ def test_pruned_models_train():
 def test_other_systems_have_nothing_to_prune():
     with pytest.raises(ValueError, match="head_system is not 'head_pruning'"):
         prune_heads(heads_model("gate"))
+
+
+def test_projections_with_adapters_are_refused_before_anything_is_removed():
+    model = closed(heads_model("pruning", dtype=torch.float32), (0, 1), (1, 0))
+    get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
+    before = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match="merge adapters"):
+        prune_heads(model)
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
 
 
 @pytest.mark.parametrize("switches", [PLAIN, {}], ids=["plain", "composed"])

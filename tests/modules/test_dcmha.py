@@ -461,6 +461,8 @@ def test_weights_of_what_never_holds_them():
 def test_modules_that_cannot_be_taken_over():
     with pytest.raises(DCFormerError, match="got a Linear"):
         DCMHA.from_torch(nn.Linear(2, 2))
+    with pytest.raises(DCFormerError, match=r"num_kv_heads=1: .* keys and values of 4 heads"):
+        DCMHA.from_torch(nn.MultiheadAttention(E, 4), num_kv_heads=1)
     for name in ("add_bias_kv", "add_zero_attn"):
         with pytest.raises(DCFormerError, match=f"{name}=True, which DCMHA does not offer"):
             DCMHA.from_torch(nn.MultiheadAttention(E, H, **{name: True}))
@@ -470,3 +472,14 @@ def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.randn(2, E), torch.randn(3, E)])
     with pytest.raises(DCFormerError, match="enable_nested_tensor=False"):
         DCMHA(E, H, batch_first=True)(nested, nested, nested)
+
+
+@pytest.mark.parametrize("options", [{}, {"head_system": "output_gate"}], ids=["plain", "output gate"])
+def test_what_is_frozen_stays_so(options):
+    theirs = nn.MultiheadAttention(E, H)
+    theirs.out_proj.weight.requires_grad_(False)
+    ours = DCMHA.from_torch(theirs, **options)
+    assert not ours.out_proj.weight.requires_grad and ours.out_proj.bias.requires_grad
+    known = dict(theirs.named_parameters())
+    new = [parameter for name, parameter in ours.named_parameters() if name not in known]
+    assert new and all(parameter.requires_grad for parameter in new)

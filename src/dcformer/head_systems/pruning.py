@@ -57,13 +57,16 @@ def prune_heads(model: Any) -> int:
         the number of parameters removed.
 
     Raises:
-        ValueError: when the model has another system.
+        ValueError: when the model has another system, or projections that are no plain linear layers, such as adapters.
     """
     before = sum(p.numel() for p in model.parameters())
     attentions = _attentions(model)
     kept_heads = []
     for attention in attentions:
         system = attention.system
+        for linear in (system.q_proj, system.k_proj, system.v_proj, attention.o_proj):
+            if type(linear) is not nn.Linear:
+                raise ValueError(f"a projection is a {type(linear).__name__}: merge adapters before heads are removed.")
         gates = (system.log_alpha.sigmoid() * 1.2 - 0.1).clamp(0, 1)
         open_ = [place for place, gate in enumerate(gates.tolist()) if gate > 0] or [0]
         kept_heads.append([system.kept[place] for place in open_])

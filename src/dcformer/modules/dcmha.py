@@ -242,7 +242,8 @@ class DCMHA(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> "DCMHA":
-        """A `DCMHA` with the sizes, parameters (copied), device, dtype and mode of a `torch.nn.MultiheadAttention`.
+        """A `DCMHA` with the sizes, parameters (copied, frozen where they are), device, dtype and mode of a
+        `torch.nn.MultiheadAttention`.
 
         Args:
             module: the attention to copy.
@@ -250,13 +251,19 @@ class DCMHA(nn.Module):
                 options of a head system leave that possible: by default they are those of `to_head_system`.
 
         Raises:
-            DCFormerError: when `module` is something else, or has `add_bias_kv` or `add_zero_attn`.
+            DCFormerError: when `module` is something else, or has `add_bias_kv` or `add_zero_attn`; with fewer heads of
+                keys than it has.
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise DCFormerError(f"from_torch expects a torch.nn.MultiheadAttention, got a {type(module).__name__}.")
         for name, is_on in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
             if is_on:
                 raise DCFormerError(f"the module has {name}=True, which DCMHA does not offer: train one without it.")
+        if options.get("num_kv_heads") not in (None, module.num_heads):
+            raise DCFormerError(
+                f"num_kv_heads={options['num_kv_heads']}: the module has keys and values of {module.num_heads} heads, "
+                "which are copied as they are. Leave it out, or make a new DCMHA."
+            )
         own = {
             "dropout": module.dropout,
             "bias": module.in_proj_bias is not None,
@@ -276,6 +283,9 @@ class DCMHA(nn.Module):
         else:
             state = made.state_dict()
             made.load_state_dict(module.state_dict() | {name: state[name] for name in state if _is_new(name)})
+        is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(is_trained.get(name, parameter.requires_grad))
         return made.train(module.training)
 
     @torch.no_grad()
