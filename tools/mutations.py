@@ -481,8 +481,8 @@ _CONFIGURATION = (
         ),
         (
             "undecided fields not stored",
-            'fields["undecided_fields"] = list(undecided)',
-            "pass",
+            "return super().to_diff_dict() | open_fields",
+            "return super().to_diff_dict()",
             T_HUB + "test_folders_whose_configuration_is_written_anew",
         ),
     )
@@ -1491,7 +1491,7 @@ _KERNELS = (
         ),
         (
             "powers of two of down not undone in up",
-            "_half(x[i] * power(exponent)[:, None])",
+            "_half(x[i] * more[:, None])",
             "_half(x[i])",
             T_KERNEL + "[all, bfloat16]",
         ),
@@ -1500,6 +1500,30 @@ _KERNELS = (
             "_half(x[i] * power(-exponent)[:, None])",
             "_half(x[i] * 1.0)",
             T_ATTEND + "test_powers_of_two_that_down_and_up_share_change_nothing",
+        ),
+        (
+            "largest down of the first block alone",
+            "largest = tl.maximum(largest, tl.max(tl.abs(x[1]), 1))",
+            "largest = tl.maximum(largest, 0.0)",
+            T_ATTEND + "test_the_largest_down_may_be_of_any_head[34]",
+        ),
+        (
+            "large down in float16 as it is",
+            "tl.minimum(tl.maximum(exponent, -126.0), 126.0)",
+            "tl.minimum(tl.maximum(exponent, -126.0), 0.0)",
+            T_ATTEND + "test_powers_of_two_that_down_and_up_share_change_nothing",
+        ),
+        (
+            "composition weights cut off without a mark",
+            "worst = tl.maximum(worst, _largest(x, H1) * more)",
+            "worst = tl.maximum(worst, 0.0 * more)",
+            T_ATTEND + "test_composition_weights_beyond_float16_are_noticed_where_weights_are_small",
+        ),
+        (
+            "queries that see nothing leave marks",
+            "tl.max(tl.where(matters, worst, 0.0))",
+            "tl.max(worst)",
+            T_ATTEND + "test_large_composition_weights_of_queries_that_see_nothing_leave_no_mark",
         ),
         (
             "infinite up in float16",

@@ -313,8 +313,10 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         Raises:
             ValueError: when the configuration with its overrides is invalid.
         """
-        undecided = tuple(config_dict.get("undecided_fields", ()))
-        config_dict = {name: value for name, value in config_dict.items() if name != "undecided_fields"}
+        undecided: tuple[str, ...] = ()
+        if "undecided_fields" in config_dict:
+            undecided = tuple(config_dict["undecided_fields"])
+            config_dict = {name: value for name, value in config_dict.items() if name != "undecided_fields"}
         if is_hub_config(config_dict):  # whose own keys may override, too
             config_dict = config_dict | {name: kwargs.pop(name) for name in HUB_KEYS & kwargs.keys()}
             undecided = undecided_fields(config_dict | kwargs)
@@ -329,14 +331,18 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         return loaded
 
     def to_dict(self) -> dict[str, Any]:
-        """All native fields, and which of them a hub configuration has left open, if any."""
+        """All native fields."""
         register_peft_targets(self.model_type)  # PEFT calls this just before it reads its tables
         fields = super().to_dict()
-        if undecided := fields.pop("undecided_fields", ()):
-            fields["undecided_fields"] = list(undecided)
+        fields.pop("undecided_fields", None)
         for name in _LAYER_LISTS:
             fields.pop(f"_all_{name}", None)
         return fields
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What is stored: fields that differ from defaults, and names of those that a hub configuration leaves open."""
+        open_fields = {"undecided_fields": list(self.undecided_fields)} if self.undecided_fields else {}
+        return super().to_diff_dict() | open_fields
 
     def validate_architecture(self):
         """Checks that the fields fit together. Called by Transformers after construction and before saving.

@@ -168,7 +168,7 @@ def join_kernel(p_parts, p_lse, T, t_0, n_t, n_parts, n_bh, B_P: tl.constexpr, B
 
 @triton.jit
 def compose_kernel(
-    p_scores, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out, p_weights,
+    p_scores, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out, p_weights, p_mark,
     stride_ib, stride_s: tl.int64, G, T, t_0, n_t, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, SHIFT: tl.constexpr, KEEP: tl.constexpr,
@@ -177,8 +177,8 @@ def compose_kernel(
     """Composed weights, zeros where a query does not see a key that others of its tile see. p_out may be p_scores: a
     row is read before written. With KEEP also the weights, to p_weights.
 
-    Where scores and W are float16, weights are composed in float16: the key side's product takes them so, too. WIDE:
-    see `load_side`.
+    Where scores and W are float16, weights are composed in float16: the key side's product takes them so, too. p_mark:
+    see `load_half_side`; WIDE: see `load_side`.
     """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
@@ -189,10 +189,11 @@ def compose_kernel(
     HALF: tl.constexpr = p_scores.dtype.element_ty == tl.float16 and p_out.dtype.element_ty == tl.float16
     p_w1 += i_bg * M * (C * T) + t_0
     if HALF:
-        w1 = load_half_side(p_w1, T, o_t, m_t, F_POST, R, C, M, H0, H1)
+        w1 = load_half_side(p_w1, p_mark, T, o_t, m_t, first < last, F_POST, R, C, M, H0, H1)
     else:
         w1 = load_side(p_w1, T, o_t, m_t, F_POST, R, C, M, H0, H1)
-    w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1, WIDE if HALF else 2 * R + 1)
+    N_WIDE: tl.constexpr = WIDE if HALF and p_w0.dtype.element_ty.primitive_bitwidth == 16 else 2 * R + 1
+    w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1, N_WIDE)
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
     base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
     p_scores += base

@@ -236,7 +236,7 @@ def load_side(
     WIDE: tl.constexpr = 99,  # more than there are
 ):  # fmt: skip
     """Weights of the query side, [M, C, T] in memory, in float32: R down, R up and 1 + gate, each blocks [t, h]; a flat
-    tuple. Channels from number WIDE on keep their dtype, see `add_times`, and the gate is itself."""
+    tuple. Channels from number WIDE on keep their dtype, of 16 bits: see `add_times`; the gate is itself then."""
     out = ()
     for c in tl.static_range(side_channels(F, R)):
         channel = _load_channel(p_w, c, T, o_t, m_t, C, M, H0, H1)
@@ -244,8 +244,6 @@ def load_side(
             x = channel[i]
             if c < WIDE:
                 out = out + (1.0 + x if c == 2 * R else x,)
-            elif p_w.dtype.element_ty == tl.float32:
-                out = out + (x,)
             else:
                 out = out + (two_in_a_register(x.to(p_w.dtype.element_ty)),)
     return out
@@ -253,31 +251,44 @@ def load_side(
 
 @triton.jit
 def load_half_side(
-    p_w, T, o_t, m_t,
+    p_w, p_mark, T, o_t, m_t, matters,
     F: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
 ):  # fmt: skip
     """R down, R up and the gate in float16, as `composed_half` takes them. Down and up of a query and a rank are times
     two powers of two that undo each other, for which the largest of down is between 1 and 2: their product with weights
-    is not infinite, and what they share does not matter."""
+    is not infinite, and what they share does not matter. What is infinite in float16 is cut off; then p_mark becomes 1
+    if the query matters [t]."""
     NB: tl.constexpr = 1 + (H1 > 0)
     down, up, gate = (), (), ()
     if QUERY & F:
+        worst = tl.zeros([o_t.shape[0]], tl.float32)
         for r in tl.static_range(R):
             x = _load_channel(p_w, r, T, o_t, m_t, C, M, H0, H1)
-            largest = tl.max(tl.abs(x[0]), 1)
-            if H1 > 0:
-                largest = tl.maximum(largest, tl.max(tl.abs(x[1]), 1))
-            exponent = tl.minimum(tl.maximum(tl.floor(log2(largest)), -126.0), 126.0).to(tl.int32)
+            exponent = tl.floor(log2(_largest(x, H1)))
+            exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0).to(tl.int32)
             for i in tl.static_range(NB):
                 down = down + (_half(x[i] * power(-exponent)[:, None]),)
-            x = _load_channel(p_w, R + r, T, o_t, m_t, C, M, H0, H1)
+            x, more = _load_channel(p_w, R + r, T, o_t, m_t, C, M, H0, H1), power(exponent)
+            worst = tl.maximum(worst, _largest(x, H1) * more)
             for i in tl.static_range(NB):
-                up = up + (_half(x[i] * power(exponent)[:, None]),)
+                up = up + (_half(x[i] * more[:, None]),)
         if GATE & F:
             x = _load_channel(p_w, 2 * R, T, o_t, m_t, C, M, H0, H1)
+            worst = tl.maximum(worst, _largest(x, H1))
             for i in tl.static_range(NB):
                 gate = gate + (_half(x[i]),)
+        if tl.max(tl.where(matters, worst, 0.0)) > LARGEST_HALF:
+            tl.store(p_mark, 1)  # all that store, store the same
     return down + up + gate
+
+
+@triton.jit
+def _largest(x, H1: tl.constexpr):
+    """The largest size of a query's heads: [t]."""
+    largest = tl.max(tl.abs(x[0]), 1)
+    if H1 > 0:
+        largest = tl.maximum(largest, tl.max(tl.abs(x[1]), 1))
+    return largest
 
 
 @triton.jit
