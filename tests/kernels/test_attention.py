@@ -970,6 +970,16 @@ def test_composition_weights_beyond_float16_are_noticed_where_weights_are_small(
     assert ours <= 1.1 * eagers
 
 
+def test_parts_of_composed_weights_that_are_infinite_leave_no_nan(unmarked, monkeypatch):
+    """In float16, with opposite signs, before the mark is seen: a device adds up in an order of its own."""
+    monkeypatch.setattr(passes, "look", lambda device: False)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 32, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
+    signs = 1 - 2 * (torch.arange(32, device=DEVICE) % 2)
+    post = ComposeWeights(static=(3e4 * signs[None, :, None] * torch.ones(1, 32, 32, device=DEVICE)).bfloat16())
+    assert composed_attention(query, key, value, post=post).isfinite().all()
+
+
 @pytest.mark.parametrize("states, weights", [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16),
                                              (torch.bfloat16, torch.float16)], ids=str)  # fmt: skip
 def test_composition_weights_of_another_dtype(states, weights, unmarked):

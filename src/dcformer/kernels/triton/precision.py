@@ -108,7 +108,7 @@ def add_times(total, x, y):
             fma.rn.f32 $0, low, $3, $5;
             fma.rn.f32 $1, high, $4, $6;
             }""",
-            "=f,=f,r,f,f,f,f", [x, y, total], dtype=tl.float32, is_pure=True, pack=2,
+            "=&f,=f,r,f,f,f,f", [x, y, total], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
@@ -121,7 +121,7 @@ def add_times(total, x, y):
             fma.rn.f32 $0, low, $3, $5;
             fma.rn.f32 $1, high, $4, $6;
             }""",
-            "=f,=f,r,f,f,f,f", [x, y, total], dtype=tl.float32, is_pure=True, pack=2,
+            "=&f,=f,r,f,f,f,f", [x, y, total], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
 
 
