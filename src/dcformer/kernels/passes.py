@@ -124,9 +124,7 @@ class Passes(Launcher):
         """Fills W, which may be in the memory of S, and P, if it is given."""
         name = "compose" if weights is None else "weights"
         tensors = {"p_scores": scores, "p_m0": pre, "p_m1": post, "p_lse": lse, "p_out": composed}
-        is_half = self.map_dtype == self.weight_dtype == torch.float16
-        mark = mark_of(self.q.device, Beyond.GRADIENTS) if is_half else None
-        self._compose(name, chunk, **tensors, p_weights=weights, p_mark=mark)
+        self._compose(name, chunk, **tensors, p_weights=weights, p_mark=self._limit(Beyond.GRADIENTS)["p_mark"])
 
     def backward(
         self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None = None,
