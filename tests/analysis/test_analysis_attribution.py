@@ -48,6 +48,18 @@ def test_exact_on_a_model_linear_in_z(steps):
     assert torch.equal(attribute_heads(model, ids, 5, steps, baseline=begin), from_another)
 
 
+def test_inference_mode_around_it_changes_nothing():
+    model, ids = random_model(torch.float64), torch.randint(97, (2, 7))
+
+    def both(ids):
+        return attribute_heads(model, ids, 5, 8, tolerance=None), attribute_terms(model, ids, 5, 8, tolerance=None)
+
+    expected = both(ids)
+    with torch.inference_mode():
+        found = both(ids.clone())
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 @pytest.mark.slow
 def test_complete_on_the_bundled_checkpoint(bundled, prompt):
     model, tokenizer = bundled

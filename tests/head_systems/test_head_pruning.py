@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from dcformer import DCFormerForCausalLM, to_head_system
 from dcformer.head_systems import head_importance, prune_heads, system_costs
-from dcformer.head_systems.pruning import main
+from dcformer.head_systems.rank_heads import main
 
 
 def closed(model, *heads):

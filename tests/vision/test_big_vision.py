@@ -14,9 +14,9 @@ D, C = E // H, 4
 
 
 def make_checkpoint(
-    dynamic=True, learned=False, cls=False, representation=True, groups=GROUPS
+    dynamic=True, learned=False, cls=False, representation=True, groups=GROUPS, without=()
 ) -> dict[str, np.ndarray]:
-    """Random arrays under the names, and with the shapes, of `models/vit.py`."""
+    """Random arrays under the names, and with the shapes, of `models/vit.py`; of composition all but those `without`."""
     rng, m = np.random.default_rng(0), H // groups
     k = 2 * RANK * m
     shapes = {
@@ -52,6 +52,7 @@ def make_checkpoint(
                 attention + "pre_proj/w": (groups, m, m),
                 attention + "post_proj/w": (groups, m, m),
             }
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(tuple(without))}
     return {name: rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
@@ -84,13 +85,19 @@ def attend(x, p):
         np.einsum("bte,ehd->bhtd", x, p[f"{name}_dense/kernel"]) + p[f"{name}_dense/bias"][:, None]
         for name in ("query", "key", "value")
     )
-    dynamic = "dyn_w_proj/qkw" in p
-    if dynamic:
+    if "query_ln/scale" in p:
         query, key = layer_norm(query, p["query_ln/scale"]), layer_norm(key, p["key_ln/scale"])
+    if (composes := "pre_proj/w" in p):
+        batch, length, _ = x.shape
+        groups, m, _ = p["pre_proj/w"].shape
+        down = up = np.zeros((batch, length, groups, C, RANK, m))
+        gates = [np.zeros((batch, length, groups, m))] * C
+    if "dyn_w_proj/qkw" in p:
         hidden = gelu(np.einsum("bte,egck->btgck", x, p["dyn_w_proj/dw1/kernel"]))
         both = np.einsum("btgck,gckim->btgcim", hidden, p["dyn_w_proj/qkw"])
         down, up = both[..., :RANK, :], both[..., RANK:, :]  # [B, T, G, C, R, M]
         down = down / np.sqrt((down**2).mean(-1, keepdims=True) + 1e-6)
+    if "dyn_w_proj/dd/kernel" in p:
         gates = np.split(np.tanh(np.einsum("bte,egm->btgm", x, p["dyn_w_proj/dd/kernel"])), C, axis=-1)
 
     def composed(maps, stage, q, k):
@@ -98,11 +105,11 @@ def attend(x, p):
         return compose(maps, p[f"{stage}_proj/w"], *parts)
 
     scores = np.einsum("bhtd,bhsd->bhts", query, key) / math.sqrt(D)
-    if dynamic:
+    if composes:
         scores = composed(scores, "pre", 0, 1)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    if dynamic:
+    if composes:
         weights = composed(weights, "post", 2, 3)
     output = np.einsum("bhts,bhsd->bthd", weights, value)
     return output.reshape(*x.shape) @ p["o_dense/kernel"] + p["o_dense/bias"]
@@ -148,6 +155,9 @@ def forward(arrays, images):
     [
         {},
         {"groups": 2},
+        {"groups": 2, "without": ("dyn_w_proj/dw1/kernel", "dyn_w_proj/qkw")},
+        {"groups": 2, "without": ("dyn_w_proj/dw1/kernel", "dyn_w_proj/qkw", "dyn_w_proj/dd/kernel")},
+        {"groups": 2, "without": ("dyn_w_proj/dd/kernel",)},
         {"dynamic": False},
         {"learned": True, "cls": True, "representation": False},
         {"cls": True},

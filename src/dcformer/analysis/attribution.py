@@ -99,6 +99,16 @@ def _gap(explained: float, change: float, tolerance: float | None, steps: int) -
     return gap
 
 
+def _arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """`as_arguments`, copied where they were made in inference mode: what has a gradient may not be made from such."""
+    arguments = as_arguments(model, inputs)
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
+        for name, value in arguments.items()
+    }
+
+
+@torch.inference_mode(False)  # which has no gradients
 def attribute_heads(
     model: nn.Module,
     inputs: Any,
@@ -136,9 +146,9 @@ def attribute_heads(
     """
     found = layers_of(model)
     require_eager(model)
-    arguments = as_arguments(model, inputs)
+    arguments = _arguments(model, inputs)
     numbers = chosen(layers, len(found), "layer")
-    run = trace(model, inputs, layers=numbers)
+    run = trace(model, arguments, layers=numbers)
     ends = [run.layers[number].z for number in numbers]  # [B, T, H, D] each
     if isinstance(baseline, str):
         if baseline != "zero":
@@ -173,6 +183,7 @@ def _constant(leaf: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda z: leaf
 
 
+@torch.inference_mode(False)
 def attribute_terms(
     model: nn.Module,
     inputs: Any,
@@ -202,7 +213,7 @@ def attribute_terms(
     """
     found, terms = layers_of(model), list(terms)
     require_eager(model)
-    arguments = as_arguments(model, inputs)
+    arguments = _arguments(model, inputs)
     if unknown := [term for term in terms if term not in TERMS]:
         raise DCFormerError(f"term {unknown[0]!r} is unknown: expected some of {TERMS}.")
     numbers = chosen(layers, len(found), "layer")

@@ -288,6 +288,11 @@ def trace(
     seen: dict[int, dict[str, Any]] = {number: {} for number in wanted}
     with torch.no_grad(), _recorded(found, rows, seen):
         outputs = model(**arguments, compose_trace=ComposeTrace(rows))
+    if skipped := [number for number in wanted if number not in rows.maps]:
+        raise DCFormerError(
+            f"layer {skipped[0]} was not run: the model has {len(found)} layers, and its configuration says "
+            f"num_hidden_layers={found[0].attention.config.num_hidden_layers}. Name layers that are run."
+        )
     analyses = {}
     for number in wanted:
         record, maps = seen[number], rows.maps[number]

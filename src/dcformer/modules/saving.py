@@ -43,8 +43,8 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
         the model, converted.
 
     Raises:
-        DCFormerError: when the folder's model is not a converted one, or of another class, or tensors of its
-            composition are missing.
+        DCFormerError: when `auto_class` is no class of models, the folder's model not a converted one, or of another
+            class, or tensors of its composition are missing.
     """
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
     own = {name: kwargs.pop(name) for name in _NOT_OF_CONFIG if name in kwargs}
@@ -66,6 +66,11 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
                 f"{folder} is of a {config.model_type} model ({type(config).__name__}), but {model_class.__name__} "
                 f"takes a {takes.__name__}: give the class of the model that was saved, or an Auto class."
             )
+    elif not hasattr(auto_class, "from_config"):
+        raise DCFormerError(
+            f"auto_class={auto_class!r} is no class of models: expected an Auto class, such as "
+            "transformers.AutoModelForCausalLM, or the class of the model that was saved."
+        )
     else:
         with torch.device("meta"):
             model_class = type(auto_class.from_config(config))

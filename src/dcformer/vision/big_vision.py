@@ -128,9 +128,14 @@ def _infer_config(arrays: dict[str, np.ndarray], image_size: int | tuple[int, in
         "qk_norm": "layernorm" if first + "query_ln/scale" in arrays else None,
         "compose_gate_init": 0.005,
     }
+    # each array of composition has an axis of groups
+    axes = {"dyn_w_proj/qkw": (5, 0), "dyn_w_proj/dd/kernel": (3, 1), "pre_proj/w": (3, 0), "post_proj/w": (3, 0)}
+    for name, (ndim, axis) in axes.items():
+        if first + name in arrays:
+            fields["compose_groups"] = shape(first + name, ndim)[axis]
+            break
     if has_low_rank:
-        groups, _, _, rows, _ = shape(first + "dyn_w_proj/qkw", 5)
-        fields |= {"compose_groups": groups, "compose_rank": rows // 2}
+        fields["compose_rank"] = shape(first + "dyn_w_proj/qkw", 5)[3] // 2
     if is_dynamic:
         fields |= {"compose_projection": has_low_rank, "compose_gate": has_gate}
     if "pos_embedding" in arrays:
@@ -176,6 +181,7 @@ def convert_big_vision(
 
     Raises:
         ConversionError: on a file that cannot be read; arrays that are missing, left over, or of another shape.
+        ValueError: on an `image_size` that patches do not divide.
     """
     arrays = _parameters(npz)
     config = _infer_config(arrays, image_size)
