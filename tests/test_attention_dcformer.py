@@ -645,8 +645,8 @@ def test_composed_weights_are_rounded_before_the_values(attention, length):
     signs = torch.tensor([1.0, -1.0]).repeat(length // 2)[:, None].expand_as(problem.tensors["value"])
     problem.tensors["value"] = signs.to(torch.bfloat16)
     maps = attend(
-        problem.tensors["query"], problem.tensors["key"], problem.tensors["value"],
-        causal_rows(length, length, None, "cpu")[:, None], None, problem.head_dim**-0.5,
+        problem.tensors["query"], problem.tensors["key"], causal_rows(length, length, None, "cpu")[:, None], None,
+        problem.head_dim**-0.5,
         problem.weights("pre"), problem.weights("post"),
     )  # fmt: skip
     found = problem.call(attention)[0].float()

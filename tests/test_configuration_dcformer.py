@@ -137,7 +137,7 @@ BAD_FIELDS = [
     ),
     ({"compose_rank": 0}, "compose_rank=0"),
     ({"compose_groups": 0}, "compose_groups=0"),
-    ({"compose_ranks": 4}, "compose_ranks is no field of composition: expected one of compose_rank, compose_groups"),
+    ({"compose_ranks": 4}, "unknown fields of composition: compose_ranks. Expected some of compose_rank, compose_gr"),
     ({"compose_groups": 3}, "compose_groups=3 does not divide num_attention_heads=16"),
     ({"compose_act": "relu"}, "compose_act='relu'"),
     ({"compose_pre": False, "compose_post": False}, "compose_query and compose_key on"),

@@ -8,7 +8,7 @@ import torch
 from helpers import REPOSITORY, randomise, tiny_config
 from transformers import AutoModelForCausalLM
 
-from dcformer import DCFormerForCausalLM, compose_dcformer, modeling_dcformer
+from dcformer import ComposeTrace, DCFormerForCausalLM, compose_dcformer, modeling_dcformer
 
 
 def example(title):
@@ -82,5 +82,11 @@ def test_a_backend_is_a_function_and_a_mask(monkeypatch):
     torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected, atol=1e-4, rtol=1e-4)
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    model(ids, compose_trace=(trace := ComposeTrace()))
+    assert len(trace.layers) == model.config.num_hidden_layers  # what the definition takes reaches it
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    torch.manual_seed(0)
+    assert not torch.allclose(model.train()(ids).logits, model.eval()(ids).logits)
     with pytest.raises(ValueError, match="cannot run this model: head dims are at most 128"):
         DCFormerForCausalLM._from_config(tiny_config(head_dim=256), attn_implementation="my_kernels")

@@ -548,9 +548,21 @@ def test_ill_fitting_mask():
 def test_masks_by_kind_of_layer_are_of_each_kind():
     model = DCFormerForCausalLM(tiny_config(layer_pattern="LG"))
     mask = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
-    assert model(_tokens(), attention_mask={"full_attention": mask, "sliding_attention": None}).logits.isfinite().all()
     with pytest.raises(ValueError, match=r"masks for \['full_attention'\], and none for .* 'sliding_attention' layers"):
         model(_tokens(), attention_mask={"full_attention": mask})
+
+
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+def test_layers_without_a_mask_are_causal_and_keep_their_windows(implementation):
+    model = randomise(DCFormerForCausalLM(tiny_config(layer_pattern="LG", sliding_window=5))).eval()
+    model.set_attn_implementation(implementation)
+    ids, none = _tokens(), {"full_attention": None, "sliding_attention": None}
+    expected = model(ids).logits
+    torch.testing.assert_close(model(ids, attention_mask=none).logits, expected, rtol=0, atol=1e-6)
+    for cache in (DynamicCache(), DynamicCache(config=model.config)):
+        steps = [model(ids[:, :11], past_key_values=cache, attention_mask=none).logits]
+        steps += [model(ids[:, i : i + 1], past_key_values=cache, attention_mask=none).logits for i in range(11, 20)]
+        torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=0, atol=1e-5)
 
 
 # --- what reaches a model around its checks ---------------------------------------------------------------------------

@@ -1828,8 +1828,8 @@ _MODELING = _in(
     ),
     (
         "frequencies over the whole head",
-        "torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim",
-        "torch.arange(0, rotary_dim, 2, dtype=torch.float32) / config.head_dim",
+        "torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim",
+        "torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.head_dim",
         PAX + "[DCPythia without static]",
     ),
     (
@@ -2432,9 +2432,15 @@ _LAYERS = _in(
     ),
     (
         "the window of the layer's own configuration",
-        'kwargs["sliding_window"] = sliding_window',
-        'kwargs["sliding_window"] = self.config.sliding_window',
+        "            sliding_window=sliding_window,\n            **kwargs,\n        )\n\n    def _output",
+        "            sliding_window=self.config.sliding_window,\n            **kwargs,\n        )\n\n    def _output",
         T_SURGERY + "test_functions_of_the_library_get_the_window_of_the_place",
+    ),
+    (
+        "windows of layers without a mask",
+        "            sliding_window=sliding_window,\n            **kwargs,\n        )\n\n    def _output",
+        "            **kwargs,\n        )\n\n    def _output",
+        T_MODEL + "test_layers_without_a_mask_are_causal_and_keep_their_windows",
     ),
     (
         "the implementation of the layer's own configuration",
@@ -2886,8 +2892,8 @@ _VISION = [
         ),
         (
             "rank of the rows",
-            '"compose_rank": rows // 2}',
-            '"compose_rank": rows}',
+            "[3] // 2",
+            "[3]",
             T_BIG_VISION + "test_configuration_comes_from_the_shapes",
         ),
         (

@@ -63,7 +63,7 @@ def no_transform(implementation: str, what: str) -> NotImplementedError:
 
 
 def active_transform(*tensors: torch.Tensor | None) -> str | None:
-    """Name of the transform under which tensors are, which only PyTorch's own operators support; None for none."""
+    """Name of an active transform that custom operators do not support (`torch.func`, forward mode), or None."""
     if torch._C._are_functorch_transforms_active():
         return "transforms of torch.func (grad, vmap, jvp, ...)"
     if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level < 0:
@@ -84,7 +84,7 @@ def refuse_transforms(implementation: str, *tensors: torch.Tensor | None) -> Non
 
 
 def refuse_batched(implementation: str, grad_output: torch.Tensor) -> None:
-    """The same for a backward pass of many gradients at once, which is no transform to ask for before.
+    """Refuses batched gradients (`is_grads_batched`), which only the backward pass can detect.
 
     Raises:
         NotImplementedError: as `refuse_transforms`.
@@ -135,7 +135,7 @@ def check_trace(trace: Any, layers: Iterable[nn.Module], training: bool) -> None
     ):
         raise ValueError(
             "compose_trace with gradient checkpointing would hold every layer twice, as the backward pass runs layers "
-            "again: call model.eval() or model.gradient_checkpointing_disable(), or trace under torch.no_grad()."
+            "again: call model.eval(), switch gradient checkpointing off, or trace under torch.no_grad()."
         )
 
 
@@ -193,7 +193,6 @@ def check_shapes(
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
     visible: torch.Tensor | None,
     bias: torch.Tensor | None,
     scaling: float,
@@ -206,7 +205,7 @@ def attend(
 
     Args:
         query: [B, H, T, D].
-        key, value: [B, Hkv, S, D].
+        key: [B, Hkv, S, D].
         visible: which keys a query sees, bool [B or 1, 1 or H, T, S]; None: all.
         bias: what is added to composed scores, likewise; None: nothing.
         scaling: factor of the scores.
@@ -222,6 +221,19 @@ def attend(
     composed_scores = mix(scores, pre)
     weights = _masked_softmax(composed_scores, visible, bias)
     return LayerTrace(scores, composed_scores, weights, mix(weights, post))
+
+
+def sum_values(
+    weights: torch.Tensor,
+    value: torch.Tensor,
+    value_heads: HeadMap | None = None,
+    value_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sums of values, weighted: [B, H, T, S], [B, Hkv, S, Dv] -> [B, T, H, Dv]. Arguments as for `eager_attention`."""
+    output = matmul_shared(weights, value, value_heads)  # [B, H, T, Dv]
+    if value_bias is not None:
+        output = output + weights.sum(-1, keepdim=True) * value_bias[:, None].to(output.dtype)
+    return output.transpose(1, 2).contiguous()
 
 
 def eager_attention(
@@ -275,15 +287,12 @@ def eager_attention(
         visible, bias = visible_and_bias(attention_mask)
     elif is_causal:
         visible = causal_rows(query.shape[2], key.shape[2], sliding_window, query.device)[:, None]
-    maps = attend(query, key, value, visible, bias, scaling, pre, post, key_heads=key_heads)
+    maps = attend(query, key, visible, bias, scaling, pre, post, key_heads=key_heads)
     if compose_trace is not None:
         compose_trace.layers.append(maps)
     weights = maps.composed_weights.to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
-    output = matmul_shared(weights, value, value_heads)  # [B, H, T, D]
-    if value_bias is not None:
-        output = output + weights.sum(-1, keepdim=True) * value_bias[:, None].to(output.dtype)
-    return output.transpose(1, 2).contiguous(), weights
+    return sum_values(weights, value, value_heads, value_bias), weights
 
 
 def attend_composed(
@@ -328,4 +337,5 @@ __all__ = [
     "eager_attention",
     "no_trace",
     "refuse_without_composition",
+    "sum_values",
 ]

@@ -27,8 +27,8 @@ from .configuration_dcformer import DCFormerConfig
 from .heads_dcformer import MAP_FIELDS
 from .masks_dcformer import is_captured
 
-LEAST_ROOM = 32  # tokens that a growing layer can take up before it moves, at least
-ROOM = 16  # of a longer one, a part in so many
+# How many more tokens a growing layer that moves gets memory for: 1/16 of its length, and 32 at least.
+ROOM, LEAST_ROOM = 16, 32
 
 _NAMES = ("keys", "values")  # of a layer
 _REFUSED = "past_key_values does not belong to this model"

@@ -29,6 +29,7 @@ from .attention_dcformer import (
     no_transform,
     refuse_batched,
     refuse_transforms,
+    sum_values,
 )
 from .compose_dcformer import (
     CHUNKED,
@@ -38,7 +39,7 @@ from .compose_dcformer import (
     accumulation_dtype,
     without_autocast,
 )
-from .heads_dcformer import HeadMap, add_value_bias, matmul_shared, with_ones
+from .heads_dcformer import HeadMap, add_value_bias, with_ones
 from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
 from .plain_dcformer import attend_plain, can_attend_plain
 
@@ -144,12 +145,8 @@ def _attend_few(
 ) -> torch.Tensor:
     """A few queries against many keys: the definition, one map of [B, H, few, S]. Returns [B, T, H, D]."""
     visible, bias = (None, None) if mask is None else visible_and_bias(mask)
-    maps = attend(query, key, value, visible, bias, scaling, pre, post, mix=_compose_few, key_heads=key_heads)
-    weights = maps.composed_weights.to(query.dtype)
-    output = matmul_shared(weights, value, value_heads)  # [B, H, T, D]
-    if value_bias is not None:
-        output = output + weights.sum(-1, keepdim=True) * value_bias[:, None].to(output.dtype)
-    return output.transpose(1, 2).contiguous()
+    maps = attend(query, key, visible, bias, scaling, pre, post, mix=_compose_few, key_heads=key_heads)
+    return sum_values(maps.composed_weights.to(query.dtype), value, value_heads, value_bias)
 
 
 def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:

@@ -63,10 +63,14 @@ class ComposeFields:
     compose_act: str
 
     def check_names(self, others: Iterable[str]) -> None:
-        """Raises a `ValueError` when other names than those of fields begin as the fields of composition do."""
+        """Refuses unknown names that begin with `compose_`: probably misspelt fields.
+
+        Raises:
+            ValueError: naming them, and the fields.
+        """
         if unknown := sorted(name for name in others if name.startswith("compose_")):
             known = ", ".join(name for name in vars(self) if name.startswith("compose_"))
-            raise ValueError(f"{', '.join(unknown)} is no field of composition: expected one of {known}.")
+            raise ValueError(f"unknown fields of composition: {', '.join(unknown)}. Expected some of {known}.")
 
     @property
     def compose_generators(self) -> tuple[tuple[str, str], ...]:
@@ -287,8 +291,8 @@ class FusedGenerators:
             cache does before the cache: queries [B, H, N, D], keys and values [B, Hkv, N, D + channels], and weights as
             from `generate_packed`; or None where it cannot.
         step: (attention module, hidden states, its fused product, (cos, sin), what asks the cache for its `Room`,
-            attention mask, perhaps whether it is causal) -> all that the layer does before the projection of its
-            output, [B, N, H, D], and the room, its rows filled; or None where it cannot.
+            attention mask, window, whether it is causal or None) -> all that the layer does before the projection of
+            its output, [B, N, H, D], and the room, its rows filled; or None where it cannot.
     """
 
     can_replace: Callable[["DCFormerCompose", torch.Tensor], bool]
@@ -309,7 +313,7 @@ DEFAULT_ATTENTION = "dcformer_default"
 
 @dataclass
 class FusedAttention:
-    """What a room of attention kernels registers; models import no kernels.
+    """What a package of attention kernels registers. Models never import kernels.
 
     Attributes:
         unsupported_reason: (`DCFormerConfig`) -> why no model of it can use them, naming what to use instead; or None.
@@ -418,7 +422,7 @@ class DCFormerCompose(nn.Module):
         super().__init__()
         # Not registered, as attention holds them: of two names `torch.func.functional_call` restores the wrong buffer.
         self._head_maps = {"pre": key_heads, "post": value_heads}
-        heads, self.rank = settings.num_attention_heads, settings.compose_rank
+        heads = settings.num_attention_heads
         self.generators = settings.compose_generators
         names = {name for generator in self.generators for name in generator}
         self.parts = tuple(name in names for name in ("pre", "post", "query", "key"))  # that have generators
@@ -426,8 +430,9 @@ class DCFormerCompose(nn.Module):
         self.key_value_repeats = {stage: heads // settings.cached_heads(stage, layer_idx) for stage in ("pre", "post")}
         self.channels = {stage: settings.compose_cache_channels(stage, layer_idx) for stage in ("pre", "post")}
         rows = settings.compose_groups * len(self.generators)  # G·C
-        hidden = 2 * self.rank * self.heads_per_group  # K
         has_low_rank = bool(rows) and settings.compose_projection
+        self.rank = settings.compose_rank if has_low_rank else 0
+        hidden = 2 * self.rank * self.heads_per_group  # K
         has_gate = bool(rows) and settings.compose_gate
         self.dw1_proj = nn.Linear(settings.hidden_size, rows * hidden, bias=False) if has_low_rank else None
         self.qkw = nn.Parameter(torch.empty(rows * hidden, hidden)) if has_low_rank else None
@@ -593,8 +598,7 @@ class DCFormerCompose(nn.Module):
         if (stage, "key") not in self.generators:
             return packed, None
         repeats = self.key_value_repeats[stage] if heads is None else heads // packed.shape[1]
-        low_rank = self.rank if self.dw1_proj is not None else 0
-        width = 2 * low_rank + (self.gate_proj is not None)
+        width = 2 * self.rank + (self.gate_proj is not None)
         weights = key_weights_behind(packed, head_dim, repeats, width)  # [B, Hkv, rep, 2R + 1, S]
         if (head_map := self._head_maps[stage]) is not None:
             weights = head_map.by_query_head(weights)  # [B, H, 2R + 1, S]

@@ -241,12 +241,12 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     @property
     def num_key_heads(self) -> list[int]:
         """Key heads of each layer, [L]."""
-        return [max(self.head_map("key_head_map", layer)) + 1 for layer in range(self.num_hidden_layers)]
+        return [self.cached_heads("pre", layer) for layer in range(self.num_hidden_layers)]
 
     @property
     def num_value_heads(self) -> list[int]:
         """Value heads of each layer, [L]."""
-        return [max(self.head_map("value_head_map", layer)) + 1 for layer in range(self.num_hidden_layers)]
+        return [self.cached_heads("post", layer) for layer in range(self.num_hidden_layers)]
 
     @property
     def kv_saving(self) -> float:
@@ -389,8 +389,11 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
         pad, vocabulary = self.pad_token_id, self.vocab_size
-        if pad is not None and not -vocabulary <= pad < vocabulary:
-            raise ValueError(f"pad_token_id={pad} is not in the vocabulary: expected 0 to {vocabulary - 1}.")
+        if pad is not None and not 0 <= pad < vocabulary:
+            raise ValueError(
+                f"pad_token_id={pad} is not in the vocabulary: expected 0 to {vocabulary - 1}, or None where there is "
+                "no token for padding."
+            )
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r} is unknown: expected one of {', '.join(sorted(ACT2FN))}.")
         self._validate_rope()

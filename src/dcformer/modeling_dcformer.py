@@ -157,8 +157,7 @@ class DCFormerRotaryEmbedding(nn.Module):
     @staticmethod
     def compute_default_rope_parameters(config: DCFormerConfig, **kwargs: Any) -> tuple[torch.Tensor, float]:
         """Inverse frequencies [rotary_dim / 2] in float32, and the scaling of the default RoPE (1)."""
-        rotary_dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
         return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0  # rounded as in the library's models
 
     @torch.no_grad()
@@ -252,6 +251,11 @@ class DCFormerAttention(FusableAttention):
         self.compose = DCFormerCompose(config, layer_idx, self.key_heads, self.value_heads)
 
     @property
+    def is_causal(self) -> bool:
+        """Whether a query sees no later key where no mask says what it sees."""
+        return getattr(self.config, "is_causal", True)
+
+    @property
     def cache_widths(self) -> tuple[int, int]:
         """Channels of a cached key and of a cached value, without composition weights."""
         return self.config.cached_head_dim("pre"), self.config.cached_head_dim("post")
@@ -278,8 +282,8 @@ class DCFormerAttention(FusableAttention):
                 layers of this kind; None for causal attention to all keys.
             past_key_values: cache of keys and values, which is updated.
             layer_idx: the layer's place in the cache; `self.layer_idx` when not given.
-            sliding_window: keys that a query sees, its own included, for functions of Transformers that do not learn it
-                from the mask; None for all.
+            sliding_window: keys that a query sees, its own included, for functions that do not learn it from the mask;
+                None for all.
             attn_implementation: for which the mask was made; the configuration's when not given.
         """
         implementation = attn_implementation or self.config._attn_implementation
@@ -297,7 +301,8 @@ class DCFormerAttention(FusableAttention):
             kernels = FUSED_GENERATORS.get(implementation)
         if kernels is not None and kwargs.get("compose_trace") is None:
             lend, is_causal = partial(lend_room, past_key_values, layer_idx), kwargs.get("is_causal")
-            output = self._step(kernels, hidden_states, product, position_embeddings, lend, attention_mask, is_causal)
+            options = (attention_mask, sliding_window, is_causal)
+            output = self._step(kernels, hidden_states, product, position_embeddings, lend, *options)
             if output is not None:
                 return output, None
 
@@ -378,6 +383,7 @@ class DCFormerAttention(FusableAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         lend: Callable,
         attention_mask: Any,
+        sliding_window: int | None,
         is_causal: bool | None,
     ) -> torch.Tensor | None:
         """All of a decoding step behind the fused product, [B, T, E], in one operator that writes into the cache.
@@ -385,11 +391,13 @@ class DCFormerAttention(FusableAttention):
         Args:
             kernels: of `FUSED_GENERATORS`.
             lend: what gives the cache's memory for new rows, see `cache_dcformer.lend_room`.
+            attention_mask, sliding_window, is_causal: as for `eager_attention`.
 
         Returns:
             None, with nothing done, where the layer or its cache is not made for it.
         """
-        made = kernels.step(self, hidden_states, product, position_embeddings, lend, attention_mask, is_causal)
+        options = (attention_mask, sliding_window, is_causal)
+        made = kernels.step(self, hidden_states, product, position_embeddings, lend, *options)
         if made is None:
             return None
         output, room = made
@@ -444,8 +452,6 @@ class DCFormerAttention(FusableAttention):
             refuse_without_composition(implementation, kwargs.get("pre"), kwargs.get("post"))
             if kwargs.get("compose_trace") is not None:
                 raise ValueError(no_trace(implementation))
-            kwargs.setdefault("is_causal", getattr(self.config, "is_causal", True))
-            kwargs["sliding_window"] = sliding_window
         if self.key_heads is not None and self.value_heads is not None:
             if implementation in ("eager", CHUNKED):  # which read each head once
                 kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
@@ -463,6 +469,7 @@ class DCFormerAttention(FusableAttention):
             attention_mask,
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
+            sliding_window=sliding_window,
             **kwargs,
         )
 
@@ -670,9 +677,11 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
                 "that runs where the model is."
             )
         if requested_attention != "eager" and requested_attention not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+            is_known = requested_attention in FUSED_ATTENTION  # not in a folder with its own code
+            missing = "Triton is not installed" if is_known else "its kernels are not loaded"
             raise ValueError(
-                f"attn_implementation={requested_attention!r} is not available here: Triton is not installed. "
-                'pip install "dcformer[kernels]", use one of the others, or leave it unset.'
+                f"attn_implementation={requested_attention!r} is not available here: {missing}. "
+                'pip install "dcformer[kernels]" and import dcformer, use one of the others, or leave it unset.'
             )
         fused = FUSED_ATTENTION.get(requested_attention)
         if fused is not None and (reason := fused.unsupported_reason(self.config)) is not None:
@@ -800,8 +809,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 raise ValueError(
                     "past_key_values cannot be used in training with gradient checkpointing: layers that are computed "
-                    "again in the backward pass would write to the cache twice. Pass no cache, call "
-                    "model.gradient_checkpointing_disable(), or compute under torch.no_grad()."
+                    "again in the backward pass would write to the cache twice. Pass no cache, switch gradient "
+                    "checkpointing off, or compute under torch.no_grad()."
                 )
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -979,7 +988,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, *args: Any) -> None:
+    def _validate_generation_mode(
+        self, generation_mode: Any, generation_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """As the library's, and refuses `output_attentions=True` where there are no maps to return.
 
         Raises:
@@ -987,7 +998,8 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
                 forward pass, and so no cache, can be made from.
         """
         self.model.running_layers()
-        super()._validate_generation_mode(generation_mode, generation_config, *args)  # type: ignore[misc]  # as below
+        given = (generation_mode, generation_config, *args)
+        super()._validate_generation_mode(*given, **kwargs)  # type: ignore[misc]  # as below
         if generation_config.output_attentions and (missing := self._why_no_maps()):
             raise ValueError(missing)
 
@@ -1054,7 +1066,8 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
 
 
 class HeadOfDecoder:
-    """A head of Transformers', which asks `AutoModel` for its decoder: as remote code nobody has told that of ours."""
+    """Mixin for Transformers' generic heads. They find their decoder through `AutoModel`, which in remote code does not
+    know our configurations yet: the first head that is made registers them."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         if type(config) not in MODEL_MAPPING:
@@ -1117,7 +1130,7 @@ class DCPythiaForQuestionAnswering(DCFormerForQuestionAnswering):
 
 
 class _PlainAttention:
-    # Of the classes, which Transformers' model tests ask; a model has its own, by its configuration.
+    # Defaults of the classes, read by Transformers' model tests. Each model sets its own, by its configuration.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
 
 

@@ -68,7 +68,7 @@ def _settings_of(composition: DCFormerCompose, owners: list[nn.Module]) -> Simpl
         if width is None:
             found.setdefault("initializer_range", 0.02)
     sizes = {"hidden_size": width or 1, "num_attention_heads": heads, "compose_groups": heads // m}
-    return SimpleNamespace(**sizes, compose_rank=composition.rank, **found)
+    return SimpleNamespace(**sizes, compose_rank=max(1, composition.rank), **found)
 
 
 def _parameters_of(part: DCFormerCompose) -> Iterator[tuple[str, nn.Parameter]]:

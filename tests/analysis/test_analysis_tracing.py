@@ -272,6 +272,6 @@ def test_every_model_of_the_package(bundled):
 def test_layers_that_the_configuration_leaves_out():
     model, ids = random_model(), torch.randint(97, (1, 5))
     model.config.num_hidden_layers = 1
-    with pytest.raises(DCFormerError, match="layer 1 was not run: the model has 2 layers, and .*num_hidden_layers=1"):
+    with pytest.raises(DCFormerError, match=r"layer 1 was not run: the model has 2 layers, and .*num_hidden_layers=1"):
         trace(model, ids)
     assert list(trace(model, ids, layers=[0]).layers) == [0]

@@ -31,7 +31,7 @@ from dcformer.kernels.overflow import Beyond
 from dcformer.kernels.passes import Passes
 from dcformer.kernels.problem import Visibility
 from dcformer.kernels.triton.compose import join_kernel
-from dcformer.kernels.triton.heads import KEPT
+from dcformer.kernels.triton.heads import WEIGHT_SHIFT
 from dcformer.kernels.tuning import KERNELS, Tile, candidates, choose
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -374,7 +374,7 @@ def test_weights_are_kept_as_exactly_as_maps_are(unmarked, monkeypatch):
     monkeypatch.setattr(Passes, "_compose", spy)
     run(Case(heads=2, sides=("query",), dtype=torch.bfloat16), torch.bfloat16, fused(Case(sides=("query",))))
     (weights,) = kept
-    weights = weights / 2**KEPT.value
+    weights = weights / 2**WEIGHT_SHIFT.value
     weights = weights[(weights > 1e-3) & (weights < 0.999)]
     assert (weights == weights.bfloat16().float()).float().mean() < 0.3 and weights.numel() > 100
 

@@ -183,6 +183,21 @@ def test_fused_token_by_token_with_left_padding(kind, fused):
     assert_as_exact(*results)
 
 
+@pytest.mark.parametrize("is_fused", [False, True], ids=["", "fused"])
+@torch.no_grad()
+def test_layers_without_a_mask_keep_their_windows(is_fused, fused):
+    """Also where a cache keeps all of a window's keys."""
+    model, ids = fused("mha") if is_fused else model_named("mha"), tokens()
+
+    def without_masks(model):
+        cache, none = DynamicCache(), dict.fromkeys(model.config.layer_types)
+        return torch.cat([model(part, none, past_key_values=cache).logits for part in ids.split([17, 1, 2], 1)], 1)
+
+    truth, low, found = compared(model, without_masks)
+    assert_as_exact(truth, low, found)
+    torch.testing.assert_close(truth[""], with_implementation(copy.deepcopy(model).double(), "eager")(ids).logits)
+
+
 @torch.no_grad()
 def test_fused_decoding_is_one_operator_of_a_layer(fused):
     """Rows go to their place in a growing cache, those of windows too."""

@@ -135,7 +135,7 @@ def test_without_causality():
     rope, product = embedding(x, torch.arange(3, device=DEVICE)[None]), attention.fused(x)
     room = room_of(attention, 2, 5, x.dtype, False)
     expected, _ = in_pieces(attention, x, product, rope, room, 5, is_causal=False)
-    found, _ = step.decode_step(attention, x, product, rope, lambda *_: room, None, False)
+    found, _ = step.decode_step(attention, x, product, rope, lambda *_: room, None, None, False)
     assert torch.equal(found, expected)
 
 

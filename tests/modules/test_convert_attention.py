@@ -628,7 +628,7 @@ def test_folders_that_cannot_be_loaded(tmp_path):
         DCFormerError, match=r"is of a bert model \(BertConfig\), but ViTModel takes a ViTConfig: give the"
     ):
         from_pretrained_converted(tmp_path / "model", t.ViTModel)
-    with pytest.raises(DCFormerError, match="auto_class='AutoModelForMaskedLM' is no class of models: expected an Auto"):
+    with pytest.raises(DCFormerError, match="'AutoModelForMaskedLM' is no class of models: expected an Auto"):
         from_pretrained_converted(tmp_path / "model", "AutoModelForMaskedLM")
     file = tmp_path / "model" / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("qkw")}

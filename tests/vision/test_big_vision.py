@@ -16,7 +16,7 @@ D, C = E // H, 4
 def make_checkpoint(
     dynamic=True, learned=False, cls=False, representation=True, groups=GROUPS, without=()
 ) -> dict[str, np.ndarray]:
-    """Random arrays under the names, and with the shapes, of `models/vit.py`; of composition all but those `without`."""
+    """Random arrays under the names, and with the shapes, of `models/vit.py`; but for those `without`."""
     rng, m = np.random.default_rng(0), H // groups
     k = 2 * RANK * m
     shapes = {
@@ -87,7 +87,7 @@ def attend(x, p):
     )
     if "query_ln/scale" in p:
         query, key = layer_norm(query, p["query_ln/scale"]), layer_norm(key, p["key_ln/scale"])
-    if (composes := "pre_proj/w" in p):
+    if composes := "pre_proj/w" in p:
         batch, length, _ = x.shape
         groups, m, _ = p["pre_proj/w"].shape
         down = up = np.zeros((batch, length, groups, C, RANK, m))

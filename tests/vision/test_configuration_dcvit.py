@@ -70,7 +70,7 @@ def test_stored_and_read(fields, tmp_path):
         ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob=1.0"),
         ({"compose_gate_init": -1.0}, "compose_gate_init=-1.0"),
         ({"compose_groups": 4}, "compose_groups=4"),
-        ({"compose_gates": True}, "compose_gates is no field of composition: expected one of compose_rank,"),
+        ({"compose_gates": True}, "unknown fields of composition: compose_gates. Expected some of compose_rank,"),
         ({"compose_pre": False, "compose_post": False}, "compose_pre and compose_post are both off"),
     ],
 )

@@ -1,6 +1,6 @@
 """Ranks the heads of a trained model without training: mean |g·∂L/∂g| at gates g = 1 over rows of a text.
 
-    python -m dcformer.head_systems.rank_heads MODEL TEXT [--rows 16] [--length 128]
+python -m dcformer.head_systems.rank_heads MODEL TEXT [--rows 16] [--length 128]
 """
 
 import argparse

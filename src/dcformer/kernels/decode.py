@@ -111,11 +111,8 @@ def _join_splits(p_max, p_sum, n_p, m_m, H: tl.constexpr, B_M: tl.constexpr, B_P
 
 
 @triton.jit
-def _query_weights(
-    p_side, i_b, o_h, i_t, T, m_m, H: tl.constexpr, FLAGS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
-):
-    """Query-wise weights of query i_t, of [B, H, C, T]: R vectors `down`, R `up` and a gate, [b_m] in float32; a flat
-    tuple of the present ones."""
+def _query_weights(p_side, i_b, o_h, i_t, T, m_m, H: tl.constexpr, FLAGS: tl.constexpr, C: tl.constexpr):
+    """Query-wise weights of query i_t, of [B, H, C, T]: the C channels, [b_m] in float32, as a flat tuple."""
     out = ()
     if QUERY & FLAGS:
         p_side += (i_b * H + o_h) * (C * T) + i_t
@@ -256,7 +253,7 @@ def scores_kernel(
     if STATIC & FLAGS:
         p_static += i_g * M * M
     for i_t in range(T):
-        query = _query_weights(p_wq, i_b, o_h, i_t, T, m_m, H, FLAGS, R, C)
+        query = _query_weights(p_wq, i_b, o_h, i_t, T, m_m, H, FLAGS, C)
         p_query = p_maps + i_t * stride_map
         top, total = tl.full([B_M], float("-inf"), tl.float32), tl.zeros([B_M], tl.float32)
         for o in range(first, last, B_N):
@@ -321,7 +318,7 @@ def output_kernel(
     if STATIC & FLAGS:
         p_static += i_g * M * M
     for i_t in range(tl.where(first < last, T, 0)):
-        query = _query_weights(p_wq, i_b, o_h, i_t, T, m_m, H, FLAGS, R, C)
+        query = _query_weights(p_wq, i_b, o_h, i_t, T, m_m, H, FLAGS, C)
         o_statistics = (i_b * T + i_t) * n_p * H + i_g * M
         top, total = _join_splits(p_max + o_statistics, p_sum + o_statistics, n_p, m_m, H, B_M, B_P)
         p_query = p_maps + i_t * stride_map

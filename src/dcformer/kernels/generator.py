@@ -389,8 +389,7 @@ def _arguments(hidden_states: torch.Tensor, compose: DCFormerCompose, first_laye
     require_supported(dtype=hidden_states.dtype)
     if type(compose.act_fn) not in APPROXIMATE:
         require_supported(activation=type(compose.act_fn).__name__)
-    count, m = len(compose.generators), compose.heads_per_group
-    rank = compose.rank if compose.dw1_proj is not None else 0
+    count, m, rank = len(compose.generators), compose.heads_per_group, compose.rank
     hidden, gates = first_layer or _first_layer(hidden_states, compose)
     qkw = None
     if hidden is not None and compose.qkw is not None:

@@ -327,13 +327,12 @@ def prepare(
     modules = vars(attention)["_modules"]
     compose: DCFormerCompose = modules["compose"]
     stages, sides = _axes(compose) if compose.generators else ([], [])
-    rank = compose.rank if hidden is not None else 0
     channels = [compose.channels[stage] for stage in ("pre", "post")]
-    require_supported(rank=rank, heads=compose.heads_per_group)
+    require_supported(rank=compose.rank, heads=compose.heads_per_group)
     cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in position_embeddings)
     norms = [vars(modules[name])["_parameters"].get("weight") for name in ("q_norm", "k_norm")]
     given = (hidden, gates, None if hidden is None else compose.qkw, *norms, cos, sin)
-    plan = [attention.head_dim, len(stages), len(sides), *channels, compose.heads_per_group, rank]
+    plan = [attention.head_dim, len(stages), len(sides), *channels, compose.heads_per_group, compose.rank]
     tensors = (query, key, value, [x for x in given if x is not None])
     plan += [i for i, x in enumerate(given) if x is not None]
     numbers = (plan, getattr(modules["q_norm"], "eps", 0.0), APPROXIMATE.get(type(compose.act_fn), "none"))

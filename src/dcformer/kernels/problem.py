@@ -18,7 +18,7 @@ from .recording import Recording
 from .schemas import KEPT_MAPS, UNBOUNDED, kept_queries
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, round_up
-from .triton.heads import KEPT
+from .triton.heads import WEIGHT_SHIFT
 from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
 
 _Result = TypeVar("_Result")
@@ -141,7 +141,7 @@ class Problem:
         is_half = self.map_dtype == torch.float16
         self.grad_dtype = torch.bfloat16 if is_half and Beyond.GRADIENTS in found else self.map_dtype
         self.weight_dtype = torch.float16 if self.grad_dtype == torch.float16 else self.q.dtype
-        self.shift = KEPT.value if is_half else 0
+        self.shift = WEIGHT_SHIFT.value if is_half else 0
         self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states
         self._known.clear()
 

@@ -470,7 +470,7 @@ class _Subject:
             return _Rounded.apply(compose(_Rounded.apply(maps, self.dtype), stage), self.dtype)
 
         maps = attend(
-            states["query"], states["key"], states["value"], visible, None, self.kind.head_dim**-0.5,
+            states["query"], states["key"], visible, None, self.kind.head_dim**-0.5,
             self._stage(weights, "pre"), self._stage(weights, "post"), mix=mix,
         )  # fmt: skip
         return matmul_shared(maps.composed_weights.to(self.dtype), states["value"])

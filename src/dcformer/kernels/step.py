@@ -155,9 +155,8 @@ class _Layer:
         compose, dim = self.compose, attention.head_dim
         heads, self.kv_heads = (size // dim for size in attention.fused.sizes[:2])
         self.widths = [dim + compose.channels[stage] for stage in ("pre", "post")]
-        rank, has_gate = compose.rank if compose.dw1_proj is not None else 0, compose.gate_proj is not None
         plan = [heads, dim, *map(int, compose.parts), *(width - dim for width in self.widths)]
-        self.plan = *plan, compose.heads_per_group, rank, int(has_gate)
+        self.plan = *plan, compose.heads_per_group, compose.rank, int(compose.gate_proj is not None)
         self.approximate = APPROXIMATE.get(type(self.act_fn), "none")
 
     def is_current(self, attention: Any, product: torch.Tensor) -> bool:
@@ -213,6 +212,7 @@ def decode_step(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     lend: Any,
     attention_mask: Any = None,
+    sliding_window: int | None = None,
     is_causal: bool | None = None,
 ) -> tuple[torch.Tensor, Any] | None:
     """All that a layer with a cache does between its fused product and the projection of its output.
@@ -224,7 +224,7 @@ def decode_step(
         position_embeddings: cosines and sines, each [B or 1, N, P].
         lend: (shapes [B, Hkv, N, channels] of new keys and values, a tensor like them) -> the `Room` that a cache has
             for them, or None.
-        attention_mask, is_causal: as for `triton_attention`.
+        attention_mask, sliding_window, is_causal: as for `triton_attention`.
 
     Returns:
         output [B, N, H, D], and the room, whose rows are filled and not counted yet; or None, with nothing done, where
@@ -244,7 +244,8 @@ def decode_step(
     if (room := lend(shapes, product)) is None:
         return None
     count = room.row + length if room.place is None else room.keys.shape[2]
-    visible = visible_keys(attention, attention_mask, None, is_causal, (batch, length, count), product.device)
+    options = (attention_mask, sliding_window, is_causal)
+    visible = visible_keys(attention, *options, (batch, length, count), product.device)
     if cos.stride(-1) != 1 or sin.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     others = layer.others.copy()

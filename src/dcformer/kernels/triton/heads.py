@@ -36,10 +36,10 @@ from .precision import (
 QUERY, KEY = tl.constexpr(Part.QUERY.value), tl.constexpr(Part.KEY.value)
 STATIC, GATE = tl.constexpr(Part.STATIC.value), tl.constexpr(Part.GATE.value)
 NO_KEY = tl.constexpr(2147483647)  # no key is as far as this
-LOST = tl.constexpr(6)  # bits that gradients of the M(s) of scores have less: scores are larger than weights
-KEPT = tl.constexpr(8)  # log2 of what P and W are times in float16, where many keys have little weight each
+WEIGHT_SHIFT = tl.constexpr(8)  # P and W are stored times 2^8 in float16: with many keys each is small
+GRAD_SHIFT = tl.constexpr(6)  # gradients of the M(s) of scores are stored times 2^-6: scores are larger than weights
 LEAST = tl.constexpr(2.0**-126)
-SCORES_GRAD = tl.constexpr(2.0**-LOST.value)  # such gradients are stored times this
+SCORES_GRAD = tl.constexpr(2.0**-GRAD_SHIFT.value)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ of dO and of values and from composition weights: nothing is cut off, however la
 import triton
 import triton.language as tl
 
-from .heads import GATE, KEY, LEAST, LOST, NO_KEY, QUERY, STATIC, intervals, log2, power, span
+from .heads import GATE, GRAD_SHIFT, KEY, LEAST, NO_KEY, QUERY, STATIC, intervals, log2, power, span
 
 TARGET = tl.constexpr(14)  # log2 of what dP and what a log-sum-exp's gradient adds may be: a factor of 4 below the end
 FEWEST = tl.constexpr(-12)  # log2 of that for the query with the least; see `scale_kernel`
@@ -262,7 +262,7 @@ def scale_kernel(
             tl.store(p_mark, 1)  # all that store, store the same
         if FEW:
             fewest = log2(tl.min(least)) + log2(value) + exponent
-            least_size: tl.constexpr = FEWEST + LOST if (KEY | STATIC) & F_PRE else FEWEST
+            least_size: tl.constexpr = FEWEST + GRAD_SHIFT if (KEY | STATIC) & F_PRE else FEWEST
             if tl.where(value > 0, fewest, 0.0) < least_size:
                 tl.store(p_mark, 1)
     stride = tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
