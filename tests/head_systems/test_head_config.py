@@ -3,13 +3,14 @@
 import re
 
 import pytest
-from head_cases import heads_config
+from head_cases import heads_config, tokens
 from helpers import PLAIN
 
-from dcformer import HeadSystemsConfig
-from dcformer.head_systems import HEAD_SYSTEMS, HeadSizes
+from dcformer import HeadSystemsConfig, HeadSystemsForCausalLM
+from dcformer.head_systems import HEAD_SYSTEMS, HeadSizes, HeadSystemsViTConfig
 from dcformer.head_systems.registry import system_class
 
+DEEP = {"overlap": "depth1"}
 BASE = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, **PLAIN}
 
 
@@ -33,10 +34,10 @@ BASE = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, **P
         ("collaborative", {"scaling": 0}, "scaling=0 must be a number from"),
         ("collaborative", {"content_bias": 3}, "content_bias=3: expected True or False"),
         ("mixture_of_heads", {"output_router_logits": "yes"}, "output_router_logits='yes': expected True or False"),
-        ("overlapped", {"overlap": -1}, "overlap=-1: the overlap of layer 0=-1 must be a whole number from 0 to 8"),
-        ("overlapped", {"overlap": 9}, "overlap=9: the overlap of layer 0=9 must be a whole number from 0 to 8"),
+        ("overlapped", {"overlap": -1}, "overlap=-1 must be a whole number from 0 to 8"),
+        ("overlapped", {"overlap": 9}, "overlap=9 must be a whole number from 0 to 8 (head_dim, as only"),
         ("overlapped", {"overlap": [0, 1]}, "overlap=[0, 1] has 2 entries: expected one for each of the 3 layers"),
-        ("overlapped", {"overlap": [0, 1, 9]}, "the overlap of layer 2=9 must be a whole number from 0 to 8"),
+        ("overlapped", {"overlap": [0, 1, 9]}, "overlap[2]=9 must be a whole number from 0 to 8"),
         ("overlapped", {"overlap": "deep"}, "overlap='deep': expected an integer, a list or one of"),
         ("mixture_of_heads", {"num_shared_heads": 4}, "num_shared_heads=4 must be a whole number from 0 to 3"),
         ("mixture_of_heads", {"num_shared_heads": -1}, "num_shared_heads=-1 must be a whole number from 0 to 3"),
@@ -68,6 +69,29 @@ BASE = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, **P
 def test_bad_options_are_named(name, options, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         HeadSystemsConfig(**BASE, head_system=name, head_system_options=options)
+
+
+def test_an_overlap_that_outgrows_the_heads_is_named_with_its_rule():
+    with pytest.raises(ValueError, match=r"^overlap='depth1': overlap\[8\]=9 must be a whole number from 0 to 8 "):
+        HeadSystemsConfig(**BASE | {"num_hidden_layers": 9}, head_system="overlapped", head_system_options=DEEP)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "stored"),
+    [
+        ("head_pruning", {"kept_heads": ((0, 1), [2], (3,))}, {"kept_heads": [[0, 1], [2], [3]]}),
+        ("overlapped", {"overlap": (0, 1, 2)}, {"overlap": [0, 1, 2]}),
+    ],
+)
+def test_options_are_stored_as_json_has_them(name, options, stored):
+    """Tuples become lists, also those set later; what was given stays."""
+    for config_class in (HeadSystemsConfig, HeadSystemsViTConfig):
+        config = config_class(**BASE, head_system=name, head_system_options=options)
+        assert config.head_system_options == stored
+    config = HeadSystemsConfig(**BASE, head_system=name)
+    config.head_system_options = options
+    assert config.head_system_options == stored and isinstance(next(iter(options.values())), tuple)
+    assert HeadSystemsForCausalLM(config)(tokens()).logits.isfinite().all()
 
 
 def test_overlapped_heads_are_not_grouped():

@@ -7,7 +7,7 @@ from helpers import PLAIN
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcformer import DCFormerConfig, HeadSystemsConfig, HeadSystemsForCausalLM
-from dcformer.head_systems import system_costs
+from dcformer.head_systems import HeadSystemsViTConfig, system_costs
 
 LENGTH = 96
 # of DCFormer-405M's layer: the closed forms of the literature, E = 1024, H = 16, D = 64
@@ -91,6 +91,21 @@ def test_activated_share():
     assert costs.flops_per_token - costs.activated_flops_per_token == saved
     plain = system_costs(heads_config("gate"), 50)
     assert plain.flops_per_token == plain.activated_flops_per_token
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "error", "says"),
+    [
+        (heads_config("gate"), -5, ValueError, "sequence_length=-5: expected a whole number of tokens, at least 1"),
+        (heads_config("gate"), 0, ValueError, "sequence_length=0: expected a whole number"),
+        (heads_config("gate"), 2.5, ValueError, r"sequence_length=2\.5: expected a whole number"),
+        (HeadSystemsViTConfig(), None, TypeError, "config is a HeadSystemsViTConfig: expected a HeadSystemsConfig"),
+        (DCFormerConfig(), None, TypeError, "config is a DCFormerConfig: expected a HeadSystemsConfig"),
+    ],
+)
+def test_what_has_no_costs_is_refused(config, length, error, says):
+    with pytest.raises(error, match=says):
+        system_costs(config, length)
 
 
 def test_talking_heads_count_as_composition():

@@ -339,6 +339,22 @@ def test_quantised_gates_have_a_gradient():
     assert sum(p.numel() for p in system.parameters()) == 3 * 24 * 24
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_equal_norms_take_no_side(dtype):
+    """Queries as long as each other, whatever their length: uniform p, with finite gradients. Others: by definition."""
+    system = make_bare("mixture_of_heads", SIZES, router="query_norm", num_routed_heads_per_tok=2)
+    for scale in (0.0, 1e-3, 1.0, 1e3):
+        query = (states()[:, None, :, :6].repeat(1, 4, 1, 1) * scale).to(dtype).requires_grad_()
+        gates = system.route(states().to(dtype), query)
+        assert (system._routed_by[0] == 0.25).all() and (gates.sum(-1) == 2).all()
+        (gates * torch.arange(4)).sum().backward()
+        assert query.grad.isfinite().all()
+    query = torch.randn(2, 4, 9, 6, generator=torch.Generator().manual_seed(5)).to(dtype)
+    norms = query.to(torch.promote_types(dtype, torch.float32)).norm(dim=-1).mT
+    system.route(states().to(dtype), query)
+    assert torch.equal(system.router_logits, norms / norms.std(dim=-1, keepdim=True))
+
+
 # --- gates and pruning ------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,13 @@ from helpers import randomise
 from transformers import AutoModelForImageClassification
 
 from dcformer import DCViTConfig, DCViTForImageClassification
-from dcformer.head_systems import HeadSystemsViTConfig, HeadSystemsViTForImageClassification, HeadSystemsViTModel
+from dcformer.head_systems import (
+    HeadSystemsViTConfig,
+    HeadSystemsViTForImageClassification,
+    HeadSystemsViTModel,
+    head_importance,
+    prune_heads,
+)
 
 SMALL = {
     "image_size": 8, "patch_size": 2, "num_channels": 1, "hidden_size": 32, "intermediate_size": 64,
@@ -66,6 +72,26 @@ def test_the_balance_loss_is_in_the_loss():
     out = model(images(), labels=labels)
     extra = float(out.loss - torch.nn.functional.cross_entropy(out.logits, labels)) / 5
     assert extra == pytest.approx(2.0, rel=1e-5)  # K at uniform routing
+
+
+@pytest.mark.parametrize("composed", [False, True], ids=["plain", "composed"])
+@torch.no_grad()
+def test_heads_are_removed(composed, tmp_path):
+    config = HeadSystemsViTConfig(**SMALL, **({} if composed else PLAIN), head_system="head_pruning")
+    model = randomise(HeadSystemsViTForImageClassification(config)).eval()
+    model.dcvit.layers[0].attention.system.log_alpha.copy_(torch.tensor([3.0, -4.0, -4.0, -1.0]))
+    expected, before = model(images()).logits, sum(p.numel() for p in model.parameters())
+    removed = prune_heads(model)
+    row = 32 + config.qkv_bias  # of each of 8 channels; their columns of the output, and a gate
+    assert removed == 2 * (8 * row * (1 if composed else 3) + 8 * 32 + 1)
+    assert sum(p.numel() for p in model.parameters()) == before - removed
+    assert model.config.head_system_options["kept_heads"] == [[0, 3], [0, 1, 2, 3]]
+    model.save_pretrained(tmp_path)
+    for found in (model, AutoModelForImageClassification.from_pretrained(tmp_path)):
+        torch.testing.assert_close(found(images()).logits, expected, atol=1e-6, rtol=1e-5)
+    with torch.enable_grad():
+        importance = head_importance(model, [{"pixel_values": images(), "labels": torch.arange(6) % 5}])
+    assert (importance == 0).nonzero().tolist() == [[0, 1], [0, 2]]
 
 
 def test_initial_values():

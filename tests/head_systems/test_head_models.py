@@ -283,6 +283,7 @@ def test_adapters_elsewhere_train(case, adapters):
 
 # --- conversion -------------------------------------------------------------------------------------------------------
 
+KEYS = {"compose_post": True, "compose_key": True}
 EXACT = {
     "plain": {},
     "talking_heads": {},
@@ -331,6 +332,22 @@ def test_a_sequence_classifier_is_converted():
     assert type(model) is dcformer.HeadSystemsForSequenceClassification
     with torch.no_grad():
         assert float((model(tokens()).logits - source(tokens()).logits).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "new"),
+    [("output_gate", {}, "system.gate_proj"), ("overlapped", {"overlap": 3}, "o_proj"), ("plain", {}, "nothing")],
+)
+def test_what_is_frozen_and_how_it_generates_is_kept(name, options, new):
+    """Parameters that are new, or of another shape, train."""
+    source = DCFormerForCausalLM(tiny_config(**PLAIN, num_key_value_heads=4)).requires_grad_(False)
+    source.model.norm.requires_grad_(True)
+    source.generation_config.eos_token_id, source.generation_config.repetition_penalty = 5, 1.7
+    model = to_head_system(source, name, **options)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"model.norm.weight"} | {name for name, _ in model.named_parameters() if new in name}
+    assert model.generation_config.to_dict() == source.generation_config.to_dict()
+    assert model.generation_config is not source.generation_config
 
 
 def test_shared_dims_shift_no_scores():
@@ -407,6 +424,11 @@ def test_other_models_are_refused(bundled):
     with pytest.raises(ValueError, match="content_bias=True"):
         biased = DCFormerForCausalLM(tiny_config(attention_bias=True))
         to_head_system(biased, "collaborative", content_bias=True)
+    with pytest.raises(ValueError, match=r"\(compose_post by key\): talking heads are static.*compose_key=False"):
+        to_head_system(DCFormerForCausalLM(tiny_config(**PLAIN | KEYS)), "talking_heads")
+    embedded = tiny_config(**PLAIN, num_key_value_heads=1, head_embeddings="mul")
+    with pytest.raises(ValueError, match=r"the model has head_embeddings, .* would be lost"):
+        to_head_system(DCFormerForCausalLM(embedded), "head_pruning")
 
 
 def test_attention_of_the_library_is_refused():

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from head_cases import heads_model, tokens
-from helpers import PLAIN, randomise, tiny_config
+from helpers import PLAIN, REPOSITORY, randomise, tiny_config
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dcformer import DCFormerForCausalLM, to_head_system
+from dcformer import DCFormerForCausalLM, DCFormerModel, to_head_system
 from dcformer.head_systems import head_importance, prune_heads, system_costs
 from dcformer.head_systems.rank_heads import main
 
@@ -103,13 +103,82 @@ def test_importance_is_the_gradient_of_gates(switches):
                 columns.copy_(kept)
             total += abs(losses[0] - losses[1]) / (2 * step) / len(batches)
     assert float(found[0, 2]) == pytest.approx(total, rel=1e-4)
-    with pytest.raises(ValueError, match="no batches"):
-        head_importance(source, [])
+
+
+def test_gates_of_a_trained_model_are_left_out_of_its_ranking():
+    """As of the model that it was made from; removed heads have 0, and the model stays as it is."""
+    source = randomise(DCFormerForCausalLM(tiny_config(**PLAIN))).double()
+    model, batches = to_head_system(source, "head_pruning").train(), [{"input_ids": tokens(), "labels": tokens()}]
+    expected = head_importance(source, batches)
+    closed(model, (0, 1), (1, 0))
+    assert torch.equal(head_importance(model, batches), expected)
+    assert model.training and all(layer.self_attn.system.fixed_gates is None for layer in model.model.layers)
+    prune_heads(model)
+    assert (head_importance(model, batches) == 0).nonzero().tolist() == [[0, 1], [1, 0]]
+
+
+IDS = tokens(1)
+LORA = LoraConfig(target_modules=["o_proj"])
+MHE = PLAIN | {"num_key_value_heads": 1, "head_embeddings": "mul"}
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "error", "says"),
+    [
+        (DCFormerForCausalLM, [{"input_ids": IDS}], ValueError, "no loss for a batch of input_ids: give `labels`"),
+        (DCFormerModel, [{"input_ids": IDS}], ValueError, "a DCFormerModel has no loss .* a model with a head"),
+        (DCFormerForCausalLM, {"input_ids": IDS}, TypeError, "batches is a dict of str: expected dictionaries"),
+        (DCFormerForCausalLM, IDS, TypeError, "batches is a Tensor of Tensor: expected dictionaries"),
+        (DCFormerForCausalLM, [], ValueError, "no batches"),
+        (
+            lambda _: heads_model("gate"),
+            [],
+            ValueError,
+            "head_system='output_gate': heads are ranked in models without",
+        ),
+        (lambda _: DCFormerForCausalLM(tiny_config(**MHE)), [], ValueError, "the model has head_embeddings, "),
+        (lambda _: torch.nn.Linear(2, 2), [], TypeError, "model is a Linear"),
+        (lambda _: get_peft_model(heads_model("pruning"), LORA), [], TypeError, "model is a PeftModel: expected"),
+        (
+            DCFormerForCausalLM,
+            [{"input_ids": IDS, "labels": torch.full_like(IDS, -100)}],
+            ValueError,
+            r"batch 0 \(loss nan\) has a loss or gradients that are not finite",
+        ),
+    ],
+)
+def test_what_cannot_be_ranked_is_named(make, batches, error, says):
+    with pytest.raises(error, match=says) as raised:
+        head_importance(make(tiny_config()), batches)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [("decoder", "lacks lm_head.weight: give"), ("nan", r"batch 0 \(loss nan\) has a loss"), ("pruning", None)],
+)
+def test_the_command_refuses_what_it_cannot_rank(case, says, tmp_path, capsys):
+    """Parameters that are missing, and so random, or not finite. Gated models it ranks."""
+    folder, text = next((REPOSITORY / "checkpoints").iterdir()), tmp_path / "text.txt"
+    text.write_text("Peter owns the desk. Boris owns the tuna. " * 20)
+    model = DCFormerForCausalLM.from_pretrained(folder)
+    if case == "pruning":
+        model = to_head_system(model, "head_pruning")
+    elif case == "nan":
+        torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
+    (model.model if case == "decoder" else model).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    arguments = [str(tmp_path), str(text), "--rows", "1", "--length", "16"]
+    if says is None:
+        main(arguments)
+        assert len(capsys.readouterr().out.splitlines()) == 1 + 4 * 8
+    else:
+        with pytest.raises(SystemExit, match=f"^error: .*{says}"):
+            main(arguments)
+        assert not capsys.readouterr().out
 
 
 def test_the_command_ranks_heads(tmp_path, capsys):
-    from helpers import REPOSITORY
-
     folder = next((REPOSITORY / "checkpoints").iterdir())
     text = tmp_path / "text.txt"
     text.write_text("Peter owns the desk. Boris owns the tuna. " * 20)

@@ -90,7 +90,7 @@ def test_losses_are_the_systems():
         (
             {"head_system": "overlapped", "head_system_options": {"overlap": 99}},
             ValueError,
-            "the overlap of layer 0=99 must be",
+            "overlap=99 must be",
         ),
         ({"head_system": "overlapped", "kdim": 8}, DCFormerError, "kdim=8 and vdim=32: .* as wide as the queries"),
         ({"head_system": "talking_heads"}, ValueError, "talking heads are static composition alone"),

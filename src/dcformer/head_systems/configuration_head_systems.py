@@ -5,9 +5,16 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 
 from ..configuration_dcformer import DCFormerConfig
+from .options import with_lists
 from .registry import options_of, sizes_of
 
 _OF_LAYERS = ("kept_heads", "overlap")  # options that may have an entry for each layer
+_OF_HEADS = ("key_head_map", "value_head_map", "head_embeddings")  # fields of attention without a head system
+
+
+def own_head_fields(config: DCFormerConfig) -> list[str]:
+    """The fields of a configuration, such as "head_embeddings", that attention with a head system has no use for."""
+    return [name for name in _OF_HEADS if getattr(config, name, None) is not None]
 
 
 @strict
@@ -36,6 +43,8 @@ class HeadSystemsConfig(DCFormerConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field. Fewer layers keep the options of the first, where these have an entry for each layer."""
+        if name == "head_system_options":
+            value = with_lists(value)
         super().__setattr__(name, value)
         fields = self.__dict__
         if name == "head_system_options":
@@ -68,17 +77,12 @@ class HeadSystemsConfig(DCFormerConfig):
     def validate_architecture(self):
         """As `DCFormerConfig`'s, and checks the head system and its options for every layer."""
         super().validate_architecture()
-        maps = [
-            name
-            for name in ("key_head_map", "value_head_map", "head_embeddings")
-            if getattr(self, name, None) is not None
-        ]
-        if maps:
-            raise ValueError(f"{' and '.join(maps)} are of the attention without a head system: leave them unset.")
+        if fields := own_head_fields(self):
+            raise ValueError(f"{' and '.join(fields)} are of the attention without a head system: leave them unset.")
         options = options_of(self)
         for layer in range(self.num_hidden_layers):
             options.check(sizes_of(self, layer))
         options.check_config(self)
 
 
-__all__ = ["HeadSystemsConfig"]
+__all__ = ["HeadSystemsConfig", "own_head_fields"]

@@ -1,12 +1,13 @@
 """`to_head_system`: from a plain checkpoint to a model with a head system, which is trained further."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..modeling_dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel
-from .configuration_head_systems import HeadSystemsConfig
+from .configuration_head_systems import HeadSystemsConfig, own_head_fields
 from .modeling_head_systems import HeadSystemsForCausalLM, HeadSystemsForSequenceClassification, HeadSystemsModel
 from .registry import system_class
 from .talking_heads import SETTINGS
@@ -22,9 +23,9 @@ _CLASSES: dict[type, Any] = {
 def to_head_system(model: Any, name: str, **options: Any) -> Any:
     """A model with a head system that has the parameters of a DCFormer, composed or plain.
 
-    Exact, that is with the logits of `model` in evaluation: "plain"; "talking_heads" of a model without composition;
-    "collaborative" at its full number of shared dims; "overlapped" at 0; "mixture_of_heads" in the form "code" with all
-    routed heads taken; "output_gate" with scale 2, which is the default here; "head_pruning" before heads are removed.
+    Exact, that is with the logits of `model` in evaluation: "plain"; "talking_heads"; "collaborative" at its full
+    number of shared dims; "overlapped" at 0; "mixture_of_heads" in the form "code" with all routed heads taken;
+    "output_gate" with scale 2, which is the default here; "head_pruning" before heads are removed.
 
     Args:
         model: a `DCFormerForCausalLM`, `DCFormerForSequenceClassification` or `DCFormerModel`, or DCPythia's.
@@ -32,12 +33,14 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         options: the system's.
 
     Returns:
-        a new model with memory of its own, on the device and in the dtype and mode of `model`.
+        a new model with memory of its own, on the device and in the dtype and mode of `model`, with its settings of
+        generation. Parameters that are copied as they are keep `requires_grad`.
 
     Raises:
         TypeError: on a model of another kind.
-        ValueError: on an unknown system, on options that do not fit, and where the system cannot be made from it. A
-            model that has a head system already is refused by the name of both.
+        ValueError: on an unknown system, on options that do not fit, and where the system cannot be made from it, as
+            talking heads from query- or key-wise composition, which they do not have. A model that has a
+            head system already is refused by the name of both.
     """
     made_class = next((made for source, made in _CLASSES.items() if isinstance(model, source)), None)
     if made_class is None:
@@ -49,11 +52,22 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         raise ValueError(
             f"the model has head_system={own!r}: {name!r} is made from a plain one, not from another system."
         )
+    if lost := own_head_fields(model.config):
+        raise ValueError(
+            f"the model has {' and '.join(lost)}, of attention without a head system: what they do to its heads "
+            "would be lost. Give a model that does not have them."
+        )
     defaults = system_class(name).options_class.for_conversion(has_lost_biases=False)  # there is RoPE
     fields = model.config.to_dict()
     for key in ("model_type", "architectures", "dtype", "transformers_version", "head_system", "head_system_options"):
         fields.pop(key, None)
     if name == "talking_heads":
+        if generators := model.config.compose_generators:
+            branches = ", ".join(f"compose_{stage} by {branch}" for stage, branch in generators)
+            raise ValueError(
+                f"the model composes by queries and keys ({branches}): talking heads are static composition alone, and "
+                "this would be lost. To drop it, load the model with compose_query=False and compose_key=False."
+            )
         stages = {"compose_pre": True, "compose_post": True}
         is_composed = model.config.compose_pre or model.config.compose_post
         fields |= SETTINGS | ({} if is_composed else stages)
@@ -66,6 +80,13 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
     for source, target in zip(model.base_model.layers, made.base_model.layers, strict=True):
         _convert(source.self_attn, target.self_attn)
     made.tie_weights()
+    sources = {key.replace(".system.", "."): parameter for key, parameter in model.named_parameters()}
+    for key, parameter in made.named_parameters():
+        source = sources.get(key.replace(".system.", "."))
+        if source is not None and source.shape == parameter.shape:  # copied as it is
+            parameter.requires_grad_(source.requires_grad)
+    if made.can_generate():
+        made.generation_config = copy.deepcopy(model.generation_config)
     return made.train(model.training)
 
 

@@ -35,8 +35,19 @@ def system_costs(config: HeadSystemsConfig, sequence_length: int | None = None) 
     Args:
         config: the model's.
         sequence_length: S, in tokens; `max_position_embeddings` when not given. Every layer counts as global.
+
+    Raises:
+        TypeError: on a configuration of another kind, such as a vision Transformer's.
+        ValueError: on a length below 1.
     """
+    if not isinstance(config, HeadSystemsConfig):
+        raise TypeError(
+            f"config is a {type(config).__name__}: expected a HeadSystemsConfig, of a language model; with "
+            "head_system='plain' it counts a DCFormer."
+        )
     length = config.max_position_embeddings if sequence_length is None else sequence_length
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"sequence_length={length!r}: expected a whole number of tokens, at least 1.")
     with torch.device("meta"):
         systems = [make_system(config, layer) for layer in range(config.num_hidden_layers)]
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim

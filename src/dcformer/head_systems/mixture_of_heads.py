@@ -8,7 +8,7 @@
 "code" is what the authors trained: uniform routing gives gates of 1, so that it begins as plain attention. Without
 shared heads there is no W_s and W_h; one shared head has no W_s. The choice has no gradient, p has. Routers are in
 float32. Router "query_norm" (section 4.4, for pretrained models) has no parameters: logits are the norms of the heads'
-queries over their standard deviation, gates are 0 or 1 forwards and p backwards.
+queries over their standard deviation, 0 where norms are equal; gates are 0 or 1 forwards and p backwards.
 
 All heads are computed: a dense implementation saves nothing, and keys and values of all heads are needed anyway.
 Letters: B batch, T queries, H heads: Hs shared ones first, then Hr routed ones; E hidden size.
@@ -88,14 +88,15 @@ class MixtureOfHeads(HeadSystem):
             logits = self.router(x)  # [B, T, Hr]
         else:
             norms = query[:, self.shared :].to(torch.promote_types(query.dtype, torch.float32)).norm(dim=-1).mT
-            logits = norms / norms.std(dim=-1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)  # [B, T, Hr]
+            std, largest = norms.std(dim=-1, keepdim=True), norms.amax(dim=-1, keepdim=True)
+            is_equal = std <= query.shape[-1] * torch.finfo(norms.dtype).eps * largest  # but for rounding
+            logits = norms / std.masked_fill(is_equal, torch.inf)  # [B, T, Hr]
         p = logits.softmax(dim=-1)
         on = torch.zeros_like(p).scatter(-1, p.topk(self.kept, dim=-1).indices, 1.0)
         self.router_logits, self._routed_by = logits, (p, on)
         taken = p * on
         if self.router is None:
-            shared = p.new_ones(*p.shape[:-1], self.shared)
-            return torch.cat([shared, on + (taken - taken.detach())], dim=-1)
+            return torch.cat([p.new_ones(*p.shape[:-1], self.shared), on + (taken - taken.detach())], dim=-1)
         is_code = self.options.routing_form == "code"
         routed = taken * (self.kept / taken.sum(-1, keepdim=True)) if is_code else taken
         if not self.shared:

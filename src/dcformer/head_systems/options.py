@@ -66,6 +66,13 @@ class HeadSystemOptions:
         return {}
 
 
+def with_lists(value: Any) -> Any:
+    """Options as configurations store them: copies of dictionaries, lists and tuples, which become lists."""
+    if isinstance(value, dict):
+        return {name: with_lists(option) for name, option in value.items()}
+    return [with_lists(row) for row in value] if isinstance(value, list | tuple) else value
+
+
 def check_bool(name: str, value: Any) -> None:
     """Raises a ValueError that names an option and its value unless it is True or False."""
     if not isinstance(value, bool):
@@ -81,4 +88,4 @@ def check_range(name: str, value: Any, least: float, most: float, why: str) -> N
         raise ValueError(f"{name}={value!r} must be {kind} from {least} to {most} ({why}).")
 
 
-__all__ = ["HeadSizes", "HeadSystemOptions", "check_bool", "check_range"]
+__all__ = ["HeadSizes", "HeadSystemOptions", "check_bool", "check_range", "with_lists"]

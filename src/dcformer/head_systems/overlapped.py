@@ -61,7 +61,9 @@ class OverlappedOptions(HeadSystemOptions):
 
     def check(self, sizes: HeadSizes) -> None:
         """Refuses overlaps beyond the neighbour, and grouped keys and values, which have no neighbours."""
-        name = f"overlap={self.overlap!r}: the overlap of layer {sizes.layer}"
+        name = f"overlap[{sizes.layer}]" if isinstance(self.overlap, str | list | tuple) else "overlap"
+        if isinstance(self.overlap, str):
+            name = f"overlap={self.overlap!r}: {name}"
         check_range(name, self.of_layer(sizes), 0, sizes.head_dim, "head_dim, as only neighbours overlap")
         if sizes.num_kv_heads != sizes.num_heads:
             raise ValueError(

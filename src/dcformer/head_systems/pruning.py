@@ -1,17 +1,19 @@
 """Which heads matter, and models without those that do not."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .convert import to_head_system
 from .head_pruning import HeadPruning
 
 
 def _attentions(model: Any) -> list[Any]:
-    found = [layer.self_attn for layer in model.base_model.layers]
+    found = [getattr(layer, "self_attn", None) or layer.attention for layer in model.base_model.layers]  # or of images
     if not found or not all(isinstance(getattr(attention, "system", None), HeadPruning) for attention in found):
         raise ValueError(
             "the model's head_system is not 'head_pruning': to_head_system(model, 'head_pruning') makes it so."
@@ -83,25 +85,51 @@ def head_importance(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> t
     """Mean |g·∂L/∂g| of every head at g = 1, over batches: what a loss would change if the head were closed a little.
 
     Args:
-        model: a causal model of this package, of any composition; one with another head system is refused.
+        model: with a loss, a causal model say, of any composition. Without a head system, or with "head_pruning", whose
+            learned gates are left out.
         batches: arguments of the model with `labels`; the mean is over them, so give sequences one by one.
 
     Returns:
-        [layers, H], float32 on the CPU.
+        [layers, H], float32 on the CPU; 0 for heads that `prune_heads` has removed.
 
     Raises:
-        ValueError: without batches.
+        TypeError: on a model of another kind, and on batches that are no dictionaries.
+        ValueError: without batches or labels, on a model with another head system, and on a loss or gradients that are
+            not finite.
     """
-    pruned = to_head_system(model, "head_pruning", l0_penalty=0.0).eval()
-    attentions, total, count = _attentions(pruned), None, 0
+    system = getattr(model.config, "head_system", "plain") if isinstance(model, PreTrainedModel) else "plain"
+    if system not in ("plain", "head_pruning"):
+        raise ValueError(
+            f"the model has head_system={system!r}: heads are ranked in models without a head system, and in those "
+            "with 'plain' or 'head_pruning'."
+        )
+    gated = (copy.deepcopy(model) if system == "head_pruning" else to_head_system(model, "head_pruning")).eval()
+    attentions, count = _attentions(gated), 0
+    total = torch.zeros(len(attentions), attentions[0].system.sizes.num_heads)
     for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"batches is a {type(batches).__name__} of {type(batch).__name__}: expected dictionaries of the "
+                'model\'s arguments, such as [{"input_ids": ids, "labels": ids}].'
+            )
         gates = [torch.ones_like(attention.system.log_alpha, requires_grad=True) for attention in attentions]
         for attention, gate in zip(attentions, gates, strict=True):
             attention.system.fixed_gates = gate
-        loss = pruned(**batch).loss
-        found = torch.stack([g.abs().float().cpu() for g in torch.autograd.grad(loss, gates)])
-        total, count = found if total is None else total + found, count + 1
-    if total is None:
+        if (loss := getattr(gated(**batch), "loss", None)) is None:
+            raise ValueError(
+                f"a {type(model).__name__} has no loss for a batch of {', '.join(batch)}: give `labels`, and a model "
+                "with a head, such as a causal language model."
+            )
+        gradients = torch.autograd.grad(loss, gates)
+        if not all(bool(tensor.isfinite().all()) for tensor in (loss, *gradients)):
+            raise ValueError(
+                f"batch {count} (loss {loss:.4g}) has a loss or gradients that are not finite: look for parameters "
+                "that are not, for labels that are all -100, and for overflow in float16."
+            )
+        for row, attention, gradient in zip(total, attentions, gradients, strict=True):
+            row[attention.system.kept] += gradient.abs().float().cpu()
+        count += 1
+    if not count:
         raise ValueError("there are no batches to rank heads by: give at least one.")
     return total / count
 

@@ -6,6 +6,7 @@ python -m dcformer.head_systems.rank_heads MODEL TEXT [--rows 16] [--length 128]
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,7 +27,11 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--rows {options.rows} --length {options.length}: expected at least 1 and 2")
     try:
         ids = AutoTokenizer.from_pretrained(options.model)(options.text.read_text(encoding="utf-8")).input_ids
-        model = AutoModelForCausalLM.from_pretrained(options.model)
+        both: Any = AutoModelForCausalLM.from_pretrained(options.model, output_loading_info=True)
+        model, info = both
+        if missing := sorted(info["missing_keys"]):  # they are random, and so would the ranking be
+            names = f"{', '.join(missing[:3])}{', ...' if missing[3:] else ''}"
+            raise ValueError(f"{options.model} lacks {names}: give a checkpoint with all of a {type(model).__name__}.")
         rows = [ids[i : i + options.length] for i in range(0, len(ids), options.length)][: options.rows]
         rows = [torch.tensor([row]) for row in rows if len(row) > 1]
         importance = head_importance(model, ({"input_ids": row, "labels": row} for row in tqdm(rows, unit="row")))

@@ -23,6 +23,7 @@ from ..vision.modeling_dcvit import (
 from .attention_head_systems import SystemProjections
 from .base import HeadSystem
 from .collaborative_mixing import Mixing
+from .options import with_lists
 from .outputs_head_systems import aux_loss
 from .registry import image_sizes_of, make_system, options_of
 
@@ -37,7 +38,7 @@ class HeadSystemsViTConfig(DCViTConfig):
     head_system_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        self.head_system_options = dict(self.head_system_options or {})
+        self.head_system_options = with_lists(dict(self.head_system_options or {}))
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
