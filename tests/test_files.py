@@ -1,6 +1,8 @@
 """Files and folders appear whole or not at all."""
 
 import stat
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -73,3 +75,20 @@ def test_a_folder_is_whole_or_as_it_was(tmp_path):
             assert names_in(unfinished) == []
             (unfinished / "file").write_text(text)
         assert names_in(tmp_path / "above") == ["out"] and (path / "file").read_text() == text
+
+
+def test_one_process_writes_a_folder(tmp_path):
+    """Others are kept out, in threads too; the lock goes with the process."""
+    path = tmp_path / "out"
+    with whole_folder(path) as unfinished:
+        (unfinished / "file").write_text("first")
+        with pytest.raises(BlockingIOError), whole_folder(path):
+            pytest.fail("two write the same folder")
+        assert names_in(unfinished) == ["file"]
+    assert names_in(tmp_path) == ["out"] and (path / "file").read_text() == "first"
+    killed = "import os, sys; from dcformer.files import whole_folder\nwith whole_folder(sys.argv[1]): os._exit(1)"
+    subprocess.run([sys.executable, "-c", killed, path], check=False)
+    assert names_in(tmp_path) == [".out.incomplete", "out"]
+    with whole_folder(path) as unfinished:
+        (unfinished / "file").write_text("second")
+    assert names_in(tmp_path) == ["out"] and (path / "file").read_text() == "second"

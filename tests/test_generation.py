@@ -276,6 +276,22 @@ def test_assisted_decoding(name, assistant):
     assert model.config.num_hidden_layers == 2
 
 
+def test_drafting_with_fewer_layers_leaves_the_model_its_layers():
+    """However it ends: the library would leave the number as it is while drafting."""
+    model, ids = make_model(make_config("gqa")), prompts()[0][None]
+
+    def interrupted(input_ids, scores):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, ids, assistant_early_exit=1, logits_processor=[interrupted])
+    assert model.config.num_hidden_layers == 2
+    for number in (-1, 0, 3):
+        with pytest.raises(ValueError, match=f"assistant_early_exit={number}: expected .* 1 to 2"):
+            generate(model, ids, assistant_early_exit=number)
+    torch.testing.assert_close(generate(model, ids)[0], expected("gqa")[0])
+
+
 @pytest.mark.parametrize("kind", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}], ids=str)
 def test_assisted_decoding_on_a_filled_cache_is_refused(kind):
     """The library would give it the tokens that it holds once more."""

@@ -340,6 +340,62 @@ def test_more_layers_than_the_configuration_has(tmp_path):
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1).model.layers) == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "keys", "named"),
+    [
+        ({"qk_norm": True}, {"use_qk_norm": False}, r"has 4 tensors of layers .* no place for: .*k_norm"),
+        ({}, {"use_dcmha": False}, r"has \d+ tensors of layers .*compose.*\.\.\."),
+        ({"mlp_gates": 4}, {"mgate": False}, r"has 2 tensors of layers .*gate"),
+        ({"pythia": True}, {"use_linear_bias": False}, r"has \d+ tensors of layers .*bias"),
+    ],
+    ids=str,
+)
+def test_tensors_that_the_configuration_knows_nothing_of(fields, keys, named, tmp_path):
+    """The model would compute something else; not where that was asked for."""
+    write_folder(tmp_path, native_model(**fields), keys=keys)
+    with pytest.raises(ValueError, match=named):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["unexpected_keys"]
+    write_folder(tmp_path, native_model(**fields))
+    asked = {"use_dcmha": False} if "use_dcmha" in keys else {}
+    AutoModelForCausalLM.from_pretrained(tmp_path, **asked)
+
+
+def test_what_the_caller_says_of_undecided_fields(tmp_path):
+    """It is taken, also where the configuration was written anew; what the tensors contradict is an error."""
+    model = native_model(compose_static=True)
+    write_folder(tmp_path, model)
+    for _ in range(2):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert loaded.config.compose_static and loaded.config.compose_rank == model.config.compose_rank
+        assert not AutoModelForCausalLM.from_pretrained(tmp_path, compose_static=False).config.compose_static
+        with pytest.raises(RuntimeError):
+            AutoModelForCausalLM.from_pretrained(tmp_path, compose_rank=model.config.compose_rank + 1)
+        every = {"compose_rank": model.config.compose_rank, "compose_groups": 1, "compose_static": True}
+        assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path, **every)), logits_of(model))
+        AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    for wrong in (None, ["foo"], "compose_rank"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"undecided_fields": wrong}))
+        with pytest.raises(ValueError, match=r"undecided_fields=.* in the configuration: expected a list of some of"):
+            AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("base", [None, "10k", []])
+def test_a_base_of_rope_that_is_no_number(base, tmp_path):
+    write_folder(tmp_path, native_model(), keys={"rope_base": base})
+    with pytest.raises(ValueError, match=r"rope_base=.* is not a number"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_static_projection_that_is_a_number(tmp_path):
+    tensors = write_folder(tmp_path, native_model())
+    write_weights(tmp_path, tensors | {"layers.0.attention.dyn_w_proj.pre_proj.w": torch.tensor(1.0)})
+    with pytest.raises(RuntimeError):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_fewer_layers(tmp_path):
     model = native_model(num_hidden_layers=3)
     write_folder(tmp_path / "authors", model)

@@ -159,4 +159,8 @@ def test_export_refuses_other_folders(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "dcformer", "dim": 8}))
     with pytest.raises(ValueError, match="native keys"):
         dcformer.export_remote_code(tmp_path)
+    for content, match in (("{", "damaged"), ("[]", "holds a list, expected a configuration")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=rf"config\.json.* {match}"):
+            dcformer.export_remote_code(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]

@@ -313,14 +313,15 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         Raises:
             ValueError: when the configuration with its overrides is invalid.
         """
-        undecided: tuple[str, ...] = ()
-        if "undecided_fields" in config_dict:
-            undecided = tuple(config_dict["undecided_fields"])
-            config_dict = {name: value for name, value in config_dict.items() if name != "undecided_fields"}
+        if not isinstance(config_dict, dict):
+            return super().from_dict(config_dict, **kwargs)  # which refuses it
         if is_hub_config(config_dict):  # whose own keys may override, too
             config_dict = config_dict | {name: kwargs.pop(name) for name in HUB_KEYS & kwargs.keys()}
-            undecided = undecided_fields(config_dict | kwargs)
+        undecided = tuple(name for name in undecided_fields(config_dict) if name not in kwargs)
+        if is_hub_config(config_dict):
             config_dict = native_fields(config_dict)
+        if "undecided_fields" in config_dict:
+            config_dict = {name: value for name, value in config_dict.items() if name != "undecided_fields"}
         layer_pattern = kwargs.pop("layer_pattern", None)
         loaded = super().from_dict(config_dict, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded

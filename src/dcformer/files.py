@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all: they are written as a hidden neighbour, which is then renamed."""
 
+import errno
 import os
 import secrets
 import shutil
@@ -7,6 +8,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: there folders are not locked
+    fcntl = None  # type: ignore[assignment]
 
 UNFINISHED = ".unfinished"  # in a folder that may be continued: what it is made from, then its writer's own lines
 
@@ -55,7 +61,8 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
     """A folder to write into, which becomes `path` at the end if no error occurred; otherwise it is removed.
 
     What is at `path` already, a file or a folder, is replaced then; it is briefly `.<name>.replaced`. A killed process
-    leaves the hidden neighbours behind; the next one with the same `path` removes them.
+    leaves the hidden neighbours behind; the next one with the same `path` removes them. One that still writes keeps
+    them locked, and others out.
 
     Args:
         path: the folder; those above it are made.
@@ -67,17 +74,18 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
         where that is given; or with what was written before.
 
     Raises:
+        BlockingIOError: while another process, or thread, writes a folder for the same `path`.
         OSError: when it cannot be made or renamed. The former folder is then back in place.
     """
     target = Path(path)
     work, aside = (target.with_name(f".{target.name}.{state}") for state in ("incomplete", "replaced"))
     record, started = work / UNFINISHED, f"{made_from}\n".encode()
-    stays = False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    stays, held = False, _make_and_lock(work)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         if made_from is None or not (record.is_file() and record.read_bytes().startswith(started)):
-            _remove(work)
-            work.mkdir()
+            for child in work.iterdir():
+                _remove(child)
             if made_from is not None:
                 record.write_bytes(started)
         yield work
@@ -99,6 +107,36 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
     finally:
         if not stays:
             shutil.rmtree(work, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _make_and_lock(folder: Path) -> int | None:
+    """Makes a folder, or takes one that was left behind, and locks it until what is returned is closed.
+
+    Raises:
+        BlockingIOError: when somebody else has locked it.
+    """
+    while True:
+        if folder.is_symlink() or not folder.is_dir():
+            folder.unlink(missing_ok=True)
+            folder.mkdir(exist_ok=True)
+        if fcntl is None:
+            return None
+        try:
+            held = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # it has become somebody's output in between
+            continue
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists() and os.path.samestat(os.fstat(held), folder.stat()):
+                return held
+        except OSError as error:
+            os.close(held)
+            if error.errno in (errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
+                return None
+            raise
+        os.close(held)
 
 
 def _remove(path: Path) -> None:

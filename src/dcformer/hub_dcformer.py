@@ -228,8 +228,10 @@ class StoredWeights:
 
 
 def _is_identity(tensor: torch.Tensor) -> bool:
-    return tensor.shape[-1:] == tensor.shape[-2:-1] and torch.equal(
-        tensor, torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device).expand_as(tensor)
+    return (
+        tensor.ndim > 1
+        and tensor.shape[-1] == tensor.shape[-2]
+        and torch.equal(tensor, torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device).expand_as(tensor))
     )
 
 
@@ -288,7 +290,7 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
         file: `.safetensors`, or a file of `torch.save`. Code in it is never run.
 
     Raises:
-        OSError: when the file is damaged or holds anything but tensors, naming it.
+        OSError: when the file is damaged or holds anything but dense tensors, naming it.
     """
     if file.endswith(".safetensors"):
         try:
@@ -322,6 +324,8 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
         )
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
+            if tensor.layout != torch.strided:
+                raise OSError(f"{file} holds {name} as a sparse tensor: store it with to_dense() first.")
             yield name, tuple(tensor.shape), partial(torch.Tensor.detach, tensor)
 
 
@@ -376,8 +380,9 @@ def check_stored_embeddings(
 
 def with_hub_config(
     model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """Arguments of `from_pretrained`, with the loaded configuration added if it is, or was, in the hub format.
+) -> tuple[dict[str, Any], bool]:
+    """Arguments of `from_pretrained`, with the loaded configuration added if it is, or was, in the hub format; and
+    whether that is so.
 
     Args:
         model_class: of the model to load.
@@ -391,20 +396,20 @@ def with_hub_config(
     config = arguments.get("config")
     source = path if config is None else config
     if source is None or isinstance(config, PreTrainedConfig) or arguments.get("gguf_file") is not None:
-        return arguments
+        return arguments, bool(getattr(config, "undecided_fields", ()))
     config_dict = stored_config(config_class, source, arguments)
     if "head_system" in config_dict and not hasattr(config_class, "head_system"):
         raise ValueError(
             f"{source} is a checkpoint with head_system={config_dict['head_system']!r}, which {model_class.__name__} "
             "does not have: load it with AutoModelForCausalLM, or a class of dcformer.head_systems."
         )
-    if not is_hub_config(config_dict) and not config_dict.get("undecided_fields"):
-        return arguments
+    if not is_hub_config(config_dict) and "undecided_fields" not in config_dict:
+        return arguments, False
     # as in Transformers: arguments that name a configuration field go to the configuration, the rest stay
     kept = {"dtype", "torch_dtype", "quantization_config", "trust_remote_code", "config", *_HUB_ARGUMENTS}
     offered = {name: value for name, value in arguments.items() if name not in kept}
     loaded, unused = config_class.from_dict(config_dict, return_unused_kwargs=True, **offered)
-    return {name: value for name, value in arguments.items() if name in kept} | unused | {"config": loaded}
+    return {name: value for name, value in arguments.items() if name in kept} | unused | {"config": loaded}, True
 
 
 def load_hub_folder(
@@ -424,9 +429,9 @@ def load_hub_folder(
     Raises:
         OSError: when a weight file is damaged or holds code, naming it.
         RuntimeError: when shapes do not fit the configuration; the library's report names them.
-        ValueError: when tensors of the decoder, or a causal model's `lm_head`, are not in the checkpoint, or layers are
-            that the configuration does not have (with `output_loading_info=True` they are returned instead); when
-            tensors with the hub format's names are to be split over devices.
+        ValueError: when tensors of the decoder, or a causal model's `lm_head`, are not in the checkpoint, or layers
+            have tensors in it of which its configuration knows nothing (with `output_loading_info=True` they are
+            returned instead); when tensors with the hub format's names are to be split over devices.
     """
     state_dict = arguments.get("state_dict")
     if state_dict is not None:
@@ -436,7 +441,7 @@ def load_hub_folder(
     else:
         files = [] if path is None else weight_files(path, arguments)
         stored = StoredWeights.read(tensor for file in files for tensor in stored_tensors(file))
-    config = complete_config(config, stored)
+    given, config = config, complete_config(config, stored)
     if stored.hub_named:
         _refuse_tensor_parallelism(path, arguments)
         if not config.compose_static and not stored.has_static:
@@ -448,7 +453,7 @@ def load_hub_folder(
         return model, info
     if path is not None:
         _check_complete(model, info["missing_keys"], path)
-        _refuse_more_layers(info["unexpected_keys"], config, path, arguments)
+        _refuse_others(info["unexpected_keys"], given, path, arguments)
     return model
 
 
@@ -503,19 +508,36 @@ def _check_complete(model: PreTrainedModel, missing_keys: Iterable[str], path: A
         )
 
 
-def _refuse_more_layers(
+# Fields that say which tensors a layer has.
+_SHAPING = ("num_hidden_layers", "qk_norm", "norm_type", "mlp_type", "mlp_gates", "attention_bias", "mlp_bias")
+
+
+def _refuse_others(
     unexpected_keys: Iterable[str], config: DCFormerConfig, path: Any, arguments: dict[str, Any]
 ) -> None:
-    """Raises an error when the checkpoint has layers that its stored configuration does not have."""
-    numbers = [int(match[1]) for key in unexpected_keys if (match := re.search(r"\blayers\.(\d+)\.", key))]
-    if (last := max(numbers, default=-1)) < config.num_hidden_layers:
+    """Raises an error when layers have tensors in the checkpoint of which its stored configuration knows nothing.
+
+    Not where the caller has asked for another model than the stored one, with fewer layers or without composition.
+    """
+    others = sorted(key for key in unexpected_keys if re.search(r"\blayers\.\d+\.", key))
+    if not others:
         return
-    layers = stored_config(type(config), path, arguments).get("n_layer")
-    if layers == config.num_hidden_layers:  # and the caller has not asked for fewer
+    stored = type(config).from_dict(stored_config(type(config), path, arguments))
+    names = [*_SHAPING, *(name for name in vars(config) if name.startswith("compose_"))]
+    asked = any(getattr(config, name) != getattr(stored, name) for name in names)
+    if asked or config.undecided_fields != stored.undecided_fields:
+        return
+    last, count = max(int(re.findall(r"\blayers\.(\d+)\.", key)[-1]) for key in others), config.num_hidden_layers
+    if last >= count:
         raise ValueError(
-            f"{path} has tensors of layer {last}, and its configuration has n_layer={layers}: it belongs to another "
+            f"{path} has tensors of layer {last}, and its configuration has n_layer={count}: it belongs to another "
             "checkpoint. To load the first layers alone, pass num_hidden_layers."
         )
+    raise ValueError(
+        f"{path} has {len(others)} tensors of layers that its configuration has no place for: {', '.join(others[:4])}"
+        f"{', ...' if len(others) > 4 else ''}. The model would compute something else without them: correct "
+        "config.json, or pass output_loading_info=True to load it all the same."
+    )
 
 
 # --- the tokenizer's end of text --------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ RENAMED = {
 _IGNORED = ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad", "auto_map")
 # Keys that say whether there is a static projection.
 _STATIC = ("use_sw", "static_proj")
+# Fields that no key says.
+_UNDECIDED = ("compose_groups", "compose_rank", "compose_static")
 # All keys that only this format has.
 HUB_KEYS = frozenset({*RENAMED, *_STATIC, "use_linear_bias", "query_wise", "use_dcmha", "mgate", "mgate_dim"})
 HUB_KEYS |= {"window_type", "window_size"}
@@ -45,7 +47,7 @@ def native_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         `compose_act`), and leaves out what the format does not decide (`undecided_fields`).
 
     Raises:
-        ValueError: when keys contradict each other.
+        ValueError: when keys contradict each other, and on a base of RoPE that is no number.
     """
     given = {key: value for key, value in config.items() if key not in _IGNORED}
     take = given.pop
@@ -53,7 +55,11 @@ def native_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         given["n_local_heads"] = None
     fields: dict[str, Any] = {"qk_norm": False, "qk_norm_eps": 1e-6, "compose_act": "gelu"}
     fields |= {new: take(old) for old, new in RENAMED.items() if old in given}
-    fields["rope_theta"] = float(fields.get("rope_theta", 10000))
+    theta = fields.get("rope_theta", 10000)
+    try:
+        fields["rope_theta"] = float(theta)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rope_base={theta!r} is not a number: expected the base of RoPE, such as 10000.") from error
     if given.get("architectures"):
         fields["architectures"] = [_ARCHITECTURES.get(name, name) for name in take("architectures")]
     if "use_linear_bias" in given:
@@ -78,13 +84,21 @@ def native_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def undecided_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that a hub configuration leaves to the stored tensors to decide; there is always at least one.
+    """The fields that a hub configuration leaves to the stored tensors to decide.
 
     Args:
-        config: as for `native_fields`, with what overrides it.
+        config: as for `native_fields`; or this package's, with their names in "undecided_fields".
+
+    Raises:
+        ValueError: when these are other names.
     """
+    stored = config.get("undecided_fields", ())
+    if not isinstance(stored, (list, tuple)) or set(stored) - set(_UNDECIDED):
+        raise ValueError(f"undecided_fields={stored!r} in the configuration: expected a list of some of {_UNDECIDED}.")
+    if not is_hub_config(config):
+        return tuple(stored)
     is_stated = any(config.get(key) is not None for key in (*_STATIC, "compose_static"))
-    return ("compose_groups", "compose_rank") if is_stated else ("compose_groups", "compose_rank", "compose_static")
+    return tuple(name for name in _UNDECIDED if not (is_stated and name == "compose_static"))
 
 
 __all__ = [

@@ -19,7 +19,7 @@ from transformers import MODEL_MAPPING, AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import EarlyExitCandidateGenerator, GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -696,8 +696,8 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         """
         path = pretrained_model_name_or_path
         check_stored_embeddings(cls, path, kwargs)
-        kwargs = with_hub_config(cls, path, kwargs)
-        if not getattr(kwargs.get("config"), "undecided_fields", ()):
+        kwargs, is_hub = with_hub_config(cls, path, kwargs)
+        if not is_hub:
             return super().from_pretrained(path, *args, **kwargs)
         return load_hub_folder(super().from_pretrained, path, *args, **kwargs)
 
@@ -1002,9 +1002,13 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         super()._validate_generation_mode(*given, **kwargs)  # type: ignore[misc]  # as below
         if generation_config.output_attentions and (missing := self._why_no_maps()):
             raise ValueError(missing)
+        early, layers = generation_config.assistant_early_exit, self.config.num_hidden_layers
+        if early is not None and not 1 <= early <= layers:
+            raise ValueError(f"assistant_early_exit={early}: expected how many layers are to draft, 1 to {layers}.")
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """As the library's, but an assistant is not asked for a `ComposeTrace`, which is of this model.
+        """As the library's, but an assistant is not asked for a `ComposeTrace`, which is of this model; and drafting
+        with fewer layers leaves the model its layers, however it ends.
 
         Raises:
             ValueError: with a cache that holds tokens: assisted decoding would pass the whole text to it once more.
@@ -1018,7 +1022,19 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
                 "prompt_lookup_num_tokens."
             )
         kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != "compose_trace"}
-        return super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # as below
+        drafts: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # as below
+        if isinstance(drafts, EarlyExitCandidateGenerator):
+            draft, config = drafts.get_candidates, self.config
+
+            def get_candidates(*args: Any, **kwargs: Any) -> Any:
+                layers = config.num_hidden_layers
+                try:
+                    return draft(*args, **kwargs)
+                finally:
+                    config.num_hidden_layers = layers
+
+            drafts.get_candidates = get_candidates  # type: ignore[method-assign]
+        return drafts
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
         """The static cache of `generate`, with local layers that compile to a single graph."""

@@ -36,20 +36,27 @@ def export_remote_code(path: str | os.PathLike) -> None:
 
     Raises:
         FileNotFoundError: when there is no `config.json`.
-        ValueError: when it is not the native configuration of a DCFormer, DCPythia or DHA model.
+        ValueError: when it is damaged, or not the native configuration of a DCFormer, DCPythia or DHA model.
     """
     folder = Path(path)
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise FileNotFoundError(f"{config_file} does not exist: save a model there with save_pretrained first.")
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    prefix, modeling, tasks = _PREFIXES.get(config.get("model_type")), modeling_dcformer.__file__, tuple(_TASKS)
-    if config.get("model_type") == HeadSystemsConfig.model_type:
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{config_file} is damaged ({error}): save the model again.") from error
+    if not isinstance(config, dict):
+        found = type(config).__name__
+        raise ValueError(f"{config_file} holds a {found}, expected a configuration: save the model again.")
+    model_type = config.get("model_type", "")
+    prefix, modeling, tasks = _PREFIXES.get(model_type), modeling_dcformer.__file__, tuple(_TASKS)
+    if model_type == HeadSystemsConfig.model_type:
         prefix, modeling, tasks = "HeadSystems", modeling_head_systems.__file__, _HEAD_SYSTEMS_TASKS
     if prefix is None or "hidden_size" not in config:
         known = sorted([*_PREFIXES, HeadSystemsConfig.model_type])
         raise ValueError(
-            f"{config_file} has model_type={config.get('model_type')!r} and is not a configuration of this package: "
+            f"{config_file} has model_type={model_type!r} and is not a configuration of this package: "
             f"expected one of {known} with native keys, as save_pretrained writes them."
         )
     entry = Path(str(modeling))

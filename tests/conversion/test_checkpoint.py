@@ -293,6 +293,13 @@ def test_damaged_config(native):
         open_checkpoint(native)
 
 
+def test_a_config_of_no_type(native):
+    content = json.loads((native / "config.json").read_text())
+    (native / "config.json").write_text(json.dumps({key: content[key] for key in content if key != "model_type"}))
+    with pytest.raises(ConversionError, match=r"config\.json is not a valid .*no model_type: expected dcformer, dcp"):
+        open_checkpoint(native)
+
+
 def test_foreign_config(native):
     (native / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConversionError, match="model_type 'llama', expected dcformer, dcpythia or dha"):
@@ -330,6 +337,14 @@ def test_pickle_with_code(how, tmp_path):
     assert not (tmp_path / "pwned").exists() and not (tmp_path / "out").exists()
 
 
+def test_sparse_tensors(tmp_path):
+    folder = authors_folder(tmp_path / "hub")
+    tensors = torch.load(folder / "pytorch_model.bin")
+    torch.save(tensors | {"norm.weight": tensors["norm.weight"].to_sparse()}, folder / "pytorch_model.bin")
+    with pytest.raises(ConversionError, match=r"holds norm\.weight as a sparse tensor: store it with to_dense"):
+        convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
+
+
 def test_truncated_bin(tmp_path):
     folder = authors_folder(tmp_path / "hub")
     file = folder / "pytorch_model.bin"
@@ -349,7 +364,7 @@ def test_empty_bin(tmp_path):
 def test_bin_of_something_else(tmp_path):
     folder = authors_folder(tmp_path / "hub")
     torch.save({"encoder.weight": torch.zeros(3)}, folder / "pytorch_model.bin")
-    with pytest.raises(ConversionError, match=r"no known tensors.*encoder\.weight"):
+    with pytest.raises(ConversionError, match=r"neither model\.embed_tokens.*; it holds encoder\.weight"):
         convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from dcformer import DCFormerForCausalLM
-from dcformer.conversion import convert_safetensors_to_jax
+from dcformer.conversion import ConversionError, convert_jax_to_safetensors, convert_safetensors_to_jax
 from dcformer_commands.convert import main
 
 SCRIPTS = REPOSITORY / "conversion_scripts"
@@ -313,6 +314,25 @@ def test_existing_output(native, pax, hub, tmp_path, command, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("size", ["0", "-1", "-5GB", 0, None])
+def test_sizes_of_shards_that_are_none(pax, tmp_path, size):
+    with pytest.raises(ConversionError, match=r"max_shard_size=.*: expected bytes above 0"):
+        convert_jax_to_safetensors(pax, tmp_path / "out", max_shard_size=size, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_a_damaged_configuration_beside_the_checkpoint(pax, tmp_path, content):
+    """It is not taken for none: the model would be another."""
+    folder = shutil.copytree(pax, tmp_path / "pax")
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ConversionError, match=r"config\.json is damaged, .* or give --config"):
+        convert_jax_to_safetensors(folder, tmp_path / "out", progress=False)
+    (tmp_path / "config.json").write_text(content)  # this one is somebody else's
+    (folder / "config.json").unlink()
+    convert_jax_to_safetensors(folder, tmp_path / "out", progress=False)
+
+
 def test_a_failing_overwrite_leaves_the_old_output(pax, tmp_path, capsys):
     output = tmp_path / "out"
     output.mkdir()
@@ -341,7 +361,7 @@ def test_a_failing_overwrite_leaves_the_old_output(pax, tmp_path, capsys):
         ("verify {native} {native} --num-tokens -5", "num_tokens=-5 must be at least 1"),
         ("safetensors-to-jax --model {native} --output out --format pax --ocdbt", "--ocdbt is for MaxText"),
         ("safetensors-to-jax --model {native} --output out --format pax --layers-per-block 3", "must divide"),
-        ("safetensors-to-jax --model {native} --output out --format pax --step -1", "must not be negative"),
+        ("safetensors-to-jax --model {native} --output out --format pax --step -1", "step=-1: expected a whole number"),
         ("hub-to-safetensors --checkpoint {native} --output out", "is a native checkpoint by the names of its tensors"),
         ("hub-to-safetensors --checkpoint nowhere --output out", "nowhere does not exist"),
         ("verify {native} nowhere", "nowhere does not exist: expected the folder of a checkpoint"),

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from helpers import tiny_config
 from jax_reference import random_maxtext_params, random_pax_params
 from jax_stores import write_maxtext, write_pax
 
-from dcformer import DCFormerConfig, DCPythiaConfig
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
 from dcformer.conversion import ConversionError, convert_safetensors_to_jax, open_checkpoint
 from dcformer.conversion.inference import read_config_file
 
@@ -241,6 +242,19 @@ def test_keys_that_contradict_each_other(maxtext, tmp_path):
         open_checkpoint(maxtext, config=written(tmp_path, given))
 
 
+def test_a_window_and_blocks_that_do_not_say_whose(tmp_path):
+    config = tiny_config(num_hidden_layers=6, layer_pattern="LGG")
+    DCFormerForCausalLM(config).save_pretrained(tmp_path / "native")
+    convert_safetensors_to_jax(tmp_path / "native", tmp_path / "jax", format="maxtext", progress=False)
+    (tmp_path / "jax" / "config.json").unlink()
+    with pytest.raises(ConversionError, match="sliding_window=8, and blocks of 3 layers do not say which"):
+        open_checkpoint(tmp_path / "jax", config={"sliding_window": 8})
+    given = {"sliding_window": 8, "layer_pattern": "LGG"}
+    assert open_checkpoint(tmp_path / "jax", config=given).config.layer_types == config.layer_types
+    with pytest.raises(ConversionError, match="model_type='llama': expected dcformer or dcpythia"):
+        open_checkpoint(tmp_path / "jax", config=written(tmp_path, {"model_type": "llama"}))
+
+
 def test_exponents_without_a_dot_in_yaml(tmp_path):
     assert read_config_file(written(tmp_path, "norm_eps: 1e-6\nsliding_window: 4\n"))["norm_eps"] == 1e-6
     assert read_config_file(written(tmp_path, "normalization_layer_epsilon: 1e-6\n"))["norm_eps"] == 1e-6
@@ -341,8 +355,6 @@ def test_two_generators_need_a_configuration(tmp_path):
 
 def test_the_written_maxtext_config_describes_the_model(tmp_path):
     """`maxtext.yml` beside a converted checkpoint is enough for the way back."""
-    from dcformer import DCFormerForCausalLM
-
     config = DCFormerConfig(
         vocab_size=64,
         hidden_size=24,

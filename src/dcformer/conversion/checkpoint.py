@@ -1,5 +1,6 @@
 """Checkpoints of every format, presented as a configuration and native tensors."""
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -73,8 +74,8 @@ class Checkpoint:
                 "v" in part.dims and len(info.shape) == len(expected) and self._is_padded(part, info)
             ):
                 raise ConversionError(
-                    f"{where} holds {part.name} with shape {list(info.shape)}, expected {list(expected)} "
-                    f"({part.dims}) from the other tensors and the configuration."
+                    f"{where} holds {part.name} with shape {list(info.shape)}, expected {list(expected)}"
+                    f"{part.dims and f' ({part.dims})'} from the other tensors and the configuration."
                 )
 
     def _is_padded(self, part: Part, info: TensorInfo) -> bool:
@@ -211,8 +212,8 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
     format = next((known for known in folder_formats() if known.marker in source.infos), None)
     if format is None:
         raise ConversionError(
-            f"{folder} holds no known tensors: expected {' or '.join(known.marker for known in folder_formats())}, "
-            f"found {_some(sorted(source.infos)) or 'none at all'}."
+            f"{folder} holds neither {' nor '.join(known.marker for known in folder_formats())}, by which its format "
+            f"is known; it holds {_some(sorted(source.infos)) or 'no tensors at all'}."
         )
     if name not in ("auto", format.name):
         raise ConversionError(f"{folder} is a {format.name} checkpoint by the names of its tensors, not a {name} one.")
@@ -246,7 +247,7 @@ def _open_arrays(
     found = infer(source)
     notes = list(source.notes)
     if config is None:
-        config = _config_beside(source.folder)
+        config = _config_beside(source.folder, path)
         if config is not None:
             notes.append(f"configuration: {config}")
     given = config if isinstance(config, dict) else read_config_file(config) if config is not None else None
@@ -279,15 +280,30 @@ def _open_arrays(
     return Checkpoint(path, source.format.name, model, source, parts, notes, source.step)
 
 
-def _config_beside(folder: str) -> str | None:
-    """The native configuration that our converter leaves beside a checkpoint."""
+def _config_beside(folder: str, path: str) -> str | None:
+    """The native configuration that our converter leaves beside a checkpoint, in the folder of its arrays or above.
+
+    Raises:
+        ConversionError: on a file of that name that is damaged, in the folder that was given or below.
+    """
     if "://" in folder:
         return None
-    place = Path(folder)
-    for candidate in (place, *list(place.resolve().parents)[:3]):
+    place, given = Path(folder).resolve(), Path(path.removeprefix("file://")).resolve()
+    for candidate in (place, *list(place.parents)[:3]):
         file = candidate / "config.json"
-        if file.is_file() and '"compose_rank"' in file.read_text(errors="replace"):
+        if not file.is_file():
+            continue
+        text = file.read_text(errors="replace")
+        if '"compose_rank"' in text:
             return str(file)
+        try:
+            is_damaged = not isinstance(json.loads(text), dict)
+        except ValueError:
+            is_damaged = True
+        if is_damaged and (candidate == given or given in candidate.parents):
+            raise ConversionError(
+                f"{file} is damaged, it holds no configuration: restore it, remove it, or give --config."
+            )
     return None
 
 

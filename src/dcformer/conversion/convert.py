@@ -321,8 +321,8 @@ def convert_safetensors_to_jax(
     assert writer is not None  # an unknown one has been refused
     options = {name: value for name, value in options.items() if value not in (None, False)}
     _check_options(writer, options)
-    if step < 0:
-        raise ConversionError(f"step={step} must not be negative.")
+    if not isinstance(step, int) or step < 0:
+        raise ConversionError(f"step={step!r}: expected a whole number from 0 on.")
     refuse_to_replace(model, output)
     try:
         opened = open_checkpoint(model)

@@ -17,6 +17,7 @@ from ..formats.native import NATIVE_FIELDS
 from ..layouts_dcformer import STORED_GENERATORS, TensorLayout, layer_dims
 from .sources import ArraySource
 
+_PATTERN = {"layer_types", "layer_pattern"}
 _SWITCHES = ("compose_pre", "compose_post", "compose_query", "compose_key")
 # Letter of a dimension -> its name in messages, and the field that it determines.
 _MEANINGS = {
@@ -297,6 +298,8 @@ def build_config(
             f"_{found.period - 1})."
         )
     model_type = given.pop("model_type", "dcpythia" if found.fields["norm_type"] == "layernorm" else "dcformer")
+    if model_type not in (DCFormerConfig.model_type, DCPythiaConfig.model_type):
+        raise ConversionError(f"The configuration has model_type={model_type!r}: expected dcformer or dcpythia.")
     facts = dict(found.fields)
     if facts["tie_word_embeddings"] and not given.get("tie_word_embeddings"):
         raise ConversionError(
@@ -316,8 +319,14 @@ def build_config(
     assumed = assumed_fields(source.format, found)
     if source.format.has_one_eps and "norm_eps" in given:
         assumed["qk_norm_eps"] = given["norm_eps"]
+    is_odd = found.stacked and found.period > 1 and found.period % 2  # nothing is known of such blocks
     if given.get("sliding_window", ...) is None:
         assumed["layer_pattern"] = "G"
+    elif is_odd and "sliding_window" in given and not given.keys() & _PATTERN:
+        raise ConversionError(
+            f"The configuration gives sliding_window={given['sliding_window']}, and blocks of {found.period} layers do "
+            "not say which of them have it: give layer_pattern, too."
+        )
     pattern = given.get("layer_types", given.get("layer_pattern", assumed["layer_pattern"]))
     if "layer_types" in given:
         del assumed["layer_pattern"]

@@ -40,7 +40,8 @@ def complete_folder(
         the folder to write into.
 
     Raises:
-        ConversionError: when the output exists or cannot be written, or the disk is full. Nothing is left then.
+        ConversionError: when the output exists or cannot be written, another process is writing it, or the disk is
+            full. Nothing is left then.
     """
     output = local_path(output)
     if os.path.exists(output) and (not output.is_dir() or any(output.iterdir())):
@@ -59,6 +60,10 @@ def complete_folder(
             yield work
     except ConversionError:
         raise
+    except BlockingIOError as error:
+        raise ConversionError(
+            f"{output} is being written by another process: wait until it ends, or choose another --output."
+        ) from error
     except (OSError, ValueError) as error:
         number = _os_error(error)
         if number is None:
@@ -135,6 +140,9 @@ class SafetensorsWriter:
         meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
         if isinstance(max_shard_size, str) and max_shard_size.isdecimal():
             max_shard_size = int(max_shard_size)
+        is_size = isinstance(max_shard_size, (int, str)) and max_shard_size != 0
+        if not is_size or str(max_shard_size).startswith("-"):
+            raise ConversionError(f"max_shard_size={max_shard_size!r}: expected bytes above 0, or a size like '5GB'.")
         try:
             split = split_state_dict_into_shards_factory(
                 meta,

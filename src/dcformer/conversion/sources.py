@@ -192,7 +192,7 @@ class ArraySource:
                 f"{', '.join(self._children(path)[:8]) or 'nothing'}."
             )
         if step is not None and step not in complete:
-            raise ConversionError(f"{path} has no step {step}: it has {', '.join(map(str, sorted(complete)))}.")
+            raise ConversionError(f"{path} has no step {step!r}: it has {', '.join(map(str, sorted(complete)))}.")
         chosen = max(complete) if step is None else step
         if len(complete) > 1:
             self.notes.append(f"steps {', '.join(map(str, sorted(complete)))}: {chosen} was taken")
@@ -280,7 +280,7 @@ class ArraySource:
             raise ConversionError(f"{self._place(name)} is damaged ({first_line(error)}).") from error
         dtype = array.dtype.name
         self.infos[name] = TensorInfo(tuple(array.shape), _DTYPES.get(dtype), dtype)
-        grid: Any = array.chunk_layout.write_chunk.shape
+        grid: Any = array.chunk_layout.write_chunk.shape or ()  # None of a single number
         expected = 1
         for length, chunk in zip(array.shape, grid, strict=True):
             expected *= -(-length // chunk) if chunk else 1

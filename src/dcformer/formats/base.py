@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
@@ -256,6 +256,8 @@ class FolderFormat(Format):
             ConversionError: when it is not the configuration of a model of this package.
         """
         try:
+            if "model_type" not in PreTrainedConfig.get_config_dict(folder)[0]:
+                raise ValueError("it has no model_type: expected dcformer, dcpythia or dha")
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (OSError, *CONFIG_ERRORS) as error:
             raise_bug(error)
