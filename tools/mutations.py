@@ -1907,8 +1907,8 @@ _MODELING = _in(
     ),
     (
         "documents of a packed row not told apart",
-        '            "position_ids": position_ids,\n        }',
-        "        }",
+        '                "position_ids": position_ids,\n            }',
+        "            }",
         T_MODEL + "test_packed_documents_do_not_see_each_other[eager]",
     ),
     (

@@ -784,50 +784,18 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if hidden_states is None:
             hidden_states = self._embed(input_ids)
         layers, kinds = self.running_layers()
-        mask_arguments: dict[str, Any] = {
-            "config": self.config,
-            "inputs_embeds": hidden_states,
-            "attention_mask": attention_mask,
-            # As given: restarting position ids mean packed documents only to a call without a cache, and the empty one
-            # that is made below hides nothing.
-            "past_key_values": past_key_values,
-            "position_ids": position_ids,
-        }
+        # Made from what was given: restarting position ids mean packed documents only to a call without a cache, and
+        # the empty one that is made below hides nothing.
+        given_cache, given_positions = past_key_values, position_ids
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            check_cache_layers(past_key_values, self.config, hidden_states.shape[1])
+            self._check_cache(past_key_values, hidden_states.shape[1], kwargs.get("is_causal"))
             use_growing_layers(past_key_values)
-            is_causal = kwargs.get("is_causal")
-            if is_causal is None:
-                is_causal = getattr(self.config, "is_causal", True)
-            if not is_causal and any(layer.is_compileable for layer in past_key_values.layers):
-                raise ValueError(
-                    f"is_causal=False with a {type(past_key_values).__name__}: attention in both directions would see "
-                    "its slots that are not filled. Pass a DynamicCache, or no cache."
-                )
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                raise ValueError(
-                    "past_key_values cannot be used in training with gradient checkpointing: layers that are computed "
-                    "again in the backward pass would write to the cache twice. Pass no cache, switch gradient "
-                    "checkpointing off, or compute under torch.no_grad()."
-                )
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
-
-        masks = attention_mask
-        if not isinstance(masks, dict):  # generate prepares the masks itself when it compiles the forward
-            make_mask = {
-                "full_attention": create_causal_mask,
-                "sliding_attention": create_sliding_window_causal_mask,
-            }
-            masks = {kind: make_mask[kind](**mask_arguments) for kind in sorted(set(kinds))}
-        elif absent := [kind for kind in kinds if kind not in masks]:
-            raise ValueError(
-                f"attention_mask has masks for {sorted(masks)}, and none for the model's {absent[0]!r} layers: add it, "
-                "or None where attention is causal."
-            )
+        masks = self._make_masks(kinds, hidden_states, attention_mask, given_cache, given_positions)
 
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
@@ -847,6 +815,66 @@ class DCFormerModel(DCFormerPreTrainedModel):
             last_hidden_state=self.norm(hidden_states),
             past_key_values=past_key_values,
         )
+
+    def _check_cache(self, cache: Cache, length: int, is_causal: bool | None) -> None:
+        """Refuses a cache that another model made, and one for which the result would be wrong.
+
+        Args:
+            cache: to be filled with this call's tokens.
+            length: how many these are.
+            is_causal: as given to `forward`.
+
+        Raises:
+            ValueError: naming what does not fit.
+        """
+        check_cache_layers(cache, self.config, length)
+        if is_causal is None:
+            is_causal = getattr(self.config, "is_causal", True)
+        if not is_causal and any(layer.is_compileable for layer in cache.layers):
+            raise ValueError(
+                f"is_causal=False with a {type(cache).__name__}: attention in both directions would see its slots that "
+                "are not filled. Pass a DynamicCache, or no cache."
+            )
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "past_key_values cannot be used in training with gradient checkpointing: layers that are computed "
+                "again in the backward pass would write to the cache twice. Pass no cache, switch gradient "
+                "checkpointing off, or compute under torch.no_grad()."
+            )
+
+    def _make_masks(
+        self,
+        kinds: list[str],
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | dict | None,
+        past_key_values: Cache | None,
+        position_ids: torch.Tensor | None,
+    ) -> dict[str, Any]:
+        """The mask of each kind of layer, as the attention implementation takes it. Arguments are those of `forward`.
+
+        Raises:
+            ValueError: when masks by kind are given and lack one.
+        """
+        if not isinstance(attention_mask, dict):
+            make_mask = {
+                "full_attention": create_causal_mask,
+                "sliding_attention": create_sliding_window_causal_mask,
+            }
+            arguments: dict[str, Any] = {
+                "config": self.config,
+                "inputs_embeds": hidden_states,
+                "attention_mask": attention_mask,
+                "past_key_values": past_key_values,
+                "position_ids": position_ids,
+            }
+            return {kind: make_mask[kind](**arguments) for kind in sorted(set(kinds))}
+        # generate prepares the masks itself when it compiles the forward
+        if absent := [kind for kind in kinds if kind not in attention_mask]:
+            raise ValueError(
+                f"attention_mask has masks for {sorted(attention_mask)}, and none for the model's {absent[0]!r} "
+                "layers: add it, or None where attention is causal."
+            )
+        return attention_mask
 
     def running_layers(self) -> tuple[nn.ModuleList, list[str]]:
         """The layers that run and their kinds, which are those of their positions, whichever layer stands there.

@@ -27,7 +27,7 @@ def linear_model():
     model.model.norm = Linear(1.0)
     for layer in model.model.layers:
         layer.mlp = Linear(0.0)
-    return model
+    return model.eval()
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -159,7 +159,17 @@ def test_bad_input(bundled, prompt):
         (lambda: attribute_heads(model, prompt, 5, versus=-100), "target -100 is out of range"),
         (lambda: attribute_heads(model, prompt, 1.5), "target 1.5 is not a whole number"),
         (lambda: attribute_heads(model, prompt, " fish"), r"target ' fish' is a text: give its id, single_token"),
-        (lambda: attribute_heads(model, prompt, torch.tensor([1, 2])), r"target of shape \(2,\): expected one id, or"),
+        (lambda: attribute_heads(model, prompt, ["a", "b"]), r"target 'a' is a text: give its id, single_token"),
+        (lambda: attribute_heads(model, prompt, None), "target None is not a whole number"),
+        (lambda: attribute_heads(model, prompt, 5, versus=[None]), "target None is not a whole number"),
+        (
+            lambda: attribute_heads(model, prompt, torch.tensor([1, 2])),
+            "2 targets: expected one id, or one a sequence, 1",
+        ),
+        (lambda: attribute_heads(model, prompt, torch.tensor([[1]])), r"target \[1\] is not a whole number"),
+        (lambda: attribute_heads(model, prompt, []), "0 targets: expected one id, or one a sequence, 1"),
+        (lambda: attribute_heads(model, {**prompt, "logits_to_keep": 1}, 5), "inputs with logits_to_keep"),
+        (lambda: attribute_heads(model, prompt, 5, steps=2.5), "steps 2.5 is not a whole number"),
         (lambda: attribute_heads(model.model, prompt, 5), "DCFormerModel has no logits"),
         (lambda: attribute_heads(model, prompt, 5, steps=0), "steps=0 must be at least 1"),
         (lambda: attribute_heads(model, prompt, 5, baseline="mean"), "baseline='mean' is unknown"),
@@ -169,6 +179,7 @@ def test_bad_input(bundled, prompt):
         ),
         (lambda: attribute_heads(model, prompt, 5, layers=[4]), "layer 4 is out of range"),
         (lambda: attribute_terms(model, prompt, 5, terms=["gate"]), "term 'gate' is unknown"),
+        (lambda: attribute_terms(model, prompt, 5, terms=[]), "no term is named"),
     ):
         with pytest.raises(DCFormerError, match=message):
             call()

@@ -54,7 +54,9 @@ def test_scores_are_those_of_the_large_products():
 
 
 def test_one_text_is_one_token(bundled):
-    assert ov_table(*bundled, 0, 0, "tuna").tokens == ov_table(*bundled, 0, 0, ["tuna"]).tokens == ["tuna"]
+    number = single_token(bundled[1], "tuna")
+    for tokens in ("tuna", ["tuna"], number, torch.tensor(number)):
+        assert ov_table(*bundled, 0, 0, tokens).tokens == ["tuna"]
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head"])
@@ -86,7 +88,9 @@ def test_tokens_that_are_not_one(bundled):
         (lambda: ov_table(model, tokenizer, 0, 0, [412]), "token id 412 is out of range"),
         (lambda: ov_table(model, tokenizer, 0, 0, [-1]), "token id -1 is out of range"),
         (lambda: ov_table(model, tokenizer, 0, 0, []), "no token id is named"),
+        (lambda: ov_table(model, tokenizer, 0, 0, [None]), "token id None is not a whole number"),
         (lambda: ov_table(model, tokenizer, 0, 0, ["tuna"], k=0), "k=0 must be at least 1"),
+        (lambda: ov_table(model, tokenizer, 0, 0, ["tuna"], k=2.5), "k 2.5 is not a whole number"),
         (lambda: circuit_scores(DCFormerModel(model.config), 0, 0), "DCFormerModel has no lm_head"),
     ):
         with pytest.raises(DCFormerError, match=message):

@@ -4,14 +4,19 @@ import copy
 import json
 import re
 import shutil
+from html import unescape
 
 import pytest
 import torch
-from analysis_models import CHECKPOINT, PROMPT
+from analysis_models import CHECKPOINT, PROMPT, random_model
+from helpers import PLAIN, tiny_config
 from safetensors.torch import save_file
 from test_analysis_html import parsed
+from transformers import AutoTokenizer
 
+from dcformer import HeadSystemsConfig, HeadSystemsForCausalLM
 from dcformer.analysis import attribute_heads, cli, composition_summary, head_diversity, single_token, trace
+from dcformer.errors import DCFormerError
 from dcformer_commands.analyze import main
 
 TEXT = PROMPT.replace("\n", "\\n")
@@ -123,6 +128,7 @@ def test_usage(capsys):
         (["--layer", "4"], "--layer 4 is out of range"),
         (["--query", "24"], "--query 24 is out of range"),
         (["--key", "-25"], "--key -25 is out of range"),
+        (["--query", "2", "--key", "3"], "--key 3: query 2 does not see it in layer 3; expected one of [0, 1, 2]"),
         (["--text", " "], "has no tokens"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -132,6 +138,60 @@ def test_bad_input_writes_nothing(tmp_path, capsys, change, message, no_heavy_im
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [".", "", "here"])
+def test_the_current_folder_is_not_written(tmp_path, capsys, monkeypatch, name, no_heavy_import):
+    """Nor could it be: that is said before any work."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "here").symlink_to(".")
+    monkeypatch.chdir(tmp_path / "in")
+    monkeypatch.setattr(cli, "_load", lambda *_: pytest.fail("work has begun"))
+    assert main([str(CHECKPOINT), "--text", TEXT, "--output", name]) == 1
+    assert "is the current folder: name a new one" in capsys.readouterr().err
+    assert [file.name for file in (tmp_path / "in").iterdir()] == ["here"]
+
+
+def test_a_folder_that_comes_up_meanwhile(tmp_path):
+    """The last step's errors are the user's to correct, too."""
+    output = tmp_path / "out"
+    with pytest.raises(DCFormerError, match=f"--output {output}: .*not empty"), cli._new_folder(output):
+        (output / "another").mkdir(parents=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_left_out_is_said(tmp_path, capsys, bundled, monkeypatch, no_heavy_import):
+    """On the console, in the report and in the metrics: the page of long texts, diversity of heads without circuits."""
+    fields = {
+        key: value for key, value in tiny_config().to_dict().items() if key not in ("model_type", "architectures")
+    }
+    config = HeadSystemsConfig(**fields | {"num_key_value_heads": 4, "vocab_size": 412}, head_system="collaborative")
+    HeadSystemsForCausalLM(config).save_pretrained(tmp_path / "model")
+    bundled[1].save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(cli, "MAX_TOKENS", 3)
+    output = tmp_path / "out"
+    arguments = [str(tmp_path / "model"), "--text", "tuna " * 4, "--output", str(output)]
+    assert main(arguments) == 0
+    lines = (
+        "diversity.png is left out: head_system='collaborative': its heads share channels, and have no circuits",
+        "heads.html is left out: it shows at most 3 tokens, and there are 4.",
+    )
+    out, report = capsys.readouterr().out, unescape((output / "report.html").read_text())
+    left_out = json.loads((output / "metrics.json").read_text())["left_out"]
+    for line in lines:
+        assert line in out and line in report and line in " ".join(left_out)
+    assert (output / "breakdown.png").is_file()
+    assert not (output / "diversity.png").exists() and not (output / "heads.html").exists()
+    assert main([*arguments[:-1], str(tmp_path / "other"), "--compare", str(CHECKPOINT)]) == 1  # it was asked for
+    assert "error: head_system='collaborative'" in capsys.readouterr().err
+
+
+def test_the_key_shown_is_seen(tmp_path, monkeypatch, no_heavy_import):
+    """Without composition nothing changes, and a key that the query sees is shown all the same."""
+    model = random_model(**PLAIN, vocab_size=412, sliding_window=2, layer_types=["sliding_attention"] * 2)
+    monkeypatch.setattr(cli, "_load", lambda *_: (model, AutoTokenizer.from_pretrained(CHECKPOINT)))
+    assert main([str(CHECKPOINT), "--text", "tuna " * 4, "--output", str(tmp_path / "out"), "--layer", "0"]) == 0
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["shown"]["key"] == 2
 
 
 def test_models_are_read_in_float32(tmp_path, bundled):

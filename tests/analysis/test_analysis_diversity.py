@@ -203,6 +203,7 @@ def test_folders_are_read_layer_by_layer(tmp_path, bundled, monkeypatch):
     for circuit in ("qk", "ov"):
         expected = head_diversity(loaded, circuit).curves
         assert torch.equal(head_diversity(folder, circuit).curves, expected)
+        assert torch.equal(head_similarity(folder, -1, circuit), head_similarity(loaded, -1, circuit))
     with pytest.raises(DCFormerError, match="dcformer-convert hub-to-safetensors first"):
         head_diversity(folder, "qk", include_static=True)
 
@@ -220,7 +221,7 @@ def test_folders_that_cannot_be_read(tmp_path):
         head_diversity(tmp_path, "ov")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4, "num_key_value_heads": 4}))
-    with pytest.raises(DCFormerError, match="the heads of this attention are not separate"):
+    with pytest.raises(DCFormerError, match="expected 4 heads of 16 rows, as the configuration says"):
         head_diversity(tmp_path, "qk")
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from helpers import PLAIN, randomise, tiny_config
 
 import dcformer
@@ -138,8 +139,17 @@ def test_circuits_of_systems():
     expected = weight.unflatten(0, (4, -1)).mT * scale
     torch.testing.assert_close(analysis.circuit_weights(gated, 0).W_Q, expected, rtol=0, atol=0)
     for name in ("collaborative", "overlapped"):
-        with pytest.raises(DCFormerError, match="not separate"):
+        with pytest.raises(
+            DCFormerError, match=f"head_system='{name}': its heads share channels, and have no circuits"
+        ):
             analysis.circuit_weights(with_system(name, SYSTEMS[name][0]), 0)
+
+
+def test_gates_are_not_drawn_at_random():
+    model = with_system("head_pruning", **PLAIN).train()
+    for call in (analysis.trace, analysis.attribute_heads, analysis.attribute_terms):
+        with pytest.raises(DCFormerError, match=r"may compute at random: call model.eval\(\) first"):
+            call(model, IDS, *[5] * (call is not analysis.trace))
 
 
 def test_models_without_all_their_heads_are_refused():
@@ -150,20 +160,35 @@ def test_models_without_all_their_heads_are_refused():
             call()
 
 
-def test_adapters_on_the_output_projection_are_to_be_merged_first():
+@pytest.mark.parametrize(("name", "call"), [("o_proj", analysis.trace), ("v_proj", analysis.head_diversity)])
+def test_adapters_are_to_be_merged_first(name, call):
     peft = pytest.importorskip("peft", reason='peft is not installed: pip install "dcformer[train]"')
     model = ready(dcformer.DCFormerForCausalLM(tiny_config()))
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"], init_lora_weights=False))
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=[name], init_lora_weights=False)).eval()
     with pytest.raises(DCFormerError, match=r"merge_and_unload\(\) first"):
-        analysis.trace(model, IDS)
+        call(model, IDS if call is analysis.trace else "qk")
     layer = analysis.trace(model.merge_and_unload(), IDS).layer(0)
     torch.testing.assert_close(layer.head_outputs.sum(2), layer.attention_output, rtol=0, atol=1e-6)
 
 
-def test_converted_models_are_not_traced():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
-    model = dcformer.modules.convert_attention(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=97)).eval())
-    with pytest.raises(DCFormerError, match="this one was converted"):
-        analysis.trace(model, IDS)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "GPTNeoX"])
+def test_converted_models_are_not_analysed(family):
+    """Whatever their layers look like: norms are elsewhere, and scaled by 1 + w, or projections are one."""
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8, intermediate_size=8,
+        num_hidden_layers=1, vocab_size=97,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = dcformer.modules.convert_attention(model)
+    for call in (
+        lambda: analysis.trace(model, IDS),
+        lambda: analysis.attribute_heads(model, IDS, 5),
+        lambda: analysis.circuit_weights(model, 0),
+        lambda: analysis.head_diversity(model, "qk"),
+        lambda: analysis.head_similarity(model, 0, "qk"),
+        lambda: analysis.circuit_scores(model, 0, 0),
+        lambda: analysis.ov_table(model, None, 0, 0, [5]),
+        lambda: analysis.ablate(model, [(0, 0)]).__enter__(),
+    ):
+        with pytest.raises(DCFormerError, match=r"this package's own models, .* and this one was converted"):
+            call()

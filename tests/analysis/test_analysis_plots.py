@@ -150,6 +150,25 @@ def test_numbers_are_not_below_the_legend():
     assert figure.axes[0].get_legend() is None
 
 
+def test_dollar_signs_are_no_mathematics(drawn):
+    """In tokens, targets and names: they are drawn as they are, and none is an error."""
+    data, odd = drawn[1], "$\\frac$ \\$"
+    pair, tokens = (
+        (head_diversity(random_model(), "qk"), head_diversity(random_model(), "ov")),
+        [odd] * data["run"].length,
+    )
+    for figure in (
+        plots.breakdown_strip(data["entry"], tokens),
+        plots.attention_rows(data["run"], 3, "post", -1, tokens=tokens),
+        plots.attribution_heatmap(data["scores"], odd),
+        plots.diversity_curves({odd: pair}),
+        plots.accuracy_bars({odd: 0.5}, title=odd),
+    ):
+        figure.canvas.draw()
+        with_dollars = [text for text in figure.findobj(matplotlib.text.Text) if "$" in text.get_text()]
+        assert with_dollars and not any(text.get_parse_math() for text in with_dollars)
+
+
 def test_rows_have_the_labels_of_their_sequence(bundled):
     model, tokenizer = bundled
     run = trace(model, tokenizer(["Peter owns", "Boris owns"], return_tensors="pt"), tokenizer=tokenizer)

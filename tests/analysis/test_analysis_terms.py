@@ -136,6 +136,8 @@ def test_what_was_kept_is_found_by_position():
         (lambda: breakdown(part, 0, "pre", 2, 0), r"layer 0 was not traced: expected one of \[1\]"),
         (lambda: breakdown(part, 1, "pre", 2, 7), "key position 7 is out of range: there are 7, numbered 0 to 6"),
         (lambda: breakdown(part, 1, "pre", -8, 0), "position -8 is out of range"),
+        (lambda: breakdown(part, 1, "pre", 2, None), "key position None is not a whole number"),
+        (lambda: breakdown(part, "1", "pre", 2, 0), "layer '1' is not a whole number"),
         (lambda: breakdown(part, 1, "middle", 2, 0), "stage='middle' is unknown"),
         (lambda: breakdown(part, 1, "pre", 2, 0, batch=1), "batch index 1 is out of range"),
         (lambda: component_over_keys(part, 1, "pre", "key", 0, batch=1), "batch index 1 is out of range"),

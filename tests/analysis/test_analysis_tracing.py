@@ -121,6 +121,12 @@ def test_layers_and_positions():
     assert part.layer(-1) is part.layers[1]
 
 
+def test_one_token_can_be_asked_for_twice():
+    model, ids = random_model(), torch.randint(97, (2, 1))
+    twice = trace(model, ids, positions=[0, -1])
+    assert twice.logits.shape[1] == twice.layers[0].weights.shape[2] == len(twice.positions) == 2
+
+
 @pytest.mark.parametrize(
     ("layers", "positions"),
     [(None, None), ([2], None), (None, [5, 6]), ([0, 3], [1])],
@@ -181,12 +187,25 @@ def test_bad_input():
         (lambda: trace(model, "text"), "inputs of type str: expected what a tokenizer returns"),
         (lambda: trace(model, {"attention_mask": ids}), "inputs without tokens"),
         (lambda: trace(model, {"input_ids": ids, "past_key_values": 1}), "whole texts, without a cache"),
+        (lambda: trace(model, {"input_ids": ids, "logits_to_keep": 1}), "logits_to_keep: .* logits of all positions"),
+        (lambda: trace(model, {"input_ids": [[1, 2]]}), r"input_ids of type list: .* return_tensors='pt'"),
+        (lambda: trace(model, {"input_ids": ids.numpy()}), "input_ids of type ndarray: expected a tensor"),
+        (lambda: trace(model, {"input_ids": ids, "attention_mask": [[1] * 3]}), "attention_mask of type list"),
+        (lambda: trace(model, ids.float()), r"input_ids of torch.float32: expected token ids, of torch.long"),
         (lambda: trace(torch.nn.Linear(2, 2), ids), "Linear"),
+        (lambda: trace("folder", ids), "a model of type str: expected a DCFormer, DCPythia or DCViT model"),
+        (lambda: trace(model, ids).layer("0"), "layer '0' is not a whole number of type int"),
     ):
         with pytest.raises(DCFormerError, match=message):
             call()
-    with pytest.raises(DCFormerError, match="training mode and has dropout"):
-        trace(random_model(attention_dropout=0.5).train(), ids)
+    for number in ("a", None, float("nan"), 1.0, [1], object()):
+        with pytest.raises(DCFormerError, match=r"layer .* is not a whole number of type int"):
+            trace(model, ids, layers=[number])
+    for part in (model, model.model.layers[1].mlp):  # parts may train alone
+        part.train()
+        with pytest.raises(DCFormerError, match=r"in training mode, and may compute at random: call model.eval\(\)"):
+            trace(model, ids)
+        model.eval()
 
 
 def test_nan_is_named_by_layer():

@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from ..errors import DCFormerError
 from .interventions import change_terms, change_z, hooked
-from .layers import chosen, layers_of
+from .layers import chosen, listed, named, whole
 from .terms import TERMS
-from .tracing import STAGES, AnalysisTrace, as_arguments, real_tokens, require_eager, trace
+from .tracing import STAGES, AnalysisTrace, as_arguments, layers_with_maps, real_tokens, trace
 
 TOLERATED_GAP = 0.05
 
@@ -39,14 +39,12 @@ def target_logits(
         logits = logits[torch.arange(len(logits)), last]  # [B, V]
 
     def of(ids: int | torch.Tensor) -> torch.Tensor:
-        if isinstance(ids, str):
-            raise DCFormerError(f"target {ids!r} is a text: give its id, single_token(tokenizer, {ids!r}).")
-        numbers = torch.as_tensor(ids)
-        if numbers.ndim > 1 or numbers.numel() not in (1, len(logits)):
-            raise DCFormerError(
-                f"target of shape {tuple(numbers.shape)}: expected one id, or one a sequence, {len(logits)}."
-            )
-        found = chosen(numbers.flatten().tolist(), logits.shape[1], "target", from_end=False)
+        numbers = listed(ids)
+        if texts := [number for number in numbers if isinstance(number, str)]:
+            raise DCFormerError(f"target {texts[0]!r} is a text: give its id, single_token(tokenizer, {texts[0]!r}).")
+        if len(numbers) not in (1, len(logits)):
+            raise DCFormerError(f"{len(numbers)} targets: expected one id, or one a sequence, {len(logits)}.")
+        found = chosen(numbers, logits.shape[1], "target", from_end=False)
         return logits.gather(1, torch.tensor(found, device=logits.device).expand(len(logits))[:, None])[:, 0]
 
     return of(target) if versus is None else of(target) - of(versus)
@@ -54,7 +52,7 @@ def target_logits(
 
 def _nodes(steps: int) -> list[tuple[float, float]]:
     """Points α in (0, 1) and their weights."""
-    if steps < 1:
+    if whole(steps, "steps") < 1:
         raise DCFormerError(f"steps={steps} must be at least 1.")
     points, weights = np.polynomial.legendre.leggauss(steps)
     return list(zip(((points + 1) / 2).tolist(), (weights / 2).tolist(), strict=True))
@@ -144,8 +142,7 @@ def attribute_heads(
     Raises:
         DCFormerError: when the gap exceeds the tolerance, on a target out of range, and as `trace`.
     """
-    found = layers_of(model)
-    require_eager(model)
+    found = layers_with_maps(model)
     arguments = _arguments(model, inputs)
     numbers = chosen(layers, len(found), "layer")
     run = trace(model, arguments, layers=numbers)
@@ -192,7 +189,7 @@ def attribute_terms(
     *,
     versus: int | torch.Tensor | None = None,
     layers: Iterable[int] | None = None,
-    terms: Iterable[str] = TERMS,
+    terms: Iterable[str] | str = TERMS,
     tolerance: float | None = TOLERATED_GAP,
     return_gap: bool = False,
 ) -> Any:
@@ -209,13 +206,10 @@ def attribute_terms(
         [L, 2, terms, H] in float32, the mean over sequences: stages "pre" and "post", terms in the order given.
 
     Raises:
-        DCFormerError: as `attribute_heads`; on unknown terms.
+        DCFormerError: as `attribute_heads`; on unknown terms, and on none.
     """
-    found, terms = layers_of(model), list(terms)
-    require_eager(model)
+    found, terms = layers_with_maps(model), named(terms, TERMS, "term")
     arguments = _arguments(model, inputs)
-    if unknown := [term for term in terms if term not in TERMS]:
-        raise DCFormerError(f"term {unknown[0]!r} is unknown: expected some of {TERMS}.")
     numbers = chosen(layers, len(found), "layer")
     like = next(model.parameters())
     shape = (len(STAGES), len(terms), found[0].heads)

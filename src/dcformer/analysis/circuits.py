@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import DCFormerError
-from .layers import chosen, layers_of, refuse_nonfinite
+from .layers import Layer, chosen, layers_of, listed, refuse_nonfinite, whole
 from .tracing import token_texts
 from .weights import circuit_weights
 
@@ -57,12 +57,13 @@ class OVTable:
         )
 
 
-def _language_model(model: Any) -> tuple[Any, Any]:
-    """The decoder and the output layer."""
+def _language_model(model: Any) -> tuple[list[Layer], Any, Any]:
+    """The layers, the decoder and the output layer."""
+    found = layers_of(model)
     decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     if decoder is None or head is None:
         raise DCFormerError(f"{type(model).__name__} has no lm_head: expected a causal language model of this package.")
-    return decoder, head
+    return found, decoder, head
 
 
 @torch.no_grad()
@@ -71,7 +72,7 @@ def ov_table(
     tokenizer: Any,
     layer: int,
     head: int,
-    tokens: Iterable[str | int] | str,
+    tokens: Iterable[str | int] | str | int,
     k: int = 10,
     final_norm: bool = False,
 ) -> OVTable:
@@ -84,7 +85,7 @@ def ov_table(
         model: a causal language model of this package.
         tokenizer: its tokenizer.
         layer, head: which.
-        tokens: texts of one token each, or ids; a text stands for itself.
+        tokens: texts of one token each, or ids; one of either stands for itself.
         k: how many to name.
         final_norm: put the model's final norm before the output layer; the equation has none.
 
@@ -94,13 +95,11 @@ def ov_table(
     Raises:
         DCFormerError: on a token that is not one id, showing the tokenisation, on numbers out of range, and NaN.
     """
-    decoder, unembed = _language_model(model)
-    found = layers_of(model)
+    found, decoder, unembed = _language_model(model)
     (layer,), (head,) = chosen([layer], len(found), "layer"), chosen([head], found[0].heads, "head")
-    tokens = [tokens] if isinstance(tokens, str) else tokens
-    ids = [single_token(tokenizer, token) if isinstance(token, str) else token for token in tokens]
+    ids = [single_token(tokenizer, token) if isinstance(token, str) else token for token in listed(tokens)]
     ids = chosen(ids, decoder.embed_tokens.num_embeddings, "token id", from_end=False)
-    if k < 1:
+    if whole(k, "k") < 1:
         raise DCFormerError(f"k={k} must be at least 1.")
     device, dtype = unembed.weight.device, unembed.weight.dtype
     first, here = found[0].module, found[layer].module
@@ -160,8 +159,7 @@ def circuit_scores(model: nn.Module, layer: int, head: int) -> CircuitScores:
     Raises:
         DCFormerError: on numbers out of range, and NaN.
     """
-    decoder, unembed = _language_model(model)
-    found = layers_of(model)
+    found, decoder, unembed = _language_model(model)
     (layer,), (head,) = chosen([layer], len(found), "layer"), chosen([head], found[0].heads, "head")
     weights = circuit_weights(model, layer)
     embed = decoder.embed_tokens.weight.detach().double().cpu()  # [V, E]

@@ -76,8 +76,10 @@ def _new_folder(path: Path) -> Iterator[Path]:
     """A folder that appears as a whole, or not at all.
 
     Raises:
-        DCFormerError: when it exists already and is not empty, or cannot be made.
+        DCFormerError: when it is the current folder, exists already and is not empty, or cannot be made.
     """
+    if path.resolve() == Path.cwd():
+        raise DCFormerError(f"--output {path} is the current folder: name a new one.")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise DCFormerError(f"--output {path} exists already: name a new folder.")
     with refused(OSError, what=f"--output {path}"):
@@ -86,7 +88,8 @@ def _new_folder(path: Path) -> Iterator[Path]:
     try:
         yield work
         work.chmod(0o755)
-        os.replace(work, path)
+        with refused(OSError, what=f"--output {path}"):
+            os.replace(work, path)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
@@ -167,7 +170,7 @@ def _analyse(options: argparse.Namespace) -> None:
         found = trace(model, inputs, tokenizer=reader if options.image is None else None)
         summary = composition_summary(found)
         metrics: dict[str, Any] = {"model": options.model, "tokens": found.tokens, "length": found.length}
-        metrics |= {"composition": [_plain(one) for one in summary]}
+        metrics |= {"composition": [_plain(one) for one in summary], "left_out": []}
         metrics["map_diversity"] = {
             f"{metric} of {which}": map_diversity(found, which, metric).tolist()
             for which in MAPS
@@ -181,11 +184,17 @@ def _analyse(options: argparse.Namespace) -> None:
         figures = _figures(options, model, found, summary, scores, number, metrics)
         for name, figure in tqdm(figures.items(), desc="figures", leave=False, delay=2):
             figure.savefig(work / f"{name}.png", dpi=110)
-        if found.length <= MAX_TOKENS:
+        if found.length > MAX_TOKENS:
+            metrics["left_out"].append(
+                f"heads.html is left out: it shows at most {MAX_TOKENS} tokens, and there are {found.length}."
+            )
+        else:
             (work / "heads.html").write_text(head_view(found, title=options.model), encoding="utf-8")
         (work / "metrics.json").write_text(_json(metrics) + "\n", encoding="utf-8")
         (work / "report.html").write_text(_report(options, figures, summary, metrics), encoding="utf-8")
         written = sorted(file.name for file in work.iterdir())
+    for line in metrics["left_out"]:
+        print(line)
     print(f"wrote {', '.join(written)} to {output}")
 
 
@@ -250,19 +259,27 @@ def _figures(
     (query,) = chosen([options.query], found.length, "--query")
     before, after = found.layers[number].maps("post")
     change = (after - before)[0, :, found.row(query)].abs().sum(0)  # [S]
-    key = int(change.argmax()) if options.key is None else chosen([options.key], found.length, "--key")[0]
+    visible = found.visible(number)[found.row(query)]  # [S]
+    if options.key is None:
+        key = int(change.masked_fill(~visible, -1).argmax())
+    else:
+        (key,) = chosen([options.key], found.length, "--key")
+        if not visible[key]:
+            raise DCFormerError(
+                f"--key {options.key}: query {query} does not see it in layer {number}; expected one of "
+                f"{visible.nonzero()[:, 0].tolist()}."
+            )
     metrics["shown"] = {"layer": number, "stage": "post", "query": query, "key": key}
     entry = breakdown(found, number, "post", query, key)
     metrics["shown"]["terms"] = {term: part.tolist() for term, part in entry.terms.items()}
 
-    models = {options.model: model} | ({options.compare: _stored(options.compare)} if options.compare else {})
-    names = [Path(name).resolve().name for name in models]
-    if len(set(names)) < len(names):
-        names[1] += " (--compare)"
-    diversities: dict[str, tuple[Diversity, Diversity]] = {
-        name: (head_diversity(one, "qk", options.form), head_diversity(one, "ov", options.form))
-        for name, one in zip(names, models.values(), strict=True)
-    }
+    diversities: dict[str, tuple[Diversity, Diversity]] = {}
+    try:
+        diversities = _diversities(options, model)
+    except DCFormerError as error:  # as of heads that have no circuits of their own
+        if options.compare:  # then it was asked for
+            raise
+        metrics["left_out"].append(f"diversity.png is left out: {error}")
     metrics["diversity"] = {
         name: {one.circuit: {"form": one.form, "area": one.area.tolist(), "k90": one.k90.tolist()} for one in pair}
         for name, pair in diversities.items()
@@ -274,8 +291,9 @@ def _figures(
         "breakdown": plots.breakdown_strip(entry, found.tokens, theme=theme),
         "terms": plots.term_shares(summary, theme=theme),
         "mean_maps": plots.mean_maps(summary, theme=theme),
-        "diversity": plots.diversity_curves(diversities, theme=theme),
     }
+    if diversities:
+        figures["diversity"] = plots.diversity_curves(diversities, theme=theme)
     if scores is not None:
         figures = {"attribution": plots.attribution_heatmap(scores, options.target, theme=theme)} | figures
     if options.image is None:
@@ -286,6 +304,18 @@ def _figures(
         picture = Image.open(options.image).convert("RGB")
         figures["image"] = plots.attention_over_image(found, picture, number, query, theme=theme)
     return figures
+
+
+def _diversities(options: argparse.Namespace, model: Any) -> dict[str, tuple[Diversity, Diversity]]:
+    """Name -> diversity of QK and of OV, of the model and the one that it is compared with."""
+    models = {options.model: model} | ({options.compare: _stored(options.compare)} if options.compare else {})
+    names = [Path(name).resolve().name for name in models]
+    if len(set(names)) < len(names):
+        names[1] += " (--compare)"
+    return {
+        name: (head_diversity(one, "qk", options.form), head_diversity(one, "ov", options.form))
+        for name, one in zip(names, models.values(), strict=True)
+    }
 
 
 def _deviations(summary: list[StageSummary]) -> torch.Tensor:
@@ -330,6 +360,7 @@ def _report(
     head = "".join(f"<th>{name}</th>" for name in summary[0].shares)
     subject = escape(options.text if options.image is None else options.image)
     link = 'To look around: <a href="heads.html">heads.html</a>.' if metrics["length"] <= MAX_TOKENS else ""
+    left_out = " ".join(map(escape, metrics["left_out"]))
     gap = metrics.get("attribution", {}).get("completeness_gap")
     ground, ink = ("#16181d", "#f0f0f0") if options.theme == "dark" else ("#ffffff", "#1a1a1a")
     return f"""<!DOCTYPE html>
@@ -342,7 +373,7 @@ a {{ color: inherit; }} div {{ overflow-x: auto; }} pre {{ white-space: pre-wrap
 <h1>{escape(options.model)}: composed heads</h1>
 <pre>{subject}</pre>
 <p>{f"Completeness gap of the attribution: {gap:.2%}. " if gap is not None else ""}Composed weights are not
-probabilities: rows need not add up to 1, and entries may be negative. Numbers: metrics.json. {link}</p>
+probabilities: rows need not add up to 1, and entries may be negative. Numbers: metrics.json. {link} {left_out}</p>
 {"".join(parts)}
 <div><table><caption>Per layer and stage: deviation from the identity, shares of terms; of composed weights the mean row
 sum, the least entry, and the share of patterns that a head's circuit takes from others</caption>

@@ -13,8 +13,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..errors import DCFormerError
-from .layers import chosen, layers_of
-from .weights import CircuitWeights, StoredModel, circuit_weights, layer_weights
+from .weights import CircuitWeights, StoredModel, layer_weights
 
 FORMS = ("stack", "stack_right", "sum", "head")
 BASES = {"q": "W_Q", "k": "W_K", "v": "W_V", "o": "W_O"}
@@ -106,8 +105,7 @@ def head_diversity(
     """
     if form not in FORMS:
         raise DCFormerError(f"form={form!r} is unknown: expected one of {FORMS}.")
-    if isinstance(model, (str, Path)):
-        model = StoredModel(model)
+    model = StoredModel(model) if isinstance(model, (str, Path)) else model
     if include_static and isinstance(model, StoredModel) and model.is_hub:
         raise DCFormerError(
             "include_static=True needs this package's names: dcformer-convert hub-to-safetensors first."
@@ -126,11 +124,13 @@ def head_diversity(
     return Diversity(circuit, form, torch.stack(curves), torch.stack(ranks), list(range(count)))
 
 
-def head_similarity(model: nn.Module, layer: int, circuit: str, metric: str = "cosine") -> torch.Tensor:
+def head_similarity(
+    model: nn.Module | StoredModel | str | Path, layer: int, circuit: str, metric: str = "cosine"
+) -> torch.Tensor:
     """How alike the circuits of each two heads of a layer are.
 
     Args:
-        model: of this package.
+        model: a model of this package, or a folder, as for `head_diversity`.
         layer: its number.
         circuit: for "cosine" "qk" or "ov"; for "subspace" the matrix whose column space is compared, "q", "k", "v" or
             "o" ("qk" stands for "q", "ov" for "v").
@@ -143,8 +143,7 @@ def head_similarity(model: nn.Module, layer: int, circuit: str, metric: str = "c
     Raises:
         DCFormerError: on an unknown circuit or metric, and on a layer out of range.
     """
-    chosen([layer], len(layers_of(model)), "layer")
-    weights = circuit_weights(model, layer)
+    weights = layer_weights(StoredModel(model) if isinstance(model, (str, Path)) else model)[1](layer)
     if metric == "cosine":
         a, b = weights.factors(circuit)
         products = torch.einsum("aed,bef->abdf", a, a) * torch.einsum("aed,bef->abdf", b, b)

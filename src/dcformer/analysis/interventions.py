@@ -6,8 +6,9 @@ Contexts may be nested; the inner one comes last.
 Letters: B batch, T queries, H heads, D head dim, G groups, M heads of a group.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,36 +16,30 @@ from torch import nn
 
 from ..compose_dcformer import DCFormerCompose, Generated, SideWeights
 from ..errors import DCFormerError
-from .layers import Layer, chosen, layers_of
+from .layers import Layer, chosen, layers_of, listed, named
 from .terms import TERMS
 from .tracing import STAGES, AnalysisTrace
 
 Heads = Iterable[tuple[int, int]]
 
 
-def _named(names: Iterable[str] | str | None, known: Sequence[str], what: str) -> list[str]:
-    names = list(known) if names is None else [names] if isinstance(names, str) else list(names)
-    if not names:
-        raise DCFormerError(f"no {what} is named: expected some of {tuple(known)}.")
-    if unknown := [name for name in names if name not in known]:
-        raise DCFormerError(f"{what} {unknown[0]!r} is unknown: expected some of {tuple(known)}.")
-    return names
-
-
-def _require_hooks(model: nn.Module) -> None:
+def _layers_with_hooks(model: nn.Module) -> list[Layer]:
+    """The layers of a model whose forward pass calls the modules that are changed here."""
+    found = layers_of(model)
     implementation = getattr(model.config, "_attn_implementation", None)  # type: ignore[union-attr]
     if implementation == "dcformer_triton":
         raise DCFormerError(
             "attn_implementation='dcformer_triton' makes composition weights past the modules that are changed here: "
             "call model.set_attn_implementation('eager') first."
         )
+    return found
 
 
 def _heads_by_layer(layers: list[Layer], heads: Heads | None) -> dict[int, list[int]]:
     if heads is None:
         return {number: list(range(layer.heads)) for number, layer in enumerate(layers)}
     result: dict[int, list[int]] = {}
-    for pair in heads:
+    for pair in listed(heads):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise DCFormerError(f"heads holds {pair!r}: expected pairs (layer, head).")
         (number,) = chosen([pair[0]], len(layers), "layer")
@@ -151,8 +146,9 @@ def ablate(
         DCFormerError: on unknown names and numbers out of range, when there is nothing to ablate, and for kernels that
             no hook reaches.
     """
-    found = layers_of(model)
-    _require_hooks(model)
+    found = _layers_with_hooks(model)
+    if not isinstance(scale, Real):
+        raise DCFormerError(f"scale={scale!r} is not a number: expected what remains, 0 for nothing.")
     if terms is None and stages is None:
         if heads is None or layers is not None:
             raise DCFormerError("ablate needs heads (pairs of layer and head), or terms or stages of layers.")
@@ -161,8 +157,8 @@ def ablate(
             change_z(found[number], _scaling(found[number].heads, which, scale)) for number, which in by_layer.items()
         ]
     else:
-        names = _named(terms, TERMS, "term") if terms is not None else list(TERMS[1:])
-        at_stages, by_layer = _named(stages, STAGES, "stage"), _heads_by_layer(found, heads)
+        names = named(terms, TERMS, "term") if terms is not None else list(TERMS[1:])
+        at_stages, by_layer = named(stages, STAGES, "stage"), _heads_by_layer(found, heads)
         handles = []
         numbers = chosen(layers, len(found), "layer")
         if layers is not None and heads is not None and (missed := sorted(set(by_layer) - set(numbers))):
@@ -203,17 +199,18 @@ def patch_heads(
         source: `trace` of the other run. Both have the same number of sequences and tokens.
         heads: pairs (layer, head) whose outputs z are replaced.
         stages: instead of heads: replace all composition weights of "pre", "post" or both.
-        layers: whose stages; all traced ones by default.
+        layers: whose stages; all traced ones by default. Heads name theirs.
         positions: where z is replaced; all positions of the trace by default.
 
     Raises:
         DCFormerError: on layers, heads or positions that were not traced, runs of another shape, and kernels that no
             hook reaches.
     """
-    found = layers_of(model)
-    _require_hooks(model)
+    found = _layers_with_hooks(model)
     if (heads is None) == (stages is None):
         raise DCFormerError("patch_heads needs either heads (pairs of layer and head) or stages.")
+    if heads is not None and layers is not None:
+        raise DCFormerError(f"layers={layers!r} says whose stages are patched, and heads name theirs: leave it out.")
     if stages is not None and (positions is not None or len(source.positions) != source.length):
         raise DCFormerError("stages are patched at all positions: give no positions=, here and for trace.")
     if heads is not None:
@@ -225,7 +222,7 @@ def patch_heads(
             for number, which in by_layer.items()
         ]
     else:
-        names = _named(stages, STAGES, "stage")
+        names = named(stages, STAGES, "stage")
         numbers = list(source.layers) if layers is None else chosen(layers, len(found), "layer")
         handles = [
             found[number].attention.compose.register_forward_hook(_replacing_stages(source, number, names))

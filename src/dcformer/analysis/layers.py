@@ -4,7 +4,8 @@ A layer is a module with an attention that has a `DCFormerCompose`. That describ
 variant of attention, and nothing else has to be known of the model.
 """
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -33,9 +34,23 @@ class Layer(NamedTuple):
 def layers_of(model: nn.Module) -> list[Layer]:
     """The layers of a model, in order.
 
+    Args:
+        model: of this package. One that `convert_attention` made is not: the library's own models differ in where norms
+            are, in what scales them, and in what else attention does.
+
     Raises:
-        DCFormerError: on a model without attention of this package, and on one of which heads have been removed.
+        DCFormerError: on anything but a model of this package, and on one of which heads have been removed.
     """
+    if not isinstance(model, nn.Module):
+        raise DCFormerError(
+            f"a model of type {type(model).__name__}: expected a DCFormer, DCPythia or DCViT model, which "
+            "from_pretrained loads from a folder."
+        )
+    if any(hasattr(module, "compose_call") for module in model.modules()):
+        raise DCFormerError(
+            "analysis is of this package's own models, DCFormer, DCPythia and DCViT, and this one was converted "
+            "(convert_attention)."
+        )
     found = [
         Layer(module, child)
         for module in model.modules()
@@ -48,11 +63,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
             "DCPythia or DCViT model. A model wrapped by another library has the original inside."
         )
     for layer in found:
-        if hasattr(layer.attention.o_proj, "base_layer"):
-            raise DCFormerError(
-                "a projection of the heads' outputs has an adapter, and its weight is not all that they are multiplied "
-                "with: call merge_and_unload() first."
-            )
+        refuse_adapters([layer.attention.o_proj])
         options = getattr(layer.attention.config, "head_system_options", None) or {}
         if any(len(kept) < layer.heads for kept in options.get("kept_heads") or ()):
             raise DCFormerError(
@@ -60,6 +71,60 @@ def layers_of(model: nn.Module) -> list[Layer]:
                 "analyse it before prune_heads, with its gates."
             )
     return found
+
+
+def refuse_adapters(modules: Iterable[nn.Module]) -> None:
+    """Refuses modules whose weight is not all that they multiply with.
+
+    Raises:
+        DCFormerError: on a module with an adapter.
+    """
+    if any(hasattr(module, "base_layer") for module in modules):
+        raise DCFormerError(
+            "a projection of the heads has an adapter, and its weight is not all that it multiplies with: call "
+            "merge_and_unload() first."
+        )
+
+
+def listed(values: Any) -> list[Any]:
+    """Several values as a list; of one value, which may be a text, a list of it."""
+    values = values.tolist() if isinstance(values, torch.Tensor) else values
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+
+
+def named(names: Iterable[str] | str | None, known: Sequence[str], what: str) -> list[str]:
+    """Names as a list.
+
+    Args:
+        names: some or one of those that are known; None for all.
+        known: all names.
+        what: they are of, for the message.
+
+    Raises:
+        DCFormerError: on an unknown name, and on none.
+    """
+    found = list(known) if names is None else listed(names)
+    if not found:
+        raise DCFormerError(f"no {what} is named: expected some of {tuple(known)}.")
+    if unknown := [name for name in found if name not in known]:
+        raise DCFormerError(f"{what} {unknown[0]!r} is unknown: expected some of {tuple(known)}.")
+    return found
+
+
+def whole(number: Any, what: str) -> int:
+    """A whole number of any type of integers.
+
+    Args:
+        number: to be one.
+        what: it is, for the message.
+
+    Raises:
+        DCFormerError: on anything else.
+    """
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise DCFormerError(f"{what} {number!r} is not a whole number of type int.") from None
 
 
 def chosen(numbers: Iterable[int] | int | None, count: int, what: str, from_end: bool = True) -> list[int]:
@@ -77,12 +142,10 @@ def chosen(numbers: Iterable[int] | int | None, count: int, what: str, from_end:
     if numbers is None:
         return list(range(count))
     result = []
-    for number in numbers if isinstance(numbers, Iterable) else [numbers]:
-        if int(number) != number:
-            raise DCFormerError(f"{what} {number} is not a whole number.")
+    for number in (whole(number, what) for number in listed(numbers)):
         if not (-count if from_end else 0) <= number < count:
             raise DCFormerError(f"{what} {number} is out of range: there are {count}, numbered 0 to {count - 1}.")
-        result.append(int(number) % count)
+        result.append(number % count)
     if not result:
         raise DCFormerError(f"no {what} is named: name some, or None for all.")
     return result
@@ -112,4 +175,4 @@ def refuse_nonfinite(model: nn.Module, what: str) -> NoReturn:
     )
 
 
-__all__ = ["Layer", "chosen", "layers_of", "refuse_nonfinite"]
+__all__ = ["Layer", "chosen", "layers_of", "listed", "named", "refuse_adapters", "refuse_nonfinite", "whole"]

@@ -3,7 +3,7 @@
 All take `theme`, "light" or "dark". Colours are of Okabe and Ito's palette, which colour-blind people can tell apart,
 and never alone: lines differ in their dashes, bars in their hatches, and negative cells of heat maps bear a minus sign
 or their number. Composed maps are not probabilities, so signed quantities share one map of colours, centred at 0; its
-scale is printed beside it, and nothing is normalised.
+scale is printed beside it, and nothing is normalised. A dollar sign of a token or a name stands for itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ def _figure(theme: Theme, width: float, height: float) -> Figure:
 def _dress(axes: Any, theme: Theme, title: str = "", x: str = "", y: str = "", loc: str = "center") -> None:
     """Colours, sizes and names of an axes; wide ones have their title on the left, where they are seen first."""
     axes.set_facecolor(theme.ground)
-    axes.set_title(title, color=theme.ink, fontsize=FONT + 1, loc=loc)
+    axes.set_title(title, color=theme.ink, fontsize=FONT + 1, loc=loc, parse_math=False)
     axes.set_xlabel(x, color=theme.ink, fontsize=FONT)
     axes.set_ylabel(y, color=theme.ink, fontsize=FONT)
     axes.tick_params(colors=theme.ink, labelsize=FONT)
@@ -138,7 +138,9 @@ def _scale(figure: Figure, image: Any, axes: Any, theme: Theme, label: str) -> N
 
 def _legend(place: Any, theme: Theme, **options: Any) -> None:
     """Of an axes, or of a figure."""
-    place.legend(fontsize=FONT, labelcolor=theme.ink, facecolor=theme.ground, edgecolor=theme.quiet, **options)
+    legend = place.legend(fontsize=FONT, labelcolor=theme.ink, facecolor=theme.ground, edgecolor=theme.quiet, **options)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def _heads(axes: Any, numbers: Sequence[int]) -> None:
@@ -283,9 +285,8 @@ def attention_rows(
 
 def _ticks(axes: Any, labels: Sequence[str]) -> None:
     step = max(1, len(labels) // 80)
-    axes.set_xticks(
-        range(0, len(labels), step), [labels[i] for i in range(0, len(labels), step)], rotation=60, ha="right"
-    )
+    shown = range(0, len(labels), step)
+    axes.set_xticks(shown, [labels[i] for i in shown], rotation=60, ha="right", parse_math=False)
 
 
 def _some(summary: Sequence[StageSummary]) -> Sequence[StageSummary]:
@@ -374,7 +375,7 @@ def accuracy_bars(accuracies: Mapping[str, float], theme: str = "light", title: 
         range(len(names)), [100 * accuracies[name] for name in names], color=colours.series[0], height=0.65
     )
     axes.bar_label(bars, [f"{accuracies[name]:.1%}" for name in names], padding=4, color=colours.ink, fontsize=FONT)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), names, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0, 128)  # room for the numbers
     axes.set_xticks(range(0, 101, 20))

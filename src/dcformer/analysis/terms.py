@@ -109,7 +109,8 @@ def compose_map(trace: AnalysisTrace, layer: int, stage: str, t: int, s: int, ba
         trace: of `dcformer.analysis.trace`.
         layer: its number.
         stage: "pre" or "post".
-        t, s: positions of query and key; negative ones count from the end.
+        t, s: positions of query and key; negative ones count from the end. A key that the query does not see
+            (`trace.visible`) has a map and scores as well, which no softmax uses; its weights are 0.
         batch: index of the sequence.
 
     Returns:

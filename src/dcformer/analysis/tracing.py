@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,7 +16,7 @@ from ..attention_dcformer import ComposeTrace, LayerTrace
 from ..compose_dcformer import ComposeWeights, SideWeights, stages
 from ..errors import DCFormerError
 from ..masks_dcformer import causal_rows, visible_and_bias
-from .layers import Layer, chosen, layers_of, refuse_nonfinite
+from .layers import Layer, chosen, layers_of, refuse_nonfinite, whole
 
 MAPS = ("scores", "composed_scores", "weights", "composed_weights")
 STAGES = ("pre", "post")
@@ -136,8 +137,9 @@ class AnalysisTrace:
         """The number of a layer; negative ones count the traced layers from the end.
 
         Raises:
-            DCFormerError: when it was not traced.
+            DCFormerError: when it was not traced, and on anything that is not a whole number.
         """
+        layer = whole(layer, "layer")
         if layer < 0 and -layer <= len(self.layers):
             return list(self.layers)[layer]
         if layer not in self.layers:
@@ -175,7 +177,7 @@ class _Rows(list):
 
     def rows(self, tensor: torch.Tensor, dim: int = 2) -> torch.Tensor:
         """The kept positions of dimension T, in memory of their own where they are not all."""
-        if self.positions is None or tensor.shape[dim] == 1:
+        if self.positions is None:
             return tensor.detach()
         return tensor.detach().index_select(dim, torch.tensor(self.positions, device=tensor.device))
 
@@ -188,7 +190,8 @@ def as_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
         inputs: what a tokenizer or an image processor returns, or a tensor of token ids [B, T] or pixels.
 
     Raises:
-        DCFormerError: on inputs that go on from a cache, or on something else.
+        DCFormerError: on inputs that go on from a cache or leave logits out, on lists and arrays in the place of
+            tensors, and on something else.
     """
     if isinstance(inputs, torch.Tensor):
         inputs = {getattr(model, "main_input_name", "input_ids"): inputs}
@@ -200,6 +203,20 @@ def as_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
     arguments = {name: value for name, value in inputs.items() if value is not None}
     if "past_key_values" in arguments:
         raise DCFormerError("inputs with past_key_values: analysis takes whole texts, without a cache.")
+    if "logits_to_keep" in arguments:
+        raise DCFormerError(
+            "inputs with logits_to_keep: analysis needs the logits of all positions. Leave it out; positions= of trace "
+            "says which are kept."
+        )
+    for name, value in arguments.items():
+        if isinstance(value, Sequence | np.ndarray):
+            raise DCFormerError(
+                f"{name} of type {type(value).__name__}: expected a tensor, which a tokenizer returns with "
+                "return_tensors='pt'."
+            )
+    ids = arguments.get("input_ids")
+    if ids is not None and ids.dtype not in (torch.long, torch.int):
+        raise DCFormerError(f"input_ids of {ids.dtype}: expected token ids, of torch.long.")
     if getattr(model, "main_input_name", "input_ids") != "pixel_values":
         arguments["use_cache"] = False
     return arguments
@@ -226,22 +243,23 @@ def shape_of(model: Any, arguments: Mapping[str, Any]) -> tuple[int, int, tuple[
     return tokens.shape[0], tokens.shape[1], None
 
 
-def require_eager(model: Any) -> None:
-    """Refuses models whose attention holds no maps, or drops some of them at random.
+def layers_with_maps(model: Any) -> list[Layer]:
+    """The layers of a model whose forward pass holds attention maps, the same ones each time.
 
     Raises:
-        DCFormerError: naming the implementation and the way out.
+        DCFormerError: as `layers_of`; on another implementation than "eager"; in training mode, in which dropout and
+            the gates of heads are drawn at random.
     """
+    found = layers_of(model)
     implementation = model.config._attn_implementation
     if implementation != "eager":
         raise DCFormerError(
             f"attn_implementation={implementation!r} never holds attention maps: load the model with "
             "attn_implementation='eager', or call model.set_attn_implementation('eager') first."
         )
-    if model.training and any(
-        (isinstance(m, nn.Dropout) and m.p) or getattr(m, "attention_dropout", 0) for m in model.modules()
-    ):
-        raise DCFormerError("the model is in training mode and has dropout: call model.eval() first.")
+    if any(module.training for module in model.modules()):
+        raise DCFormerError("the model is in training mode, and may compute at random: call model.eval() first.")
+    return found
 
 
 def map_bytes(batch: int, heads: int, rows: int, length: int, layers: int, itemsize: int = 4) -> tuple[int, int]:
@@ -272,12 +290,10 @@ def trace(
         `AnalysisTrace`. The forward pass computes exactly what it does without a trace.
 
     Raises:
-        DCFormerError: for models that hold no maps, numbers out of range, maps of more than 2 GB, and NaN.
+        DCFormerError: for models that hold no maps or are in training mode, inputs that are not whole texts or images,
+            numbers out of range, maps of more than 2 GB, and NaN.
     """
-    found = layers_of(model)
-    if any(hasattr(layer.attention, "compose_call") for layer in found):
-        raise DCFormerError("traces are of this package's own models, and this one was converted (convert_attention).")
-    require_eager(model)
+    found = layers_with_maps(model)
     arguments = as_arguments(model, inputs)
     batch, length, grid = shape_of(model, arguments)
     wanted = chosen(layers, len(found), "layer")
@@ -442,9 +458,9 @@ __all__ = [
     "AnalysisTrace",
     "LayerAnalysis",
     "as_arguments",
+    "layers_with_maps",
     "map_bytes",
     "real_tokens",
-    "require_eager",
     "shape_of",
     "token_texts",
     "trace",

@@ -17,7 +17,7 @@ from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from ..errors import CONFIG_ERRORS, DCFormerError, refused
 from ..layouts_dcformer import foreign_shape, hub_layouts, to_native
 from ..legacy_dcformer import is_hub_config
-from .layers import chosen, layers_of
+from .layers import chosen, layers_of, refuse_adapters
 
 CIRCUITS = ("qk", "ov")
 _CONFIGS = {config.model_type: config for config in (DCFormerConfig, DCPythiaConfig)}
@@ -72,13 +72,22 @@ def circuit_weights(model: nn.Module, layer: int) -> CircuitWeights:
         `CircuitWeights`, on the CPU.
 
     Raises:
-        DCFormerError: on a layer out of range, NaN among the weights, and heads whose projections are not separate.
+        DCFormerError: on a layer out of range, NaN among the weights, adapters, and heads that share channels.
     """
     layers = layers_of(model)
     (layer,) = chosen([layer], len(layers), "layer")
     attention = layers[layer].attention
+    refuse_adapters(
+        module for name, module in attention.named_modules() if name.endswith(("q_proj", "k_proj", "v_proj"))
+    )
     state = dict(attention.named_parameters())
-    if getattr(getattr(attention, "system", None), "keeps_shapes", False):  # its projections are those of plain heads
+    if (system := getattr(attention, "system", None)) is not None:
+        if not system.keeps_shapes:
+            raise DCFormerError(
+                f"head_system={attention.config.head_system!r}: its heads share channels, and have no circuits of "
+                "their own. trace, breakdown and attribute_heads say what they do."
+            )
+        # its projections are those of plain heads
         state = {name.removeprefix("system."): parameter for name, parameter in state.items()}
     return _from_tensors(state.get, attention.config, layer)
 
@@ -117,8 +126,8 @@ def _from_tensors(get: Callable[[str], torch.Tensor | None], config: Any, layer:
         if weight is None or len(weight) != count * dim:
             shape = None if weight is None else tuple(weight.shape)
             raise DCFormerError(
-                f"layer {layer}: {name}_proj.weight is {shape}, expected {count} heads of {dim} rows: the heads of "
-                "this attention are not separate, and have no circuits of their own."
+                f"layer {layer}: {name}_proj.weight is {shape}, expected {count} heads of {dim} rows, as the "
+                "configuration says: take the one that belongs to these weights."
             )
         weight = weight.unflatten(0, (count, dim)).mT  # [heads, E, D]
         scale = read(f"{name}_norm.weight")
