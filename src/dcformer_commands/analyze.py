@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", help='one token, such as " food": its logit at the end of the text is explained')
     parser.add_argument("--image", help="for models of images: the file")
     parser.add_argument(
-        "--output", metavar="FOLDER", help="new folder for figures, report.html, metrics.json, and up to 256 tokens heads.html"
+        "--output", metavar="FOLDER", help="new folder: figures, report.html, metrics.json, heads.html up to 256 tokens"
     )
     parser.add_argument("--layer", type=int, help="whose entry is shown; default: where heads contribute most")
     parser.add_argument("--query", type=int, default=-1, help="position of the query shown (default: the last)")

@@ -541,7 +541,7 @@ def test_refusals():
 
 def test_blocks_cover_what_they_must():
     for heads, rank, batch, length in itertools.product((2, 6, 24, 52, 128), (0, 1, 2, 4), (1, 16), (1, 17, 4096)):
-        tile = generator._tile(heads, rank, True, 7, batch, length, 4)
+        tile = generator.generator_tile(heads, rank, True, 7, batch, length, 4)
         assert tile["B_I"] >= 2 * rank and tile["B_M"] >= heads and tile["B_P"] >= 8
         assert tile["B_I"] * tile["B_M"] >= 16 and tile["B_N"] >= 16  # the least that tl.dot takes
         assert all(math.log2(size).is_integer() for size in tile.values())

@@ -198,7 +198,7 @@ def generator_kernel(
 # --- launch -----------------------------------------------------------------------------------------------------------
 
 
-def _tile(
+def generator_tile(
     heads_per_group: int, rank: int, has_gate: bool, padding: int, batch: int, length: int, programs: int
 ) -> dict[str, int]:
     """Block sizes: 64 tokens, fewer where there are few or where a generator is wide."""
@@ -214,7 +214,8 @@ def _tile(
     }
 
 
-def _options(tile: dict[str, int]) -> dict[str, int]:
+def options_of(tile: dict[str, int]) -> dict[str, int]:
+    """Warps and pipeline stages for block sizes."""
     columns = tile["B_I"] * tile["B_M"]
     return {
         "num_warps": 8 if columns >= 128 else 4,
@@ -222,7 +223,7 @@ def _options(tile: dict[str, int]) -> dict[str, int]:
     }
 
 
-def _row_arguments(
+def row_arguments(
     rows: list[torch.Tensor], heads: int, width: int
 ) -> tuple[list[torch.Tensor | None], list[int], dict[str, int]]:
     """What the kernel takes for the rows of each stage: two pointers, six strides in units, and ROWS, REP, PAD, UNIT.
@@ -253,9 +254,9 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     weights, hidden, gates, qkw, rows_0, rows_1, stages, sides, heads_per_group, rank, approximate = given
     _, batch, heads, width, length = weights.shape
     rows = [x for x in (rows_0, rows_1) if x is not None]
-    row_pointers, row_strides, row_sizes = _row_arguments(rows, heads, width)
+    row_pointers, row_strides, row_sizes = row_arguments(rows, heads, width)
     programs = heads // heads_per_group * stages * sides
-    tile = _tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, programs)
+    tile = generator_tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, programs)
     arguments = (
         hidden,
         gates,
@@ -282,7 +283,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     }
     grid = (batch * ceil_div(length, tile["B_N"]), programs)
     named = dict(zip(generator_kernel.arg_names, arguments, strict=False))
-    return [], [Launch(generator_kernel, grid, named, constants, _options(tile))]
+    return [], [Launch(generator_kernel, grid, named, constants, options_of(tile))]
 
 
 _RUN = Repeated(launches)
@@ -400,13 +401,13 @@ def _arguments(hidden_states: torch.Tensor, compose: DCFormerCompose, first_laye
     return (hidden, gates, qkw), (m, rank, APPROXIMATE[type(compose.act_fn)], hidden_states.dtype)
 
 
-def _axes(compose: DCFormerCompose) -> tuple[list[str], list[str]]:
+def generator_axes(compose: DCFormerCompose) -> tuple[list[str], list[str]]:
     """The stages and the sides that have generators, in order."""
     stages, sides = (list(dict.fromkeys(names)) for names in zip(*compose.generators, strict=True))
     return stages, sides
 
 
-def _generated(generators: Sequence[tuple[str, str]], weights: torch.Tensor) -> dict[tuple[str, str], SideWeights]:
+def sides_of(generators: Sequence[tuple[str, str]], weights: torch.Tensor) -> dict[tuple[str, str], SideWeights]:
     """[C, B, H, W, N] as what `DCFormerCompose.forward` returns."""
     return {generator: SideWeights(w) for generator, w in zip(generators, weights.unbind(), strict=True)}
 
@@ -428,9 +429,9 @@ def generate_weights(hidden_states: torch.Tensor, compose: DCFormerCompose, firs
     if compose.dw1_proj is None and compose.gate_proj is None:
         return {}, compose.static_projections()
     tensors, options = _arguments(hidden_states, compose, first_layer)
-    stages, sides = _axes(compose)
+    stages, sides = generator_axes(compose)
     weights = generate_weights_op(*tensors, len(stages), len(sides), *options)
-    return _generated(compose.generators, weights), compose.static_projections()
+    return sides_of(compose.generators, weights), compose.static_projections()
 
 
 def generate_packed(
@@ -457,7 +458,7 @@ def generate_packed(
         RuntimeError: when gradients are wanted: what is written in place has none. Use `generate_weights` and
             `DCFormerCompose.pack`.
     """
-    stages, sides = _axes(compose) if compose.generators else ([], [])
+    stages, sides = generator_axes(compose) if compose.generators else ([], [])
     if "key" not in sides:
         return generate_weights(hidden_states, compose, first_layer)
     tensors, options = _arguments(hidden_states, compose, first_layer)
@@ -478,11 +479,19 @@ def generate_packed(
             )
         rows[i] = states[..., states.shape[-1] - channels :]
     weights = generate_packed_op(*tensors, *rows, len(sides), *options)
-    return _generated([(stage, side) for stage in stages for side in sides[:-1]], weights), compose.static_projections()
+    return sides_of([(stage, side) for stage in stages for side in sides[:-1]], weights), compose.static_projections()
 
 
 __all__ = [
+    "APPROXIMATE",
     "can_replace",
     "generate_packed",
     "generate_weights",
+    "generator_axes",
+    "generator_kernel",
+    "generator_tile",
+    "is_plain",
+    "options_of",
+    "row_arguments",
+    "sides_of",
 ]

@@ -25,7 +25,16 @@ from ..attention_dcformer import active_transform
 from ..compose_dcformer import COMPOSE_NORM_EPS, DCFormerCompose, Generated
 from ..fusion_dcformer import has_no_hooks
 from ..modeling_dcformer import DCFormerRMSNorm
-from .generator import APPROXIMATE, _axes, _generated, _options, _row_arguments, _tile, generator_kernel, is_plain
+from .generator import (
+    APPROXIMATE,
+    generator_axes,
+    generator_kernel,
+    generator_tile,
+    is_plain,
+    options_of,
+    row_arguments,
+    sides_of,
+)
 from .limits import MAX_QUERIES, require_supported, unsupported_reason
 from .repeated import Launch, Repeated
 from .schemas import DEVICES, place_tensors, prepare_op, prepared_shapes, refuse_backward
@@ -180,9 +189,9 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     kv_heads = keys.shape[1]
     wholes = [x for x in (keys, values) if x.shape[-1] > head_dim]
     rows = [x[..., head_dim:] for x in wholes]  # composition weights
-    row_pointers, row_strides, row_sizes = _row_arguments(rows, heads, width)
+    row_pointers, row_strides, row_sizes = row_arguments(rows, heads, width)
     generators = heads // heads_per_group * stages * sides
-    tile = _tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, generators)
+    tile = generator_tile(heads_per_group, rank, gates is not None, row_sizes["PAD"], batch, length, generators)
     arguments = (
         *first,
         queries,
@@ -229,7 +238,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
         (batch, generators + heads + 2 * kv_heads),
         dict(zip(prepare_kernel.arg_names, arguments, strict=False)),
         constants,
-        _options(tile),
+        options_of(tile),
         dict(zip(("p_rows_0", "p_rows_1"), wholes * 2, strict=False)),
     )
     is_empty = not batch or not length
@@ -326,7 +335,7 @@ def prepare(
         return None
     modules = vars(attention)["_modules"]
     compose: DCFormerCompose = modules["compose"]
-    stages, sides = _axes(compose) if compose.generators else ([], [])
+    stages, sides = generator_axes(compose) if compose.generators else ([], [])
     channels = [compose.channels[stage] for stage in ("pre", "post")]
     require_supported(rank=compose.rank, heads=compose.heads_per_group)
     cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in position_embeddings)
@@ -338,7 +347,7 @@ def prepare(
     numbers = (plan, getattr(modules["q_norm"], "eps", 0.0), APPROXIMATE.get(type(compose.act_fn), "none"))
     queries, keys, values, weights = prepare_op(*tensors, *numbers)
     stored = [(stage, side) for stage in stages for side in sides[: len(sides) - any(channels)]]
-    generated = _generated(stored, weights) if stages else {}
+    generated = sides_of(stored, weights) if stages else {}
     return queries, keys, values, (generated, compose.static_projections())
 
 
