@@ -22,7 +22,8 @@ from dcformer import (
 )
 from dcformer.compose_dcformer import (
     COMPOSE_NORM_EPS,
-    FUSED_GENERATORS,
+    FUSED_ATTENTION,
+    FusedAttention,
     FusedGenerators,
     accumulation_dtype,
     compose_init_std,
@@ -441,7 +442,8 @@ def test_an_implementation_may_bring_its_own_generators(allowed, gradients, dtyp
         return generated, statics
 
     own = FusedGenerators(lambda compose, hidden_states: allowed, generate, generate_packed)
-    monkeypatch.setitem(FUSED_GENERATORS, "own", own)
+    fused = FusedAttention(lambda config: None, lambda *arguments: False, own)
+    monkeypatch.setitem(FUSED_ATTENTION, "own", fused)
     generated, _ = module(hidden)
     with torch.set_grad_enabled(gradients):
         *packed, (found, _) = module.packed(hidden, key, value, "own")

@@ -302,9 +302,6 @@ class FusedGenerators:
     step: Callable[..., tuple[torch.Tensor, Any] | None] = lambda *_, **__: None
 
 
-# By the name of the attention implementation that they belong to.
-FUSED_GENERATORS: dict[str, FusedGenerators] = {}
-
 # The torch implementation of `chunked_dcformer`, which every model can use.
 CHUNKED = "dcformer_chunked"
 # What `config._attn_implementation` says where none is named: `default_implementation` decides for each call.
@@ -320,14 +317,22 @@ class FusedAttention:
         is_default: (attention module, hidden states [B, T, E], query [B, H, T, D], key [B, Hkv, T, D], attention mask)
             -> whether they are used for these where no implementation is named. Asked by every layer in every forward
             pass, in graphs that are traced too.
+        generators: its kernels for weight generators; None where there are none, or what they need is not installed.
     """
 
     unsupported_reason: Callable[[Any], str | None]
     is_default: Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
+    generators: FusedGenerators | None = None
 
 
 # By the name of the attention implementation. Kernels register themselves; without any, the default is chunked.
 FUSED_ATTENTION: dict[str, FusedAttention] = {}
+
+
+def fused_generators(implementation: str | None) -> FusedGenerators | None:
+    """The kernels for weight generators of an attention implementation, if it has some."""
+    fused = None if implementation is None else FUSED_ATTENTION.get(implementation)
+    return None if fused is None else fused.generators
 
 
 def can_compose(implementation: str) -> bool:
@@ -505,7 +510,7 @@ class DCFormerCompose(nn.Module):
 
     def _fused_generators(self, hidden_states: torch.Tensor, implementation: str | None) -> FusedGenerators | None:
         """The kernels of an attention implementation, if it has some and this module is one that they can replace."""
-        fused = FUSED_GENERATORS.get(implementation) if implementation is not None else None
+        fused = fused_generators(implementation)
         return fused if fused is not None and fused.can_replace(self, hidden_states) else None
 
     @staticmethod
@@ -689,7 +694,6 @@ __all__ = [
     "COMPOSE_NORM_EPS",
     "DEFAULT_ATTENTION",
     "FUSED_ATTENTION",
-    "FUSED_GENERATORS",
     "ComposeFields",
     "ComposeSettings",
     "ComposeWeights",
@@ -705,6 +709,7 @@ __all__ = [
     "compose",
     "compose_init_std",
     "default_implementation",
+    "fused_generators",
     "key_weights_behind",
     "stages",
     "without_autocast",

@@ -55,13 +55,13 @@ from .chunked_dcformer import CHUNKED
 from .compose_dcformer import (
     DEFAULT_ATTENTION,
     FUSED_ATTENTION,
-    FUSED_GENERATORS,
     DCFormerCompose,
     Generated,
     accumulation_dtype,
     can_compose,
     compose_init_std,
     default_implementation,
+    fused_generators,
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
 from .fusion_dcformer import FusableAttention, FusableModel
@@ -298,7 +298,7 @@ class DCFormerAttention(FusableAttention):
             implementation = default_implementation(self, hidden_states, projected.query, projected.key, attention_mask)
         kernels = None  # which take the place of modules in decoding
         if is_fused and is_cached and not self.own_steps:
-            kernels = FUSED_GENERATORS.get(implementation)
+            kernels = fused_generators(implementation)
         if kernels is not None and kwargs.get("compose_trace") is None:
             lend, is_causal = partial(lend_room, past_key_values, layer_idx), kwargs.get("is_causal")
             options = (attention_mask, sliding_window, is_causal)
@@ -389,7 +389,7 @@ class DCFormerAttention(FusableAttention):
         """All of a decoding step behind the fused product, [B, T, E], in one operator that writes into the cache.
 
         Args:
-            kernels: of `FUSED_GENERATORS`.
+            kernels: a `FusedGenerators`.
             lend: what gives the cache's memory for new rows, see `cache_dcformer.lend_room`.
             attention_mask, sliding_window, is_causal: as for `eager_attention`.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..compose_dcformer import FUSED_ATTENTION, FUSED_GENERATORS, FusedAttention, FusedGenerators, Generated
+from ..compose_dcformer import FUSED_ATTENTION, FusedAttention, FusedGenerators, Generated
 from ..configuration_dcformer import DCFormerConfig
 from ..heads_dcformer import MAP_FIELDS
 from ..masks_dcformer import chunked_mask
@@ -88,13 +88,12 @@ def register() -> None:
 
     Where no implementation is named, models ask its kernels about each tensor; without Triton they say why not.
     """
-    FUSED_ATTENTION["dcformer_triton"] = FusedAttention(_unsupported_model, _is_default)
+    generators = None
     if is_available():
         AttentionInterface.register("dcformer_triton", _triton_attention)
         AttentionMaskInterface.register("dcformer_triton", chunked_mask)
-        FUSED_GENERATORS["dcformer_triton"] = FusedGenerators(
-            _can_replace, _generate_weights, _generate_packed, _prepare, _decode_step
-        )
+        generators = FusedGenerators(_can_replace, _generate_weights, _generate_packed, _prepare, _decode_step)
+    FUSED_ATTENTION["dcformer_triton"] = FusedAttention(_unsupported_model, _is_default, generators)
 
 
 def __getattr__(name: str) -> Any:
