@@ -15,9 +15,10 @@ from dcformer import (
     HeadSystemsConfig,
     HeadSystemsForCausalLM,
 )
-from dcformer.export import DecodingStep, export_decoding_step
+from dcformer.export import DecodingStep, export_decoding_step, plain_model
 
 LENGTH = 20  # more than twice the window of the tiny model's local layers
+NOT_COMPOSED = dict.fromkeys(("compose_pre", "compose_post", "compose_query", "compose_key"), False)
 
 
 def make(model_class=DCFormerForCausalLM, config=None, attn_implementation="dcformer_chunked", **overrides):
@@ -148,6 +149,33 @@ def test_program_runs_without_this_package(tmp_path):
 def test_refuses_sizes(arguments, message):
     with pytest.raises(ValueError, match=message):
         export_decoding_step(make(), **arguments)
+
+
+def test_refuses_what_has_no_head_embeddings():
+    for model in (None, DCFormerModel(tiny_config())):
+        name = type(model).__name__
+        with pytest.raises(TypeError, match=f"{name}: expected a DCFormerForCausalLM with head_embeddings"):
+            plain_model(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_embeddings": "mul"}, "LlamaForCausalLM cannot: give one that was trained without composition"),
+        ({"head_embeddings": "add"} | NOT_COMPOSED, "'sliding_attention', but the Qwen2ForCausalLM is made with glob"),
+        ({"head_embeddings": "add", "attention_bias": True} | NOT_COMPOSED, "'sliding_attention', but the LlamaFor"),
+        (
+            {"head_embeddings": "add", "qk_norm": True} | NOT_COMPOSED,
+            "qk_norm=True has no counterpart in Qwen2ForCausalLM: expected False",
+        ),
+    ],
+    ids=str,
+)
+def test_refusals_name_what_would_be_made(fields, message):
+    layers = ["sliding_attention", "full_attention"]
+    fields = {"layer_types": layers, "qk_norm": False, "num_key_value_heads": None} | fields
+    with pytest.raises(ValueError, match=message):
+        plain_model(make(**fields))
 
 
 def test_refuses_models_that_do_not_decode():

@@ -109,6 +109,13 @@ class ComposeFields:
 
     def check_composition(self) -> None:
         """Raises a `ValueError` that names the fields when they describe no composition."""
+        for name in ("compose_rank", "compose_groups"):
+            if not isinstance(number := getattr(self, name), int) or isinstance(number, bool):
+                raise ValueError(f"{name}={number!r} must be a whole number.")
+        switches = ("pre", "post", "query", "key", "projection", "gate", "static")
+        for name in (f"compose_{switch}" for switch in switches):
+            if not isinstance(is_on := getattr(self, name), bool):
+                raise ValueError(f"{name}={is_on!r}: expected True or False.")
         if self.compose_rank < 1:
             raise ValueError(
                 f"compose_rank={self.compose_rank} must be at least 1; to have no low-rank projections set "

@@ -123,13 +123,28 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
         parameters of its own.
 
     Raises:
+        TypeError: when `model` is not a causal model of this package.
         ValueError: when the model has no head embeddings, or something that these have not; naming the field.
     """
+    if not isinstance(model, DCFormerForCausalLM):
+        raise TypeError(
+            f"model is of type {type(model).__name__}: expected a DCFormerForCausalLM with head_embeddings, as "
+            "AutoModelForCausalLM.from_pretrained gives."
+        )
     config = model.config
     if config.head_embeddings is None:
         raise ValueError("the model has no head_embeddings: its heads are separate already.")
+    is_added = config.head_embeddings == "add"
+    is_qwen = is_added and not config.attention_bias and not config.mlp_bias
+    config_class: Any = Qwen2Config if is_qwen else LlamaConfig
+    model_class: Any = Qwen2ForCausalLM if is_qwen else LlamaForCausalLM
+    if config.composes:
+        raise ValueError(
+            f"the model composes its heads (config.composes=True), which {model_class.__name__} cannot: give one that "
+            "was trained without composition, all of its compose_pre, compose_post, compose_query, compose_key and "
+            "compose_static False."
+        )
     wanted = {
-        "composes": False,
         "qk_norm": False,
         "norm_type": "rmsnorm",
         "mlp_type": "gated",
@@ -140,11 +155,12 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
     }
     for name, value in wanted.items():
         if (found := getattr(config, name)) != value:
-            raise ValueError(f"{name}={found} has no counterpart in LlamaForCausalLM: expected {value}.")
+            raise ValueError(f"{name}={found} has no counterpart in {model_class.__name__}: expected {value}.")
     if "sliding_attention" in (config.layer_types or ()):
-        raise ValueError("layer_types has 'sliding_attention', and LlamaForCausalLM has global layers only.")
-    is_added = config.head_embeddings == "add"
-    is_qwen = is_added and not config.attention_bias and not config.mlp_bias
+        raise ValueError(
+            f"layer_types has 'sliding_attention', but the {model_class.__name__} is made with global layers only: "
+            "expected 'full_attention' in all."
+        )
     names = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
         *("hidden_act", "max_position_embeddings", "rope_parameters", "tie_word_embeddings", "attention_dropout"),
@@ -152,10 +168,7 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
     )
     fields: dict[str, Any] = {name: copy.deepcopy(getattr(config, name)) for name in names}
     fields |= {"num_key_value_heads": config.num_attention_heads, "rms_norm_eps": config.norm_eps}
-    config_class: Any = Qwen2Config
-    model_class: Any = Qwen2ForCausalLM
     if not is_qwen:
-        config_class, model_class = LlamaConfig, LlamaForCausalLM
         fields |= {"attention_bias": config.attention_bias or is_added, "mlp_bias": config.mlp_bias}
     plain_config = config_class(**fields)
     with torch.device("meta"):

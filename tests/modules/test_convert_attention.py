@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import pickle
 import threading
 import weakref
@@ -503,7 +504,11 @@ def test_what_is_off_is_no_obstacle():
         ({"compose_pre": False, "compose_post": False}, "turn one of them on"),
         ({"rank": 2}, "rank unknown: expected some of compose_rank"),
         ({"compose_key": "never"}, "compose_key='never' is unknown"),
-        ({"compose_rank": "2"}, "compose_rank='2' must be a whole number"),
+        ({"compose_rank": "2"}, r"\(BertSelfAttention\): compose_rank='2' must be a whole number"),
+        ({"compose_pre": "yes"}, r"\(BertSelfAttention\): compose_pre='yes': expected True or False"),
+        ({"compose_key": 1}, r"\(BertSelfAttention\): compose_key=1: expected True or False"),
+        ({"example": ids()}, r"example is of type Tensor: expected the model's arguments by name, as in example={"),
+        ({"device": "meta"}, r"device='meta' of the generators, and its projections are on cpu: leave device out"),
         ({"dtype": torch.bfloat16}, r"dtype=torch\.bfloat16 of the generators, and its projections are torch\.float32"),
         ({"example": {"input_ids": ids(50)}}, "BertForMaskedLM does not run on the example"),
     ],
@@ -517,6 +522,15 @@ def test_conversions_that_fail_leave_the_model_as_it_was(options, message):
     assert not hasattr(model.config, "dcmha") and "save_pretrained" not in vars(model)
     torch.testing.assert_close(logits(model, text()), expected, rtol=0, atol=0)
     convert_attention(model)
+
+
+def test_a_conversion_that_fails_leaves_the_settings_of_a_plain_load(tmp_path):
+    converted("bert", compose_rank=3).save_pretrained(tmp_path)
+    model = t.AutoModelForMaskedLM.from_pretrained(tmp_path)
+    before = model.config.dcmha
+    with pytest.raises(DCFormerError, match="does not run on the example"):
+        convert_attention(model, example={"input_ids": ids(50)})
+    assert model.config.dcmha == before and before["compose_rank"] == 3
 
 
 def test_a_conversion_that_fails_leaves_every_part_as_it_was():
@@ -630,10 +644,19 @@ def test_folders_that_cannot_be_loaded(tmp_path):
         from_pretrained_converted(tmp_path / "model", t.ViTModel)
     with pytest.raises(DCFormerError, match="'AutoModelForMaskedLM' is no class of models: expected an Auto"):
         from_pretrained_converted(tmp_path / "model", "AutoModelForMaskedLM")
-    file = tmp_path / "model" / "model.safetensors"
+    file, settings = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "config.json"
+    written = settings.read_text()
+    for value, message in ((7, r"model has dcmha=7: expected settings of comp"), ({"rank": 2}, r"model: rank unknown")):
+        settings.write_text(json.dumps(json.loads(written) | {"dcmha": value}))
+        with pytest.raises(DCFormerError, match=message):
+            from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM)
+    settings.write_text(written)
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("qkw")}
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(DCFormerError, match=r"lacks 2 tensors of the composition, such as bert.*compose\.qkw"):
+        from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(DCFormerError, match=r"model has weights that cannot be read: .*header"):
         from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM)
 
 
@@ -703,7 +726,7 @@ def test_compositions_that_do_not_fit(tmp_path):
     with pytest.raises(DCFormerError, match="If a part of it is, give that one"):
         save_compose(part, file)
     with pytest.raises(DCFormerError, match=r"bert\..*compose\.qkw is offloaded"):
-        save_compose(convert_attention(make("bert"), device="meta", dtype=torch.float32), file)
+        save_compose(convert_attention(make("bert").to("meta"), device="meta", dtype=torch.float32), file)
     save_compose(converted("bert"), file)
     assert [path.name for path in tmp_path.iterdir()] == ["compose.safetensors"]
     with pytest.raises(DCFormerError, match="saved with other settings than the model's: compose_rank differ"):
@@ -718,9 +741,43 @@ def test_compositions_that_do_not_fit(tmp_path):
     wide = t.BertForMaskedLM(t.BertConfig(**TEXT | {"hidden_size": 32}))
     with pytest.raises(DCFormerError, match=r"of another size: .* is \(32, 16\) in it and \(32, 32\) in the model"):
         load_compose(wide, file)
-    save_file({"x": torch.zeros(1)}, file)
-    with pytest.raises(DCFormerError, match="is not a composition"):
-        load_compose(make("bert"), file)
+    model = convert_attention(make("bert").to("meta"), device="meta", dtype=torch.float32)
+    with pytest.raises(DCFormerError, match=r"bert\..*compose\.\S+ is offloaded: load the model without offloading"):
+        load_compose(model, file)
+    with pytest.raises(DCFormerError, match="offloaded: pass device and dtype of the generators to convert_attention"):
+        load_compose(make("bert").to("meta"), file)
+    for call in (load_compose, save_compose):
+        with pytest.raises(DCFormerError, match="model is of type int: expected a model of Transformers"):
+            call(3, file)
+
+
+def test_files_that_are_no_composition(tmp_path):
+    model, file = converted("bert"), tmp_path / "compose.safetensors"
+    save_compose(model, file)
+    tensors = load_file(file)
+    settings = json.dumps(model.config.dcmha)
+    whole = {name: tensor.long() for name, tensor in tensors.items()}
+    for content, metadata, message in (
+        ({"x": torch.zeros(1)}, {}, "is not a composition: save_compose writes one"),
+        (tensors, {"dcmha": "{rank"}, "has settings of composition .* that are no JSON: Expecting"),
+        (tensors, {"dcmha": "[2]"}, r"has dcmha=\[2\]: expected settings of composition by name"),
+        (tensors, {"dcmha": '{"rank": 2}'}, "safetensors: rank unknown: expected some of"),
+        (whole, {"dcmha": settings}, r"is damaged: bert\..* is torch\.int64 in it, expected floating point"),
+    ):
+        save_file(content, file, metadata)
+        for into in (make("bert"), convert_attention(make("bert"))):
+            before = copy.deepcopy(into.state_dict())
+            with pytest.raises(DCFormerError, match=message):
+                load_compose(into, file)
+            assert before.keys() == into.state_dict().keys()
+            assert all(torch.equal(tensor, before[name]) for name, tensor in into.state_dict().items())
+
+
+@pytest.mark.parametrize(("place", "message"), [("no/c", "in a folder that does not exist"), ("", "is a folder: give")])
+def test_places_where_no_composition_can_be_written(tmp_path, place, message):
+    with pytest.raises(DCFormerError, match=message):
+        save_compose(converted("bert"), tmp_path / place)
+    assert not list(tmp_path.iterdir())
 
 
 @torch.no_grad()

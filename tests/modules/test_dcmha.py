@@ -323,6 +323,26 @@ def test_rows_that_see_nothing_are_zeros(implementation):
         assert not module(x, x, x, padding)[1][1].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+def test_the_least_values_of_a_dtype_are_added(implementation, dtype):
+    """As the library adds them: they hide beside greater values, and -inf hides always.
+
+    Not in float16: its least value swallows the library's scores, which are in that dtype, but not ours in float32.
+    """
+    theirs, ours = pair("self", dtype)
+    ours.attn_implementation = implementation
+    least, inf = torch.finfo(dtype).min, float("-inf")
+    rows = [[least] * 3, [least, least / 2, least], [least, inf, least], [least / 2] * 3, [least, least / 2, 0.5]]
+    x, mask = torch.randn(5, 2, E, dtype=dtype), torch.tensor(rows, dtype=dtype)
+    expected, weights = theirs(x, x[:3], x[:3], attn_mask=mask)
+    tolerance = TOLERANCE.get(dtype, 0.02)
+    found, maps = ours(x, x[:3], x[:3], attn_mask=mask, need_weights=implementation == "eager")
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    if maps is not None:
+        torch.testing.assert_close(maps, weights, rtol=0, atol=tolerance)
+
+
 def test_a_trained_mask_gets_its_gradient():
     module, x = randomise(DCMHA(E, H)), torch.randn(20, B, E)
     mask = torch.zeros(20, 20, requires_grad=True)
@@ -415,9 +435,16 @@ def test_settings_of_the_module_are_taken_over():
     ("arguments", "message"),
     [
         ({"embed_dim": 25, "num_heads": 4}, "embed_dim=25 is not a multiple of num_heads=4"),
-        ({"embed_dim": 24, "num_heads": 0}, "num_heads=0 must be at least 1"),
+        ({"embed_dim": 24, "num_heads": 0}, "num_heads=0 must be a whole number of at least 1"),
+        ({"embed_dim": 24.0, "num_heads": 4}, r"embed_dim=24\.0 must be a whole number"),
+        ({"embed_dim": 24, "num_heads": 4, "num_kv_heads": 2.0}, r"num_kv_heads=2\.0 must be a whole number"),
+        ({"embed_dim": 24, "num_heads": 4, "num_kv_heads": 0}, "num_kv_heads=0 must be a whole number of at least 1"),
         ({"embed_dim": 24, "num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
-        ({"embed_dim": 24, "num_heads": 4, "dropout": 1.0}, "dropout=1.0 must be in"),
+        ({"embed_dim": 24, "num_heads": 4, "dropout": 1.0}, r"dropout=1\.0 must be a number in \[0, 1\)"),
+        ({"embed_dim": 24, "num_heads": 4, "dropout": "x"}, "dropout='x' must be a number in"),
+        ({"embed_dim": 24, "num_heads": 4, "compose_rank": 1.5}, r"compose_rank=1\.5 must be a whole number"),
+        ({"embed_dim": 24, "num_heads": 4, "compose_query": "no"}, "compose_query='no': expected True or False"),
+        ({"embed_dim": 24, "num_heads": 4, "head_system_options": {"typo": 1}}, "'typo' is not an option of"),
         (
             {"embed_dim": 24, "num_heads": 4, "compose_groups": 3},
             "compose_groups=3 does not divide num_attention_heads=4",
@@ -439,6 +466,9 @@ def test_bad_settings(arguments, message):
         ({"attn_mask": torch.zeros(T, S, dtype=torch.int64)}, "attn_mask is of torch.int64: expected bool, True where"),
         ({"key_padding_mask": torch.zeros(S, B)}, r"key_padding_mask has shape \(7, 3\): expected \(3, 7\)"),
         ({"key_padding_mask": torch.zeros(B, S, dtype=torch.uint8)}, "key_padding_mask is of torch.uint8"),
+        ({"key_padding_mask": [[False] * S] * B}, "key_padding_mask is of type list: expected a tensor"),
+        ({"query": "a"}, "query is of type str: expected a tensor"),
+        ({"key": None}, "key is of type NoneType: expected a tensor"),
         ({"key": torch.zeros(S, B, E + 1)}, r"expected widths \(24, 24, 24\), embed_dim, kdim and vdim"),
         ({"value": torch.zeros(S + 1, B, E)}, r"do not fit together with batch_first=False: expected \[T, B, E\]"),
         ({"key": torch.zeros(S, E)}, "expected three inputs of 2 dimensions, or 3 with a batch"),
@@ -461,8 +491,11 @@ def test_weights_of_what_never_holds_them():
 def test_modules_that_cannot_be_taken_over():
     with pytest.raises(DCFormerError, match="got a Linear"):
         DCMHA.from_torch(nn.Linear(2, 2))
-    with pytest.raises(DCFormerError, match=r"num_kv_heads=1: .* keys and values of 4 heads"):
-        DCMHA.from_torch(nn.MultiheadAttention(E, 4), num_kv_heads=1)
+    changes = {"num_kv_heads": 1, "num_heads": 2, "embed_dim": 8, "kdim": 8, "vdim": 8, "bias": False}
+    for name, value in changes.items():
+        with pytest.raises(DCFormerError, match=f"{name}={value}: the module's is .* Leave it out, or make a new"):
+            DCMHA.from_torch(nn.MultiheadAttention(E, 4), **{name: value})
+    assert DCMHA.from_torch(nn.MultiheadAttention(E, 4), num_kv_heads=4, kdim=None).kdim == E
     for name in ("add_bias_kv", "add_zero_attn"):
         with pytest.raises(DCFormerError, match=f"{name}=True, which DCMHA does not offer"):
             DCMHA.from_torch(nn.MultiheadAttention(E, H, **{name: True}))

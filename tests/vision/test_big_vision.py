@@ -233,7 +233,10 @@ def broken(**changes) -> dict[str, np.ndarray]:
         ({"head__bias": np.zeros(3, np.float32)}, r"head/bias is float32 \(3,\): expected floats of shape \(7,\)"),
         ({"head__bias": np.zeros(7, np.int64)}, r"head/bias is int64 \(7,\)"),
         ({"MAPHead_0__probe": np.zeros((1, 1, E))}, "MAPHead_0/probe is of a model with .* attention pooling"),
-        ({"pos_embedding": np.zeros((1, 5, E), np.float32)}, r"pos_embedding has shape .*: expected \(1, 9, 24\)"),
+        ({"pos_embedding": np.zeros((1, 5, E), np.float32)}, r"pos_embedding is float32 .*: expected .* \(1, 9, 24\)"),
+        ({"cls": np.zeros((1, 1, E), np.int64)}, r"cls is int64 .*: expected floats"),
+        ({"cls": np.full((1, 1, E), np.nan)}, "cls holds 24 values that are NaN or infinite as float32, of 24"),
+        ({"head__bias": np.array([0, np.inf, 1e300, 1, 1, 1, 1])}, "head/bias holds 2 values that are NaN or infinite"),
     ],
 )
 def test_what_is_no_checkpoint_of_it(changes, message):
@@ -241,10 +244,28 @@ def test_what_is_no_checkpoint_of_it(changes, message):
         convert_big_vision(broken(**changes), 12)
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda whole: b"not an archive", "it is no zip archive, or its end is missing"),
+        (lambda whole: whole[: len(whole) // 2], "it is no zip archive, or its end is missing"),
+        (lambda whole: whole[:20_000] + bytes(400) + whole[20_400:], "Bad CRC-32"),
+        (lambda whole: whole.replace(b"), }", b" , }"), "EOF in multi-line statement"),
+    ],
+    ids=["text", "cut off", "zeros", "header"],
+)
+def test_damaged_files(tmp_path, damage, message):
+    file = tmp_path / "x.npz"
+    np.savez(file, **make_checkpoint())
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ConversionError, match=rf"x\.npz cannot be read as a \.npz file: .*({message})"):
+        convert_big_vision(file, 12)
+
+
 def test_no_file_of_arrays(tmp_path):
-    (tmp_path / "x.npz").write_bytes(b"not an archive")
-    with pytest.raises(ConversionError, match=r"x\.npz cannot be read as a \.npz file"):
-        convert_big_vision(tmp_path / "x.npz")
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    with pytest.raises(ConversionError, match=r"x\.npy cannot be read as a \.npz file: it is no zip archive"):
+        convert_big_vision(tmp_path / "x.npy")
     with pytest.raises(ConversionError, match="cannot be read"):
         convert_big_vision(tmp_path / "absent.npz")
     with pytest.raises(ConversionError, match="5 positions, not a square number: give image_size"):

@@ -33,7 +33,8 @@ from .tuning import autotune_is_on, cache_file, searches
 
 _Results = list[torch.Tensor | None]
 
-_MOST_RECORDED, _MOST_STEPS = 256, 256  # passes, the oldest is forgotten; steps of one: longer ones keep a GPU busy
+_MOST_RECORDED = 256  # passes; the oldest is dropped
+_MOST_STEPS = 256  # of a recorded pass: longer ones keep the GPU busy anyway
 # What a pass is chosen by -> the pass as it was written down; True: seen once; False: not to be repeated.
 _recorded: dict[tuple, Recorded | bool] = {}
 

@@ -44,9 +44,6 @@ def all_settings(compose: Mapping[str, Any]) -> dict[str, Any]:
         raise DCFormerError(f"{', '.join(unknown)} unknown: expected some of {', '.join(_DEFAULTS)}.")
     if (key := compose.get("compose_key", True)) not in (True, False, UNCACHED):
         raise DCFormerError(f"compose_key={key!r} is unknown: expected True, False or {UNCACHED!r}.")
-    for name in ("compose_rank", "compose_groups"):
-        if type(number := compose.get(name, 1)) is not int:
-            raise DCFormerError(f"{name}={number!r} must be a whole number.")
     return _DEFAULTS | dict(compose)
 
 
@@ -75,16 +72,24 @@ def attach(
 
 
 def _detach(
-    model: PreTrainedModel, found: list[Found], handles: list[RemovableHandle], implementations: list[tuple[Any, str]]
+    model: PreTrainedModel,
+    found: list[Found],
+    handles: list[RemovableHandle],
+    implementations: list[tuple[Any, str]],
+    settings: dict[str, Any] | None,
 ) -> None:
-    """Undoes a conversion that did not succeed; `implementations` are those of every configuration before it."""
+    """Undoes a conversion that did not succeed: `implementations` are those of every configuration before it, and
+    `settings` the model's `config.dcmha`, which a plain load of a converted folder has."""
     for handle in handles:
         handle.remove()
     for one in found:
         for name in (*one.settings, "compose_call"):
             if hasattr(one.module, name):
                 delattr(one.module, name)
-    vars(model.config).pop("dcmha", None)
+    if settings is None:
+        vars(model.config).pop("dcmha", None)
+    else:
+        model.config.dcmha = settings
     vars(model).pop("save_pretrained", None)
     for config, implementation in implementations:
         config._attn_implementation = implementation  # and of those below it, which come later
@@ -130,6 +135,11 @@ def convert_attention(
             f"convert_attention takes a model of Transformers, not {type(model).__name__}: give the one inside it, "
             "before torch.compile."
         )
+    if example is not None and not isinstance(example, Mapping):
+        raise DCFormerError(
+            f"example is of type {type(example).__name__}: expected the model's arguments by name, as in "
+            "example={'input_ids': ids}."
+        )
     settings = all_settings(compose)
     found = find_attention(model, settings)
     are_known = all(one.weight.dtype in _DTYPES for one in found)
@@ -143,19 +153,26 @@ def convert_attention(
         if not is_known and (device is None or dtype is None):
             what = "offloaded" if one.weight.is_meta else f"quantised ({one.weight.dtype})"
             raise DCFormerError(
-                f"{one.call.path}: its projections are {what}: pass device and dtype of the generators."
+                f"{one.call.path}: its projections are {what}: pass device and dtype of the generators to "
+                "convert_attention."
+            )
+        if device is not None and torch.device(device).type == "meta" and not one.weight.is_meta:
+            raise DCFormerError(
+                f"{one.call.path}: device={str(device)!r} of the generators, and its projections are on "
+                f"{one.weight.device}: leave device out."
             )
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     configs += [one.module.config for one in found]  # type: ignore[misc]
     implementations = [(config, config._attn_implementation) for config in configs]
     handles: list[RemovableHandle] = []
+    before = getattr(model.config, "dcmha", None)
     try:
         attach(model, found, settings, zero_init, handles, device, dtype)
         model.set_attn_implementation("dcmha")
         if example is not None:
             _try(model, found, example)
     except Exception:
-        _detach(model, found, handles, implementations)
+        _detach(model, found, handles, implementations, before)
         raise
     return model
 

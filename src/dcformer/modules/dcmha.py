@@ -28,7 +28,7 @@ from ..compose_dcformer import (
 from ..errors import DCFormerError
 from ..head_systems.base import HeadSystem
 from ..head_systems.collaborative_mixing import Mixing
-from ..head_systems.options import HeadSizes
+from ..head_systems.options import HeadSizes, HeadSystemOptions
 from ..head_systems.registry import system_class
 
 
@@ -96,7 +96,7 @@ class DCMHA(nn.Module):
 
     Raises:
         DCFormerError: on sizes that do not fit, and on an unknown or unavailable implementation.
-        ValueError: on settings that describe no composition.
+        ValueError: on settings that describe no composition, and on an unknown head system or option of it.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -140,17 +140,18 @@ class DCMHA(nn.Module):
         super().__init__()
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim)):
-            if size < 1:
-                raise DCFormerError(f"{name}={size} must be at least 1.")
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
+        for name, size in (sizes | {"num_kv_heads": num_kv_heads}).items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise DCFormerError(f"{name}={size!r} must be a whole number of at least 1.")
         if embed_dim % num_heads:
             raise DCFormerError(
                 f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}: change one of them."
             )
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        if num_heads % num_kv_heads:
             raise DCFormerError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: choose a divisor.")
-        if not 0 <= dropout < 1:
-            raise DCFormerError(f"dropout={dropout} must be in [0, 1).")
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise DCFormerError(f"dropout={dropout!r} must be a number in [0, 1).")
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.dropout, self.batch_first = dropout, batch_first
@@ -193,9 +194,8 @@ class DCMHA(nn.Module):
             compose_static=compose_static,
             compose_act=compose_act,
         )
-        self.system = None
-        if has_system:
-            self.system = self._make_system(head_system, head_system_options, settings, bias, qk_norm)
+        options = system_class(head_system).options_class.of(head_system_options)
+        self.system = self._make_system(head_system, options, settings, bias, qk_norm) if has_system else None
         self.scaling = self.head_dim**-0.5 if self.system is None else self.system.scaling
         width = embed_dim if self.system is None else self.system.output_width
         self.out_proj = nn.Linear(width, embed_dim, bias=bias)
@@ -207,7 +207,7 @@ class DCMHA(nn.Module):
         self.to(device=device, dtype=dtype)
 
     def _make_system(
-        self, name: str, options: dict[str, Any] | None, settings: ComposeSettings, bias: bool, qk_norm: bool
+        self, name: str, options: HeadSystemOptions, settings: ComposeSettings, bias: bool, qk_norm: bool
     ) -> HeadSystem:
         sizes = HeadSizes(
             hidden_size=self.embed_dim,
@@ -218,10 +218,8 @@ class DCMHA(nn.Module):
             qk_norm=qk_norm,
             composed=bool(settings.compose_generators) or settings.compose_static,
         )
-        made_from = system_class(name)
-        checked = made_from.options_class.of(options)
-        checked.check_config(settings)
-        system = made_from(sizes, checked)
+        options.check_config(settings)
+        system = system_class(name)(sizes, options)
         for module in system.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -247,37 +245,44 @@ class DCMHA(nn.Module):
 
         Args:
             module: the attention to copy.
-            options: keyword arguments of `DCMHA`; `zero_init=True` computes at first what `module` does, where the
-                options of a head system leave that possible: by default they are those of `to_head_system`.
+            options: keyword arguments of `DCMHA`, but for sizes and `bias`, which are the module's; `zero_init=True`
+                computes at first what `module` does, where the options of a head system leave that possible: by default
+                they are those of `to_head_system`.
 
         Raises:
-            DCFormerError: when `module` is something else, or has `add_bias_kv` or `add_zero_attn`; with fewer heads of
-                keys than it has.
+            DCFormerError: when `module` is something else, or has `add_bias_kv` or `add_zero_attn`; on sizes and `bias`
+                other than its own.
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise DCFormerError(f"from_torch expects a torch.nn.MultiheadAttention, got a {type(module).__name__}.")
         for name, is_on in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
             if is_on:
                 raise DCFormerError(f"the module has {name}=True, which DCMHA does not offer: train one without it.")
-        if options.get("num_kv_heads") not in (None, module.num_heads):
-            raise DCFormerError(
-                f"num_kv_heads={options['num_kv_heads']}: the module has keys and values of {module.num_heads} heads, "
-                "which are copied as they are. Leave it out, or make a new DCMHA."
-            )
-        own = {
-            "dropout": module.dropout,
-            "bias": module.in_proj_bias is not None,
+        decided: dict[str, Any] = {
+            "embed_dim": module.embed_dim,
+            "num_heads": module.num_heads,
+            "num_kv_heads": module.num_heads,
             "kdim": module.kdim,
             "vdim": module.vdim,
+            "bias": module.in_proj_bias is not None,
+        }
+        for name, value in decided.items():
+            if options.get(name) not in (None, value):
+                raise DCFormerError(
+                    f"{name}={options[name]!r}: the module's is {value}, and its parameters are copied as they are. "
+                    "Leave it out, or make a new DCMHA."
+                )
+        own = {
+            "dropout": module.dropout,
             "batch_first": module.batch_first,
             "device": module.out_proj.weight.device,
             "dtype": module.out_proj.weight.dtype,
         }
         if (name := options.get("head_system", "plain")) != "plain":
-            has_lost_biases = own["bias"] and not options.get("qk_norm", False)
+            has_lost_biases = decided["bias"] and not options.get("qk_norm", False)
             defaults = system_class(name).options_class.for_conversion(has_lost_biases)
             options["head_system_options"] = defaults | (options.get("head_system_options") or {})
-        made = cls(module.embed_dim, module.num_heads, **(own | options))
+        made = cls(**(own | options | decided))
         if made.system is not None:
             made._take_over(module)
         else:
@@ -321,10 +326,10 @@ class DCMHA(nn.Module):
             value: [S, B, vdim], likewise.
             key_padding_mask: [B, S], or [S]: boolean, True at keys that no query may see, or added to the scores.
             need_weights: return the weights as well, which needs the eager implementation and holds whole maps.
-            attn_mask: [T, S], or [B·H, T, S]: boolean, True where a query may not see a key, or added to the scores. As
-                all masks it acts after the composition of the scores, and before that of the weights: what a mask of
-                its own keeps from one head, this head still has of the others' weights, unless composition after the
-                softmax is off.
+            attn_mask: [T, S], or [B·H, T, S]: boolean, True where a query may not see a key, or added to the scores,
+                where only -inf hides. As all masks it acts after the composition of the scores, and before that of the
+                weights: what a mask of its own keeps from one head, this head still has of the others' weights, unless
+                composition after the softmax is off.
             average_attn_weights: return the mean of the heads' weights.
             is_causal: says that `attn_mask`, which must be given, is causal. Nothing is gained by it here.
 
@@ -415,6 +420,8 @@ class DCMHA(nn.Module):
 
     def _check_inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether the inputs are batched."""
+        for name, states in (("query", query), ("key", key), ("value", value)):
+            _check_tensor(name, states)
         shapes = [tuple(states.shape) if not states.is_nested else "nested" for states in (query, key, value)]
         text = f"query {shapes[0]}, key {shapes[1]} and value {shapes[2]}"
         if "nested" in shapes:
@@ -474,7 +481,7 @@ class DCMHA(nn.Module):
             else mask
             for mask in found
         ]
-        return additive[0] if len(additive) == 1 else additive[0] + additive[1]
+        return _hidden_by_inf(additive[0] if len(additive) == 1 else additive[0] + additive[1])
 
     def extra_repr(self) -> str:
         """The sizes, for `print`."""
@@ -498,7 +505,25 @@ def _check_implementation(name: str) -> None:
         )
 
 
+def _hidden_by_inf(mask: torch.Tensor) -> torch.Tensor:
+    """An additive mask in which -inf alone hides, for attention functions that hide at half of the least value, too.
+
+    A row with a greater value gives weight zero to what they hide. The others are raised to a quarter of the least
+    value, beside which scores in float32 vanish as they do beside the mask's own (but for float16's).
+    """
+    if not mask.shape[-1]:
+        return mask
+    least, top = torch.finfo(mask.dtype).min, mask.detach().amax(dim=-1, keepdim=True)
+    return mask + torch.where((top <= least / 2) & ~top.isinf(), least / 4 - top, 0)
+
+
+def _check_tensor(name: str, given: Any) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise DCFormerError(f"{name} is of type {type(given).__name__}: expected a tensor.")
+
+
 def _check_mask(name: str, mask: torch.Tensor, *shapes: tuple[int, ...]) -> None:
+    _check_tensor(name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise DCFormerError(
             f"{name} is of {mask.dtype}: expected bool, True where attention is not allowed, or floating point, to be "

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
 
     Raises:
         DCFormerError: when `auto_class` is no class of models, the folder's model not a converted one, or of another
-            class, or tensors of its composition are missing.
+            class, its weights are damaged, or tensors of its composition are missing.
     """
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
     own = {name: kwargs.pop(name) for name in _NOT_OF_CONFIG if name in kwargs}
@@ -52,11 +53,12 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
     if config is None:
         config, kwargs = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **hub, **kwargs)
     kwargs |= hub | own
-    compose = getattr(config, "dcmha", None)
-    if compose is None:
+    stored = getattr(config, "dcmha", None)
+    if stored is None:
         raise DCFormerError(
             f"{folder} is not a converted model: its configuration has no 'dcmha'. Use from_pretrained."
         )
+    compose = _checked_settings(stored, folder)
     if (name := kwargs.setdefault("attn_implementation", "dcmha")) not in IMPLEMENTATIONS:
         raise DCFormerError(f"attn_implementation={name!r} cannot compose heads: use one of {tuple(IMPLEMENTATIONS)}.")
     if isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel):
@@ -77,21 +79,39 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
 
     def make(self: PreTrainedModel, *args: Any, **options: Any) -> None:
         model_class.__init__(self, *args, **options)
-        attach(self, find_attention(self, all_settings(compose)), compose, False, [], implementation=name)
+        attach(self, find_attention(self, compose), compose, False, [], implementation=name)
 
     converted: Any = type(
         model_class.__name__, (model_class,), {"__init__": make, "__module__": model_class.__module__}
     )
     wants_info = kwargs.pop("output_loading_info", False)
-    model, info = converted.from_pretrained(folder, config=config, output_loading_info=True, **kwargs)
+    try:
+        model, info = converted.from_pretrained(folder, config=config, output_loading_info=True, **kwargs)
+    except SafetensorError as error:
+        raise DCFormerError(f"{folder} has weights that cannot be read: {error}") from error
     model.__class__ = model_class
     if missing := sorted(set(info["missing_keys"]) & set(_names(model))):
         raise DCFormerError(f"{folder} lacks {len(missing)} tensors of the composition, such as {missing[0]}.")
     return (model, info) if wants_info else model
 
 
+def _checked_settings(stored: Any, source: str | os.PathLike) -> dict[str, Any]:
+    """All settings of composition, from those that a file or folder, `source`, has as "dcmha"."""
+    if not isinstance(stored, dict):
+        raise DCFormerError(
+            f"{source} has dcmha={stored!r}: expected settings of composition by name, as save_compose and "
+            "save_pretrained of a converted model write them."
+        )
+    try:
+        return all_settings(stored)
+    except DCFormerError as error:
+        raise DCFormerError(f"{source}: {error}") from error
+
+
 def _names(model: nn.Module) -> list[str]:
     """The tensors of a converted model's composition, by their names in it, compiled or not."""
+    if not isinstance(model, nn.Module):
+        raise DCFormerError(f"model is of type {type(model).__name__}: expected a model of Transformers.")
     return [
         f"{path}.{name}.{tensor}".replace(_COMPILED, "")
         for path, module in model.named_modules()
@@ -112,10 +132,11 @@ def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
 
     Args:
         model: a converted model. One that FSDP2 has sharded is saved by the first process; all must call this.
-        path: the file, in safetensors format.
+        path: the file, in safetensors format and in a folder that exists.
 
     Raises:
-        DCFormerError: when the model is not converted, or its composition is offloaded or in the hands of PEFT.
+        DCFormerError: when the model is not converted, its composition is offloaded or in the hands of PEFT, or `path`
+            is no place for a file.
     """
     model = getattr(model, "get_base_model", lambda: model)()  # of PEFT's
     names, settings = _names(model), _settings_of(model)
@@ -132,6 +153,9 @@ def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
     whole = {name: state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name] for name in names}
     if is_sharded and torch.distributed.get_rank():
         return
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        what = "is a folder" if Path(path).is_dir() else "is in a folder that does not exist"
+        raise DCFormerError(f"{path} {what}: give the path of a file, in a folder that exists.")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
     with whole_file(path) as unfinished:
         save_file(tensors, unfinished, {"format": "pt", "dcmha": json.dumps(settings)})
@@ -141,7 +165,8 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
     """Puts a composition that `save_compose` wrote into a model, which is converted if it is not yet.
 
     Args:
-        model: of the architecture and sizes of the one that was saved.
+        model: of the architecture and sizes of the one that was saved. One with offloaded or quantised projections is
+            converted before, with `device` and `dtype`.
         path: the file.
 
     Returns:
@@ -158,12 +183,18 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
         raise DCFormerError(f"{path} cannot be read: {error}") from error
     if settings is None:
         raise DCFormerError(f"{path} is not a composition: save_compose writes one.")
-    compose, names = json.loads(settings), _names(model)
+    try:
+        compose = _checked_settings(json.loads(settings), path)
+    except json.JSONDecodeError as error:
+        raise DCFormerError(f"{path} has settings of composition ('dcmha') that are no JSON: {error}") from error
+    names = _names(model)
     if names:
         of_model = _settings_of(model) or {}
         if differ := sorted(n for n in compose | of_model if compose.get(n) != of_model.get(n)):
             raise DCFormerError(f"{path} was saved with other settings than the model's: {', '.join(differ)} differ.")
         own = {name: model.get_parameter(name).shape for name in names}
+        if offloaded := [name for name in names if model.get_parameter(name).is_meta]:
+            raise DCFormerError(f"{offloaded[0]} is offloaded: load the model without offloading.")
     else:
         with torch.device("meta"):
             own = {
@@ -178,6 +209,8 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
         if shape != tensors[name].shape:
             shapes = f"{tuple(tensors[name].shape)} in it and {tuple(shape)} in the model"
             raise DCFormerError(f"{path} is of a model of another size: {name} is {shapes}.")
+        if not tensors[name].is_floating_point():
+            raise DCFormerError(f"{path} is damaged: {name} is {tensors[name].dtype} in it, expected floating point.")
     if not names:
         convert_attention(model, **compose)
     with torch.no_grad():

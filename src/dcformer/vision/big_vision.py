@@ -7,6 +7,9 @@ patch, k channels, y representation, v labels.
 
 import math
 import re
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ _BLOCK = "Transformer/encoderblock_{i}/"
 _ATTENTION = _BLOCK + "MultiHeadDotProductAttention_0/"
 # What stands in front of a parameter's name in the files of big_vision's trainers of several years.
 _PREFIXES = ("params/", "opt/target/")
+# What NumPy raises on a damaged file.
+_UNREADABLE = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, tokenize.TokenError)
 # big_vision's names -> the fork's
 _RENAMED = {f"/MultiHeadDotProductAttention_0/{name}/": f"/MultiHeadDotProductAttention_0/{name}_dense/"
             for name in ("query", "key", "value")} | {"_0/out/": "_0/o_dense/"}  # fmt: skip
@@ -74,10 +79,15 @@ def _parameters(source: str | Path | Mapping[str, Any]) -> dict[str, np.ndarray]
         arrays = {name: np.asarray(array) for name, array in source.items()}
     else:
         path = Path(source)
+        if path.is_file() and not zipfile.is_zipfile(path):
+            raise ConversionError(
+                f"{path} cannot be read as a .npz file: it is no zip archive, or its end is missing. Give what "
+                "numpy.savez writes, whole."
+            )
         try:
             with np.load(path, allow_pickle=False) as file:
-                arrays = dict(file)
-        except (OSError, ValueError, EOFError) as error:
+                arrays = {name: np.asarray(array) for name, array in file.items()}
+        except _UNREADABLE as error:
             raise ConversionError(f"{path} cannot be read as a .npz file: {error}") from error
     for prefix in _PREFIXES:
         if any(name.startswith(prefix) for name in arrays):  # others are the optimizer's
@@ -92,6 +102,24 @@ def _parameters(source: str | Path | Mapping[str, Any]) -> dict[str, np.ndarray]
                 array = array.reshape(-1, array.shape[-1]) if old == "_0/out/" and array.ndim == 3 else array
         renamed[name] = array
     return renamed
+
+
+def _tensor(name: str, array: np.ndarray, expected: tuple[int, ...]) -> torch.Tensor:
+    """An array in float32, with its own memory.
+
+    Raises:
+        ConversionError: naming it, when it is of another shape, no floats, or not finite.
+    """
+    if array.shape != expected or array.dtype.kind != "f":
+        raise ConversionError(f"{name} is {array.dtype} {array.shape}: expected floats of shape {expected}.")
+    with np.errstate(over="ignore"):  # refused below
+        tensor = torch.from_numpy(np.array(array, dtype=np.float32))
+    if bad := int((~tensor.isfinite()).sum()):
+        raise ConversionError(
+            f"{name} holds {bad} values that are NaN or infinite as float32, of {tensor.numel()}: the checkpoint is "
+            "damaged. Take another copy, or an earlier one."
+        )
+    return tensor
 
 
 def _infer_config(arrays: dict[str, np.ndarray], image_size: int | tuple[int, int] | None) -> DCViTConfig:
@@ -180,7 +208,8 @@ def convert_big_vision(
         the model, in float32 and in evaluation mode; without a head `num_labels` is 0, and logits are what is pooled.
 
     Raises:
-        ConversionError: on a file that cannot be read; arrays that are missing, left over, or of another shape.
+        ConversionError: on a file that cannot be read; arrays that are missing, left over, of another shape, or
+            not finite.
         ValueError: on an `image_size` that patches do not divide.
     """
     arrays = _parameters(npz)
@@ -201,10 +230,7 @@ def convert_big_vision(
             name = layout.foreign.format(i=i)
             if name not in arrays:
                 continue  # absent parts are missed below, unless the configuration has none
-            array, expected = arrays.pop(name), shape_of(layout.foreign_dims, sizes)
-            if array.shape != expected or array.dtype.kind != "f":
-                raise ConversionError(f"{name} is {array.dtype} {array.shape}: expected floats of shape {expected}.")
-            tensor = torch.from_numpy(np.array(array, dtype=np.float32))
+            tensor = _tensor(name, arrays.pop(name), shape_of(layout.foreign_dims, sizes))
             state[native.format(i=i)] = rearrange(tensor, layout.foreign_dims, native_dims, sizes).contiguous()
     _add_positions(state, arrays, config)
     model = DCViTForImageClassification(config).eval()
@@ -222,12 +248,7 @@ def convert_big_vision(
 def _add_positions(state: dict[str, torch.Tensor], arrays: dict[str, np.ndarray], config: DCViTConfig) -> None:
     """Moves the class token and learned positions from the arrays to the state. The class token has no position."""
     shapes = {"cls": (1, 1, config.hidden_size), "pos_embedding": (1, math.prod(config.grid), config.hidden_size)}
-    found = {}
-    for name in shapes.keys() & arrays.keys():
-        array = arrays.pop(name)
-        if array.shape != shapes[name]:
-            raise ConversionError(f"{name} has shape {array.shape}: expected {shapes[name]}.")
-        found[name] = torch.from_numpy(np.array(array, dtype=np.float32))
+    found = {name: _tensor(name, arrays.pop(name), shapes[name]) for name in shapes if name in arrays}
     if "cls" in found:
         state["dcvit.embeddings.cls_token"] = found["cls"]
     if "pos_embedding" in found:
