@@ -48,7 +48,7 @@ def _fuse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--closing-steps", type=int, default=60, help="the last steps (default: %(default)s)")
     parser.add_argument("--margin-steps", type=int, default=200, help="after which heads may not differ")
     parser.add_argument("--stop-at-loss", type=float, help="of fusion; the paper's 1e-3, with --closing-steps 0")
-    parser.add_argument("--eval-data", metavar="FILE", help="held-out texts; by default the last rows of --data")
+    parser.add_argument("--eval-data", metavar="FILE", help="held-out texts; by default the last 5 %% of --data")
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     _add_data(parser, required=True)
 

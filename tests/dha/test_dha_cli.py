@@ -128,7 +128,10 @@ def test_an_interrupted_run_is_not_continued_with_other_arguments(source, tmp_pa
     call(capsys, "search", "--model", source, "--output", plan)
     from dcformer.dha import fusion
 
-    def stop(*arguments):
+    save = fusion._State.save
+
+    def saved_and_stopped(*arguments):
+        save(*arguments)
         raise KeyboardInterrupt
 
     trained = ("search", "--model", source, "--output", tmp_path / "trained.json", "--score", "function")
@@ -136,13 +139,70 @@ def test_an_interrupted_run_is_not_continued_with_other_arguments(source, tmp_pa
                           (trained, ".trained.json.run")):  # fmt: skip
         words = (*words, *FUSE) if words[0] == "fuse" else (*words, *FUSE[:4], *FUSE[6:])
         with monkeypatch.context() as patch:
-            patch.setattr(fusion._State, "load", stop)
-            assert call(capsys, *words)[0] == 130
+            patch.setattr(fusion._State, "save", saved_and_stopped)
+            assert call(capsys, *words, "--save-steps", 1)[0] == 130
         assert (tmp_path / folder).is_dir()
         status, printed = call(capsys, *words, "--length", 16)
         assert status == 1 and "unfinished run with other arguments (length)" in printed
         status, printed = call(capsys, *words, "--save-steps", 2)
         assert status == 0 and not (tmp_path / folder).exists()
+
+
+def test_a_refused_command_does_not_lock_its_output(source, tmp_path, capsys, monkeypatch):
+    """Nor does a run that ended before its first state was saved."""
+    from dcformer.dha import fusion
+
+    plan, trained = tmp_path / "plan.json", tmp_path / "trained.json"
+    call(capsys, "search", "--model", source, "--output", plan)
+    fuse = ("fuse", "--model", source, "--plan", plan, "--output", tmp_path / "fused", *FUSE)
+    search = ("search", "--model", source, "--output", trained, "--score", "function", *FUSE[:4], *FUSE[6:])
+    for words, message in (
+        ((*fuse, "--stop-at-loss", 1), "give closing_steps=0"),
+        ((*fuse, "--steps", 0), "steps=0"),
+        ((*search, "--steps", 0), "steps=0"),
+        ((*search, "--lr", -1), "lr=-1.0"),
+    ):
+        status, printed = call(capsys, *words)
+        assert status == 1 and message in printed
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".plan.json.given", "plan.json"]
+
+    def killed(*arguments):  # it leaves its record
+        monkeypatch.setattr("dcformer.dha.cli._remove_without_state", lambda folder: None)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fusion._State, "load", killed)
+        assert call(capsys, *fuse, "--length", 16)[0] == 130
+    assert (tmp_path / ".fused.run" / "dha.json").exists()
+    monkeypatch.undo()
+    assert call(capsys, *fuse)[0] == 0 and call(capsys, *search)[0] == 0
+
+
+def test_figures_say_what_they_are_measured_on(source, tmp_path, capsys):
+    """With fewer than 20 rows nothing is held out, and held-out texts of less than a row are refused."""
+    plan, few, short = (tmp_path / name for name in ("plan.json", "few.jsonl", "short.jsonl"))
+    few.write_text("".join(TEXTS.read_text(encoding="utf-8").splitlines(True)[:2]), encoding="utf-8")
+    short.write_text('{"text": "two words"}\n', encoding="utf-8")
+    call(capsys, "search", "--model", source, "--output", plan)
+    fuse = ("fuse", "--model", source, "--plan", plan, *FUSE)
+    for name, options, measured_on in (
+        ("all", (), "held-out batches"),
+        ("given", ("--eval-data", TEXTS), "held-out batches"),
+        ("few", ("--data", few), "a training batch"),
+    ):
+        fused, model = tmp_path / f"{name}-fused", tmp_path / name
+        status, printed = call(capsys, *fuse, *options, "--output", fused)
+        assert status == 0 and f"loss on {measured_on} " in printed
+        assert call(capsys, "fold", "--model", fused, "--output", model)[0] == 0
+        assert f"Loss per token on {measured_on}: " in (model / "README.md").read_text()
+    status, printed = call(capsys, *fuse, "--eval-data", short, "--output", tmp_path / "none")
+    assert status == 1 and "--eval-data" in printed and "short.jsonl has less than one row of 32 tokens" in printed
+    assert not (tmp_path / "none").exists() and not (tmp_path / ".none.run").exists()
+    record = json.loads((fused / "fusion.json").read_text())
+    record["summary"].pop("soft_loss")
+    (fused / "fusion.json").write_text(json.dumps(record))
+    status, printed = call(capsys, "fold", "--model", fused, "--output", tmp_path / "none")
+    assert status == 1 and "fusion.json lacks soft_loss" in printed and not (tmp_path / "none").exists()
 
 
 def test_an_interrupted_fold_continues(source, tmp_path, capsys, monkeypatch):
@@ -192,6 +252,13 @@ def test_a_gap_is_refused_with_its_price(source, tmp_path, capsys):
     assert not (tmp_path / "model").exists()
     assert call(capsys, "fold", "--model", fused, "--output", tmp_path / "model", "--accept-gap")[0] == 0
     assert "the parameters of attention only" in (tmp_path / "model" / "README.md").read_text()
+    for words in (
+        ("fold", "--model", fused, "--plan", plan, "--output", tmp_path / "other"),
+        ("search", "--model", fused, "--output", tmp_path / "other"),
+        ("expand", "--model", fused, "--output", tmp_path / "other"),
+    ):  # what was trained would be left out
+        status, printed = call(capsys, *words)
+        assert status == 1 and "dcformer-dha fold without --plan" in printed and not (tmp_path / "other").exists()
 
 
 def test_wrong_input_is_one_line(source, tmp_path, capsys):
@@ -202,6 +269,7 @@ def test_wrong_input_is_one_line(source, tmp_path, capsys):
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"model_type": "olmo2"}))
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
     (tmp_path / "short.txt").write_text("Peter\n")
+    (tmp_path / "bad.jsonl").write_text("{nope\n")
     fuse = ("fuse", "--model", source, "--plan", plan, "--output", tmp_path / "out")
     for words, message in (
         (("search", "--model", tmp_path / "none", "--output", tmp_path / "p.json"), "no config.json"),
@@ -212,6 +280,13 @@ def test_wrong_input_is_one_line(source, tmp_path, capsys):
         ((*fuse, "--data", tmp_path / "none.jsonl"), "no file"),
         ((*fuse, "--data", tmp_path / "talk.jsonl"), "conversations"),
         ((*fuse, "--data", tmp_path / "short.txt"), "less than one row of 512 tokens"),
+        ((*fuse, "--data", tmp_path / "bad.jsonl"), "bad.jsonl cannot be read"),
+        ((*fuse, *FUSE, "--length", 0), "--length 0: expected at least 2 tokens"),
+        ((*fuse, *FUSE, "--length", -4), "--length -4: expected"),
+        ((*fuse, *FUSE, "--batch-size", 0), "--batch-size 0: expected"),
+        ((*fuse, *FUSE, "--seed", -1), "seed=-1"),
+        (("search", "--model", source, "--output", tmp_path / "short.txt" / "q.json"), "short.txt/q.json cannot be"),
+        (("search", "--model", source, "--output", "/proc/q.json"), "/proc/q.json cannot be written: No such file"),
         (("fuse", "--model", source, "--plan", source / "config.json", *fuse[5:], *FUSE), "not a plan"),
         (("fold", "--model", source, "--output", tmp_path / "out"), "no plan.json"),
         (("expand", "--model", source, "--output", tmp_path / "out"), "not a language model of this package"),

@@ -30,9 +30,9 @@ from dcformer import (
     HeadSystemsForCausalLM,
     dha,
 )
-from dcformer.dha import folding, mixing
+from dcformer.dha import folding
 from dcformer.dha.folding import fold_folder
-from dcformer.dha.sources import HeadSource, find_family
+from dcformer.dha.sources import find_family
 from dcformer.errors import DCFormerError
 
 TOKENIZER = REPOSITORY / "checkpoints" / "dcformer-synthetic"
@@ -116,6 +116,95 @@ def test_nothing_is_left_of_a_fold_that_fails(tmp_path):
     (tmp_path / "folded" / "mine.txt").write_text("x")
     with pytest.raises(DCFormerError, match="not empty"):
         fold_folder(tmp_path / "source", plan, tmp_path / "folded", progress=False)
+
+
+LAYER = "model.layers.1."
+NEOX_LAYER = "gpt_neox.layers.1."
+UNFIT = [
+    *(
+        ("llama", lambda state, name=name: state.pop(name), f"{name} is missing")
+        for name in (
+            LAYER + "self_attn.k_proj.weight",
+            LAYER + "self_attn.q_proj.weight",
+            LAYER + "mlp.down_proj.weight",
+            LAYER + "input_layernorm.weight",
+            "lm_head.weight",
+        )
+    ),
+    ("llama", lambda state: shorten(state, LAYER + "self_attn.k_proj.weight"), r"is \[16, 32\], expected \[32, 32\]"),
+    ("llama", lambda state: shorten(state, LAYER + "mlp.up_proj.weight"), r"is \[24, 32\], expected \[48, 32\]"),
+    ("llama", lambda state: state.update({"extra.weight": torch.zeros(2)}), "extra.weight has no place"),
+    ("qwen2-bias", lambda state: state.pop(LAYER + "self_attn.v_proj.bias"), "v_proj.bias is missing"),
+    ("neox-partial-rotary", lambda state: state.pop("embed_out.weight"), "lm_head.weight is missing"),
+    (
+        "neox-partial-rotary",
+        lambda state: shorten(state, NEOX_LAYER + "attention.query_key_value.weight"),
+        r"is \[48, 32\], expected \[96, 32\]",
+    ),
+    ("dcformer-composed", lambda state: state.pop(LAYER + "self_attn.o_proj.weight"), "o_proj.weight is missing"),
+]
+
+
+def shorten(state, name):
+    state[name] = state[name][: len(state[name]) // 2].clone()
+
+
+@pytest.mark.parametrize(("name", "change", "message"), UNFIT)
+def test_tensors_that_do_not_fit_are_refused(name, change, message, tmp_path):
+    """Otherwise they would be random in the folded model, or it could not be loaded."""
+    model = make(name)
+    plan = dha.search(model, 0.5, progress=False)
+    save_changed(model, tmp_path / "source", change)
+    for call in (
+        lambda: fold_folder(tmp_path / "source", plan, tmp_path / "folded", progress=False),
+        lambda: dha.search(tmp_path / "source", 0.5, progress=False),
+        lambda: dha.from_plan(tmp_path / "source", plan),
+    ):
+        with pytest.raises(DCFormerError, match=f"do not fit its configuration: .*{message}"):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_configuration_that_no_model_has_is_refused(tmp_path):
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for field in ({"hidden_act": "nope"}, {"intermediate_size": -1}, {"num_hidden_layers": 1}):
+        (tmp_path / "config.json").write_text(json.dumps(config | field))
+        with pytest.raises(DCFormerError, match=tmp_path.name):
+            dha.search(tmp_path, 0.5, progress=False)
+
+
+def save_changed(model, folder, change):
+    """The model in a folder, with a change of its tensors."""
+    model.save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("llama", {LAYER + "self_attn.rotary_emb.inv_freq": torch.ones(2)}),
+        ("llama-gqa-bias-tied", {"lm_head.weight": torch.zeros(61, 32)}),
+        (
+            "neox-partial-rotary",
+            {NEOX_LAYER + "attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+             NEOX_LAYER + "attention.masked_bias": torch.tensor(-1e9),
+             NEOX_LAYER + "attention.rotary_emb.inv_freq": torch.ones(2)},
+        ),
+    ],
+)  # fmt: skip
+def test_tensors_that_the_library_leaves_out_are_left_out(name, extra, tmp_path):
+    """Buffers in folders of former releases, and a tied output embedding."""
+    model = make(name)
+    save_changed(model, tmp_path / "source", lambda state: state.update(extra))
+    plan = dha.search(tmp_path / "source", 0.5, progress=False)
+    fold_folder(tmp_path / "source", plan, tmp_path / "folded", progress=False)
+    folded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "folded", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(folded.eval()(tokens()).logits, dha.from_plan(model, plan)(tokens()).logits)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-bias-tied", "qwen2-bias", "neox-partial-rotary"])
@@ -247,7 +336,7 @@ def test_quantized_sources_are_refused(tmp_path):
     state = load_file(tmp_path / "bits" / "model.safetensors")
     state["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(512, 1, dtype=torch.uint8)
     save_file(state, tmp_path / "bits" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(DCFormerError, match=r"k_proj\.weight is stored as .*quantized"):
+    with pytest.raises(DCFormerError, match=r"k_proj\.weight is stored as U8: quantized"):
         fold_folder(tmp_path / "bits", plan, tmp_path / "folded", progress=False)
     model.config.quantization_config = quantization
     with pytest.raises(DCFormerError, match=r"quantized.*dequantize"):
@@ -331,8 +420,10 @@ def test_report_as_text():
     assert "131,072 bytes per token, 25.0% of 524,288" in text and "512.00 MiB of 2,048.00 MiB" in text
     with pytest.raises(DCFormerError, match="a llama model has no head maps"):
         dha.report(make("llama"))
-    with pytest.raises(DCFormerError, match="context=0"):
-        dha.report(config, context=0)
+    for wrong, message in (({"context": 0}, "context=0"), ({"context": "a"}, "context='a'"),
+                           ({"dtype": "bfloat16"}, r"dtype='bfloat16'.*torch\.bfloat16")):  # fmt: skip
+        with pytest.raises(DCFormerError, match=message):
+            dha.report(config, **wrong)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -386,9 +477,19 @@ def test_a_model_with_one_map_is_expanded():
     torch.testing.assert_close(dha.expand(model)(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_what_was_trained_is_not_left_out_by_pooling():
+def test_a_plan_may_be_a_file(tmp_path):
     model = make("llama")
+    model.save_pretrained(tmp_path / "source")
     plan = dha.search(model, 0.5, progress=False)
-    mixing.attach_mixers(HeadSource(model), {(layer, kind): groups for layer, kind, groups in plan.parts})
-    with pytest.raises(DCFormerError, match=r"trained mixtures of heads.*fold\(\)"):
-        dha.from_plan(model, plan)
+    plan.save(tmp_path / "plan.json")
+    assert dha.from_plan(tmp_path / "source", str(tmp_path / "plan.json")).config.num_key_heads == [4, 4]
+    fold_folder(tmp_path / "source", tmp_path / "plan.json", tmp_path / "folded", progress=False)
+    assert dha.HeadPlan.load(tmp_path / "folded" / "plan.json") == plan
+    for call in (
+        lambda: dha.from_plan(model, None),
+        lambda: fold_folder(tmp_path / "source", None, tmp_path / "other", progress=False),
+    ):
+        with pytest.raises(DCFormerError, match="a NoneType is no plan: give the HeadPlan"):
+            call()
+    with pytest.raises(DCFormerError, match="cannot be read"):
+        dha.from_plan(model, tmp_path / "none.json")

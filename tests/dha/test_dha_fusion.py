@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import shutil
 import warnings
 
 import pytest
@@ -90,7 +91,7 @@ def test_the_source_stays_as_it_was():
     again = make("llama")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     other, fused = fuse(copy_model=False)
-    assert fused.model is other and mixers_of(dha.HeadSource(other))
+    assert fused.model is other and mixers_of(dha.HeadSource(other, fused=True))
 
 
 def test_what_is_not_closed_is_not_folded_in_silence():
@@ -142,6 +143,10 @@ def test_an_interrupted_run_continues_bit_for_bit(name, tmp_path, capsys):
         assert torch.equal(a, b)
     with pytest.raises(DCFormerError, match=r"holds another run of fusion: lr is 0\.001 there and 0\.002 now"):
         fuse(name, lr=2e-3, **options)
+    for content in ("{", "[]", '{"setup": {}}'):
+        (tmp_path / "run" / "step-12" / "run.json").write_text(content)
+        with pytest.raises(DCFormerError, match=r"run\.json is damaged.*to start anew"):
+            fuse(name, **options)
 
 
 def test_an_interrupted_search_continues_bit_for_bit(tmp_path, capsys):
@@ -177,6 +182,48 @@ def test_saved_and_loaded(tmp_path):
     (tmp_path / name / "operators.safetensors").unlink()
     with pytest.raises(DCFormerError, match=r"has no operators\.safetensors"):
         dha.FusedModel.load(tmp_path / name)
+
+
+@pytest.fixture(scope="module")
+def fused_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fused")
+    fuse(steps=3)[1].save(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("fusion.json", b'{"summary": {', r"fusion\.json is damaged \(Expecting.*fuse again"),
+        ("fusion.json", b"{}", r"fusion\.json is damaged: it has no dict 'summary'"),
+        ("fusion.json", b'{"summary": {}}', r"fusion\.json is damaged: it has no list 'losses'"),
+        ("fusion.json", b"[]", r"fusion\.json is damaged: it has no dict 'summary'"),
+        ("fusion.json", b"\xff", r"fusion\.json is damaged"),
+        ("operators.safetensors", b"\x10" * 9, r"operators\.safetensors is damaged"),
+        ("plan.json", b"{", r"plan\.json is not a plan"),
+    ],
+)
+def test_a_damaged_fused_folder_is_refused(file, content, message, fused_folder, tmp_path):
+    shutil.copytree(fused_folder, tmp_path / "fused")
+    (tmp_path / "fused" / file).write_bytes(content)
+    with pytest.raises(DCFormerError, match=message):
+        dha.FusedModel.load(tmp_path / "fused")
+
+
+def test_a_fused_model_is_no_source(fused_folder, tmp_path):
+    """Its parameters do not show the mixtures, which would be left out: of a folder, and in memory."""
+    fused = dha.FusedModel.load(fused_folder)
+    for model in (fused_folder, fused.model):
+        for call in (
+            lambda model: dha.search(model, 0.5, progress=False),
+            lambda model: dha.from_plan(model, fused.plan),
+            lambda model: dha.fuse(model, fused.plan, batches(), 2, progress=False),
+        ):
+            with pytest.raises(DCFormerError, match=r"has trained mixtures of heads.*FusedModel\.fold\(\)"):
+                call(model)
+    with pytest.raises(DCFormerError, match="has trained mixtures of heads"):
+        dha.fold_folder(fused_folder, fused.plan, tmp_path / "folded", progress=False)
+    assert not [*tmp_path.iterdir()] and mixers_of(dha.HeadSource(fused.model, fused=True))
 
 
 def test_the_papers_stop_rule():
@@ -274,18 +321,62 @@ def test_arguments_are_checked():
         ({"steps": 0, "closing_steps": 0}, "steps=0"),
         ({"accumulation": 0}, "accumulation=0"),
         ({"closing_steps": -1}, "closing_steps=-1"),
+        ({"batch_size": 1.5}, "batch_size=1.5 must be a whole number"),
+        ({"batch_size": 0, "data": [{"input_ids": row} for row in tokens(8)]}, "batch_size=0 must be"),
+        ({"data": None}, "batches=None: expected batches"),
+        ({"data": "text.jsonl"}, "batches='text.jsonl': expected batches"),
+        ({"lr": -1}, "lr=-1 must be a number of at least 0"),
+        ({"lr": float("nan")}, "lr=nan must be"),
+        ({"mixer_lr": -1}, "mixer_lr=-1 must be"),
+        ({"scale": -1}, "scale=-1 must be"),
+        *(({"seed": seed}, "seed=.* must be a whole number") for seed in ("a", None, 1.5, True, -1)),
     ):
         with pytest.raises(DCFormerError, match=message):
             fuse(**options)
+    with pytest.raises(TypeError, match="closing"):
+        fuse(closing=3)
     model = make("llama", torch.float16)
     with pytest.raises(DCFormerError, match="float16, which needs a gradient scaler"):
         dha.fuse(model, dha.uniform_plan(model, 0.5), batches(), steps=1)
 
 
+def test_a_plan_may_be_a_file_and_a_model_to_train_may_not(tmp_path):
+    model = make("llama")
+    plan = dha.search(model, 0.25, progress=False)
+    plan.save(tmp_path / "plan.json")
+    model.save_pretrained(tmp_path / "source")
+    options = {"steps": 1, "closing_steps": 1, "progress": False}
+    assert dha.fuse(model, tmp_path / "plan.json", batches(), **options).plan == plan
+    with pytest.raises(DCFormerError, match="a dict is no plan"):
+        dha.fuse(model, {}, batches(), **options)
+    with pytest.raises(DCFormerError, match=r"source is a folder.*load it first"):
+        dha.fuse(tmp_path / "source", plan, batches(), **options)
+
+
+def test_an_iterator_keeps_its_first_batch():
+    """It is measured, as of a list, and trained as well; what the figures are measured on is said."""
+    _, listed = fuse(steps=6)
+    _, once = fuse(steps=6, data=iter(batches(6)))
+    assert once.losses == listed.losses and once.summary == listed.summary
+    assert listed.summary["measured_on"] == "a training batch"
+    assert fuse(steps=1, held_out=batches(1))[1].summary["measured_on"] == "held-out batches"
+
+
+def test_a_training_that_fails_leaves_no_mixers():
+    model = make("llama")
+    plan = dha.search(model, 0.25, progress=False)
+    data = [*batches(2), tokens(4, 16) + 1000]
+    with pytest.raises(IndexError):
+        dha.fuse(model, plan, data, 3, closing_steps=1, copy_model=False, progress=False)
+    assert not any("mixer" in name for name, _ in model.named_modules()) and not model.training
+    assert dha.search(model, 0.25, progress=False).source == dha.HeadSource(model).sizes
+
+
 def test_bfloat16_keeps_fine_operators():
     model = make("llama", torch.bfloat16)
     fused = dha.fuse(model, dha.search(model, 0.25, progress=False), batches(), 6, closing_steps=2, progress=False)
-    assert {mixer.weight.dtype for mixer in mixers_of(dha.HeadSource(fused.model)).values()} == {torch.float32}
+    mixers = mixers_of(dha.HeadSource(fused.model, fused=True))
+    assert {mixer.weight.dtype for mixer in mixers.values()} == {torch.float32}
     assert fused.fold().dtype == torch.bfloat16 and fused.gap <= 1e-6
 
 

@@ -458,9 +458,18 @@ def test_arguments_of_search_are_checked():
         ({"head_blocks": 3}, "head_blocks"),
         ({"head_blocks": 0}, "head_blocks=0 must be a whole number of at least 1"),
         ({"head_blocks": "2"}, "head_blocks='2' must be"),
+        ({"tie": "x"}, "tie='x' must be True or False"),
+        *(({"seed": seed}, "seed=.* must be a whole number") for seed in ("a", None, 1.5, True, -1)),
+        ({"score": "function", "batches": [tokens()], "lr": -1}, "lr=-1 must be"),
     ):
         with pytest.raises(DCFormerError, match=message):
             dha.search(model, **arguments, progress=False)
+    for wrong in ("kv_ratoi", "alocation", "head_block"):
+        with pytest.raises(TypeError, match=wrong):
+            dha.search(model, **{wrong: 1}, progress=False)
+    for other, name in ((None, "NoneType"), (model.config, "LlamaConfig")):
+        with pytest.raises(DCFormerError, match=f"{name} is not a model: give a causal language model, or its folder"):
+            dha.search(other, progress=False)
 
 
 def test_a_search_whose_loss_is_not_finite_says_at_which_step():

@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,19 @@ from typing import Any
 import torch
 
 from ..conversion.output import complete_folder, refuse_to_replace
-from ..errors import DCFormerError, require_extra
+from ..errors import DCFormerError, first_line, require_extra
 from ..files import states_of, write_whole
 from .folding import copy_kept, expand, fold_folder, load_model, to_gqa
-from .fusion import CLOSED, OPERATORS, SMALL_LOSS, fuse, load_fused
+from .fusion import CLOSED, SMALL_LOSS, fuse, load_fused
 from .plan import HeadPlan
 from .reporting import report
 from .search import TRAINED_SCORES, search
-from .sources import HeadSource
+from .sources import OPERATORS, HeadSource
 
 _GIVEN = "dha.json"
 _FREE = {"command", "output", "overwrite", "save_steps"}  # what does not change a result
 _HELD_OUT = 64  # rows
+_SUMMARY = {"train", "steps", "measured_on", "source_loss", "soft_loss", "folded_loss"}  # of fusion, for the card
 _CARD = """# {name}
 
 Made by dcformer-dha from {source}: {keys} key heads and {values} value heads in its layers, of {n} each
@@ -75,7 +78,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return given | {"files of weights": states_of(weights), "files of data": states_of(data)}
 
 
-def _is_done(options: argparse.Namespace, record: Path, content: Any) -> bool:
+def _is_done(options: argparse.Namespace, record: Path) -> bool:
     """Whether the result exists, from the same arguments.
 
     Raises:
@@ -83,11 +86,7 @@ def _is_done(options: argparse.Namespace, record: Path, content: Any) -> bool:
     """
     if not record.exists() or options.overwrite:
         return False
-    try:
-        saved = content(record)
-    except (json.JSONDecodeError, KeyError, OSError):
-        saved = {}
-    now = _given(options)
+    saved, now = _read_given(record), _given(options)
     if saved == now:
         return True
     raise DCFormerError(
@@ -102,7 +101,20 @@ def _differing(saved: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _read_given(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))["given"]
+    """The arguments in a record; none of one that is damaged, or another program's."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))["given"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+@contextmanager
+def _writing(output: str) -> Iterator[None]:
+    """Around what writes a file of the output; a system's error there is the user's to correct."""
+    try:
+        yield
+    except OSError as error:
+        raise DCFormerError(f"{output} cannot be written: {error.strerror}. Choose another --output.") from error
 
 
 def _state(options: argparse.Namespace) -> Path:
@@ -111,48 +123,61 @@ def _state(options: argparse.Namespace) -> Path:
     return output.with_name(f".{output.name}.run")
 
 
-def _started(options: argparse.Namespace) -> Path:
-    """`_state`, with a record of the arguments.
+@contextmanager
+def _started(options: argparse.Namespace) -> Iterator[Path]:
+    """`_state`, with a record of the arguments; removed at the end if no state was saved in it.
 
     Raises:
-        DCFormerError: when it is that of a run with others.
+        DCFormerError: when it is that of a run with others, or cannot be written.
     """
     folder, now = _state(options), _given(options)
     if not _is_main():
-        return folder
+        yield folder
+        return
+    _remove_without_state(folder)  # of a killed process
     if (folder / _GIVEN).exists() and (names := _differing(_read_given(folder / _GIVEN), now)):
         raise DCFormerError(
             f"{folder} holds an unfinished run with other arguments ({names}): give the same to continue it, or remove "
             "the folder to start anew."
         )
-    write_whole(folder / _GIVEN, json.dumps({"given": now}) + "\n")
-    return folder
+    with _writing(options.output):
+        write_whole(folder / _GIVEN, json.dumps({"given": now}) + "\n")
+    try:
+        yield folder
+    finally:
+        _remove_without_state(folder)
+
+
+def _remove_without_state(folder: Path) -> None:
+    if not any(folder.glob("step-*/run.json")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _search(options: argparse.Namespace) -> str:
     record = Path(options.output).with_name(f".{Path(options.output).name}.given")
     if Path(options.output).exists() and not options.overwrite and not record.exists():
         raise DCFormerError(f"{options.output} exists: choose another --output, or give --overwrite.")
-    if Path(options.output).exists() and _is_done(options, record, _read_given):
+    if Path(options.output).exists() and _is_done(options, record):
         return f"{options.output} exists already, from the same arguments"
-    model: Any = options.model
-    training: dict[str, Any] = {}
+    arguments = {
+        name: getattr(options, name) for name in ("kv_ratio", "score", "allocation", "tie", "head_blocks", "seed")
+    }
     if options.score in TRAINED_SCORES:
         if options.data is None:
             raise DCFormerError(f"--score {options.score} trains: give --data, or use --score weights.")
+        rows, _ = _rows(options)
         model = load_model(options.model, options.dtype)
-        rows, _ = _rows(options, None)
-        training = {
-            "batches": rows, "batch_size": options.batch_size, "accumulation": options.accumulation,
-            "checkpoint": _started(options), "save_steps": options.save_steps,
-        }  # fmt: skip
-    plan = search(
-        model, options.kv_ratio, options.score, allocation=options.allocation, tie=options.tie,
-        head_blocks=options.head_blocks, seed=options.seed, steps=options.steps, lr=options.lr, **training,
-    )  # fmt: skip
+        with _started(options) as state:
+            plan = search(
+                model, **arguments, batches=rows, steps=options.steps, lr=options.lr, batch_size=options.batch_size,
+                accumulation=options.accumulation, checkpoint=state, save_steps=options.save_steps,
+            )  # fmt: skip
+    else:
+        plan = search(options.model, **arguments)
     if _is_main():
-        plan.save(options.output)
-        write_whole(record, json.dumps({"given": _given(options)}) + "\n")
+        with _writing(options.output):
+            plan.save(options.output)
+            write_whole(record, json.dumps({"given": _given(options)}) + "\n")
         shutil.rmtree(_state(options), ignore_errors=True)
     counts = f"{plan.num_key_heads} key heads, {plan.num_value_heads} value heads"
     return f"{options.output}: {counts}; {plan.kv_saving:.1%} of {plan.source.total} heads saved"
@@ -160,19 +185,20 @@ def _search(options: argparse.Namespace) -> str:
 
 def _fuse(options: argparse.Namespace) -> str:
     output = Path(options.output)
-    if _is_done(options, output / _GIVEN, _read_given):
+    if _is_done(options, output / _GIVEN):
         return f"{output} exists already, from the same arguments"
     refuse_to_replace(options.model, output)
     plan = HeadPlan.load(options.plan)
     plan.check_source(HeadSource(options.model).sizes)
-    model = load_model(options.model, options.dtype)
     rows, held_out = _rows(options, options.eval_data)
-    fused = fuse(
-        model, plan, rows, options.steps, lr=options.lr, mixer_lr=options.mixer_lr, train=options.train,
-        closing_steps=options.closing_steps, stop_at_loss=options.stop_at_loss, margin_steps=options.margin_steps,
-        held_out=held_out, copy_model=False, seed=options.seed, batch_size=options.batch_size,
-        accumulation=options.accumulation, checkpoint=_started(options), save_steps=options.save_steps,
-    )  # fmt: skip
+    model = load_model(options.model, options.dtype)
+    with _started(options) as state:
+        fused = fuse(
+            model, plan, rows, options.steps, lr=options.lr, mixer_lr=options.mixer_lr, train=options.train,
+            closing_steps=options.closing_steps, stop_at_loss=options.stop_at_loss, margin_steps=options.margin_steps,
+            held_out=held_out, copy_model=False, seed=options.seed, batch_size=options.batch_size,
+            accumulation=options.accumulation, checkpoint=state, save_steps=options.save_steps,
+        )  # fmt: skip
     if fused.model is None or not _is_main():
         return "the main process writes"
     with complete_folder(output, sum(p.nbytes for p in fused.model.parameters()), options.overwrite) as folder:
@@ -183,26 +209,29 @@ def _fuse(options: argparse.Namespace) -> str:
     losses, last = fused.summary, fused.losses[-1]
     small = "never" if losses["small_at"] is None else f"first at step {losses['small_at']}"
     return (
-        f"{output}: loss on held-out text {losses['source_loss']:.4f} of the source, {losses['soft_loss']:.4f} before "
-        f"folding, {losses['folded_loss']:.4f} after; fusion loss {last['fusion']:.2g}, of the worst part "
-        f"{last['worst']:.2g}, below {SMALL_LOSS:g} {small}; the operators' gap is {losses['gap']:.2g}"
+        f"{output}: loss on {losses['measured_on']} {losses['source_loss']:.4f} of the source, "
+        f"{losses['soft_loss']:.4f} before folding, {losses['folded_loss']:.4f} after; fusion loss "
+        f"{last['fusion']:.2g}, of the worst part {last['worst']:.2g}, below {SMALL_LOSS:g} {small}; the operators' "
+        f"gap is {losses['gap']:.2g}"
     )
 
 
 def _fold(options: argparse.Namespace) -> str:
     output = Path(options.output)
-    if _is_done(options, output / _GIVEN, _read_given):
+    if _is_done(options, output / _GIVEN):
         return f"{output} exists already, from the same arguments"
     operators = None
     facts: dict[str, Any] = {"given": _given(options)}
     if options.plan is None:
         plan, weights, record = load_fused(options.model)
         summary = facts["fusion"] = record["summary"]
+        if missing := _SUMMARY - summary.keys():
+            raise DCFormerError(f"{options.model}: fusion.json lacks {', '.join(sorted(missing))}: fuse again.")
         gap = max((weight - weight.mean(1, keepdim=True)).abs().max().item() for weight in weights.values())
         if gap > CLOSED and not options.accept_gap:
             raise DCFormerError(
                 f"the operators of {options.model} are not closed: mixtures in a group differ by up to {gap:.3g}, and "
-                f"folding raised the loss on held-out text from {summary['soft_loss']:.4f} to "
+                f"folding raised the loss on {summary['measured_on']} from {summary['soft_loss']:.4f} to "
                 f"{summary['folded_loss']:.4f}. Fuse with --closing-steps, or give --accept-gap."
             )
         operators = {part: weight.mean(1) for part, weight in weights.items()}
@@ -211,14 +240,9 @@ def _fold(options: argparse.Namespace) -> str:
         trained = {"all": "all parameters", "attention": "the parameters of attention only", "none": "no parameters"}
         how = (
             f"Heads were fused in {summary['steps']} steps that trained {trained[summary['train']]} and the mixtures "
-            f"of heads. Loss per token on held-out text: {', '.join(losses)}."
+            f"of heads. Loss per token on {summary['measured_on']}: {', '.join(losses)}."
         )
     else:
-        if (Path(options.model) / OPERATORS).exists():
-            raise DCFormerError(
-                f"{options.model} has been fused, and --plan would pool its heads by their mean and leave out what was "
-                "trained: leave --plan out."
-            )
         plan = HeadPlan.load(options.plan)
         how = "Heads of a group were pooled by their mean, without training: expect poor text until it is trained."
 
@@ -237,7 +261,7 @@ def _fold(options: argparse.Namespace) -> str:
 
 def _expand(options: argparse.Namespace) -> str:
     output = Path(options.output)
-    if _is_done(options, output / _GIVEN, _read_given):
+    if _is_done(options, output / _GIVEN):
         return f"{output} exists already, from the same arguments"
     refuse_to_replace(options.model, output)
     model = load_model(options.model)
@@ -261,26 +285,30 @@ def _is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def _rows(options: argparse.Namespace, held_out: str | None) -> tuple[Any, list[torch.Tensor]]:
-    """Rows of `--length` tokens of the texts in `--data`, and held-out batches.
+def _rows(options: argparse.Namespace, held_out: str | None = None) -> tuple[Any, list[torch.Tensor]]:
+    """Rows of `--length` tokens of the texts in `--data`, and held-out batches; none of fewer than 20 rows.
 
     Raises:
-        DCFormerError: when there is not enough text.
+        DCFormerError: when there is not enough text, or it cannot be read.
     """
     require_extra("train", "reading --data", "datasets", "trl")
-    rows = _tokenised(options, options.data)
+    if options.length < 2:
+        raise DCFormerError(f"--length {options.length}: expected at least 2 tokens, of which one is predicted.")
+    if options.batch_size < 1:
+        raise DCFormerError(f"--batch-size {options.batch_size}: expected at least 1 row.")
+    rows = _tokenised(options, options.data, "--data")
     if held_out is not None:
-        held = _tokenised(options, held_out)[:_HELD_OUT]
+        held = _tokenised(options, held_out, "--eval-data")[:_HELD_OUT]
     else:
         count = min(_HELD_OUT, len(rows) // 20)
         rows, held = rows[: len(rows) - count], rows[len(rows) - count :]
-    if not rows:
-        raise DCFormerError(f"--data {options.data} has less than one row of {options.length} tokens: give more text.")
     return [{"input_ids": row} for row in rows], [*torch.stack(held).split(options.batch_size)] if held else []
 
 
-def _tokenised(options: argparse.Namespace, source: str) -> list[torch.Tensor]:
-    """All texts, an end of text between them, cut into rows."""
+def _tokenised(options: argparse.Namespace, source: str, argument: str) -> list[torch.Tensor]:
+    """All texts, an end of text between them, cut into rows; at least one."""
+    from datasets.exceptions import DatasetsError
+    from pyarrow import ArrowException  # type: ignore[import-untyped]
     from transformers import AutoTokenizer
 
     from ..training.data import check_rows, load_rows
@@ -290,11 +318,15 @@ def _tokenised(options: argparse.Namespace, source: str) -> list[torch.Tensor]:
         texts = check_rows(load_rows(source), options.column, source)
     except (OSError, ValueError) as error:
         raise DCFormerError(f"{error}") from error
+    except (DatasetsError, ArrowException, EOFError) as error:
+        raise DCFormerError(f"{argument} {source} cannot be read: {first_line(error.__cause__ or error)}.") from error
     if "text" not in texts.column_names:
         raise DCFormerError(f"{source} has conversations: expected texts; name their column with --column.")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = [token for row in texts for token in (*tokenizer(row["text"])["input_ids"], *end)]
-    return [*torch.tensor(ids).unfold(0, options.length, options.length)] if len(ids) >= options.length else []
+    if len(ids) < options.length:
+        raise DCFormerError(f"{argument} {source} has less than one row of {options.length} tokens: give more text.")
+    return [*torch.tensor(ids).unfold(0, options.length, options.length)]
 
 
 __all__ = ["run"]

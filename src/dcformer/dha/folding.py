@@ -26,9 +26,9 @@ from ..errors import DCFormerError
 from ..files import states_of
 from ..loading import LOADING_ERRORS, damaged_file
 from ..modeling_dcformer import DHAForCausalLM
-from .mixing import HeadMixer, Part
-from .plan import KINDS, Groups, HeadPlan
-from .sources import FAMILIES, TARGETS, HeadSource
+from .mixing import Part
+from .plan import KINDS, Groups, HeadPlan, as_plan
+from .sources import FAMILIES, TARGETS, HeadSource, check_tensors
 
 _PROJECTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.([kv])_proj\.(?:weight|bias)")
 _KIND = {"k": "key", "v": "value"}
@@ -109,48 +109,41 @@ def fold_model(
 
 def _with_state(model: Any, state: dict[str, torch.Tensor], like: Any) -> Any:
     """A new model gets its tensors, and device, mode and generation settings of another model."""
-    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    if names := sorted({*missing, *unexpected} - tied):
-        raise DCFormerError(
-            f"the source's tensors do not fit its configuration: {names[0]} and {len(names) - 1} others are missing or "
-            "have no place."
-        )
+    check_tensors(model, {name: tuple(tensor.shape) for name, tensor in state.items()}, type(like).__name__)
+    model.load_state_dict(state, strict=False, assign=True)  # not strict: tied embeddings
     model.tie_weights()
     model.generation_config = copy.deepcopy(like.generation_config)
     return model.to(like.device).train(like.training)
 
 
-def from_plan(model: PreTrainedModel | str | os.PathLike, plan: HeadPlan, init: str = "mean") -> PreTrainedModel:
+def from_plan(
+    model: PreTrainedModel | str | os.PathLike, plan: HeadPlan | str | os.PathLike, init: str = "mean"
+) -> PreTrainedModel:
     """The folded model by mean pooling of the plan's groups, without training.
 
     Args:
         model: the source, or its folder, which is loaded.
-        plan: for this source.
+        plan: for this source, or its file.
         init: "mean", the only way so far.
 
     Returns:
         `DHAForCausalLM`; of one of this package's models one of the same class.
 
     Raises:
-        DCFormerError: when the plan is for another source, or the model cannot be one.
+        DCFormerError: when the plan is for another source, or the model cannot be one or has been fused.
     """
     if init != "mean":
         raise DCFormerError(f"init={init!r} is unknown: expected 'mean'; fuse() trains the mixture instead.")
-    if not isinstance(model, PreTrainedModel):
+    if isinstance(model, str | os.PathLike):
         model = load_model(model)
-    if any(isinstance(module, HeadMixer) for module in model.modules()):
-        raise DCFormerError(
-            "the model has trained mixtures of heads, which pooling by their mean would leave out: fold()."
-        )
-    source = HeadSource(model)
+    source, plan = HeadSource(model), as_plan(plan)
     plan.check_source(source.sizes)
     return fold_model(source, plan)
 
 
-def load_model(folder: str | os.PathLike, dtype: Any = "auto") -> PreTrainedModel:
+def load_model(folder: str | os.PathLike, dtype: Any = "auto", fused: bool = False) -> PreTrainedModel:
     """The causal language model of a folder that can be a source; which cannot is said before parameters are read."""
-    HeadSource(folder)
+    HeadSource(folder, fused)
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except LOADING_ERRORS as error:
@@ -159,7 +152,7 @@ def load_model(folder: str | os.PathLike, dtype: Any = "auto") -> PreTrainedMode
 
 def fold_folder(
     model: str | os.PathLike,
-    plan: HeadPlan,
+    plan: HeadPlan | str | os.PathLike,
     output: str | os.PathLike,
     *,
     operators: Mapping[Part, torch.Tensor] | None = None,
@@ -176,9 +169,9 @@ def fold_folder(
 
     Args:
         model: folder of the source.
-        plan: for this source.
+        plan: for this source, or its file.
         output: the folder to create; it appears when complete.
-        operators: [G, g, D] of every part; None pools by the mean.
+        operators: [G, g, D] of every part, as a fused folder needs them; None pools by the mean.
         facts: what to write beside it as dha.json.
         card: makes the text of a README from the folded configuration.
         check: compare the plan with the source's parameters, not only with its sizes.
@@ -190,11 +183,12 @@ def fold_folder(
         the folded model's configuration.
 
     Raises:
-        DCFormerError: when the plan is for another source, a tensor cannot be read or holds NaN, or the folder cannot
-            be written; nothing is left then.
+        DCFormerError: when the plan is for another source, the source's tensors do not fit its configuration, it has
+            been fused and there are no operators, a tensor cannot be read or holds NaN, or the folder cannot be
+            written; nothing is left then.
     """
     refuse_to_replace(model, output)
-    source = HeadSource(model)
+    source, plan = HeadSource(model, fused=operators is not None), as_plan(plan)
     plan.check_source(source.sizes if check else _sizes_with(source, plan))
     folder = _Folder(source, plan, operators)
     total = sum(shape.numel() * dtype.itemsize for shape, dtype in folder.announced.values())
@@ -346,6 +340,7 @@ def _head_maps(model: Any) -> dict[str, list[list[int]]]:
     config = getattr(model, "config", None)
     if not isinstance(config, DCFormerConfig) or not type(model).__name__.endswith("ForCausalLM"):
         raise DCFormerError(f"{type(model).__name__} is not a language model of this package: fold one first.")
+    HeadSource(model)  # refuses one with mixers, among others
     if all(getattr(config, f"{kind}_head_map") is None for kind in KINDS):
         raise DCFormerError("the model has no head maps (key_head_map, value_head_map): it was not folded.")
     layers = range(config.num_hidden_layers)

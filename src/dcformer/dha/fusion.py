@@ -21,21 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel, default_data_collator, set_seed
 
-from ..errors import DCFormerError, require_extra
+from ..errors import DCFormerError, first_line, require_extra
 from ..files import write_whole
 from .folding import fold_model, load_model
 from .mixing import HeadMixer, Part, attach_mixers, detach_mixers, mixers_of, only_trains
-from .plan import KINDS, HeadPlan
-from .sources import HeadSource
+from .plan import KINDS, HeadPlan, as_plan, check_seed
+from .sources import OPERATORS, HeadSource
 
 MARGIN_DECAY, MARGIN_STEPS = 0.999, 200
 CLOSED = 1e-6  # largest difference of a group's rows at which folding counts as exact
-OPERATORS = "operators.safetensors"  # of a fused folder
 SMALL_LOSS = 1e-3  # of the paper's stop rule
 TRAINED = ("all", "attention", "none")
 _MIN_LR, _WARMUP = 0.1, 0.1  # of θ: shares of the peak and of the steps
@@ -77,8 +77,11 @@ def batch_iterator(data: Any, batch_size: int, seed: int) -> Callable[[], Iterat
         a function that starts over. Data that ends is repeated, with a warning.
 
     Raises:
-        DCFormerError: when there are no batches, or data that has ended cannot be iterated again.
+        DCFormerError: when it is no such data, there are no batches, or data that has ended cannot be iterated again.
     """
+    if isinstance(data, str | os.PathLike) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+        raise DCFormerError(f"batches={data!r}: expected batches [B, T] of tokens, a DataLoader or a data set of rows.")
+    _check_count("batch_size", batch_size)
     rows = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, DataLoader)
     if rows and len(data) and isinstance(data[0], Mapping):
         rows = torch.as_tensor(data[0].get("input_ids", 0)).ndim == 1
@@ -208,16 +211,17 @@ def train_mixers(
         `step`, `loss`, and with a penalty `fusion`, `worst`, `margin`, `lambda`.
 
     Raises:
-        DCFormerError: when the loss is not finite, naming the step, or the state is of another run.
+        DCFormerError: on invalid arguments, when the loss is not finite, naming the step, or when the state is of
+            another run or damaged.
     """
     require_extra("train", what, "accelerate")
     from accelerate import Accelerator
 
-    if steps < 1 or accumulation < 1 or save_steps < 1 or batch_size < 1:
-        raise DCFormerError(
-            f"steps={steps}, accumulation={accumulation}, save_steps={save_steps}, batch_size={batch_size}: expected "
-            "at least 1 each."
-        )
+    for name, value in (("steps", steps), ("accumulation", accumulation), ("save_steps", save_steps)):
+        _check_count(name, value)
+    check_seed(seed)
+    _check_factor("lr", lr)
+    _check_factor("mixer_lr", mixer_lr)
     on_cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     accelerator = Accelerator(cpu=on_cpu)
     set_seed(seed)
@@ -296,7 +300,7 @@ class _State:
         runs = sorted(self.folder.glob("step-*/run.json"), key=lambda file: int(file.parent.name.partition("-")[2]))
         if not runs:
             return None
-        saved = json.loads(runs[-1].read_text(encoding="utf-8"))
+        saved = _read_record(runs[-1], f"Remove {self.folder} to start anew", setup=dict, history=list)
         names = {*saved["setup"], *self.setup}
         if differing := sorted(name for name in names if saved["setup"].get(name) != self.setup.get(name)):
             shown = "; ".join(
@@ -323,7 +327,35 @@ class _State:
                     shutil.rmtree(other, ignore_errors=True)
 
 
+def _read_record(file: Path, otherwise: str, **kinds: type) -> dict[str, Any]:
+    """The JSON object in a file, with fields of these kinds.
+
+    Raises:
+        DCFormerError: when it is damaged; the message ends with what to do otherwise.
+    """
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # not JSON, or no text
+        raise DCFormerError(f"{file} is damaged ({error}). {otherwise}.") from error
+    for name, kind in kinds.items():
+        if not isinstance(record, dict) or not isinstance(record.get(name), kind):
+            raise DCFormerError(f"{file} is damaged: it has no {kind.__name__} {name!r}. {otherwise}.")
+    return record
+
+
+def _check_count(name: str, value: int) -> None:
+    if type(value) is not int or value < 1:
+        raise DCFormerError(f"{name}={value!r} must be a whole number of at least 1.")
+
+
+def _check_factor(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        raise DCFormerError(f"{name}={value!r} must be a number of at least 0.")
+
+
 def _check_trainable(model: Any) -> None:
+    if isinstance(model, str | os.PathLike):
+        raise DCFormerError(f"{os.fspath(model)} is a folder, and what is trained is a model in memory: load it first.")
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise DCFormerError(
             "the model is in float16, which needs a gradient scaler: load it in float32 or bfloat16; Accelerate's "
@@ -332,12 +364,13 @@ def _check_trainable(model: Any) -> None:
 
 
 def train_search(
-    model: PreTrainedModel, batches: Any, *, steps: int, lr: float, seed: int, progress: bool, **options: Any
+    model: Any, batches: Any, *, steps: int, lr: float, seed: int, progress: bool, **options: Any
 ) -> dict[Part, torch.Tensor]:
     """Trains mixtures over all heads of every part, with the model's parameters frozen; for `search`.
 
     Args:
-        model: as it is afterwards. With several processes a copy is trained, as FSDP leaves a model in shards.
+        model: in memory, and afterwards as it was. With several processes a copy is trained, as FSDP leaves a model in
+            shards.
         batches: data; see `batch_iterator`.
         steps, lr, seed, progress: of the training.
         options: others of `train_mixers`.
@@ -345,10 +378,10 @@ def train_search(
     Returns:
         operators [n, n, D] by part.
     """
+    source = HeadSource(model)
     _check_trainable(model)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        model = copy.deepcopy(model)
-    source = HeadSource(model)
+        source = HeadSource(model := copy.deepcopy(model))
     sizes = source.sizes
     one_group = {
         (layer, kind): [list(range(sizes.heads(layer, kind)))] for layer in range(sizes.num_layers) for kind in KINDS
@@ -378,9 +411,10 @@ class FusedModel:
         model: the source's architecture, trained, with a `HeadMixer` behind each projection.
         plan: its groups.
         losses: a record per step: `step`, `loss` (of language modelling), `fusion`, `worst` part, `margin`, `lambda`.
-        summary: what was trained and how, `source_loss`, `soft_loss` and `folded_loss` on held-out batches, `gap`, and
-            `small_at`, the step at which the fusion loss fell below 1e-3 (None: never).
-        batches: held-out batches.
+        summary: what was trained and how; `source_loss`, `soft_loss` and `folded_loss`, and what they were
+            `measured_on`, "held-out batches" or "a training batch"; `gap`, and `small_at`, the step at which the fusion
+            loss fell below 1e-3 (None: never).
+        batches: those on which losses are measured.
     """
 
     model: Any
@@ -390,14 +424,18 @@ class FusedModel:
     batches: list[Any] = field(default_factory=list)
 
     @property
+    def _source(self) -> HeadSource:
+        return HeadSource(self.model, fused=True)
+
+    @property
     def gap(self) -> float:
         """The largest difference of a head's mixture from the mean of its group; 0 when folding is exact."""
-        return max(mixer.gap() for mixer in mixers_of(HeadSource(self.model)).values())
+        return max(mixer.gap() for mixer in mixers_of(self._source).values())
 
     @property
     def operators(self) -> dict[Part, torch.Tensor]:
         """What each group takes of its members' channels, the mean over its heads: [G, g, D] by part."""
-        mixers = mixers_of(HeadSource(self.model))
+        mixers = mixers_of(self._source)
         return {part: mixer.weight.detach().mean(1) for part, mixer in mixers.items()}
 
     def fold(self, accept_gap: bool = False) -> PreTrainedModel:
@@ -412,7 +450,7 @@ class FusedModel:
         Raises:
             DCFormerError: when the heads are not equal: how far off they are, and what loss folding costs.
         """
-        folded = fold_model(HeadSource(self.model), self.plan, self.operators)
+        folded = fold_model(self._source, self.plan, self.operators)
         if (gap := self.gap) > CLOSED:
             if self.batches:
                 soft, hard = evaluate_loss(self.model, self.batches), evaluate_loss(folded, self.batches)
@@ -433,7 +471,7 @@ class FusedModel:
         path = Path(folder)
         state = {name: value for name, value in self.model.state_dict().items() if "_mixer." not in name}
         self.model.save_pretrained(path, state_dict=state)
-        mixers = mixers_of(HeadSource(self.model))
+        mixers = mixers_of(self._source)
         tensors = {f"{kind}.{i}": mixer.weight.detach().cpu().contiguous() for (i, kind), mixer in mixers.items()}
         save_file(tensors, path / OPERATORS, {"format": "pt"})
         self.plan.save(path / "plan.json")
@@ -448,7 +486,7 @@ class FusedModel:
             DCFormerError: when the folder holds no such model.
         """
         plan, weights, record = load_fused(folder)
-        model = load_model(folder)
+        model = load_model(folder, fused=True)
         mixers = attach_mixers(HeadSource(model), {(layer, kind): groups for layer, kind, groups in plan.parts})
         with torch.no_grad():
             for part, mixer in mixers.items():
@@ -460,14 +498,17 @@ def load_fused(folder: str | os.PathLike) -> tuple[HeadPlan, dict[Part, torch.Te
     """Plan, mixers' weights [G, g, g, D] by part, and records of a folder that `FusedModel.save` wrote.
 
     Raises:
-        DCFormerError: when one of them is missing or does not fit.
+        DCFormerError: when one of them is missing or damaged, or does not fit.
     """
-    path = Path(folder)
+    path, otherwise = Path(folder), "Copy the folder again, or fuse again"
     for name in ("plan.json", OPERATORS, "fusion.json"):
         if not (path / name).is_file():
             raise DCFormerError(f"{path} has no {name}: dcformer-dha fuse, or FusedModel.save, writes such a folder.")
     plan = HeadPlan.load(path / "plan.json")
-    tensors = load_file(path / OPERATORS)
+    try:
+        tensors = load_file(path / OPERATORS)
+    except (SafetensorError, OSError) as error:
+        raise DCFormerError(f"{path / OPERATORS} is damaged ({first_line(error)}). {otherwise}.") from error
     weights = {}
     for layer, kind, groups in plan.parts:
         weight = tensors.get(f"{kind}.{layer}")
@@ -475,12 +516,12 @@ def load_fused(folder: str | os.PathLike) -> tuple[HeadPlan, dict[Part, torch.Te
         if weight is None or tuple(weight.shape) != shape:
             raise DCFormerError(f"{path}: the operator of layer {layer}, {kind}, is not {list(shape)}: another plan's.")
         weights[layer, kind] = weight
-    return plan, weights, json.loads((path / "fusion.json").read_text(encoding="utf-8"))
+    return plan, weights, _read_record(path / "fusion.json", otherwise, summary=dict, losses=list)
 
 
 def fuse(
     model: PreTrainedModel,
-    plan: HeadPlan,
+    plan: HeadPlan | str | os.PathLike,
     batches: Any,
     steps: int = 800,
     *,
@@ -494,14 +535,18 @@ def fuse(
     held_out: Iterable[Any] = (),
     copy_model: bool = True,
     seed: int = 0,
+    batch_size: int = 8,
+    accumulation: int = 1,
+    checkpoint: str | os.PathLike | None = None,
+    save_steps: int = 100,
+    on_step: Callable[[int, Any], None] | None = None,
     progress: bool = True,
-    **training: Any,
 ) -> FusedModel:
     """Trains a model until the heads of each group are equal.
 
     Args:
         model: the source.
-        plan: for it.
+        plan: for it, or its file.
         batches: data: batches, or a data set of rows, as `batch_iterator` describes.
         steps: optimiser steps, closing included.
         lr: peak learning rate of the model's parameters, with 10 % warm-up and a cosine to 10 %.
@@ -512,12 +557,17 @@ def fuse(
         stop_at_loss: end when the fusion loss is below, as the paper does at 1e-3; needs `closing_steps=0`.
         margin_steps: steps after which no difference is tolerated.
         scale: of the penalty; by default the number of factors in the operators.
-        held_out: batches on which losses are measured before and after; by default the first training batch.
-        copy_model: leave `model` as it is; False trains it itself, in half the memory.
+        held_out: batches on which losses are measured before and after; by default the first training batch, and then
+            nothing is held out.
+        copy_model: leave `model` as it is; False trains it itself, in half the memory. One whose training fails then
+            has the parameters of that moment, and no mixtures.
         seed: of the order of rows, and of dropout.
+        batch_size: rows of a data set in a batch.
+        accumulation: batches of a step.
+        checkpoint: folder for the state of the run, from which it continues if it holds one.
+        save_steps: steps between states.
+        on_step: called after each step with the number of steps taken and the model.
         progress: show a progress bar.
-        training: `batch_size`, `accumulation`, `on_step`, `checkpoint` and `save_steps` of `train_mixers`: a run with a
-            checkpoint folder continues from it.
 
     Returns:
         the soft model. With FSDP only the main process has it; in the others its `model` is None.
@@ -533,14 +583,20 @@ def fuse(
         )
     if closing_steps < 0 or margin_steps < 1:
         raise DCFormerError(f"closing_steps={closing_steps}, margin_steps={margin_steps}: expected 0 and 1 or more.")
+    if scale is not None:
+        _check_factor("scale", scale)
+    check_seed(seed)
+    source, plan = HeadSource(model), as_plan(plan)
     _check_trainable(model)
-    sizes = HeadSource(model).sizes
-    plan.check_source(sizes)
+    plan.check_source(source.sizes)
     if copy_model:
-        model = copy.deepcopy(model)
-    source = HeadSource(model)
+        source = HeadSource(model := copy.deepcopy(model))
     family, closing_steps = source.family, min(closing_steps, steps)
-    held = [*held_out] or [next(batch_iterator(batches, training.get("batch_size", 8), seed)())]
+    held, measured_on = [*held_out], "held-out batches"
+    if not held:
+        held, measured_on = [next(batch_iterator(batches, batch_size, seed)())], "a training batch"
+        if isinstance(batches, Iterator):  # it has given that batch away
+            batches = itertools.chain(held, batches)
     source_loss = evaluate_loss(model, held)
     mixers = attach_mixers(source, {(layer, kind): groups for layer, kind, groups in plan.parts})
     chosen = [] if train == "none" else [
@@ -553,22 +609,28 @@ def fuse(
         "plan": plan.to_json(), "lr": lr, "mixer_lr": mixer_lr, "train": train, "closing_steps": closing_steps,
         "stop_at_loss": stop_at_loss, "margin_steps": margin_steps, "scale": penalty.scale,
     }  # fmt: skip
-    with only_trains(model, [*chosen, *(mixer.weight for mixer in mixers.values())]):
-        model.train()
-        trained, accelerator, losses = train_mixers(
-            model, mixers, batches, steps=steps, mixer_lr=mixer_lr, lr=lr, trained=chosen, penalty=penalty,
-            closing_steps=closing_steps, stop_at_loss=stop_at_loss, seed=seed, progress=progress, setup=setup,
-            **training,
-        )  # fmt: skip
-        soft_loss = evaluate_loss(trained, held)
+    try:
+        with only_trains(model, [*chosen, *(mixer.weight for mixer in mixers.values())]):
+            model.train()
+            trained, accelerator, losses = train_mixers(
+                model, mixers, batches, steps=steps, mixer_lr=mixer_lr, lr=lr, trained=chosen, penalty=penalty,
+                closing_steps=closing_steps, stop_at_loss=stop_at_loss, seed=seed, batch_size=batch_size,
+                accumulation=accumulation, checkpoint=checkpoint, save_steps=save_steps, on_step=on_step,
+                progress=progress, setup=setup,
+            )  # fmt: skip
+            soft_loss = evaluate_loss(trained, held)
+    except BaseException:
+        detach_mixers(source)
+        raise
     summary = {name: value for name, value in setup.items() if name != "plan"} | {
         "steps": len(losses), "seed": seed, "source_loss": source_loss, "soft_loss": soft_loss,
+        "measured_on": measured_on,
         "small_at": next((int(r["step"]) for r in losses if r["fusion"] < SMALL_LOSS), None),
     }  # fmt: skip
     model = _gathered(trained, accelerator, source, plan)
     fused = FusedModel(model, plan, losses, summary, held)
     if model is not None:
-        folded = fold_model(HeadSource(model), plan, fused.operators)
+        folded = fold_model(HeadSource(model, fused=True), plan, fused.operators)
         summary |= {"gap": fused.gap, "folded_loss": evaluate_loss(folded, held)}
     return fused
 
@@ -589,7 +651,6 @@ def _gathered(trained: Any, accelerator: Any, source: HeadSource, plan: HeadPlan
 
 
 __all__ = [
-    "OPERATORS",
     "FusedModel",
     "ascend",
     "batch_iterator",

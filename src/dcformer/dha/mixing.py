@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import DCFormerError
 from .plan import Groups
 from .sources import HeadSource
 
@@ -105,22 +104,17 @@ def attach_mixers(source: HeadSource, groups: Mapping[Part, Groups]) -> dict[Par
     """Puts mixers that change nothing yet behind the projections of a model.
 
     Args:
-        source: a model in memory.
+        source: a model in memory, without mixers so far.
         groups: of the parts that get one.
 
     Returns:
         the mixers. They are submodules `key_mixer` and `value_mixer` of the attention modules.
-
-    Raises:
-        DCFormerError: when the model has some already.
     """
     model, mixers = source.model, {}
     head_dim = source.head_dim
     for (layer, kind), of_part in groups.items():
         name, slot = source.family.projection(layer, kind)
         attention, projection = model.get_submodule(name.rpartition(".")[0]), model.get_submodule(name)
-        if hasattr(attention, f"{kind}_mixer"):
-            raise DCFormerError("the model already has mixers: fold it first, or load it again.")
         weight = projection.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         mixer = HeadMixer(of_part, head_dim, source.family.slots, slot, dtype, weight.device)

@@ -267,6 +267,25 @@ def _check_groups(groups: Any, heads: int, where: str, blocks: int) -> None:
             raise DCFormerError(f"{where}: group {group} crosses the {blocks} blocks of {size} heads (head_blocks).")
 
 
+def as_plan(plan: HeadPlan | str | os.PathLike) -> HeadPlan:
+    """A plan, or that of a file.
+
+    Raises:
+        DCFormerError: when it is neither, or the file is not a plan's.
+    """
+    if isinstance(plan, str | os.PathLike):
+        return HeadPlan.load(plan)
+    if not isinstance(plan, HeadPlan):
+        raise DCFormerError(f"a {type(plan).__name__} is no plan: give the HeadPlan that search made, or its file.")
+    return plan
+
+
+def check_seed(seed: int) -> None:
+    """Refuses what random generators do not take."""
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise DCFormerError(f"seed={seed!r} must be a whole number from 0 to 2**32 - 1.")
+
+
 def check_ratio(kv_ratio: float) -> None:
     """Refuses a ratio outside (0, 1]."""
     if not isinstance(kv_ratio, int | float) or isinstance(kv_ratio, bool) or not 0 < kv_ratio <= 1:
@@ -302,9 +321,11 @@ __all__ = [
     "Groups",
     "HeadPlan",
     "SourceSizes",
+    "as_plan",
     "canonical",
     "check_blocks",
     "check_ratio",
+    "check_seed",
     "consecutive_groups",
     "uniform_count",
 ]

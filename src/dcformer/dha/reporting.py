@@ -67,15 +67,17 @@ def report(model: Any, context: int = 4096, dtype: torch.dtype = torch.bfloat16)
         `HeadReport`.
 
     Raises:
-        DCFormerError: when it is another kind of model, or the context is not positive.
+        DCFormerError: when it is another kind of model, the context is not positive, or the dtype is none of torch's.
     """
     config = load_config(model) if isinstance(model, str | os.PathLike) else getattr(model, "config", model)
     if not isinstance(config, DCFormerConfig):
         raise DCFormerError(
             f"a {getattr(config, 'model_type', type(config).__name__)} model has no head maps: fold it."
         )
-    if context < 1:
-        raise DCFormerError(f"context={context}: expected at least 1 token.")
+    if type(context) is not int or context < 1:
+        raise DCFormerError(f"context={context!r}: expected a whole number of at least 1 token.")
+    if not isinstance(dtype, torch.dtype):
+        raise DCFormerError(f"dtype={dtype!r}: expected one of torch's, as torch.bfloat16.")
     plain: Any = type(config).from_dict(config.to_dict())
     plain.key_head_map = plain.value_head_map = None
     bytes_of = [_layer_bytes(config, layer, dtype) for layer in range(config.num_hidden_layers)]

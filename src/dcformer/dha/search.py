@@ -18,7 +18,17 @@ from transformers import PreTrainedModel
 
 from ..errors import DCFormerError
 from .fusion import train_search
-from .plan import KINDS, Groups, HeadPlan, canonical, check_blocks, check_ratio, consecutive_groups, uniform_count
+from .plan import (
+    KINDS,
+    Groups,
+    HeadPlan,
+    canonical,
+    check_blocks,
+    check_ratio,
+    check_seed,
+    consecutive_groups,
+    uniform_count,
+)
 from .sources import HeadSource, source_sizes
 
 SCORES = ("weights", "function", "operator", "cka", "uniform")
@@ -232,8 +242,11 @@ def search(
     batches: Any = None,
     steps: int = 240,
     lr: float = 1e-2,
+    batch_size: int = 8,
+    accumulation: int = 1,
+    checkpoint: str | os.PathLike | None = None,
+    save_steps: int = 100,
     progress: bool = True,
-    **training: Any,
 ) -> HeadPlan:
     """Finds which heads of a model become one.
 
@@ -254,8 +267,8 @@ def search(
         seed: of the annealing, and of the training.
         batches: data, where the score trains; as for `fuse`.
         steps, lr: of that training. The model's parameters stay as they are.
+        batch_size, accumulation, checkpoint, save_steps: of that training; as for `fuse`.
         progress: show progress bars.
-        training: further arguments of `fusion.train_mixers`: `checkpoint`, `save_steps`, `accumulation`, `batch_size`.
 
     Returns:
         the plan.
@@ -265,6 +278,9 @@ def search(
     """
     check_ratio(kv_ratio)
     check_blocks(head_blocks)
+    check_seed(seed)
+    if not isinstance(tie, bool):
+        raise DCFormerError(f"tie={tie!r} must be True or False.")
     for name, value, known in (("score", score, SCORES), ("allocation", allocation, ALLOCATIONS)):
         if value not in known:
             raise DCFormerError(f"{name}={value!r} is unknown: expected one of {', '.join(known)}.")
@@ -277,9 +293,10 @@ def search(
         raise DCFormerError("tie=True needs a source whose keys and values have the same heads in every layer.")
     operators: dict[tuple[int, str], torch.Tensor] = {}
     if score in TRAINED_SCORES:
-        if not isinstance(model, PreTrainedModel):
-            raise DCFormerError(f"score={score!r} trains: load the model of {os.fspath(model)} and give it instead.")
-        operators = train_search(model, batches, steps=steps, lr=lr, seed=seed, progress=progress, **training)
+        operators = train_search(
+            model, batches, steps=steps, lr=lr, seed=seed, batch_size=batch_size, accumulation=accumulation,
+            checkpoint=checkpoint, save_steps=save_steps, progress=progress,
+        )  # fmt: skip
 
     # a part of the budget is a part of the model or, tied, both parts of a layer
     parts: list[tuple[int, tuple[str, ...]]] = [(layer, (kind,)) for layer in range(layers) for kind in KINDS]

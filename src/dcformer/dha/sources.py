@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.models.gpt_neox import GPTNeoXConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
@@ -25,9 +26,11 @@ from transformers.models.qwen3 import Qwen3Config
 
 from ..configuration_dcformer import DCFormerConfig, DHAConfig
 from ..conversion.sources import SafetensorsSource, TorchSource, has_weights
-from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug
+from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
+from ..formats.base import TensorInfo
 from .plan import KINDS, HeadPlan, SourceSizes
 
+OPERATORS = "operators.safetensors"  # of a folder that fusion wrote
 _PLAIN = {f"compose_{name}": False for name in ("pre", "post", "query", "key", "static")}
 _COMMON = (
     "vocab_size",
@@ -59,6 +62,7 @@ class Family:
     layers = "model.layers"
     attention = "self_attn"
     slots = 1  # parts side by side in the rows of a head of the projection
+    ignored = re.compile(r"\.rotary_emb\.inv_freq$")  # buffers in old folders, which the library leaves out too
 
     def fields(self, config: Any) -> dict[str, Any]:
         """The native fields of a configuration, all that differ between models of the family."""
@@ -91,6 +95,10 @@ class Family:
             raise_bug(error)
             return False
         return all(getattr(config, name) == value for name, value in fields.items())
+
+    def in_memory(self, name: str) -> str:
+        """What a tensor of a folder is called in memory."""
+        return name
 
     def natives(self, name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
         """The native tensors in a stored one, on the meta device as well."""
@@ -135,7 +143,7 @@ class GPTNeoXFamily(Family):
         (".mlp.dense_4h_to_h.", ".mlp.down_proj."),
     )
     _FUSED = re.compile(r"gpt_neox\.layers\.(\d+)\.attention\.query_key_value\.(weight|bias)")
-    _BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
+    ignored = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 
     def fields(self, config: Any) -> dict[str, Any]:
         fields = {name: copy.deepcopy(getattr(config, name)) for name in _COMMON}
@@ -151,14 +159,16 @@ class GPTNeoXFamily(Family):
             fields[name] = getattr(config, name)
         return self.config_class(**fields, layer_norm_eps=config.norm_eps)
 
+    def in_memory(self, name: str) -> str:
+        return name.replace("embed_out.", "lm_head.")
+
     def natives(self, name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
-        if self._BUFFERS.search(name):
-            return {}
         if match := self._FUSED.fullmatch(name):
             rows = tensor.unflatten(0, (config.num_attention_heads, 3, -1))  # [H, 3, D, E] or, of the bias, [H, 3, D]
             prefix = f"model.layers.{match[1]}.self_attn."
             return {f"{prefix}{c}_proj.{match[2]}": rows[:, i].flatten(0, 1) for i, c in enumerate("qkv")}
-        for own, native in (*self._NAMES, ("embed_out.", "lm_head.")):  # as it is called in files, not in memory
+        name = self.in_memory(name)
+        for own, native in self._NAMES:
             name = name.replace(own, native)
         return {name: tensor}
 
@@ -252,48 +262,74 @@ class HeadSource:
 
     Args:
         model: a causal language model, or the path of its folder.
+        fused: take one with trained mixtures of heads as well, which its parameters do not show.
 
     Attributes:
         config: its configuration.
         family: the kind of model.
         model: the model in memory, or None.
-        infos: stored tensor -> (shape, dtype).
+        infos: stored tensor -> (shape, dtype), without mixers and buffers.
 
     Raises:
-        DCFormerError: when it cannot be a source; the message says why.
+        DCFormerError: when it cannot be a source, or a folder's tensors do not fit its configuration; the message says
+            why.
     """
 
-    def __init__(self, model: PreTrainedModel | str | os.PathLike):
+    def __init__(self, model: PreTrainedModel | str | os.PathLike, fused: bool = False):
         self.infos: dict[str, tuple[tuple[int, ...], Any]]
         self._read: Callable[[str], torch.Tensor]
         if isinstance(model, nn.Module):
             self.model: Any = model
             self.config: Any = getattr(model, "config", None)
             _check_model(model)
-            state = {name: tensor for name, tensor in model.state_dict().items() if "_mixer." not in name}
-            self.infos = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+            whole = model.state_dict()
+            state = {name: tensor for name, tensor in whole.items() if "_mixer." not in name}
+            is_fused = len(state) < len(whole)
+            infos = {name: TensorInfo(tuple(t.shape), t.dtype, str(t.dtype)) for name, t in state.items()}
             self._read = lambda name: state[name].detach()
             self.location = type(model).__name__
-        else:
+        elif isinstance(model, str | os.PathLike):
             self.model, self.location = None, os.fspath(model)
             self.config = load_config(model)
+            is_fused = (Path(model) / OPERATORS).exists()
+        else:
+            raise DCFormerError(f"{type(model).__name__} is not a model: give a causal language model, or its folder.")
         self.family = find_family(self.config)
+        if is_fused and not fused:
+            raise DCFormerError(
+                f"{self.location} has trained mixtures of heads, which would be left out here: fold it first, by "
+                "FusedModel.fold() or dcformer-dha fold without --plan."
+            )
         if self.model is None:
             stored = _open_folder(self.location)
-            self.infos = {name: (info.shape, info.dtype) for name, info in stored.infos.items()}
-            self._read = stored.read
-        for name, (_, dtype) in self.infos.items():
+            infos, self._read = stored.infos, stored.read
+        infos = {name: info for name, info in infos.items() if not self.family.ignored.search(name)}
+        for name, info in infos.items():
             if "lora_" in name or ".base_layer." in name:
                 raise DCFormerError(f"{self.location} has adapters ({name}): merge them first (merge_and_unload).")
-            if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
+            if info.dtype is None or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
                 raise DCFormerError(
-                    f"{self.location}: {name} is stored as {dtype}: quantized heads cannot be mixed or folded; "
-                    "dequantize first."
+                    f"{self.location}: {name} is stored as {info.stored_dtype}: quantized heads cannot be mixed or "
+                    "folded; dequantize first."
                 )
+        self.infos = {name: (info.shape, info.dtype) for name, info in infos.items()}
+        if self.model is None:
+            check_tensors(
+                self._empty_model(),
+                {self.family.in_memory(name): shape for name, (shape, _) in self.infos.items()},
+                self.location,
+            )
 
     def read(self, name: str) -> torch.Tensor:
         """A stored tensor."""
         return self._read(name)
+
+    def _empty_model(self) -> Any:
+        """A model of the configuration, without parameters."""
+        config = copy.deepcopy(self.config)
+        config._attn_implementation = None
+        with refused(*CONFIG_ERRORS, RuntimeError, what=self.location), torch.device("meta"), no_init_weights():
+            return AutoModelForCausalLM.from_config(config)
 
     def native_config(self) -> DCFormerConfig:
         """The configuration of the same model in this package, with the source's heads."""
@@ -330,17 +366,11 @@ class HeadSource:
     def heads(self, layer: int, kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of a part's heads: weight [n, D, E], and bias [n, D] or None."""
         module, slot = self.family.projection(layer, kind)
-        parts = []
-        for name in (f"{module}.weight", f"{module}.bias"):
-            tensor = None
-            if name in self.infos:
-                tensor = self.read(name).unflatten(0, (-1, self.family.slots, self.head_dim))[
-                    :, slot
-                ]  # [n, D, E] or [n, D]
-            parts.append(tensor)
-        if parts[0] is None:
-            raise DCFormerError(f"{self.location} has no tensor {module}.weight: its parameters do not fit its config.")
-        return parts[0], parts[1]
+
+        def rows(name: str) -> torch.Tensor:
+            return self.read(name).unflatten(0, (-1, self.family.slots, self.head_dim))[:, slot]  # [n, D, E] or [n, D]
+
+        return rows(f"{module}.weight"), rows(f"{module}.bias") if f"{module}.bias" in self.infos else None
 
     def _fingerprint(self) -> str:
         """Of the signs of the first layer's keys and the last layer's values, which every dtype keeps."""
@@ -375,6 +405,35 @@ def source_sizes(config: Any, fingerprint: str = "") -> SourceSizes:
         value_head_map=maps[1],
         fingerprint=fingerprint,
     )
+
+
+def check_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]], location: str) -> None:
+    """Compares tensors with those of a model; of tied embeddings the output's may be absent.
+
+    Args:
+        model: on any device, "meta" as well.
+        shapes: of the tensors, by their names in the model.
+        location: what has the tensors, for messages.
+
+    Raises:
+        DCFormerError: naming one that is missing, of another shape, or not the model's.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings and "lm_head.weight" not in shapes:
+        expected.pop("lm_head.weight", None)
+    if wrong := sorted(name for name in {*expected, *shapes} if shapes.get(name) != expected.get(name)):
+        name = wrong[0]
+        if name not in shapes:
+            what = f"{name} is missing"
+        elif name not in expected:
+            what = f"{name} has no place in the model"
+        else:
+            what = f"{name} is {list(shapes[name])}, expected {list(expected[name])}"
+        others = f", and {len(wrong) - 1} others do not fit" if wrong[1:] else ""
+        raise DCFormerError(
+            f"{location}: the source's tensors do not fit its configuration: {what}{others}. Copy or download the "
+            "model again."
+        )
 
 
 def load_config(folder: str | os.PathLike) -> Any:
@@ -417,4 +476,13 @@ def _open_folder(folder: str) -> SafetensorsSource | TorchSource:
     return TorchSource(folder)
 
 
-__all__ = ["FAMILIES", "TARGETS", "HeadSource", "find_family", "load_config", "source_sizes"]
+__all__ = [
+    "FAMILIES",
+    "OPERATORS",
+    "TARGETS",
+    "HeadSource",
+    "check_tensors",
+    "find_family",
+    "load_config",
+    "source_sizes",
+]
