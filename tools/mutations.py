@@ -681,6 +681,12 @@ _HUB = _in(
         T_HUB + "test_other_tensors_are_unexpected",
     ),
     (
+        "tensors that the configuration knows nothing of",
+        "if asked or config.undecided_fields != stored.undecided_fields:",
+        "if True:",
+        T_HUB + "test_tensors_that_the_configuration_knows_nothing_of",
+    ),
+    (
         "real static projections dropped in silence",
         "if not config.compose_static and not stored.has_static:",
         "if not config.compose_static:",
@@ -910,6 +916,12 @@ _CONVERSION = (
         "conversion",
         "conversion/checkpoint.py",
         (
+            "a damaged configuration beside taken for none",
+            "if is_damaged and (",
+            "if False and (",
+            T_CLI + "test_a_damaged_configuration_beside_the_checkpoint",
+        ),
+        (
             "scales less one added in their own dtype",
             "tensor = (tensor.double() + part.layout.offset).to(self.dtype(name))",
             "tensor = (tensor + part.layout.offset).to(self.dtype(name))",
@@ -957,6 +969,12 @@ _CONVERSION = (
     + _in(
         "conversion",
         "files.py",
+        (
+            "two write one folder",
+            "            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+            "",
+            "tests/test_files.py::test_one_process_writes_a_folder",
+        ),
         (
             "the old output does not come back",
             "                aside.rename(target)\n",
@@ -1936,6 +1954,12 @@ _MODELING = _in(
         T_GENERATION + "test_compiled_static_decoding",
     ),
     (
+        "a model left with the layers of its drafts",
+        "                    config.num_hidden_layers = layers\n",
+        "                    pass\n",
+        T_GENERATION + "test_drafting_with_fewer_layers_leaves_the_model_its_layers",
+    ),
+    (
         "one width for keys and values",
         "if shape is None or len(parts) != 1:",
         "if shape is None:",
@@ -2698,6 +2722,12 @@ _MODULES = [
     *_in(
         "modules",
         "modules/dcmha.py",
+        (
+            "the least values of a dtype hide",
+            "return _hidden_by_inf(additive[0] if len(additive) == 1 else additive[0] + additive[1])",
+            "return additive[0] if len(additive) == 1 else additive[0] + additive[1]",
+            T_DCMHA + "test_the_least_values_of_a_dtype_are_added",
+        ),
         (
             "key-wise weights of the queries' states",
             'states = {"query": query, "key": key}',
