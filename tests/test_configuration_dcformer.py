@@ -332,6 +332,14 @@ FEWER = {
 }
 
 
+def test_minus_one_is_no_token_for_padding(tmp_path):
+    """As older configurations of other models have it; of PyTorch's embeddings it would be the last token."""
+    model = DCFormerForCausalLM(tiny_config(pad_token_id=-1))
+    assert model.model.embed_tokens.padding_idx is None
+    model.save_pretrained(tmp_path)
+    assert DCFormerForCausalLM.from_pretrained(tmp_path).config.pad_token_id == -1
+
+
 def set_fields(config, **fields):
     for name, value in fields.items():
         setattr(config, name, value)

@@ -77,7 +77,7 @@ def test_a_folder_is_whole_or_as_it_was(tmp_path):
         assert names_in(tmp_path / "above") == ["out"] and (path / "file").read_text() == text
 
 
-def test_one_process_writes_a_folder(tmp_path):
+def test_one_process_writes_a_folder(tmp_path, monkeypatch):
     """Others are kept out, in threads too; the lock goes with the process."""
     path = tmp_path / "out"
     with whole_folder(path) as unfinished:
@@ -86,6 +86,20 @@ def test_one_process_writes_a_folder(tmp_path):
             pytest.fail("two write the same folder")
         assert names_in(unfinished) == ["file"]
     assert names_in(tmp_path) == ["out"] and (path / "file").read_text() == "first"
+    monkeypatch.setattr("dcformer.files._remove", lambda removed: removed.name.endswith("replaced") and begin(removed))
+    others = []
+
+    def begin(removed):
+        """Another writer, while the first one removes the former folder."""
+        if removed.exists():
+            others.append(whole_folder(path))
+            (others[0].__enter__() / "file").write_text("other")
+
+    with whole_folder(path) as unfinished:
+        (unfinished / "file").write_text("more")
+    monkeypatch.undo()
+    others[0].__exit__(None, None, None)
+    assert (path / "file").read_text() == "other" and names_in(tmp_path) == ["out"]
     killed = "import os, sys; from dcformer.files import whole_folder\nwith whole_folder(sys.argv[1]): os._exit(1)"
     subprocess.run([sys.executable, "-c", killed, path], check=False)
     assert names_in(tmp_path) == [".out.incomplete", "out"]

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import re
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -277,7 +278,7 @@ def test_assisted_decoding(name, assistant):
 
 
 def test_drafting_with_fewer_layers_leaves_the_model_its_layers():
-    """However it ends: the library would leave the number as it is while drafting."""
+    """However it ends: the library would leave the number as it is while drafting. And nothing holds the model then."""
     model, ids = make_model(make_config("gqa")), prompts()[0][None]
 
     def interrupted(input_ids, scores):
@@ -290,6 +291,15 @@ def test_drafting_with_fewer_layers_leaves_the_model_its_layers():
         with pytest.raises(ValueError, match=f"assistant_early_exit={number}: expected .* 1 to 2"):
             generate(model, ids, assistant_early_exit=number)
     torch.testing.assert_close(generate(model, ids)[0], expected("gqa")[0])
+    gc.collect()
+    gc.disable()
+    try:
+        generate(model, ids, assistant_early_exit=1)
+        held = weakref.ref(model)
+        del model
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}], ids=str)

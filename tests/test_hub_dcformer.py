@@ -343,10 +343,10 @@ def test_more_layers_than_the_configuration_has(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "keys", "named"),
     [
-        ({"qk_norm": True}, {"use_qk_norm": False}, r"has 4 tensors of layers .* no place for: .*k_norm"),
-        ({}, {"use_dcmha": False}, r"has \d+ tensors of layers .*compose.*\.\.\."),
-        ({"mlp_gates": 4}, {"mgate": False}, r"has 2 tensors of layers .*gate"),
-        ({"pythia": True}, {"use_linear_bias": False}, r"has \d+ tensors of layers .*bias"),
+        ({"qk_norm": True}, {"use_qk_norm": False}, r"has 4 tensors .* no place for: .*k_norm"),
+        ({}, {"use_dcmha": False}, r"has \d+ tensors .*compose.*\.\.\."),
+        ({"mlp_gates": 4}, {"mgate": False}, r"has 2 tensors .*gate"),
+        ({"pythia": True}, {"use_linear_bias": False}, r"has \d+ tensors .*bias"),
     ],
     ids=str,
 )
@@ -355,6 +355,9 @@ def test_tensors_that_the_configuration_knows_nothing_of(fields, keys, named, tm
     write_folder(tmp_path, native_model(**fields), keys=keys)
     with pytest.raises(ValueError, match=named):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+    for asked in ({"num_hidden_layers": 1}, {"compose_rank": 2, "compose_groups": 1, "compose_static": False}):
+        with pytest.raises(ValueError, match="no place for"):  # they have nothing to do with it
+            AutoModelForCausalLM.from_pretrained(tmp_path, **asked)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert info["unexpected_keys"]
     write_folder(tmp_path, native_model(**fields))
@@ -375,6 +378,13 @@ def test_what_the_caller_says_of_undecided_fields(tmp_path):
         every = {"compose_rank": model.config.compose_rank, "compose_groups": 1, "compose_static": True}
         assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path, **every)), logits_of(model))
         AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    AutoConfig.from_pretrained(tmp_path, **every).save_pretrained(tmp_path)  # nothing is left open
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path)), logits_of(model))
+    tensors = torch.load(tmp_path / "pytorch_model.bin")
+    write_weights(tmp_path, {name: tensor for name, tensor in tensors.items() if "layers.1." not in name})
+    for options in (every, {"config": AutoConfig.from_pretrained(tmp_path, **every)}, {}):
+        with pytest.raises(ValueError, match="of the tensors of DCFormerForCausalLM"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **options)
     file = tmp_path / "config.json"
     for wrong in (None, ["foo"], "compose_rank"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"undecided_fields": wrong}))

@@ -214,7 +214,7 @@ def test_hub_static_projection(fields, expected, is_open):
     stored = StoredWeights({"layers.0.attention.dyn_w_proj.qkw": (2, 4, 4, 2, 2)}, has_static=True)
     complete = complete_config(config, stored)
     assert complete.compose_static is (True if is_open else expected)
-    assert (complete.compose_groups, complete.compose_rank, complete.undecided_fields) == (2, 1, ())
+    assert (complete.compose_groups, complete.compose_rank, complete.undecided_fields) == (2, 1, None)
     assert ("layers.*.self_attn.compose.pre_static" in complete.base_model_tp_plan) is complete.compose_static
     assert config.compose_static is expected and config.undecided_fields
 
@@ -227,7 +227,7 @@ def test_hub_static_projection_contradicted():
 def test_only_hub_configurations_leave_fields_undecided():
     assert hub_config().undecided_fields == ("compose_groups", "compose_rank", "compose_static")
     assert hub_config(compose_rank=1, use_sw=False).undecided_fields == ("compose_groups", "compose_rank")
-    assert DCFormerConfig().undecided_fields == DCPythiaConfig().undecided_fields == ()
+    assert DCFormerConfig().undecided_fields == DCPythiaConfig().undecided_fields is None
     stored = StoredWeights({"layers.0.attention.dyn_w_proj.qkw": (2, 4, 4, 10, 2)}, has_static=True)
     assert complete_config(tiny_config(), stored).to_dict() == tiny_config().to_dict()
 

@@ -552,9 +552,10 @@ def test_masks_by_kind_of_layer_are_of_each_kind():
         model(_tokens(), attention_mask={"full_attention": mask})
 
 
-@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
+@pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked", "sdpa"])
 def test_layers_without_a_mask_are_causal_and_keep_their_windows(implementation):
-    model = randomise(DCFormerForCausalLM(tiny_config(layer_pattern="LG", sliding_window=5))).eval()
+    fields = PLAIN if implementation == "sdpa" else {}
+    model = randomise(DCFormerForCausalLM(tiny_config(layer_pattern="LG", sliding_window=5, **fields))).eval()
     model.set_attn_implementation(implementation)
     ids, none = _tokens(), {"full_attention": None, "sliding_attention": None}
     expected = model(ids).logits

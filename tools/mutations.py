@@ -481,8 +481,8 @@ _CONFIGURATION = (
         ),
         (
             "undecided fields not stored",
-            "return super().to_diff_dict() | open_fields",
-            "return super().to_diff_dict()",
+            "return fields if self.undecided_fields is None else fields |",
+            "return fields if True else fields |",
             T_HUB + "test_folders_whose_configuration_is_written_anew",
         ),
     )
@@ -682,8 +682,8 @@ _HUB = _in(
     ),
     (
         "tensors that the configuration knows nothing of",
-        "if asked or config.undecided_fields != stored.undecided_fields:",
-        "if True:",
+        "if others := sorted(found.keys() - known):",
+        "if others := sorted(found.keys() - found.keys()):",
         T_HUB + "test_tensors_that_the_configuration_knows_nothing_of",
     ),
     (
@@ -707,13 +707,13 @@ _HUB = _in(
     ),
     (
         "undecided after the tensors have told",
-        "    config.undecided_fields = ()\n",
+        "    config.undecided_fields = None\n",
         "",
         T_HUB_CONFIG + "static_projection",
     ),
     (
         "decided by the tensors although stated",
-        "for name in config.undecided_fields:",
+        "for name in config.undecided_fields or ():",
         "for name in fields:",
         T_HUB_CONFIG + "static_projection",
         "tests/test_legacy_dcformer.py::test_only_hub_configurations_leave_fields_undecided",
@@ -1955,8 +1955,8 @@ _MODELING = _in(
     ),
     (
         "a model left with the layers of its drafts",
-        "                    config.num_hidden_layers = layers\n",
-        "                    pass\n",
+        "            config.num_hidden_layers = layers\n",
+        "            pass\n",
         T_GENERATION + "test_drafting_with_fewer_layers_leaves_the_model_its_layers",
     ),
     (
@@ -3058,7 +3058,7 @@ _DHA = [
         "files.py",
         (
             "an interrupted fold leaves nothing",
-            "stays = made_from is not None",
+            "stays = stays or made_from is not None",
             "stays = False",
             DHA_FOLDING + "test_an_interrupted_fold_continues",
         ),

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class ComposeFields:
     def check_composition(self) -> None:
         """Raises a `ValueError` that names the fields when they describe no composition."""
         for name in ("compose_rank", "compose_groups"):
-            if not isinstance(number := getattr(self, name), int) or isinstance(number, bool):
+            if not isinstance(number := getattr(self, name), Integral) or isinstance(number, bool):
                 raise ValueError(f"{name}={number!r} must be a whole number.")
         switches = ("pre", "post", "query", "key", "projection", "gate", "static")
         for name in (f"compose_{switch}" for switch in switches):

@@ -185,9 +185,9 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
                 "read; here use this class's own fields."
             )
         self.check_names(kwargs)
-        # Fields that a hub configuration leaves to the stored tensors; see `from_dict`. Stored where there are any, so
-        # that a folder whose config.json is written anew still loads; never with a model.
-        self.undecided_fields: tuple[str, ...] = ()
+        # Fields that a hub configuration leaves to the stored tensors, None of others; see `from_dict`. Stored, so that
+        # a folder whose config.json is written anew still loads as one; never with a model.
+        self.undecided_fields: tuple[str, ...] | None = None
         layer_pattern = kwargs.pop("layer_pattern", None)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = 1 if self.head_embeddings else self.num_attention_heads
@@ -317,7 +317,9 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             return super().from_dict(config_dict, **kwargs)  # which refuses it
         if is_hub_config(config_dict):  # whose own keys may override, too
             config_dict = config_dict | {name: kwargs.pop(name) for name in HUB_KEYS & kwargs.keys()}
-        undecided = tuple(name for name in undecided_fields(config_dict) if name not in kwargs)
+        undecided = undecided_fields(config_dict)
+        if undecided is not None:
+            undecided = tuple(name for name in undecided if name not in kwargs)
         if is_hub_config(config_dict):
             config_dict = native_fields(config_dict)
         if "undecided_fields" in config_dict:
@@ -342,8 +344,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What is stored: fields that differ from defaults, and names of those that a hub configuration leaves open."""
-        open_fields = {"undecided_fields": list(self.undecided_fields)} if self.undecided_fields else {}
-        return super().to_diff_dict() | open_fields
+        fields = super().to_diff_dict()
+        return fields if self.undecided_fields is None else fields | {"undecided_fields": list(self.undecided_fields)}
 
     def validate_architecture(self):
         """Checks that the fields fit together. Called by Transformers after construction and before saving.
@@ -390,7 +392,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
         pad, vocabulary = self.pad_token_id, self.vocab_size
-        if pad is not None and not 0 <= pad < vocabulary:
+        if pad not in (None, -1) and not 0 <= pad < vocabulary:  # older configurations have -1 for none
             raise ValueError(
                 f"pad_token_id={pad} is not in the vocabulary: expected 0 to {vocabulary - 1}, or None where there is "
                 "no token for padding."

@@ -81,7 +81,7 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
     work, aside = (target.with_name(f".{target.name}.{state}") for state in ("incomplete", "replaced"))
     record, started = work / UNFINISHED, f"{made_from}\n".encode()
     target.parent.mkdir(parents=True, exist_ok=True)
-    stays, held = False, _make_and_lock(work)
+    stays, held = False, _make_and_lock(work)  # `stays`: or it has become `path`
     try:
         if made_from is None or not (record.is_file() and record.read_bytes().startswith(started)):
             for child in work.iterdir():
@@ -100,14 +100,16 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
                 raise
         else:
             work.rename(target)
+        stays = True  # what is there now is another writer's
         _remove(aside)
     except KeyboardInterrupt:
-        stays = made_from is not None
+        stays = stays or made_from is not None
         raise
     finally:
         if not stays:
             shutil.rmtree(work, ignore_errors=True)
         if held is not None:
+            fcntl.flock(held, fcntl.LOCK_UN)  # forked children have it open, too
             os.close(held)
 
 

@@ -396,7 +396,7 @@ def with_hub_config(
     config = arguments.get("config")
     source = path if config is None else config
     if source is None or isinstance(config, PreTrainedConfig) or arguments.get("gguf_file") is not None:
-        return arguments, bool(getattr(config, "undecided_fields", ()))
+        return arguments, getattr(config, "undecided_fields", None) is not None
     config_dict = stored_config(config_class, source, arguments)
     if "head_system" in config_dict and not hasattr(config_class, "head_system"):
         raise ValueError(
@@ -441,7 +441,7 @@ def load_hub_folder(
     else:
         files = [] if path is None else weight_files(path, arguments)
         stored = StoredWeights.read(tensor for file in files for tensor in stored_tensors(file))
-    given, config = config, complete_config(config, stored)
+    config = complete_config(config, stored)
     if stored.hub_named:
         _refuse_tensor_parallelism(path, arguments)
         if not config.compose_static and not stored.has_static:
@@ -453,7 +453,7 @@ def load_hub_folder(
         return model, info
     if path is not None:
         _check_complete(model, info["missing_keys"], path)
-        _refuse_others(info["unexpected_keys"], given, path, arguments)
+        _refuse_others(model, info["unexpected_keys"], path, arguments, stored)
     return model
 
 
@@ -476,10 +476,10 @@ def complete_config(config: DCFormerConfig, stored: StoredWeights) -> DCFormerCo
             fields = {"compose_groups": groups, "compose_rank": rows // 2}
     if stored.hub_named and (config.compose_pre or config.compose_post):
         fields["compose_static"] = stored.has_static
-    for name in config.undecided_fields:
+    for name in config.undecided_fields or ():
         if name in fields:
             setattr(config, name, fields[name])
-    config.undecided_fields = ()
+    config.undecided_fields = None
     config.validate_architecture()
     return config
 
@@ -508,36 +508,38 @@ def _check_complete(model: PreTrainedModel, missing_keys: Iterable[str], path: A
         )
 
 
-# Fields that say which tensors a layer has.
-_SHAPING = ("num_hidden_layers", "qk_norm", "norm_type", "mlp_type", "mlp_gates", "attention_bias", "mlp_bias")
+# A parameter of a layer that this package knows, under whatever name it was stored: the layer's number, and all of it.
+_OF_LAYER = re.compile(r"layers\.(\d+)\.(?:self_attn|mlp|input_layernorm|post_attention_layernorm)\..*")
 
 
 def _refuse_others(
-    unexpected_keys: Iterable[str], config: DCFormerConfig, path: Any, arguments: dict[str, Any]
+    model: PreTrainedModel, unexpected_keys: Iterable[str], path: Any, arguments: dict[str, Any], stored: StoredWeights
 ) -> None:
-    """Raises an error when layers have tensors in the checkpoint of which its stored configuration knows nothing.
+    """Raises an error when layers have parameters in the checkpoint of which its stored configuration knows nothing.
 
-    Not where the caller has asked for another model than the stored one, with fewer layers or without composition.
+    What the caller has asked to leave out, with a configuration other than the stored one, is known.
     """
-    others = sorted(key for key in unexpected_keys if re.search(r"\blayers\.\d+\.", key))
-    if not others:
+    found = {match[0]: int(match[1]) for key in unexpected_keys if (match := _OF_LAYER.search(key))}
+    if not found:
         return
-    stored = type(config).from_dict(stored_config(type(config), path, arguments))
-    names = [*_SHAPING, *(name for name in vars(config) if name.startswith("compose_"))]
-    asked = any(getattr(config, name) != getattr(stored, name) for name in names)
-    if asked or config.undecided_fields != stored.undecided_fields:
-        return
-    last, count = max(int(re.findall(r"\blayers\.(\d+)\.", key)[-1]) for key in others), config.num_hidden_layers
-    if last >= count:
+    config: Any = model.config
+    own = complete_config(type(config).from_dict(stored_config(type(config), path, arguments)), stored)
+    count = own.num_hidden_layers
+    if config.num_hidden_layers != count:
+        found = {name: layer for name, layer in found.items() if layer < config.num_hidden_layers}
+    elif (last := max(found.values())) >= count:
         raise ValueError(
             f"{path} has tensors of layer {last}, and its configuration has n_layer={count}: it belongs to another "
             "checkpoint. To load the first layers alone, pass num_hidden_layers."
         )
-    raise ValueError(
-        f"{path} has {len(others)} tensors of layers that its configuration has no place for: {', '.join(others[:4])}"
-        f"{', ...' if len(others) > 4 else ''}. The model would compute something else without them: correct "
-        "config.json, or pass output_loading_info=True to load it all the same."
-    )
+    with torch.device("meta"):
+        known = {match[0] for name in type(model)(own).state_dict() if (match := _OF_LAYER.search(name))}
+    if others := sorted(found.keys() - known):
+        raise ValueError(
+            f"{path} has {len(others)} tensors that its configuration has no place for: {', '.join(others[:4])}"
+            f"{', ...' if len(others) > 4 else ''}. The model would compute something else without them: correct "
+            "config.json, or pass output_loading_info=True to load it all the same."
+        )
 
 
 # --- the tokenizer's end of text --------------------------------------------------------------------------------------

@@ -83,15 +83,18 @@ def native_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return given | fields
 
 
-def undecided_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that a hub configuration leaves to the stored tensors to decide.
+def undecided_fields(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The fields that a hub configuration leaves to the stored tensors to decide; None for this package's.
 
     Args:
-        config: as for `native_fields`; or this package's, with their names in "undecided_fields".
+        config: as for `native_fields`; or this package's, which was a hub configuration if it has their names in
+            "undecided_fields".
 
     Raises:
         ValueError: when these are other names.
     """
+    if not is_hub_config(config) and "undecided_fields" not in config:
+        return None
     stored = config.get("undecided_fields", ())
     if not isinstance(stored, (list, tuple)) or set(stored) - set(_UNDECIDED):
         raise ValueError(f"undecided_fields={stored!r} in the configuration: expected a list of some of {_UNDECIDED}.")

@@ -85,6 +85,7 @@ from .hub_dcformer import (
     register_hub_conversions,
     with_hub_config,
 )
+from .masks_dcformer import causal_rows
 from .parallel_dcformer import check_tensor_parallel
 
 logger = logging.get_logger(__name__)
@@ -252,8 +253,12 @@ class DCFormerAttention(FusableAttention):
 
     @property
     def is_causal(self) -> bool:
-        """Whether a query sees no later key where no mask says what it sees."""
+        """Whether a query sees no later key where no mask says what it sees. It is the configuration's."""
         return getattr(self.config, "is_causal", True)
+
+    @is_causal.setter
+    def is_causal(self, value: bool) -> None:
+        raise AttributeError("is_causal is the configuration's, of all layers: set model.config.is_causal.")
 
     @property
     def cache_widths(self) -> tuple[int, int]:
@@ -279,7 +284,7 @@ class DCFormerAttention(FusableAttention):
             hidden_states: [B, T, E], normalised.
             position_embeddings: cosines and sines of RoPE, each [B or 1, T, rotary_dim].
             attention_mask: what each query sees, its window included, as the implementation's mask function made it for
-                layers of this kind; None for causal attention to all keys.
+                layers of this kind; None for causal attention, inside `sliding_window`.
             past_key_values: cache of keys and values, which is updated.
             layer_idx: the layer's place in the cache; `self.layer_idx` when not given.
             sliding_window: keys that a query sees, its own included, for functions that do not learn it from the mask;
@@ -459,6 +464,9 @@ class DCFormerAttention(FusableAttention):
                 key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
         if is_of_library and self.num_key_value_groups != (groups := query.shape[1] // key.shape[1]):
             self.num_key_value_groups = groups
+        length, seen = query.shape[2], key.shape[2]
+        if implementation == "sdpa" and attention_mask is None and sliding_window is not None and seen > sliding_window:
+            attention_mask = causal_rows(length, seen, sliding_window, query.device)[:, None]  # it reads no window
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         return attend_composed(
             attention_interface,
@@ -724,7 +732,7 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         Raises:
             ValueError: for a model that would not run, or would be loaded with layers that it does not have.
         """
-        self.config.undecided_fields = ()  # this model has decided
+        self.config.undecided_fields = None  # this model has decided
         if isinstance(decoder := self.base_model, DCFormerModel):
             layers, _ = decoder.running_layers()  # what cannot run cannot be loaded
             refuse_missing_layers(len(layers), decoder.config.num_hidden_layers)
@@ -747,7 +755,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
     def __init__(self, config: DCFormerConfig):
         config.validate_architecture()  # fields may have been set since it was made
         super().__init__(config)
-        self.padding_idx = config.pad_token_id
+        self.padding_idx = None if config.pad_token_id == -1 else config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
@@ -937,6 +945,18 @@ class DCFormerModel(DCFormerPreTrainedModel):
             ) from error
 
 
+class _EarlyExit(EarlyExitCandidateGenerator):
+    """Drafts with the model's first layers. Unlike the library's, a failure leaves the model its layers."""
+
+    def get_candidates(self, *args: Any, **kwargs: Any) -> Any:
+        config = self.assistant_model.config
+        layers = config.num_hidden_layers
+        try:
+            return super().get_candidates(*args, **kwargs)
+        finally:
+            config.num_hidden_layers = layers
+
+
 @auto_docstring(
     custom_intro="""
     DCFormer for causal language modeling: a decoder whose attention heads are composed before and after the softmax
@@ -1051,17 +1071,8 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             )
         kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != "compose_trace"}
         drafts: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # as below
-        if isinstance(drafts, EarlyExitCandidateGenerator):
-            draft, config = drafts.get_candidates, self.config
-
-            def get_candidates(*args: Any, **kwargs: Any) -> Any:
-                layers = config.num_hidden_layers
-                try:
-                    return draft(*args, **kwargs)
-                finally:
-                    config.num_hidden_layers = layers
-
-            drafts.get_candidates = get_candidates  # type: ignore[method-assign]
+        if type(drafts) is EarlyExitCandidateGenerator:
+            drafts.__class__ = _EarlyExit
         return drafts
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:

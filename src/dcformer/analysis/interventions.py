@@ -147,6 +147,7 @@ def ablate(
             no hook reaches.
     """
     found = _layers_with_hooks(model)
+    scale = scale.item() if isinstance(scale, torch.Tensor) and scale.numel() == 1 else scale
     if not isinstance(scale, Real):
         raise DCFormerError(f"scale={scale!r} is not a number: expected what remains, 0 for nothing.")
     if terms is None and stages is None:

@@ -88,7 +88,7 @@ def refuse_adapters(modules: Iterable[nn.Module]) -> None:
 
 def listed(values: Any) -> list[Any]:
     """Several values as a list; of one value, which may be a text, a list of it."""
-    values = values.tolist() if isinstance(values, torch.Tensor) else values
+    values = values.tolist() if hasattr(values, "tolist") else values  # of a tensor or an array
     return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
 
 

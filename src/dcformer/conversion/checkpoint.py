@@ -293,7 +293,7 @@ def _config_beside(folder: str, path: str) -> str | None:
         file = candidate / "config.json"
         if not file.is_file():
             continue
-        text = file.read_text(errors="replace")
+        text = file.read_text(encoding="utf-8-sig", errors="replace")
         if '"compose_rank"' in text:
             return str(file)
         try:

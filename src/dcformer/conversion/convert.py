@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +322,8 @@ def convert_safetensors_to_jax(
     assert writer is not None  # an unknown one has been refused
     options = {name: value for name, value in options.items() if value not in (None, False)}
     _check_options(writer, options)
-    if not isinstance(step, int) or step < 0:
+    number: Any = step
+    if not isinstance(number, Integral) or step < 0:
         raise ConversionError(f"step={step!r}: expected a whole number from 0 on.")
     refuse_to_replace(model, output)
     try:

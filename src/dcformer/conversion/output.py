@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -140,7 +141,7 @@ class SafetensorsWriter:
         meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
         if isinstance(max_shard_size, str) and max_shard_size.isdecimal():
             max_shard_size = int(max_shard_size)
-        is_size = isinstance(max_shard_size, (int, str)) and max_shard_size != 0
+        is_size = isinstance(max_shard_size, (Integral, str)) and max_shard_size != 0
         if not is_size or str(max_shard_size).startswith("-"):
             raise ConversionError(f"max_shard_size={max_shard_size!r}: expected bytes above 0, or a size like '5GB'.")
         try:

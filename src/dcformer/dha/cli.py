@@ -31,7 +31,7 @@ from .sources import OPERATORS, HeadSource
 _GIVEN = "dha.json"
 _FREE = {"command", "output", "overwrite", "save_steps"}  # what does not change a result
 _HELD_OUT = 64  # rows
-_SUMMARY = {"train", "steps", "measured_on", "source_loss", "soft_loss", "folded_loss"}  # of fusion, for the card
+_SUMMARY = {"train", "steps", "source_loss", "soft_loss", "folded_loss"}  # of fusion, for the card
 _CARD = """# {name}
 
 Made by dcformer-dha from {source}: {keys} key heads and {values} value heads in its layers, of {n} each
@@ -225,13 +225,14 @@ def _fold(options: argparse.Namespace) -> str:
     if options.plan is None:
         plan, weights, record = load_fused(options.model)
         summary = facts["fusion"] = record["summary"]
+        measured_on = summary.get("measured_on", "text")  # those of earlier versions do not say
         if missing := _SUMMARY - summary.keys():
             raise DCFormerError(f"{options.model}: fusion.json lacks {', '.join(sorted(missing))}: fuse again.")
         gap = max((weight - weight.mean(1, keepdim=True)).abs().max().item() for weight in weights.values())
         if gap > CLOSED and not options.accept_gap:
             raise DCFormerError(
                 f"the operators of {options.model} are not closed: mixtures in a group differ by up to {gap:.3g}, and "
-                f"folding raised the loss on {summary['measured_on']} from {summary['soft_loss']:.4f} to "
+                f"folding raised the loss on {measured_on} from {summary['soft_loss']:.4f} to "
                 f"{summary['folded_loss']:.4f}. Fuse with --closing-steps, or give --accept-gap."
             )
         operators = {part: weight.mean(1) for part, weight in weights.items()}
@@ -240,7 +241,7 @@ def _fold(options: argparse.Namespace) -> str:
         trained = {"all": "all parameters", "attention": "the parameters of attention only", "none": "no parameters"}
         how = (
             f"Heads were fused in {summary['steps']} steps that trained {trained[summary['train']]} and the mixtures "
-            f"of heads. Loss per token on {summary['measured_on']}: {', '.join(losses)}."
+            f"of heads. Loss per token on {measured_on}: {', '.join(losses)}."
         )
     else:
         plan = HeadPlan.load(options.plan)

@@ -17,6 +17,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -344,12 +345,12 @@ def _read_record(file: Path, otherwise: str, **kinds: type) -> dict[str, Any]:
 
 
 def _check_count(name: str, value: int) -> None:
-    if type(value) is not int or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise DCFormerError(f"{name}={value!r} must be a whole number of at least 1.")
 
 
 def _check_factor(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+    if not isinstance(value, Real) or isinstance(value, bool) or not value >= 0:
         raise DCFormerError(f"{name}={value!r} must be a number of at least 0.")
 
 

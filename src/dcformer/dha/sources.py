@@ -430,10 +430,10 @@ def check_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]], location: s
         else:
             what = f"{name} is {list(shapes[name])}, expected {list(expected[name])}"
         others = f", and {len(wrong) - 1} others do not fit" if wrong[1:] else ""
-        raise DCFormerError(
-            f"{location}: the source's tensors do not fit its configuration: {what}{others}. Copy or download the "
-            "model again."
-        )
+        todo = "Copy or download the model again." if expected.keys() - shapes.keys() else "Remove what is too much."
+        if "tok_embeddings.weight" in shapes:
+            todo = "It is in the authors' format: convert it first, with dcformer-convert hub-to-safetensors."
+        raise DCFormerError(f"{location}: the source's tensors do not fit its configuration: {what}{others}. {todo}")
 
 
 def load_config(folder: str | os.PathLike) -> Any:

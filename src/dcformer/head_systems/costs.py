@@ -1,6 +1,8 @@
 """What a head system costs: parameters, operations and cache, from the configuration alone."""
 
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -45,8 +47,8 @@ def system_costs(config: HeadSystemsConfig, sequence_length: int | None = None) 
             f"config is a {type(config).__name__}: expected a HeadSystemsConfig, of a language model; with "
             "head_system='plain' it counts a DCFormer."
         )
-    length = config.max_position_embeddings if sequence_length is None else sequence_length
-    if not isinstance(length, int) or length < 1:
+    length: Any = config.max_position_embeddings if sequence_length is None else sequence_length
+    if not isinstance(length, Integral) or length < 1:
         raise ValueError(f"sequence_length={length!r}: expected a whole number of tokens, at least 1.")
     with torch.device("meta"):
         systems = [make_system(config, layer) for layer in range(config.num_hidden_layers)]

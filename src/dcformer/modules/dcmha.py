@@ -8,6 +8,7 @@ Letters: B batch, T queries, S keys, E width of the queries, H heads, Hkv key/va
 """
 
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -140,9 +141,9 @@ class DCMHA(nn.Module):
         super().__init__()
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
+        sizes: dict[str, Any] = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
         for name, size in (sizes | {"num_kv_heads": num_kv_heads}).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
                 raise DCFormerError(f"{name}={size!r} must be a whole number of at least 1.")
         if embed_dim % num_heads:
             raise DCFormerError(
@@ -150,7 +151,8 @@ class DCMHA(nn.Module):
             )
         if num_heads % num_kv_heads:
             raise DCFormerError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: choose a divisor.")
-        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        rate: Any = dropout
+        if not (isinstance(rate, Real) and 0 <= float(rate) < 1):
             raise DCFormerError(f"dropout={dropout!r} must be a number in [0, 1).")
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
