@@ -50,6 +50,7 @@ def system_costs(config: HeadSystemsConfig, sequence_length: int | None = None) 
     length: Any = config.max_position_embeddings if sequence_length is None else sequence_length
     if not isinstance(length, Integral) or length < 1:
         raise ValueError(f"sequence_length={length!r}: expected a whole number of tokens, at least 1.")
+    length = int(length)
     with torch.device("meta"):
         systems = [make_system(config, layer) for layer in range(config.num_hidden_layers)]
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
