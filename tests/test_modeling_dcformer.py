@@ -560,6 +560,9 @@ def test_layers_without_a_mask_are_causal_and_keep_their_windows(implementation)
     ids, none = _tokens(), {"full_attention": None, "sliding_attention": None}
     expected = model(ids).logits
     torch.testing.assert_close(model(ids, attention_mask=none).logits, expected, rtol=0, atol=1e-6)
+    both_ways = {kind: torch.ones(2, 1, 20, 20, dtype=torch.bool) for kind in none}
+    found = [model(ids, attention_mask=masks, is_causal=False).logits for masks in (none, both_ways)]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
     for cache in (DynamicCache(), DynamicCache(config=model.config)):
         steps = [model(ids[:, :11], past_key_values=cache, attention_mask=none).logits]
         steps += [model(ids[:, i : i + 1], past_key_values=cache, attention_mask=none).logits for i in range(11, 20)]

@@ -305,9 +305,9 @@ class DCFormerAttention(FusableAttention):
         if is_fused and is_cached and not self.own_steps:
             kernels = fused_generators(implementation)
         if kernels is not None and kwargs.get("compose_trace") is None:
-            lend, is_causal = partial(lend_room, past_key_values, layer_idx), kwargs.get("is_causal")
-            options = (attention_mask, sliding_window, is_causal)
-            output = self._step(kernels, hidden_states, product, position_embeddings, lend, *options)
+            seen = (attention_mask, sliding_window, kwargs.get("is_causal"))
+            lend = partial(lend_room, past_key_values, layer_idx)
+            output = self._step(kernels, hidden_states, product, position_embeddings, lend, *seen)
             if output is not None:
                 return output, None
 
@@ -387,22 +387,19 @@ class DCFormerAttention(FusableAttention):
         product: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         lend: Callable,
-        attention_mask: Any,
-        sliding_window: int | None,
-        is_causal: bool | None,
+        *seen: Any,
     ) -> torch.Tensor | None:
         """All of a decoding step behind the fused product, [B, T, E], in one operator that writes into the cache.
 
         Args:
             kernels: a `FusedGenerators`.
             lend: what gives the cache's memory for new rows, see `cache_dcformer.lend_room`.
-            attention_mask, sliding_window, is_causal: as for `eager_attention`.
+            seen: `attention_mask`, `sliding_window` and `is_causal`, as for `eager_attention`.
 
         Returns:
             None, with nothing done, where the layer or its cache is not made for it.
         """
-        options = (attention_mask, sliding_window, is_causal)
-        made = kernels.step(self, hidden_states, product, position_embeddings, lend, *options)
+        made = kernels.step(self, hidden_states, product, position_embeddings, lend, *seen)
         if made is None:
             return None
         output, room = made
@@ -464,9 +461,10 @@ class DCFormerAttention(FusableAttention):
                 key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
         if is_of_library and self.num_key_value_groups != (groups := query.shape[1] // key.shape[1]):
             self.num_key_value_groups = groups
-        length, seen = query.shape[2], key.shape[2]
-        if implementation == "sdpa" and attention_mask is None and sliding_window is not None and seen > sliding_window:
-            attention_mask = causal_rows(length, seen, sliding_window, query.device)[:, None]  # it reads no window
+        if implementation == "sdpa" and attention_mask is None and sliding_window is not None:  # it reads no window
+            is_causal, (length, seen) = kwargs.get("is_causal"), (query.shape[2], key.shape[2])
+            if (self.is_causal if is_causal is None else is_causal) and seen > sliding_window:
+                attention_mask = causal_rows(length, seen, sliding_window, query.device)[:, None]
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         return attend_composed(
             attention_interface,
