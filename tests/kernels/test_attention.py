@@ -1483,8 +1483,8 @@ def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low, maps)
         stop = -(-min(length, chunk.t_0 + chunk.n_t) // 16) * 16  # s_0 and n_s are multiples of 16
         assert chunk.s_0 == max(0, chunk.t_0 + low) // 16 * 16 and chunk.s_0 + chunk.n_s == stop
         assert chunk.n_p == -(-chunk.n_t // this.step) * this.step
-        matrices = 2 * 16 * 16  # of both stages, heads padded
-        matrices += 16 * 16 * -(-chunk.n_t // this._tile("back_1").b_t) if maps == 3 else 0  # gradients for each tile
+        matrices = 2 * 8 * 8  # of both stages, heads padded
+        matrices += 8 * 8 * -(-chunk.n_t // this._tile("back_1").b_t) if maps == 3 else 0  # gradients for each tile
         size = 2 * chunk.n_s * (maps * 4 * chunk.n_p + matrices)
         assert size == this.chunk_size(chunk, maps) and (chunk.n_t <= 128 or size <= 1 << 20)
     if len(chunks) > 1:  # the whole does not fit

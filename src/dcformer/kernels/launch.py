@@ -19,7 +19,7 @@ from .repeated import start
 from .sizes import ceil_div, power_of_2
 from .triton.backward import back_0_kernel, back_1_kernel
 from .triton.compose import compose_kernel, join_kernel, lse_kernel
-from .triton.heads import SCORES_GRAD
+from .triton.heads import SCORES_GRAD, matrix_side
 from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
@@ -311,7 +311,7 @@ class Launcher(Problem):
             if not flags & (Part.KEY | Part.STATIC):
                 out.append(None)
                 continue
-            matrices = self._new(self.B * self.G, chunk.n_s, *[sum(self.heads)] * 2, dtype=self.map_dtype)
+            matrices = self._new(self.B * self.G, chunk.n_s, *[matrix_side(self.M)] * 2, dtype=self.map_dtype)
             constants = matrix_constants(self.layout, self.M, stage)
             grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
             self._launch(
@@ -420,11 +420,11 @@ def composition_constants(layout: Layout, heads: int) -> dict[str, Any]:
 
 def matrix_constants(layout: Layout, heads: int, stage: int, numbers: int = 8192) -> dict[str, Any]:
     """Constant arguments of the kernels of the key side; a program has as many keys as have that many numbers."""
-    padded_heads = sum(head_blocks(heads))
-    block = power_of_2(padded_heads)
+    side = matrix_side(heads)
+    block = power_of_2(side)
     return {
         "F": int(layout.post if stage else layout.pre), "R": layout.rank, "C": layout.channels, "M": heads,
-        "HP": padded_heads, "B_H": block, "B_S": numbers // block**2,
+        "HP": side, "B_H": block, "B_S": numbers // block**2,
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from .recording import Recorded, Recording
 from .repeated import geometry, keep
 from .schemas import new_kept
 from .sizes import ceil_div
+from .triton.heads import matrix_side
 from .tuning import autotune_is_on, cache_file, searches
 
 _Results = list[torch.Tensor | None]
@@ -235,8 +236,8 @@ class Passes(Launcher):
         if flags & Part.QUERY:
             side_parts = self._new(n_parts, self.B, self.H, self.layout.channels, chunk.n_t)
         if flags & (Part.KEY | Part.STATIC):
-            heads, tiles = sum(self.heads), ceil_div(chunk.n_t, self._tile(name).b_t)
-            matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, heads, heads, dtype=self.grad_dtype)
+            side, tiles = matrix_side(self.M), ceil_div(chunk.n_t, self._tile(name).b_t)
+            matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, side, side, dtype=self.grad_dtype)
         self._compose(name, chunk, p_gwq=side_parts, p_gm=matrix_parts, **tensors)
         if side_parts is not None and (side := grads.weights[stage].query) is not None:
             self._do(add_up, side_parts, side[..., chunk.t_0 : chunk.t_0 + chunk.n_t])

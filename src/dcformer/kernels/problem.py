@@ -18,7 +18,7 @@ from .recording import Recording
 from .schemas import KEPT_MAPS, UNBOUNDED, kept_queries
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, round_up
-from .triton.heads import WEIGHT_SHIFT
+from .triton.heads import WEIGHT_SHIFT, matrix_side
 from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
 
 _Result = TypeVar("_Result")
@@ -184,7 +184,7 @@ class Problem:
     def chunk_size(self, chunk: Chunk, maps: int) -> int:
         """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients. Where
         maps are kept, in another memory, those of the backward pass, which has one map besides."""
-        matrix = self.G * sum(self.heads) ** 2
+        matrix = self.G * matrix_side(self.M) ** 2
         stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
         # one stage's gradients at a time
         maps, is_backward = (1, True) if self.is_keeping else (maps, maps > 1)

@@ -30,6 +30,7 @@ from .heads import (
     load_matrix,
     load_row,
     load_side,
+    matrix_side,
     place_in_map,
     side_channels,
     store_heads,
@@ -69,7 +70,7 @@ def back_1_kernel(
     base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
     p_weights += base
     p_grads += base
-    HH: tl.constexpr = (H0 + H1) * (H0 + H1)
+    HH: tl.constexpr = matrix_side(M) * matrix_side(M)
     stride_m = tl.full([], HH, tl.int64)
     p_m1 += i_bg * n_s * HH
     p_gm += (i_t * (n_bh // M) + i_bg) * n_s * HH
@@ -80,7 +81,7 @@ def back_1_kernel(
     for s in tl.range(start - s_0, stop - s_0):
         x = transposed(load_row(p_weights + s * stride_s, M, H0, H1, B_T), H1)
         row = load_row(p_grads + s * stride_s, M, H0, H1, B_T)  # [h', t]
-        m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
+        m1 = load_matrix(p_m1 + s * stride_m, F_POST, M, H0, H1)
         p = widened(x, H0, H1, UNIT)
         hid = hidden(p, w1, 0, F_POST, R, H1)
         y = transposed(row, H1)
@@ -97,7 +98,7 @@ def back_1_kernel(
         delta, mass = deltas, masses
         store_row(p_grads + s * stride_s, dp, M, H0, H1, B_T)
         if (KEY | STATIC) & F_POST:
-            store_matrix_grad(p_gm + s * stride_m, row, cast(x, dtype, H1), UNIT, H0, H1)
+            store_matrix_grad(p_gm + s * stride_m, row, cast(x, dtype, H1), UNIT, M, H0, H1)
     i_part = i_s * n_bh + i_bg * M
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     store_side_grads(p_gwq + i_part * C * n_t, grads, inverse, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
@@ -145,7 +146,7 @@ def back_0_kernel(
     p_weights += base
     p_grads += base
     p_out += base
-    HH: tl.constexpr = (H0 + H1) * (H0 + H1)
+    HH: tl.constexpr = matrix_side(M) * matrix_side(M)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
     p_gm += (i_t * (n_bh // M) + i_bg) * n_s * HH
@@ -156,7 +157,7 @@ def back_0_kernel(
         row = load_row(p_scores + s * stride_s, M, H0, H1, B_T)  # [h, t]
         weights = transposed(load_row(p_weights + s * stride_s, M, H0, H1, B_T), H1)
         y = transposed(load_row(p_grads + s * stride_s, M, H0, H1, B_T), H1)
-        m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
+        m0 = load_matrix(p_m0 + s * stride_m, F_PRE, M, H0, H1)
         p, dp, da = widened(weights, H0, H1, UNIT), widened(y, H0, H1), ()
         for i in tl.static_range(1 + (H1 > 0)):
             da = da + (p[i] * (dp[i] - delta[i]),)
@@ -172,6 +173,6 @@ def back_0_kernel(
             ds = grad
         store_row(p_out + s * stride_s, ds, M, H0, H1, B_T)
         if (KEY | STATIC) & F_PRE:
-            store_matrix_grad(p_gm + s * stride_m, cast(row, dtype, H1), narrow, SCORES_GRAD, H0, H1)
+            store_matrix_grad(p_gm + s * stride_m, cast(row, dtype, H1), narrow, SCORES_GRAD, M, H0, H1)
     i_part = (i_s * n_bh + i_bg * M) * C
     store_side_grads(p_gwq + i_part * n_t, grads, factor * inverse, C * n_t, n_t, o_t, m_t, F_PRE, R, M, H0, H1)

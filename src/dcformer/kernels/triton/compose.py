@@ -6,7 +6,7 @@ store them. For the backward pass it keeps the weights, too.
 
 A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees. M, H0,
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
-`problem.Chunk`; o_t are a tile's queries within it, m_t says which of them exist. HP = H0 + H1. Behind the pointers:
+`problem.Chunk`; o_t are a tile's queries within it, m_t says which of them exist; HP = matrix_side(M). Behind pointers:
 
     p_scores, p_weights, p_out  maps of the chunk, [B, n_s, n_p / B_T, H, B_T], a key stride_s from the next: S, P, W;
                      P and W are times 2^SHIFT
@@ -35,6 +35,7 @@ from .heads import (
     load_matrix,
     load_row,
     load_side,
+    matrix_side,
     place_in_map,
     span,
     store_heads,
@@ -83,7 +84,7 @@ def _add_scores(
         turn, above = (), top
         for k in tl.static_range(B_S):
             x = transposed(load_row(p_scores + (s + k - s_0) * stride_s, M, H0, H1, B_T), H1)
-            m0 = load_matrix(p_m0 + (s + k - s_0) * stride_m, F_PRE, H0, H1)
+            m0 = load_matrix(p_m0 + (s + k - s_0) * stride_m, F_PRE, M, H0, H1)
             wide = widened(x, H0, H1)
             a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
             highest = ()
@@ -125,7 +126,7 @@ def lse_kernel(
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     p_scores += place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
-    HH: tl.constexpr = (H0 + H1) * (H0 + H1)
+    HH: tl.constexpr = matrix_side(M) * matrix_side(M)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
     NB: tl.constexpr = 1 + (H1 > 0)
@@ -199,19 +200,19 @@ def compose_kernel(
     p_scores += base
     p_out += base
     p_weights += base
-    HH: tl.constexpr = (H0 + H1) * (H0 + H1)
+    HH: tl.constexpr = matrix_side(M) * matrix_side(M)
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
     p_m1 += i_bg * n_s * HH
     for s in tl.range(start - s_0, stop - s_0):
         x = transposed(load_row(p_scores + s * stride_s, M, H0, H1, B_T), H1)
-        m0 = load_matrix(p_m0 + s * stride_m, F_PRE, H0, H1)
+        m0 = load_matrix(p_m0 + s * stride_m, F_PRE, M, H0, H1)
         visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
         wide, p = widened(x, H0, H1), ()
         a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
         for i in tl.static_range(1 + (H1 > 0)):
             p = p + (tl.exp2(tl.where(visible, a[i] - (lse[i] - SHIFT), LOWEST)),)
-        m1 = load_matrix(p_m1 + s * stride_m, F_POST, H0, H1)
+        m1 = load_matrix(p_m1 + s * stride_m, F_POST, M, H0, H1)
         if HALF:
             p = cast(p, tl.float16, H1)
         if KEEP:

@@ -297,15 +297,32 @@ def _half(x):
     return two_in_a_register(within(x, LARGEST_HALF).to(tl.float16))
 
 
+@triton.constexpr_function
+def matrix_side(M):
+    """Rows and columns of M(s) in memory: heads, up to whole vectors of 16 bytes. On the host, too."""
+    return (M + 7) // 8 * 8
+
+
 @triton.jit
-def load_matrix(p_m, F: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+def _matrix_block(i: tl.constexpr, j: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """Where numbers of a block of M(s) lie, and which there are: two [h, h']."""
+    HP: tl.constexpr = matrix_side(M)
+    o_i, o_j = head_ids(i, H0, H1)[:, None], head_ids(j, H0, H1)[None, :]
+    return o_i * HP + o_j, (o_i < HP) & (o_j < HP)
+
+
+@triton.jit
+def load_matrix(p_m, F: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
     """M(s): its blocks [h, h'], row by row; empty without a key side and a static projection."""
     out = ()
     if (KEY | STATIC) & F:
         for i in tl.static_range(1 + (H1 > 0)):
             for j in tl.static_range(1 + (H1 > 0)):
-                o_m = head_ids(i, H0, H1)[:, None] * (H0 + H1) + head_ids(j, H0, H1)[None, :]
-                out = out + (tl.load(p_m + o_m),)
+                o_m, mask = _matrix_block(i, j, M, H0, H1)
+                if matrix_side(M) == H0 + H1:
+                    out = out + (tl.load(p_m + o_m),)
+                else:
+                    out = out + (tl.load(p_m + o_m, mask=mask, other=0.0),)
     return out
 
 
@@ -448,12 +465,18 @@ def store_side_grads(
 
 
 @triton.jit
-def store_matrix_grad(p_m, left, right, factor: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+def store_matrix_grad(
+    p_m, left, right, factor: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr
+):  # fmt: skip
     """Stores factor · left [h, t] times right [t, h']: a key's part of the gradient of M(s), from a tile of queries."""
     for i in tl.static_range(1 + (H1 > 0)):
         for j in tl.static_range(1 + (H1 > 0)):
-            o_m = head_ids(i, H0, H1)[:, None] * (H0 + H1) + head_ids(j, H0, H1)[None, :]
+            o_m, mask = _matrix_block(i, j, M, H0, H1)
             grad = product(left[i], right[j])
             if factor != 1.0:
                 grad *= factor
-            tl.store(p_m + o_m, rounded(grad, p_m.dtype.element_ty))
+            grad = rounded(grad, p_m.dtype.element_ty)
+            if matrix_side(M) == H0 + H1:
+                tl.store(p_m + o_m, grad)
+            else:
+                tl.store(p_m + o_m, grad, mask=mask)
