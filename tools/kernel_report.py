@@ -36,6 +36,7 @@ from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.kernels.passes import Passes
 from dcformer.kernels.problem import Visibility
 from dcformer.kernels.repeated import Launch
+from dcformer.kernels.schemas import new_norms
 from dcformer.kernels.tuning import Tile, launch_options
 
 # products of gradients in scaled float16 -> kernel of `LAUNCHES`: another code than that of the same kernel elsewhere
@@ -187,6 +188,8 @@ class Launches(Passes):
         name = name or kernel.__name__.removesuffix("_kernel")
         if values.get("SCALED"):
             name = next((scaled for scaled, plain in SCALED.items() if plain == name), name)
+        if values.get("start"):  # not the code of the forward pass
+            name += "_backward"
         if name not in self.specs:
             spec = spec_of(kernel, values, {} if tile is None else launch_options(tile))
             self.specs[name] = spec | {"name": name, "tile": tile, "heads": self.M, "dim": self.D}
@@ -222,8 +225,9 @@ def attention_specs(
     (chunk,) = problem.chunks(maps=3)
     lse = torch.empty(1, heads, length, device="meta")
     grads = [None if t is None else torch.empty_like(t, dtype=torch.float32) for t in weights]
-    problem._forward_chunk(chunk, problem._values(), q, lse)
-    problem._backward_chunk(chunk, problem._sources(q), lse, None, Gradients(q, q, q, stages_of(grads)))
+    norms = new_norms(q, q)
+    problem._forward_chunk(chunk, problem._values(norms), q, lse)
+    problem._backward_chunk(chunk, problem._sources(q, norms), lse, None, Gradients(q, q, q, stages_of(grads)))
     return problem.specs
 
 

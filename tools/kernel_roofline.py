@@ -317,7 +317,7 @@ def attention_work(
     """
 
     def tile(name: str) -> Tile:
-        return choose(name, shape.heads, shape.dim, torch.bfloat16, arch, RANK)
+        return choose(name, shape.heads, shape.dim, torch.bfloat16, arch, RANK, window)
 
     def composed(name: str) -> Work:
         masked = issued(f"{name}_masked", shape.heads) if f"{name}_masked" in ISSUED else None
@@ -339,19 +339,19 @@ def attention_work(
     parts = FP32 * shape.heads * length * count * (2 * CHANNELS + 2)
     sums = parts + 2 * side * (2 + 2 + 1)
 
-    def passes(name: str, count: int) -> Work:
-        """Over queries, keys, values or gradients of the output."""
-        size = count * BF16 * shape.heads * length * shape.dim
-        return Work(name, l2=size, hbm=size)
+    def states(count: int) -> Work:
+        """So many passes over queries, keys, values or gradients of the output; a quarter of one from L2 alone."""
+        size = BF16 * shape.heads * length * shape.dim
+        return Work("states", l2=(count + 0.25) * size, hbm=count * size)
 
-    # norms are of values; in the backward pass, of all four, of which all but values are copied. `scale` reads little
+    # values are copied in the forward pass, the other three in the backward pass. `scale` reads little
     forward = [
-        expand, passes("norms", 1), passes("halves", 2), product("scores", "scores"), composed("lse"),
+        expand, states(2), product("scores", "scores"), composed("lse"),
         composed("weights" if save_maps else "compose"), product("values", "values"),
     ]  # fmt: skip
     anew = [] if save_maps else [product("scores", "scores"), composed("weights")]
     backward = [
-        expand, passes("norms", 4), passes("halves", 6), *anew, product("grad_values", "keys"),
+        expand, states(6), *anew, product("grad_values", "keys"),
         product("grad_weights", "scores"), composed("back_1"), composed("back_0"), product("grad_query", "values"),
         product("grad_key", "keys"), project, Work("sums (torch)", l2=sums, hbm=sums),
     ]  # fmt: skip
@@ -360,7 +360,7 @@ def attention_work(
 
 # Work of `attention_work` -> the function that profiles name.
 FUNCTIONS = {
-    "expand": "expand_kernel", "norms": "norms_kernel", "halves": "halves_kernel", "lse": "lse_kernel",
+    "expand": "expand_kernel", "states": "states_kernel", "lse": "lse_kernel",
     "scores": "scores_kernel", "grad_weights": "scores_kernel",
     "compose": "compose_kernel", "weights": "compose_kernel", "values": "values_kernel", "grad_query": "values_kernel",
     "grad_values": "keys_kernel", "grad_key": "keys_kernel", "back_1": "back_1_kernel", "back_0": "back_0_kernel",

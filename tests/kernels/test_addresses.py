@@ -15,7 +15,7 @@ from kernel_device import DEVICE, INTERPRETED
 from triton.runtime.interpreter import InterpreterBuilder
 
 from dcformer import ComposeWeights, SideWeights
-from dcformer.kernels import composed_attention, decode, launch
+from dcformer.kernels import composed_attention, decode, launch, schemas
 from dcformer.kernels import problem as problems
 from dcformer.kernels.layout import Layout, Part, Stage, stages_of
 from dcformer.kernels.passes import Passes
@@ -74,8 +74,8 @@ class Wide(Passes):
 
 
 def passes(problem):
-    out, lse, _ = problem.forward()
-    grads = problem.backward(values(*out.shape, seed=7), lse)
+    out, lse, *kept = problem.forward()
+    grads = problem.backward(values(*out.shape, seed=7), lse, *kept)
     of_weights = enumerate([*grads.weights[0], *grads.weights[1]])
     weights = {f"weight {i}": w for i, w in of_weights if w is not None}
     return {"out": out, "lse": lse, "query": grads.query, "key": grads.key, "value": grads.value} | weights
@@ -160,10 +160,11 @@ def test_products_in_32_bits_stay_below_2_to_the_31(name, calls):
         shape = (part.B, part.H, part.T)
         lse = torch.empty(shape, dtype=torch.float32, device="meta")
         out = torch.empty((*shape, part.DV), dtype=torch.bfloat16, device="meta")
-        part._forward_chunk(chunk, part._values(), out, lse)
+        norms = schemas.new_norms(part.q, part.k)
+        part._forward_chunk(chunk, part._values(norms), out, lse)
         grads = [torch.empty(t.shape, dtype=torch.float32, device="meta") for t in (part.q, part.k, part.v)]
         rest = [Stage(*(t if t is None else torch.empty(t.shape, device="meta") for t in s)) for s in part.weights]
-        part._backward_chunk(chunk, part._sources(out), lse, None, launch.Gradients(*grads, tuple(rest)))
+        part._backward_chunk(chunk, part._sources(out, norms), lse, None, launch.Gradients(*grads, tuple(rest)))
     names = {f"{name}_kernel" for name in ("scores", "lse", "compose", "values", "keys", "back_1", "back_0")}
     assert {kernel for kernel, _, _ in calls} >= names
     for kernel, grid, values in calls:

@@ -11,6 +11,9 @@ from kernel_device import DEVICE
 from dcformer import ComposeWeights, SideWeights
 from dcformer.kernels import composed_attention, passes, search, tuning
 from dcformer.kernels import problem as problems
+from dcformer.kernels.layout import Layout, Stage
+from dcformer.kernels.passes import Passes
+from dcformer.kernels.problem import Visibility
 from dcformer.kernels.tuning import Key, Tile
 
 # of products and of composition: one tile that is best, one that is used otherwise, another
@@ -266,6 +269,30 @@ def test_as_many_keys_share_a_turn_as_registers_suffice_for(monkeypatch):
     assert keys(heads=16) == keys(arch=80) == keys(arch=80, rank=1) == keys(arch=80, rank=0) == keys(arch=120) == 4
     assert keys() == keys(rank=1) == keys(rank=3) == keys(rank=3, arch=80) == 2  # with 168 registers, or a larger rank
     assert keys(rank=4) == keys(rank=4, arch=80) == keys(heads=40) == keys(dtype=torch.float32) == 1
+
+
+def test_products_with_copies_go_over_tokens_that_share_a_power_of_two(monkeypatch):
+    """Each turn of their loops undoes one."""
+    monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
+    for arch, dim, dtype in itertools.product((80, 89, 90, 120), (16, 80, 128, 256), (torch.bfloat16, torch.float16)):
+        for kernel, axis in (("values", "b_s"), ("keys", "b_t")):
+            usual = tuning.choose(kernel, 32, dim, dtype, arch)
+            tried = tuning.candidates(kernel, usual)
+            assert len(tried) > 5 and {tuning.ROWS % getattr(tile, axis) for tile in (usual, *tried)} == {0}
+
+
+def test_small_windows_have_small_tiles_of_scores(monkeypatch):
+    monkeypatch.setattr(tuning, "_interpreter_tile", lambda kernel: None)
+
+    def queries(window):
+        return tuning.choose("scores", 32, 128, torch.bfloat16, 90, window=window).b_t
+
+    assert [queries(window) for window in (1, 256, 1024, 1025, None)] == [64, 64, 64, 128, 128]
+    bounds = torch.zeros(2, 1, 300, dtype=torch.int32)
+    states = torch.empty(1, 2, 300, 16, device="meta", dtype=torch.bfloat16)
+    for low, high, expected in ((-255, 0, 64), (-1024, 0, 128), (-(2**30), 0, 128), (-255, 2**30, 128)):
+        problem = Passes(states, states, states, (Stage(), Stage()), Visibility(*bounds, low, high), Layout(0, 0), 1.0)
+        assert problem._tile("scores").b_t == expected, (low, high)
 
 
 def test_more_programs_run_at_once_where_few_registers_suffice(monkeypatch):

@@ -139,8 +139,8 @@ def run(length, heads, kv_heads, dtype, offset=0, chunk_bytes=None):
     this = passes.Passes(
         q, k, k, (stage, stage), Visibility(first, last, -length, 1), Layout(flags, flags, 1, 2), 0.25, chunk_bytes
     )
-    _, lse, _ = this.forward()
-    this.backward(q, lse.zero_())
+    _, lse, *kept = this.forward()
+    this.backward(q, lse.zero_(), *kept)
 
 problem.FIRST_CHUNK = 16
 cases = [(21, 4, 2, torch.bfloat16), (21, 4, 2, torch.bfloat16, 1), (70, 4, 2, torch.bfloat16, 0, 1)]

@@ -51,7 +51,7 @@ print(json.dumps(launched))
 # what every model launches
 COMMON = {
     "scores_kernel", "lse_kernel", "compose_kernel", "values_kernel", "keys_kernel", "back_1_kernel", "back_0_kernel",
-    "output_kernel", "prepare_kernel", "norms_kernel", "scale_kernel",
+    "output_kernel", "prepare_kernel", "states_kernel", "scale_kernel",
 }  # fmt: skip
 GENERATORS = {"generator_kernel", "generator_backward_kernel"}
 MATRICES = {"expand_kernel", "project_kernel"} | GENERATORS

@@ -77,7 +77,7 @@ def test_instructions_are_those_of_all_warps_per_query_key_and_head(report):
 
 def test_kernels_are_those_that_are_launched(report):
     specs = report.attention_specs(32, 128, 90)
-    others = {"expand", "join", "project", "norms", "halves", "scale", *report.SCALED}
+    others = {"expand", "join", "project", "states", "states_backward", "scale", *report.SCALED}
     assert specs.keys() == set(LAUNCHES) | others
     assert report.attention_specs(40, 128, 90).keys() == set(LAUNCHES) | others  # two blocks of heads
     compose, weights, back = (specs[name] for name in ("compose", "weights", "back_1"))
@@ -97,7 +97,7 @@ def test_every_kernel_of_the_package_is_in_the_report(report):
     specs = {shape: report.all_specs(90, (shape,)) for shape in report.SHAPES}
     for shape, of_shape in specs.items():
         names = {spec["name"].split()[0] for spec in of_shape}
-        others = {"expand", "join", "project", "norms", "halves", "scale", *report.SCALED}
+        others = {"expand", "join", "project", "states", "states_backward", "scale", *report.SCALED}
         assert names == set(LAUNCHES) | others | {"decode", "generator", "prepare"}
         assert {spec["shape"] for spec in of_shape} == {shape}
         for spec in of_shape:

@@ -238,9 +238,9 @@ def test_what_a_goal_needs():
 def test_every_pass_is_counted():
     """Five over maps forward and fifteen backward."""
     forward, backward = roofline.attention_work(SMALL, 64, None, roofline.stored)
-    assert [w.name for w in forward] == ["expand", "norms", "halves", "scores", "lse", "compose", "values"]
+    assert [w.name for w in forward] == ["expand", "states", "scores", "lse", "compose", "values"]
     assert [w.name for w in backward] == [
-        "expand", "norms", "halves", "scores", "weights", "grad_values", "grad_weights", "back_1", "back_0",
+        "expand", "states", "scores", "weights", "grad_values", "grad_weights", "back_1", "back_0",
         "grad_query", "grad_key", "project", "sums (torch)",
     ]  # fmt: skip
     counts = {name: kind.maps_in + kind.maps_out for name, kind in roofline._KINDS.items()}

@@ -3,7 +3,7 @@
 Arguments that kernels share are filled in by name. What a kernel writes is new memory, or memory that is given.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,14 +23,12 @@ from .triton.heads import SCORES_GRAD, matrix_side
 from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
-from .triton.scales import halves_kernel, norms_kernel, scale_kernel
-from .tuning import Tile, launch_options, resident_programs, wide_channels
+from .triton.scales import scale_kernel, states_kernel
+from .tuning import ROWS, Tile, launch_options, resident_programs, wide_channels
 
 _LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 _JOINED = 64  # queries whose log-sum-exps one program joins
-_ROWS = 64  # of states, of one program
 _STATES = "vgkq"  # values, gradients of the output, keys, queries: their order in the kernels of `scales`
-_NO_STRIDES: dict[str, Any] = {f"stride_{letter}{axis}": 0 for letter in _STATES for axis in "bhn"}
 _INTERPRETED_KEYS = 32  # of a program, in the interpreter: so that short sequences have several
 
 # name in `tuning` -> kernel and constants of its own
@@ -71,7 +69,8 @@ class States:
 
     Attributes:
         tensor: [B, heads, N, d].
-        undo: what undoes the powers of two that they are times, float32 [B, Hkv]; None where there are none.
+        undo: what undoes the powers of two that they are times, float32 [B, heads, blocks of `ROWS`]; None where there
+            are none.
     """
 
     tensor: torch.Tensor
@@ -86,7 +85,7 @@ class Sources:
         query, key, grad: queries, keys and gradients of the output, for products with dS and W.
         grad_out: these gradients as they were given.
         grad_norms: their norms, [B, H, T].
-        value_norms: the largest norms of values, [B, Hkv, blocks of `_ROWS`].
+        value_norms: the largest norms of values, [B, Hkv, blocks of `ROWS`].
     """
 
     query: States
@@ -231,7 +230,8 @@ class Launcher(Problem):
         inverse, finite = (None, None) if scales is None else scales[1:]
         return {
             "SCALED": scales is not None, "p_inverse": inverse, "p_finite": finite,
-            "COPIED": states.undo is not None, "p_undo": states.undo,
+            "COPIED": states.undo is not None, "p_undo": states.undo, "ROWS": ROWS,
+            "n_undo": 0 if states.undo is None else states.undo.shape[2],
             **self._limit(Beyond.GRADIENTS),  # of W, too
         }  # fmt: skip
 
@@ -250,53 +250,55 @@ class Launcher(Problem):
 
     # --- states -------------------------------------------------------------------------------------------------------
 
-    def _norms(self, *states: torch.Tensor, rows: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The largest norms of each few rows of the first of `_STATES`, negative where one is not finite, and the
-        least: each [2, B, heads, blocks]. Fills `rows` with those of each row of gradients of the output, [B, H, T].
+    def _states(
+        self, states: dict[str, torch.Tensor], is_copied: bool, norms: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> list[States]:
+        """What a pass needs of some states, or of their copies in float16; see `states_kernel`.
+
+        Args:
+            states: letter -> tensor; some that follow each other in `_STATES`.
+            is_copied: whether they are.
+            norms: filled with the largest norms of each block of values, negative where one is not finite: [B, Hkv,
+                blocks of `ROWS`].
+            rows: filled with those of each row of gradients of the output, [B, H, T].
         """
-        out = [self._new(2, *x.shape[:2], max(1, ceil_div(x.shape[2], _ROWS))) for x in states]
-        self._run_states(norms_kernel, states, p_rows=rows, **_of_states("_norms", out))
+        arguments: dict[str, Any] = {f"p_{letter}{what}": None for letter in _STATES for what in ("", "_half", "_undo")}
+        arguments |= {f"stride_{letter}{axis}": 0 for letter in _STATES for axis in "bhn"}
+        out = []
+        for letter, x in states.items():
+            half, undo = None, None
+            if is_copied:
+                half = self._new(*x.shape, dtype=torch.float16)
+                undo = self._new(*x.shape[:2], blocks_of_rows(x.shape[2]))
+            out.append(States(x if half is None else half, undo))
+            arguments |= {f"p_{letter}": x, f"p_{letter}_half": half, f"p_{letter}_undo": undo}
+            arguments |= _strides(letter, x, "bhn")
+        tensors = states.values()
+        blocks, heads = max(blocks_of_rows(x.shape[2]) for x in tensors), max(x.shape[1] for x in tensors)
+        whole = self._remembered("whole", lambda: self._chunk(0, self.T))  # this kernel knows no chunks
+        self._launch(
+            states_kernel, (blocks, len(states), self.B * heads), whole, start=_STATES.index(next(iter(states))),
+            p_largest=norms, p_rows=rows, D=self.D, DV=self.DV, B_D=padded(max(self.D, self.DV)), B_N=ROWS,
+            COPIED=is_copied, **self._limit(Beyond.GRADIENTS), **arguments,
+        )  # fmt: skip
         return out
 
-    def _halves(self, states: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], first: int = 0) -> list[States]:
-        """The first of `_STATES`, but for so many, as products take them; given the norms of all."""
-        undo = self._new(len(_STATES), self.B, self.kv_heads)
-        halves = [self._new(*x.shape, dtype=torch.float16) for x in states[first:]]
-        arguments = _of_states("_norms", norms) | _of_states("_half", halves, first)
-        self._run_states(halves_kernel, states, first, p_undo=undo, **arguments, **self._limit(Beyond.GRADIENTS))
-        return [States(*pair) for pair in zip(halves, undo.unbind()[first:], strict=False)]
-
-    def _run_states(
-        self, kernel: triton.JITFunction, states: Sequence[torch.Tensor], first: int = 0, **arguments: Any
-    ) -> None:
-        """Runs a kernel of `scales` over the first of `_STATES`, but for so many."""
-        for letter, x in zip(_STATES, states, strict=False):
-            arguments |= _strides(letter, x, "bhn")
-        whole = self._remembered("whole", lambda: self._chunk(0, self.T))  # these kernels know no chunks
-        of_grid = states[first:]
-        blocks = max(1, *(ceil_div(x.shape[2], _ROWS) for x in of_grid))
-        grid = (blocks, len(of_grid), max(x.shape[0] * x.shape[1] for x in of_grid))
-        dims = {"start": first, "D": self.D, "DV": self.DV, "B_D": padded(max(self.D, self.DV)), "B_N": _ROWS}
-        self._launch(kernel, grid, whole, **_NO_STRIDES | dims | _of_states("", states) | arguments)
-
-    def _values(self) -> States:
-        """Values, for a product with W."""
-        if self.weight_dtype == self.q.dtype:
+    def _values(self, norms: torch.Tensor) -> States:
+        """Values, for a product with W. Where they are copied, their norms are filled, see `_states`."""
+        if not self._copies:
             return States(self.v)
-        return self._halves([self.v], self._norms(self.v))[0]
+        return self._states({"v": self.v}, True, norms)[0]
 
-    def _sources(self, grad_out: torch.Tensor) -> Sources:
-        """What a backward pass starts from, given gradients of the output [B, H, T, DV]."""
+    def _sources(self, grad_out: torch.Tensor, norms: torch.Tensor) -> Sources:
+        """What a backward pass starts from, given gradients of the output [B, H, T, DV] and the norms of `_values`."""
         rows = self._new(self.B, self.H, self.T)
-        if self.weight_dtype == self.q.dtype:
-            q, k = (t.float() if self._is_widened else t for t in (self.q, self.k))  # as dS is
-            query, key, grad = States(q), States(k), States(grad_out)
-            of_values, _ = self._norms(self.v, grad_out, rows=rows)
+        if self._copies:
+            grad, key, query = self._states({"g": grad_out, "k": self.k, "q": self.q}, True, norms, rows)
         else:
-            states = (self.v, grad_out, self.k, self.q)
-            of_values, *others = self._norms(*states, rows=rows)
-            grad, key, query = self._halves(states, [of_values, *others], first=1)
-        return Sources(query, key, grad, grad_out, rows, of_values[0])
+            norms = self._new(self.B, self.kv_heads, blocks_of_rows(self.S))
+            _, grad = self._states({"v": self.v, "g": grad_out}, False, norms, rows)
+            key, query = (States(t.float() if self._is_widened else t) for t in (self.k, self.q))  # as dS is
+        return Sources(query, key, grad, grad_out, rows, norms)
 
     def _matrices(self, chunk: Chunk, amplified: torch.Tensor | None = None) -> list[torch.Tensor | None]:
         """The key side of both stages as matrices [B·G, n_s, heads, heads]; None where there is none.
@@ -346,7 +348,8 @@ class Launcher(Problem):
             scale_kernel, (scales.shape[2], self.B * self.G), chunk, p_norms=sources.grad_norms,
             p_largest=sources.value_norms, p_amplified=amplified, p_extra=extra, p_scale=scales,
             kv_heads=self.kv_heads, n_largest=sources.value_norms.shape[2],
-            n_amplified=amplified.shape[1], B_H=power_of_2(self.M), B_T=min(64, self.block), B_N=_ROWS,
+            n_amplified=amplified.shape[1], B_H=power_of_2(self.M), B_KV=power_of_2(self.kv_heads),
+            B_V=max(1, 1024 // power_of_2(self.kv_heads)), B_T=min(64, self.block), B_N=ROWS,
             EXTRA=extra is not None, FEW=self.q.dtype == torch.bfloat16, **self._limit(Beyond.GRADIENTS),
         )  # fmt: skip
         return scales
@@ -428,6 +431,11 @@ def matrix_constants(layout: Layout, heads: int, stage: int, numbers: int = 8192
     }  # fmt: skip
 
 
+def blocks_of_rows(count: int) -> int:
+    """In how many blocks a program each takes so many queries, keys or values of a head."""
+    return max(1, ceil_div(count, ROWS))
+
+
 def product_constants(dim: int, tile: Tile) -> dict[str, Any]:
     """Constant arguments of a product."""
     return {"D": dim, "B_D": padded(dim), "B_T": tile.b_t, "B_S": tile.b_s}
@@ -441,13 +449,6 @@ def add_up(parts: torch.Tensor, total: torch.Tensor) -> None:
 def _add_parts(parts: torch.Tensor, total: torch.Tensor) -> None:
     """total += the sum of parts [n, m, *total]."""
     total += parts.sum((0, 1))
-
-
-def _of_states(what: str, tensors: Sequence[torch.Tensor], first: int = 0) -> dict[str, Any]:
-    """Arguments of kernels of `scales`, by name: a tensor for each of the first of `_STATES` but for so many, others
-    None."""
-    named = [*[None] * first, *tensors, *[None] * len(_STATES)]
-    return {f"p_{letter}{what}": tensor for letter, tensor in zip(_STATES, named, strict=False)}
 
 
 def _strides(letter: str, tensor: torch.Tensor, axes: str) -> dict[str, int]:

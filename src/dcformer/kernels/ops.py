@@ -47,7 +47,7 @@ def _problem(
 
 
 @attention_op.register_kernel(DEVICES)
-def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return _problem(*arguments).forward()
 
 
@@ -55,8 +55,8 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _backward(
     grad_out: torch.Tensor, saved: Sequence[torch.Tensor], grad_lse: torch.Tensor | None, *arguments: Any
 ) -> list[torch.Tensor]:
-    lse, kept = saved
-    grads = _problem(*arguments).backward(grad_out, lse, grad_lse, kept)
+    lse, kept, norms = saved
+    grads = _problem(*arguments).backward(grad_out, lse, kept, norms, grad_lse)
     of_weights = [grad for stage in grads.weights for grad in stage if grad is not None]
     found = [grads.query, grads.key, grads.value, *of_weights]
     query, key, value, weights, *_ = arguments
@@ -158,7 +158,7 @@ def composed_attention(
     weights, places = packed_weights(pre, post, key.shape[1])
     keeps = save_maps and _needs_gradients(query, key, value, pre, post)
     plan = [groups, low, high, -1 if chunk_bytes is None else min(chunk_bytes, 2**62), int(keeps), *places]
-    out, lse, _ = attention_op(query, key, value, weights, bounds, plan, dim**-0.5 if scale is None else scale)
+    out, lse, *_ = attention_op(query, key, value, weights, bounds, plan, dim**-0.5 if scale is None else scale)
     return (out, lse * math.log(2)) if return_lse else out
 
 

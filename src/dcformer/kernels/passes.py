@@ -27,7 +27,7 @@ from .overflow import Beyond, beyond, look, mark_of
 from .problem import Chunk
 from .recording import Recorded, Recording
 from .repeated import geometry, keep
-from .schemas import new_kept
+from .schemas import new_kept, new_norms
 from .sizes import ceil_div
 from .triton.heads import matrix_side
 from .tuning import autotune_is_on, cache_file, searches
@@ -43,12 +43,12 @@ _recorded: dict[tuple, Recorded | bool] = {}
 class Passes(Launcher):
     """A problem with its two passes. Arguments are those of `Problem`."""
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output [B, H, T, DV] (a view of [B, T, H, DV]), log-sum-exp [B, H, T] in float32, base 2, and what is kept
-        for the backward pass, see `new_kept`."""
-        out, lse, kept = self._run_pass("forward", self._forward)
-        assert out is not None and lse is not None and kept is not None
-        return out, lse, kept
+        for the backward pass, see `new_kept` and `new_norms`."""
+        out, lse, kept, norms = self._run_pass("forward", self._forward)
+        assert out is not None and lse is not None and kept is not None and norms is not None
+        return out, lse, kept, norms
 
     def _run_pass(self, name: str, run: Callable[..., _Results], *given: torch.Tensor | None) -> _Results:
         """Results of a pass over given tensors; of another, with other maps, where something went beyond float16."""
@@ -97,15 +97,16 @@ class Passes(Launcher):
         lse = self._new(self.B, self.H, self.T)
         seen = self.visibility
         kept = self._made(new_kept(self.q, self.k, seen.low, seen.high)) if self.keeps else self._new(0, 0)
+        norms = self._made(new_norms(self.q, self.k))
         if lse.numel():
             with self._surroundings():
                 chunks = self.chunks(maps=1)
                 maps = self.kept_maps(kept, chunks)
                 for rows, part in self._rows(chunks, maps=1):
-                    values = part._values()
+                    values = part._values(norms[rows])
                     for chunk, here in zip(chunks, maps, strict=True):
                         part._forward_chunk(chunk, values, out[rows], lse[rows], [x[rows] for x in here])
-        return [out, lse, kept]
+        return [out, lse, kept, norms]
 
     def _forward_chunk(
         self, chunk: Chunk, values: States, out: torch.Tensor, lse: torch.Tensor, kept: Sequence[torch.Tensor] = ()
@@ -129,21 +130,22 @@ class Passes(Launcher):
         self._compose(name, chunk, **tensors, p_weights=weights, p_mark=self._limit(Beyond.GRADIENTS)["p_mark"])
 
     def backward(
-        self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None = None,
-        kept: torch.Tensor | None = None,
+        self, grad_out: torch.Tensor, lse: torch.Tensor, kept: torch.Tensor, norms: torch.Tensor,
+        grad_lse: torch.Tensor | None = None,
     ) -> Gradients:  # fmt: skip
-        """Gradients from those of the output [B, H, T, DV] and of the log-sum-exp [B, H, T], and what `forward`
-        returned: the log-sum-exp, and what is kept.
+        """Gradients from those of the output [B, H, T, DV], what `forward` returned besides, and gradients of the
+        log-sum-exp [B, H, T].
 
         Every sum has one owner and one order: the result does not change from run to run.
         """
-        query, key, value, *weights = self._run_pass("backward", self._backward, grad_out, lse, grad_lse, kept)
+        query, key, value, *weights = self._run_pass("backward", self._backward, grad_out, lse, kept, norms, grad_lse)
         assert query is not None and key is not None and value is not None
         return Gradients(query, key, value, stages_of(weights))
 
     def _backward(
-        self, grad_out: torch.Tensor, lse: torch.Tensor, grad_lse: torch.Tensor | None, kept: torch.Tensor | None
-    ) -> _Results:
+        self, grad_out: torch.Tensor, lse: torch.Tensor, kept: torch.Tensor, norms: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+    ) -> _Results:  # fmt: skip
         def zeros(like: torch.Tensor) -> torch.Tensor:
             return self._zeros(*like.shape)
 
@@ -172,7 +174,8 @@ class Passes(Launcher):
         )  # fmt: skip
         with self._surroundings():
             for rows, part in self._rows(chunks, maps=3) if chunks else ():
-                sources, grad_rows = part._sources(grad_out[rows]), None if grad_lse is None else grad_lse[rows]
+                sources = part._sources(grad_out[rows], norms[rows])
+                grad_rows = None if grad_lse is None else grad_lse[rows]
                 for chunk, here in zip(chunks, maps, strict=True):
                     these = [x[rows] for x in here]
                     part._backward_chunk(chunk, sources, lse[rows], grad_rows, grads.at(rows), these)

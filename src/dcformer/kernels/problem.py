@@ -19,7 +19,7 @@ from .schemas import KEPT_MAPS, UNBOUNDED, kept_queries
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, round_up
 from .triton.heads import WEIGHT_SHIFT, matrix_side
-from .tuning import Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
+from .tuning import ROWS, Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
 
 _Result = TypeVar("_Result")
 
@@ -45,12 +45,18 @@ class Visibility:
     low: int = -UNBOUNDED
     high: int = UNBOUNDED
 
+    @property
+    def window(self) -> int | None:
+        """The most keys that a query sees; None where nothing is known of it."""
+        is_bounded = self.low > -UNBOUNDED and self.high < UNBOUNDED
+        return self.high - self.low + 1 if is_bounded else None
+
 
 @dataclass(frozen=True)
 class Chunk:
     """Queries t_0 to t_0 + n_t, and the keys s_0 to s_0 + n_s that any of them may see; the last may not exist.
 
-    Maps have n_p queries, a multiple of every tile. s_0 and n_s are multiples of 16.
+    Maps have n_p queries, a multiple of every tile. t_0 and s_0 are multiples of `ROWS`, n_s of 16.
     """
 
     t_0: int
@@ -142,6 +148,7 @@ class Problem:
         self.grad_dtype = torch.bfloat16 if is_half and Beyond.GRADIENTS in found else self.map_dtype
         self.weight_dtype = torch.float16 if self.grad_dtype == torch.float16 else self.q.dtype
         self.shift = WEIGHT_SHIFT.value if is_half else 0
+        self._copies = self.weight_dtype != self.q.dtype  # products take float16, the states are bfloat16
         self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states
         self._known.clear()
 
@@ -177,7 +184,7 @@ class Problem:
         return self._remembered("block", lambda: max(self.step, self._tile("scores").b_t, self._tile("keys").b_t))
 
     def _chunk(self, t_0: int, n_t: int) -> Chunk:
-        s_0 = min(self.S, max(0, t_0 + self.visibility.low)) // 16 * 16
+        s_0 = min(self.S, max(0, t_0 + self.visibility.low)) // ROWS * ROWS
         s_1 = max(s_0, round_up(max(0, min(self.S, t_0 + n_t + self.visibility.high)), 16))
         return Chunk(t_0, n_t, round_up(n_t, self.step), s_0, s_1 - s_0)
 
@@ -270,7 +277,7 @@ class Problem:
         if self.trial is not None and self.trial.kernel == name:
             return self.trial.tile
         dtype = torch.float32 if self._is_widened and name != "scores" else self.q.dtype  # of what it multiplies
-        tile = choose(name, self.M, max(self.D, self.DV), dtype, self.arch, self.layout.rank)
+        tile = choose(name, self.M, max(self.D, self.DV), dtype, self.arch, self.layout.rank, self.visibility.window)
         found = self._found_tile(name, tile) if autotune_is_on() and not self._is_widened else None
         return found or tile
 
@@ -282,9 +289,8 @@ class Problem:
 
     def _key(self, name: str) -> Key:
         layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")
-        windowed = self.visibility.low > -UNBOUNDED and self.visibility.high < UNBOUNDED
-        dim = max(self.D, self.DV)
-        return Key(name, self.arch, self.M, dim, dtype, windowed, layout.pre, layout.post, layout.rank)
+        is_windowed, dim = self.visibility.window is not None, max(self.D, self.DV)
+        return Key(name, self.arch, self.M, dim, dtype, is_windowed, layout.pre, layout.post, layout.rank)
 
     def _searched(self, name: str, run: Callable[[], _Result]) -> _Result:
         """Result of a pass; with DCFORMER_AUTOTUNE=1, tiles of its kernels are searched for first, once per process."""

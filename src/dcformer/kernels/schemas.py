@@ -130,10 +130,22 @@ def new_kept(query: torch.Tensor, key: torch.Tensor, low: int, high: int) -> tor
     batch, heads, length, _ = query.shape
     keys = -(-key.shape[2] // 16) * 16
     queries = kept_queries(low, high)
-    if queries < UNBOUNDED:  # those of a chunk are multiples of 16
-        keys = torch.sym_min(keys, -(-(queries + high - low) // 16) * 16 + 16)
+    if queries < UNBOUNDED:  # those of a chunk begin at a multiple of 64 and end at one of 16
+        keys = torch.sym_min(keys, -(-(queries + high - low) // 16) * 16 + 64)
     shape = (-(-length // _ANY_TILE) * _ANY_TILE, KEPT_MAPS * batch * heads * keys)
     return query.new_empty(shape, dtype=torch.float32 if query.dtype == torch.float32 else torch.float16)
+
+
+def new_norms(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Memory for what the forward pass finds of values where it copies them, which the backward pass needs: float32
+    [B, Hkv, blocks of keys], without blocks where it never does.
+
+    Args:
+        query, key: [B, H, T, D], [B, Hkv, S, D].
+    """
+    batch, heads, length, _ = key.shape
+    blocks = torch.sym_max(1, -(-length // 64)) if query.dtype == torch.bfloat16 else 0
+    return query.new_empty((batch, heads, blocks), dtype=torch.float32)
 
 
 @torch.library.custom_op("dcformer::composed_attention", mutates_args=())
@@ -145,7 +157,7 @@ def attention_op(
     bounds: torch.Tensor,
     plan: Sequence[int],
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Composed attention of many queries.
 
     Args:
@@ -158,7 +170,7 @@ def attention_op(
 
     Returns:
         output [B, H, T, DV], and log-sum-exp in base 2 [B, H, T]. Both are differentiable in the first four arguments.
-        Then the maps that are kept for the backward pass, `new_kept`; empty where none are.
+        Then what is kept for the backward pass: maps, `new_kept`, which is empty where none are, and `new_norms`.
     """
     raise _kernel("composed_attention")
 
@@ -169,7 +181,8 @@ def _(query, key, value, weights, bounds, plan, scale):
     out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
     _, low, high, _, keeps, *_ = plan
-    return out, lse, new_kept(query, key, low, high) if keeps else lse.new_empty(0, 0)
+    kept = new_kept(query, key, low, high) if keeps else lse.new_empty(0, 0)
+    return out, lse, kept, new_norms(query, key)
 
 
 @torch.library.custom_op("dcformer::composed_attention_backward", mutates_args=())
@@ -189,7 +202,7 @@ def attention_backward_op(
 
     Args:
         grad_out: of the output [B, H, T, DV].
-        saved: the log-sum-exp that `attention_op` returned, and the maps.
+        saved: what `attention_op` returned behind the output.
         grad_lse: of the log-sum-exp, [B, H, T]; None where nothing depends on it.
         Others: those of `attention_op`.
     """
@@ -220,14 +233,15 @@ def _refuse_batched(*grads: torch.Tensor | None) -> None:
         raise _has_none("batched gradients (is_grads_batched, vectorize)")
 
 
-def _differentiate(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None, _: None) -> tuple:
+def _differentiate(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None, *_: None) -> tuple:
     _refuse_batched(grad_out, grad_lse)
-    lse, kept, query, key, value, bounds, *weights = ctx.saved_tensors
+    lse, kept, norms, query, key, value, bounds, *weights = ctx.saved_tensors
     if grad_out is None:
         grad_out = query.new_zeros((*query.shape[:3], value.shape[3]))
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    grads = attention_backward_op(grad_out, [lse, kept], grad_lse, query, key, value, weights, bounds, *ctx.numbers)
+    saved = [lse, kept, norms]
+    grads = attention_backward_op(grad_out, saved, grad_lse, query, key, value, weights, bounds, *ctx.numbers)
     return (*grads[:3], grads[3:], None, None, None)
 
 
@@ -502,6 +516,7 @@ __all__ = [
     "is_watched",
     "kept_queries",
     "new_kept",
+    "new_norms",
     "place_tensors",
     "prepare_op",
     "prepared_shapes",

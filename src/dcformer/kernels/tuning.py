@@ -35,6 +35,7 @@ class Tile:
     maxnreg: int = 0
 
 
+ROWS = 64  # queries, keys or values whose copies share a power of two: see `triton.scales`
 # `launch.LAUNCHES` says what they are
 KERNELS = ("scores", "lse", "compose", "values", "weights", "back_1", "back_0", "keys")
 _PRODUCTS = ("scores", "values", "keys")
@@ -51,13 +52,16 @@ _FEW_REGISTERS: dict[str, tuple[tuple[int, int, int], ...]] = {
 _FEW_BEFORE = {"lse": ((16, 2, 168),), "compose": ((16, 2, 128),), "weights": ((16, 2, 128),)}
 _REGISTERS = 65536  # of a multiprocessor
 _PRODUCT_TILES = ((128, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
+_SMALL_WINDOW = 1024  # keys
+_LOOP = {"values": 1, "keys": 0}  # which axis of such a tile the product goes over: no more than `ROWS` of it
 
 
 def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
     """Tiles of a kernel that a search tries. Those of composition have as many queries as the usual one: maps are laid
     out by it."""
     if kernel in _PRODUCTS:
-        tiles = [_product_tile(kernel, *numbers, stages) for numbers in _PRODUCT_TILES for stages in _STAGES]
+        sizes = [sizes for sizes in _PRODUCT_TILES if kernel == "scores" or sizes[_LOOP[kernel]] <= ROWS]
+        tiles = [_product_tile(kernel, *numbers, stages) for numbers in sizes for stages in _STAGES]
         if kernel == "keys":  # which spills a little for room for three programs
             tiles += [replace(tile, maxnreg=168) for tile in tiles if (tile.b_t, tile.num_warps) == (64, 4)]
         return tuple(tiles)
@@ -75,7 +79,9 @@ def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
     )
 
 
-def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2) -> Tile:
+def choose(
+    kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2, window: int | None = None
+) -> Tile:
     """The tile of a kernel: on sm_90, up to 32 heads, by times on an H200 (docs/gpu_history.md); otherwise by what
     compiled code takes.
 
@@ -86,6 +92,7 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
         dtype: of queries, keys and values.
         arch: compute capability, such as 90.
         rank: R.
+        window: the most keys that a query sees, where it is fewer than there may be.
 
     Returns:
         the tile; a small one in Triton's interpreter.
@@ -98,8 +105,8 @@ def choose(kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, ran
             return Tile(64, 64, 8, 2) if dim <= 128 else Tile(32, 32, 4, 2)
         if dim > 128:
             return Tile(64, 32, 4, 2) if kernel == "scores" else Tile(64, 32, 8, 2)
-        if kernel == "scores":
-            return Tile(128, 64, 4, 3)
+        if kernel == "scores":  # 64 queries take 5% longer for a pair, and with small windows meet fewer that none sees
+            return Tile(64 if window and window <= _SMALL_WINDOW else 128, 64, 4, 3)
         has_little = _has_little(arch)
         if arch < 90:  # half as many warps spill
             return Tile(64, 128, 8, 2) if kernel == "keys" else Tile(128, 64, 8, 2 if has_little else 3)

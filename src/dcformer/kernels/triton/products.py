@@ -118,13 +118,32 @@ def scores_kernel(
 
 
 @triton.jit
+def _factors(p_undo, start, stop):
+    """The first of the numbers start to stop, up to 128; 0 where there are no more."""
+    o = start + tl.arange(0, 128)
+    return tl.load(p_undo + o, mask=o < stop, other=0.0)
+
+
+@triton.jit
+def _shared(most, p_undo, start, stop):
+    """The largest of numbers start to stop, and whether they are the same; given the first, `most`."""
+    least = tl.where(most > 0, most, float("inf"))
+    for i in range(start + 128, stop, 128):
+        here = _factors(p_undo, i, stop)
+        most, least = tl.maximum(most, here), tl.minimum(least, tl.where(here > 0, here, float("inf")))
+    undo = tl.max(most)
+    return undo, tl.min(least) >= undo
+
+
+@triton.jit
 def _add_values(
     total, count, start, stop, at,
-    D: tl.constexpr, B_D: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    COPIED: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Adds mapᵀ v over the tiles start to stop of keys, and with CUT how many numbers of the map are cut off: see
-    `_cut`. Without MASKED all queries see all these keys."""
-    p_map, stride_s, p_v, stride_vs, seen, sizes, are_finite = at
+    """Adds mapᵀ v over the tiles start to stop of keys. With CUT also how many numbers of the map are cut off, see
+    `_cut`, and with COPIED v without its powers of two. Without MASKED all queries see all these keys."""
+    p_map, stride_s, p_v, stride_vs, p_undo, seen, sizes, are_finite = at
     first, last, o_t = seen
     n_p, s_0, n_s, S, H = sizes
     o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_S)
@@ -144,7 +163,10 @@ def _add_values(
         if CUT:
             x, n = _cut(x, are_finite[None, :])
             count += n
-        total = add_product(total, tl.trans(x), v)
+        if COPIED and CUT:
+            total += product(tl.trans(x), v) * tl.load(p_undo + (s_0 + s) // ROWS)
+        else:
+            total = add_product(total, tl.trans(x), v)
     return total, count
 
 
@@ -152,9 +174,9 @@ def _add_values(
 def values_kernel(
     p_map, p_v, p_out, p_mark, p_inverse, p_finite, p_undo, p_first, p_last,
     stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_s: tl.int64,
-    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, scale,
+    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_undo, scale,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, COPIED: tl.constexpr, MARK: tl.constexpr,
+    ROWS: tl.constexpr, SCALED: tl.constexpr, COPIED: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
     """out[t] = scale · Σ_s map[s, t] v[s]: the output of W and values, dQ of dS and keys.
 
@@ -164,7 +186,7 @@ def values_kernel(
         p_mark: with MARK, of a map in float16, becomes 1 where one of its numbers was too large: infinite, although dO
             is finite.
         p_inverse, p_finite: what undoes the powers of two, and whether dO is finite: [B·G, n_scales] for BLOCK queries.
-        p_undo: what undoes those of v, [B, Hkv].
+        p_undo: what undoes those of v, [B, Hkv, n_undo] for ROWS keys, a multiple of B_S.
     """
     i_b, i_h, i_tile, n_tiles = _program(n_bh, H)
     i_t = n_tiles - 1 - i_tile  # where masks are causal, the last queries see most
@@ -186,17 +208,23 @@ def values_kernel(
     if SCALED:
         are_finite = tl.load(p_finite + o_scale, mask=m_t, other=0.0)
     total = tl.zeros([B_T, B_D], tl.float32)
-    at = (p_map, stride_s, p_v, stride_vs, (first, last, o_t), (n_p, s_0, n_s, S, H), are_finite)
-    total, count = _add_values(total, count, start, inner, at, D, B_D, B_S, UNIT, True, False)
-    total, count = _add_values(total, count, inner, outer, at, D, B_D, B_S, UNIT, False, False)
-    total, count = _add_values(total, count, outer, stop, at, D, B_D, B_S, UNIT, True, False)
-    if MARK:
-        if _is_broken(total, m_t):
-            total, count = _add_values(tl.zeros_like(total), count, start, stop, at, D, B_D, B_S, UNIT, True, True)
+    p_undo += (i_b * (H // rep) + i_h // rep) * n_undo
+    undo, is_even, factors = 1.0, True, 1.0
+    if COPIED:  # loaded here, and looked at behind the loops: nobody waits for them
+        factors = _factors(p_undo, low // ROWS, tl.cdiv(high, ROWS))
+    at = (p_map, stride_s, p_v, stride_vs, p_undo, (first, last, o_t), (n_p, s_0, n_s, S, H), are_finite)
+    total, count = _add_values(total, count, start, inner, at, D, B_D, B_S, UNIT, ROWS, COPIED, True, False)
+    total, count = _add_values(total, count, inner, outer, at, D, B_D, B_S, UNIT, ROWS, COPIED, False, False)
+    total, count = _add_values(total, count, outer, stop, at, D, B_D, B_S, UNIT, ROWS, COPIED, True, False)
+    if COPIED:
+        undo, is_even = _shared(factors, p_undo, low // ROWS, tl.cdiv(high, ROWS))
+        total *= undo
+    if MARK:  # as where v is a copy
+        if _is_broken(total, m_t) | (is_even == 0):
+            total = tl.zeros_like(total)
+            total, count = _add_values(total, count, start, stop, at, D, B_D, B_S, UNIT, ROWS, COPIED, True, True)
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same
-    if COPIED:
-        total *= tl.load(p_undo + i_b * (H // rep) + i_h // rep)
     if SCALED:
         total *= tl.load(p_inverse + o_scale, mask=m_t, other=0.0)[:, None]
     p_tile = p_out + i_b * stride_ob + i_h * stride_oh + (t_0 + o_t)[:, None].to(tl.int64) * stride_ot + o_d[None, :]
@@ -206,13 +234,13 @@ def values_kernel(
 @triton.jit
 def _add_keys(
     total, count, start, stop, at, scales,
-    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
+    D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    SCALED: tl.constexpr, COPIED: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Adds map q over the tiles start to stop of the chunk's queries, and with CUT how many numbers of the map are cut
     off: see `_cut`. Without MASKED all these queries see all keys."""
     p_map, stride_s, p_q, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s, H = at
-    p_inverse, p_finite, undo = scales
+    p_inverse, p_finite, p_undo = scales
     o_d, o_k = tl.arange(0, B_D), tl.arange(0, B_T)
     # keys that do not exist read what others do, and are not stored
     o_map = tl.minimum(o_s, n_s - 1)[:, None].to(tl.int64) * stride_s
@@ -236,8 +264,13 @@ def _add_keys(
                 is_finite = tl.load(p_finite + t // BLOCK)
             x, n = _cut(x, is_finite)
             count += n
-        if SCALED:
-            total += product(x, q) * (tl.load(p_inverse + t // BLOCK) * undo)
+        if SCALED or COPIED:
+            factor = tl.full([], 1.0, tl.float32)
+            if SCALED:
+                factor *= tl.load(p_inverse + t // BLOCK)
+            if COPIED:
+                factor *= tl.load(p_undo + (t_0 + t) // ROWS)
+            total += product(x, q) * factor
         else:
             total = add_product(total, x, q)
     return total, count
@@ -247,14 +280,14 @@ def _add_keys(
 def keys_kernel(
     p_map, p_q, p_out, p_mark, p_inverse, p_finite, p_undo, p_first, p_last,
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_s: tl.int64,
-    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, scale,
+    n_bh, H, G, rep, S, t_0, n_t, n_p, s_0, n_s, n_scales, n_undo, scale,
     D: tl.constexpr, B_D: tl.constexpr, B_T: tl.constexpr, B_S: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    ADD: tl.constexpr, SCALED: tl.constexpr, COPIED: tl.constexpr, MARK: tl.constexpr,
+    ROWS: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, COPIED: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
     """out[s] = scale · Σ_t map[s, t] q[t], over all heads that share a key: dV of W and dO, dK of dS and queries.
 
     With ADD it is added to the stored values. SCALED, COPIED, MARK and what belongs to them: see `values_kernel`, with
-    q for v.
+    q for v: p_undo is [B, H, n_undo], for ROWS queries, a multiple of B_T.
     """
     # of heads of keys; where masks are causal, the first keys are seen by most
     i_b, i_h, i_s, _ = _program(n_bh // rep, H // rep)
@@ -264,19 +297,22 @@ def keys_kernel(
     p_last += i_b * stride_ib + t_0
     low = s_0 + i_s * B_S
     start, inner, outer, stop = tiles_that_see(p_first, p_last, n_t, low, tl.minimum(low + B_S, S), B_T)
-    undo = 1.0
-    if COPIED:
-        undo = tl.load(p_undo + i_b * (H // rep) + i_h)
     total, count = tl.zeros([B_S, B_D], tl.float32), tl.full([], 0, tl.int32)
     for i_r in range(0, rep):
         i_q = i_h * rep + i_r  # a head of queries
         p_head, p_states = p_map + i_b * n_s * stride_s + i_q * UNIT, p_q + i_b * stride_qb + i_q * stride_qh
         at = (p_head, stride_s, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s, H)
         o_scale = (i_b * G + i_q // (H // G)) * n_scales
-        scales = (p_inverse + o_scale, p_finite + o_scale, undo)
-        total, count = _add_keys(total, count, start, inner, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, False)
-        total, count = _add_keys(total, count, inner, outer, at, scales, D, B_D, B_T, UNIT, BLOCK, False, SCALED, False)
-        total, count = _add_keys(total, count, outer, stop, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, False)
+        scales = (p_inverse + o_scale, p_finite + o_scale, p_undo + (i_b * H + i_q) * n_undo)
+        total, count = _add_keys(
+            total, count, start, inner, at, scales, D, B_D, B_T, UNIT, BLOCK, ROWS, SCALED, COPIED, True, False
+        )
+        total, count = _add_keys(
+            total, count, inner, outer, at, scales, D, B_D, B_T, UNIT, BLOCK, ROWS, SCALED, COPIED, False, False
+        )
+        total, count = _add_keys(
+            total, count, outer, stop, at, scales, D, B_D, B_T, UNIT, BLOCK, ROWS, SCALED, COPIED, True, False
+        )
     if MARK:
         if _is_broken(total, m_s):
             total = tl.zeros_like(total)
@@ -285,14 +321,12 @@ def keys_kernel(
                 p_head, p_states = p_map + i_b * n_s * stride_s + i_q * UNIT, p_q + i_b * stride_qb + i_q * stride_qh
                 at = (p_head, stride_s, p_states, stride_qt, p_first, p_last, o_s, t_0, n_t, n_p, s_0, n_s, H)
                 o_scale = (i_b * G + i_q // (H // G)) * n_scales
-                scales = (p_inverse + o_scale, p_finite + o_scale, undo)
+                scales = (p_inverse + o_scale, p_finite + o_scale, p_undo + (i_b * H + i_q) * n_undo)
                 total, count = _add_keys(
-                    total, count, start, stop, at, scales, D, B_D, B_T, UNIT, BLOCK, True, SCALED, True
+                    total, count, start, stop, at, scales, D, B_D, B_T, UNIT, BLOCK, ROWS, SCALED, COPIED, True, True
                 )
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same
-    if COPIED and not SCALED:
-        total *= undo
     total *= scale
     p_tile = p_out + i_b * stride_ob + i_h * stride_oh + (s_0 + o_s)[:, None].to(tl.int64) * stride_os + o_d[None, :]
     mask = m_s[:, None] & (o_d < D)[None, :]

@@ -1,10 +1,11 @@
 """Powers of two that bring bfloat16 into the range of float16, which has three more bits, and gradients into it:
-`norms_kernel`, `halves_kernel`, `scale_kernel`.
+`states_kernel`, `scale_kernel`.
 
-What products multiply with maps in float16 is copied in float16, times a power of two for each head of keys, which they
-undo. Everything after dO is linear in it, so a factor of gradients that is the same for all queries of a block and all
-heads of a group can be undone where sums leave the maps. It is chosen by what dW and dP can be at most, from the norms
-of dO and of values and from composition weights: nothing is cut off, however large or small a loss is scaled.
+What products multiply with maps in float16 is copied in float16, times a power of two for each few tokens of a head,
+which they undo: so numbers are read once, and it does not matter what is in other tokens. Everything after dO is linear
+in it, so a factor of gradients that is the same for all queries of a block and all heads of a group can be undone where
+sums leave the maps. It is chosen by what dW and dP can be at most, from the norms of dO and of values and from
+composition weights: nothing is cut off, however large or small a loss is scaled.
 """
 # mypy: disable-error-code="no-untyped-def, assignment"
 # (arguments of kernels have no types in Python; the annotations there are Triton's)
@@ -37,151 +38,130 @@ def _seen_keys(p_first, p_last, T):
 
 
 @triton.jit
-def _load_rows(p_x, i_bh, o_n, o_d, strides, seen, H, T, count, dim, OF_KEYS: tl.constexpr):
-    """Rows o_n of x [B, H, count, dim] in float32, [n, d], and which of them matter: keys that some query sees, queries
-    that see some key. Others, such as padding, may be anything."""
-    stride_b, stride_h, stride_n = strides
-    p_first, p_last, stride_ib = seen
-    p_first += i_bh // H * stride_ib
-    p_last += i_bh // H * stride_ib
-    if OF_KEYS:
-        low, high = _seen_keys(p_first, p_last, T)
-        matters = (o_n >= low) & (o_n < high)
-    else:
-        first, last = intervals(p_first, p_last, o_n, o_n < count)
-        matters = first < last
-    p_tile = p_x + i_bh // H * stride_b + i_bh % H * stride_h + o_n[:, None].to(tl.int64) * stride_n + o_d[None, :]
-    x = tl.load(p_tile, mask=(o_n < count)[:, None] & (o_d < dim)[None, :], other=0.0)
-    return x.to(tl.float32), matters
+def _load_rows(p_x, o_n, o_d, stride_n, count, dim):
+    """Rows o_n of x [count, dim] in float32: [n, d], zeros beyond."""
+    p_tile = p_x + o_n[:, None].to(tl.int64) * stride_n + o_d[None, :]
+    return tl.load(p_tile, mask=(o_n < count)[:, None] & (o_d < dim)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _exponent(size, target: tl.constexpr):
+    """Of the power of two that brings a size to 2^target at least and, but for a rounding, below twice that."""
+    return tl.minimum(tl.maximum(target - tl.floor(log2(size)), -126.0), 126.0).to(tl.int32)
+
+
+@triton.jit
+def _store_half(x, size, matters, near, p_half, p_undo, p_mark, inside, MARK: tl.constexpr):
+    """Rows [n, d] in float16, times a power of two, zeros for those that do not matter; p_undo is what undoes it.
+
+    It brings the largest number to 2^14 at least, and below 2^16: of bfloat16 no bit is lost down to 2^-31 of that. Or
+    it is that which brings `near` to 2^10, if that is not 0 and does as well: then other rows may have the same. With
+    MARK, p_mark becomes 1 where the largest number of a row, `size` [n], is less than 2^-24 of that of all.
+    """
+    largest = tl.max(tl.where(matters, size, 0.0))
+    least = tl.min(tl.where(matters & (size > 0), size, largest))
+    exponent, shared = _exponent(largest, 14.0), _exponent(near, 10.0)
+    fits = (largest * power(shared) < 2.0**15) & (least * power(shared) > 2.0**-10)
+    exponent = tl.where((near > 0) & (fits | (largest == 0)), shared, exponent)
+    tl.store(p_undo, power(-exponent))
+    if MARK:
+        if least < largest * 2.0**-24:
+            tl.store(p_mark, 1)  # all that store, store the same
+    x = tl.where(matters[:, None], x * power(exponent), 0.0)
+    tl.store(p_half, x.to(tl.float16), mask=inside)
 
 
 @triton.jit
 def _store_norms(
-    p_x, p_norms, p_rows, strides, seen, n_bh, H, T, count, dim,
-    B_D: tl.constexpr, B_N: tl.constexpr, OF_KEYS: tl.constexpr, ROWS: tl.constexpr,
+    x, size, matters, o_n, p_largest, p_rows, count, OF_BLOCK: tl.constexpr, OF_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Norms over the channels of B_N rows of x [B, H, count, dim]: of those that matter the largest, and the least that
-    is not zero (or infinity), to p_norms [2, B·H, blocks]; with ROWS all to p_rows [B·H, count].
+    """Norms over the channels of rows [n, d], of which `size` [n] is the largest number: with OF_BLOCK the largest of
+    those that matter to p_largest, with OF_ROWS all to p_rows [count].
 
     They are of finite numbers. Where others are among them, a row's norm is infinite, and a largest one negative.
     Squares are those of numbers up to 2: none is out of range.
     """
-    i_n, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    n_blocks = tl.maximum(tl.cdiv(count, B_N), 1)
-    if (i_n < n_blocks) & (i_bh < n_bh):
-        o_n, o_d = i_n * B_N + tl.arange(0, B_N), tl.arange(0, B_D)
-        x, matters = _load_rows(p_x, i_bh, o_n, o_d, strides, seen, H, T, count, dim, OF_KEYS)
-        is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1)
-        exponent = tl.minimum(tl.floor(log2(tl.max(finite(x), 1))), 126.0).to(tl.int32)
-        x = finite(x) * power(-exponent)[:, None]
-        norm = power(exponent) * tl.sqrt(tl.sum(x * x, 1))
+    is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1)
+    exponent = tl.minimum(tl.floor(log2(size)), 126.0).to(tl.int32)
+    x = finite(x) * power(-exponent)[:, None]
+    norm = power(exponent) * tl.sqrt(tl.sum(x * x, 1))
+    if OF_BLOCK:
         largest = tl.max(tl.where(matters, norm, 0.0))
         all_finite = tl.min(tl.where(matters, is_finite, 1)) > 0
-        largest = tl.where(all_finite, largest, -tl.maximum(largest, LEAST))
-        least = tl.min(tl.where(matters & (norm > 0) & (is_finite > 0), norm, float("inf")))
-        p_norms += i_bh * n_blocks + i_n
-        tl.store(p_norms, largest)
-        tl.store(p_norms + tl.cast(n_bh, tl.int64) * n_blocks, least)
-        if ROWS:
-            tl.store(p_rows + i_bh * count + o_n, tl.where(is_finite > 0, norm, float("inf")), mask=o_n < count)
+        tl.store(p_largest, tl.where(all_finite, largest, -tl.maximum(largest, LEAST)))
+    if OF_ROWS:
+        tl.store(p_rows + o_n, tl.where(is_finite > 0, norm, float("inf")), mask=o_n < count)
 
 
 @triton.jit
-def norms_kernel(
-    p_v, p_g, p_k, p_q, p_v_norms, p_g_norms, p_k_norms, p_q_norms, p_rows, p_first, p_last,
-    stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gn,
-    stride_kb, stride_kh, stride_kn, stride_qb, stride_qh, stride_qn, stride_ib,
-    n_bh, H, rep, T, S, D, DV, B_D: tl.constexpr, B_N: tl.constexpr,
+def _store_states(
+    states, out, strides, seen, n_bh, H, T, count, dim,
+    B_D: tl.constexpr, B_N: tl.constexpr, OF_KEYS: tl.constexpr, COPIED: tl.constexpr, OF_BLOCK: tl.constexpr,
+    OF_ROWS: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
-    """Norms of values, dO, keys and queries, in this order along axis 1 of the grid, which may end before: see
-    `_store_norms`. Each row's norm is wanted of dO."""
-    which, kv_bh, kv_heads, seen = tl.program_id(1), n_bh // rep, H // rep, (p_first, p_last, stride_ib)
-    if which == 0:
-        strides = (stride_vb, stride_vh, stride_vn)
-        _store_norms(p_v, p_v_norms, p_rows, strides, seen, kv_bh, kv_heads, T, S, DV, B_D, B_N, True, False)
-    elif which == 1:
-        strides = (stride_gb, stride_gh, stride_gn)
-        _store_norms(p_g, p_g_norms, p_rows, strides, seen, n_bh, H, T, T, DV, B_D, B_N, False, True)
-    elif which == 2:
-        strides = (stride_kb, stride_kh, stride_kn)
-        _store_norms(p_k, p_k_norms, p_rows, strides, seen, kv_bh, kv_heads, T, S, D, B_D, B_N, True, False)
-    else:
-        strides = (stride_qb, stride_qh, stride_qn)
-        _store_norms(p_q, p_q_norms, p_rows, strides, seen, n_bh, H, T, T, D, B_D, B_N, False, False)
+    """B_N rows of x [B, H, count, dim]: with COPIED in float16 to p_half [B·H, count, dim], see `_store_half`; with
+    OF_BLOCK and OF_ROWS their norms, see `_store_norms`. p_undo and p_largest are [B·H, blocks of B_N rows].
 
-
-@triton.jit
-def _store_half(
-    p_x, p_norms, p_out, p_undo, p_mark, strides, seen, n_bh, H, rep, T, count, dim,
-    B_D: tl.constexpr, B_N: tl.constexpr, OF_KEYS: tl.constexpr, MARK: tl.constexpr,
-):  # fmt: skip
-    """B_N rows of x [B, H, count, dim] in float16, times a power of two, to p_out [B·H, count, dim], zeros for those
-    that do not matter; what undoes the power to p_undo [B·H / rep].
-
-    It is one for `rep` heads, and brings their largest norm, of `_store_norms`, to 2^15 at most. Of bfloat16 no bit is
-    lost down to 2^-26 of the largest number, as that becomes 1024 or more. With MARK, p_mark becomes 1 where the
-    largest norm is more than 2^24 times the least among these rows, of the head whose least is largest.
+    What matters are keys that some query sees, and queries that see some key. Others, such as padding, may be anything.
+    Blocks of keys share a power of two where they can, as `values_kernel` is faster then.
     """
+    p_x, p_half, p_undo = states
+    p_largest, p_rows, p_mark = out
+    stride_b, stride_h, stride_n = strides
+    p_first, p_last, stride_ib = seen
     i_n, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
     n_blocks = tl.maximum(tl.cdiv(count, B_N), 1)
     if (i_n < n_blocks) & (i_bh < n_bh):
-        p_norms += i_bh // rep * (rep * n_blocks)
-        norms = tl.zeros([1024], tl.float32)
-        for i in range(0, rep * n_blocks, 1024):
-            o = i + tl.arange(0, 1024)
-            norms = tl.maximum(norms, tl.abs(tl.load(p_norms + o, mask=o < rep * n_blocks, other=0.0)))
-        norm = tl.max(norms)
-        exponent = tl.floor(15.0 - log2(norm))
-        exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0).to(tl.int32)
-        if i_bh % rep == 0:
-            if i_n == 0:
-                tl.store(p_undo + i_bh // rep, power(-exponent))
-            if MARK:
-                here = tl.zeros([], tl.float32)
-                for i_r in range(0, rep):
-                    least = tl.load(p_norms + (tl.cast(n_bh, tl.int64) + i_r) * n_blocks + i_n)
-                    here = tl.maximum(here, tl.where(least < float("inf"), least, 0.0))
-                if (here > 0) & (here < norm * 2.0**-24):
-                    tl.store(p_mark, 1)  # all that store, store the same
         o_n, o_d = i_n * B_N + tl.arange(0, B_N), tl.arange(0, B_D)
-        x, matters = _load_rows(p_x, i_bh, o_n, o_d, strides, seen, H, T, count, dim, OF_KEYS)
-        x = tl.where(matters[:, None], x * power(exponent), 0.0)
-        p_tile = p_out + i_bh * count * dim + o_n[:, None].to(tl.int64) * dim + o_d[None, :]
-        tl.store(p_tile, x.to(tl.float16), mask=(o_n < count)[:, None] & (o_d < dim)[None, :])
+        p_x += i_bh // H * stride_b + i_bh % H * stride_h
+        p_first += i_bh // H * stride_ib
+        p_last += i_bh // H * stride_ib
+        near = tl.zeros([], tl.float32)
+        if OF_KEYS:
+            low, high = _seen_keys(p_first, p_last, T)
+            matters = (o_n >= low) & (o_n < high)
+            if COPIED:
+                first_rows = tl.minimum(low, count) + tl.arange(0, 16)
+                near = tl.max(finite(_load_rows(p_x, first_rows, o_d, stride_n, tl.minimum(count, high), dim)))
+        else:
+            first, last = intervals(p_first, p_last, o_n, o_n < count)
+            matters = first < last
+        x = _load_rows(p_x, o_n, o_d, stride_n, count, dim)
+        size, i_block = tl.max(finite(x), 1), i_bh * n_blocks + i_n
+        if COPIED:
+            p_half += i_bh * count * dim + o_n[:, None].to(tl.int64) * dim + o_d[None, :]
+            inside = (o_n < count)[:, None] & (o_d < dim)[None, :]
+            _store_half(x, size, matters, near, p_half, p_undo + i_block, p_mark, inside, MARK)
+        if OF_BLOCK or OF_ROWS:
+            _store_norms(x, size, matters, o_n, p_largest + i_block, p_rows + i_bh * count, count, OF_BLOCK, OF_ROWS)
 
 
 @triton.jit
-def halves_kernel(
-    p_v, p_g, p_k, p_q, p_v_norms, p_g_norms, p_k_norms, p_q_norms,
-    p_v_half, p_g_half, p_k_half, p_q_half, p_undo, p_mark, p_first, p_last,
+def states_kernel(
+    p_v, p_g, p_k, p_q, p_v_half, p_g_half, p_k_half, p_q_half, p_v_undo, p_g_undo, p_k_undo, p_q_undo,
+    p_largest, p_rows, p_mark, p_first, p_last,
     stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gn,
     stride_kb, stride_kh, stride_kn, stride_qb, stride_qh, stride_qn, stride_ib,
-    n_bh, H, rep, T, S, D, DV, start, B_D: tl.constexpr, B_N: tl.constexpr, MARK: tl.constexpr,
+    n_bh, H, rep, T, S, D, DV, start,
+    B_D: tl.constexpr, B_N: tl.constexpr, COPIED: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
-    """Copies of values, dO, keys and queries in float16, in this order along axis 1 of the grid, from number `start`
-    on: see `_store_half`. p_undo is [4, B, Hkv]."""
-    which, kv_bh, kv_heads, seen = start + tl.program_id(1), n_bh // rep, H // rep, (p_first, p_last, stride_ib)
-    p_undo += which * kv_bh
+    """What passes need of values, dO, keys and queries, in this order along axis 1 of the grid, from number `start` on:
+    see `_store_states`. Norms are of blocks of values, and of all rows of dO."""
+    which, kv_bh, kv_heads = start + tl.program_id(1), n_bh // rep, H // rep
+    seen = (p_first, p_last, stride_ib)
+    out = (p_largest, p_rows, p_mark)
     if which == 0:
-        strides = (stride_vb, stride_vh, stride_vn)
-        _store_half(
-            p_v, p_v_norms, p_v_half, p_undo, p_mark, strides, seen, kv_bh, kv_heads, 1, T, S, DV, B_D, B_N, True, MARK
-        )
+        states, strides = (p_v, p_v_half, p_v_undo), (stride_vb, stride_vh, stride_vn)
+        _store_states(states, out, strides, seen, kv_bh, kv_heads, T, S, DV, B_D, B_N, True, COPIED, True, False, MARK)
     elif which == 1:
-        strides = (stride_gb, stride_gh, stride_gn)
-        _store_half(
-            p_g, p_g_norms, p_g_half, p_undo, p_mark, strides, seen, n_bh, H, rep, T, T, DV, B_D, B_N, False, MARK
-        )
+        states, strides = (p_g, p_g_half, p_g_undo), (stride_gb, stride_gh, stride_gn)
+        _store_states(states, out, strides, seen, n_bh, H, T, T, DV, B_D, B_N, False, COPIED, False, True, MARK)
     elif which == 2:
-        strides = (stride_kb, stride_kh, stride_kn)
-        _store_half(
-            p_k, p_k_norms, p_k_half, p_undo, p_mark, strides, seen, kv_bh, kv_heads, 1, T, S, D, B_D, B_N, True, MARK
-        )
+        states, strides = (p_k, p_k_half, p_k_undo), (stride_kb, stride_kh, stride_kn)
+        _store_states(states, out, strides, seen, kv_bh, kv_heads, T, S, D, B_D, B_N, True, COPIED, False, False, MARK)
     else:
-        strides = (stride_qb, stride_qh, stride_qn)
-        _store_half(
-            p_q, p_q_norms, p_q_half, p_undo, p_mark, strides, seen, n_bh, H, rep, T, T, D, B_D, B_N, False, MARK
-        )
+        states, strides = (p_q, p_q_half, p_q_undo), (stride_qb, stride_qh, stride_qn)
+        _store_states(states, out, strides, seen, n_bh, H, T, T, D, B_D, B_N, False, COPIED, False, False, MARK)
 
 
 @triton.jit
@@ -189,8 +169,8 @@ def scale_kernel(
     p_norms, p_largest, p_amplified, p_extra, p_w1, p_scale, p_mark,
     G, kv_heads, T, t_0, n_t, s_0, n_s, n_largest, n_amplified,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, B_H: tl.constexpr,
-    BLOCK: tl.constexpr, B_T: tl.constexpr, B_N: tl.constexpr, EXTRA: tl.constexpr, MARK: tl.constexpr,
-    FEW: tl.constexpr,
+    B_KV: tl.constexpr, B_V: tl.constexpr, BLOCK: tl.constexpr, B_T: tl.constexpr, B_N: tl.constexpr,
+    EXTRA: tl.constexpr, MARK: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The power of two for each BLOCK queries of a group of heads, its inverse, and whether their dO is finite.
 
@@ -204,20 +184,25 @@ def scale_kernel(
         p_scale: [3, B·G, blocks of BLOCK queries].
         p_mark: with MARK it becomes 1 where float16 would keep less than bfloat16 does: where composition may make
             gradients 2048 times as large; and with FEW where the largest dW of a query, if it has one, may be less
-            than 2^-12: most numbers are about 2^-5 of such bounds, and float16 has 8 bits down to 2^-17; less than
-            2^-6 with a key side or a static projection before the softmax.
+            than 2^-12 for the values of some block: most numbers are about 2^-5 of such bounds, and float16 has 8 bits
+            down to 2^-17; less than 2^-6 with a key side or a static projection before the softmax.
     """
     i_t, i_bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_h = tl.arange(0, B_H)
     m_h = o_h < M
     # norms of values: of all heads, so that it does not matter which query heads share them
-    values, are_finite = tl.zeros([1024], tl.float32), tl.full([1024], 1, tl.int32)
-    for i in range(0, kv_heads * n_largest, 1024):
-        o = i + tl.arange(0, 1024)
-        is_here = (o % n_largest >= s_0 // B_N) & (o % n_largest < tl.cdiv(s_0 + n_s, B_N)) & (o < kv_heads * n_largest)
-        part = tl.load(p_largest + i_bg // G * kv_heads * n_largest + o, mask=is_here, other=0.0)
-        values = tl.maximum(values, tl.abs(part))
-        are_finite = tl.minimum(are_finite, (part >= 0).to(tl.int32))
+    values, least_values = tl.zeros([B_V], tl.float32), tl.full([B_V], float("inf"), tl.float32)
+    are_finite, o_v = tl.full([B_V], 1, tl.int32), tl.arange(0, B_KV)
+    p_largest += i_bg // G * kv_heads * n_largest
+    for i in range(s_0 // B_N, tl.minimum(tl.cdiv(s_0 + n_s, B_N), n_largest), B_V):
+        o = i + tl.arange(0, B_V)
+        is_here = (o < tl.cdiv(s_0 + n_s, B_N)) & (o < n_largest)
+        mask = is_here[:, None] & (o_v < kv_heads)[None, :]
+        part = tl.load(p_largest + o[:, None] + o_v[None, :] * n_largest, mask=mask, other=0.0)  # [block, head]
+        here = tl.max(tl.abs(part), 1)
+        values = tl.maximum(values, here)
+        least_values = tl.minimum(least_values, tl.where(here > 0, here, float("inf")))
+        are_finite = tl.minimum(are_finite, tl.min((part >= 0).to(tl.int32), 1))
     value = tl.max(values)
     # what composition makes of dW: sums of sizes over heads
     amplified = tl.zeros([], tl.float32)
@@ -261,7 +246,7 @@ def scale_kernel(
         if amplified > 2048.0:
             tl.store(p_mark, 1)  # all that store, store the same
         if FEW:
-            fewest = log2(tl.min(least)) + log2(value) + exponent
+            fewest = log2(tl.min(least)) + log2(tl.min(least_values)) + exponent
             least_size: tl.constexpr = FEWEST + GRAD_SHIFT if (KEY | STATIC) & F_PRE else FEWEST
             if tl.where(value > 0, fewest, 0.0) < least_size:
                 tl.store(p_mark, 1)
