@@ -51,12 +51,12 @@ def _exponent(size, target: tl.constexpr):
 
 
 @triton.jit
-def _store_half(x, size, matters, near, p_half, p_undo, p_mark, inside, MARK: tl.constexpr):
-    """Rows [n, d] in float16, times a power of two, zeros for those that do not matter; p_undo is what undoes it.
+def _find_exponent(size, matters, near, p_undo, p_mark, MARK: tl.constexpr):
+    """Of the power of two for rows whose largest numbers are `size` [n]; p_undo is what undoes it.
 
-    It brings the largest number to 2^14 at least, and below 2^16: of bfloat16 no bit is lost down to 2^-31 of that. Or
-    it is that which brings `near` to 2^10, if that is not 0 and does as well: then other rows may have the same. With
-    MARK, p_mark becomes 1 where the largest number of a row, `size` [n], is less than 2^-24 of that of all.
+    It brings the largest of those that matter to 2^14 at least, and below 2^16: of bfloat16 no bit is lost down to
+    2^-31 of that. Or it is that which brings `near` to 2^10, if that is not 0 and does as well: then other rows may
+    have the same. With MARK, p_mark becomes 1 where a row's is less than 2^-24 of the largest.
     """
     largest = tl.max(tl.where(matters, size, 0.0))
     least = tl.min(tl.where(matters & (size > 0), size, largest))
@@ -67,8 +67,7 @@ def _store_half(x, size, matters, near, p_half, p_undo, p_mark, inside, MARK: tl
     if MARK:
         if least < largest * 2.0**-24:
             tl.store(p_mark, 1)  # all that store, store the same
-    x = tl.where(matters[:, None], x * power(exponent), 0.0)
-    tl.store(p_half, x.to(tl.float16), mask=inside)
+    return exponent
 
 
 @triton.jit
@@ -95,12 +94,12 @@ def _store_norms(
 
 @triton.jit
 def _store_states(
-    states, out, strides, seen, n_bh, H, T, count, dim,
+    states, out, strides, seen, sizes, dim,
     B_D: tl.constexpr, B_N: tl.constexpr, OF_KEYS: tl.constexpr, COPIED: tl.constexpr, OF_BLOCK: tl.constexpr,
     OF_ROWS: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
-    """B_N rows of x [B, H, count, dim]: with COPIED in float16 to p_half [B·H, count, dim], see `_store_half`; with
-    OF_BLOCK and OF_ROWS their norms, see `_store_norms`. p_undo and p_largest are [B·H, blocks of B_N rows].
+    """B_N rows of x [B, H, count, dim]: with COPIED in float16 to p_half [B·H, count, dim], see `_find_exponent`;
+    with OF_BLOCK and OF_ROWS their norms, see `_store_norms`. p_undo and p_largest are [B·H, blocks of B_N rows].
 
     What matters are keys that some query sees, and queries that see some key. Others, such as padding, may be anything.
     Blocks of keys share a power of two where they can, as `values_kernel` is faster then.
@@ -109,6 +108,7 @@ def _store_states(
     p_largest, p_rows, p_mark = out
     stride_b, stride_h, stride_n = strides
     p_first, p_last, stride_ib = seen
+    n_bh, H, T, count = sizes
     i_n, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
     n_blocks = tl.maximum(tl.cdiv(count, B_N), 1)
     if (i_n < n_blocks) & (i_bh < n_bh):
@@ -128,12 +128,14 @@ def _store_states(
             matters = first < last
         x = _load_rows(p_x, o_n, o_d, stride_n, count, dim)
         size, i_block = tl.max(finite(x), 1), i_bh * n_blocks + i_n
-        if COPIED:
-            p_half += i_bh * count * dim + o_n[:, None].to(tl.int64) * dim + o_d[None, :]
-            inside = (o_n < count)[:, None] & (o_d < dim)[None, :]
-            _store_half(x, size, matters, near, p_half, p_undo + i_block, p_mark, inside, MARK)
         if OF_BLOCK or OF_ROWS:
             _store_norms(x, size, matters, o_n, p_largest + i_block, p_rows + i_bh * count, count, OF_BLOCK, OF_ROWS)
+        if COPIED:
+            exponent = _find_exponent(size, matters, near, p_undo + i_block, p_mark, MARK)
+            x = _load_rows(p_x, o_n, o_d, stride_n, count, dim)  # from L1: to hold them would take registers
+            x = tl.where(matters[:, None], x * power(exponent), 0.0)
+            p_tile = p_half + i_bh * count * dim + o_n[:, None].to(tl.int64) * dim + o_d[None, :]
+            tl.store(p_tile, x.to(tl.float16), mask=(o_n < count)[:, None] & (o_d < dim)[None, :])
 
 
 @triton.jit
@@ -147,21 +149,28 @@ def states_kernel(
 ):  # fmt: skip
     """What passes need of values, dO, keys and queries, in this order along axis 1 of the grid, from number `start` on:
     see `_store_states`. Norms are of blocks of values, and of all rows of dO."""
-    which, kv_bh, kv_heads = start + tl.program_id(1), n_bh // rep, H // rep
-    seen = (p_first, p_last, stride_ib)
-    out = (p_largest, p_rows, p_mark)
+    which, seen, out = start + tl.program_id(1), (p_first, p_last, stride_ib), (p_largest, p_rows, p_mark)
+    of_keys, of_queries = (n_bh // rep, H // rep, T, S), (n_bh, H, T, T)
     if which == 0:
-        states, strides = (p_v, p_v_half, p_v_undo), (stride_vb, stride_vh, stride_vn)
-        _store_states(states, out, strides, seen, kv_bh, kv_heads, T, S, DV, B_D, B_N, True, COPIED, True, False, MARK)
+        strides = (stride_vb, stride_vh, stride_vn)
+        _store_states(
+            (p_v, p_v_half, p_v_undo), out, strides, seen, of_keys, DV, B_D, B_N, True, COPIED, True, False, MARK
+        )
     elif which == 1:
-        states, strides = (p_g, p_g_half, p_g_undo), (stride_gb, stride_gh, stride_gn)
-        _store_states(states, out, strides, seen, n_bh, H, T, T, DV, B_D, B_N, False, COPIED, False, True, MARK)
+        strides = (stride_gb, stride_gh, stride_gn)
+        _store_states(
+            (p_g, p_g_half, p_g_undo), out, strides, seen, of_queries, DV, B_D, B_N, False, COPIED, False, True, MARK
+        )
     elif which == 2:
-        states, strides = (p_k, p_k_half, p_k_undo), (stride_kb, stride_kh, stride_kn)
-        _store_states(states, out, strides, seen, kv_bh, kv_heads, T, S, D, B_D, B_N, True, COPIED, False, False, MARK)
+        strides = (stride_kb, stride_kh, stride_kn)
+        _store_states(
+            (p_k, p_k_half, p_k_undo), out, strides, seen, of_keys, D, B_D, B_N, True, COPIED, False, False, MARK
+        )
     else:
-        states, strides = (p_q, p_q_half, p_q_undo), (stride_qb, stride_qh, stride_qn)
-        _store_states(states, out, strides, seen, n_bh, H, T, T, D, B_D, B_N, False, COPIED, False, False, MARK)
+        strides = (stride_qb, stride_qh, stride_qn)
+        _store_states(
+            (p_q, p_q_half, p_q_undo), out, strides, seen, of_queries, D, B_D, B_N, False, COPIED, False, False, MARK
+        )
 
 
 @triton.jit
