@@ -134,7 +134,9 @@ def test_kernels_are_within_their_instructions():
             assert 0 < found[name, is_odd]["instructions"] <= most, name
     for row in rows:
         assert row["arch"] == 90 and 0 < row["registers"] <= 255 and row["shared"] <= 227, row
-        assert row["kernel"].startswith("back_") or row["stack"] == 0, row
+        # in their loop for rare numbers, or the status would not be 0
+        spills = row["kernel"].startswith("back_") or row["kernel"] in ("values", "grad_query")
+        assert row["stack"] == 0 or spills, row
 
 
 @pytest.mark.slow
