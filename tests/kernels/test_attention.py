@@ -1182,6 +1182,19 @@ def test_gradients_that_are_zero_or_not_finite(dtype, unmarked):
     assert not overflow.beyond(HERE)
 
 
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_values_that_are_not_finite_change_nothing_before_them(number, unmarked):
+    """Queries of tiles that do not see such a key have the gradients that they have otherwise."""
+    length, this, before = (40, 30, 16) if SMALL_TILES else (160, 150, 128)
+    case, found = Case(length=length, heads=2, dtype=torch.bfloat16), []
+    for value in (number, 0.0):
+        values = case.tensors()["value"].clone()
+        values[:, :, this] = value
+        found.append(gradients_of(case, value=values)["query"][:, :, :before])
+    assert torch.equal(*found) and found[0].any()
+    assert not overflow.beyond(HERE)
+
+
 # what is too large for float16 where some inputs of a small case are one number, or times a factor
 LARGE = {
     # dW are what they can be at most, for all queries of a key that has all weight

@@ -9,7 +9,7 @@ One pass over a map of all heads is what costs most; the passes of a chunk:
 
 W of the forward pass takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side
 before, `project` takes their gradients back. In 16 bits all maps and the matrices are float16, gradients times powers
-of two that `scale` finds, and what is bfloat16 is copied in float16 for products with them (`norms`, `halves`); where
+of two that `scale` finds, and what is bfloat16 is copied in float16 for products with them (`states`); where
 that is not sufficient, see `overflow`. Maps lie in tiles of as many queries as the kernels of composition have:
 [B, S, tiles, H, queries of a tile].
 """
