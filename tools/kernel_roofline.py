@@ -198,6 +198,17 @@ _KINDS = {
 }
 
 
+def matrix_bytes(heads: int) -> tuple[int, int]:
+    """Bytes of M(s) of a key, or of its gradient, that kernels of composition move between cores and L2, and L2 and
+    memory. Two blocks of heads are loaded and stored one by one, in sectors of 32 bytes for each of their rows."""
+    side, (first, second) = matrix_side(heads), head_blocks(heads)
+    rows = [(row * side, column, column + width) for row in range(side)
+            for column, width in ((0, min(first, side)), (first, side - first)) if width > 0]  # fmt: skip
+    sectors = sum((BF16 * (row + stop) - 1) // 32 - BF16 * (row + start) // 32 + 1 for row, start, stop in rows)
+    whole = side**2 * BF16
+    return (32 * sectors if second else whole), whole
+
+
 def pairs(length: int, window: int | None) -> int:
     """Pairs of a query and a key that it sees, causal."""
     reach = min(length, window or length)
@@ -256,19 +267,19 @@ def composition_work(
     area = keys * tile.b_t  # pairs in visited tiles
     count = part_count(name, length, window, tile, shape.heads)
     programs = ceil_div(length, tile.b_t) * count
-    matrix = matrix_side(shape.heads) ** 2 * BF16
+    matrix_l2, matrix = matrix_bytes(shape.heads)
     maps = BF16 * shape.heads * area * (kind.maps_in + kind.maps_out)
     side = BF16 * shape.heads * kind.channels
     parts = FP32 * shape.heads * kind.parts * length * (count if kind.parts > 1 else 1)
-    grads = keys * matrix * kind.grads
+    grads = keys * kind.grads
     at_edges = 0 if masked is None else (keys - seen_by_all(length, tile.b_t, window, tile.b_s)) * tile.b_t
     return Work(
         name,
         flops=2.0 * kind.dots * heads**2 * area,
         instructions=(issued * (area - at_edges) + (masked or 0.0) * at_edges) * shape.heads,
         exps=(kind.exps + (1 / tile.b_s if name == "lse" else 0)) * area * heads,
-        l2=maps + parts + grads + keys * matrix * kind.matrices + programs * tile.b_t * side,
-        hbm=maps + parts + grads + length * (matrix * kind.matrices + side),
+        l2=maps + parts + (grads + keys * kind.matrices) * matrix_l2 + programs * tile.b_t * side,
+        hbm=maps + parts + grads * matrix + length * (matrix * kind.matrices + side),
     )
 
 
@@ -326,7 +337,7 @@ def attention_work(
     def product(name: str, kind: str) -> Work:  # instructions take half of their bounds or less
         return product_work(name, shape, length, window, tile(kind), operands)
 
-    matrix = matrix_side(shape.heads) ** 2 * BF16
+    _, matrix = matrix_bytes(shape.heads)
     matrices = 2 * length * matrix
     side = BF16 * shape.heads * length * CHANNELS
     expand = Work("expand", instructions=0.0, l2=matrices + 2 * side, hbm=matrices + 2 * side)
@@ -340,7 +351,8 @@ def attention_work(
     sums = parts + 2 * side * (2 + 2 + 1)
 
     def states(count: int) -> Work:
-        """So many passes over queries, keys, values or gradients of the output; a quarter of one from L2 alone."""
+        """So many passes over queries, keys, values or gradients of the output; a quarter of one from L2 alone, for
+        rows that all programs of a head read, and for bounds of the mask, once for a multiprocessor."""
         size = BF16 * shape.heads * length * shape.dim
         return Work("states", l2=(count + 0.25) * size, hbm=count * size)
 

@@ -104,6 +104,13 @@ def test_visited_keys_are_those_of_steps_with_a_visible_pair(window, b_t, b_s):
     assert roofline.visited(length, b_t, window, b_s) == count
 
 
+def test_bytes_of_matrices():
+    """Of 40 heads rows of 80 bytes: every other one begins in the middle of a sector of 32."""
+    assert roofline.matrix_bytes(32) == (2048, 2048) and roofline.matrix_bytes(20) == (24 * 24 * 2,) * 2
+    assert roofline.matrix_bytes(40) == (20 * 32 * (3 + 4), 40 * 40 * 2)
+    assert roofline.matrix_bytes(48) == (48 * 48 * 2,) * 2 and roofline.matrix_bytes(64) == (64 * 64 * 2,) * 2
+
+
 @pytest.fixture
 def one_part(monkeypatch):
     """Programs that take all keys of a tile."""

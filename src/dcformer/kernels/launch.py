@@ -278,6 +278,7 @@ class Launcher(Problem):
         whole = self._remembered("whole", lambda: self._chunk(0, self.T))  # this kernel knows no chunks
         self._launch(
             states_kernel, (blocks, len(states), self.B * heads), whole, start=_STATES.index(next(iter(states))),
+            before=max(self.visibility.low, -self.T), behind=min(self.visibility.high, self.S),
             p_largest=norms, p_rows=rows, D=self.D, DV=self.DV, B_D=padded(max(self.D, self.DV)), B_N=ROWS,
             COPIED=is_copied, **self._limit(Beyond.GRADIENTS), **arguments,
         )  # fmt: skip

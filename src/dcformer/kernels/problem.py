@@ -19,7 +19,7 @@ from .schemas import KEPT_MAPS, UNBOUNDED, kept_queries
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, round_up
 from .triton.heads import WEIGHT_SHIFT, matrix_side
-from .tuning import ROWS, Key, Tile, autotune_is_on, choose, found_tile, keep_tiles
+from .tuning import ROWS, Key, Tile, autotune_is_on, choose, found_tile, is_allowed, keep_tiles
 
 _Result = TypeVar("_Result")
 
@@ -282,10 +282,12 @@ class Problem:
         return found or tile
 
     def _found_tile(self, name: str, usual: Tile) -> Tile | None:
-        """The tile that a search has found, unless it is of composition with other queries than the usual one: maps are
-        laid out by these."""
+        """The tile that a search has found, perhaps of another version: unless it is of composition with other queries
+        than the usual one, by which maps are laid out, or of a product that goes over too many tokens a turn."""
         found = found_tile(self.gpu, self._key(name))
-        return None if found is None or (name in _COMPOSITION and found.b_t != usual.b_t) else found
+        if found is None or not is_allowed(name, found):
+            return None
+        return None if name in _COMPOSITION and found.b_t != usual.b_t else found
 
     def _key(self, name: str) -> Key:
         layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")

@@ -53,15 +53,14 @@ _FEW_BEFORE = {"lse": ((16, 2, 168),), "compose": ((16, 2, 128),), "weights": ((
 _REGISTERS = 65536  # of a multiprocessor
 _PRODUCT_TILES = ((128, 64, 4), (64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
 _SMALL_WINDOW = 1024  # keys
-_LOOP = {"values": 1, "keys": 0}  # which axis of such a tile the product goes over: no more than `ROWS` of it
 
 
 def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
     """Tiles of a kernel that a search tries. Those of composition have as many queries as the usual one: maps are laid
     out by it."""
     if kernel in _PRODUCTS:
-        sizes = [sizes for sizes in _PRODUCT_TILES if kernel == "scores" or sizes[_LOOP[kernel]] <= ROWS]
-        tiles = [_product_tile(kernel, *numbers, stages) for numbers in sizes for stages in _STAGES]
+        tiles = [_product_tile(kernel, *numbers, stages) for numbers in _PRODUCT_TILES for stages in _STAGES]
+        tiles = [tile for tile in tiles if is_allowed(kernel, tile)]
         if kernel == "keys":  # which spills a little for room for three programs
             tiles += [replace(tile, maxnreg=168) for tile in tiles if (tile.b_t, tile.num_warps) == (64, 4)]
         return tuple(tiles)
@@ -77,6 +76,12 @@ def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
         for stages in (*_STAGES, 5)
         for limit in limits
     )
+
+
+def is_allowed(kernel: str, tile: Tile) -> bool:
+    """Whether a product with copies may have a tile: each turn of its loop undoes one power of two."""
+    loop = {"values": tile.b_s, "keys": tile.b_t}.get(kernel, 1)
+    return ROWS % loop == 0
 
 
 def choose(
@@ -281,6 +286,7 @@ def _read(path: Path) -> dict[str, dict[str, list[int]]]:
 
 
 __all__ = [
-    "KERNELS", "Key", "Tile", "autotune_is_on", "candidates", "choose", "found_tile", "keep_tiles", "launch_options",
+    "KERNELS", "Key", "Tile", "autotune_is_on", "candidates", "choose", "found_tile", "is_allowed", "keep_tiles",
+    "launch_options",
     "resident_programs", "searches",
 ]  # fmt: skip

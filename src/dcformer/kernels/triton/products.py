@@ -208,6 +208,7 @@ def values_kernel(
     if SCALED:
         are_finite = tl.load(p_finite + o_scale, mask=m_t, other=0.0)
     total = tl.zeros([B_T, B_D], tl.float32)
+    tl.static_assert(not COPIED or ROWS % B_S == 0, "a turn undoes one power of two")
     p_undo += (i_b * (H // rep) + i_h // rep) * n_undo
     undo, is_even, factors = 1.0, True, 1.0
     if COPIED:  # loaded here, and looked at behind the loops: nobody waits for them
@@ -297,6 +298,7 @@ def keys_kernel(
     p_last += i_b * stride_ib + t_0
     low = s_0 + i_s * B_S
     start, inner, outer, stop = tiles_that_see(p_first, p_last, n_t, low, tl.minimum(low + B_S, S), B_T)
+    tl.static_assert(not COPIED or ROWS % B_T == 0, "a turn undoes one power of two")
     total, count = tl.zeros([B_S, B_D], tl.float32), tl.full([], 0, tl.int32)
     for i_r in range(0, rep):
         i_q = i_h * rep + i_r  # a head of queries

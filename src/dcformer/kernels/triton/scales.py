@@ -27,14 +27,21 @@ def finite(x):
 
 
 @triton.jit
-def _seen_keys(p_first, p_last, T):
-    """Bounds of the keys that any of T queries sees."""
+def _seen_keys(p_first, p_last, start, stop):
+    """Bounds of the keys that any of the queries start to stop sees."""
     low, high = tl.full([], NO_KEY, tl.int32), tl.full([], 0, tl.int32)
-    for t in range(0, T, 1024):
+    for t in range(start, stop, 1024):
         o_t = t + tl.arange(0, 1024)
-        first, last = span(*intervals(p_first, p_last, o_t, o_t < T))
+        first, last = span(*intervals(p_first, p_last, o_t, o_t < stop))
         low, high = tl.minimum(low, first), tl.maximum(high, last)
     return low, high
+
+
+@triton.jit
+def _some_keys(p_first, p_last, T):
+    """Bounds of the keys that any of 32 queries among T sees."""
+    o_t = tl.arange(0, 32) * tl.cdiv(T, 32)
+    return span(*intervals(p_first, p_last, o_t, o_t < T))
 
 
 @triton.jit
@@ -55,13 +62,14 @@ def _find_exponent(size, matters, near, p_undo, p_mark, MARK: tl.constexpr):
     """Of the power of two for rows whose largest numbers are `size` [n]; p_undo is what undoes it.
 
     It brings the largest of those that matter to 2^14 at least, and below 2^16: of bfloat16 no bit is lost down to
-    2^-31 of that. Or it is that which brings `near` to 2^10, if that is not 0 and does as well: then other rows may
-    have the same. With MARK, p_mark becomes 1 where a row's is less than 2^-24 of the largest.
+    2^-31 of that. Or it is that which brings `near` to 2^10, if that is not 0 and no row's is less than 1 then, or too
+    large: other rows may have the same, and no bit is lost down to 2^-17 of each row's. With MARK, p_mark becomes 1
+    where a row's is less than 2^-24 of the largest.
     """
     largest = tl.max(tl.where(matters, size, 0.0))
     least = tl.min(tl.where(matters & (size > 0), size, largest))
     exponent, shared = _exponent(largest, 14.0), _exponent(near, 10.0)
-    fits = (largest * power(shared) < 2.0**15) & (least * power(shared) > 2.0**-10)
+    fits = (largest * power(shared) < 2.0**15) & (least * power(shared) >= 1.0)
     exponent = tl.where((near > 0) & (fits | (largest == 0)), shared, exponent)
     tl.store(p_undo, power(-exponent))
     if MARK:
@@ -108,7 +116,7 @@ def _store_states(
     p_largest, p_rows, p_mark = out
     stride_b, stride_h, stride_n = strides
     p_first, p_last, stride_ib = seen
-    n_bh, H, T, count = sizes
+    n_bh, H, T, count, before, behind = sizes
     i_n, i_bh = tl.program_id(0), tl.program_id(2).to(tl.int64)
     n_blocks = tl.maximum(tl.cdiv(count, B_N), 1)
     if (i_n < n_blocks) & (i_bh < n_bh):
@@ -118,10 +126,13 @@ def _store_states(
         p_last += i_bh // H * stride_ib
         near = tl.zeros([], tl.float32)
         if OF_KEYS:
-            low, high = _seen_keys(p_first, p_last, T)
+            # by queries that may see these
+            start, stop = tl.maximum(i_n * B_N - behind, 0), tl.minimum((i_n + 1) * B_N - before, T)
+            low, high = _seen_keys(p_first, p_last, start, stop)
             matters = (o_n >= low) & (o_n < high)
             if COPIED:
-                first_rows = tl.minimum(low, count) + tl.arange(0, 16)
+                low, high = _some_keys(p_first, p_last, T)
+                first_rows = tl.minimum(low, count) + tl.arange(0, 8)
                 near = tl.max(finite(_load_rows(p_x, first_rows, o_d, stride_n, tl.minimum(count, high), dim)))
         else:
             first, last = intervals(p_first, p_last, o_n, o_n < count)
@@ -144,13 +155,14 @@ def states_kernel(
     p_largest, p_rows, p_mark, p_first, p_last,
     stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gn,
     stride_kb, stride_kh, stride_kn, stride_qb, stride_qh, stride_qn, stride_ib,
-    n_bh, H, rep, T, S, D, DV, start,
+    n_bh, H, rep, T, S, D, DV, start, before, behind,
     B_D: tl.constexpr, B_N: tl.constexpr, COPIED: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
     """What passes need of values, dO, keys and queries, in this order along axis 1 of the grid, from number `start` on:
-    see `_store_states`. Norms are of blocks of values, and of all rows of dO."""
+    see `_store_states`. Norms are of blocks of values, and of all rows of dO. Query t sees no keys but t + before to
+    t + behind."""
     which, seen, out = start + tl.program_id(1), (p_first, p_last, stride_ib), (p_largest, p_rows, p_mark)
-    of_keys, of_queries = (n_bh // rep, H // rep, T, S), (n_bh, H, T, T)
+    of_keys, of_queries = (n_bh // rep, H // rep, T, S, before, behind), (n_bh, H, T, T, before, behind)
     if which == 0:
         strides = (stride_vb, stride_vh, stride_vn)
         _store_states(
@@ -210,7 +222,7 @@ def scale_kernel(
         part = tl.load(p_largest + o[:, None] + o_v[None, :] * n_largest, mask=mask, other=0.0)  # [block, head]
         here = tl.max(tl.abs(part), 1)
         values = tl.maximum(values, here)
-        least_values = tl.minimum(least_values, tl.where(here > 0, here, float("inf")))
+        least_values = tl.minimum(least_values, tl.where(here > LEAST, here, float("inf")))  # of finite numbers
         are_finite = tl.minimum(are_finite, tl.min((part >= 0).to(tl.int32), 1))
     value = tl.max(values)
     # what composition makes of dW: sums of sizes over heads
