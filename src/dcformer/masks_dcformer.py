@@ -67,6 +67,7 @@ class QueryBlockMask:
     window: int | None = None
     is_plain: bool = False
     _tensors: list[torch.Tensor] | None = None
+    seen: dict | None = None  # what the fused kernels have made of it, by device
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -19,6 +19,7 @@ from helpers import hear
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_device import DEVICE, HERE, INTERPRETED, SMALL_TILES
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcformer import ComposeWeights, SideWeights, compose
 from dcformer.attention_dcformer import eager_attention
@@ -571,6 +572,53 @@ def test_transforms_name_eager(length):
         dual = torch.autograd.forward_ad.make_dual(query, query)
         with pytest.raises(NotImplementedError, match=r"dcformer_triton.*forward-mode.*attn_implementation='eager'"):
             call(dual)
+
+
+@pytest.fixture
+def made_bounds(monkeypatch):
+    """What bounds are made of, each time that they are."""
+    made, real = [], ops._make_bounds
+    monkeypatch.setattr(ops, "_known_bounds", {})
+    monkeypatch.setattr(ops, "_make_bounds", lambda *args: made.append(args) or real(*args))
+    return made
+
+
+def test_bounds_that_follow_from_numbers_are_made_once(made_bounds):
+    """The first time in inference mode, whose tensors no gradients may need; not where tensors are fake."""
+    query = torch.randn(1, 2, 20, 16, device=DEVICE)
+    with torch.inference_mode():
+        expected = composed_attention(query, query, query)
+    leaf = query.clone().requires_grad_()
+    found = composed_attention(leaf, leaf, leaf)
+    found.sum().backward()
+    assert len(made_bounds) == 1 and torch.equal(found, expected) and leaf.grad.isfinite().all()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(query)
+        assert type(composed_attention(fake, fake, fake)) is type(fake)
+    assert len(made_bounds) == 2 and all(type(bounds) is torch.Tensor for bounds in ops._known_bounds.values())
+    others = (
+        {"causal": False},
+        {"causal_offset": 2},
+        {"sliding_window": 3},
+        {"sliding_window": 3, "causal_offset": -2},
+    )
+    for options in others * 2:
+        composed_attention(query, query, query, **options)
+    composed_attention(query[:, :, 1:], query, query)
+    assert len(made_bounds) == 7
+    start = torch.tensor([2], device=DEVICE)
+    for _ in range(2):  # what tensors hold may change
+        composed_attention(query, query, query, key_start=start)
+        start += 3
+    assert len(made_bounds) == 9
+
+
+def test_few_bounds_are_remembered(made_bounds, monkeypatch):
+    monkeypatch.setattr(ops, "_MOST_BOUNDS", 2)
+    query = torch.randn(1, 2, 5, 16, device=DEVICE)
+    for length in (1, 2, 3, 3, 2, 1, 1):
+        composed_attention(query[:, :, :length], query, query)
+    assert len(made_bounds) == 4 and len(ops._known_bounds) == 2
 
 
 def test_a_window_belongs_to_causal_attention():

@@ -22,7 +22,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM  # noqa: E402  # after the skips
 from dcformer.cache_dcformer import use_static_layers  # noqa: E402
-from dcformer.kernels import passes  # noqa: E402
+from dcformer.kernels import ops, passes  # noqa: E402
 from dcformer.kernels.schemas import new_kept  # noqa: E402
 from dcformer.modeling_dcformer import DCFormerAttention  # noqa: E402
 
@@ -196,6 +196,28 @@ def test_layers_without_a_mask_keep_their_windows(is_fused, fused):
     truth, low, found = compared(model, without_masks)
     assert_as_exact(truth, low, found)
     torch.testing.assert_close(truth[""], with_implementation(copy.deepcopy(model).double(), "eager")(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("padded", "count"), [(0, 2), (5, 4)], ids=["no padding", "padding"])
+def test_layers_share_what_a_mask_says(padded, count, monkeypatch):
+    """Made once for all layers with a window and once for those without; without padding once for all calls."""
+    made, real, ids = [], ops._make_bounds, tokens(2, 24)
+    monkeypatch.setattr(ops, "_known_bounds", {})
+    monkeypatch.setattr(ops, "_make_bounds", lambda *args: made.append(args) or real(*args))
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = randomise(DCFormerForCausalLM(tiny_config(num_hidden_layers=4, layer_types=kinds))).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[:, :padded] = 0
+
+    def call(model):
+        return model(ids, attention_mask=mask).logits[mask.bool()]
+
+    for _ in range(2):
+        found = call(with_implementation(model, "dcformer_triton"))
+    assert len(made) == count
+    truth, low = (call(with_implementation(copy.deepcopy(model).to(t), "eager")) for t in (torch.float64, model.dtype))
+    assert_as_exact({"": truth}, {"": low}, {"": found})
 
 
 @torch.no_grad()

@@ -21,9 +21,14 @@ from .limits import MAX_HEADS, MAX_QUERIES, require_supported, unsupported_reaso
 from .overflow import beyond
 from .passes import Passes
 from .problem import Visibility
-from .schemas import DEVICES, UNBOUNDED, attention_backward_op, attention_op, place_tensors
+from .repeated import keep
+from .schemas import DEVICES, UNBOUNDED, attention_backward_op, attention_op, is_watched, place_tensors
 
 logger = logging.get_logger(__name__)
+
+_Seen = tuple[torch.Tensor, int, int]  # bounds of `attention_op`; low and high of `Visibility`
+_MOST_BOUNDS = 64
+_known_bounds: dict[tuple, torch.Tensor] = {}  # those that follow from numbers alone
 
 # --- kernels of the operators -----------------------------------------------------------------------------------------
 
@@ -121,45 +126,97 @@ def composed_attention(
     """
     of_keys = _given_bounds(key_start, key_end, cu_seqlens, visible)
     check_types(pre, post, scale, {"query": query, "key": key, "value": value} | of_keys)
-    of_composition = [weight for stage in (pre, post) if stage is not None for weight in stage.tensors()]
-    refuse_transforms("dcformer_triton", query, key, value, *of_composition)
     numbers = {"causal_offset": causal_offset, "sliding_window": sliding_window, "chunk_bytes": chunk_bytes}
     _check_numbers({"causal": causal, "save_maps": save_maps}, numbers)
-    groups = _check(query, key, value, pre, post, cu_seqlens)
+    groups = _checked(query, key, value, pre, post, cu_seqlens)
     _check_bounds(query.shape[0], query.shape[2], query.device, of_keys)
-    (_, _, length, dim), key_length = query.shape, key.shape[2]
-    offset = key_length - length if causal_offset is None else causal_offset
-    nearest = -UNBOUNDED if sliding_window is None else _countable(offset - sliding_window + 1)
-    offset = _countable(offset)
-    position = torch.arange(length, device=query.device, dtype=torch.int32)[None]
-    first, last = torch.zeros_like(position), torch.full_like(position, key_length)
-    low, high = -UNBOUNDED, UNBOUNDED
-    if causal:
-        last, high = torch.minimum(last, position + (offset + 1)), offset
-    if sliding_window is not None:
-        first, low = (position + nearest).clamp(min=0), nearest
-    for bound, start in ((key_start, True), (key_end, False)):
-        if bound is not None:
-            bound = _bounds(bound, key_length, query.device)[:, None]  # [B, 1]
-            first, last = (torch.maximum(first, bound), last) if start else (first, torch.minimum(last, bound))
-    if cu_seqlens is not None:
-        bounds = _bounds(cu_seqlens, key_length, query.device)
-        document = torch.searchsorted(bounds, position[0], right=True) - 1  # [T]
-        is_inside = (document >= 0) & (document < len(bounds) - 1)
-        document = document.clamp(0, len(bounds) - 2)
-        first = torch.maximum(first, bounds[document][None])
-        last = torch.minimum(last, torch.where(is_inside, bounds[document + 1], 0)[None])
-    if visible is not None:
-        first = torch.maximum(first, _bounds(visible[0], key_length, query.device))
-        last = torch.minimum(last, _bounds(visible[1], key_length, query.device))
-    bounds = torch.stack(torch.broadcast_tensors(first, last))
+    seen = _visibility(query, key, causal, causal_offset, sliding_window, of_keys)
+    return _attend(query, key, value, pre, post, groups, seen, scale, return_lse, save_maps, chunk_bytes)
 
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    groups: int,
+    seen: _Seen,
+    scale: float | None,
+    return_lse: bool = False,
+    save_maps: bool = False,
+    chunk_bytes: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`composed_attention` of what has been checked; `groups` is what `_checked` returns."""
     query, key, value = map(_rows_contiguous, (query, key, value))
     weights, places = packed_weights(pre, post, key.shape[1])
     keeps = save_maps and _needs_gradients(query, key, value, pre, post)
+    bounds, low, high = seen
     plan = [groups, low, high, -1 if chunk_bytes is None else min(chunk_bytes, 2**62), int(keeps), *places]
-    out, lse, *_ = attention_op(query, key, value, weights, bounds, plan, dim**-0.5 if scale is None else scale)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    out, lse, *_ = attention_op(query, key, value, weights, bounds, plan, scale)
     return (out, lse * math.log(2)) if return_lse else out
+
+
+def _visibility(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    causal: bool,
+    causal_offset: int | None,
+    sliding_window: int | None,
+    of_keys: dict[str, torch.Tensor],
+) -> _Seen:
+    """What arguments of `composed_attention` say of the keys that queries see. Where no tensor says it, the bounds are
+    made once for all calls alike: layers and steps, for each of which it would be some seven launches."""
+    length, key_length, device = query.shape[2], key.shape[2], query.device
+    offset = key_length - length if causal_offset is None else causal_offset
+    low = -UNBOUNDED if sliding_window is None else _countable(offset - sliding_window + 1)
+    high = _countable(offset) if causal else UNBOUNDED
+    if of_keys or is_watched(query, key) or is_captured(device):
+        return _make_bounds(length, key_length, low, high, device, of_keys), low, high
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0  # others may not be ready
+    known = (length, key_length, low, high, device, stream)
+    bounds = _known_bounds.get(known)
+    if bounds is None:
+        with torch.inference_mode(False):  # a later call may have gradients
+            bounds = _make_bounds(length, key_length, low, high, device, of_keys)
+        keep(_known_bounds, known, bounds, _MOST_BOUNDS)
+    return bounds, low, high
+
+
+def _make_bounds(
+    length: int, key_length: int, low: int, high: int, device: torch.device, of_keys: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """The first key that each query sees, and the one after the last: int32 [2, B or 1, T].
+
+    Args:
+        length, key_length: T and S.
+        low, high: query t sees keys t + low to t + high at most.
+        device: of the queries.
+        of_keys: what `_given_bounds` returns.
+    """
+    position = torch.arange(length, device=device, dtype=torch.int32)[None]
+    first, last = torch.zeros_like(position), torch.full_like(position, key_length)
+    if high != UNBOUNDED:
+        last = torch.minimum(last, position + (high + 1))
+    if low != -UNBOUNDED:
+        first = (position + low).clamp(min=0)
+    for name, bound in of_keys.items():
+        if name == "cu_seqlens":
+            bounds = _bounds(bound, key_length, device)
+            document = torch.searchsorted(bounds, position[0], right=True) - 1  # [T]
+            is_inside = (document >= 0) & (document < len(bounds) - 1)
+            document = document.clamp(0, len(bounds) - 2)
+            first = torch.maximum(first, bounds[document][None])
+            last = torch.minimum(last, torch.where(is_inside, bounds[document + 1], 0)[None])
+            continue
+        bound = _bounds(bound, key_length, device)
+        bound = bound[:, None] if bound.dim() == 1 else bound  # [B, 1], or of queries
+        if name in ("key_start", "visible[0]"):
+            first = torch.maximum(first, bound)
+        else:
+            last = torch.minimum(last, bound)
+    return torch.stack(torch.broadcast_tensors(first, last))
 
 
 def _rows_contiguous(states: torch.Tensor) -> torch.Tensor:
@@ -180,10 +237,10 @@ def _bounds(keys: torch.Tensor, key_length: int, device: torch.device) -> torch.
 
 
 def _given_bounds(
-    key_start: torch.Tensor | None,
-    key_end: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    visible: tuple[torch.Tensor, torch.Tensor] | None,
+    key_start: torch.Tensor | None = None,
+    key_end: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    visible: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The places among the keys that were given, by name."""
     bounds = {"key_start": key_start, "key_end": key_end, "cu_seqlens": cu_seqlens}
@@ -215,15 +272,17 @@ def _check_numbers(switches: dict[str, bool], numbers: dict[str, Any]) -> None:
         raise ValueError(f"chunk_bytes={chunk_bytes}: expected at least 0 (the smallest chunks), or None.")
 
 
-def _check(
+def _checked(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
-    cu_seqlens: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> int:
     """Refuses what does not fit. Returns the number of groups of heads that mix."""
+    of_composition = [weight for stage in (pre, post) if stage is not None for weight in stage.tensors()]
+    refuse_transforms("dcformer_triton", query, key, value, *of_composition)
     check_states(query, key, value, pre, post)
     batch, heads, length, _ = query.shape
     if cu_seqlens is not None and (batch != 1 or length != key.shape[2]):
@@ -299,6 +358,21 @@ def _intervals(mask: torch.Tensor | QueryBlockMask) -> tuple[torch.Tensor, torch
     first, last, complete = intervals(_visible(mask)[:, 0])
     _require(complete, "gaps")
     return first, last
+
+
+def _seen_by(mask: torch.Tensor | QueryBlockMask, query: torch.Tensor, key: torch.Tensor) -> _Seen:
+    """What a mask says of the keys that queries see; found once for all layers of a device that share it."""
+    causality: tuple[bool, int | None, int | None] = (False, None, None)
+    known: dict[torch.device, _Seen] = {}
+    device = query.device
+    if isinstance(mask, QueryBlockMask):
+        if mask.causal_offset is not None:  # skips whole tiles
+            causality = (True, mask.causal_offset, mask.window)
+        if not (is_watched(query, key) or is_captured(device)):
+            known = mask.seen = mask.seen or known
+    if device not in known:
+        known[device] = _visibility(query, key, *causality, _given_bounds(visible=_intervals(mask)))
+    return known[device]
 
 
 def _check_mask(mask: torch.Tensor | QueryBlockMask | None, device: torch.device) -> None:
@@ -398,15 +472,16 @@ def triton_attention(
         query, key, value = map(_rows_contiguous, (query, key, value))
         return composed_decode(query, key, value, pre, post, scale=scaling, visible=visible).transpose(1, 2), None
     is_causal, sliding_window, attention_mask = _causality(module, attention_mask, sliding_window, is_causal)
-    options: dict[str, Any] = {"scale": scaling, "causal": is_causal}
-    options |= {"sliding_window": sliding_window if is_causal else None}  # as in the other implementations
-    if attention_mask is not None:
-        options = {"scale": scaling, "causal": False, "visible": _intervals(attention_mask)}
-        if isinstance(attention_mask, QueryBlockMask) and attention_mask.causal_offset is not None:  # skips whole tiles
-            options |= {"causal": True, "causal_offset": attention_mask.causal_offset}
-            options |= {"sliding_window": attention_mask.window}
-    options |= {"save_maps": getattr(getattr(module, "config", None), "save_maps", False)}
-    return composed_attention(query, key, value, pre, post, **options).transpose(1, 2), None  # type: ignore[union-attr]
+    options: dict[str, Any] = {"save_maps": getattr(getattr(module, "config", None), "save_maps", False)}
+    if attention_mask is None:
+        options |= {"scale": scaling, "causal": is_causal}
+        options |= {"sliding_window": sliding_window if is_causal else None}  # as in the other implementations
+        out = composed_attention(query, key, value, pre, post, **options)
+    else:
+        check_types(pre, post, scaling, {"query": query, "key": key, "value": value})
+        groups = _checked(query, key, value, pre, post)
+        out = _attend(query, key, value, pre, post, groups, _seen_by(attention_mask, query, key), scaling, **options)
+    return out.transpose(1, 2), None  # type: ignore[union-attr]
 
 
 def _needs_gradients(*inputs: torch.Tensor | ComposeWeights | None) -> bool:
