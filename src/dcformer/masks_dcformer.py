@@ -3,7 +3,7 @@
 Letters: B batch, T queries, S keys, H heads, t queries of a block.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class QueryBlockMask:
     window: int | None = None
     is_plain: bool = False
     _tensors: list[torch.Tensor] | None = None
-    seen: dict | None = None  # what the fused kernels have made of it, by device
+    seen: dict | None = field(default=None, init=False, repr=False, compare=False)  # what the fused kernels made of it
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -34,6 +34,7 @@ from dcformer.kernels.problem import Visibility
 from dcformer.kernels.triton.compose import join_kernel
 from dcformer.kernels.triton.heads import WEIGHT_SHIFT
 from dcformer.kernels.tuning import KERNELS, Tile, candidates, choose
+from dcformer.masks_dcformer import chunked_mask
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -613,6 +614,54 @@ def test_bounds_that_follow_from_numbers_are_made_once(made_bounds):
     assert len(made_bounds) == 9
 
 
+def padded_mask(**options):
+    """Of 20 tokens, 3 of them padding, causal."""
+    attention_mask = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
+    attention_mask[:, :3] = False
+    config = SimpleNamespace(is_causal=True)
+    return chunked_mask(1, 20, 20, attention_mask=attention_mask, config=config, device=DEVICE, **options)
+
+
+def test_what_a_mask_says_serves_later_calls_with_gradients(made_bounds):
+    query, mask, module = torch.randn(1, 2, 20, 16, device=DEVICE), padded_mask(), torch.nn.Module()
+    with torch.inference_mode():
+        expected = triton_attention(module, query, query, query, mask, 0.25)[0]
+    leaf = query.clone().requires_grad_()
+    found = triton_attention(module, leaf, leaf, leaf, mask, 0.25)[0]
+    found.sum().backward()
+    assert len(made_bounds) == 1 and torch.equal(found, expected) and leaf.grad.isfinite().all()
+    narrow = dataclasses.replace(mask, window=3, _tensors=None)
+    windowed = triton_attention(module, query, query, query, narrow, 0.25)[0]
+    assert len(made_bounds) == 2 and not torch.equal(windowed, expected)
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_mask_whose_window_is_none_is_refused(window):
+    query = torch.randn(1, 2, 20, 16, device=DEVICE)
+    mask = dataclasses.replace(padded_mask(), window=window)
+    with pytest.raises(ValueError, match=f"sliding_window={window}: expected at least 1"):
+        triton_attention(torch.nn.Module(), query, query, query, mask, 0.25)
+
+
+def test_maps_to_be_kept_are_a_switch_with_a_mask_too():
+    query, module = torch.randn(1, 2, 20, 16, device=DEVICE), torch.nn.Module()
+    module.config = SimpleNamespace(save_maps="no")
+    for mask in (None, padded_mask(), torch.ones(1, 1, 20, 20, dtype=torch.bool, device=DEVICE)):
+        with pytest.raises(ValueError, match="save_maps='no': expected True or False"):
+            triton_attention(module, query, query, query, mask, 0.25)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}], ids=str)
+def test_sizes_that_only_tensors_know(options):
+    """As after `nonzero`: nothing may depend on their values."""
+    query, key = torch.randn(1, 2, 20, 16, device=DEVICE), torch.randn(1, 2, 30, 16, device=DEVICE)
+    for axis_of in (query, key):
+        torch._dynamo.decorators.mark_unbacked(axis_of, 2)
+    compiled = torch.compile(lambda q, k: composed_attention(q, k, k, **options), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(query, key), composed_attention(query, key, key, **options))
+
+
 def test_few_bounds_are_remembered(made_bounds, monkeypatch):
     monkeypatch.setattr(ops, "_MOST_BOUNDS", 2)
     query = torch.randn(1, 2, 5, 16, device=DEVICE)
@@ -1142,6 +1191,24 @@ def test_tokens_that_nobody_sees_change_nothing(kind, unmarked):
         out.backward(grad)
         results.append([out, *(t.grad for t in given.values())])
     assert all(torch.equal(first, second) and first.any() for first, second in zip(*results, strict=True))
+    assert not overflow.beyond(HERE)
+
+
+@pytest.mark.parametrize("factor", [2.0**40, math.nan])
+def test_keys_between_others_that_nobody_sees_change_nothing(factor, unmarked):
+    """Queries 64 to 159 see nothing; the others see the last four keys, those in front of and behind keys 64 to 156."""
+    length, results = 224, []
+    sees = (torch.arange(length, device=DEVICE) < 64) | (torch.arange(length, device=DEVICE) >= 160)
+    visible = torch.zeros_like(sees).int()[None], torch.where(sees, length, 0).int()[None]
+    states = torch.randn(4, 1, 2, length, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE).bfloat16()
+    for number in (1.0, factor):
+        query, key, value, grad = (x.clone() for x in states)
+        key[:, :, 64:157] *= number
+        value[:, :, 64:157] *= number
+        leaves = [x.requires_grad_() for x in (query, key, value)]
+        out = composed_attention(*leaves, sliding_window=4, visible=visible)
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    assert all(torch.equal(*pair) and pair[0].any() for pair in zip(*results, strict=True))
     assert not overflow.beyond(HERE)
 
 

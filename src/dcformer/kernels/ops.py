@@ -27,7 +27,7 @@ from .schemas import DEVICES, UNBOUNDED, attention_backward_op, attention_op, is
 logger = logging.get_logger(__name__)
 
 _Seen = tuple[torch.Tensor, int, int]  # bounds of `attention_op`; low and high of `Visibility`
-_MOST_BOUNDS = 64
+_MOST_BOUNDS = 16
 _known_bounds: dict[tuple, torch.Tensor] = {}  # those that follow from numbers alone
 
 # --- kernels of the operators -----------------------------------------------------------------------------------------
@@ -126,8 +126,7 @@ def composed_attention(
     """
     of_keys = _given_bounds(key_start, key_end, cu_seqlens, visible)
     check_types(pre, post, scale, {"query": query, "key": key, "value": value} | of_keys)
-    numbers = {"causal_offset": causal_offset, "sliding_window": sliding_window, "chunk_bytes": chunk_bytes}
-    _check_numbers({"causal": causal, "save_maps": save_maps}, numbers)
+    _check_numbers(causal, save_maps, causal_offset, sliding_window, chunk_bytes)
     groups = _checked(query, key, value, pre, post, cu_seqlens)
     _check_bounds(query.shape[0], query.shape[2], query.device, of_keys)
     seen = _visibility(query, key, causal, causal_offset, sliding_window, of_keys)
@@ -170,36 +169,52 @@ def _visibility(
     made once for all calls alike: layers and steps, for each of which it would be some seven launches."""
     length, key_length, device = query.shape[2], key.shape[2], query.device
     offset = key_length - length if causal_offset is None else causal_offset
-    low = -UNBOUNDED if sliding_window is None else _countable(offset - sliding_window + 1)
-    high = _countable(offset) if causal else UNBOUNDED
-    if of_keys or is_watched(query, key) or is_captured(device):
-        return _make_bounds(length, key_length, low, high, device, of_keys), low, high
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0  # others may not be ready
-    known = (length, key_length, low, high, device, stream)
+    low = None if sliding_window is None else _countable(offset - sliding_window + 1)
+    high = _countable(offset) if causal else None
+    sizes = length, key_length, low, high
+    limits = -UNBOUNDED if low is None else low, UNBOUNDED if high is None else high
+    if of_keys or not _may_remember(query, key):
+        return _make_bounds(*sizes, device, of_keys), *limits
+    known = (*sizes, *_place(device))
     bounds = _known_bounds.get(known)
     if bounds is None:
         with torch.inference_mode(False):  # a later call may have gradients
-            bounds = _make_bounds(length, key_length, low, high, device, of_keys)
+            bounds = _make_bounds(*sizes, device, of_keys)
         keep(_known_bounds, known, bounds, _MOST_BOUNDS)
-    return bounds, low, high
+    return bounds, *limits
+
+
+def _may_remember(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether a tensor that is made now may serve later calls."""
+    return not (is_watched(query, key) or is_captured(query.device))
+
+
+def _place(device: torch.device) -> tuple[torch.device, int]:
+    """Where a tensor that is made now is ready: a device, and the stream of a GPU."""
+    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _make_bounds(
-    length: int, key_length: int, low: int, high: int, device: torch.device, of_keys: dict[str, torch.Tensor]
+    length: int,
+    key_length: int,
+    low: int | None,
+    high: int | None,
+    device: torch.device,
+    of_keys: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """The first key that each query sees, and the one after the last: int32 [2, B or 1, T].
 
     Args:
         length, key_length: T and S.
-        low, high: query t sees keys t + low to t + high at most.
+        low, high: query t sees keys t + low to t + high at most; None for no bound.
         device: of the queries.
         of_keys: what `_given_bounds` returns.
     """
     position = torch.arange(length, device=device, dtype=torch.int32)[None]
     first, last = torch.zeros_like(position), torch.full_like(position, key_length)
-    if high != UNBOUNDED:
+    if high is not None:
         last = torch.minimum(last, position + (high + 1))
-    if low != -UNBOUNDED:
+    if low is not None:
         first = (position + low).clamp(min=0)
     for name, bound in of_keys.items():
         if name == "cu_seqlens":
@@ -252,16 +267,17 @@ def _given_bounds(
     return given
 
 
-def _check_numbers(switches: dict[str, bool], numbers: dict[str, Any]) -> None:
-    """Refuses numbers of keys or bytes, by name, that are none, and switches that are no truth values."""
-    for name, switch in switches.items():
+def _check_numbers(
+    causal: Any, save_maps: Any, offset: Any = None, window: Any = None, chunk_bytes: Any = None
+) -> None:
+    """Refuses numbers of keys or bytes that are none, and switches that are no truth values."""
+    for name, switch in {"causal": causal, "save_maps": save_maps}.items():
         if not isinstance(switch, bool):
             raise ValueError(f"{name}={switch!r}: expected True or False.")
-    causal = switches["causal"]
+    numbers = {"causal_offset": offset, "sliding_window": window, "chunk_bytes": chunk_bytes}
     for name, number in numbers.items():
         if number is not None and (not isinstance(number, (int, torch.SymInt)) or isinstance(number, bool)):
             raise ValueError(f"{name}={number!r}: expected an integer or None.")
-    offset, window, chunk_bytes = numbers.values()
     if window is not None and window < 1:
         raise ValueError(f"sliding_window={window}: expected at least 1 (a query's own key), or None for all keys.")
     if window is not None and not causal:
@@ -362,17 +378,21 @@ def _intervals(mask: torch.Tensor | QueryBlockMask) -> tuple[torch.Tensor, torch
 
 def _seen_by(mask: torch.Tensor | QueryBlockMask, query: torch.Tensor, key: torch.Tensor) -> _Seen:
     """What a mask says of the keys that queries see; found once for all layers of a device that share it."""
-    causality: tuple[bool, int | None, int | None] = (False, None, None)
-    known: dict[torch.device, _Seen] = {}
-    device = query.device
-    if isinstance(mask, QueryBlockMask):
-        if mask.causal_offset is not None:  # skips whole tiles
-            causality = (True, mask.causal_offset, mask.window)
-        if not (is_watched(query, key) or is_captured(device)):
-            known = mask.seen = mask.seen or known
-    if device not in known:
-        known[device] = _visibility(query, key, *causality, _given_bounds(visible=_intervals(mask)))
-    return known[device]
+    offset, window = None, None
+    if isinstance(mask, QueryBlockMask) and mask.causal_offset is not None:  # skips whole tiles
+        offset, window = mask.causal_offset, mask.window
+        _check_numbers(True, False, offset, window)
+
+    def find() -> _Seen:
+        return _visibility(query, key, offset is not None, offset, window, _given_bounds(visible=_intervals(mask)))
+
+    if not isinstance(mask, QueryBlockMask) or not _may_remember(query, key):
+        return find()
+    known = mask.seen = mask.seen or {}
+    if (place := _place(query.device)) not in known:
+        with torch.inference_mode(False):  # a later call may have gradients
+            known[place] = find()
+    return known[place]
 
 
 def _check_mask(mask: torch.Tensor | QueryBlockMask | None, device: torch.device) -> None:
@@ -479,6 +499,7 @@ def triton_attention(
         out = composed_attention(query, key, value, pre, post, **options)
     else:
         check_types(pre, post, scaling, {"query": query, "key": key, "value": value})
+        _check_numbers(True, options["save_maps"])
         groups = _checked(query, key, value, pre, post)
         out = _attend(query, key, value, pre, post, groups, _seen_by(attention_mask, query, key), scaling, **options)
     return out.transpose(1, 2), None  # type: ignore[union-attr]
