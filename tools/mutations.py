@@ -1799,7 +1799,7 @@ _KERNELS = (
         ),
         (
             "found tiles of composition may have other queries",
-            "return None if name in _COMPOSITION and found.b_t != usual.b_t else found",
+            "return found if found is not None and is_allowed(name, found, usual) else None",
             "return found",
             T_ATTEND + "test_tiles_of_composition_are_those_that_maps_are_laid_out_by",
         ),

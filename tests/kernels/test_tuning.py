@@ -9,7 +9,7 @@ import torch
 from kernel_device import DEVICE
 
 from dcformer import ComposeWeights, SideWeights
-from dcformer.kernels import composed_attention, passes, search, tuning
+from dcformer.kernels import composed_attention, passes, schemas, search, tuning
 from dcformer.kernels import problem as problems
 from dcformer.kernels.layout import Layout, Stage
 from dcformer.kernels.passes import Passes
@@ -278,7 +278,7 @@ def test_products_with_copies_go_over_tokens_that_share_a_power_of_two(monkeypat
         for kernel, axis in (("values", "b_s"), ("keys", "b_t")):
             usual = tuning.choose(kernel, 32, dim, dtype, arch)
             tried = tuning.candidates(kernel, usual)
-            assert len(tried) > 5 and {tuning.ROWS % getattr(tile, axis) for tile in (usual, *tried)} == {0}
+            assert len(tried) > 5 and {schemas.ROWS % getattr(tile, axis) for tile in (usual, *tried)} == {0}
 
 
 def test_small_windows_have_small_tiles_of_scores(monkeypatch):

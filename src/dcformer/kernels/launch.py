@@ -16,6 +16,7 @@ from .layout import Layout, Part, StagePair
 from .overflow import LARGEST, LARGEST_EXACT, Beyond, mark_of
 from .problem import Chunk, Problem, head_blocks
 from .repeated import start
+from .schemas import ROWS
 from .sizes import ceil_div, power_of_2
 from .triton.backward import back_0_kernel, back_1_kernel
 from .triton.compose import compose_kernel, join_kernel, lse_kernel
@@ -24,7 +25,7 @@ from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
 from .triton.scales import scale_kernel, states_kernel
-from .tuning import ROWS, Tile, launch_options, resident_programs, wide_channels
+from .tuning import Tile, launch_options, resident_programs, wide_channels
 
 _LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 _JOINED = 64  # queries whose log-sum-exps one program joins

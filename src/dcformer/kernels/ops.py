@@ -166,7 +166,7 @@ def _visibility(
     of_keys: dict[str, torch.Tensor],
 ) -> _Seen:
     """What arguments of `composed_attention` say of the keys that queries see. Where no tensor says it, the bounds are
-    made once for all calls alike: layers and steps, for each of which it would be some seven launches."""
+    made once for all calls alike: layers and steps, for each of which it would be some six launches."""
     length, key_length, device = query.shape[2], key.shape[2], query.device
     offset = key_length - length if causal_offset is None else causal_offset
     low = None if sliding_window is None else _countable(offset - sliding_window + 1)
@@ -217,20 +217,17 @@ def _make_bounds(
     if low is not None:
         first = (position + low).clamp(min=0)
     for name, bound in of_keys.items():
+        places = _bounds(bound, key_length, device)
         if name == "cu_seqlens":
-            bounds = _bounds(bound, key_length, device)
-            document = torch.searchsorted(bounds, position[0], right=True) - 1  # [T]
-            is_inside = (document >= 0) & (document < len(bounds) - 1)
-            document = document.clamp(0, len(bounds) - 2)
-            first = torch.maximum(first, bounds[document][None])
-            last = torch.minimum(last, torch.where(is_inside, bounds[document + 1], 0)[None])
-            continue
-        bound = _bounds(bound, key_length, device)
-        bound = bound[:, None] if bound.dim() == 1 else bound  # [B, 1], or of queries
-        if name in ("key_start", "visible[0]"):
-            first = torch.maximum(first, bound)
+            document = torch.searchsorted(places, position[0], right=True) - 1  # [T]
+            is_inside = (document >= 0) & (document < len(places) - 1)
+            document = document.clamp(0, len(places) - 2)
+            first = torch.maximum(first, places[document][None])
+            last = torch.minimum(last, torch.where(is_inside, places[document + 1], 0)[None])
+        elif name in ("key_start", "visible[0]"):
+            first = torch.maximum(first, places[:, None] if places.dim() == 1 else places)  # of sequences, of queries
         else:
-            last = torch.minimum(last, bound)
+            last = torch.minimum(last, places[:, None] if places.dim() == 1 else places)
     return torch.stack(torch.broadcast_tensors(first, last))
 
 

@@ -15,11 +15,11 @@ import torch
 from .layout import Layout, Part, StagePair
 from .overflow import NOTHING, Beyond
 from .recording import Recording
-from .schemas import KEPT_MAPS, UNBOUNDED, kept_queries
+from .schemas import KEPT_MAPS, ROWS, UNBOUNDED, kept_queries
 from .search import LEAST_QUERIES, Trial, can_search, find_tiles, searched
 from .sizes import ceil_div, round_up
 from .triton.heads import WEIGHT_SHIFT, matrix_side
-from .tuning import ROWS, Key, Tile, autotune_is_on, choose, found_tile, is_allowed, keep_tiles
+from .tuning import Key, Tile, autotune_is_on, choose, found_tile, is_allowed, keep_tiles
 
 _Result = TypeVar("_Result")
 
@@ -282,12 +282,9 @@ class Problem:
         return found or tile
 
     def _found_tile(self, name: str, usual: Tile) -> Tile | None:
-        """The tile that a search has found, perhaps of another version: unless it is of composition with other queries
-        than the usual one, by which maps are laid out, or of a product that goes over too many tokens a turn."""
+        """The tile that a search has found, perhaps of another version, if the kernel may have it."""
         found = found_tile(self.gpu, self._key(name))
-        if found is None or not is_allowed(name, found):
-            return None
-        return None if name in _COMPOSITION and found.b_t != usual.b_t else found
+        return found if found is not None and is_allowed(name, found, usual) else None
 
     def _key(self, name: str) -> Key:
         layout, dtype = self.layout, str(self.q.dtype).removeprefix("torch.")

@@ -19,6 +19,7 @@ import torch
 DEVICES = ("cpu", "cuda")  # that have kernels: the interpreter's and the compiler's
 UNBOUNDED = 2**30  # of `problem.Visibility`: more than any number of keys
 KEPT_MAPS = 3  # for the backward pass, of every chunk of queries: S, P, W
+ROWS = 64  # queries, keys or values whose copies share a power of two: see `triton.scales`
 _ANY_TILE = 128  # queries: a multiple of every tile
 
 
@@ -130,8 +131,8 @@ def new_kept(query: torch.Tensor, key: torch.Tensor, low: int, high: int) -> tor
     batch, heads, length, _ = query.shape
     keys = -(-key.shape[2] // 16) * 16
     queries = kept_queries(low, high)
-    if queries < UNBOUNDED:  # those of a chunk begin at a multiple of 64 and end at one of 16
-        keys = torch.sym_min(keys, -(-(queries + high - low) // 16) * 16 + 64)
+    if queries < UNBOUNDED:  # those of a chunk begin at a multiple of `ROWS` and end at one of 16
+        keys = torch.sym_min(keys, -(-(queries + high - low) // 16) * 16 + ROWS)
     shape = (-(-length // _ANY_TILE) * _ANY_TILE, KEPT_MAPS * batch * heads * keys)
     return query.new_empty(shape, dtype=torch.float32 if query.dtype == torch.float32 else torch.float16)
 
@@ -144,7 +145,7 @@ def new_norms(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         query, key: [B, H, T, D], [B, Hkv, S, D].
     """
     batch, heads, length, _ = key.shape
-    blocks = torch.sym_max(1, -(-length // 64)) if query.dtype == torch.bfloat16 else 0
+    blocks = torch.sym_max(1, -(-length // ROWS)) if query.dtype == torch.bfloat16 else 0
     return query.new_empty((batch, heads, blocks), dtype=torch.float32)
 
 
@@ -504,6 +505,7 @@ def _(product, others, keys, values, plan, numbers, approximate):
 __all__ = [
     "DEVICES",
     "KEPT_MAPS",
+    "ROWS",
     "UNBOUNDED",
     "attention_backward_op",
     "attention_op",

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from ..files import write_whole
+from .schemas import ROWS
 from .triton.precision import INTERPRETED
 from .verdicts import cache_folder
 
@@ -35,7 +36,6 @@ class Tile:
     maxnreg: int = 0
 
 
-ROWS = 64  # queries, keys or values whose copies share a power of two: see `triton.scales`
 # `launch.LAUNCHES` says what they are
 KERNELS = ("scores", "lse", "compose", "values", "weights", "back_1", "back_0", "keys")
 _PRODUCTS = ("scores", "values", "keys")
@@ -60,7 +60,7 @@ def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
     out by it."""
     if kernel in _PRODUCTS:
         tiles = [_product_tile(kernel, *numbers, stages) for numbers in _PRODUCT_TILES for stages in _STAGES]
-        tiles = [tile for tile in tiles if is_allowed(kernel, tile)]
+        tiles = [tile for tile in tiles if is_allowed(kernel, tile, usual)]
         if kernel == "keys":  # which spills a little for room for three programs
             tiles += [replace(tile, maxnreg=168) for tile in tiles if (tile.b_t, tile.num_warps) == (64, 4)]
         return tuple(tiles)
@@ -78,10 +78,12 @@ def candidates(kernel: str, usual: Tile) -> tuple[Tile, ...]:
     )
 
 
-def is_allowed(kernel: str, tile: Tile) -> bool:
-    """Whether a product with copies may have a tile: each turn of its loop undoes one power of two."""
-    loop = {"values": tile.b_s, "keys": tile.b_t}.get(kernel, 1)
-    return ROWS % loop == 0
+def is_allowed(kernel: str, tile: Tile, usual: Tile) -> bool:
+    """Whether a kernel may have a tile instead of the usual one: those of composition have as many queries, by which
+    maps are laid out; a turn of a product with copies undoes one power of two."""
+    if kernel not in _PRODUCTS:
+        return tile.b_t == usual.b_t
+    return ROWS % {"values": tile.b_s, "keys": tile.b_t}.get(kernel, 1) == 0
 
 
 def choose(
@@ -287,6 +289,5 @@ def _read(path: Path) -> dict[str, dict[str, list[int]]]:
 
 __all__ = [
     "KERNELS", "Key", "Tile", "autotune_is_on", "candidates", "choose", "found_tile", "is_allowed", "keep_tiles",
-    "launch_options",
-    "resident_programs", "searches",
+    "launch_options", "resident_programs", "searches",
 ]  # fmt: skip

@@ -210,7 +210,7 @@ def values_kernel(
     total = tl.zeros([B_T, B_D], tl.float32)
     tl.static_assert(not COPIED or ROWS % B_S == 0, "a turn undoes one power of two")
     p_undo += (i_b * (H // rep) + i_h // rep) * n_undo
-    undo, is_even, factors = 1.0, True, 1.0
+    is_even = True
     if COPIED:  # loaded here, and looked at behind the loops: nobody waits for them
         factors = _factors(p_undo, low // ROWS, tl.cdiv(high, ROWS))
     at = (p_map, stride_s, p_v, stride_vs, p_undo, (first, last, o_t), (n_p, s_0, n_s, S, H), are_finite)
