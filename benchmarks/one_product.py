@@ -9,6 +9,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
+from dcformer.cache_dcformer import takes_cache
+
 
 class OneProductAttention(LlamaAttention):
     """Attention of a Llama for inference: `qkv_proj` for `q_proj`, `k_proj` and `v_proj`."""
@@ -24,6 +26,7 @@ class OneProductAttention(LlamaAttention):
         attention.qkv_proj.load_state_dict(state, assign=True)
         attention.__class__ = cls
 
+    @takes_cache
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None,
         past_key_values: Any = None, **kwargs: Any,

@@ -17,8 +17,10 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from dcformer import DCFormerForCausalLM, cache_dcformer
+from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, cache_dcformer
 from dcformer.cache_dcformer import (
+    CACHE_NAME,
+    CACHE_NAMES,
     LEAST_ROOM,
     GrowingLayer,
     GrowingWindowLayer,
@@ -426,6 +428,45 @@ def test_an_emptied_cache_is_anyones(kind):
     torch.testing.assert_close(logits, models[1](ids, use_cache=False).logits)
     with pytest.raises(ValueError, match=r"compose_rank of the model that filled it is 3, of this model 2"):
         models[0](ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("head", [DCFormerForCausalLM, DCFormerForSequenceClassification])
+@pytest.mark.parametrize("name", CACHE_NAMES)
+@torch.no_grad()
+def test_a_cache_has_either_name(head, name, recwarn):
+    """Transformers passes `past_key_values` up to 5.23, and `cache` from then on."""
+    config = tiny_config(num_key_value_heads=4)
+    model, ids, cache = head(config).eval(), torch.arange(12)[None] + 1, DynamicCache(config=config)
+    decoder = model.model
+    whole = decoder(ids, use_cache=False).last_hidden_state
+    begun = decoder(ids[:, :5], **{name: cache})
+    assert getattr(begun, CACHE_NAME) is cache and cache.get_seq_length() == 5
+    if name == CACHE_NAME or head is DCFormerForCausalLM:  # the library's head knows its own name, from 5.24 on both
+        assert getattr(model(ids[:, 5:11], **{name: cache}), CACHE_NAME) is cache
+    else:
+        decoder(ids[:, 5:11], **{name: cache})
+    states = decoder(ids[:, 11:], **{name: cache, CACHE_NAMES[name == CACHE_NAMES[0]]: None}).last_hidden_state
+    torch.testing.assert_close(states, whole[:, 11:])
+    with pytest.raises(ValueError, match="two names of one argument"):
+        decoder(ids, past_key_values=cache, cache=DynamicCache(config=config))
+    assert not [warning for warning in recwarn if "past_key_values" in str(warning.message)]
+
+
+def test_a_layer_of_attention_takes_either_name():
+    attention = DCFormerForCausalLM(tiny_config()).model.layers[0].self_attn
+    x, rope = torch.randn(1, 3, attention.config.hidden_size), torch.zeros(2, 1, 3, attention.config.rotary_dim)
+    caches = [DynamicCache(), DynamicCache()]
+    outputs = [attention(x, rope, **{name: cache})[0] for name, cache in zip(CACHE_NAMES, caches, strict=True)]
+    assert torch.equal(*outputs)
+    assert [cache.get_seq_length() for cache in caches] == [3, 3]
+
+
+@torch.no_grad()
+def test_a_cache_that_is_returned_is_not_a_prediction():
+    """`Trainer` leaves it out, by whichever name."""
+    model = DCFormerForCausalLM(tiny_config())
+    assert CACHE_NAME in model(torch.ones(1, 2, dtype=torch.long), use_cache=True)
+    assert set(CACHE_NAMES) <= set(model.config.keys_to_ignore_at_inference)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])

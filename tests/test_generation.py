@@ -314,6 +314,18 @@ def test_assisted_decoding_on_a_filled_cache_is_refused(kind):
     torch.testing.assert_close(model.generate(longer, **kind), model.generate(longer, past_key_values=cache))
 
 
+@pytest.mark.parametrize(
+    "kind", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"assistant_model": True}], ids=str
+)
+@pytest.mark.parametrize("name", ["gqa", "no window"])
+def test_assisted_decoding_with_a_static_cache_is_refused(name, kind):
+    """By the library up to 5.23; a later one lets drafts run over the end of the cache, and windows forget."""
+    model = model_named("gqa") if name == "gqa" else make_model(tiny_config(num_hidden_layers=2, sliding_window=None))
+    options = {name: model if value is True else value for name, value in kind.items()}
+    with pytest.raises(ValueError, match=r"(?i)static cache"):
+        generate(model, prompts()[0][None], cache_implementation="static", **options)
+
+
 def test_assistant_that_is_the_model_itself_is_believed():
     """A draft by the same weights is never rejected: fewer forward passes than tokens."""
     model, assistant = model_named("gqa"), make_model(make_config("gqa"))

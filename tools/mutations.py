@@ -217,6 +217,18 @@ _CACHE = _in(
     "cache",
     CACHE,
     (
+        "a cache by its later name is lost",
+        'kwargs["past_key_values"] = cache',
+        "pass",
+        T_CACHE + "test_a_cache_has_either_name",
+    ),
+    (
+        "the first of two caches is ignored",
+        'if kwargs.get("past_key_values") is not None:',
+        "if False:",
+        T_CACHE + "test_a_cache_has_either_name",
+    ),
+    (
         "a growing layer writes behind keys that something else has put there",
         "if rows is None or vars(self).get(name, rows.held) is not rows.held:",
         "if rows is None:",
@@ -1949,8 +1961,8 @@ _MODELING = _in(
     ),
     (
         "documents of a packed row not told apart",
-        '                "position_ids": position_ids,\n            }',
-        "            }",
+        "attention_mask, past_key_values, position_ids)\n",
+        "attention_mask, past_key_values, None)\n",
         T_MODEL + "test_packed_documents_do_not_see_each_other[eager]",
     ),
     (

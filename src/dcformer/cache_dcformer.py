@@ -7,8 +7,9 @@ int, which makes a compiled decoding step a new graph when the window fills up, 
 """
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +22,16 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .attention_dcformer import active_transform
 from .configuration_dcformer import DCFormerConfig
 from .heads_dcformer import MAP_FIELDS
 from .masks_dcformer import is_captured
+
+# What the library calls a cache, an argument of models and a field of what they return: `cache` from Transformers 5.24.
+CACHE_NAMES = ("past_key_values", "cache")
+CACHE_NAME = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
 
 # How many more tokens a growing layer that moves gets memory for: 1/16 of its length, and 32 at least.
 ROOM, LEAST_ROOM = 16, 32
@@ -39,6 +45,27 @@ _ADVICE = "Pass a cache that this model filled, or none."
 _LAST_USER = "_dcformer_last_user"
 _ROW_FIELDS = ("compose_rank", "compose_projection", "compose_gate", *MAP_FIELDS, "head_embeddings")
 _LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
+
+
+def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a `forward` with an argument `past_key_values`, which callers may also name `cache`.
+
+    Transformers up to 5.23 passes the former, from 5.24 on the latter.
+
+    Raises:
+        ValueError: by what is decorated, on a call with both.
+    """
+
+    @wraps(forward)
+    def with_either_name(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.pop("cache", None)
+        if cache is not None:
+            if kwargs.get("past_key_values") is not None:
+                raise ValueError("past_key_values and cache are two names of one argument: give one of them.")
+            kwargs["past_key_values"] = cache
+        return forward(*args, **kwargs)
+
+    return with_either_name
 
 
 def check_cache_layers(cache: Cache, config: DCFormerConfig, length: int) -> None:
@@ -448,6 +475,7 @@ class StaticWindowLayer(_OwnValues, StaticSlidingWindowLayer):
     operations. Longer pieces (the prefill) go the library's way, by a Python int.
     """
 
+    is_croppable = False  # what the ring has written over is lost
     _int_is_stale = False
     _is_in_a_graph = False  # captured by hand, whose replays count on the device alone
 

@@ -125,7 +125,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     """
 
     model_type = "dcformer"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),

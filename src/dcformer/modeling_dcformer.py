@@ -18,7 +18,7 @@ from torch import nn
 from transformers import MODEL_MAPPING, AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation import EarlyExitCandidateGenerator, GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
@@ -45,9 +45,12 @@ from .attention_dcformer import (
     refuse_without_composition,
 )
 from .cache_dcformer import (
+    CACHE_NAME,
+    CACHE_NAMES,
     check_cache_layers,
     check_cache_rows,
     lend_room,
+    takes_cache,
     use_growing_layers,
     use_static_layers,
 )
@@ -265,6 +268,7 @@ class DCFormerAttention(FusableAttention):
         """Channels of a cached key and of a cached value, without composition weights."""
         return self.config.cached_head_dim("pre"), self.config.cached_head_dim("post")
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -610,7 +614,7 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DCFormerDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [*CACHE_NAMES]
     _supports_flash_attn = False
     _supports_sdpa = False
     _supports_flex_attn = False
@@ -763,6 +767,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         self._no_split_modules = [self.layer_class.__name__]  # a variant's, too
         self.post_init()
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     @auto_docstring
@@ -776,6 +781,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
+        r"""
+        past_key_values (`Cache`, *optional*):
+            Keys and values of the tokens before `input_ids`, which must be this model's; updated, and returned. Callers
+            may name it `cache`, as Transformers does from 5.24 on.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if position_ids is None and any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
@@ -817,10 +827,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 attn_implementation=self.config._attn_implementation,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states),
-            past_key_values=past_key_values,
-        )
+        outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE_NAME: past_key_values}
+        return BaseModelOutputWithPast(**outputs)
 
     def _check_cache(self, cache: Cache, length: int, is_causal: bool | None) -> None:
         """Refuses a cache that another model made, and one for which the result would be wrong.
@@ -866,14 +874,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 "full_attention": create_causal_mask,
                 "sliding_attention": create_sliding_window_causal_mask,
             }
-            arguments: dict[str, Any] = {
-                "config": self.config,
-                "inputs_embeds": hidden_states,
-                "attention_mask": attention_mask,
-                "past_key_values": past_key_values,
-                "position_ids": position_ids,
-            }
-            return {kind: make_mask[kind](**arguments) for kind in sorted(set(kinds))}
+            given = (self.config, hidden_states, attention_mask, past_key_values, position_ids)
+            return {kind: make_mask[kind](*given) for kind in sorted(set(kinds))}
         # generate prepares the masks itself when it compiles the forward
         if absent := [kind for kind in kinds if kind not in attention_mask]:
             raise ValueError(
@@ -975,6 +977,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     @auto_docstring
     def forward(  # type: ignore[misc]  # the library's own kwargs name position_ids, too
@@ -991,6 +994,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         r"""
+        past_key_values (`Cache`, *optional*):
+            Keys and values of the tokens before `input_ids`, which must be this model's; updated, and returned. Callers
+            may name it `cache`, as Transformers does from 5.24 on.
         compose_trace (`ComposeTrace`, *optional*):
             Collects the attention maps before and after each composition, with `attn_implementation="eager"`. In
             `generate` it is an argument like any other of the model, and of this model alone: not of an assistant.
@@ -1029,9 +1035,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
 
     def _validate_generation_mode(
@@ -1057,10 +1063,17 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         with fewer layers leaves the model its layers, however it ends.
 
         Raises:
-            ValueError: with a cache that holds tokens: assisted decoding would pass the whole text to it once more.
+            ValueError: with a cache that holds tokens: assisted decoding would pass the whole text to it once more; and
+                with a static one, which drafts that are refused would overrun, and whose windows cannot take them back.
         """
         given = kwargs["model_kwargs"]
-        cache = given.get("past_key_values")
+        cache = given.get(CACHE_NAME)
+        if isinstance(cache, StaticCache):
+            raise ValueError(
+                "assisted decoding with a static cache is not supported, as drafts overrun it: leave "
+                "cache_implementation away, or generate without assistant_model, assistant_early_exit and "
+                "prompt_lookup_num_tokens."
+            )
         if cache is not None and (seen := cache.get_seq_length()):
             raise ValueError(
                 f"assisted decoding begins with the whole text, and past_key_values already holds {seen} tokens of it: "

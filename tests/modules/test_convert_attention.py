@@ -17,6 +17,7 @@ from torch import nn
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 
 import dcformer
+from dcformer.cache_dcformer import CACHE_NAME
 from dcformer.errors import DCFormerError
 from dcformer.modules import (
     convert,
@@ -814,10 +815,10 @@ def test_cross_attention_that_is_called_with_its_keys_in_the_cache_alone():
     module = next(m for m in model.modules() if isinstance(m, BertCrossAttention))
     hook, call = interface.compose_hook, module.compose_call
     cache, states, keys = t.EncoderDecoderCache(t.DynamicCache(), t.DynamicCache()), noise(2, 3, 16), noise(2, 5, 16)
-    names = {"encoder_hidden_states": keys, "past_key_values": cache}
+    names = {"encoder_hidden_states": keys, CACHE_NAME: cache}
     assert set(names) <= set(call.positions)
     _, first = hook(module, (states,), dict(names))
-    _, second = hook(module, (states,), {"past_key_values": cache})
+    _, second = hook(module, (states,), {CACHE_NAME: cache})
     weights = [given["compose_weights"] if call.passes_kwargs else None for given in (first, second)]
     if weights[0] is not None:
         assert torch.equal(weights[0][0].key.packed, weights[1][0].key.packed)

@@ -3,18 +3,28 @@
 import copy
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
 from helpers import randomise, tiny_config
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+from dcformer.cache_dcformer import CACHE_NAME
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("trl")
 
 from dcformer.training import ATTENTION_TARGETS, COMPOSE_TARGETS, LORA_TARGETS, MLP_TARGETS  # noqa: E402
+
+# PEFT names caches as Transformers did up to 5.23. With a later one, what it generates behind prompts is wrong for any
+# model, Llama included, and Transformers' own `add_adapter` asks for a newer PEFT.
+later_names = pytest.mark.skipif(
+    CACHE_NAME == "cache" and Version(metadata.version("peft")) < Version("0.22"),
+    reason="this PEFT does not go with this Transformers",
+)
 
 IDS = torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -157,6 +167,7 @@ def test_methods_without_target_modules(name, method):
     assert curve[-1] < curve[0]
 
 
+@later_names
 def test_adapters_added_by_transformers_need_no_target_modules(tmp_path):
     base = randomise(DCFormerForCausalLM(tiny_config()))
     again = copy.deepcopy(base)
@@ -187,6 +198,7 @@ def test_importing_the_package_does_not_import_peft():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@later_names
 @pytest.mark.parametrize("method", ["PromptTuningConfig", "PromptEncoderConfig"])
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_that_are_trained(name, method):
@@ -204,6 +216,7 @@ def test_prompts_that_are_trained(name, method):
         assert torch.equal(out.logits[:, -1].argmax(-1), generated[:, IDS.shape[1] + step])
 
 
+@later_names
 @pytest.mark.parametrize("name", MODELS)
 def test_prefix_tuning_is_refused_with_the_reason(name):
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

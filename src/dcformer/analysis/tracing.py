@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..attention_dcformer import ComposeTrace, LayerTrace
+from ..cache_dcformer import CACHE_NAMES
 from ..compose_dcformer import ComposeWeights, SideWeights, stages
 from ..errors import DCFormerError
 from ..masks_dcformer import causal_rows, visible_and_bias
@@ -201,8 +202,9 @@ def as_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
             "tensor of token ids [B, T]."
         )
     arguments = {name: value for name, value in inputs.items() if value is not None}
-    if "past_key_values" in arguments:
-        raise DCFormerError("inputs with past_key_values: analysis takes whole texts, without a cache.")
+    for name in CACHE_NAMES:
+        if name in arguments:
+            raise DCFormerError(f"inputs with {name}: analysis takes whole texts, without a cache.")
     if "logits_to_keep" in arguments:
         raise DCFormerError(
             "inputs with logits_to_keep: analysis needs the logits of all positions. Leave it out; positions= of trace "

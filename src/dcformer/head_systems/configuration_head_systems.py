@@ -32,7 +32,7 @@ class HeadSystemsConfig(DCFormerConfig):
     """
 
     model_type = "dcformer_heads"
-    keys_to_ignore_at_inference = ["past_key_values", "aux_loss", "router_logits", "head_gates"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache", "aux_loss", "router_logits", "head_gates"]
 
     head_system: str = "plain"
     head_system_options: dict | None = None

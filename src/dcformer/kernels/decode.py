@@ -370,7 +370,8 @@ def output_kernel(
             v = tl.load(p_row[:, :, None] + o_d[None, None, :], mask=m_tile, other=0.0)
             acc += tl.sum(weights.to(tl.float32)[:, :, None] * v.to(tl.float32), 1)
         o_out = i_p.to(tl.int64) * n_out + ((i_b * T + o_rt) * H + i_g * M + o_rm) * D
-        m_out = (m_r & (i_s == n_s - 1))[:, None] & (o_d < D)[None, :]
+        rows = tl.where(i_s == n_s - 1, SHARED * T, 0)  # that are complete: none before the last keys
+        m_out = (o_r < rows)[:, None] & (o_d < D)[None, :]
         tl.store(p_out + o_out[:, None] + o_d[None, :], rounded(acc, p_out.dtype.element_ty), mask=m_out)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cache_dcformer import CACHE_NAMES
 from ..compose_dcformer import ComposeSettings, DCFormerCompose
 from ..errors import DCFormerError
 from .dcmha import one_side
@@ -22,7 +23,7 @@ from .dcmha import one_side
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 STATES = "hidden_states"
 KEY_STATES = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
-CACHES = ("past_key_values", "layer_past")
+CACHES = (*CACHE_NAMES, "layer_past")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
 SUBMODULES = ("compose", "compose_query", "compose_key")

@@ -91,8 +91,10 @@ def _own_application() -> Iterator[None]:
             super().__init__(*args, **kwargs)
 
         def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-            model, revision = model_id_and_revision.split("@", 1)
-            where = {"revision": revision, "trust_remote_code": self.trust_remote_code}
+            model, _, revision = model_id_and_revision.partition("@")
+            if os.path.exists(model_id_and_revision):  # a folder, which from Transformers 5.24 on has no revision
+                model, revision = model_id_and_revision, ""
+            where = {"revision": revision or None, "trust_remote_code": self.trust_remote_code}
             is_gguf = kwargs.get("gguf_file") is not None
             if is_gguf or not isinstance(AutoConfig.from_pretrained(model, **where), dcformer.DCFormerConfig):
                 return super()._load_model(model_id_and_revision, *args, **kwargs)
@@ -109,6 +111,7 @@ def _own_application() -> Iterator[None]:
             except EOFError as error:  # typer would take it for the end of its own input
                 raise DCFormerError(f"a file of {model} ends too early") from error
 
+        # Before Transformers 5.24, which has `list_models` that does the same.
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
             if self.force_model is not None:  # requests for other models are refused
                 return [{"id": self.force_model, "object": "model", "created": started, "owned_by": ""}]
