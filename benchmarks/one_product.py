@@ -29,15 +29,15 @@ class OneProductAttention(LlamaAttention):
     @takes_cache
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None,
-        past_key_values: Any = None, **kwargs: Any,
+        cache: Any = None, **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:  # fmt: skip
         """What `LlamaAttention` computes. hidden_states: [B, T, E]."""
         states = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H + 2 Hkv, T, D]
         kv_heads = self.config.num_key_value_heads
         q, k, v = states.split([self.config.num_attention_heads, kv_heads, kv_heads], 1)
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out, weights = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
         return self.o_proj(out.flatten(2)), weights

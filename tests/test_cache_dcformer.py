@@ -1,6 +1,7 @@
 """Layers hold and show exactly what the library's own do; caches of other models are noticed."""
 
 import copy
+import inspect
 import itertools
 import pickle
 
@@ -17,7 +18,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, cache_dcformer
+from dcformer import DCFormerForCausalLM, cache_dcformer
 from dcformer.cache_dcformer import (
     CACHE_NAME,
     CACHE_NAMES,
@@ -430,26 +431,26 @@ def test_an_emptied_cache_is_anyones(kind):
         models[0](ids[:, :1], past_key_values=cache)
 
 
-@pytest.mark.parametrize("head", [DCFormerForCausalLM, DCFormerForSequenceClassification])
 @pytest.mark.parametrize("name", CACHE_NAMES)
 @torch.no_grad()
-def test_a_cache_has_either_name(head, name, recwarn):
-    """Transformers passes `past_key_values` up to 5.23, and `cache` from then on."""
+def test_a_cache_has_either_name(name, recwarn):
+    """Transformers passes `past_key_values` up to 5.23, and `cache` from then on, when the former warns."""
     config = tiny_config(num_key_value_heads=4)
-    model, ids, cache = head(config).eval(), torch.arange(12)[None] + 1, DynamicCache(config=config)
-    decoder = model.model
-    whole = decoder(ids, use_cache=False).last_hidden_state
-    begun = decoder(ids[:, :5], **{name: cache})
+    model, ids, cache = DCFormerForCausalLM(config).eval(), torch.arange(12)[None] + 1, DynamicCache(config=config)
+    whole = model(ids, use_cache=False).logits
+    begun = model.model(ids[:, :5], **{name: cache})
     assert getattr(begun, CACHE_NAME) is cache and cache.get_seq_length() == 5
-    if name == CACHE_NAME or head is DCFormerForCausalLM:  # the library's head knows its own name, from 5.24 on both
-        assert getattr(model(ids[:, 5:11], **{name: cache}), CACHE_NAME) is cache
-    else:
-        decoder(ids[:, 5:11], **{name: cache})
-    states = decoder(ids[:, 11:], **{name: cache, CACHE_NAMES[name == CACHE_NAMES[0]]: None}).last_hidden_state
-    torch.testing.assert_close(states, whole[:, 11:])
-    with pytest.raises(ValueError, match="two names of one argument"):
-        decoder(ids, past_key_values=cache, cache=DynamicCache(config=config))
-    assert not [warning for warning in recwarn if "past_key_values" in str(warning.message)]
+    logits = [model(ids[:, at : at + 1], **{name: cache}).logits for at in range(5, 12)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), whole[:, 5:])
+    for decorated in (model, model.model):
+        assert [known for known in CACHE_NAMES if known in inspect.signature(decorated.forward).parameters] == [
+            CACHE_NAME
+        ]
+        with pytest.raises(ValueError, match="Both `past_key_values` and `cache` are set"):
+            decorated(ids, past_key_values=cache, cache=DynamicCache(config=config))
+    warned = {str(warning.message).partition(" for")[0] for warning in recwarn if "past_key" in str(warning.message)}
+    outdated = CACHE_NAME == "cache" and name != CACHE_NAME
+    assert warned == ({"`past_key_values` is deprecated and will be removed in version 5.40.0"} if outdated else set())
 
 
 def test_a_layer_of_attention_takes_either_name():

@@ -25,6 +25,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dcformer import ComposeTrace, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM, modeling_dcformer
+from dcformer.cache_dcformer import CACHE_NAME
 
 IMPLEMENTATIONS = ("eager", "dcformer_chunked")
 WINDOW = 8
@@ -309,7 +310,7 @@ def test_assisted_decoding_on_a_filled_cache_is_refused(kind):
     ids = prompts()[0][None]
     first = model.generate(ids, past_key_values=cache, **kind)
     longer = torch.cat([first, ids], dim=1)
-    with pytest.raises(ValueError, match=r"past_key_values already holds \d+ tokens"):
+    with pytest.raises(ValueError, match=rf"{CACHE_NAME} already holds \d+ tokens"):
         model.generate(longer, past_key_values=cache, **kind)
     torch.testing.assert_close(model.generate(longer, **kind), model.generate(longer, past_key_values=cache))
 
@@ -820,7 +821,7 @@ def test_cache_of_another_model(case, static):
     model = model_named("mha")
     with pytest.raises(ValueError, match=message):
         model(tokens(1), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"past_key_values (does not belong to this model|is a plain model's)"):
+    with pytest.raises(ValueError, match=rf"{CACHE_NAME} (does not belong to this model|is a plain model's)"):
         generate(model, tokens(24), past_key_values=cache)
 
 

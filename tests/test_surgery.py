@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dcformer import ComposeTrace, DCFormerForCausalLM
+from dcformer.cache_dcformer import CACHE_NAME
 
 WINDOW = 6
 
@@ -340,7 +341,7 @@ def test_generate_in_training_with_gradient_checkpointing_keeps_its_cache(whole,
         cache = DynamicCache(config=model.config)
         model(ids, past_key_values=cache)
     assert cache.get_seq_length() == 20
-    with pytest.raises(ValueError, match=r"past_key_values.*gradient checkpointing.*torch.no_grad"):
+    with pytest.raises(ValueError, match=rf"{CACHE_NAME}.*gradient checkpointing.*torch.no_grad"):
         model(ids, past_key_values=DynamicCache(config=model.config))
     assert model.is_gradient_checkpointing
     model(ids, labels=ids).loss.backward()  # and training goes on

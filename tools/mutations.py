@@ -217,14 +217,14 @@ _CACHE = _in(
     "cache",
     CACHE,
     (
-        "a cache by its later name is lost",
-        'kwargs["past_key_values"] = cache',
-        "pass",
+        "a cache by its earlier name is lost",
+        'kwargs["cache"] = kwargs.pop("past_key_values")',
+        'kwargs.pop("past_key_values")',
         T_CACHE + "test_a_cache_has_either_name",
     ),
     (
         "the first of two caches is ignored",
-        'if kwargs.get("past_key_values") is not None:',
+        'if kwargs.get("cache") is not None:',
         "if False:",
         T_CACHE + "test_a_cache_has_either_name",
     ),
@@ -1961,8 +1961,8 @@ _MODELING = _in(
     ),
     (
         "documents of a packed row not told apart",
-        "attention_mask, past_key_values, position_ids)\n",
-        "attention_mask, past_key_values, None)\n",
+        "attention_mask, cache, position_ids)\n",
+        "attention_mask, cache, None)\n",
         T_MODEL + "test_packed_documents_do_not_see_each_other[eager]",
     ),
     (

@@ -7,6 +7,7 @@ int, which makes a compiled decoding step a new graph when the window fills up, 
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -37,7 +38,7 @@ CACHE_NAME = next(name for name in CACHE_NAMES if name in {field.name for field 
 ROOM, LEAST_ROOM = 16, 32
 
 _NAMES = ("keys", "values")  # of a layer
-_REFUSED = "past_key_values does not belong to this model"
+_REFUSED = f"{CACHE_NAME} does not belong to this model"
 _ADVICE = "Pass a cache that this model filled, or none."
 
 # On every cache in use, and on its copies: what decides the form of the rows in it, in the model that used it last; and
@@ -48,23 +49,30 @@ _LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
 
 
 def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a `forward` with an argument `past_key_values`, which callers may also name `cache`.
+    """Decorator of a `forward` with an argument `cache`, which callers may also name `past_key_values`.
 
-    Transformers up to 5.23 passes the former, from 5.24 on the latter.
+    From Transformers 5.24 on the latter warns, as in the library's own models. Before, it is the library's name, and so
+    the one in the signature, which PEFT reads.
 
     Raises:
         ValueError: by what is decorated, on a call with both.
     """
+    if CACHE_NAME == "cache":
+        from transformers.utils.deprecation import deprecate_kwarg
+
+        return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)(forward)
 
     @wraps(forward)
     def with_either_name(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.pop("cache", None)
-        if cache is not None:
-            if kwargs.get("past_key_values") is not None:
-                raise ValueError("past_key_values and cache are two names of one argument: give one of them.")
-            kwargs["past_key_values"] = cache
+        if "past_key_values" in kwargs:
+            if kwargs.get("cache") is not None:
+                raise ValueError("Both `past_key_values` and `cache` are set: they are two names of one argument.")
+            kwargs["cache"] = kwargs.pop("past_key_values")
         return forward(*args, **kwargs)
 
+    signature = inspect.signature(forward)
+    shown = [p.replace(name=CACHE_NAME) if p.name == "cache" else p for p in signature.parameters.values()]
+    with_either_name.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return with_either_name
 
 
@@ -72,7 +80,7 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig, length: int) -> Non
     """Refuses a cache whose layers another model made. Looks at all of them only when a cache comes to a model.
 
     Args:
-        cache: `past_key_values` of a forward pass.
+        cache: that of a forward pass.
         config: the model's.
         length: tokens of the forward pass.
 
@@ -128,7 +136,7 @@ def _check_all_layers(cache: Cache, config: DCFormerConfig) -> int | None:
         keys, values = (config.cached_heads(stage, index) for stage in ("pre", "post"))
         if isinstance(layer, StaticLayer) and not isinstance(layer, _OwnValues) and keys != values:
             raise ValueError(
-                f"past_key_values cannot hold layer {index}, which has {keys} key and {values} value heads: a "
+                f"{CACHE_NAME} cannot hold layer {index}, which has {keys} key and {values} value heads: a "
                 f"{type(layer).__name__} gives values as many heads as keys. Call cache_dcformer.use_static_layers("
                 'cache, config.sliding_window) before its first use, or generate(cache_implementation="static").'
             )
@@ -150,7 +158,7 @@ def check_cache_rows(
     """Refuses a cache whose first layer holds keys or values of another form than the new ones.
 
     Args:
-        cache: `past_key_values` of a forward pass.
+        cache: that of a forward pass.
         key, value: of the first layer, [B, Hkv, T, D + channels].
         widths: channels of a key and of a value, without those of composition.
         head_dim: those that a plain model of this configuration would cache.
@@ -165,10 +173,10 @@ def check_cache_rows(
         expected = (new.shape[0], new.shape[1], new.shape[3])
         found = (old.shape[0], old.shape[1], old.shape[3])
         if expected != found:
-            wrong = "past_key_values does not belong to this model and batch"
+            wrong = f"{CACHE_NAME} does not belong to this model and batch"
             if (found[0], found[2]) == (expected[0], head_dim):
                 wrong = (
-                    "past_key_values is a plain model's, or a prefix of PEFT's prefix tuning, which this model cannot "
+                    f"{CACHE_NAME} is a plain model's, or a prefix of PEFT's prefix tuning, which this model cannot "
                     f"use (prompt tuning and LoRA work): its {name} carry composition weights, made from the hidden "
                     "state of each token, or belong to other heads (key_head_map, value_head_map, head_embeddings)"
                 )
@@ -180,7 +188,7 @@ def check_cache_rows(
         moves = getattr(cache, "offloading", False)  # between devices, by itself
         if old.dtype != new.dtype or (old.device != new.device and not moves):
             raise ValueError(
-                f"past_key_values does not fit this model: layer 0 of the cache holds {name} in {old.dtype} on "
+                f"{CACHE_NAME} does not fit this model: layer 0 of the cache holds {name} in {old.dtype} on "
                 f"{old.device}, the model makes {new.dtype} on {new.device}. Fill it with the model as it is now "
                 "(dtype, device, autocast), or convert the keys and values of its layers."
             )
@@ -219,7 +227,7 @@ def lend_room(cache: Cache, layer_idx: int, shapes: Sequence[tuple[int, ...]], l
     """What a cache can lend for new rows, instead of taking them by `update`.
 
     Args:
-        cache: `past_key_values` of a forward pass.
+        cache: that of a forward pass.
         layer_idx: the layer's place in it.
         shapes: of new keys and values, [B, G, T, channels].
         like: of their dtype and device.
@@ -434,7 +442,7 @@ def use_growing_layers(cache: Cache) -> None:
     """Puts layers of this file in the place of the library's empty ones in a dynamic cache.
 
     Args:
-        cache: `past_key_values` of a forward pass; other caches are left alone.
+        cache: that of a forward pass; other caches are left alone.
     """
     if type(cache) is not DynamicCache or cache.offloading or torch.compiler.is_compiling():
         return

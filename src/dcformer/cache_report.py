@@ -62,7 +62,7 @@ def measured_bytes_per_layer(config: DCFormerConfig, dtype: torch.dtype = torch.
     for parameter in attention.parameters():
         torch.nn.init.zeros_(parameter)
     cache, position = DynamicCache(), torch.zeros(1, 1, config.rotary_dim, dtype=dtype)
-    attention(torch.zeros(1, 1, narrow.hidden_size, dtype=dtype), (position, position), past_key_values=cache)
+    attention(torch.zeros(1, 1, narrow.hidden_size, dtype=dtype), (position, position), cache=cache)
     layer: Any = cache.layers[layer_idx]
     return layer.keys.nbytes + layer.values.nbytes
 

@@ -39,7 +39,7 @@ class DecodingStep(TorchExportableModuleWithHybridCache):
         self.cache = StaticCache(config=config, max_cache_len=max_cache_len)
         use_static_layers(self.cache, config.sliding_window)
         probe, token = DynamicCache(), torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
-        model(token, past_key_values=probe)
+        model(token, cache=probe)
         layer: Any
         held: Any
         # The model may have fewer layers than the configuration says, and the cache has been made by that.

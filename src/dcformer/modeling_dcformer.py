@@ -274,7 +274,7 @@ class DCFormerAttention(FusableAttention):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         layer_idx: int | None = None,
         sliding_window: int | None = None,
         attn_implementation: str | None = None,
@@ -289,7 +289,7 @@ class DCFormerAttention(FusableAttention):
             position_embeddings: cosines and sines of RoPE, each [B or 1, T, rotary_dim].
             attention_mask: what each query sees, its window included, as the implementation's mask function made it for
                 layers of this kind; None for causal attention, inside `sliding_window`.
-            past_key_values: cache of keys and values, which is updated.
+            cache: of keys and values, which is updated.
             layer_idx: the layer's place in the cache; `self.layer_idx` when not given.
             sliding_window: keys that a query sees, its own included, for functions that do not learn it from the mask;
                 None for all.
@@ -297,7 +297,7 @@ class DCFormerAttention(FusableAttention):
         """
         implementation = attn_implementation or self.config._attn_implementation
         layer_idx = self.layer_idx if layer_idx is None else layer_idx
-        is_cached = past_key_values is not None
+        is_cached = cache is not None
 
         is_fused = self.fused is not None and "_project" not in self.own_steps
         product = self.fused_product(hidden_states) if is_fused else None
@@ -310,7 +310,7 @@ class DCFormerAttention(FusableAttention):
             kernels = fused_generators(implementation)
         if kernels is not None and kwargs.get("compose_trace") is None:
             seen = (attention_mask, sliding_window, kwargs.get("is_causal"))
-            lend = partial(lend_room, past_key_values, layer_idx)
+            lend = partial(lend_room, cache, layer_idx)
             output = self._step(kernels, hidden_states, product, position_embeddings, lend, *seen)
             if output is not None:
                 return output, None
@@ -321,11 +321,11 @@ class DCFormerAttention(FusableAttention):
             made = self._make(hidden_states, projected, position_embeddings, implementation, is_cached)
         query, key, value, (generated, statics) = made
         pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
-        if past_key_values is not None:
+        if cache is not None:
             key_width, value_width = widths = self.cache_widths
             if layer_idx == 0:
-                check_cache_rows(past_key_values, key, value, widths, self.head_dim)
-            key, value = past_key_values.update(key, value, layer_idx)
+                check_cache_rows(cache, key, value, widths, self.head_dim)
+            key, value = cache.update(key, value, layer_idx)
             heads = query.shape[1] if self.keeps_shapes else None
             gather = implementation not in FUSED_ATTENTION or heads is None  # kernels read them where they are
             key, pre_key = self.compose.unpack(key, key_width, "pre", gather, heads)  # [B, Hkv, S, D], S keys' weights
@@ -776,15 +776,15 @@ class DCFormerModel(DCFormerPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         r"""
-        past_key_values (`Cache`, *optional*):
+        cache (`Cache`, *optional*):
             Keys and values of the tokens before `input_ids`, which must be this model's; updated, and returned. Callers
-            may name it `cache`, as Transformers does from 5.24 on.
+            may name it `past_key_values`, as Transformers does up to 5.23.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
@@ -802,14 +802,14 @@ class DCFormerModel(DCFormerPreTrainedModel):
         layers, kinds = self.running_layers()
         # Made from what was given: restarting position ids mean packed documents only to a call without a cache, and
         # the empty one that is made below hides nothing.
-        given_cache, given_positions = past_key_values, position_ids
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None:
-            self._check_cache(past_key_values, hidden_states.shape[1], kwargs.get("is_causal"))
-            use_growing_layers(past_key_values)
+        given_cache, given_positions = cache, position_ids
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        if cache is not None:
+            self._check_cache(cache, hidden_states.shape[1], kwargs.get("is_causal"))
+            use_growing_layers(cache)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
         masks = self._make_masks(kinds, hidden_states, attention_mask, given_cache, given_positions)
 
@@ -820,14 +820,14 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=masks[kind],
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                cache=cache,
                 use_cache=use_cache,
                 layer_idx=index,
                 sliding_window=self.config.sliding_window if kind == "sliding_attention" else None,
                 attn_implementation=self.config._attn_implementation,
                 **kwargs,
             )
-        outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE_NAME: past_key_values}
+        outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE_NAME: cache}
         return BaseModelOutputWithPast(**outputs)
 
     def _check_cache(self, cache: Cache, length: int, is_causal: bool | None) -> None:
@@ -851,7 +851,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             )
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise ValueError(
-                "past_key_values cannot be used in training with gradient checkpointing: layers that are computed "
+                f"{CACHE_NAME} cannot be used in training with gradient checkpointing: layers that are computed "
                 "again in the backward pass would write to the cache twice. Pass no cache, switch gradient "
                 "checkpointing off, or compute under torch.no_grad()."
             )
@@ -861,7 +861,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         kinds: list[str],
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | dict | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         position_ids: torch.Tensor | None,
     ) -> dict[str, Any]:
         """The mask of each kind of layer, as the attention implementation takes it. Arguments are those of `forward`.
@@ -874,7 +874,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 "full_attention": create_causal_mask,
                 "sliding_attention": create_sliding_window_causal_mask,
             }
-            given = (self.config, hidden_states, attention_mask, past_key_values, position_ids)
+            given = (self.config, hidden_states, attention_mask, cache, position_ids)
             return {kind: make_mask[kind](*given) for kind in sorted(set(kinds))}
         # generate prepares the masks itself when it compiles the forward
         if absent := [kind for kind in kinds if kind not in attention_mask]:
@@ -985,7 +985,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -994,9 +994,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         r"""
-        past_key_values (`Cache`, *optional*):
+        cache (`Cache`, *optional*):
             Keys and values of the tokens before `input_ids`, which must be this model's; updated, and returned. Callers
-            may name it `cache`, as Transformers does from 5.24 on.
+            may name it `past_key_values`, as Transformers does up to 5.23.
         compose_trace (`ComposeTrace`, *optional*):
             Collects the attention maps before and after each composition, with `attn_implementation="eager"`. In
             `generate` it is an argument like any other of the model, and of this model alone: not of an assistant.
@@ -1021,7 +1021,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -1076,8 +1076,8 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             )
         if cache is not None and (seen := cache.get_seq_length()):
             raise ValueError(
-                f"assisted decoding begins with the whole text, and past_key_values already holds {seen} tokens of it: "
-                "leave past_key_values away, or generate without assistant_model, assistant_early_exit and "
+                f"assisted decoding begins with the whole text, and {CACHE_NAME} already holds {seen} tokens of it: "
+                f"leave {CACHE_NAME} away, or generate without assistant_model, assistant_early_exit and "
                 "prompt_lookup_num_tokens."
             )
         kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != "compose_trace"}

@@ -221,7 +221,7 @@ def test_prompts_that_are_trained(name, method):
 def test_prefix_tuning_is_refused_with_the_reason(name):
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = peft.get_peft_model(MODELS[name](), config)
-    with pytest.raises(ValueError, match=r"^past_key_values is .*prefix.*prompt tuning and LoRA.*composition weights"):
+    with pytest.raises(ValueError, match=rf"^{CACHE_NAME} is .*prefix.*prompt tuning and LoRA.*composition weights"):
         model(input_ids=IDS)
     with pytest.raises(ValueError, match="prefix tuning"):
         model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=2, pad_token_id=0)
