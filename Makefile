@@ -24,7 +24,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-long test-kernels test-kernel-tools test-distributed test-min test-extras test-gpu lint format docs-check bench bench-gpu gpu-first-run kernel-report kernel-roofline hf-contract clean mutation-check test-deepspeed
+.PHONY: help setup demo test test-fast test-long test-kernels test-kernel-tools test-distributed test-min test-new test-extras test-gpu lint format docs-check bench bench-gpu gpu-first-run kernel-report kernel-roofline hf-contract clean mutation-check test-deepspeed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -82,6 +82,12 @@ test-min: build/constraints-min.txt ## run test-fast, compile models and kernels
 	$(MAKE) --no-print-directory test-fast VENV=.venv-min EXTRAS=dev CONSTRAINTS=$<
 	$(MAKE) --no-print-directory test-kernel-tools VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< KERNEL_TOOLS=$(KERNEL_JIT)
 	$(MAKE) --no-print-directory test-kernels VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< ARGS='-k "$(TRACED)"'
+
+# torch stays, which is a CUDA build of several GB where a package index has nothing else.
+test-new: ## run test-fast with the newest versions that pyproject.toml allows, in a new environment
+	@mkdir -p build && grep -E '^(torch|triton)==' constraints.txt > build/constraints-new.txt
+	rm -rf .venv-new
+	$(MAKE) --no-print-directory test-fast VENV=.venv-new EXTRAS=dev CONSTRAINTS=build/constraints-new.txt
 
 build/constraints-min.txt: pyproject.toml .ci/lowest_versions.py
 	@mkdir -p build

@@ -65,6 +65,16 @@ def test_a_subtest_that_did_not_come(tool, expected):
     assert list(tool.surprises(found, expected)) == ["DCFormerTest::test_c[Model]"]
 
 
+def test_all_subtests(tool, expected):
+    expected["failed"] = [tool.Group("by decision", "other names", ["test_c[*]"])]
+    assert tool.surprises(FOUND, expected) == {}
+    assert tool.unknown(FOUND, expected) == []
+    other = "DCFormerTest::test_c[Base]"
+    assert list(tool.surprises(FOUND | {other: ("failed", "E  TypeError")}, expected)) == [other]
+    passed = {name: outcome for name, outcome in FOUND.items() if "[" not in name}
+    assert list(tool.surprises(passed, expected)) == ["DCFormerTest::test_c[*]"]
+
+
 def test_what_was_not_selected_counts_for_nothing(tool, expected):
     assert tool.surprises({"DCFormerTest::test_a": None}, expected) == {}
     assert tool.unknown({"DCFormerTest::test_a": None}, expected) == ["test_b", "DCFormerTest::test_c[Model]"]
@@ -75,13 +85,21 @@ def test_what_the_machine_decides_may_pass(tool, expected):
     assert tool.surprises(FOUND | {"DCPythiaTest::test_b": None}, expected) == {}
 
 
-def test_the_list_has_reasons_and_names_each_test_once(tool):
-    expected = tool.read_expected(FOLDER / "expected.toml")
+@pytest.mark.parametrize("version", ["5.23.0", "5.24.0"])
+def test_the_list_has_reasons_and_names_each_test_once(tool, version):
+    expected = tool.read_expected(FOLDER / "expected.toml", version)
     groups = [group for listed in expected.values() for group in listed]
     assert all(len(group.why) > 10 and group.tests for group in groups)
     assert all(bool(group.says) == (kind != "passed") for kind, listed in expected.items() for group in listed)
     tests = [test for group in groups for test in group.tests]
     assert len(tests) == len(set(tests))
+
+
+@pytest.mark.parametrize(("key", "is_in"), [("since", [False, True, True]), ("until", [True, False, False])])
+def test_tests_that_a_version_does_not_have_are_not_expected(tool, tmp_path, key, is_in):
+    path = tmp_path / "expected.toml"
+    path.write_text(f'[[skipped]]\nwhy = "new"\nsays = "old"\n{key} = "5.24"\ntests = ["test_a"]\n')
+    assert [bool(tool.read_expected(path, v)["skipped"]) for v in ("5.9.1", "5.24.0", "6.0.0")] == is_in
 
 
 def test_a_version_without_a_hash_is_not_fetched(tool, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from packaging.version import Version
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build" / "hf_contract"
@@ -42,14 +43,23 @@ class Group:
         why: the reason, for people.
         says: a part of the message that the test skips or fails with.
         tests: names, for all families or with the class and "::" in front, and with the label of the subtest in
-            brackets behind where only a subtest ends so.
+            brackets behind where only a subtest ends so, ``[*]`` for all its subtests.
         machine: the tests run on a machine that has what they need: passing is no surprise.
+        since: the version of Transformers that has them first; empty if all supported ones have them.
+        until: the version from which on they are gone; empty if no supported one lacks them.
     """
 
     why: str
     says: str
     tests: list[str]
     machine: bool = False
+    since: str = ""
+    until: str = ""
+
+    def is_of(self, version: str) -> bool:
+        """Whether that version of Transformers has the tests."""
+        first, gone = Version(self.since or "0"), Version(self.until or "9999")
+        return first <= Version(version) < gone
 
 
 @dataclass
@@ -74,10 +84,16 @@ class Outcomes:
         self.found[name] = (report.outcome, report.longrepr[2] if report.skipped else report.longreprtext)
 
 
-def read_expected(path: Path) -> dict[str, list[Group]]:
-    """The groups of ``expected.toml`` under "skipped", "failed", and "passed": exceptions of a class to the others."""
+def read_expected(path: Path, version: str) -> dict[str, list[Group]]:
+    """The groups of ``expected.toml`` under "skipped", "failed", and "passed": exceptions of a class to the others.
+
+    Args:
+        path: the file.
+        version: of Transformers; groups of tests that it does not have are left out.
+    """
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {kind: [Group(**group) for group in tables.get(kind, [])] for kind in ("skipped", "failed", "passed")}
+    groups = {kind: [Group(**group) for group in tables.get(kind, [])] for kind in ("skipped", "failed", "passed")}
+    return {kind: [group for group in listed if group.is_of(version)] for kind, listed in groups.items()}
 
 
 def surprises(found: dict[str, tuple[str, str] | None], expected: dict[str, list[Group]]) -> dict[str, str]:
@@ -95,10 +111,11 @@ def surprises(found: dict[str, tuple[str, str] | None], expected: dict[str, list
     for kind, groups in expected.items():
         for group in groups:
             for test in group.tests:
-                base = test.partition("[")[0]
+                base, _, label = test.partition("[")
                 for name in found:
                     if base in (name, name.partition("::")[2]):
-                        listed[name + test[len(base) :]] = kind, group
+                        subtests = [n for n in found if n.startswith(f"{name}[")] if label == "*]" else []
+                        listed |= dict.fromkeys(subtests or [name + test[len(base) :]], (kind, group))
     wrong = {}
     for name in found.keys() | listed.keys():
         kind, message = found.get(name) or ("passed", "")
@@ -178,7 +195,7 @@ def main(arguments: list[str]) -> int:
     folder = fetch_tests(transformers.__version__)
     prepare(folder)
     outcomes = Outcomes()
-    options = ["-q", "--no-header", "--tb=no", "--no-summary", "-W", "ignore", "-p", "no:cacheprovider"]
+    options = ["-q", "--no-header", "--tb=no", "--no-summary", "-p", "no:cacheprovider"]
     options += ["-n", "2", "--dist", "worksteal"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -186,7 +203,7 @@ def main(arguments: list[str]) -> int:
         code = pytest.main([*options, f"--rootdir={folder}", "tests/test_contract.py", *arguments], plugins=[outcomes])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(code)
-    expected = read_expected(HERE / "expected.toml")
+    expected = read_expected(HERE / "expected.toml", transformers.__version__)
     wrong = surprises(outcomes.found, expected)
     if not arguments:
         wrong |= {test: "is in expected.toml and not among the tests" for test in unknown(outcomes.found, expected)}

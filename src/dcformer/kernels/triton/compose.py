@@ -43,6 +43,7 @@ from .heads import (
     transposed,
     widened,
 )
+from .precision import uniform
 
 LOWEST = tl.constexpr(-1e30)  # below every score; finite, as -inf - -inf is not a number
 
@@ -59,7 +60,7 @@ def program_keys(first, last, i_s, n_keys, s_0, n_s):
 @triton.jit
 def seen_by_all(first, last, m_t, start, stop, B_S: tl.constexpr):
     """Of a program's keys start to stop those that all its queries see, cut to whole turns of B_S."""
-    latest, earliest = tl.max(tl.where(m_t, first, 0)), tl.min(tl.where(m_t, last, NO_KEY))
+    latest, earliest = uniform(tl.max(tl.where(m_t, first, 0))), uniform(tl.min(tl.where(m_t, last, NO_KEY)))
     inner = tl.minimum(start + tl.cdiv(tl.maximum(latest - start, 0), B_S) * B_S, tl.maximum(start, stop))
     outer = start + (tl.minimum(earliest, stop) - start) // B_S * B_S
     return inner, tl.maximum(outer, inner)
@@ -142,7 +143,7 @@ def lse_kernel(
         is_seen = top[i] > LOWEST / 2
         out = out + (tl.where(is_seen, top[i] + tl.log2(tl.where(is_seen, total[i], 1.0)), unseen),)
         if MARK:
-            if tl.max(tl.where(is_seen, tl.abs(top[i]), 0.0)) > largest:
+            if uniform(tl.max(tl.where(is_seen, tl.abs(top[i]), 0.0))) > largest:
                 tl.store(p_mark, 1)  # all that store, store the same
     store_heads(p_lse + (i_s * n_bh + i_bg * M) * stride_l, out, stride_l, o_t, m_t, M, H0, H1)
 

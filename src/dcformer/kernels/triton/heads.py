@@ -30,6 +30,7 @@ from .precision import (
     product,
     rounded,
     two_in_a_register,
+    uniform,
     within,
 )
 
@@ -78,7 +79,7 @@ def intervals(p_first, p_last, o_t, m_t):
 def span(first, last):
     """Bounds of the keys that any of some queries sees; an empty interval if none sees anything."""
     is_seeing = first < last
-    return tl.min(tl.where(is_seeing, first, NO_KEY)), tl.max(tl.where(is_seeing, last, 0))
+    return uniform(tl.min(tl.where(is_seeing, first, NO_KEY))), uniform(tl.max(tl.where(is_seeing, last, 0)))
 
 
 @triton.jit
@@ -98,7 +99,8 @@ def tiles_that_see(p_first, p_last, n_t, low, high, B_T: tl.constexpr):
         all_0 = tl.minimum(all_0, tl.min(tl.where(sees_all, o_t, n_t)))
         all_1 = tl.maximum(all_1, tl.max(tl.where(sees_all, o_t + 1, 0)))
         count += tl.sum(sees_all.to(tl.int32))
-    all_1 = tl.where(count == all_1 - all_0, all_1, 0)  # none where one between them does not see all
+    some_0, some_1, all_0 = uniform(some_0), uniform(some_1), uniform(all_0)
+    all_1 = uniform(tl.where(count == all_1 - all_0, all_1, 0))  # none where one between them does not see all
     start, stop = some_0 // B_T, tl.cdiv(some_1, B_T)
     inner = tl.maximum(tl.minimum(tl.cdiv(all_0, B_T), stop), start)
     return start, inner, tl.maximum(all_1 // B_T, inner), stop
@@ -277,7 +279,7 @@ def load_half_side(
             worst = tl.maximum(worst, _largest(x, H1))
             for i in tl.static_range(NB):
                 gate = gate + (_half(x[i]),)
-        if tl.max(tl.where(matters, worst, 0.0)) > LARGEST_HALF:
+        if uniform(tl.max(tl.where(matters, worst, 0.0))) > LARGEST_HALF:
             tl.store(p_mark, 1)  # all that store, store the same
     return down + up + gate
 

@@ -84,6 +84,22 @@ def two_in_a_register(x):
 
 
 @triton.jit
+def uniform(x):
+    """A scalar of 32 bits that all threads have, in a form from which the assembler sees that.
+
+    What Triton 3.8 and later reduce does not show it. Branches and loops that go by it are taken to diverge then, and
+    products inside wait for each other.
+    """
+    if INTERPRETED:
+        return x
+    else:
+        registers: tl.constexpr = "=f,f" if x.dtype == tl.float32 else "=r,r"
+        return tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", registers, [x], dtype=x.dtype, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def add_times(total, x, y):
     """total + x · y of a shape, rounded once; in float32, with x perhaps of 16 bits, or all in float16.
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .heads import NO_KEY, intervals, span, tiles_that_see
-from .precision import LARGEST_HALF, LARGEST_SCORE, add_product, product, rounded, within
+from .precision import LARGEST_HALF, LARGEST_SCORE, add_product, product, rounded, uniform, within
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _cut(x, finite):
 @triton.jit
 def _is_broken(total, m_n):
     """Whether a number of the rows m_n of a tile is not finite."""
-    return tl.max(tl.where(m_n[:, None] & ((tl.abs(total) < float("inf")) == 0), 1, 0)) > 0
+    return uniform(tl.max(tl.where(m_n[:, None] & ((tl.abs(total) < float("inf")) == 0), 1, 0))) > 0
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def scores_kernel(
         mask = (o_s < n_s)[:, None] & (o_t < n_p)[None, :]
         tl.store(p_map + s * stride_s + o_map, rounded(x, p_map.dtype.element_ty), mask=mask)
     if MARK:
-        if tl.max(worst) > largest:
+        if uniform(tl.max(worst)) > largest:
             tl.store(p_mark, 1)  # all that store, store the same
 
 
@@ -131,8 +131,8 @@ def _shared(most, p_undo, start, stop):
     for i in range(start + 128, stop, 128):
         here = _factors(p_undo, i, stop)
         most, least = tl.maximum(most, here), tl.minimum(least, tl.where(here > 0, here, float("inf")))
-    undo = tl.max(most)
-    return undo, tl.min(least) >= undo
+    undo = uniform(tl.max(most))
+    return undo, uniform(tl.min(least)) >= undo
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def values_kernel(
     low = tl.maximum(tl.minimum(low, high), s_0)  # of queries that see nothing, both are behind `high`
     start, stop = (low - s_0) // B_S, tl.cdiv(high - s_0, B_S)  # tiles
     # all queries of the tile see the keys between: no checks there
-    latest, earliest = tl.max(tl.where(m_t, first, 0)), tl.min(tl.where(m_t, last, NO_KEY))
+    latest, earliest = uniform(tl.max(tl.where(m_t, first, 0))), uniform(tl.min(tl.where(m_t, last, NO_KEY)))
     earliest = tl.minimum(earliest, high)  # of queries that see nothing, the last may be behind what others see
     inner = tl.maximum(tl.minimum(tl.cdiv(latest - s_0, B_S), stop), start)
     outer = tl.maximum((earliest - s_0) // B_S, inner)
