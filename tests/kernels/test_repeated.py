@@ -213,7 +213,7 @@ class Jitted:
         self.made, self.is_interpreted = 0, is_interpreted
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def call(num_warps: int, **arguments: Any) -> Any:
+        def call(num_warps: int, enable_fp_fusion: bool, **arguments: Any) -> Any:
             self.made += 1
             number, log = self.made, self.log
 
@@ -239,6 +239,19 @@ def test_a_started_kernel_is_that_of_like_arguments(sequence):
         likes = (x.dtype, x.data_ptr() % 16 == 0, rest.dtype, rest.data_ptr() % 16 == 0, scale)
         assert of_likes.setdefault(likes, number) == number
     assert len(set(of_likes.values())) == len(of_likes) == kernel.made
+
+
+def test_every_kernel_may_fuse_products_and_sums():
+    """Whatever Triton does by itself, which is to change."""
+    told = []
+
+    class Told:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **given: told.append(given)
+
+    start(Told(), (1,), {"n": 1}, {"num_warps": 4}, torch.device("cpu"))
+    Launch(Told(), (1,), {"n": 1}, {}, {"num_warps": 4}).run()
+    assert told == [{"n": 1, "num_warps": 4, "enable_fp_fusion": True}] * 2
 
 
 def test_a_started_kernel_has_its_options_and_its_device():

@@ -18,6 +18,9 @@ from .sizes import round_up
 
 Tensors = Sequence[torch.Tensor | None]
 
+# What the compiler is told of every kernel: a product and a sum are one instruction. By itself Triton 3.10 would not.
+COMPILER = MappingProxyType({"enable_fp_fusion": True})
+
 _MOST_COMPILED = 4096  # of `_compiled`; the oldest is forgotten
 _ALIGNMENT = 256  # bytes, of tensors that share memory
 _compiled: dict[tuple, tuple[Any, Any]] = {}  # what `start` was given -> the jitted function, and as it was compiled
@@ -26,7 +29,7 @@ _compiled: dict[tuple, tuple[Any, Any]] = {}  # what `start` was given -> the ji
 def start(
     kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any], options: Mapping[str, int], device: torch.device
 ) -> Callable[..., Any] | None:
-    """Launches a kernel as `kernel[grid](**values, **options)` does.
+    """Launches a kernel as `kernel[grid](**values, **options, **COMPILER)` does.
 
     Args:
         kernel: the jitted function.
@@ -53,7 +56,7 @@ def start(
         run = _on(known[1], grid)
         run(*arguments)
         return run
-    made = kernel[grid](**values, **options)
+    made = kernel[grid](**values, **options, **COMPILER)
     if made is None:  # as Triton's interpreter returns
         return None
     keep(_compiled, like, (kernel, made), _MOST_COMPILED)
@@ -85,7 +88,7 @@ class Launch:
         grid: programs along one to three axes.
         arguments: what is known when it runs, by name.
         constants: what is known when it is compiled, by name.
-        options: of the compiler, `num_warps` for one.
+        options: of the compiler, `num_warps` for one; besides those of `COMPILER`.
         wholes: for arguments that are a part of another tensor which was given, by name, that one.
     """
 
@@ -98,7 +101,7 @@ class Launch:
 
     def run(self) -> Any:
         """Launches the kernel. Returns it as it was compiled; from Triton's interpreter None."""
-        return self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+        return self.kernel[self.grid](**self.arguments, **self.constants, **self.options, **COMPILER)
 
 
 @dataclass(frozen=True)
@@ -226,4 +229,4 @@ def _place(
     raise AssertionError("a launch takes a tensor that was neither given nor made")
 
 
-__all__ = ["Launch", "Repeated", "geometry", "keep", "start"]
+__all__ = ["COMPILER", "Launch", "Repeated", "geometry", "keep", "start"]

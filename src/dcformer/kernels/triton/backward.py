@@ -23,6 +23,7 @@ from .heads import (
     add_side_grads,
     cast,
     composed,
+    diagonal,
     filled,
     hidden,
     intervals,
@@ -78,19 +79,20 @@ def back_1_kernel(
     UNIT: tl.constexpr = 1.0 / (1 << SHIFT)
     delta, mass = filled(0.0, 1, B_T, H0, H1), filled(0.0, 1, B_T, H0, H1)
     grads = filled(0.0, side_channels(F_POST, R), B_T, H0, H1)
+    units, ones = diagonal(UNIT, p_weights.dtype.element_ty, H0, H1), diagonal(1.0, dtype, H0, H1)
     for s in tl.range(start - s_0, stop - s_0):
         x = transposed(load_row(p_weights + s * stride_s, M, H0, H1, B_T), H1)
         row = load_row(p_grads + s * stride_s, M, H0, H1, B_T)  # [h', t]
         m1 = load_matrix(p_m1 + s * stride_m, F_POST, M, H0, H1)
-        p = widened(x, H0, H1, UNIT)
+        p = widened(x, units, H1)
         hid = hidden(p, w1, 0, F_POST, R, H1)
         y = transposed(row, H1)
-        dw = widened(y, H0, H1)
+        dw = widened(y, ones, H1)
         grad_hid = hidden(dw, w1, R, F_POST, R, H1)
         grads = add_side_grads(grads, p, dw, hid, grad_hid, F_POST, R, H1)
         dp = composed(y, dw, w1, grad_hid, transposed_matrix(m1, dtype, F_POST, H1), 0, F_POST, R, H1)
         dp = cast(dp, dtype, H1)  # as back_0 reads it: with a sum of others gradients of scores would not sum to zero
-        dp_wide = widened(dp, H0, H1)
+        dp_wide = widened(dp, ones, H1)
         deltas, masses = (), ()
         for i in tl.static_range(1 + (H1 > 0)):
             deltas = deltas + (delta[i] + p[i] * dp_wide[i],)
@@ -153,15 +155,17 @@ def back_0_kernel(
     dtype: tl.constexpr = p_grads.dtype.element_ty
     UNIT: tl.constexpr = 1.0 / (1 << SHIFT)
     grads = filled(0.0, side_channels(F_PRE, R), B_T, H0, H1)
+    units, ones = diagonal(UNIT, p_weights.dtype.element_ty, H0, H1), diagonal(1.0, dtype, H0, H1)
+    ones_0 = diagonal(1.0, p_scores.dtype.element_ty, H0, H1)
     for s in tl.range(start - s_0, stop - s_0):
         row = load_row(p_scores + s * stride_s, M, H0, H1, B_T)  # [h, t]
         weights = transposed(load_row(p_weights + s * stride_s, M, H0, H1, B_T), H1)
         y = transposed(load_row(p_grads + s * stride_s, M, H0, H1, B_T), H1)
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, M, H0, H1)
-        p, dp, da = widened(weights, H0, H1, UNIT), widened(y, H0, H1), ()
+        p, dp, da = widened(weights, units, H1), widened(y, ones, H1), ()
         for i in tl.static_range(1 + (H1 > 0)):
             da = da + (p[i] * (dp[i] - delta[i]),)
-        x = widened(transposed(row, H1), H0, H1)
+        x = widened(transposed(row, H1), ones_0, H1)
         hid, grad_hid = hidden(x, w0, 0, F_PRE, R, H1), hidden(da, w0, R, F_PRE, R, H1)
         grads = add_side_grads(grads, x, da, hid, grad_hid, F_PRE, R, H1)
         narrow = cast(da, dtype, H1)

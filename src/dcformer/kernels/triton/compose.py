@@ -27,6 +27,7 @@ from .heads import (
     cast,
     composed,
     composed_half,
+    diagonal,
     filled,
     hidden,
     intervals,
@@ -68,7 +69,7 @@ def seen_by_all(first, last, m_t, start, stop, B_S: tl.constexpr):
 
 @triton.jit
 def _add_scores(
-    top, total, start, stop, skipped, at, w0,
+    top, total, start, stop, skipped, at, w0, ones,
     F_PRE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr,
     B_S: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +87,7 @@ def _add_scores(
         for k in tl.static_range(B_S):
             x = transposed(load_row(p_scores + (s + k - s_0) * stride_s, M, H0, H1, B_T), H1)
             m0 = load_matrix(p_m0 + (s + k - s_0) * stride_m, F_PRE, M, H0, H1)
-            wide = widened(x, H0, H1)
+            wide = widened(x, ones, H1)
             a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
             highest = ()
             for i in tl.static_range(NB):
@@ -135,9 +136,10 @@ def lse_kernel(
     start = s_0 + (start - s_0) // B_S * B_S  # a turn never leaves a part, and what nobody sees is masked
     inner, outer = seen_by_all(first, last, m_t, start, stop, B_S)
     at = (p_scores, p_m0, stride_s, stride_m, s_0, first, last, inner)
-    top, total = _add_scores(top, total, inner, outer, 0, at, w0, F_PRE, R, M, H0, H1, B_T, B_S, False)
+    ones = diagonal(1.0, p_scores.dtype.element_ty, H0, H1)
+    top, total = _add_scores(top, total, inner, outer, 0, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, False)
     stop -= outer - inner  # the keys before and behind these in one loop
-    top, total = _add_scores(top, total, start, stop, outer - inner, at, w0, F_PRE, R, M, H0, H1, B_T, B_S, True)
+    top, total = _add_scores(top, total, start, stop, outer - inner, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, True)
     out = ()
     for i in tl.static_range(NB):
         is_seen = top[i] > LOWEST / 2
@@ -205,11 +207,12 @@ def compose_kernel(
     stride_m = tl.full([], HH, tl.int64)
     p_m0 += i_bg * n_s * HH
     p_m1 += i_bg * n_s * HH
+    ones = diagonal(1.0, p_scores.dtype.element_ty, H0, H1)
     for s in tl.range(start - s_0, stop - s_0):
         x = transposed(load_row(p_scores + s * stride_s, M, H0, H1, B_T), H1)
         m0 = load_matrix(p_m0 + s * stride_m, F_PRE, M, H0, H1)
         visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
-        wide, p = widened(x, H0, H1), ()
+        wide, p = widened(x, ones, H1), ()
         a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
         for i in tl.static_range(1 + (H1 > 0)):
             p = p + (tl.exp2(tl.where(visible, a[i] - (lse[i] - SHIFT), LOWEST)),)

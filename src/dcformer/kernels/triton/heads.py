@@ -165,9 +165,20 @@ def cast(x, dtype: tl.constexpr, H1: tl.constexpr):
 
 
 @triton.jit
-def widened(x, H0: tl.constexpr, H1: tl.constexpr, factor: tl.constexpr = 1.0):
-    """Blocks [t, h] in float32, where products of matrices leave their results: a product with ones on the diagonal,
-    or with a factor that is a power of two (float32 has none).
+def diagonal(factor: tl.constexpr, dtype: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
+    """Blocks [h, h'] with a number on the diagonal: what `widened` takes. To be made before a loop: Triton 3.9 would
+    write it to shared memory in each turn."""
+    out = ()
+    for i in tl.static_range(1 + (H1 > 0)):
+        o_h = head_ids(i, H0, H1)
+        out = out + (tl.where(o_h[:, None] == o_h[None, :], factor, 0.0).to(dtype),)
+    return out
+
+
+@triton.jit
+def widened(x, ones, H1: tl.constexpr):
+    """Blocks [t, h] in float32, where products of matrices leave their results: a product with `diagonal` of 1, or of a
+    power of two (float32 has none).
 
     Exact. A mere conversion would leave them where loads do, and what follows would go through shared memory. float32
     is left as it is: tensor cores have no exact product for it.
@@ -177,9 +188,7 @@ def widened(x, H0: tl.constexpr, H1: tl.constexpr, factor: tl.constexpr = 1.0):
         if x[i].dtype == tl.float32:
             out = out + (x[i],)
         else:
-            o_h = head_ids(i, H0, H1)
-            one = tl.where(o_h[:, None] == o_h[None, :], factor, 0.0).to(x[i].dtype)
-            out = out + (product(x[i], one),)
+            out = out + (product(x[i], ones[i]),)
     return out
 
 
