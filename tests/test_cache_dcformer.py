@@ -18,7 +18,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from dcformer import DCFormerForCausalLM, cache_dcformer
+from dcformer import DCFormerForCausalLM, DCFormerForTokenClassification, cache_dcformer
 from dcformer.cache_dcformer import (
     CACHE_NAME,
     CACHE_NAMES,
@@ -448,9 +448,34 @@ def test_a_cache_has_either_name(name, recwarn):
         ]
         with pytest.raises(ValueError, match="Both `past_key_values` and `cache` are set"):
             decorated(ids, past_key_values=cache, cache=DynamicCache(config=config))
-    warned = {str(warning.message).partition(" for")[0] for warning in recwarn if "past_key" in str(warning.message)}
+        other = next(known for known in CACHE_NAMES if known != name)
+        again = decorated(ids[:, :5], **{name: DynamicCache(config=config), other: None})
+        assert getattr(again, CACHE_NAME).get_seq_length() == 5
+    warned = {str(warning.message) for warning in recwarn if "past_key" in str(warning.message)}
     outdated = CACHE_NAME == "cache" and name != CACHE_NAME
-    assert warned == ({"`past_key_values` is deprecated and will be removed in version 5.40.0"} if outdated else set())
+    assert warned == ({cache_dcformer._OUTDATED} if outdated else set())
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+@torch.no_grad()
+def test_heads_of_the_library_take_either_name(name):
+    config = tiny_config(num_labels=3)
+    model, cache = DCFormerForTokenClassification(config).eval(), DynamicCache(config=config)
+    model(torch.ones(1, 5, dtype=torch.long), **{name: cache})
+    assert cache.get_seq_length() == 5
+
+
+def test_where_some_layers_are_trained_with_checkpointing_these_take_no_cache():
+    """A model in eval mode makes a cache by itself."""
+    model, ids = randomise(DCFormerForCausalLM(tiny_config())).eval(), torch.arange(8)[None] + 1
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model.model.layers[-1].train()
+    model(ids, labels=ids).loss.backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, expected[name])
 
 
 def test_a_layer_of_attention_takes_either_name():

@@ -218,8 +218,14 @@ _CACHE = _in(
     CACHE,
     (
         "a cache by its earlier name is lost",
-        'kwargs["cache"] = kwargs.pop("past_key_values")',
-        'kwargs.pop("past_key_values")',
+        'kwargs["cache"] = given',
+        "pass",
+        T_CACHE + "test_a_cache_has_either_name",
+    ),
+    (
+        "a cache that is None is a second one",
+        "if given is not None:",
+        "if True:",
         T_CACHE + "test_a_cache_has_either_name",
     ),
     (

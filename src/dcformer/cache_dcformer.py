@@ -8,6 +8,7 @@ int, which makes a compiled decoding step a new graph when the window fills up, 
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -39,6 +40,7 @@ ROOM, LEAST_ROOM = 16, 32
 
 _NAMES = ("keys", "values")  # of a layer
 _REFUSED = f"{CACHE_NAME} does not belong to this model"
+_OUTDATED = "`past_key_values` is deprecated and will be removed in version 5.40.0 of Transformers: pass `cache`."
 _ADVICE = "Pass a cache that this model filled, or none."
 
 # On every cache in use, and on its copies: what decides the form of the rows in it, in the model that used it last; and
@@ -52,22 +54,21 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a `forward` with an argument `cache`, which callers may also name `past_key_values`.
 
     From Transformers 5.24 on the latter warns, as in the library's own models. Before, it is the library's name, and so
-    the one in the signature, which PEFT reads.
+    the one in the signature, which PEFT reads. None is no cache by either name.
 
     Raises:
-        ValueError: by what is decorated, on a call with both.
+        ValueError: by what is decorated, on a call with two caches.
     """
-    if CACHE_NAME == "cache":
-        from transformers.utils.deprecation import deprecate_kwarg
-
-        return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)(forward)
 
     @wraps(forward)
     def with_either_name(*args: Any, **kwargs: Any) -> Any:
-        if "past_key_values" in kwargs:
+        given = kwargs.pop("past_key_values", None)
+        if given is not None:
             if kwargs.get("cache") is not None:
                 raise ValueError("Both `past_key_values` and `cache` are set: they are two names of one argument.")
-            kwargs["cache"] = kwargs.pop("past_key_values")
+            if CACHE_NAME == "cache" and not torch.compiler.is_compiling():
+                warnings.warn(_OUTDATED, FutureWarning, stacklevel=2)
+            kwargs["cache"] = given
         return forward(*args, **kwargs)
 
     signature = inspect.signature(forward)

@@ -820,7 +820,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=masks[kind],
                 position_ids=position_ids,
-                cache=cache,
+                **{CACHE_NAME: cache},  # the library takes it away by its own name from layers that are computed again
                 use_cache=use_cache,
                 layer_idx=index,
                 sliding_window=self.config.sliding_window if kind == "sliding_attention" else None,

@@ -71,6 +71,7 @@ def test_all_subtests(tool, expected):
     assert tool.unknown(FOUND, expected) == []
     other = "DCFormerTest::test_c[Base]"
     assert list(tool.surprises(FOUND | {other: ("failed", "E  TypeError")}, expected)) == [other]
+    assert list(tool.surprises(FOUND | {other: None}, expected)) == [other]
     passed = {name: outcome for name, outcome in FOUND.items() if "[" not in name}
     assert list(tool.surprises(passed, expected)) == ["DCFormerTest::test_c[*]"]
 

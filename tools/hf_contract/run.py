@@ -64,7 +64,7 @@ class Group:
 
 @dataclass
 class Outcomes:
-    """A plugin that collects how each test ended, and each subtest that failed or skipped.
+    """A plugin that collects how each test and each subtest ended.
 
     Attributes:
         found: ("skipped" or "failed", message) by name, "DCFormerTest::test_x" or "DCFormerTest::test_x[subtest]"; None
@@ -75,12 +75,12 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report) -> None:
         name = report.nodeid.partition("::")[2]
-        if report.passed:
-            self.found.setdefault(name, None)
-            return
         context = getattr(report, "context", None)  # of a subtest
         if context is not None:
             name += f"[{context.msg or ', '.join(map(str, context.kwargs.values()))}]"
+        if report.passed:
+            self.found.setdefault(name, None)
+            return
         self.found[name] = (report.outcome, report.longrepr[2] if report.skipped else report.longreprtext)
 
 
@@ -211,7 +211,7 @@ def main(arguments: list[str]) -> int:
         print(f"\n{name} {sentence}")
     kinds = [outcome[0] if outcome else "passed" for outcome in outcomes.found.values()]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("passed", "skipped", "failed"))
-    print(f"{counts}, counting subtests that skipped or failed; {len(wrong) or 'none'} not as expected")
+    print(f"{counts}, counting subtests; {len(wrong) or 'none'} not as expected")
     return int(bool(wrong))
 
 
