@@ -83,7 +83,7 @@ test-min: build/constraints-min.txt ## run test-fast, compile models and kernels
 	$(MAKE) --no-print-directory test-kernel-tools VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< KERNEL_TOOLS=$(KERNEL_JIT)
 	$(MAKE) --no-print-directory test-kernels VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< ARGS='-k "$(TRACED)"'
 
-# torch stays, which is a CUDA build of several GB where a package index has nothing else.
+# torch and its Triton stay: the newest torch is a CUDA build of several GB where a package index has nothing else.
 test-new: ## run test-fast with the newest versions that pyproject.toml allows, in a new environment
 	@mkdir -p build && grep -E '^(torch|triton)==' constraints.txt > build/constraints-new.txt
 	rm -rf .venv-new
