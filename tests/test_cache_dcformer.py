@@ -456,6 +456,24 @@ def test_a_cache_has_either_name(name, recwarn):
     assert warned == ({cache_dcformer._OUTDATED} if outdated else set())
 
 
+@torch.no_grad()
+def test_a_cache_by_another_name_is_refused(monkeypatch):
+    """A later library may have one. Models that do not see it would generate wrong tokens."""
+    model, ids = DCFormerForCausalLM(tiny_config(num_labels=3)).eval(), torch.arange(5)[None] + 1
+    for callee in (model, model.model, DCFormerForTokenClassification(model.config).eval()):
+        with pytest.raises(TypeError, match=r"kv=DynamicCache\(...\) is a cache by a name .* past_key_values, cache"):
+            callee(ids, kv=DynamicCache(config=model.config))
+    prepare = model.prepare_inputs_for_generation
+
+    def renamed(*args, **kwargs):
+        inputs = prepare(*args, **kwargs)
+        return {**inputs, "state": inputs.pop(CACHE_NAME)}
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", renamed)
+    with pytest.raises(TypeError, match="state=DynamicCache"):
+        model.generate(ids, max_new_tokens=2)
+
+
 @pytest.mark.parametrize("name", CACHE_NAMES)
 @torch.no_grad()
 def test_heads_of_the_library_take_either_name(name):

@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -58,6 +59,7 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         ValueError: by what is decorated, on a call with two caches.
+        TypeError: on a cache by another name, as a later library may have. It would not be used, and tokens be wrong.
     """
 
     @wraps(forward)
@@ -69,6 +71,13 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
             if CACHE_NAME == "cache" and not torch.compiler.is_compiling():
                 warnings.warn(_OUTDATED, FutureWarning, stacklevel=2)
             kwargs["cache"] = given
+        for name, value in kwargs.items():
+            if name != "cache" and isinstance(value, Cache):
+                raise TypeError(
+                    f"{name}={type(value).__name__}(...) is a cache by a name that this code does not know: expected one "
+                    f"of {', '.join(CACHE_NAMES)}. If it comes from Transformers ({transformers.__version__}), take an "
+                    "earlier version of it, or a later one of dcformer (and export remote code again)."
+                )
         return forward(*args, **kwargs)
 
     signature = inspect.signature(forward)
