@@ -461,7 +461,7 @@ def test_a_cache_by_another_name_is_refused(monkeypatch):
     """A later library may have one. Models that do not see it would generate wrong tokens."""
     model, ids = DCFormerForCausalLM(tiny_config(num_labels=3)).eval(), torch.arange(5)[None] + 1
     for callee in (model, model.model, DCFormerForTokenClassification(model.config).eval()):
-        with pytest.raises(TypeError, match=r"kv=DynamicCache\(...\) is a cache by a name .* past_key_values, cache"):
+        with pytest.raises(TypeError, match=r"kv=DynamicCache\(...\) is a cache by a name .* past_key_values or cache"):
             callee(ids, kv=DynamicCache(config=model.config))
     prepare = model.prepare_inputs_for_generation
 

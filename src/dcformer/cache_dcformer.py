@@ -74,8 +74,8 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
         for name, value in kwargs.items():
             if name != "cache" and isinstance(value, Cache):
                 raise TypeError(
-                    f"{name}={type(value).__name__}(...) is a cache by a name that this code does not know: expected one "
-                    f"of {', '.join(CACHE_NAMES)}. If it comes from Transformers ({transformers.__version__}), take an "
+                    f"{name}={type(value).__name__}(...) is a cache by a name that this code does not know: expected "
+                    f"{' or '.join(CACHE_NAMES)}. If it comes from Transformers ({transformers.__version__}), take an "
                     "earlier version of it, or a later one of dcformer (and export remote code again)."
                 )
         return forward(*args, **kwargs)

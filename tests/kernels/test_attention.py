@@ -311,6 +311,28 @@ def test_runs_are_bitwise_equal():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_heads_that_share_a_key_are_cut_into_parts_where_programs_are_few(monkeypatch):
+    """Keys that nobody sees come first, and others behind those of the last tile."""
+    case, grids = Case(heads=12, kv_heads=1, length=18, keys=41, start=(17,), static=True, batch=1), []
+    truth = run(case, torch.float64, eager(case))
+
+    def spy(self, kernel, grid, chunk, name="", tile=None, real=Passes._launch, **arguments):
+        if name == "keys":
+            grids.append((grid[0], arguments["rep"]))
+        return real(self, kernel, grid, chunk, name, tile, **arguments)
+
+    monkeypatch.setattr(Passes, "_launch", spy)
+    for few, parts in ((0, 1), (3, 1), (4, 2), (7, 3), (8, 3), (25, 12), (1000, 12)):
+        monkeypatch.setattr(launch, "_FEW_INTERPRETED" if INTERPRETED else "_FEW_PROGRAMS", few)
+        grids.clear()
+        found = run(case, torch.float32, fused(case))
+        for name, expected in truth.items():
+            error = (found[name].double() - expected).abs().max() / expected.abs().max()
+            assert error <= 2e-6, f"{few}, {name}: {error:.3g}"
+        if INTERPRETED:
+            assert grids == [(3 * parts, 12 // parts)] * 2, few
+
+
 # the largest ratios of errors in bfloat16 and in float16, rounded up, with the tiles of the interpreter and of a GPU
 BESIDE = {
     "8 heads, 48 tokens": (Case(length=48, heads=8), 0.89, 3),

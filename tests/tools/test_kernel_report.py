@@ -3,7 +3,10 @@
 import importlib
 import inspect
 import json
+import random
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +157,41 @@ def test_two_blocks_of_heads_are_composed_without_local_memory():
     assert [row["kernel"] for row in rows] == ["compose", "weights"] * 2, run.stderr[-2000:]
     for row in rows:
         assert row["stack"] <= 32 and 0 < row["instructions"] < (1.2 if IS_LATER else 1.15), row
+
+
+def test_lengths_take_few_compilations(report, monkeypatch):
+    """A kernel is compiled for even lengths and for others, alone or with windows of more than one chunk: not for each
+    number that changes with them."""
+    found, lengths = {}, random.Random(0)
+    for _ in range(40):
+        monkeypatch.setattr(report, "_LENGTH", lengths.randint(17, 4096))
+        for spec in report.attention_specs(32, 128, 90).values():
+            code = [sorted(spec[what].items()) for what in ("signature", "constexprs", "attrs")]
+            found.setdefault(spec["kernel"].__name__, set()).add(repr((code, spec["num_stages"])))
+    # three products of scores, two of values and of keys
+    assert {name: len(kinds) for name, kinds in found.items() if len(kinds) > 2} == {
+        "states_kernel": 4, "scores_kernel": 4, "compose_kernel": 4, "values_kernel": 4, "keys_kernel": 4,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [128, 192, 256])
+def test_products_do_not_wait_for_each_other(report, dim, tmp_path):
+    """The assembler says so where it lets products of matrices wait, which no count of instructions shows."""
+    specs = report.attention_specs(16, dim, 90)
+    for name in ("scores", "values", "keys", "grad_query", "grad_key"):
+        spec = specs[name]
+        source = report.ASTSource(
+            fn=spec["kernel"], signature=spec["signature"], constexprs=spec["constexprs"], attrs=spec["attrs"]
+        )
+        options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg") if spec.get(key)}
+        compiled = triton.compile(source, target=report.GPUTarget("cuda", 90, 32), options=options | report.COMPILER)
+        (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        command = [ptxas, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        said = run.stdout + run.stderr
+        assert "registers" in said and "serialized" not in said, (name, said)
 
 
 @pytest.mark.slow

@@ -31,6 +31,8 @@ _LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 _JOINED = 64  # queries whose log-sum-exps one program joins
 _STATES = "vgkq"  # values, gradients of the output, keys, queries: their order in the kernels of `scales`
 _INTERPRETED_KEYS = 32  # of a program, in the interpreter: so that short sequences have several
+_FEW_PROGRAMS = 4  # of `keys`, to a multiprocessor: two at once, twice
+_FEW_INTERPRETED = 8  # in the interpreter, in all
 
 # name in `tuning` -> kernel and constants of its own
 LAUNCHES: dict[str, tuple[triton.JITFunction, dict[str, Any]]] = {
@@ -135,7 +137,7 @@ class Launcher(Problem):
         pre, post = self.weights
         return {
             "p_first": first, "p_last": last, "stride_ib": first.stride(0) if first.shape[0] > 1 else 0,
-            "p_w0": pre.query, "p_w1": post.query, "stride_s": self.H * chunk.n_p,
+            "p_w0": pre.query, "p_w1": post.query, "stride_s": self.H * chunk.n_p, "stride_m": matrix_side(self.M) ** 2,
             "H": self.H, "G": self.G, "T": self.T, "S": self.S,
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
@@ -217,14 +219,27 @@ class Launcher(Problem):
         scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """out [B, Hkv, S, d] = scale · tiles, a map, times q [B, H, T, d], summed over the heads of a key; of
-        several chunks the sum. `scales` is as for `_fill_values`."""
-        tile = self._tile("keys")
-        grid = (ceil_div(chunk.n_s, tile.b_s) * self.B * self.kv_heads,)
+        several chunks the sum. `scales` is as for `_fill_values`.
+
+        Few heads of keys are few programs: each has some of the heads that share a key, then, and torch adds them up.
+        """
+        tile, shared = self._tile("keys"), self.H // self.kv_heads
+        programs, is_whole = ceil_div(chunk.n_s, tile.b_s) * self.B * self.kv_heads, chunk.n_t == self.T
+        n_parts = self._parts_of_heads(programs, shared) if is_whole else 1
+        sums = out if n_parts == 1 else self._new(self.B, self.kv_heads * n_parts, self.S, out.shape[3])
         self._launch(
-            keys_kernel, grid, chunk, "keys", tile, p_map=tiles, p_q=q.tensor, p_out=out, scale=scale,
-            ADD=chunk.n_t < self.T, **self._undone(q, scales), **_strides("q", q.tensor, "bht"),
-            **_strides("o", out, "bhs"), **product_constants(out.shape[3], tile),
+            keys_kernel, (programs * n_parts,), chunk, "keys", tile, p_map=tiles, p_q=q.tensor, p_out=sums, scale=scale,
+            rep=shared // n_parts, ADD=not is_whole, **self._undone(q, scales), **_strides("q", q.tensor, "bht"),
+            **_strides("o", sums, "bhs"), **product_constants(out.shape[3], tile),
         )  # fmt: skip
+        if n_parts > 1:
+            rows = slice(chunk.s_0, min(chunk.s_0 + chunk.n_s, self.S))
+            self._do(_add_heads, sums.unflatten(1, (self.kv_heads, n_parts))[..., rows, :], out[..., rows, :])
+
+    def _parts_of_heads(self, programs: int, shared: int) -> int:
+        """Into how many parts to cut the heads that share a key: a divisor, so that there are not few programs."""
+        most = _FEW_INTERPRETED if INTERPRETED.value else _FEW_PROGRAMS * self._multiprocessors
+        return next((n for n in range(1, shared) if shared % n == 0 and programs * n >= most), shared)
 
     def _undone(self, states: States, scales: torch.Tensor | None) -> dict[str, Any]:
         """Arguments of products that undo powers of two: of states, and of a map."""
@@ -451,6 +466,11 @@ def add_up(parts: torch.Tensor, total: torch.Tensor) -> None:
 def _add_parts(parts: torch.Tensor, total: torch.Tensor) -> None:
     """total += the sum of parts [n, m, *total]."""
     total += parts.sum((0, 1))
+
+
+def _add_heads(parts: torch.Tensor, total: torch.Tensor) -> None:
+    """total [B, Hkv, n, d] = the sum of parts [B, Hkv, parts, n, d]."""
+    total.copy_(parts.sum(2))
 
 
 def _strides(letter: str, tensor: torch.Tensor, axes: str) -> dict[str, int]:

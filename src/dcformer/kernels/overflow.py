@@ -13,6 +13,7 @@ again. Later a GPU is not waited for: more calls may pass until a mark is seen. 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntFlag
+from threading import Lock
 
 import torch
 from transformers.utils import logging
@@ -63,6 +64,7 @@ class _Watch:
 
 _watches: dict[torch.device, _Watch] = {}
 _found: dict[torch.device, Beyond] = {}
+_lock = Lock()  # of both, and of what is in watches: each thread may have a device, or a stream, of its own
 
 
 def beyond(device: torch.device) -> Beyond:
@@ -72,15 +74,16 @@ def beyond(device: torch.device) -> Beyond:
 
 def mark_of(device: torch.device, what: Beyond) -> torch.Tensor:
     """Where kernels leave a mark, int32 [1]: they store 1."""
-    watch = _watches.get(device)
-    if watch is None:
-        if is_captured(device):  # they are the graph's own
-            watch = _Watch(_new_marks(device))
-        else:
-            # By another thread: while graphs of torch.compile(mode="reduce-overhead") are warmed up, all memory that
-            # this one asks for is of a graph, and may not be kept.
-            with ThreadPoolExecutor(max_workers=1) as other:
-                watch = _watches[device] = _Watch(other.submit(_new_marks, device, is_awaited=True).result())
+    with _lock:
+        watch = _watches.get(device)
+        if watch is None:
+            if is_captured(device):  # they are the graph's own
+                watch = _Watch(_new_marks(device))
+            else:
+                # By another thread: while graphs of torch.compile(mode="reduce-overhead") are warmed up, all memory
+                # that this one asks for is of a graph, and may not be kept.
+                with ThreadPoolExecutor(max_workers=1) as other:
+                    watch = _watches[device] = _Watch(other.submit(_new_marks, device, is_awaited=True).result())
     return watch.marks[list(Beyond).index(what), :1]
 
 
@@ -97,6 +100,11 @@ def look(device: torch.device) -> bool:
     Returns:
         whether there is a new one: `beyond` has it from now on, and what was launched is to be run again.
     """
+    with _lock:
+        return _look(device)
+
+
+def _look(device: torch.device) -> bool:
     watch = _watches.get(device)
     if watch is None or Beyond.SCORES in beyond(device):  # float32 holds all
         return False

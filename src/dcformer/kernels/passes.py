@@ -214,7 +214,7 @@ class Passes(Launcher):
         tensors = {"p_weights": weights, "p_grads": maps, "p_m0": pre, "p_m1": post, "p_inverse": scales[1]}
         n_parts = self._parts("back_1", chunk)[0]
         sum_parts = self._new(n_parts, 2, self.B, self.H, chunk.n_t)
-        self._back(1, chunk, grads, scales, n_parts, p_sums=sum_parts, **tensors)
+        self._back(1, chunk, grads, scales, n_parts, p_sums=sum_parts, p_out=maps, **tensors)
         sums = self._new(*sum_parts.shape[1:])  # of P dP and of P
         self._do(add_up, sum_parts, sums)
         del sum_parts

@@ -110,8 +110,8 @@ def choose(
     if kernel in _PRODUCTS:
         if dtype == torch.float32:  # on CUDA cores
             return Tile(64, 64, 8, 2) if dim <= 128 else Tile(32, 32, 4, 2)
-        if dim > 128:
-            return Tile(64, 32, 4, 2) if kernel == "scores" else Tile(64, 32, 8, 2)
+        if dim > 128:  # with two stages ptxas makes the products of `values` wait for each other on sm_90
+            return Tile(64, 32, 4, 2) if kernel == "scores" else Tile(64, 32, 8, 3 if arch >= 90 else 2)
         if kernel == "scores":  # 64 queries take 5% longer for a pair, and with small windows meet fewer that none sees
             return Tile(64 if window and window <= _SMALL_WINDOW else 128, 64, 4, 3)
         has_little = _has_little(arch)
@@ -135,8 +135,8 @@ def choose(
 
 def wide_channels(heads: int, rank: int, arch: int) -> int:
     """From which channel on `compose_kernel` holds the query side of scores in 16 bits: 2R + 1 for none, R for all but
-    down, 0 for all. That takes fewer registers and more instructions; it is where it lets more programs run, or spares
-    local memory.
+    down, 1 for all but its first, 0 for all. That takes fewer registers and more instructions; it is where it lets more
+    programs run, or spares local memory.
 
     Args:
         heads: those of its blocks.
@@ -145,7 +145,7 @@ def wide_channels(heads: int, rank: int, arch: int) -> int:
     numbers = heads * rank  # of down, and of up
     if (heads <= 16 and rank <= 3) or (arch < 90 and numbers <= 64):
         return 2 * rank + 1
-    return rank if numbers <= 96 else 0
+    return 0 if numbers > 96 else rank if heads <= 32 else 1
 
 
 def _product_tile(kernel: str, b_t: int, b_s: int, num_warps: int, num_stages: int) -> Tile:

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .compose import program_keys
 from .heads import (
+    ALIKE,
     KEY,
     SCORES_GRAD,
     STATIC,
@@ -31,7 +32,6 @@ from .heads import (
     load_matrix,
     load_row,
     load_side,
-    matrix_side,
     place_in_map,
     side_channels,
     store_heads,
@@ -44,10 +44,10 @@ from .heads import (
 )
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def back_1_kernel(
-    p_weights, p_grads, p_m1, p_w1, p_first, p_last, p_inverse, p_gwq, p_sums, p_gm,
-    stride_ib, stride_s: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales,
+    p_weights, p_grads, p_m1, p_w1, p_first, p_last, p_inverse, p_out, p_gwq, p_sums, p_gm,
+    stride_ib, stride_s: tl.int64, stride_m: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales,
     F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     B_T: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -55,8 +55,9 @@ def back_1_kernel(
 
     Args:
         p_weights: the map of weights, P times 2^SHIFT.
-        p_grads: the map of dW, times a power of two for BLOCK queries; dP takes its place.
+        p_grads: the map of dW, times a power of two for BLOCK queries.
         p_inverse: what undoes that, [B·G, n_scales].
+        p_out: the map of dP, to be written, times that, too; may be p_grads.
         p_gwq: parts of gradients of the query side's weights, [parts of keys, B·H, C, n_t].
         p_sums: parts of two sums, Σ_s P dP, times the power of two, and Σ_s P: [parts of keys, 2, B·H, n_t].
         p_gm: parts of gradients of M(s), transposed: [tiles of queries, B·G, n_s, h', h]; times the power of two.
@@ -68,22 +69,21 @@ def back_1_kernel(
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w1 = load_side(p_w1 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_POST, R, C, M, H0, H1)
-    base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
+    base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T) + (start - s_0) * stride_s
     p_weights += base
     p_grads += base
-    HH: tl.constexpr = matrix_side(M) * matrix_side(M)
-    stride_m = tl.full([], HH, tl.int64)
-    p_m1 += i_bg * n_s * HH
-    p_gm += (i_t * (n_bh // M) + i_bg) * n_s * HH
+    p_out += base
+    p_m1 += (i_bg * n_s + start - s_0) * stride_m
+    p_gm += ((i_t * (n_bh // M) + i_bg) * n_s + start - s_0) * stride_m
     dtype: tl.constexpr = p_grads.dtype.element_ty
     UNIT: tl.constexpr = 1.0 / (1 << SHIFT)
     delta, mass = filled(0.0, 1, B_T, H0, H1), filled(0.0, 1, B_T, H0, H1)
     grads = filled(0.0, side_channels(F_POST, R), B_T, H0, H1)
     units, ones = diagonal(UNIT, p_weights.dtype.element_ty, H0, H1), diagonal(1.0, dtype, H0, H1)
-    for s in tl.range(start - s_0, stop - s_0):
-        x = transposed(load_row(p_weights + s * stride_s, M, H0, H1, B_T), H1)
-        row = load_row(p_grads + s * stride_s, M, H0, H1, B_T)  # [h', t]
-        m1 = load_matrix(p_m1 + s * stride_m, F_POST, M, H0, H1)
+    for _ in tl.range(start, stop):
+        x = transposed(load_row(p_weights, M, H0, H1, B_T), H1)
+        row = load_row(p_grads, M, H0, H1, B_T)  # [h', t]
+        m1 = load_matrix(p_m1, F_POST, M, H0, H1)
         p = widened(x, units, H1)
         hid = hidden(p, w1, 0, F_POST, R, H1)
         y = transposed(row, H1)
@@ -98,9 +98,14 @@ def back_1_kernel(
             deltas = deltas + (delta[i] + p[i] * dp_wide[i],)
             masses = masses + (mass[i] + p[i],)
         delta, mass = deltas, masses
-        store_row(p_grads + s * stride_s, dp, M, H0, H1, B_T)
+        store_row(p_out, dp, M, H0, H1, B_T)
         if (KEY | STATIC) & F_POST:
-            store_matrix_grad(p_gm + s * stride_m, row, cast(x, dtype, H1), UNIT, M, H0, H1)
+            store_matrix_grad(p_gm, row, cast(x, dtype, H1), UNIT, M, H0, H1)
+        p_weights += stride_s
+        p_grads += stride_s
+        p_out += stride_s
+        p_m1 += stride_m
+        p_gm += stride_m
     i_part = i_s * n_bh + i_bg * M
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
     store_side_grads(p_gwq + i_part * C * n_t, grads, inverse, C * n_t, n_t, o_t, m_t, F_POST, R, M, H0, H1)
@@ -109,10 +114,10 @@ def back_1_kernel(
     store_heads(p_sums + tl.cast(n_bh, tl.int64) * n_t, mass, n_t, o_t, m_t, M, H0, H1)
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def back_0_kernel(
     p_scores, p_weights, p_grads, p_m0, p_w0, p_first, p_last, p_sums, p_inverse, p_out, p_gwq, p_gm,
-    stride_ib, stride_s: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales, factor,
+    stride_ib, stride_s: tl.int64, stride_m: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales, factor,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
     SCALED: tl.constexpr,
@@ -143,25 +148,23 @@ def back_0_kernel(
     for i in tl.static_range(1 + (H1 > 0)):
         delta = delta + (tl.where(mass[i] > 0, tl.div_rn(total[i], mass[i]), 0.0),)
     inverse = tl.load(p_inverse + i_bg * n_scales + i_t * B_T // BLOCK)
-    base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
+    base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T) + (start - s_0) * stride_s
     p_scores += base
     p_weights += base
     p_grads += base
     p_out += base
-    HH: tl.constexpr = matrix_side(M) * matrix_side(M)
-    stride_m = tl.full([], HH, tl.int64)
-    p_m0 += i_bg * n_s * HH
-    p_gm += (i_t * (n_bh // M) + i_bg) * n_s * HH
+    p_m0 += (i_bg * n_s + start - s_0) * stride_m
+    p_gm += ((i_t * (n_bh // M) + i_bg) * n_s + start - s_0) * stride_m
     dtype: tl.constexpr = p_grads.dtype.element_ty
     UNIT: tl.constexpr = 1.0 / (1 << SHIFT)
     grads = filled(0.0, side_channels(F_PRE, R), B_T, H0, H1)
     units, ones = diagonal(UNIT, p_weights.dtype.element_ty, H0, H1), diagonal(1.0, dtype, H0, H1)
     ones_0 = diagonal(1.0, p_scores.dtype.element_ty, H0, H1)
-    for s in tl.range(start - s_0, stop - s_0):
-        row = load_row(p_scores + s * stride_s, M, H0, H1, B_T)  # [h, t]
-        weights = transposed(load_row(p_weights + s * stride_s, M, H0, H1, B_T), H1)
-        y = transposed(load_row(p_grads + s * stride_s, M, H0, H1, B_T), H1)
-        m0 = load_matrix(p_m0 + s * stride_m, F_PRE, M, H0, H1)
+    for _ in tl.range(start, stop):
+        row = load_row(p_scores, M, H0, H1, B_T)  # [h, t]
+        weights = transposed(load_row(p_weights, M, H0, H1, B_T), H1)
+        y = transposed(load_row(p_grads, M, H0, H1, B_T), H1)
+        m0 = load_matrix(p_m0, F_PRE, M, H0, H1)
         p, dp, da = widened(weights, units, H1), widened(y, ones, H1), ()
         for i in tl.static_range(1 + (H1 > 0)):
             da = da + (p[i] * (dp[i] - delta[i]),)
@@ -175,8 +178,14 @@ def back_0_kernel(
             for i in tl.static_range(1 + (H1 > 0)):
                 grad = grad + (ds[i] * inverse,)
             ds = grad
-        store_row(p_out + s * stride_s, ds, M, H0, H1, B_T)
+        store_row(p_out, ds, M, H0, H1, B_T)
         if (KEY | STATIC) & F_PRE:
-            store_matrix_grad(p_gm + s * stride_m, cast(row, dtype, H1), narrow, SCORES_GRAD, M, H0, H1)
+            store_matrix_grad(p_gm, cast(row, dtype, H1), narrow, SCORES_GRAD, M, H0, H1)
+        p_scores += stride_s
+        p_weights += stride_s
+        p_grads += stride_s
+        p_out += stride_s
+        p_m0 += stride_m
+        p_gm += stride_m
     i_part = (i_s * n_bh + i_bg * M) * C
     store_side_grads(p_gwq + i_part * n_t, grads, factor * inverse, C * n_t, n_t, o_t, m_t, F_PRE, R, M, H0, H1)

@@ -6,11 +6,12 @@ store them. For the backward pass it keeps the weights, too.
 
 A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees. M, H0,
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
-`problem.Chunk`; o_t are a tile's queries within it, m_t says which of them exist; HP = matrix_side(M). Behind pointers:
+`problem.Chunk`; o_t are a tile's queries within it, m_t says which of them exist; HP = matrix_side(M). A loop counts
+pointers up from key to key: to multiply strides in each turn would take more instructions. Behind pointers:
 
     p_scores, p_weights, p_out  maps of the chunk, [B, n_s, n_p / B_T, H, B_T], a key stride_s from the next: S, P, W;
                      P and W are times 2^SHIFT
-    p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of maps
+    p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of maps; stride_m = HP · HP
     p_w0, p_w1       query sides, [B, H, C, T]
     p_first, p_last  the first key that a query sees, and the one behind its last, int32 [B or 1, T]
     p_lse            log-sum-exps, float32 [B, H, T]
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 
 from .heads import (
+    ALIKE,
     NO_KEY,
     cast,
     composed,
@@ -36,7 +38,6 @@ from .heads import (
     load_matrix,
     load_row,
     load_side,
-    matrix_side,
     place_in_map,
     span,
     store_heads,
@@ -79,14 +80,19 @@ def _add_scores(
     """
     p_scores, p_m0, stride_s, stride_m, s_0, first, last, inner = at
     NB: tl.constexpr = 1 + (H1 > 0)
+    p_scores += (start - s_0) * stride_s
+    p_m0 += (start - s_0) * stride_m
     for i_s in tl.range(start, stop, B_S):
         s = i_s
         if MASKED:
+            jump = tl.where(i_s == inner, skipped, 0)
+            p_scores += jump * stride_s
+            p_m0 += jump * stride_m
             s += tl.where(i_s < inner, 0, skipped)
         turn, above = (), top
         for k in tl.static_range(B_S):
-            x = transposed(load_row(p_scores + (s + k - s_0) * stride_s, M, H0, H1, B_T), H1)
-            m0 = load_matrix(p_m0 + (s + k - s_0) * stride_m, F_PRE, M, H0, H1)
+            x = transposed(load_row(p_scores + k * stride_s, M, H0, H1, B_T), H1)
+            m0 = load_matrix(p_m0 + k * stride_m, F_PRE, M, H0, H1)
             wide = widened(x, ones, H1)
             a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
             highest = ()
@@ -105,13 +111,16 @@ def _add_scores(
                 new += tl.exp2(turn[k * NB + i] - above[i])
             sums = sums + (new,)
         top, total = above, sums
+        p_scores += B_S * stride_s
+        p_m0 += B_S * stride_m
     return top, total
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def lse_kernel(
     p_scores, p_m0, p_w0, p_first, p_last, p_lse, p_mark,
-    stride_ib, stride_l, stride_s: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, unseen, largest,
+    stride_ib, stride_l, stride_s: tl.int64, stride_m: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, unseen,
+    largest,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     B_T: tl.constexpr, B_S: tl.constexpr, MARK: tl.constexpr,
 ):  # fmt: skip
@@ -128,9 +137,7 @@ def lse_kernel(
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1)
     p_scores += place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
-    HH: tl.constexpr = matrix_side(M) * matrix_side(M)
-    stride_m = tl.full([], HH, tl.int64)
-    p_m0 += i_bg * n_s * HH
+    p_m0 += i_bg * n_s * stride_m
     NB: tl.constexpr = 1 + (H1 > 0)
     top, total = filled(LOWEST, 1, B_T, H0, H1), filled(0.0, 1, B_T, H0, H1)
     start = s_0 + (start - s_0) // B_S * B_S  # a turn never leaves a part, and what nobody sees is masked
@@ -150,7 +157,7 @@ def lse_kernel(
     store_heads(p_lse + (i_s * n_bh + i_bg * M) * stride_l, out, stride_l, o_t, m_t, M, H0, H1)
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def join_kernel(p_parts, p_lse, T, t_0, n_t, n_parts, n_bh, B_P: tl.constexpr, B_T: tl.constexpr):
     """Log-sum-exps of a chunk from those of its parts [parts, B·H, n_t]: p_lse [B·H, T]; +inf where nothing is seen."""
     i_bh, i_t = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -170,10 +177,10 @@ def join_kernel(p_parts, p_lse, T, t_0, n_t, n_parts, n_bh, B_P: tl.constexpr, B
     tl.store(p_lse + i_bh * T + t_0 + o_t, lse, mask=m_t)
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def compose_kernel(
     p_scores, p_m0, p_m1, p_w0, p_w1, p_first, p_last, p_lse, p_out, p_weights, p_mark,
-    stride_ib, stride_s: tl.int64, G, T, t_0, n_t, s_0, n_s, n_keys,
+    stride_ib, stride_s: tl.int64, stride_m: tl.int64, G, T, t_0, n_t, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, SHIFT: tl.constexpr, KEEP: tl.constexpr,
     WIDE: tl.constexpr,
@@ -199,31 +206,35 @@ def compose_kernel(
     N_WIDE: tl.constexpr = WIDE if HALF and p_w0.dtype.element_ty.primitive_bitwidth == 16 else 2 * R + 1
     w0 = load_side(p_w0 + i_bg * M * (C * T) + t_0, T, o_t, m_t, F_PRE, R, C, M, H0, H1, N_WIDE)
     lse = load_heads(p_lse + i_bg * M * T + t_0, T, o_t, m_t, float("inf"), M, H0, H1)
-    base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T)
+    base = place_in_map(i_bg, i_t, G, M, n_s, stride_s, B_T) + (start - s_0) * stride_s
     p_scores += base
     p_out += base
     p_weights += base
-    HH: tl.constexpr = matrix_side(M) * matrix_side(M)
-    stride_m = tl.full([], HH, tl.int64)
-    p_m0 += i_bg * n_s * HH
-    p_m1 += i_bg * n_s * HH
+    place = (i_bg * n_s + start - s_0) * stride_m
+    p_m0 += place
+    p_m1 += place
     ones = diagonal(1.0, p_scores.dtype.element_ty, H0, H1)
-    for s in tl.range(start - s_0, stop - s_0):
-        x = transposed(load_row(p_scores + s * stride_s, M, H0, H1, B_T), H1)
-        m0 = load_matrix(p_m0 + s * stride_m, F_PRE, M, H0, H1)
-        visible = ((s + s_0 >= first) & (s + s_0 < last))[:, None]
+    for s in tl.range(start, stop):
+        x = transposed(load_row(p_scores, M, H0, H1, B_T), H1)
+        m0 = load_matrix(p_m0, F_PRE, M, H0, H1)
+        visible = ((s >= first) & (s < last))[:, None]
         wide, p = widened(x, ones, H1), ()
         a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
         for i in tl.static_range(1 + (H1 > 0)):
             p = p + (tl.exp2(tl.where(visible, a[i] - (lse[i] - SHIFT), LOWEST)),)
-        m1 = load_matrix(p_m1 + s * stride_m, F_POST, M, H0, H1)
+        m1 = load_matrix(p_m1, F_POST, M, H0, H1)
         if HALF:
             p = cast(p, tl.float16, H1)
         if KEEP:
-            store_row(p_weights + s * stride_s, p, M, H0, H1, B_T)
+            store_row(p_weights, p, M, H0, H1, B_T)
         if HALF:
             p = composed_half(p, w1, m1, F_POST, R, H0, H1)
         else:
             narrow = cast(p, p_m1.dtype.element_ty, H1)
             p = composed(narrow, p, w1, hidden(p, w1, 0, F_POST, R, H1), m1, R, F_POST, R, H1)
-        store_row(p_out + s * stride_s, p, M, H0, H1, B_T)
+        store_row(p_out, p, M, H0, H1, B_T)
+        p_scores += stride_s
+        p_out += stride_s
+        p_weights += stride_s
+        p_m0 += stride_m
+        p_m1 += stride_m

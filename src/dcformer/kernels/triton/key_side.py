@@ -13,7 +13,7 @@ channels, S] of any strides.
 import triton
 import triton.language as tl
 
-from .heads import GATE, KEY, STATIC, intervals, span, tiles_that_see
+from .heads import ALIKE, GATE, KEY, STATIC, intervals, span, tiles_that_see
 from .precision import LARGEST_HALF, rounded, within
 
 
@@ -45,7 +45,7 @@ def _store_channel(p_tile, grad, mask, ADD: tl.constexpr):
     tl.store(p_tile, rounded(grad, p_tile.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def expand_kernel(
     p_wk, p_static, p_m, p_mark, p_amplified,
     stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws, G, rep, S, s_0, n_s, largest,
@@ -123,7 +123,7 @@ def _add_parts(
     return grad, count
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def project_kernel(
     p_gm, p_wk, p_gwk, p_gstatic, p_mark, p_inverse, p_finite, p_first, p_last, stride_ib,
     stride_wb, stride_wh, stride_wr, stride_wc: tl.int64, stride_ws,

@@ -15,7 +15,7 @@ all are.
 import triton
 import triton.language as tl
 
-from .heads import NO_KEY, intervals, span, tiles_that_see
+from .heads import ALIKE, NO_KEY, intervals, span, tiles_that_see
 from .precision import LARGEST_HALF, LARGEST_SCORE, add_product, product, rounded, uniform, within
 
 
@@ -72,7 +72,7 @@ def _is_broken(total, m_n):
     return uniform(tl.max(tl.where(m_n[:, None] & ((tl.abs(total) < float("inf")) == 0), 1, 0))) > 0
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def scores_kernel(
     p_a, p_b, p_map, p_mark, p_scale, p_first, p_last,
     stride_ab, stride_ah, stride_as, stride_bb, stride_bh, stride_bt, stride_ib, stride_s: tl.int64,
@@ -170,7 +170,7 @@ def _add_values(
     return total, count
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def values_kernel(
     p_map, p_v, p_out, p_mark, p_inverse, p_finite, p_undo, p_first, p_last,
     stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_s: tl.int64,
@@ -277,7 +277,7 @@ def _add_keys(
     return total, count
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def keys_kernel(
     p_map, p_q, p_out, p_mark, p_inverse, p_finite, p_undo, p_first, p_last,
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_os, stride_ib, stride_s: tl.int64,

@@ -13,7 +13,7 @@ composition weights: nothing is cut off, however large or small a loss is scaled
 import triton
 import triton.language as tl
 
-from .heads import GATE, GRAD_SHIFT, KEY, LEAST, NO_KEY, QUERY, STATIC, intervals, log2, power, span
+from .heads import ALIKE, GATE, GRAD_SHIFT, KEY, LEAST, NO_KEY, QUERY, STATIC, intervals, log2, power, span
 
 TARGET = tl.constexpr(14)  # log2 of what dP and what a log-sum-exp's gradient adds may be: a factor of 4 below the end
 FEWEST = tl.constexpr(-12)  # log2 of that for the query with the least; see `scale_kernel`
@@ -149,7 +149,7 @@ def _store_states(
             tl.store(p_tile, x.to(tl.float16), mask=(o_n < count)[:, None] & (o_d < dim)[None, :])
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def states_kernel(
     p_v, p_g, p_k, p_q, p_v_half, p_g_half, p_k_half, p_q_half, p_v_undo, p_g_undo, p_k_undo, p_q_undo,
     p_largest, p_rows, p_mark, p_first, p_last,
@@ -185,7 +185,7 @@ def states_kernel(
         )
 
 
-@triton.jit
+@triton.jit(**ALIKE)
 def scale_kernel(
     p_norms, p_largest, p_amplified, p_extra, p_w1, p_scale, p_mark,
     G, kv_heads, T, t_0, n_t, s_0, n_s, n_largest, n_amplified,

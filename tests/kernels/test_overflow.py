@@ -1,0 +1,42 @@
+"""Marks of what float16 cannot hold. What kernels do about them is in test_attention.py."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
+from dcformer.kernels import overflow
+from dcformer.kernels.overflow import Beyond
+
+HERE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_found(monkeypatch):
+    monkeypatch.setattr(overflow, "_found", {})
+    monkeypatch.setattr(overflow, "_watches", {})
+
+
+def test_threads_that_begin_together_share_their_marks():
+    """A mark that is not the one that is looked at would be left unseen."""
+    count = 4
+    for _ in range(25):
+        overflow._watches.clear()
+        barrier = Barrier(count)
+
+        def mark(_, barrier=barrier):
+            barrier.wait()
+            return overflow.mark_of(HERE, Beyond.GRADIENTS).data_ptr()
+
+        with ThreadPoolExecutor(count) as threads:
+            assert len(set(threads.map(mark, range(count)))) == 1
+
+
+def test_a_mark_is_found_once():
+    assert not overflow.look(HERE) and overflow.beyond(HERE) == overflow.NOTHING
+    overflow.mark_of(HERE, Beyond.GRADIENTS).fill_(1)
+    assert overflow.look(HERE) and overflow.beyond(HERE) == Beyond.GRADIENTS
+    assert not overflow.look(HERE)
+    overflow.mark_of(HERE, Beyond.SCORES).fill_(1)
+    assert overflow.look(HERE) and overflow.beyond(HERE) == Beyond.GRADIENTS | Beyond.SCORES
