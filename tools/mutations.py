@@ -1480,6 +1480,12 @@ _KERNELS = (
         "kernels",
         "kernels/triton/compose.py",
         (
+            "keys behind those that all see are read where these begin",
+            "jump = tl.where(i_s == inner, skipped, 0)",
+            "jump = tl.where(i_s == inner, 0, 0)",
+            T_KERNEL + "[7 queries]",
+        ),
+        (
             "interval with its end",
             "visible = ((s + k >= first) & (s + k < last))[:, None]",
             "visible = ((s + k >= first) & (s + k <= last))[:, None]",
@@ -1623,6 +1629,12 @@ _KERNELS = (
     + _in(
         "kernels",
         "kernels/triton/backward.py",
+        (
+            "gradients of matrices of all keys in one place",
+            "        p_m1 += stride_m\n        p_gm += stride_m\n",
+            "        p_m1 += stride_m\n",
+            T_KERNEL + "[7 queries]",
+        ),
         (
             "softmax's gradient without its sum",
             "da = da + (p[i] * (dp[i] - delta[i]),)",
@@ -1793,6 +1805,12 @@ _KERNELS = (
     + _in(
         "kernels",
         "kernels/launch.py",
+        (
+            "each part of the heads that share a key is all of them",
+            "rep=shared // n_parts",
+            "rep=shared",
+            T_ATTEND + "test_heads_that_share_a_key_are_cut_into_parts_where_programs_are_few",
+        ),
         (
             "both stages read the first one's query side",
             '"p_w1": post.query',
