@@ -18,7 +18,6 @@ COMPOSITION = ("lse_kernel", "compose_kernel", "back_1_kernel", "back_0_kernel")
 PRODUCTS = ("scores_kernel", "values_kernel", "keys_kernel")
 # Most instructions of one warp per query, key and head in the inner loop, and whether it may spill; sm_90, 32 heads.
 COMPILED = {"lse": (0.55, False), "compose": (0.80, False), "back_1": (1.80, True), "back_0": (1.55, True)}
-_FEW_BYTES = 16  # of stack, which Triton 3.6 has of `compose` outside of loops
 _HELPS = 1.02  # times as fast: less is noise
 _SEARCH = "make gpu-first-run ARGS='--resume --sections tune'"
 
@@ -227,7 +226,7 @@ def _compiled(content: Content) -> Measured:
     shares, words = {}, []
     for name, (most, may_spill) in COMPILED.items():
         line = lines[name]
-        spilled = 0 if may_spill or line["stack"] <= _FEW_BYTES else line["stack"]
+        spilled = 0 if may_spill else line["stack"]
         shares[name] = 1.0 + spilled if spilled else line["instructions"] / most
         words.append(f"{name} {line['instructions']} instructions, stack {line['stack']}")
     return Measured(max(shares.values()), f"Triton {content['about']['triton']}, sm_90: {'; '.join(words)}")
@@ -312,7 +311,7 @@ TO_SETTLE = (
     ),
     Row(
         "another Triton lays code out differently",
-        "instructions per query, key and head over what was counted on, hardly any stack in `lse`, `compose` (report)",
+        "instructions per query, key and head over what was counted on, no stack in `lse` and `compose` (report)",
         1.0,
         _compiled,
         (Fallback("the Triton that the limits are from", 'pip install "triton==3.7.1"'),),

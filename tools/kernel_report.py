@@ -50,9 +50,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LENGTH = 2048
 _BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))  # of any architecture: specialisation does not depend on it
 _OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own, where a launch does not say
-# Bytes that a kernel may spill where inner loops read or write them, on sm_90 since Triton 3.9 alone; and elsewhere.
+# Bytes that a kernel may spill: a few of those that change in no inner loop; on sm_90 since Triton 3.9 alone.
 _MAY_SPILL = {80: 32, 86: 32, 89: 32, 90: 32 if Version(triton.__version__) >= Version("3.9") else 0}
-_MAY_SPILL_OUTSIDE = 64
 _PRODUCTS = {LAUNCHES[name][0] for name in ("scores", "values", "keys")}
 
 
@@ -77,8 +76,8 @@ class Usage:
     spilling: tuple[int, ...] = ()
 
 
-def compile_usage(spec: dict[str, Any], arch: int) -> Usage:
-    """Compiles a kernel for an architecture (80, 89 or 90) and reads the usage from its machine code.
+def compile_spec(spec: dict[str, Any], arch: int) -> Any:
+    """Compiles a kernel for an architecture (80, 89 or 90). Returns what Triton makes of it.
 
     Args:
         spec: `kernel`, `signature` (argument -> type), `constexprs`, `attrs` as `ASTSource` takes them, and
@@ -89,7 +88,12 @@ def compile_usage(spec: dict[str, Any], arch: int) -> Usage:
         fn=spec["kernel"], signature=spec["signature"], constexprs=spec["constexprs"], attrs=spec["attrs"]
     )
     options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg") if spec.get(key)}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | COMPILER)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | COMPILER)
+
+
+def compile_usage(spec: dict[str, Any], arch: int) -> Usage:
+    """Compiles a kernel, and reads the usage from its machine code. Arguments are those of `compile_spec`."""
+    compiled = compile_spec(spec, arch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -385,9 +389,9 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the report.
 
     Returns:
-        1 when a kernel wants too much shared memory, or one other than `back_*` spills more than `_MAY_SPILL`, or
-        `_MAY_SPILL_OUTSIDE`, with up to 32 heads, a product only if it does so in a loop other than its longest, which
-        is for rare numbers; otherwise 0.
+        1 when a kernel wants too much shared memory, or one other than `back_*` spills more than `_MAY_SPILL` with up
+        to 32 heads, a product only if it does so in a loop other than its longest, which is for rare numbers;
+        otherwise 0.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90], choices=SHARED_LIMIT)
@@ -415,8 +419,7 @@ def main(argv: list[str] | None = None) -> int:
     too_large = [line for line in rows if line["shared"] > SHARED_LIMIT[line["arch"]]]
     spills = [  # of back_* some cost less than what avoids them; two blocks of heads hardly fit
         line for (spec, arch), usage, line in zip(work, usages, rows, strict=True)
-        if line["stack"] > (_MAY_SPILL[arch] if usage.spilling else _MAY_SPILL_OUTSIDE)
-        and line["kernel"][:5] != "back_" and spec.get("heads", 0) <= 32
+        if line["stack"] > _MAY_SPILL[arch] and line["kernel"][:5] != "back_" and spec.get("heads", 0) <= 32
         and (spec["kernel"] not in _PRODUCTS or set(usage.spilling) - {max(usage.products)})
     ]  # fmt: skip
     if args.json:

@@ -9,7 +9,7 @@ int, which makes a compiled decoding step a new graph when the window fills up, 
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, NamedTuple
@@ -59,7 +59,6 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         ValueError: by what is decorated, on a call with two caches.
-        TypeError: on a cache by another name, as a later library may have. It would not be used, and tokens be wrong.
     """
 
     @wraps(forward)
@@ -71,19 +70,30 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
             if CACHE_NAME == "cache" and not torch.compiler.is_compiling():
                 warnings.warn(_OUTDATED, FutureWarning, stacklevel=2)
             kwargs["cache"] = given
-        for name, value in kwargs.items():
-            if name != "cache" and isinstance(value, Cache):
-                raise TypeError(
-                    f"{name}={type(value).__name__}(...) is a cache by a name that this code does not know: expected "
-                    f"{' or '.join(CACHE_NAMES)}. If it comes from Transformers ({transformers.__version__}), take an "
-                    "earlier version of it, or a later one of dcformer (and export remote code again)."
-                )
         return forward(*args, **kwargs)
 
     signature = inspect.signature(forward)
     shown = [p.replace(name=CACHE_NAME) if p.name == "cache" else p for p in signature.parameters.values()]
     with_either_name.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return with_either_name
+
+
+def check_cache_names(others: Mapping[str, Any]) -> None:
+    """Refuses a cache by an unknown name, as a later library may have: it would not be used, and tokens be wrong.
+
+    Args:
+        others: what a model was called with besides what it knows, by name.
+
+    Raises:
+        TypeError: naming it.
+    """
+    for name, value in others.items():
+        if isinstance(value, Cache):
+            raise TypeError(
+                f"{name}={type(value).__name__}(...) is a cache by a name that this code does not know: expected "
+                f"{' or '.join(CACHE_NAMES)}. If it comes from Transformers ({transformers.__version__}), take an "
+                "earlier version of it, or a later one of dcformer (and export remote code again)."
+            )
 
 
 def check_cache_layers(cache: Cache, config: DCFormerConfig, length: int) -> None:

@@ -48,6 +48,7 @@ from .cache_dcformer import (
     CACHE_NAME,
     CACHE_NAMES,
     check_cache_layers,
+    check_cache_names,
     check_cache_rows,
     lend_room,
     takes_cache,
@@ -788,6 +789,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        check_cache_names(kwargs)
         if position_ids is None and any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
             raise ValueError(
                 "cu_seq_lens_q and cu_seq_lens_k are not read: position_ids say where documents begin. Give those that "

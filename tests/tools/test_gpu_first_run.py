@@ -139,7 +139,7 @@ def test_what_is_not_measured_says_why():
 
 
 def test_stack_where_there_must_be_none_fails_whatever_the_instructions():
-    content = changed("report", lambda part: part["kernels"][1], stack=24)
+    content = changed("report", lambda part: part["kernels"][1], stack=8)
     assert settle.settle(content)[-1]["verdict"] == "failed"
 
 

@@ -160,15 +160,14 @@ def test_two_blocks_of_heads_are_composed_without_local_memory():
 
 
 def test_lengths_take_few_compilations(report, monkeypatch):
-    """A kernel is compiled for even lengths and for others, alone or with windows of more than one chunk: not for each
-    number that changes with them."""
+    """A kernel is compiled for lengths that are multiples of 16 and for others, not for each number that follows from
+    them. Some have several uses, or more constants."""
     found, lengths = {}, random.Random(0)
     for _ in range(40):
         monkeypatch.setattr(report, "_LENGTH", lengths.randint(17, 4096))
         for spec in report.attention_specs(32, 128, 90).values():
             code = [sorted(spec[what].items()) for what in ("signature", "constexprs", "attrs")]
             found.setdefault(spec["kernel"].__name__, set()).add(repr((code, spec["num_stages"])))
-    # three products of scores, two of values and of keys
     assert {name: len(kinds) for name, kinds in found.items() if len(kinds) > 2} == {
         "states_kernel": 4, "scores_kernel": 4, "compose_kernel": 4, "values_kernel": 4, "keys_kernel": 4,
     }  # fmt: skip
@@ -180,13 +179,7 @@ def test_products_do_not_wait_for_each_other(report, dim, tmp_path):
     """The assembler says so where it lets products of matrices wait, which no count of instructions shows."""
     specs = report.attention_specs(16, dim, 90)
     for name in ("scores", "values", "keys", "grad_query", "grad_key"):
-        spec = specs[name]
-        source = report.ASTSource(
-            fn=spec["kernel"], signature=spec["signature"], constexprs=spec["constexprs"], attrs=spec["attrs"]
-        )
-        options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg") if spec.get(key)}
-        compiled = triton.compile(source, target=report.GPUTarget("cuda", 90, 32), options=options | report.COMPILER)
-        (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+        (tmp_path / "kernel.ptx").write_text(report.compile_spec(specs[name], 90).asm["ptx"])
         ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
         command = [ptxas, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
         run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -216,14 +209,9 @@ def test_barriers_of_decoding_are_in_the_machine_code(number, is_static, is_ring
     `cp.async`, which reads for the thread that issues it, as that does. `ld.global.nc` might not see it, nor might
     `cp.async.bulk`, which has a proxy of its own.
     """
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
     launch = report.decode_launches(1, 32, 128, queries, is_static=is_static, is_ring=is_ring)[number]
     spec = report.launch_spec(launch)
-    source = ASTSource(**{key: spec[key] for key in ("signature", "constexprs", "attrs")}, fn=spec["kernel"])
-    options = {key: spec[key] for key in ("num_warps", "num_stages", "maxnreg")}
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    ptx = report.compile_spec(spec, 90).asm["ptx"]
     lines, start = inspect.getsourcelines(spec["kernel"].fn)
     of_static = [i for i, line in enumerate(lines) if "if STATIC & FLAGS" in line]
     expected = {

@@ -27,17 +27,12 @@ SMALL = Shape("small", heads=2, dim=16, width=32, inner=64, layers=3)
 # In a process of its own, as Triton decides on import whether it interprets: products and exponentials of kernels.
 COUNT = """
 import json, sys
-import triton
-from triton.backends.compiler import GPUTarget
 sys.path.insert(0, "tools")
 import kernel_report, kernel_roofline
 
 specs, found = kernel_report.attention_specs(32, 128, 90), {}
 for name in kernel_roofline._KINDS:
-    spec = specs[name]
-    source = triton.compiler.ASTSource(spec["kernel"], spec["signature"], spec["constexprs"], spec["attrs"])
-    options = {option: spec[option] for option in ("num_warps", "num_stages")}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttir"]
+    code = kernel_report.compile_spec(specs[name], 90).asm["ttir"]
     found[name] = [code.count("tt.dot "), code.count("math.exp2")]
 print(json.dumps(found))
 """

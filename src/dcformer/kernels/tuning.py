@@ -145,7 +145,9 @@ def wide_channels(heads: int, rank: int, arch: int) -> int:
     numbers = heads * rank  # of down, and of up
     if (heads <= 16 and rank <= 3) or (arch < 90 and numbers <= 64):
         return 2 * rank + 1
-    return 0 if numbers > 96 else rank if heads <= 32 else 1
+    if numbers > 96:
+        return 0
+    return rank if heads <= 32 else 1
 
 
 def _product_tile(kernel: str, b_t: int, b_s: int, num_warps: int, num_stages: int) -> Tile:

@@ -42,10 +42,10 @@ GRAD_SHIFT = tl.constexpr(6)  # gradients of the M(s) of scores are stored times
 LEAST = tl.constexpr(2.0**-126)
 SCORES_GRAD = tl.constexpr(2.0**-GRAD_SHIFT.value)
 
-# What kernels are jitted with: counts and single numbers, which change with lengths. That one is a multiple of 16, or
-# lies at such an address, makes no better code: Triton would compile each kernel once more for it.
+# What kernels are jitted with: counts that follow from lengths, and pointers to single numbers. That one is a multiple
+# of 16 makes no better code: Triton would compile each kernel once more for it.
 ALIKE = {
-    "do_not_specialize": ("n_bg", "n_bh", "n_scales", "n_undo", "n_largest", "n_amplified", "n_parts"),
+    "do_not_specialize": ("n_scales", "n_undo", "n_largest", "n_amplified", "n_parts"),
     "do_not_specialize_on_alignment": ("p_inverse", "p_finite"),
 }
 
