@@ -7,8 +7,8 @@ import torch
 from helpers import randomise
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_sources import MAKE, left_padded, llama, make, tokens
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from tiny_sources import GROUPED, MAKE, left_padded, llama, make, tokens
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dcformer import DHAForCausalLM, dha
 from dcformer.dha.folding import fold_heads
@@ -154,6 +154,19 @@ def test_what_no_grouped_query_model_can_hold_is_refused():
         dha.to_gqa(composed)
     with pytest.raises(ValueError, match="not a language model of this package"):
         dha.expand(model)
+
+
+def test_the_reason_is_what_each_grouped_query_model_lacks():
+    """Qwen2's biases are Llama's, and windows in some layers Qwen3's: no target has both."""
+    fields = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    model = randomise(Qwen2ForCausalLM(Qwen2Config(**GROUPED, **fields)), scale=1.0).eval()
+    folded = dha.from_plan(model, dha.search(model, 0.5, tie=True, progress=False))
+    with pytest.raises(
+        DCFormerError, match=r"\(llama: layer_types, .*; mistral: attention_bias.*; qwen3: qk_norm differ"
+    ):
+        dha.to_gqa(folded)
+    plain = dha.expand(folded)  # what the message recommends
+    assert different(logits(plain), logits(folded)) <= 1e-5 * logits(folded).abs().max()
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])

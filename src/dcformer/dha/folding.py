@@ -299,8 +299,8 @@ def to_gqa(model: PreTrainedModel) -> PreTrainedModel:
         `LlamaForCausalLM`, or Mistral or Qwen3 where the model has their windows or norms.
 
     Raises:
-        DCFormerError: when a layer's keys and values differ in their map, or layers in their counts, or composition is
-            on.
+        DCFormerError: when a layer's keys and values differ in their map, or layers in their counts, or no such model
+            has the rest: composition, or Qwen2's biases with windows in some layers.
     """
     maps = _head_maps(model)
     heads = model.config.num_attention_heads
@@ -328,10 +328,12 @@ def to_gqa(model: PreTrainedModel) -> PreTrainedModel:
                 state[name] = state[name].unflatten(0, (heads, -1))[order].flatten(0, 1)
         name = f"{prefix}o_proj.weight"
         state[name] = state[name].unflatten(1, (heads, -1))[:, order].flatten(1, 2)
-    targets = [name for name in TARGETS if FAMILIES[name].holds(config) and name != "gpt_neox"]
+    differing = {name: FAMILIES[name].differing(config) for name in TARGETS if name != "gpt_neox"}
+    targets = [name for name, fields in differing.items() if not fields]
     if not targets:
+        why = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in differing.items())
         raise DCFormerError(
-            "no plain model has this one's composition, norms or residual: to_gqa() makes Llama, Mistral and Qwen3."
+            f"no plain grouped-query model is this one ({why} differ). Use expand(), which repeats heads."
         )
     return _rebuilt(model, config, state, targets)
 

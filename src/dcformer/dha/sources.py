@@ -87,14 +87,19 @@ class Family:
             fields["use_sliding_window"] = config.sliding_window is not None
         return self.config_class(**fields, rms_norm_eps=config.norm_eps)
 
-    def holds(self, config: DCFormerConfig) -> bool:
-        """Whether a native model, its head maps aside, is also one of this family."""
+    def differing(self, config: DCFormerConfig) -> list[str]:
+        """What keeps a native model, its head maps aside, from being one of this family: fields, or "composition"."""
         try:
             fields = self.fields(self.foreign(config))
         except CONFIG_ERRORS as error:
             raise_bug(error)
-            return False
-        return all(getattr(config, name) == value for name, value in fields.items())
+            return [" ".join(str(error).split())]
+        names = [name for name, value in fields.items() if getattr(config, name) != value]
+        return list(dict.fromkeys("composition" if name in _PLAIN else name for name in names))
+
+    def holds(self, config: DCFormerConfig) -> bool:
+        """Whether a native model, its head maps aside, is also one of this family."""
+        return not self.differing(config)
 
     def in_memory(self, name: str) -> str:
         """What a tensor of a folder is called in memory."""
