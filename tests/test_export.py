@@ -168,6 +168,17 @@ def test_refuses_what_has_no_head_embeddings():
             {"head_embeddings": "add", "qk_norm": True} | NOT_COMPOSED,
             "qk_norm=True has no counterpart in Qwen2ForCausalLM: expected False",
         ),
+        (
+            {
+                "head_embeddings": "mul",
+                "layer_types": ["full_attention"] * 2,
+                "hidden_size": 20,
+                "num_attention_heads": 3,
+            }
+            | NOT_COMPOSED
+            | {"head_dim": 4},
+            "hidden_size=20 is no multiple of num_attention_heads=3, as LlamaConfig wants it even with a head_dim",
+        ),
     ],
     ids=str,
 )

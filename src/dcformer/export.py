@@ -161,6 +161,11 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
             f"layer_types has 'sliding_attention', but the {model_class.__name__} is made with global layers only: "
             "expected 'full_attention' in all."
         )
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"hidden_size={config.hidden_size} is no multiple of num_attention_heads={config.num_attention_heads}, as "
+            f"{config_class.__name__} wants it even with a head_dim: such a model stays one of this package."
+        )
     names = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
         *("hidden_act", "max_position_embeddings", "rope_parameters", "tie_word_embeddings", "attention_dropout"),
