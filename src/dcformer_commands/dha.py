@@ -26,7 +26,9 @@ def _add_data(parser: argparse.ArgumentParser, required: bool) -> None:
 def _search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of the source")
     parser.add_argument("--output", required=True, metavar="FILE", help="plan to write, JSON")
-    parser.add_argument("--kv-ratio", type=float, default=0.25, help="heads to keep (default: %(default)s)")
+    parser.add_argument(
+        "--kv-ratio", type=float, default=0.25, help="at most this share of heads is kept (default: %(default)s)"
+    )
     parser.add_argument("--score", choices=_SCORES, default="weights", help="distance of heads (default: %(default)s)")
     parser.add_argument("--allocation", choices=_ALLOCATIONS, default="uniform", help="counts (default: %(default)s)")
     parser.add_argument("--tie", action="store_true", help="keys and values share groups: for plain GQA")

@@ -5,6 +5,8 @@ import json
 import math
 import random
 import sys
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -216,6 +218,7 @@ def source_of(n, layers=1, width=None):
 
 
 @pytest.mark.parametrize(("n", "ratio"), [(6, 0.3), (6, 1.0), (7, 0.5), (7, 0.25), (24, 0.3), (40, 0.25), (52, 0.3)])
+@pytest.mark.filterwarnings("ignore:kv_ratio")  # the next test's
 def test_any_number_of_heads_and_any_ratio(n, ratio):
     model = source_of(n)
     for allocation in ALLOCATIONS if n < 8 else ("uniform", "root"):
@@ -225,6 +228,25 @@ def test_any_number_of_heads_and_any_ratio(n, ratio):
         folded = dha.from_plan(model, plan)
         assert folded.config.kv_saving == pytest.approx(plan.kv_saving)
         assert folded(tokens(1, 5)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("n", "ratio", "blocks", "message"),
+    [
+        (7, 0.9, 1, r"kv_ratio=0\.9 is 12 of 14 heads, and 2 are kept \(0\.1429\): .* can be 1, 7 of 7\."),
+        (12, 0.9, 1, r"is 21 of 24 heads, and 12 are kept \(0\.5\): .* can be 1, 2, 3, 4, 6, 12 of 12\."),
+        (12, 0.9, 4, r"is 21 of 24 heads, and 8 are kept \(0\.3333\): .* can be 4, 12 of 12\."),
+    ],
+)
+def test_a_ratio_that_no_count_comes_near_is_said_to_keep_fewer(n, ratio, blocks, message):
+    model = source_of(n)
+    for make_plan in (partial(dha.search, progress=False), dha.uniform_plan):
+        with pytest.warns(UserWarning, match=message):
+            make_plan(model, ratio, head_blocks=blocks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dha.search(model, 1.0, progress=False)
+        dha.search(source_of(12), 0.25, progress=False)
 
 
 def test_one_key_head_and_all_value_heads():

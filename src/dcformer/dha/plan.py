@@ -298,19 +298,24 @@ def check_blocks(head_blocks: int) -> None:
         raise DCFormerError(f"head_blocks={head_blocks!r} must be a whole number of at least 1: 1 for no blocks.")
 
 
+def possible_counts(heads: int, blocks: int = 1) -> list[int]:
+    """The numbers of heads that a part of `heads` can be left with: divisors of it that are multiples of `blocks`."""
+    return [count for count in range(1, heads + 1) if not heads % count and not count % blocks]
+
+
 def uniform_count(heads: int, kv_ratio: float, blocks: int = 1) -> int:
-    """The largest divisor of `heads`, and multiple of `blocks`, that keeps at most that share of them.
+    """The largest of `possible_counts` that keeps at most that share of the heads.
 
     Raises:
         DCFormerError: when there is none.
     """
     check_ratio(kv_ratio)
     check_blocks(blocks)
-    limit = kv_ratio * heads + 1e-9
-    fitting = [count for count in range(1, heads + 1) if not heads % count and not count % blocks and count <= limit]
+    possible = possible_counts(heads, blocks)
+    fitting = [count for count in possible if count <= kv_ratio * heads + 1e-9]
     if not fitting:
-        least = next((c for c in range(1, heads + 1) if not heads % c and not c % blocks), None)
-        hint = f"at least {least / heads:.4g}" if least else f"another head_blocks: {blocks} does not divide {heads}"
+        least = f"at least {possible[0] / heads:.4g}" if possible else ""
+        hint = least or f"another head_blocks: {blocks} does not divide {heads}"
         raise DCFormerError(f"kv_ratio={kv_ratio} of {heads} heads is below the fewest heads possible: give {hint}.")
     return fitting[-1]
 
@@ -327,5 +332,6 @@ __all__ = [
     "check_ratio",
     "check_seed",
     "consecutive_groups",
+    "possible_counts",
     "uniform_count",
 ]

@@ -8,6 +8,7 @@ the corrections that docs/dha.md lists. Letters: n heads of a part, G groups, g 
 import math
 import os
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from .plan import (
     check_ratio,
     check_seed,
     consecutive_groups,
+    possible_counts,
     uniform_count,
 )
 from .sources import HeadSource, source_sizes
@@ -187,7 +189,7 @@ def candidates(heads: int, kv_ratio: float, blocks: int = 1) -> list[int]:
         blocks: every candidate is a multiple of it.
     """
     share = kv_ratio * heads
-    divisors = [count for count in range(1, heads + 1) if not heads % count and not count % blocks]
+    divisors = possible_counts(heads, blocks)
     near = [count for count in divisors if share / 2 - 1e-9 <= count <= 2 * share + 1e-9]
     below = [count for count in divisors if count <= share + 1e-9][-1:]  # a prime n has only 1 and n
     return sorted({*near, *below})
@@ -253,8 +255,8 @@ def search(
     Args:
         model: a causal language model (Llama, Mistral, Qwen2, Qwen3, GPT-NeoX, or this package's), or its folder, of
             which only the key and value projections are then read.
-        kv_ratio: share of the key and value heads to keep, in (0, 1]. Of a grouped-query model its key/value heads
-            count.
+        kv_ratio: the largest share of the key and value heads to keep, in (0, 1]. Of a grouped-query model its
+            key/value heads count. Counts divide the heads of a part, so that fewer may be kept, with a warning.
         score: distance of heads. "weights": of their projections, without data. "function": the same after training
             mixtures of heads for `steps` on `batches`. "operator": of the mixtures' own factors, the paper's, for
             comparison only: it does not see that two heads are equal. "cka": 1 - similarity of their parameters.
@@ -327,7 +329,7 @@ def search(
     chosen = [part[count] for part, count in zip(choices, picked, strict=True)]
     if tie:
         chosen = [entry for entry in chosen for _ in KINDS]
-    return HeadPlan(
+    plan = HeadPlan(
         source=sizes,
         key_groups=[entry[0] for entry in chosen[::2]],
         value_groups=[entry[0] for entry in chosen[1::2]],
@@ -341,6 +343,22 @@ def search(
         costs=[entry[1] for entry in chosen],
         displacements=[entry[2] for entry in chosen],
     )
+    _warn_of_fewer(plan)
+    return plan
+
+
+def _warn_of_fewer(plan: HeadPlan) -> None:
+    """Says so where counts that divide the heads of a part keep fewer than the ratio asks for."""
+    asked = math.floor(plan.kv_ratio * plan.source.total + 1e-9)
+    kept = sum(plan.num_key_heads + plan.num_value_heads)
+    if kept < asked:
+        sizes = sorted({*plan.source.key_heads, *plan.source.value_heads})
+        possible = [f"{possible_counts(n, plan.head_blocks)} of {n}".replace("[", "").replace("]", "") for n in sizes]
+        warnings.warn(
+            f"kv_ratio={plan.kv_ratio} is {asked} of {plan.source.total} heads, and {kept} are kept "
+            f"({kept / plan.source.total:.4g}): a layer's key heads, and value heads, can be {' or '.join(possible)}.",
+            stacklevel=3,
+        )
 
 
 def _distances(
@@ -365,7 +383,8 @@ def uniform_plan(config: Any, kv_ratio: float = 0.25, *, head_blocks: int = 1) -
 
     Args:
         config: of the source; or the source itself, to whose parameters the plan is then bound.
-        kv_ratio: share of the heads to keep, in (0, 1]; the largest divisor below is taken.
+        kv_ratio: the largest share of the heads to keep, in (0, 1]; the largest divisor below is taken, with a warning
+            where it keeps fewer.
         head_blocks: as for `search`.
 
     Returns:
@@ -383,6 +402,7 @@ def uniform_plan(config: Any, kv_ratio: float = 0.25, *, head_blocks: int = 1) -
         for kind in KINDS
     }
     plan = HeadPlan(sizes, groups["key"], groups["value"], kv_ratio, head_blocks=head_blocks)
+    _warn_of_fewer(plan)
     return replace(plan, tie=plan.key_groups == plan.value_groups)
 
 
