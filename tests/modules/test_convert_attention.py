@@ -12,7 +12,7 @@ import torch
 import transformers as t
 from helpers import randomise, tiny_config
 from safetensors.torch import load_file, save_file
-from tiny_models import KINDS, TEXT, ids, make, noise, text
+from tiny_models import IMAGE, KINDS, SEQ2SEQ, TEXT, ids, make, noise, text
 from torch import nn
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 
@@ -46,8 +46,13 @@ def stir(model, scale=1.0):
     return model
 
 
+def partly(name):
+    """SigLIP pools with PyTorch's own attention, which stays."""
+    return {"allow_partial": name.startswith("siglip")}
+
+
 def converted(name, layers=2, **options):
-    return stir(convert_attention(make(name, layers), **options))
+    return stir(convert_attention(make(name, layers), **partly(name), **options))
 
 
 def logits(model, inputs=None, name=None):
@@ -66,7 +71,7 @@ def logits(model, inputs=None, name=None):
 def test_without_composition_it_is_the_model(name):
     model = make(name)
     expected = logits(model, name=name)
-    convert_attention(model)
+    convert_attention(model, **partly(name))
     assert len(generators(model)) == KINDS[name].generators
     for implementation in IMPLEMENTATIONS:
         if implementation == "dcmha_chunked" and name in ("swin", "beit", "t5"):  # they train a bias of the scores
@@ -84,7 +89,7 @@ def test_composition_learns_with_all_else_frozen(name):
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     before = {path: p.clone() for path, p in model.named_parameters()}
-    convert_attention(model, compose_static=True)
+    convert_attention(model, compose_static=True, **partly(name))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=0.03)
     target = torch.randn_like(logits(model, name=name).detach())
@@ -448,9 +453,33 @@ def sam():
     ))  # fmt: skip
 
 
+def long_t5(kind):
+    sizes = {"vocab_size": 31, "d_model": 16, "d_kv": 8, "num_heads": 2, "num_layers": 2, "d_ff": 24}
+    return t.LongT5Model(t.LongT5Config(**sizes, local_radius=4, encoder_attention_type=kind)).eval()
+
+
+def git():
+    return t.GitModel(t.GitConfig(**TEXT, vision_config=IMAGE))
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (
+            lambda: long_t5("local"),
+            r"encoder\.block\.0\S+ \(LongT5LocalAttention\) and 1 more: attention that does",
+        ),
+        (
+            lambda: long_t5("transient-global"),
+            r"\(LongT5TransientGlobalAttention\) and 1 more: attention",
+        ),
+        (lambda: t.PegasusXModel(t.PegasusXConfig(**SEQ2SEQ)), r"encoder\.layers\.0\.self_attn \(PegasusXGlobalLocalA"),
+        (lambda: t.BigBirdPegasusModel(t.BigBirdPegasusConfig(**SEQ2SEQ)), r"\.self \(BigBirdPegasusBlockSparseAttent"),
+        (git, r"encoder\.layer\.0\.attention\.self \(GitSelfAttention\) and 1 more: .*leave it as it is with allow_pa"),
+        (
+            lambda: make("siglip, vision"),
+            r"head\.attention \(MultiheadAttention\): .*convert a part of the model",
+        ),
         (deberta, r"DebertaV2Model has no attention that goes through Transformers' attention interface"),
         (gpt_oss, r"layers\.0\.self_attn \(GptOssAttention\): uses attention sinks \(s_aux\), which is not supported"),
         (lambda: gemma2(50.0), r"layers\.0\.self_attn \(Gemma2Attention\): uses soft-capped scores \(softcap\)"),
@@ -458,7 +487,10 @@ def sam():
         (sam, r"\(SamAttention\): its forward has no argument 'hidden_states'"),
         (lambda: dcformer.DCFormerModel(tiny_config()), r"has a submodule for composition of its own"),
     ],
-    ids=["deberta", "gpt_oss", "gemma2", "qwen2_vl", "sam", "dcformer"],
+    ids=[
+        *("longt5, local", "longt5, global", "pegasus_x", "bigbird_pegasus", "git", "siglip"),
+        *("deberta", "gpt_oss", "gemma2", "qwen2_vl", "sam", "dcformer"),
+    ],
 )
 def test_models_that_cannot_be_converted(model, message):
     made = model()
@@ -467,6 +499,31 @@ def test_models_that_cannot_be_converted(model, message):
         convert_attention(made)
     assert list(made.state_dict()) == tensors and made.config._attn_implementation == implementation
     assert not hasattr(made.config, "dcmha")
+
+
+@pytest.mark.parametrize("convert_it", [lambda m: convert_attention(m, allow_partial=True),
+                                        lambda m: convert_attention(m.decoder)], ids=["partial", "part"])  # fmt: skip
+def test_a_part_of_a_model_is_converted_when_asked(convert_it, tmp_path):
+    """Both ways that the refusal names, and a file of what they made."""
+    inputs = {"input_ids": ids(20), "decoder_input_ids": ids(7)}
+    model, other = long_t5("local"), long_t5("local")
+    other.load_state_dict(model.state_dict())
+    expected = logits(model, inputs)
+    part = convert_it(model)
+    assert [path.split(".")[0] for path in generators(model)] == ["decoder"] * 6
+    torch.testing.assert_close(logits(model, inputs), expected, rtol=0, atol=TOLERANCE)
+    composed = logits(stir(model), inputs)
+    assert (composed - expected).abs().max() > 1e-4
+    save_compose(part, tmp_path / "compose.safetensors")
+    load_compose(other if part is model else other.decoder, tmp_path / "compose.safetensors")
+    torch.testing.assert_close(logits(other, inputs), composed, rtol=0, atol=0)
+
+
+def test_linear_attention_stays():
+    """It takes no softmax, and has no weights that could be composed."""
+    config = t.MiniMaxConfig(**TEXT, num_key_value_heads=1, num_local_experts=2, head_dim=8)
+    model = convert_attention(t.MiniMaxModel(config))
+    assert list(generators(model)) == ["layers.0.self_attn.compose"] and config.layer_types[1] == "linear_attention"
 
 
 class Sparse(nn.Module):

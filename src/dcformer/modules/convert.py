@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..compose_dcformer import ComposeSettings
 from ..errors import DCFormerError
 from .dcmha import make_generators
-from .finding import UNCACHED, Found, find_attention
+from .finding import UNCACHED, Found, find_attention, other_attention
 from .interface import compose_hook
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -102,6 +102,7 @@ def convert_attention(
     example: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    allow_partial: bool = False,
     **compose: Any,
 ) -> PreTrainedModel:
     """Composes the heads of all attention of a model of Transformers, in place.
@@ -118,6 +119,8 @@ def convert_attention(
         example: arguments of the model. It is run on them once, and the conversion undone if that fails.
         device, dtype: of the generators; by default those of the module's projections, and of another dtype only where
             these are quantised.
+        allow_partial: attention that does not go through the interface stays as it is, and the rest is converted.
+            Otherwise such a model is refused. Linear attention and state spaces, which take no softmax, always stay.
         compose: `compose_rank`, `compose_groups`, `compose_pre`, `compose_post`, `compose_query`, `compose_key`,
             `compose_projection`, `compose_gate`, `compose_static`, `compose_act` as in `DCMHA`. Key-wise weights of
             cached keys are in no cache of another model: to generate with one, use `compose_key=False`; or "uncached",
@@ -142,6 +145,15 @@ def convert_attention(
         )
     settings = all_settings(compose)
     found = find_attention(model, settings)
+    if not allow_partial and (others := other_attention(model, found)):
+        named = [
+            f"{paths[0]} ({kind.__name__})" + f" and {len(paths) - 1} more" * (len(paths) > 1)
+            for kind, paths in others.items()
+        ]
+        raise DCFormerError(
+            f"{', '.join(named)}: attention that does not go through Transformers' attention interface, and cannot be "
+            "converted: convert a part of the model without it, or leave it as it is with allow_partial=True."
+        )
     are_known = all(one.weight.dtype in _DTYPES for one in found)
     for one in found:
         if dtype is not None and are_known and dtype != one.weight.dtype:

@@ -2,6 +2,7 @@
 
 A module counts when the source of its `forward` calls what `ALL_ATTENTION_FUNCTIONS` gives. Which of its arguments hold
 states, whether it passes keyword arguments on, and what it asks of the attention function is read from that source.
+Other modules whose class is called attention and takes a softmax are attention that cannot be converted.
 """
 
 import ast
@@ -10,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ KEY_STATES = ("key_value_states", "encoder_hidden_states", "cross_attention_stat
 CACHES = (*CACHE_NAMES, "layer_past")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
+_CALLED_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+_ATTENDS = re.compile(rf"softmax|scaled_dot_product_attention|multi_head_attention_forward|{_INTERFACE}", re.IGNORECASE)
 SUBMODULES = ("compose", "compose_query", "compose_key")
 # Arguments of attention functions that composition does not know.
 UNSUPPORTED = {
@@ -205,4 +209,39 @@ def find_attention(model: nn.Module, compose: dict[str, Any]) -> list[Found]:
     return found
 
 
-__all__ = ["CACHES", "KEY_STATES", "STATES", "SUBMODULES", "UNCACHED", "UNSUPPORTED", "Call", "Found", "find_attention"]
+def other_attention(model: nn.Module, found: list[Found]) -> dict[type, list[str]]:
+    """Attention that is not in what `find_attention` found: class -> paths. Attention without a softmax, as linear
+    attention and state spaces have it, has no weights to compose and does not count."""
+    inside = {id(module) for one in found for module in one.module.modules()}
+    others: dict[type, list[str]] = {}
+    for path, module in model.named_modules():
+        if id(module) not in inside and _is_attention(type(module)):
+            others.setdefault(type(module), []).append(path)
+    return others
+
+
+def _is_attention(kind: type) -> bool:
+    """Whether a class of modules is called attention, and any of its methods names a softmax or what takes one."""
+    if not _CALLED_ATTENTION.search(kind.__name__):
+        return False
+    own = [value for base in kind.__mro__ if base is not nn.Module for value in vars(base).values()]
+    codes = [code for value in own if (code := getattr(inspect.unwrap(value), "__code__", None))]  # type: ignore[arg-type]
+    names = set()
+    for code in codes:  # grows: functions in functions
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return any(map(_ATTENDS.search, names))
+
+
+__all__ = [
+    "CACHES",
+    "KEY_STATES",
+    "STATES",
+    "SUBMODULES",
+    "UNCACHED",
+    "UNSUPPORTED",
+    "Call",
+    "Found",
+    "find_attention",
+    "other_attention",
+]

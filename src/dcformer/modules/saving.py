@@ -212,7 +212,7 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
         if not tensors[name].is_floating_point():
             raise DCFormerError(f"{path} is damaged: {name} is {tensors[name].dtype} in it, expected floating point.")
     if not names:
-        convert_attention(model, **compose)
+        convert_attention(model, allow_partial=True, **compose)  # as it was when it was saved
     with torch.no_grad():
         for name, tensor in tensors.items():
             model.get_parameter(name).copy_(tensor)
