@@ -86,7 +86,12 @@ REFUSED = {
     "recipe 'dcformer-7b' is unknown: expected one of dcformer-405m": lambda: recipe("dcformer-7b"),
     "scale is 0: expected more than 0": lambda: recipe("dcformer-405m").scaled(0),
     "scale is 2": lambda: recipe("dcformer-405m").scaled(2),
-    "recipe 'dcformer-405m': num_layer is no field of DCFormerConfig": lambda: recipe("dcformer-405m", num_layer=2),
+    "DCFormerConfig has no field 'hidden_sizes'; did you mean hidden_size": lambda: recipe(
+        "dcformer-405m", hidden_sizes=2
+    ),
+    "layer_pattern has no effect beside layer_types": lambda: recipe(
+        "dcformer-405m", layer_pattern="G", layer_types=["full_attention"] * 24
+    ),
     "devices is 0": lambda: recipe("dcformer-405m").arguments(devices=0),
     "per_device_train_batch_size is 4.0: expected an integer": lambda: recipe("dcformer-405m").arguments(2, 4.0),
     "use 2 or 4 sequences per device": lambda: recipe("dcformer-405m").arguments(devices=8, per_device=3),

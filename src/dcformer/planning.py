@@ -6,13 +6,12 @@ are estimates.
 """
 
 import argparse
-import difflib
 import json
 import math
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -28,6 +27,7 @@ from .kernels import unsupported_reason
 from .kernels.schemas import UNBOUNDED, new_kept
 from .modeling_dcformer import DCFormerForCausalLM
 from .parallel_dcformer import check_tensor_parallel
+from .recipes import check_overrides
 
 FP32, GIB = 4, 1 << 30  # bytes
 IMPLEMENTATIONS = ("dcformer_triton", "dcformer_chunked", "eager")
@@ -355,27 +355,24 @@ def configuration(preset: str, items: Sequence[str]) -> DCFormerConfig:
 
     Args:
         preset: a name in `PRESETS`.
-        items: "FIELD=VALUE", with values in JSON or as plain text: `compose_rank=1`, `layer_pattern=LGLL`.
+        items: "FIELD=VALUE", with values in JSON or as plain text: `compose_rank=1`, `layer_pattern=LGLL`,
+            `rope_theta=5e5`.
 
     Raises:
         DCFormerError: on a malformed item, an unknown field, or an invalid value.
     """
-    known = {field.name for field in fields(DCFormerConfig)} | {"layer_pattern"}
     values = {}
     for item in items:
         name, equals, value = item.partition("=")
         if not equals or not value:
             raise DCFormerError(f"--set {item}: expected FIELD=VALUE, such as num_hidden_layers=16")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f"; did you mean {near[0]}?" if near else " (docs/configuration.md lists them)"
-            raise DCFormerError(f"--set {item}: the configuration has no such field{meant}")
         try:
             values[name] = json.loads(value)
         except ValueError:
             values[name] = value
     try:
         config = DCFormerConfig.from_preset(preset, **values)
+        check_overrides(config, values)
         if unknown := config.rope_parameters.keys() - RopeParameters.__annotations__.keys():
             names = ", ".join(sorted(unknown))
             raise DCFormerError(f"rope_parameters has unknown keys, {names}: expected rope_type, rope_theta, ...")

@@ -6,7 +6,9 @@ keys, and a window of 256 in every other layer. `transformer++-405m-qknorm` is t
 comparisons can be made. TFM and DCFM are not among them: they have learned positions, and `DCFormerConfig` has none.
 """
 
-from dataclasses import dataclass, replace
+import difflib
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .analysis import num_parameters
@@ -31,6 +33,12 @@ _VARIANTS: dict[tuple[str, str], dict[str, Any]] = {
     ("dcformer", "-query"): {"compose_key": False},
     ("transformer++", ""): _PLAIN,
     ("transformer++", "-qknorm"): _PLAIN | {"qk_norm": True},
+}
+# Arguments of a configuration -> fields that decide the same when they are given.
+_PARTS = {
+    "layer_pattern": "layer_types",
+    "rope_theta": "rope_parameters",
+    "partial_rotary_factor": "rope_parameters",
 }
 RECIPES = tuple(f"{family}-{size}{suffix}" for size in _RUNS for family, suffix in _VARIANTS)
 
@@ -136,6 +144,25 @@ class Recipe:
         return f"use {' or '.join(map(str, sorted(nearest)))} devices"
 
 
+def check_overrides(config: DCFormerConfig, names: Collection[str]) -> None:
+    """Refuses arguments that nothing of a model reads: a configuration keeps what it does not know.
+
+    Args:
+        config: made with the arguments.
+        names: theirs. `layer_pattern` and `rope_theta` are no fields, but are read.
+
+    Raises:
+        DCFormerError: naming the first unknown one, or one that another leaves without effect.
+    """
+    if unknown := [name for name in names if name in vars(config) and not hasattr(type(config), name)]:
+        near = difflib.get_close_matches(unknown[0], [field.name for field in fields(config)], 1)
+        meant = f"did you mean {near[0]}?" if near else "docs/configuration.md lists them"
+        raise DCFormerError(f"{type(config).__name__} has no field {unknown[0]!r}; {meant}")
+    for part, whole in _PARTS.items():
+        if part in names and whole in names:
+            raise DCFormerError(f"{part} has no effect beside {whole}: leave one of the two out")
+
+
 def recipe(name: str, **overrides: Any) -> Recipe:
     """A run of the paper.
 
@@ -154,12 +181,9 @@ def recipe(name: str, **overrides: Any) -> Recipe:
         for size, (rate, steps) in _RUNS.items():
             if name == f"{family}-{size}{suffix}":
                 config = DCFormerConfig.from_preset(f"dcformer-{size}", **(changes | overrides))
-                if unread := [n for n in overrides if n in vars(config) and not hasattr(DCFormerConfig, n)]:
-                    raise DCFormerError(
-                        f"recipe {name!r}: {', '.join(unread)} is no field of DCFormerConfig; leave it out"
-                    )
+                check_overrides(config, overrides)
                 return Recipe(name, config, rate, steps)
     raise DCFormerError(f"recipe {name!r} is unknown: expected one of {', '.join(RECIPES)}")
 
 
-__all__ = ["CONTEXT", "RECIPES", "SEQUENCES", "Recipe", "recipe"]
+__all__ = ["CONTEXT", "RECIPES", "SEQUENCES", "Recipe", "check_overrides", "recipe"]

@@ -188,7 +188,11 @@ def test_chat_template_without_answers(fails, tmp_path):
 
 
 def test_configuration_of_a_new_model(fails):
-    assert "config_overrides '{hidden_size: abc}': " in fails(config_overrides="{hidden_size: abc}", script=pretrain)
+    message = fails(config_overrides="{hidden_size: abc}", script=pretrain)
+    assert "config_overrides {'hidden_size': 'abc'}: " in message
+    assert "config_overrides 'compose_groups=8': expected a" in fails(
+        config_overrides="compose_groups=8", script=pretrain
+    )
     assert "config_overrides '[3]': expected a mapping" in fails(config_overrides="[3]", script=pretrain)
     assert "config_overrides '{a: [': " in fails(config_overrides="{a: [", script=pretrain)
     message = fails(config_overrides="{vocab_size: 5, num_hidden_layers: 1}", script=pretrain)

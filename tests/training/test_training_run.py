@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("trl")
 
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import finetune
 import pretrain
 
-from dcformer import DCFormerForCausalLM
+from dcformer import DCFormerForCausalLM, export_remote_code
 from dcformer.errors import DCFormerError
 from dcformer.optimization import composition_rate_ratios, parameter_groups
 from dcformer.training import (
@@ -209,6 +209,17 @@ def test_pretrain_streams_from_a_preset(tmp_path):
     assert (config.vocab_size, config.hidden_size, config.pad_token_id) == (412, 32, 0)
 
 
+def test_overrides_of_the_command_line_are_added_to_those_of_the_file(tmp_path):
+    """They win field by field, as do layer_pattern and rope_theta, which are no fields."""
+    overrides = "{num_hidden_layers: 2, layer_pattern: LG, rope_theta: 50000}"
+    flags = ["--config", "examples/configs/pretrain_tiny.yaml", "--config_overrides", overrides, *QUICK]
+    trainer, _ = prepare_pretraining([*flags, "--max_steps", "1", "--output_dir", str(tmp_path)])
+    config = trainer.model.config
+    assert (config.num_hidden_layers, config.hidden_size, config.sliding_window) == (2, 128, 32)
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    assert config.rope_parameters["rope_theta"] == 50000
+
+
 RATES = ["--tokenizer", CHECKPOINT, "--config_overrides", "{num_hidden_layers: 1, hidden_size: 64, head_dim: 4}"]
 RATES += ["--data", TEXT, "--max_steps", "1", "--learning_rate", "1e-3", "--use_cpu", "--report_to", "none"]
 RATES += ["--max_length", "64"]
@@ -317,6 +328,34 @@ def test_dpo_trainer(adapters, tmp_path):
 
 SCALED = ["--tokenizer", CHECKPOINT, "--data", TEXT, "--eval_rows", "4", "--recipe", "dcformer-405m"]
 TINY = "{num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2, head_dim: 16, intermediate_size: 32}"
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("code", [False, True], ids=["without code", "with code"])
+def test_trainers_that_load_the_reference_themselves(trainer_class, code, tmp_path):
+    """They need a folder with remote code, as the page says, and run this package's."""
+    folder = tmp_path / "model"
+    tiny_model().save_pretrained(folder)
+    if code:
+        export_remote_code(folder)
+    config_class = GRPOConfig if trainer_class is GRPOTrainer else RLOOConfig
+    options = OPTIONS | {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 2}
+    args = config_class(str(tmp_path / "out"), max_steps=1, beta=0.1, **options)
+    data = Dataset.from_list([{"prompt": "the fox"}] * 4)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    given = {"args": args, "train_dataset": data, "processing_class": tokenizer}
+
+    def make():
+        return trainer_class(model, lambda completions, **_: [float(len(text)) for text in completions], **given)
+
+    if code:
+        trainer = make()
+        trainer.train()
+        assert type(trainer.ref_model) is DCFormerForCausalLM
+    else:
+        with pytest.raises(AttributeError, match="auto_map"):
+            make()
 
 
 def test_recipes_are_applied(tmp_path):

@@ -16,7 +16,7 @@ from trl import ModelConfig, SFTConfig, TrlParser
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..peft_dcformer import LORA_TARGETS
-from ..recipes import recipe
+from ..recipes import check_overrides, recipe
 
 logger = logging.get_logger(__name__)
 
@@ -127,7 +127,10 @@ class NewModelArguments:
     )
     config_overrides: dict | str | None = field(
         default=None,
-        metadata={"help": "configuration fields to change, e.g. '{\"num_hidden_layers\": 4}' (JSON or YAML)"},
+        metadata={
+            "help": "configuration fields to change, e.g. '{\"num_hidden_layers\": 4}' (JSON or YAML); those of the "
+            "command line are added to those of the file, and win"
+        },
     )
     attn_implementation: str | None = field(
         default=None,
@@ -150,20 +153,29 @@ class NewModelArguments:
             config = recipe(self.recipe).config if self.recipe else DCFormerConfig.from_preset(self.preset)
         fields = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
         fields["vocab_size"] = len(tokenizer)
+        overrides = _mapping(self.config_overrides)
         try:
-            given = self.config_overrides or {}
-            overrides = yaml.safe_load(given) if isinstance(given, str) else given
-            if not isinstance(overrides, dict):
-                raise DCFormerError("expected a mapping such as {num_hidden_layers: 4}")
-            if unknown := [name for name in overrides if not hasattr(config, name)]:
-                raise DCFormerError(f"{type(config).__name__} has no field {unknown[0]!r}")
             changes = fields | overrides
             if self.recipe:
                 return recipe(self.recipe, **changes).config
-            return DCFormerConfig.from_preset(self.preset, **changes)
-        except (*CONFIG_ERRORS, yaml.YAMLError) as error:
+            config = DCFormerConfig.from_preset(self.preset, **changes)
+            check_overrides(config, changes)
+            return config
+        except CONFIG_ERRORS as error:
             raise_bug(error)
-            raise DCFormerError(f"--config_overrides {self.config_overrides!r}: {error}") from error
+            raise DCFormerError(f"--config_overrides {overrides}: {error}") from error
+
+
+def _mapping(overrides: Any) -> dict[str, Any]:
+    """Configuration overrides, which may be text in JSON or YAML, or None."""
+    given = overrides or {}
+    try:
+        mapping = yaml.safe_load(given) if isinstance(given, str) else given
+    except yaml.YAMLError as error:
+        raise DCFormerError(f"--config_overrides {given!r}: {error}") from error
+    if not isinstance(mapping, dict):
+        raise DCFormerError(f"--config_overrides {given!r}: expected a mapping such as {{num_hidden_layers: 4}}")
+    return mapping
 
 
 @dataclass
@@ -320,6 +332,8 @@ def _given(classes: Sequence[type], line: Sequence[str]) -> set[str]:
 def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
     """Parses arguments. The command line takes precedence over the YAML file of `--config`, and that over defaults.
 
+    Of `--config_overrides` each field does so on its own.
+
     Args:
         classes: dataclasses whose fields are the arguments.
         arguments: the command line, `sys.argv[1:]` when None.
@@ -340,9 +354,14 @@ def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tu
     # ImportError: a library of --report_to or --optim
     with refused(ValueError, RuntimeError, ImportError, yaml.YAMLError):
         try:
-            return tuple(parser.parse_args_and_config(arguments))
+            parsed = tuple(parser.parse_args_and_config(arguments))
         except OSError as error:
             raise DCFormerError(
                 f"--config {error.filename}: {error.strerror}. Expected a YAML file of arguments, such as those in "
                 "examples/configs."
             ) from error
+    for part in parsed:
+        if isinstance(part, NewModelArguments):
+            of_file = _mapping(parser.get_default("config_overrides"))
+            part.config_overrides = of_file | _mapping(part.config_overrides)
+    return parsed
