@@ -20,12 +20,13 @@ PAPER = ["dcformer_synthetic", *(f"dcformer_synthetic_{num_shots}shot" for num_s
 )
 def test_scores_of_a_part_of_the_items(lm_eval, paper_file, tmp_path, limit, published, rows):
     """A group counts as its tasks do."""
-    model = ["--model", "hf", "--model_args", f"pretrained={REPOSITORY / 'checkpoints' / 'dcformer-synthetic'}"]
+    folder = str(REPOSITORY / "checkpoints" / "dcformer-synthetic")
+    model = ["--model", "hf", "--model_args", f"pretrained={folder}"]
     tasks = ["--tasks", f"{PAPER[0]},{CHOICES}", "--metadata", f"dcformer_synthetic_file={paper_file}"]
     how = ["--limit", str(limit), "--batch_size", "16", "--output_path", str(tmp_path)]
     assert evaluation.main([*model, *tasks, *how]) == 0
     (path,) = tmp_path.rglob("results_*.json")
-    card = model_card(tiny_config(), "user/tiny", read_results(path))
+    card = model_card(tiny_config(), "user/tiny", read_results(path, [folder]))
     assert {result.dataset_type for result in card.data.eval_results or []} == set(published)
     accuracies = [line.strip("| ").split(" | ") for line in card.text.splitlines() if " | acc ↑ | " in line]
     items = {cells[0]: cells[-1] for cells in accuracies}

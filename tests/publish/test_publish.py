@@ -11,15 +11,17 @@ from helpers import REPOSITORY, randomise, tiny_config
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel
+from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel, DHAConfig
 from dcformer.analysis import compose_overhead
 from dcformer.cache_report import cache_bytes_per_token
 from dcformer.head_systems import HeadSystemsConfig
 from dcformer.publish import main, model_card, read_results
+from dcformer.vision import DCViTConfig
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 # As lm-eval 0.4.13 writes it, less what the card does not read; tests/evaluation/test_evaluation_card.py has it write.
 RESULTS = {
+    "model_name": str(CHECKPOINT),
     "results": {
         "answers": {
             "alias": "answers",
@@ -138,6 +140,63 @@ def test_card_of_a_head_system(system):
     assert f"| Cache, numbers per token | {held:,} |" in text and text.count("Cache, numbers") == 1
 
 
+PLAIN = {"compose_pre": False, "compose_post": False, "compose_query": False, "compose_key": False}
+HALF = [[0, 0, 1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "said", "sources"),
+    [
+        (tiny_config(), ["dynamically composable"], ["2405.08553"]),
+        (tiny_config(**PLAIN), ["heads are not composed"], []),
+        (
+            tiny_config(**PLAIN | {"compose_static": True, "compose_pre": True}),
+            ["talking heads, composed by static projections alone"],
+            ["2003.02436"],
+        ),
+        (DHAConfig(**tiny_config(**PLAIN).to_dict() | {"key_head_map": HALF}), ["decoupled-head"], ["2406.06567"]),
+        (
+            tiny_config(value_head_map=HALF),
+            ["dynamically composable", " and decoupled-head attention"],
+            ["2405.08553", "2406.06567"],
+        ),
+        (tiny_config(**PLAIN, head_embeddings="add", num_key_value_heads=1), ["head embeddings"], ["2310.07911"]),
+        (
+            HeadSystemsConfig(**tiny_config(**PLAIN, num_key_value_heads=4).to_dict(), head_system="overlapped"),
+            ["with the head system `overlapped`."],
+            [],
+        ),
+    ],
+    ids=["composed", "plain", "static", "dha", "dha, composed", "mhe", "head system"],
+)
+def test_a_card_speaks_of_composition_only_if_there_is_any(config, said, sources):
+    card = model_card(config, "user/name")
+    first = card.text.split("## Use")[0]
+    assert all(text in first for text in said)
+    assert [tag for tag in card.data.tags if tag.startswith("arxiv:")] == [f"arxiv:{number}" for number in sources]
+    assert ("dcmha" in card.data.tags) == bool(config.compose_generators) == ("dynamically" in first)
+    titles = re.findall("^## (.*)", card.text, re.MULTILINE)
+    composition = ["Composition", "What composition adds"] if config.composes else []
+    assert titles == ["Use", "Sizes", *composition, "Evaluation", "Training", "Licence"]
+    assert ("compos" in card.text.replace("heads are not composed", "")) == config.composes
+
+
+def test_results_of_another_model(tmp_path, capsys, monkeypatch):
+    """The model may be named as a folder, however it is written, or as `--name` says."""
+    monkeypatch.chdir(REPOSITORY)
+    results, output = tmp_path / "results.json", tmp_path / "hub"
+    arguments = ["checkpoints/dcformer-synthetic", str(output), "--name", "user/tiny", "--results", str(results)]
+    results.write_text(json.dumps(RESULTS | {"model_name": "other/model"}))
+    assert main(arguments) == 1
+    expected = "expected those of checkpoints/dcformer-synthetic or user/tiny: give this model's"
+    message = capsys.readouterr().err
+    assert f"{results} has the scores of other/model, {expected}" in message and message.count("\n") == 1
+    assert not output.exists()
+    for name in ("user/tiny", f"{CHECKPOINT}/", "checkpoints/../checkpoints/dcformer-synthetic"):
+        results.write_text(json.dumps(RESULTS | {"model_name": name}))
+        assert read_results(results, [arguments[0], "user/tiny"])
+
+
 def test_card_without_results_and_licence_says_so():
     card = model_card(tiny_config(), "tiny")
     assert "None yet" in card.text and "Not stated" in card.text
@@ -181,7 +240,10 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
     output = tmp_path / "hub"
     assert "no readable configuration" in error(tmp_path / "absent", output)
     assert "no readable configuration" in error(tmp_path / "empty", output)
-    assert "type 'llama': expected 'dcformer'" in error(tmp_path / "llama", output)
+    assert "type 'llama': expected a causal language model of this package" in error(tmp_path / "llama", output)
+    DCViTConfig().save_pretrained(tmp_path / "vision")
+    message = error(tmp_path / "vision", output)
+    assert "type 'dcvit': expected a causal" in message and "save_pretrained(folder, max_shard_size=...)" in message
     assert "cannot be loaded" in error(tmp_path / "config-only", output)
     for kind in (DCFormerForSequenceClassification, DCFormerModel):
         kind(tiny_config()).save_pretrained(tmp_path / kind.__name__)

@@ -7,6 +7,7 @@ the licence are left to the model's author: the template, `card.md`, has places 
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,17 +49,19 @@ class Score:
     limited: bool
 
 
-def read_results(path: str | os.PathLike) -> list[Score]:
+def read_results(path: str | os.PathLike, models: Sequence[str] = ()) -> list[Score]:
     """Reads the results file of lm-eval (``--output_path``: ``results_<date>.json``).
 
     Args:
         path: the file.
+        models: names and folders of the model that the scores have to be of; by default they may be of any.
 
     Returns:
         The scores, in the order of the file.
 
     Raises:
-        DCFormerError: when the file cannot be read, is not JSON, or does not contain lm-eval's results.
+        DCFormerError: when the file cannot be read, is not JSON, does not contain lm-eval's results, or those of
+            another model.
     """
     expected = "expected the results_*.json of lm-eval"
     try:
@@ -76,6 +79,12 @@ def read_results(path: str | os.PathLike) -> list[Score]:
     scores = [score for task, metrics in results.items() for score in _task_scores(record, task, metrics)]
     if not scores:
         raise DCFormerError(f"{path} holds no scores: was the evaluation run to its end?")
+    evaluated = record.get("model_name")
+    if models and Path(str(evaluated)).resolve() not in [Path(model).resolve() for model in models]:
+        raise DCFormerError(
+            f"{path} has the scores of {evaluated}, expected those of {' or '.join(models)}: give this model's, or the "
+            "model under the name by which it was evaluated."
+        )
     return scores
 
 
@@ -117,7 +126,7 @@ def model_card(
     license: str | None = None,
     remote_code: bool = False,
 ) -> ModelCard:
-    """The card of a causal language model.
+    """The card of a causal language model. It speaks of composition only if the model has any.
 
     Args:
         config: its configuration.
@@ -131,12 +140,13 @@ def model_card(
         The card: `.save(path)` writes it, `.data` is its metadata.
     """
     title = name.rsplit("/", 1)[-1]
+    kinds, sources = _attention(config)
     data = ModelCardData(
         model_name=title,
         library_name="transformers",
         pipeline_tag="text-generation",
         license=license,
-        tags=[config.model_type, "dcmha", "arxiv:2405.08553"],
+        tags=[config.model_type, *["dcmha"] * bool(config.compose_generators), *(f"arxiv:{id}" for id in sources)],
         eval_results=[_eval_result(score) for score in scores or [] if not score.limited] or None,
     )
     return ModelCard.from_template(
@@ -144,10 +154,11 @@ def model_card(
         template_path=str(_TEMPLATE),
         title=title,
         name=name,
+        attention=kinds,
         parameters=f"{_parameters(config):,}",
         sizes=_sizes(config),
-        composition=[(f"`{field}`", getattr(config, field)) for field in _COMPOSITION],
-        overhead=_overhead(config),
+        composition=[(f"`{field}`", getattr(config, field)) for field in _COMPOSITION] if config.composes else [],
+        overhead=_overhead(config) if config.composes else [],
         scores=[_row(score) for score in scores or []],
         license=license,
         remote_code=remote_code,
@@ -158,6 +169,23 @@ _COMPOSITION = (
     *("compose_pre", "compose_post", "compose_query", "compose_key", "compose_projection", "compose_rank"),
     *("compose_gate", "compose_static", "compose_groups", "compose_act"),
 )
+
+
+def _attention(config: DCFormerConfig) -> tuple[str, list[str]]:
+    """What a model's attention is, for the card's first sentence, and the numbers at arXiv of what it is from."""
+    kinds = []
+    if config.compose_generators:
+        kinds.append(("dynamically composable multi-head attention", "2405.08553"))
+    elif config.compose_static:
+        kinds.append(("talking heads, composed by static projections alone", "2003.02436"))
+    if config.key_head_map is not None or config.value_head_map is not None:
+        kinds.append(("decoupled-head attention (DHA)", "2406.06567"))
+    if config.head_embeddings is not None:
+        kinds.append(("head embeddings (MHE)", "2310.07911"))
+    parts = [f"{kind}, [arXiv {source}](https://arxiv.org/abs/{source})" for kind, source in kinds]
+    if isinstance(config, HeadSystemsConfig) and config.head_system != "plain":
+        parts.append(f"the head system `{config.head_system}`")
+    return " and ".join(parts) or "multi-head attention whose heads are not composed", [source for _, source in kinds]
 
 
 def _parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -> int:

@@ -41,7 +41,7 @@ def write_hub_folder(
     Args:
         model: folder of a causal model of this package, or its name on the Hub. Parameters keep their dtype.
         output: the new folder; must not exist, or be empty.
-        results: results file of lm-eval for the card's table.
+        results: results file of lm-eval for the card's table, of this model by its folder or by `name`.
         max_shard_size: largest size of a weight file, such as "100MB".
         remote_code: add the modeling code, for users without this package.
         name: the model's name in the card, usually `user/name`; by default the output folder's name.
@@ -61,11 +61,11 @@ def write_hub_folder(
         raise HubFolderError(
             f"max_shard_size={max_shard_size!r} is not understood: expected a size such as 100MB or 5GB."
         )
+    source = os.fspath(model)
     try:
-        scores = read_results(results) if results is not None else None
+        scores = read_results(results, [source, *([name] if name else [])]) if results is not None else None
     except DCFormerError as error:
         raise HubFolderError(str(error)) from error
-    source = os.fspath(model)
     try:
         config = AutoConfig.from_pretrained(source)
     except LOADING_ERRORS as error:
@@ -76,8 +76,9 @@ def write_hub_folder(
         ) from error
     if not isinstance(config, DCFormerConfig):
         raise HubFolderError(
-            f"{source} is a model of type {config.model_type!r}: expected 'dcformer' or 'dcpythia'; other models' own "
-            "save_pretrained shards them."
+            f"{source} is a model of type {config.model_type!r}: expected a causal language model of this package "
+            "(dcformer, dcpythia, dha, dcformer_heads). Others write sharded folders by their own "
+            "save_pretrained(folder, max_shard_size=...), without a model card."
         )
     try:
         both: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", output_loading_info=True)
