@@ -11,7 +11,17 @@ from analysis_models import CHECKPOINT, random_model
 from helpers import authors_folder, randomise
 from safetensors.torch import load_file, save_file
 
-from dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaConfig, DCPythiaForCausalLM, DCViTConfig
+from dcformer import (
+    DCFormerForCausalLM,
+    DCFormerModel,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    DCViTConfig,
+    DCViTForImageClassification,
+    DCViTModel,
+    DHAConfig,
+    DHAForCausalLM,
+)
 from dcformer.analysis import (
     StoredModel,
     circuit_weights,
@@ -23,6 +33,7 @@ from dcformer.analysis import (
 from dcformer.analysis.diversity import FORMS
 from dcformer.analysis.tracing import AnalysisTrace
 from dcformer.errors import DCFormerError
+from dcformer.head_systems import HeadSystemsConfig
 
 H, D, E = 4, 4, 32
 PLAIN_HEADS = {"num_key_value_heads": H, "head_dim": D, "hidden_size": E, "qk_norm": False, "num_hidden_layers": 1}
@@ -226,23 +237,29 @@ def test_folders_that_cannot_be_read(tmp_path):
 
 
 def test_folders_of_other_models(tmp_path, recwarn):
-    """A decoder alone and DCPythia are read without a warning; folders of other models are refused by name."""
-    decoder = randomise(DCFormerModel(random_model().config))
-    decoder.save_pretrained(tmp_path / "decoder")
-    pythia = DCPythiaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    pythia_model = randomise(DCPythiaForCausalLM(pythia))
-    pythia_model.save_pretrained(tmp_path / "pythia")
-    for name, model in (("decoder", decoder), ("pythia", pythia_model)):
-        found = head_diversity(tmp_path / name, "qk")
-        assert torch.equal(found.curves, head_diversity(model, "qk").curves), name
+    """A decoder alone, DCPythia, DHA and DCViT are read without a warning; folders of other models are refused."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    maps = {"key_head_map": [[0, 0, 1, 1], [0, 0, 0, 0]], "value_head_map": [[0, 1, 0, 1], [0, 1, 2, 3]]}
+    images = DCViTConfig(**sizes, image_size=8, patch_size=4)
+    models = {
+        "decoder": DCFormerModel(random_model().config),
+        "pythia": DCPythiaForCausalLM(DCPythiaConfig(vocab_size=97, **sizes)),
+        "dha": DHAForCausalLM(DHAConfig(vocab_size=97, **sizes, **maps)),
+        "images": DCViTForImageClassification(images),
+        "images, no head": DCViTModel(images),
+    }
+    for name, model in models.items():
+        randomise(model).save_pretrained(tmp_path / name)
+        for circuit in ("qk", "ov"):
+            found = head_diversity(tmp_path / name, circuit)
+            assert torch.equal(found.curves, head_diversity(model, circuit).curves), name
         assert type(StoredModel(tmp_path / name).config) is type(model.config)
-    DCViTConfig().save_pretrained(tmp_path / "images")
+    assert not recwarn
+    HeadSystemsConfig().save_pretrained(tmp_path / "systems")
     with pytest.raises(
-        DCFormerError, match="model_type is 'dcvit', and folders are read of dcformer and dcpythia only"
+        DCFormerError, match="is 'dcformer_heads', and folders are read of dcformer, dcpythia, dha, dcvit only: load"
     ):
-        head_diversity(tmp_path / "images", "qk")
+        head_diversity(tmp_path / "systems", "qk")
 
 
 def test_bad_names(model):

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import CONFIG_MAPPING
 
-from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from ..errors import CONFIG_ERRORS, DCFormerError, refused
 from ..layouts_dcformer import foreign_shape, hub_layouts, to_native
 from ..legacy_dcformer import is_hub_config
 from .layers import chosen, layers_of, refuse_adapters
 
 CIRCUITS = ("qk", "ov")
-_CONFIGS = {config.model_type: config for config in (DCFormerConfig, DCPythiaConfig)}
+_LAYER = "model.layers.{}.self_attn."
+_LAYERS = {"dcformer": _LAYER, "dcpythia": _LAYER, "dha": _LAYER, "dcvit": "dcvit.layers.{}.attention."}  # of folders
 
 
 @dataclass
@@ -147,7 +148,8 @@ def _from_tensors(get: Callable[[str], torch.Tensor | None], config: Any, layer:
 
 
 class StoredModel:
-    """A folder of a DCFormer or DCPythia with safetensors, read one layer at a time; the model is never built.
+    """A folder of a DCFormer, DCPythia, DHA or DCViT model with safetensors, read one layer at a time; the model is
+    never built.
 
     Args:
         folder: as `save_pretrained` writes it, or in the hub format.
@@ -167,13 +169,14 @@ class StoredModel:
             content = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         self.is_hub = is_hub_config(content)
         kind = content.get("model_type", "dcformer")
-        if kind not in _CONFIGS:
+        if kind not in _LAYERS:
             raise DCFormerError(
-                f"{folder}: model_type is {kind!r}, and folders are read of {' and '.join(_CONFIGS)} only: load the "
-                "model, and give it instead of the folder."
+                f"{folder}: model_type is {kind!r}, and folders are read of {', '.join(_LAYERS)} only: load the model, "
+                "and give it to head_diversity instead of the folder."
             )
         with refused(OSError, *CONFIG_ERRORS):
-            self.config = _CONFIGS[kind].from_pretrained(self.folder)
+            self.config: Any = CONFIG_MAPPING[kind].from_pretrained(self.folder)
+        self._layer = _LAYERS[kind]
         self.files: dict[str, Path] = {}
         for file in sorted(self.folder.glob("*.safetensors")):
             with refused(Exception), safe_open(file, "pt") as tensors:
@@ -192,9 +195,9 @@ class StoredModel:
     def circuit_weights(self, layer: int) -> CircuitWeights:
         """As the function of the same name; reads the tensors of this layer's attention only."""
         (layer,) = chosen([layer], self.config.num_hidden_layers, "layer")
-        prefix = f"model.layers.{layer}.self_attn."
-        if f"{prefix}o_proj.weight" not in self.files and not self.is_hub:  # of a decoder alone
-            prefix = prefix.removeprefix("model.")
+        prefix = self._layer.format(layer)
+        if f"{prefix}o_proj.weight" not in self.files and not self.is_hub:  # of a model without a head
+            prefix = prefix.partition(".")[2]
         if not self.is_hub:
             return _from_tensors(lambda name: self._read(prefix + name), self.config, layer)
         natives: dict[str, torch.Tensor] = {}
