@@ -1,5 +1,7 @@
 """Fields of DCViT, their validation, and the sizes of the paper's Table 7."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -78,6 +80,14 @@ def test_invalid_fields_are_named(fields, named):
     with pytest.raises(ValueError) as error:
         DCViTConfig(**fields)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["head_dim", "num_key_value_heads", "initializer_range", "grid"])
+def test_what_follows_from_fields_cannot_be_given(name, tmp_path):
+    DCViTConfig().save_pretrained(tmp_path)
+    for call in (DCViTConfig, partial(DCViTConfig.from_pretrained, tmp_path)):
+        with pytest.raises(ValueError, match=rf"^{name}=6 cannot be given: .*\. Leave it out\.$"):
+            call(**{name: 6})
 
 
 def test_a_field_broken_later_is_refused():

@@ -33,6 +33,13 @@ VISION_PRESETS: dict[str, dict[str, Any]] = {
     "vit-m/16": _MEDIUM | _PLAIN | {"num_labels": 1000},
 }
 
+_DERIVED = {  # properties, which fields of other configurations are called like
+    "head_dim": "it is hidden_size / num_attention_heads",
+    "num_key_value_heads": "every head has keys and values of its own",
+    "initializer_range": "matrices start Xavier-uniform",
+    "grid": "it is image_size / patch_size",
+}
+
 
 def pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
     """A size as (height, width)."""
@@ -123,6 +130,11 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
             self.representation_size = self.hidden_size if self.representation_size else None
         super().__post_init__(**kwargs)
         self.validate_architecture()  # here too, so that the error is a plain ValueError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _DERIVED:
+            raise ValueError(f"{name}={value!r} cannot be given: {_DERIVED[name]}. Leave it out.")
+        super().__setattr__(name, value)
 
     @property
     def num_key_value_heads(self) -> int:  # type: ignore[override]  # a field elsewhere
