@@ -12,11 +12,12 @@ from jax_reference import random_maxtext_params, random_pax_params
 from jax_stores import write_arrays, write_maxtext, write_pax
 from safetensors.torch import load_file, save_file
 
-from dcformer import DCFormerForCausalLM
+from dcformer import DCFormerForCausalLM, HeadSystemsConfig, HeadSystemsForCausalLM
 from dcformer.conversion import (
     ConversionError,
     convert_hub_to_safetensors,
     convert_jax_to_safetensors,
+    convert_safetensors_to_jax,
     open_checkpoint,
 )
 
@@ -304,6 +305,16 @@ def test_foreign_config(native):
     (native / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConversionError, match="model_type 'llama', expected dcformer, dcpythia or dha"):
         open_checkpoint(native)
+
+
+@pytest.mark.parametrize("system", ["plain", "overlapped", "mixture_of_heads"])
+def test_models_with_a_head_system(system, tmp_path):
+    """They are whole, and of a kind that is not converted."""
+    config = HeadSystemsConfig(**tiny_config(num_key_value_heads=4).to_dict(), head_system=system)
+    HeadSystemsForCausalLM(config).save_pretrained(tmp_path / "native")
+    with pytest.raises(ConversionError, match="with a head system"):
+        convert_safetensors_to_jax(tmp_path / "native", tmp_path / "out", format="pax", progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_config_of_another_size(native):

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
+from ..head_systems import HeadSystemsConfig
 from ..heads_dcformer import MAP_FIELDS
 from ..layouts_dcformer import TensorLayout, foreign_shape, from_native, layer_dims, to_native
 from ..modeling_dcformer import DCFormerForCausalLM
@@ -265,6 +266,12 @@ class FolderFormat(Format):
         if not isinstance(config, DCFormerConfig):
             raise ConversionError(
                 f"{folder / 'config.json'} is of model_type {config.model_type!r}, expected dcformer, dcpythia or dha."
+            )
+        if isinstance(config, HeadSystemsConfig):
+            raise ConversionError(
+                f"{folder / 'config.json'} is of a model with a head system (model_type {config.model_type!r}), which "
+                "dcformer-convert does not read, as no other format has a place for it: load and save it with "
+                "from_pretrained and save_pretrained."
             )
         return config
 
