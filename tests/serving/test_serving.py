@@ -98,6 +98,13 @@ def answer_of_generate(folder, body: dict) -> str:
     return tokenizer.decode(ids[0, batch["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
+def test_answer_of_the_page(tmp_path):
+    """The page says what the bundled checkpoint answers to its request."""
+    folder = shutil.copytree(REPOSITORY / "checkpoints" / "dcformer-synthetic", tmp_path / "chat")
+    shutil.copy(REPOSITORY / "examples" / "data" / "chat_template.jinja", folder)
+    assert f'of the same messages: "{answer_of_generate(folder, request_of_the_page())}"' in PAGE
+
+
 @needs_server
 @pytest.mark.slow
 def test_chat_completion_equals_generate(server):
@@ -134,6 +141,7 @@ def test_bad_requests_are_refused_and_the_server_stays(server):
     chat_path, text_path, responses_path = requests.CHAT, requests.TEXT, requests.RESPONSES
     cases = [
         (chat_path, good | {"messages": []}, "messages", "messages=[] must be"),
+        (chat_path, good | {"messages": [{"role": "user", "content": None}]}, "messages", "[0].content=None must be"),
         (chat_path, good | {"max_tokens": -1}, "max_tokens", "max_tokens=-1 must be a whole number of at least 1"),
         (chat_path, good | {"max_tokens": -1, "stream": True}, "max_tokens", "max_tokens=-1"),
         (chat_path, good | {"n": 3}, "n", "n=3 is not supported"),
@@ -205,6 +213,7 @@ def test_the_client_of_openai(server):
 
 
 MESSAGES = [{"role": "user", "content": "a"}]
+CALL = {"function": {"name": "f", "arguments": "{}"}}
 FAULTS = [
     (requests.CHAT, {"messages": MESSAGES} | fields, field)
     for fields, field in [
@@ -217,7 +226,10 @@ FAULTS = [
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "messages"),
-        ({"messages": [{"role": "assistant", "content": None}]}, None),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}, None),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a\udfff"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "\U0001f600"}]}, None),
@@ -255,7 +267,6 @@ FAULTS = [
         ({"generation_config": '{"num_return_sequences": 1, "max_new_tokens": 2}'}, None),
     ]
 ]
-CALL = {"function": {"name": "f", "arguments": "{}"}}
 FAULTS += [
     (requests.CHAT, {"messages": [{"role": "assistant", "tool_calls": calls}]}, field)
     for calls, field in [
@@ -264,7 +275,7 @@ FAULTS += [
         ([{}], "messages"),
         ([{"function": 5}], "messages"),
         ([{"function": {"name": "f"}}], "messages"),
-        (None, None),
+        (None, "messages"),
         ([CALL], None),
     ]
 ]
@@ -310,7 +321,8 @@ FAULTS += [
         ([MESSAGE, CALLED, {"type": "function_call_output", "call_id": "1", "output": 5}], "input"),
         ([MESSAGE, {"type": "reasoning", "content": 5}], "input"),
         ([PART], None),
-        ([MESSAGE, {"role": "user", "content": [PART]}, {"role": "assistant", "content": None}], None),
+        ([MESSAGE, {"role": "user", "content": [PART]}], None),
+        ([MESSAGE, {"role": "assistant", "content": None}], "input"),
         ([MESSAGE, CALLED, {"type": "function_call_output", "call_id": "1", "output": "5"}], None),
         ([MESSAGE, {"type": "reasoning", "summary": []}], None),
         ([MESSAGE, {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]}], None),

@@ -202,11 +202,14 @@ def _messages_fault(messages: Any) -> str | None:
 def _message_fault(name: str, message: Any, kinds: tuple[str, ...]) -> str | None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return f"{name}={message!r} must be an object with a role."
-    return _content_fault(f"{name}.content", message.get("content"), kinds)
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return None
+    return _content_fault(f"{name}.content", content, kinds)
 
 
 def _content_fault(name: str, content: Any, kinds: tuple[str, ...]) -> str | None:
-    if content is None or isinstance(content, str):
+    if isinstance(content, str):
         return None
     if not isinstance(content, list):
         return f"{name}={content!r} must be a text, or a list of parts."
