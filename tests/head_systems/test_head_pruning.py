@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dcformer import DCFormerForCausalLM, DCFormerModel, to_head_system
+from dcformer.analysis import attribute_heads
 from dcformer.head_systems import head_importance, prune_heads, system_costs
 from dcformer.head_systems.rank_heads import main
 
@@ -120,6 +121,7 @@ def test_gates_of_a_trained_model_are_left_out_of_its_ranking():
 IDS = tokens(1)
 LORA = LoraConfig(target_modules=["o_proj"])
 MHE = PLAIN | {"num_key_value_heads": 1, "head_embeddings": "mul"}
+DHA = PLAIN | {"num_key_value_heads": 4, "key_head_map": [[0, 0, 1, 1]] * 2}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,18 @@ MHE = PLAIN | {"num_key_value_heads": 1, "head_embeddings": "mul"}
             ValueError,
             "head_system='output_gate': heads are ranked in models without",
         ),
-        (lambda _: DCFormerForCausalLM(tiny_config(**MHE)), [], ValueError, "the model has head_embeddings, "),
+        (
+            lambda _: DCFormerForCausalLM(tiny_config(**MHE)),
+            [],
+            ValueError,
+            "the model has head_embeddings: heads are ranked by gates of 'head_pruning', which does not go with these",
+        ),
+        (
+            lambda _: DCFormerForCausalLM(tiny_config(**DHA)),
+            [],
+            ValueError,
+            r"the model has key_head_map: .*attribute_he",
+        ),
         (lambda _: torch.nn.Linear(2, 2), [], TypeError, "model is a Linear"),
         (lambda _: get_peft_model(heads_model("pruning"), LORA), [], TypeError, "model is a PeftModel: expected"),
         (
@@ -151,6 +164,12 @@ def test_what_cannot_be_ranked_is_named(make, batches, error, says):
     with pytest.raises(error, match=says) as raised:
         head_importance(make(tiny_config()), batches)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("fields", [MHE, DHA], ids=["mhe", "dha"])
+def test_what_is_recommended_for_them_ranks_their_heads(fields):
+    model = DCFormerForCausalLM._from_config(tiny_config(**fields), attn_implementation="eager").eval()
+    assert attribute_heads(model, IDS, target=5).any()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .configuration_head_systems import own_head_fields
 from .convert import to_head_system
 from .head_pruning import HeadPruning
 
@@ -94,14 +95,19 @@ def head_importance(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> t
 
     Raises:
         TypeError: on a model of another kind, and on batches that are no dictionaries.
-        ValueError: without batches or labels, on a model with another head system, and on a loss or gradients that are
-            not finite.
+        ValueError: without batches or labels, on a model with another head system, head maps (DHA) or head embeddings
+            (MHE), and on a loss or gradients that are not finite.
     """
     system = getattr(model.config, "head_system", "plain") if isinstance(model, PreTrainedModel) else "plain"
     if system not in ("plain", "head_pruning"):
         raise ValueError(
             f"the model has head_system={system!r}: heads are ranked in models without a head system, and in those "
             "with 'plain' or 'head_pruning'."
+        )
+    if fields := own_head_fields(getattr(model, "config", None)):
+        raise ValueError(
+            f"the model has {' and '.join(fields)}: heads are ranked by gates of 'head_pruning', which does not go "
+            "with these. dcformer.analysis.attribute_heads says what its heads do for a target."
         )
     gated = (copy.deepcopy(model) if system == "head_pruning" else to_head_system(model, "head_pruning")).eval()
     attentions, count = _attentions(gated), 0
