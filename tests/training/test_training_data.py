@@ -181,6 +181,15 @@ def test_adapters_that_fit_no_layer(fails):
     assert "--lora_modules_to_save names 'compost'" in fails("--use_peft", "--lora_modules_to_save", "compost")
 
 
+@pytest.mark.parametrize("flags", [[], ["--streaming"], ["--assistant_only_loss"]], ids=str)
+def test_conversations_without_a_chat_template(flags, fails):
+    conversations = str(DATA / "chat_test.jsonl")
+    message = fails(*flags, data=conversations)
+    assert f"the tokenizer {CHECKPOINT} has no chat template: give one with --chat_template_path" in message
+    if not flags:
+        assert "no chat template" in fails(eval_data=conversations)
+
+
 def test_chat_template_without_answers(fails, tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "the fox"}]}])
     flags = ["--assistant_only_loss", "--chat_template_path", str(DATA / "chat_template.jinja")]

@@ -389,6 +389,27 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
         )
 
 
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, training: TrainingConfig, *parts: Rows | None) -> None:
+    """Refuses conversations without a chat template to write them as text.
+
+    Args:
+        tokenizer: the tokenizer to train with.
+        training: for `chat_template_path`.
+        parts: rows from `check_rows`, or None.
+
+    Raises:
+        DCFormerError: naming the tokenizer, and how a template is given.
+    """
+    if tokenizer.chat_template or training.chat_template_path:
+        return
+    for rows in parts:
+        if rows is not None and any(isinstance(value, list) for value in next(iter(rows)).values()):
+            raise DCFormerError(
+                f"the rows are conversations, and the tokenizer {tokenizer.name_or_path} has no chat template: give "
+                "one with --chat_template_path, such as examples/data/chat_template.jinja"
+            )
+
+
 def _texts(row: Mapping[str, Any]) -> Iterable[str]:
     for value in row.values():
         yield from [value] if isinstance(value, str) else [turn["content"] or "" for turn in value]

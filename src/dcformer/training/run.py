@@ -39,7 +39,16 @@ from .arguments import (
     parse,
     with_recipe,
 )
-from .data import Rows, check_adapters, check_output, check_tokenised, check_tokenizer, longest, make_data
+from .data import (
+    Rows,
+    check_adapters,
+    check_chat_template,
+    check_output,
+    check_tokenised,
+    check_tokenizer,
+    longest,
+    make_data,
+)
 from .resume import SetupRecord, check_setup, setup_of
 
 
@@ -201,6 +210,7 @@ def _make_trainer(
             raise DCFormerError(f"--attn_implementation dcformer_triton: {reason}")
     if training.chat_template_path is not None and not Path(training.chat_template_path).exists():
         _load("--chat_template_path", AutoTokenizer, training.chat_template_path)  # the trainer loads its template
+    check_chat_template(tokenizer, training, rows, held_out)
     training.dataset_text_field = "text"  # the name that `check_rows` gives
     training.max_length = longest(training, limit, isinstance(rows, IterableDataset))
     training.eval_on_start = (
