@@ -168,11 +168,15 @@ class NewModelArguments:
 
 def _mapping(overrides: Any) -> dict[str, Any]:
     """Configuration overrides, which may be text in JSON or YAML, or None."""
-    given = overrides or {}
-    try:
-        mapping = yaml.safe_load(given) if isinstance(given, str) else given
-    except yaml.YAMLError as error:
-        raise DCFormerError(f"--config_overrides {given!r}: {error}") from error
+    mapping = given = overrides or {}
+    if isinstance(given, str):
+        try:
+            mapping = json.loads(given)  # first, because YAML takes 5e5 for a string
+        except ValueError:
+            try:
+                mapping = yaml.safe_load(given)
+            except yaml.YAMLError as error:
+                raise DCFormerError(f"--config_overrides {given!r}: {error}") from error
     if not isinstance(mapping, dict):
         raise DCFormerError(f"--config_overrides {given!r}: expected a mapping such as {{num_hidden_layers: 4}}")
     return mapping
