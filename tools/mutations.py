@@ -33,6 +33,7 @@ T_REPEATED = "tests/kernels/test_repeated.py::"
 T_ATTEND = "tests/kernels/test_attention.py::"
 T_KERNEL = T_ATTEND + "test_output_and_gradients"
 T_BEYOND = T_ATTEND + "test_gradients_beyond_float16_are_noticed"
+T_LARGE = T_ATTEND + "test_large_scores_beside_eager"
 FORMULA, GENERATORS = T_COMPOSE + "test_compose_is_its_formula", T_COMPOSE + "test_generators_are_their_formulas"
 PACKING = T_COMPOSE + "test_pack_and_unpack_are_inverse"
 MAXTEXT, PAX = T_CONVERT + "test_maxtext_to_pytorch", T_CONVERT + "test_pax_to_pytorch"
@@ -1077,6 +1078,50 @@ _KERNELS = (
     )
     + _in(
         "kernels",
+        "kernels/triton/heads.py",
+        (
+            "scores in one part are composed",
+            "y = add_product(y, x[NB + i], m[i * NB + j])",
+            "y = y",
+            T_LARGE + "[random, 150]",
+        ),
+        (
+            "matrices of scores in one part",
+            "y = add_product(y, x[i], m[(NB + i) * NB + j])",
+            "y = y",
+            T_LARGE + "[random, 10,000]",
+        ),
+        (
+            "scores in one part are widened",
+            "add_product(product(x[NB + i], ones[i]), x[i], ones[i])",
+            "product(x[i], ones[i])",
+            T_LARGE + "[random, 150]",
+        ),
+    )
+    + _in(
+        "kernels",
+        "kernels/triton/compose.py",
+        (
+            "queries that see what is not a number see nothing",
+            " | (total[i] != total[i])  # a maximum",
+            "  # a maximum",
+            T_ATTEND + "test_a_key_that_is_not_a_number[key-torch.float32]",
+        ),
+        (
+            "parts that are not a number are nothing",
+            "is_seen = total != 0",
+            "is_seen = total > 0",
+            T_ATTEND + "test_log_sum_exps_of_many_parts_are_joined",
+        ),
+        (
+            "large scores are unseen",
+            "tl.constexpr(-3.4028234e38)",
+            "tl.constexpr(-1e30)",
+            T_ATTEND + "test_very_large_scores_in_float32[1e+37]",
+        ),
+    )
+    + _in(
+        "kernels",
         "kernels/triton/products.py",
         (
             "queries that see nothing take keys of nobody",
@@ -1847,10 +1892,21 @@ _KERNELS = (
         ),
         (
             "tiles of maps in 16 bits serve those in float32",
-            "self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states\n"
-            "        self._known.clear()",
-            "self._is_widened = self.map_dtype == torch.float32 != self.q.dtype",
+            "not self.is_fine  # tiles are searched for\n        self._known.clear()",
+            "not self.is_fine",
             T_ATTEND + "test_tiles_are_those_of_the_maps",
+        ),
+        (
+            "float16 models leave float16 where scores are coarse",
+            "too_large = found & Beyond.SCORES",
+            "too_large = found & (Beyond.SCORES | Beyond.PRECISION)",
+            T_ATTEND + "test_large_scores_in_float16_models",
+        ),
+        (
+            "matrices of scores are not counted as float32",
+            "wider *= bool(self.layout.pre & (Part.KEY | Part.STATIC))",
+            "wider = 0",
+            T_ATTEND + "test_bytes_of_a_chunk_count_matrices",
         ),
     )
 )
@@ -2912,6 +2968,22 @@ _MODULES = [
     ),
     *_in(
         "modules",
+        "modules/finding.py",
+        (
+            "attention beside the interface stays in silence",
+            "if id(module) not in inside and _is_attention(type(module)):",
+            "if False:",
+            T_CONVERTED + "test_models_that_cannot_be_converted",
+        ),
+        (
+            "modules of PyTorch that attend stay in silence",
+            "|multi_head_attention_forward|",
+            "|",
+            T_CONVERTED + "test_models_that_cannot_be_converted",
+        ),
+    ),
+    *_in(
+        "modules",
         "modules/convert.py",
         (
             "parts with a configuration of their own",
@@ -3190,6 +3262,12 @@ _DHA = [
     *_in(
         "dha",
         "dha/search.py",
+        (
+            "fewer heads than asked for, in silence",
+            "if kept < asked:",
+            "if False:",
+            DHA_SEARCH + "test_a_ratio_that_no_count_comes_near_is_said_to_keep_fewer",
+        ),
         (
             "biases left out of distances",
             "rows = weight if bias is None else",
