@@ -30,8 +30,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 # torch, transformers and dcformer are imported by the worker processes only. Linux starts a child's peak memory at what
 # its parent holds, so the parent has to stay small.
 
@@ -471,6 +469,8 @@ def run_suite(arguments: argparse.Namespace) -> dict[str, Any]:
         "results": [],
     }
     unsound: set[str] = set()
+    from tqdm import tqdm  # what a GPU's first run takes from here needs none
+
     with tqdm(jobs, unit="job", disable=None) as bar:
         for job in bar:
             bar.set_description(str(job))

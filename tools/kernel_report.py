@@ -338,14 +338,16 @@ def _sizes(shape: str) -> tuple[int, int]:
     return config.num_attention_heads, config.head_dim
 
 
-def all_specs(arch: int, shapes: tuple[str, ...] = SHAPES, dtype: str = "bf16", rank: int = 2) -> list[dict[str, Any]]:
+def all_specs(
+    arch: int, shapes: tuple[str, ...] = SHAPES, dtype: str = "bf16", rank: int = 2, beyond: Beyond = NOTHING
+) -> list[dict[str, Any]]:
     """Every kernel that models of these shapes need: attention, with lengths that are multiples of 16 and odd ones;
     `decode`, `generator`, `generator_backward` and `prepare`."""
     specs = []
     layout = Layout(FULL.pre, FULL.post, rank=rank)
     for shape in shapes:
         for is_odd in (False, True):
-            found = attention_specs(*_sizes(shape), arch, DTYPES[dtype], layout, is_odd)
+            found = attention_specs(*_sizes(shape), arch, DTYPES[dtype], layout, is_odd, beyond=beyond)
             specs += [spec | {"shape": shape, "odd": is_odd} for spec in found.values()]
         specs += [spec | {"shape": shape, "odd": False} for spec in other_specs(*_sizes(shape))]
     return specs
@@ -359,11 +361,13 @@ class _Task:
     shapes: tuple[str, ...]
     dtype: str
     rank: int
+    beyond: Beyond
     only: str
 
     def work(self) -> list[tuple[dict[str, Any], int]]:
         return [
-            (spec, arch) for arch in self.archs for spec in all_specs(arch, self.shapes, self.dtype, self.rank)
+            (spec, arch) for arch in self.archs
+            for spec in all_specs(arch, self.shapes, self.dtype, self.rank, self.beyond)
             if re.search(self.only, spec["name"])
         ]  # fmt: skip
 
@@ -398,6 +402,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, help="models")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--rank", type=int, default=2, choices=range(1, 5))
+    marks = [what.name.lower() for what in Beyond]
+    parser.add_argument("--beyond", default="", choices=marks, help="after this mark, see docs/kernels.md")
     parser.add_argument("--only", default="", help="kernels whose name matches this expression")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print a list instead of a table")
@@ -408,7 +414,8 @@ def main(argv: list[str] | None = None) -> int:
         re.compile(args.only)
     except re.error as error:
         parser.error(f"--only {args.only}: not a regular expression, {error}")
-    task = _Task(tuple(args.arch), tuple(args.shapes), args.dtype, args.rank, args.only)
+    found = Beyond[args.beyond.upper()] if args.beyond else NOTHING
+    task = _Task(tuple(args.arch), tuple(args.shapes), args.dtype, args.rank, found, args.only)
     work = _work(task)
     if not work:
         parser.error(f"--only {args.only}: no kernel has such a name; without --only all are listed")

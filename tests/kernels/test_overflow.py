@@ -33,6 +33,19 @@ def test_threads_that_begin_together_share_their_marks():
             assert len(set(threads.map(mark, range(count)))) == 1
 
 
+def test_marks_are_found_one_after_another():
+    """What float32 is needed for first: it may leave no other."""
+    for what in Beyond:
+        overflow.mark_of(HERE, what).fill_(1)
+    assert overflow.look(HERE) and overflow.beyond(HERE) == Beyond.SCORES
+    assert not overflow.look(HERE)
+    overflow._found.clear()
+    overflow.mark_of(HERE, Beyond.SCORES).fill_(0)
+    assert overflow.look(HERE) and overflow.beyond(HERE) == Beyond.PRECISION
+    assert overflow.look(HERE) and overflow.beyond(HERE) == Beyond.PRECISION | Beyond.GRADIENTS
+    assert not overflow.look(HERE)
+
+
 def test_a_mark_is_found_once():
     assert not overflow.look(HERE) and overflow.beyond(HERE) == overflow.NOTHING
     overflow.mark_of(HERE, Beyond.GRADIENTS).fill_(1)

@@ -11,6 +11,8 @@ from helpers import run_source
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
 
+from dcformer.kernels.overflow import Beyond
+
 # In a process of its own, as the driver stays; numbers mean nothing, as nothing is launched.
 COMPILE = """
 import json, sys
@@ -25,8 +27,10 @@ sys.path.insert(0, "tools")
 from host_time import fake_driver
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 from dcformer.cache_dcformer import use_static_layers
+from dcformer.kernels import overflow
 
-fields, dtype = json.loads(sys.argv[1])
+fields, dtype, found = json.loads(sys.argv[1])
+overflow._found[torch.device("cpu")] = overflow.Beyond(found)
 launched = Counter()
 driver.set_active(fake_driver(launched))
 sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
@@ -59,6 +63,8 @@ CASES = {
     "full": ({"compose_static": True, "num_key_value_heads": 2}, "bfloat16", MATRICES),
     "one head": ({"num_attention_heads": 1, "compose_rank": 1}, "float32", MATRICES),
     "two blocks of heads": ({"num_attention_heads": 34, "num_hidden_layers": 1}, "bfloat16", MATRICES),
+    "scores in two parts": ({"compose_static": True}, "bfloat16", MATRICES, Beyond.PRECISION),
+    "after two marks": ({"num_key_value_heads": 2}, "bfloat16", MATRICES, Beyond.PRECISION | Beyond.GRADIENTS),
     "query side": ({"compose_key": False, "compose_groups": 2}, "float16", GENERATORS),
     "no composition": (
         {f"compose_{name}": False for name in ("pre", "post", "query", "key", "gate", "projection")},
@@ -71,8 +77,8 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_launch_compiles(case):
-    fields, dtype, more = CASES[case]
-    run = run_source("-c", COMPILE, json.dumps([fields, dtype]))
+    fields, dtype, more, *found = CASES[case]
+    run = run_source("-c", COMPILE, json.dumps([fields, dtype, sum(found)]))
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
     launched = json.loads(run.stdout.splitlines()[-1])
     assert set(launched) >= COMMON | more, launched

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcfo
 import triton
 
 from dcformer.kernels.launch import LAUNCHES
+from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.kernels.tuning import Tile
 
 # Since 3.9 Triton takes a few registers more: `output` of decoding spills some, and of attention what has odd lengths.
@@ -100,6 +101,10 @@ def test_kernels_are_those_that_are_launched(report):
     assert (number,) in back["attrs"] and (number,) not in odd["attrs"]
     full = report.attention_specs(32, 128, 90, torch.float32)["back_1"]
     assert full["signature"]["p_weights"] == full["signature"]["p_grads"] == "*fp32"
+    fine = report.attention_specs(32, 128, 90, beyond=Beyond.PRECISION)
+    dtypes = {name: fine["weights"]["signature"][name] for name in ("p_scores", "p_m0", "p_m1", "p_weights", "p_out")}
+    assert dtypes == dict.fromkeys(dtypes, "*fp16") | {"p_scores": "*fp32", "p_m0": "*fp32"}
+    assert fine["weights"]["constexprs"]["FINE"] and not weights["constexprs"]["FINE"]
 
 
 def test_every_kernel_of_the_package_is_in_the_report(report):
@@ -129,6 +134,28 @@ def test_a_launch_is_specialised_as_triton_does_it(report):
     assert with_static["signature"]["p_static"] == "*bf16" and without["signature"]["p_visible"] == "*u8"
     assert without["signature"]["stride_wc"] == "i64"  # as the kernel says
     assert report.launch_spec(parts)["num_stages"]
+
+
+@pytest.mark.slow
+def test_kernels_of_scores_in_two_parts_are_within_their_instructions():
+    """Without local memory, but in `back_*`."""
+    only = "^(lse|compose|weights|back_0)$"
+    run = run_source(
+        "tools/kernel_report.py", "--json", "--arch", "90", "--shapes", "6.9b", "--beyond", "precision", "--only", only
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    found = {(row["kernel"], row["odd"]): row["instructions"] for row in json.loads(run.stdout)}
+    for is_odd in (False, True):
+        for name, most in {"lse": 0.75, "compose": 1.0, "weights": 1.0, "back_0": 1.4}.items():
+            assert 0 < found[name, is_odd] <= most, name
+
+
+@pytest.mark.slow
+def test_float32_maps_have_the_registers_that_there_are(report):
+    """Above 32 heads ptxas would choose 32, and take twice the instructions."""
+    for dtype, found in ((torch.float32, NOTHING), (torch.bfloat16, Beyond.SCORES)):
+        spec = report.attention_specs(40, 128, 90, dtype, beyond=found)["lse"]
+        assert report.compile_usage(spec, 90).registers > 128
 
 
 @pytest.mark.slow

@@ -581,7 +581,7 @@ _RUN = Repeated(launches, _look)
 @torch.library.register_kernel(decode_op.name(), DEVICES)
 def _decode(query, key, value, weights, visible, plan, scale):
     groups, num_splits, *places = plan
-    if 0 in (query.shape[0], key.shape[2]):
+    if 0 in (query.shape[0], query.shape[2], key.shape[2]):
         output = query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
     else:
         seen = None if visible is None else visible.view(torch.uint8)
@@ -610,7 +610,7 @@ def composed_decode(
     reproducible.
 
     Args:
-        query: [B, H, T, D], 1 <= T <= 16; float32, float16 or bfloat16.
+        query: [B, H, T, D], T <= 16; float32, float16 or bfloat16.
         key: [B, Hkv, S, D] of the same dtype, H a multiple of Hkv. Like all tensors here it may be a view, a packed
             cache's first D channels; only its last dimension must be contiguous.
         value: [B, Hkv, S, DV], likewise.
@@ -647,10 +647,10 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
     """Refuses what the kernels cannot do. Returns the number of groups of heads that mix."""
     check_states(query, key, value, pre, post, visible)
     (B, H, T, _), S = query.shape, key.shape[2]
-    if not 1 <= T <= MAX_QUERIES:
+    if T > MAX_QUERIES:
         raise ValueError(
-            f"composed_decode takes 1 to {MAX_QUERIES} queries per sequence, not {T}. Longer pieces (a prefill) are "
-            "for the forward kernels or attn_implementation='dcformer_chunked'."
+            f"composed_decode takes at most {MAX_QUERIES} queries per sequence, not {T}. Longer pieces (a prefill) are "
+            "for composed_attention."
         )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.stride(3) != 1 and tensor.shape[3] > 1:
@@ -665,7 +665,8 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
                 f"visible is {visible.dtype} {shape}: expected bool [{B} or 1, 1, {T}, {S}], True where a query sees a "
                 "key. Turn an additive mask into one with `mask > torch.finfo(mask.dtype).min / 2`."
             )
-    if num_splits is not None and not (isinstance(num_splits, int) and num_splits >= 1):
+    is_count = isinstance(num_splits, int) and not isinstance(num_splits, bool) and num_splits >= 1
+    if num_splits is not None and not is_count:
         raise ValueError(f"num_splits={num_splits!r}: expected an integer of at least 1, or None to have it chosen.")
     groups = check_weights(pre, post, query, key) or key.shape[1]  # without composition no heads mix
     require_supported(heads=H // groups)
@@ -676,7 +677,7 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise ValueError(
             "composed_decode has no backward pass and one of its inputs requires gradients. Decode under "
-            "torch.no_grad(), or use attn_implementation='dcformer_chunked'."
+            "torch.no_grad(), or use composed_attention."
         )
     return groups
 

@@ -13,7 +13,7 @@ import triton
 
 from .balance import keys_of_a_program, lengths
 from .layout import Layout, Part, StagePair
-from .overflow import LARGEST, LARGEST_EXACT, Beyond, mark_of
+from .overflow import LARGEST, LARGEST_EXACT, LARGEST_FINE, Beyond, mark_of
 from .problem import Chunk, Problem, head_blocks
 from .repeated import start
 from .schemas import ROWS
@@ -142,6 +142,7 @@ class Launcher(Problem):
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
             "UNIT": self.step, "SHIFT": self.shift, "BLOCK": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
+            "FINE": self.is_fine,
             **composition_constants(self.layout, self.M),
         }  # fmt: skip
 
@@ -195,8 +196,8 @@ class Launcher(Problem):
 
     def _limit(self, what: Beyond, largest: float = LARGEST) -> dict[str, Any]:
         """Arguments of kernels that leave a mark where float16 is not sufficient, for numbers beyond the largest."""
-        dtype = self.map_dtype if what == Beyond.SCORES else self.grad_dtype
-        if dtype != torch.float16:
+        dtypes = {Beyond.SCORES: self.map_dtype, Beyond.PRECISION: self.score_dtype, Beyond.GRADIENTS: self.grad_dtype}
+        if dtypes[what] != torch.float16:
             return UNLIMITED
         return {"largest": largest, "MARK": True, "p_mark": mark_of(self.q.device, what)}
 
@@ -254,7 +255,7 @@ class Launcher(Problem):
     def _fill_lse(self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, lse: torch.Tensor) -> None:
         """Writes a chunk's log-sum-exps, from those of parts of its keys."""
         n_parts, n_bh = self._parts("lse", chunk)[0], self.B * self.H
-        tensors = {"p_scores": scores, "p_m0": pre} | self._limit(Beyond.SCORES, LARGEST_EXACT)
+        tensors = {"p_scores": scores, "p_m0": pre} | self._limit(Beyond.PRECISION, LARGEST_EXACT)
         if n_parts == 1:
             here = lse[:, :, chunk.t_0 :]
             self._compose("lse", chunk, p_lse=here, stride_l=self.T, unseen=torch.inf, **tensors)
@@ -330,7 +331,8 @@ class Launcher(Problem):
             if not flags & (Part.KEY | Part.STATIC):
                 out.append(None)
                 continue
-            matrices = self._new(self.B * self.G, chunk.n_s, *[matrix_side(self.M)] * 2, dtype=self.map_dtype)
+            dtype = self.map_dtype if stage else self.score_dtype
+            matrices = self._new(self.B * self.G, chunk.n_s, *[matrix_side(self.M)] * 2, dtype=dtype)
             constants = matrix_constants(self.layout, self.M, stage)
             grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
             self._launch(
@@ -419,9 +421,11 @@ class Launcher(Problem):
 
     def _make_scores(self, chunk: Chunk, memory: torch.Tensor | None = None) -> torch.Tensor:
         """The map of scores times log2(e), in memory that is given or in its own."""
-        scores = self._new_map(chunk, self.map_dtype) if memory is None else memory
-        # Composition may take away what makes them large, and leaves what they were rounded by.
-        limit = self._limit(Beyond.SCORES, LARGEST_EXACT if self.layout.pre else LARGEST)
+        scores = self._new_map(chunk, self.score_dtype) if memory is None else memory
+        limit = self._limit(Beyond.SCORES, LARGEST_FINE if self.is_fine else LARGEST)
+        if self.layout.pre and not self.is_fine:
+            # Composition may take away what makes them large, and leaves what they were rounded by.
+            limit = self._limit(Beyond.PRECISION, LARGEST_EXACT)
         self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, limit)
         return scores
 

@@ -3,6 +3,7 @@
 Shared by prefill and decoding, kernels included. Imports no Triton.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -122,8 +123,8 @@ def check_types(
         if weights.static is not None:
             tensors[f"{name}.static"] = weights.static
     is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
-    if not (scale is None or is_number):
-        raise ValueError(f"scale={scale!r}: expected a number, usually D ** -0.5.")
+    if not (scale is None or is_number) or (isinstance(scale, float) and not math.isfinite(scale)):
+        raise ValueError(f"scale={scale!r}: expected a finite number, usually D ** -0.5.")
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} is of type {type(tensor).__name__}: expected a tensor.")
@@ -151,12 +152,19 @@ def check_states(
     """
     check_shapes(query, key, value, None)
     if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype.")
-    given = [query, key, value, *(other for other in others if other is not None)]
-    given += [weight for weights in (pre, post) if weights is not None for weight in weights.tensors()]
-    if any(tensor.device != query.device for tensor in given):
-        devices = ", ".join(sorted({str(tensor.device) for tensor in given}))
-        raise ValueError(f"tensors are on {devices}: expected all on one device. Move them together.")
+        raise ValueError(
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype. Convert them "
+            "with .to(dtype)."
+        )
+    given = {"key": [key], "value": [value], "visible": [other for other in others if other is not None]}
+    given |= {name: weights.tensors() for name, weights in (("pre", pre), ("post", post)) if weights is not None}
+    for name, tensors in given.items():
+        device = next((tensor.device for tensor in tensors if tensor.device != query.device), None)
+        if device is not None:
+            raise ValueError(
+                f"query is on {query.device} and {name} on {device}: expected all tensors on one device. Move them "
+                "with .to(device)."
+            )
     for dim in {query.shape[3], value.shape[3]}:
         require_supported(device=query.device, dtype=query.dtype, head_dim=dim)
 

@@ -126,7 +126,8 @@ def composed_attention(
     """
     of_keys = _given_bounds(key_start, key_end, cu_seqlens, visible)
     check_types(pre, post, scale, {"query": query, "key": key, "value": value} | of_keys)
-    _check_numbers(causal, save_maps, causal_offset, sliding_window, chunk_bytes)
+    _check_switches(causal=causal, save_maps=save_maps, return_lse=return_lse)
+    _check_numbers(causal, causal_offset, sliding_window, chunk_bytes)
     groups = _checked(query, key, value, pre, post, cu_seqlens)
     _check_bounds(query.shape[0], query.shape[2], query.device, of_keys)
     seen = _visibility(query, key, causal, causal_offset, sliding_window, of_keys)
@@ -264,13 +265,15 @@ def _given_bounds(
     return given
 
 
-def _check_numbers(
-    causal: Any, save_maps: Any, offset: Any = None, window: Any = None, chunk_bytes: Any = None
-) -> None:
-    """Refuses numbers of keys or bytes that are none, and switches that are no truth values."""
-    for name, switch in {"causal": causal, "save_maps": save_maps}.items():
+def _check_switches(**switches: Any) -> None:
+    """Refuses switches that are no truth values."""
+    for name, switch in switches.items():
         if not isinstance(switch, bool):
             raise ValueError(f"{name}={switch!r}: expected True or False.")
+
+
+def _check_numbers(causal: bool, offset: Any, window: Any, chunk_bytes: Any = None) -> None:
+    """Refuses numbers of keys or bytes that are none."""
     numbers = {"causal_offset": offset, "sliding_window": window, "chunk_bytes": chunk_bytes}
     for name, number in numbers.items():
         if number is not None and (not isinstance(number, (int, torch.SymInt)) or isinstance(number, bool)):
@@ -378,7 +381,7 @@ def _seen_by(mask: torch.Tensor | QueryBlockMask, query: torch.Tensor, key: torc
     offset, window = None, None
     if isinstance(mask, QueryBlockMask) and mask.causal_offset is not None:  # skips whole tiles
         offset, window = mask.causal_offset, mask.window
-        _check_numbers(True, False, offset, window)
+        _check_numbers(True, offset, window)
 
     def find() -> _Seen:
         return _visibility(query, key, offset is not None, offset, window, _given_bounds(visible=_intervals(mask)))
@@ -496,7 +499,7 @@ def triton_attention(
         out = composed_attention(query, key, value, pre, post, **options)
     else:
         check_types(pre, post, scaling, {"query": query, "key": key, "value": value})
-        _check_numbers(True, options["save_maps"])
+        _check_switches(save_maps=options["save_maps"])
         groups = _checked(query, key, value, pre, post)
         out = _attend(query, key, value, pre, post, groups, _seen_by(attention_mask, query, key), scaling, **options)
     return out.transpose(1, 2), None  # type: ignore[union-attr]

@@ -1,10 +1,10 @@
 """What float16 cannot hold: the kernels leave a mark, this module sees it, says so once and has other maps kept.
 
-Scores have a mark of their own. Where the largest that a query has is some hundreds, or any that is to be composed,
-float16 holds them less exactly than softmax needs; beyond ±60000 they are cut off, as entries of the matrices are with
-which the key side composes. From then on all maps are float32. Gradients and composed weights have another: where some
-were cut off, or where float16 would keep fewer bits of gradients than bfloat16 does. From then on those are bfloat16,
-scores as they were; of float16 models all maps are float32.
+Scores have two marks. Where the largest that a query has is large, or any that is to be composed, float16 holds them
+less exactly than softmax needs; from then on their map is float32, as two parts of which products take. Beyond ±60000
+they are cut off, as entries of the matrices are with which the key side composes; from then on all maps are float32.
+Gradients and composed weights have another: where some were cut off, or where float16 would keep fewer bits of
+gradients than bfloat16 does. From then on those are bfloat16; of float16 models all maps are float32.
 
 The marks are on their device. In the first calls of a process they are waited for, and a pass that left one is run
 again. Later a GPU is not waited for: more calls may pass until a mark is seen. Imports no Triton.
@@ -23,7 +23,8 @@ from ..masks_dcformer import is_captured
 logger = logging.get_logger(__name__)
 
 LARGEST = 60000.0  # of a score, times log2(e), and of an entry of a matrix: what is beyond is cut off
-LARGEST_EXACT = 512.0  # of a query's largest score, and of scores to be composed, likewise: float16 is 0.25 apart there
+LARGEST_EXACT = 32.0  # of a query's largest score, and of scores to be composed, likewise: float16 is 0.02 apart there
+LARGEST_FINE = 16384.0  # of a score, likewise, and of two parts of float16, which are 0.004 apart there
 _LOG2_E = 1.4426950408889634
 _EVERY = 64  # calls between two looks at a GPU, after the first few, which wait for it
 _FIRST = 8
@@ -33,16 +34,21 @@ class Beyond(IntFlag):
     """What went beyond float16 on a device."""
 
     SCORES = 1
-    GRADIENTS = 2
+    PRECISION = 2
+    GRADIENTS = 4
 
 
 NOTHING = Beyond(0)
 
 _WARNINGS = {
     Beyond.SCORES: (
-        "attention scores on {device} went beyond ±{exact:,.0f}, where float16 is too coarse for them, or they or "
-        "composition weights beyond what it holds. From now on the kernels keep all maps in float32, which is much "
-        "slower. Models with norms of queries and keys (qk_norm=True) have no such scores."
+        "attention scores on {device}, or composition weights, went beyond what float16 holds. From now on the kernels "
+        "keep all maps in float32, which is much slower. Models with norms of queries and keys (qk_norm=True) have no "
+        "such scores; attn_implementation='dcformer_chunked' takes them as they are."
+    ),
+    Beyond.PRECISION: (
+        "attention scores on {device} went beyond ±{exact:,.0f}, where float16 is too coarse for them. From now on the "
+        "kernels keep scores in float32, which is somewhat slower."
     ),
     Beyond.GRADIENTS: (
         "composed attention weights or gradients of attention maps on {device} went beyond what float16 holds, however "
@@ -54,7 +60,7 @@ _WARNINGS = {
 
 @dataclass
 class _Watch:
-    """A device's marks, int32 [2, 4] of which the first column is used, and the copy of them that is under way."""
+    """A device's marks, int32 [3, 4] of which the first column is used, and the copy of them that is under way."""
 
     marks: torch.Tensor
     copy: torch.Tensor | None = None
@@ -88,7 +94,7 @@ def mark_of(device: torch.device, what: Beyond) -> torch.Tensor:
 
 
 def _new_marks(device: torch.device, is_awaited: bool = False) -> torch.Tensor:
-    marks = torch.zeros(2, 4, dtype=torch.int32, device=device)  # addresses are aligned
+    marks = torch.zeros(len(Beyond), 4, dtype=torch.int32, device=device)  # addresses are aligned
     if is_awaited and device.type == "cuda":  # by kernels on any stream
         torch.cuda.current_stream(device).synchronize()
     return marks
@@ -116,7 +122,8 @@ def _look(device: torch.device) -> bool:
         marks = watch.marks
     elif watch.event is None or watch.copy is None:
         if watch.calls % _EVERY == 0:
-            memory = torch.empty(2, 4, dtype=torch.int32, device="cpu", pin_memory=True)  # whatever the default device
+            # on the CPU, whatever the default device
+            memory = torch.empty(watch.marks.shape, dtype=torch.int32, device="cpu", pin_memory=True)
             watch.copy = memory.copy_(watch.marks, non_blocking=True)
             watch.event = torch.cuda.Event()
             watch.event.record(torch.cuda.current_stream(device))
@@ -132,4 +139,4 @@ def _look(device: torch.device) -> bool:
     return bool(new)
 
 
-__all__ = ["LARGEST", "LARGEST_EXACT", "NOTHING", "Beyond", "beyond", "look", "mark_of"]
+__all__ = ["LARGEST", "LARGEST_EXACT", "LARGEST_FINE", "NOTHING", "Beyond", "beyond", "look", "mark_of"]

@@ -201,7 +201,7 @@ class Passes(Launcher):
             scores, weights, composed = kept
         else:
             scores = self._make_scores(chunk)
-            if self._is_widened:  # in the forward pass they may have been float16, and rounded
+            if self.score_dtype == torch.float32 != self.q.dtype:  # in the forward pass perhaps float16, and rounded
                 lse = self._new(*lse.shape)
                 self._fill_lse(chunk, scores, pre, lse)
             weights, composed = self._new_map(chunk, self.map_dtype), self._new_map(chunk, self.weight_dtype)

@@ -81,7 +81,9 @@ class Problem:
         keeps: whether the forward pass keeps its maps for the backward pass, which then makes none of them anew.
 
     Attributes:
-        map_dtype: of scores, of weights that the key side composes, and of the matrices M(s): float16, or float32.
+        map_dtype: of weights that the key side composes, and of its matrices M(s): float16, or float32.
+        score_dtype: of scores and of the matrices that compose them: the same, or float32.
+        is_fine: whether it is float32 for itself: products take two parts of float16 then, see `heads.parts`.
         grad_dtype: of the gradients of both kinds of weights, of scores and of the matrices: the same, or bfloat16.
         weight_dtype: of W: float16 where `grad_dtype` is, or that of the states.
         shift: log2 of what P and W are times.
@@ -140,16 +142,19 @@ class Problem:
     @beyond.setter
     def beyond(self, found: Beyond) -> None:
         self._beyond = found
-        too_large = found
-        if self.q.dtype != torch.float16:  # which bfloat16 would be much less exact than
-            too_large &= Beyond.SCORES
+        too_large = found & Beyond.SCORES
+        if self.q.dtype == torch.float16:  # which bfloat16 would be much less exact than
+            too_large |= found & Beyond.GRADIENTS
         self.map_dtype = torch.float32 if too_large or self.q.dtype == torch.float32 else torch.float16
         is_half = self.map_dtype == torch.float16
+        self.is_fine = is_half and Beyond.PRECISION in found
+        self.score_dtype = torch.float32 if self.is_fine else self.map_dtype
         self.grad_dtype = torch.bfloat16 if is_half and Beyond.GRADIENTS in found else self.map_dtype
         self.weight_dtype = torch.float16 if self.grad_dtype == torch.float16 else self.q.dtype
         self.shift = WEIGHT_SHIFT.value if is_half else 0
         self._copies = self.weight_dtype != self.q.dtype  # products take float16, the states are bfloat16
         self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states
+        self._is_usual = not self._is_widened and not self.is_fine  # tiles are searched for
         self._known.clear()
 
     @property
@@ -196,10 +201,13 @@ class Problem:
         # one stage's gradients at a time
         maps, is_backward = (1, True) if self.is_keeping else (maps, maps > 1)
         matrices = stages + bool(stages and is_backward) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
-        size = self.map_dtype.itemsize
-        # W takes the memory of scores in the forward pass, where its numbers have that size
-        sizes = maps * size + (self.weight_dtype.itemsize if not is_backward and self._is_widened else 0)
-        return chunk.n_s * (sizes * self.H * chunk.n_p + size * matrices * matrix)
+        size, wider = self.map_dtype.itemsize, self.score_dtype.itemsize - self.map_dtype.itemsize
+        sizes = maps * size + wider
+        if not is_backward and self.score_dtype.itemsize != self.weight_dtype.itemsize:
+            sizes += self.weight_dtype.itemsize  # else W takes the memory of scores in the forward pass
+        sizes *= self.H * chunk.n_p
+        wider *= bool(self.layout.pre & (Part.KEY | Part.STATIC))
+        return chunk.n_s * (sizes + (size * matrices + wider) * matrix)
 
     def chunks(self, maps: int) -> list[Chunk]:
         """Chunks of queries, of which one sequence keeps within the bytes; `maps` are held at once. Where maps are kept
@@ -277,8 +285,9 @@ class Problem:
         if self.trial is not None and self.trial.kernel == name:
             return self.trial.tile
         dtype = torch.float32 if self._is_widened and name != "scores" else self.q.dtype  # of what it multiplies
-        tile = choose(name, self.M, max(self.D, self.DV), dtype, self.arch, self.layout.rank, self.visibility.window)
-        found = self._found_tile(name, tile) if autotune_is_on() and not self._is_widened else None
+        dim, window = max(self.D, self.DV), self.visibility.window
+        tile = choose(name, self.M, dim, dtype, self.arch, self.layout.rank, window, self.is_fine)
+        found = self._found_tile(name, tile) if autotune_is_on() and self._is_usual else None
         return found or tile
 
     def _found_tile(self, name: str, usual: Tile) -> Tile | None:
@@ -293,7 +302,7 @@ class Problem:
 
     def _searched(self, name: str, run: Callable[[], _Result]) -> _Result:
         """Result of a pass; with DCFORMER_AUTOTUNE=1, tiles of its kernels are searched for first, once per process."""
-        is_long = self.B * self.T >= LEAST_QUERIES and not self._is_widened
+        is_long = self.B * self.T >= LEAST_QUERIES and self._is_usual
         if autotune_is_on() and self.trial is None and is_long and can_search(self.q):
             this = (self.gpu, self._key(name), self.is_keeping)  # then others are launched
             if this not in searched:

@@ -38,6 +38,8 @@ from .heads import (
     load_matrix,
     load_row,
     load_side,
+    matrix_parts,
+    parts,
     place_in_map,
     span,
     store_heads,
@@ -47,7 +49,7 @@ from .heads import (
 )
 from .precision import uniform
 
-LOWEST = tl.constexpr(-1e30)  # below every score; finite, as -inf - -inf is not a number
+LOWEST = tl.constexpr(-3.4028234e38)  # of float32: below every score; finite, as -inf - -inf is not a number
 
 
 @triton.jit
@@ -72,7 +74,7 @@ def seen_by_all(first, last, m_t, start, stop, B_S: tl.constexpr):
 def _add_scores(
     top, total, start, stop, skipped, at, w0, ones,
     F_PRE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr,
-    B_S: tl.constexpr, MASKED: tl.constexpr,
+    B_S: tl.constexpr, MASKED: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Adds the exponentials of keys start to stop, each relative to the largest score so far, `top`, to `total`.
 
@@ -91,10 +93,10 @@ def _add_scores(
             s += tl.where(i_s < inner, 0, skipped)
         turn, above = (), top
         for k in tl.static_range(B_S):
-            x = transposed(load_row(p_scores + k * stride_s, M, H0, H1, B_T), H1)
-            m0 = load_matrix(p_m0 + k * stride_m, F_PRE, M, H0, H1)
-            wide = widened(x, ones, H1)
-            a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
+            x = parts(transposed(load_row(p_scores + k * stride_s, M, H0, H1, B_T), H1), NB, FINE)
+            m0 = matrix_parts(load_matrix(p_m0 + k * stride_m, F_PRE, M, H0, H1), F_PRE, H1, FINE)
+            wide = widened(x, ones, H1, FINE)
+            a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1, FINE)
             highest = ()
             for i in tl.static_range(NB):
                 if MASKED:
@@ -122,7 +124,7 @@ def lse_kernel(
     stride_ib, stride_l, stride_s: tl.int64, stride_m: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, unseen,
     largest,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
-    B_T: tl.constexpr, B_S: tl.constexpr, MARK: tl.constexpr,
+    B_T: tl.constexpr, B_S: tl.constexpr, MARK: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exps of composed scores over the keys of a part: p_lse [parts, B·H, stride_l], from its first query.
 
@@ -143,13 +145,15 @@ def lse_kernel(
     start = s_0 + (start - s_0) // B_S * B_S  # a turn never leaves a part, and what nobody sees is masked
     inner, outer = seen_by_all(first, last, m_t, start, stop, B_S)
     at = (p_scores, p_m0, stride_s, stride_m, s_0, first, last, inner)
-    ones = diagonal(1.0, p_scores.dtype.element_ty, H0, H1)
-    top, total = _add_scores(top, total, inner, outer, 0, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, False)
+    ones = diagonal(1.0, tl.float16 if FINE else p_scores.dtype.element_ty, H0, H1)
+    top, total = _add_scores(top, total, inner, outer, 0, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, False, FINE)
     stop -= outer - inner  # the keys before and behind these in one loop
-    top, total = _add_scores(top, total, start, stop, outer - inner, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, True)
+    top, total = _add_scores(
+        top, total, start, stop, outer - inner, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, True, FINE
+    )
     out = ()
     for i in tl.static_range(NB):
-        is_seen = top[i] > LOWEST / 2
+        is_seen = (top[i] > LOWEST) | (total[i] != total[i])  # a maximum passes over NaN
         out = out + (tl.where(is_seen, top[i] + tl.log2(tl.where(is_seen, total[i], 1.0)), unseen),)
         if MARK:
             if uniform(tl.max(tl.where(is_seen, tl.abs(top[i]), 0.0))) > largest:
@@ -172,7 +176,7 @@ def join_kernel(p_parts, p_lse, T, t_0, n_t, n_parts, n_bh, B_P: tl.constexpr, B
         base = tl.where(above == float("-inf"), 0.0, above)
         total = total * tl.exp2(top - base) + tl.sum(tl.exp2(part - base[None, :]), 0)
         top = above
-    is_seen = total > 0
+    is_seen = total != 0  # or NaN
     lse = tl.where(is_seen, top + tl.log2(tl.where(is_seen, total, 1.0)), float("inf"))
     tl.store(p_lse + i_bh * T + t_0 + o_t, lse, mask=m_t)
 
@@ -183,7 +187,7 @@ def compose_kernel(
     stride_ib, stride_s: tl.int64, stride_m: tl.int64, G, T, t_0, n_t, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, SHIFT: tl.constexpr, KEEP: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Composed weights, zeros where a query does not see a key that others of its tile see. p_out may be p_scores: a
     row is read before written. With KEEP also the weights, to p_weights.
@@ -197,7 +201,8 @@ def compose_kernel(
     p_bounds = i_bg // G * stride_ib + t_0
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
-    HALF: tl.constexpr = p_scores.dtype.element_ty == tl.float16 and p_out.dtype.element_ty == tl.float16
+    dtype: tl.constexpr = tl.float16 if FINE else p_scores.dtype.element_ty
+    HALF: tl.constexpr = dtype == tl.float16 and p_out.dtype.element_ty == tl.float16
     p_w1 += i_bg * M * (C * T) + t_0
     if HALF:
         w1 = load_half_side(p_w1, p_mark, T, o_t, m_t, first < last, F_POST, R, C, M, H0, H1)
@@ -213,13 +218,13 @@ def compose_kernel(
     place = (i_bg * n_s + start - s_0) * stride_m
     p_m0 += place
     p_m1 += place
-    ones = diagonal(1.0, p_scores.dtype.element_ty, H0, H1)
+    ones = diagonal(1.0, dtype, H0, H1)
     for s in tl.range(start, stop):
-        x = transposed(load_row(p_scores, M, H0, H1, B_T), H1)
-        m0 = load_matrix(p_m0, F_PRE, M, H0, H1)
+        x = parts(transposed(load_row(p_scores, M, H0, H1, B_T), H1), 1 + (H1 > 0), FINE)
+        m0 = matrix_parts(load_matrix(p_m0, F_PRE, M, H0, H1), F_PRE, H1, FINE)
         visible = ((s >= first) & (s < last))[:, None]
-        wide, p = widened(x, ones, H1), ()
-        a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1)
+        wide, p = widened(x, ones, H1, FINE), ()
+        a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1, FINE)
         for i in tl.static_range(1 + (H1 > 0)):
             p = p + (tl.exp2(tl.where(visible, a[i] - (lse[i] - SHIFT), LOWEST)),)
         m1 = load_matrix(p_m1, F_POST, M, H0, H1)

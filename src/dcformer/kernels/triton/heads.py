@@ -11,7 +11,8 @@ with up and down exchanged and M transposed.
 
 Heads come in one block of H0 (16 or 32), or in two above 32: H0 = 32 and H1 = 16 or 32 (H1 = 0: one block). Tiles of
 all heads are tuples of one tile per block, and matrices tuples of blocks, row by row. Heads from M on do not exist:
-they are loaded as zeros and not stored. A stage's constant flags F are those of `layout.Part`.
+they are loaded as zeros and not stored. A stage's constant flags F are those of `layout.Part`. With FINE, scores and
+their M(s) are float32 where other maps are not, and products take them as `parts`.
 """
 # ruff: noqa: RUF005 - Triton's tuples have no unpacking
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -172,6 +173,20 @@ def cast(x, dtype: tl.constexpr, H1: tl.constexpr):
 
 
 @triton.jit
+def parts(x, count: tl.constexpr, FINE: tl.constexpr):
+    """Tiles as products of matrices take them: with FINE each, of float32 within ±65504, in two parts of float16, what
+    that holds of it and what it leaves; first parts first. Else the tiles themselves."""
+    if FINE:
+        first, second = (), ()
+        for i in tl.static_range(count):
+            held = x[i].to(tl.float16)
+            first = first + (held,)
+            second = second + ((x[i] - held.to(tl.float32)).to(tl.float16),)
+        x = first + second
+    return x
+
+
+@triton.jit
 def diagonal(factor: tl.constexpr, dtype: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr):
     """Blocks [h, h'] with a number on the diagonal: what `widened` takes. To be made before a loop: Triton 3.9 would
     write it to shared memory in each turn."""
@@ -183,17 +198,20 @@ def diagonal(factor: tl.constexpr, dtype: tl.constexpr, H0: tl.constexpr, H1: tl
 
 
 @triton.jit
-def widened(x, ones, H1: tl.constexpr):
+def widened(x, ones, H1: tl.constexpr, FINE: tl.constexpr = False):
     """Blocks [t, h] in float32, where products of matrices leave their results: a product with `diagonal` of 1, or of a
-    power of two (float32 has none).
+    power of two (float32 has none). With FINE they are `parts`.
 
     Exact. A mere conversion would leave them where loads do, and what follows would go through shared memory. float32
     is left as it is: tensor cores have no exact product for it.
     """
+    NB: tl.constexpr = 1 + (H1 > 0)
     out = ()
-    for i in tl.static_range(1 + (H1 > 0)):
+    for i in tl.static_range(NB):
         if x[i].dtype == tl.float32:
             out = out + (x[i],)
+        elif FINE:
+            out = out + (add_product(product(x[NB + i], ones[i]), x[i], ones[i]),)
         else:
             out = out + (product(x[i], ones[i]),)
     return out
@@ -345,6 +363,12 @@ def load_matrix(p_m, F: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.
 
 
 @triton.jit
+def matrix_parts(m, F: tl.constexpr, H1: tl.constexpr, FINE: tl.constexpr):
+    """M(s) as `parts`."""
+    return parts(m, (1 + (H1 > 0)) * (1 + (H1 > 0)) * (((KEY | STATIC) & F) > 0), FINE)
+
+
+@triton.jit
 def transposed_matrix(m, dtype: tl.constexpr, F: tl.constexpr, H1: tl.constexpr):
     """The transpose of M(s) in another dtype."""
     NB: tl.constexpr = 1 + (H1 > 0)
@@ -383,11 +407,15 @@ def hidden(x, w, first: tl.constexpr, F: tl.constexpr, R: tl.constexpr, H1: tl.c
 
 
 @triton.jit
-def composed(x, wide, w, hid, m, first: tl.constexpr, F: tl.constexpr, R: tl.constexpr, H1: tl.constexpr):
+def composed(
+    x, wide, w, hid, m, first: tl.constexpr, F: tl.constexpr, R: tl.constexpr, H1: tl.constexpr,
+    FINE: tl.constexpr = False,
+):  # fmt: skip
     """x' of blocks [t, h], in float32.
 
     Args:
-        x: for products of matrices, in the dtype of m.
+        x: for products of matrices, in the dtype of m; with FINE both are `parts`, and what x leaves times what m
+            leaves is left out.
         wide: the same in float32.
         w, hid, m: of `load_side`, `hidden`, `load_matrix`; for gradients `hid` with up, and m transposed.
         first: which weights hidden maps are multiplied with: R for up; 0 for down, in gradients.
@@ -406,6 +434,9 @@ def composed(x, wide, w, hid, m, first: tl.constexpr, F: tl.constexpr, R: tl.con
                 y = add_times(y, w[(first + r) * NB + j], hid[r])
         if (KEY | STATIC) & F:
             for i in tl.static_range(NB):
+                if FINE:
+                    y = add_product(y, x[i], m[(NB + i) * NB + j])
+                    y = add_product(y, x[NB + i], m[i * NB + j])
                 y = add_product(y, x[i], m[i * NB + j])
         out = out + (y,)
     return out
