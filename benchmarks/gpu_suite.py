@@ -909,8 +909,10 @@ def kernels_calls(bench: Bench, size: str) -> dict[str, Callable[[], Callable[[]
     """What section "kernels" looks into, by name."""
     tokens, config = 12 if bench.smoke else 2048, bench.config(size)
 
-    def attention(window: int | None, tokens: int = tokens) -> Callable[[], Any]:
-        return both_passes(ours, make_inputs(bench, config, tokens, window))
+    def attention(window: int | None, tokens: int = tokens, factor: float = 1) -> Callable[[], Any]:
+        inputs = make_inputs(bench, config, tokens, window)
+        inputs.tensors["query"].data.mul_(factor)
+        return both_passes(ours, inputs)
 
     def training(plain: bool) -> Callable[[], Any]:
         model = build_model(bench, bench.config(size, num_hidden_layers=2), plain).train()
@@ -930,7 +932,7 @@ def kernels_calls(bench: Bench, size: str) -> dict[str, Callable[[], Callable[[]
         calls |= {"attention, global, T = 1024": partial(attention, None, 1024)}
         for what, work in (("training", training), ("decoding", decoding)):
             calls |= {f"{what}, 2 layers": partial(work, False), f"{what}, 2 layers, plain": partial(work, True)}
-    return calls
+    return calls | {"attention, global, scores of up to 50": partial(attention, None, factor=8)}
 
 
 def tune_cell(bench: Bench, size: str, window: int | None, tokens: int) -> dict[str, Any]:
@@ -1019,17 +1021,19 @@ def plan(bench: Bench, args: argparse.Namespace) -> Iterator[Cell]:
             yield cell(section, run, size, pattern, composition, full, check=check, **named)
     if "kernels" in args.sections:
         size, calls = op_sizes[0], kernels_calls(bench, op_sizes[0])
-        alone = {what: call for what, call in calls.items() if what.startswith("attention")}
-        for what, call in alone.items():
-            yield cell("kernels", kernels_cell, call, size=size, what=what)
+        *alone, last = (what for what in calls if what.startswith("attention"))
+        for what in alone:
+            yield cell("kernels", kernels_cell, calls[what], size=size, what=what)
         yield cell("kernels", rates_cell, what="rates")
         yield cell("kernels", chunks_cell, size, 17 if bench.smoke else 2048, size=size, what="chunks")
-        for what in [what for what in calls if what not in alone]:
+        for what in [what for what in calls if what not in (*alone, last)]:
             yield cell("kernels", kernels_cell, calls[what], size=size, what=what)
     if "tune" in args.sections:
         for size in op_sizes:
             for w in windows:
                 yield cell("tune", tune_cell, size, w, 4096, size=size, window=w)
+    if "kernels" in args.sections:  # after it, all that the process runs has scores in float32
+        yield cell("kernels", kernels_cell, calls[last], size=op_sizes[0], what=last)
 
 
 # --- goals ------------------------------------------------------------------------------------------------------------
@@ -1174,6 +1178,9 @@ def run_cell(bench: Bench, cell: Cell) -> dict[str, Any]:
     else:
         record = guarded(bench, cell.run)
     record = {"section": cell.section, "name": cell.name} | cell.coordinates | record
+    found = kernels.overflow.beyond(torch.empty(0, device=bench.device).device)
+    if found:  # its maps are not the usual ones
+        record["beyond"] = str(found)
     if verdict["status"] != "ok" and record["status"] == "ok":
         record |= {"status": "invalid", "detail": f"{verdict['name']}: {verdict['status']}"}
     return record
