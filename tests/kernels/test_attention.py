@@ -10,6 +10,7 @@ import itertools
 import math
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -843,6 +844,24 @@ def test_scores_beyond_float16_are_noticed_once(unmarked, monkeypatch, caplog):
         assert overflow.beyond(query.device) == Beyond.SCORES
     assert all(torch.equal(first, second) and first.isfinite().all() for first, second in zip(*found, strict=True))
     assert len([record for record in caplog.records if "keep all maps in float32" in record.message]) == 1
+
+
+def test_a_mark_that_another_thread_has_seen(unmarked, monkeypatch):
+    """It looks between the kernels of this one and its look: the pass is run again all the same."""
+    real = passes.look
+
+    def look(device):
+        with ThreadPoolExecutor(max_workers=1) as other:
+            other.submit(real, device).result()
+        return real(device)
+
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
+    query, key = query * 300, key * 300
+    monkeypatch.setattr(passes, "look", look)
+    found = composed_attention(query, key, value)
+    assert overflow.beyond(HERE) == Beyond.SCORES
+    assert (found.double() - attention_of(query, key, value)).abs().max() < 0.02
 
 
 def test_scores_of_a_later_call_on_a_gpu_are_not_waited_for(unmarked, monkeypatch):

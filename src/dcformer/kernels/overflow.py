@@ -101,10 +101,11 @@ def _new_marks(device: torch.device, is_awaited: bool = False) -> torch.Tensor:
 
 
 def look(device: torch.device) -> bool:
-    """Looks for marks; to be called after kernels were launched.
+    """Looks for marks; to be called after kernels were launched. If `beyond` is another one then, than when they were,
+    they are to be run again: the mark may be theirs, whichever thread has seen it.
 
     Returns:
-        whether there is a new one: `beyond` has it from now on, and what was launched is to be run again.
+        whether there is a new one: `beyond` has it from now on.
     """
     with _lock:
         return _look(device)
