@@ -44,7 +44,7 @@ SEQUENCES = 2  # that run at once: of 2048 tokens, in the backward pass on an H2
 
 # Instructions issued (one for a warp) per query, key and head that exists, sm_90: `kernel_report.issued` of the tiles
 # in `tuning`; `--compile` finds them anew. Kernel -> heads up to -> number. "lse_masked": of keys that not all queries
-# of a tile see.
+# of a tile see; "fine": with scores in two parts.
 ISSUED: dict[str, dict[int, float]] = {
     "lse": {16: 0.505, 32: 0.47, 40: 0.717},
     "lse_masked": {16: 0.569, 32: 0.536, 40: 0.812},
@@ -52,6 +52,11 @@ ISSUED: dict[str, dict[int, float]] = {
     "weights": {16: 0.793, 32: 0.709, 40: 1.094},
     "back_1": {16: 1.004, 32: 0.846, 40: 2.02},
     "back_0": {16: 1.156, 32: 0.953, 40: 1.784},
+    "lse_fine": {16: 0.791, 32: 0.704, 40: 1.089},
+    "lse_masked_fine": {16: 0.893, 32: 0.772, 40: 1.192},
+    "compose_fine": {16: 1.047, 32: 0.951, 40: 1.545},
+    "weights_fine": {16: 1.062, 32: 0.963, 40: 1.606},
+    "back_0_fine": {16: 1.402, 32: 1.301, 40: 2.344},
 }
 
 
@@ -132,7 +137,9 @@ DECODING_GOALS = {("2.8B", "LG"): 0.96, ("6.9B", "LG"): 0.98, ("2.8B", "LGLL"): 
 # Counted by `tools/decode_launches.py`.
 EXTRA_LAUNCHES = {"fused": (1, 1), "fused, Llama not": (-1, -1), "not fused": (11, 15)}
 # What is estimated besides, in words -> as an option of `attention_work`.
-HOWS: dict[str, dict[str, bool]] = {"": {}, ", with operands": {"operands": True}, ", maps kept": {"save_maps": True}}
+HOWS: dict[str, dict[str, bool]] = {
+    "": {}, ", with operands": {"operands": True}, ", maps kept": {"save_maps": True}, ", large scores": {"fine": True},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,8 @@ _KINDS = {
     "back_1": _Kind(dots=5, maps_in=2, parts=CHANNELS + 2, grads=True),
     "back_0": _Kind(dots=5, maps_in=3, parts=CHANNELS, grads=True),
 }
+# More products of those that read scores, where these are in two parts: to widen both, and to compose them.
+_FINE_DOTS = {"lse": 3, "compose": 3, "weights": 3, "back_0": 1}
 
 
 def matrix_bytes(heads: int) -> tuple[int, int]:
@@ -251,8 +260,9 @@ def part_count(name: str, length: int, window: int | None, tile: Tile, heads: in
 
 
 def composition_work(
-    name: str, shape: Shape, length: int, window: int | None, tile: Tile, issued: float, masked: float | None = None
-) -> Work:
+    name: str, shape: Shape, length: int, window: int | None, tile: Tile, issued: float, masked: float | None = None,
+    fine: bool = False,
+) -> Work:  # fmt: skip
     """What a kernel of composition asks for, for one sequence.
 
     Args:
@@ -260,9 +270,13 @@ def composition_work(
         tile: how it is launched.
         issued: instructions of warps per query, key and head.
         masked: of keys that not all queries of a tile see, if another number.
+        fine: scores and their M(s) have 32 bits.
     """
     heads = sum(head_blocks(shape.heads))  # with those that do not exist
     kind = _KINDS[name]
+    if fine and name in _FINE_DOTS:
+        more = {"dots": _FINE_DOTS[name], "maps_in": 1, "matrices": 1}
+        kind = replace(kind, **{field: getattr(kind, field) + n for field, n in more.items()})
     keys = visited(length, tile.b_t, window)
     area = keys * tile.b_t  # pairs in visited tiles
     count = part_count(name, length, window, tile, shape.heads)
@@ -283,17 +297,20 @@ def composition_work(
     )
 
 
-def product_work(name: str, shape: Shape, length: int, window: int | None, tile: Tile, operands: bool) -> Work:
+def product_work(
+    name: str, shape: Shape, length: int, window: int | None, tile: Tile, operands: bool, fine: bool = False
+) -> Work:
     """What a product of a map and states asks for, for one sequence: two of the three are read, one is written.
 
     Args:
         operands: whether to count in L2 what each tile of a map reads of states: the keys' for `scores_kernel` and
             `values_kernel`, whose programs loop over keys, the queries' for `keys_kernel`, over queries. A program of
             `scores_kernel` also reads its own queries.
+        fine: numbers of its map have 32 bits.
     """
     keys = visited(length, tile.b_t, window, tile.b_s)
     area = keys * tile.b_t
-    maps = BF16 * shape.heads * area
+    maps = (FP32 if fine else BF16) * shape.heads * area
     row = BF16 * shape.heads * shape.dim  # states of a token
     states = 2 * row * length  # those read, and those read or written
     per_tile, others = {
@@ -316,7 +333,7 @@ def stored(name: str, heads: int) -> float:
 
 def attention_work(
     shape: Shape, length: int, window: int | None, issued: Callable[[str, int], float], arch: int = 90,
-    operands: bool = False, save_maps: bool = False,
+    operands: bool = False, save_maps: bool = False, fine: bool = False,
 ) -> tuple[list[Work], list[Work]]:  # fmt: skip
     """Forward and backward pass of a layer's attention for one sequence, kernel by kernel, with what torch does.
 
@@ -325,20 +342,23 @@ def attention_work(
         operands: see `product_work`.
         save_maps: the forward pass keeps the maps that the backward pass needs. That windows are then cut into more
             chunks, which share some keys, is left out.
+        fine: scores are in two parts.
     """
 
     def tile(name: str) -> Tile:
-        return choose(name, shape.heads, shape.dim, torch.bfloat16, arch, RANK, window)
+        return choose(name, shape.heads, shape.dim, torch.bfloat16, arch, RANK, window, fine)
 
     def composed(name: str) -> Work:
-        masked = issued(f"{name}_masked", shape.heads) if f"{name}_masked" in ISSUED else None
-        return composition_work(name, shape, length, window, tile(name), issued(name, shape.heads), masked)
+        suffix = "_fine" if fine and name in _FINE_DOTS else ""
+        masked = issued(f"{name}_masked{suffix}", shape.heads) if f"{name}_masked" in ISSUED else None
+        count = issued(name + suffix, shape.heads)
+        return composition_work(name, shape, length, window, tile(name), count, masked, fine)
 
     def product(name: str, kind: str) -> Work:  # instructions take half of their bounds or less
-        return product_work(name, shape, length, window, tile(kind), operands)
+        return product_work(name, shape, length, window, tile(kind), operands, fine and name == "scores")
 
     _, matrix = matrix_bytes(shape.heads)
-    matrices = 2 * length * matrix
+    matrices = (2 + fine) * length * matrix
     side = BF16 * shape.heads * length * CHANNELS
     expand = Work("expand", instructions=0.0, l2=matrices + 2 * side, hbm=matrices + 2 * side)
     # gradients of matrices, read, those of the key side written
@@ -471,6 +491,7 @@ class Training:
 def training(
     shape: Shape, length: int, local: float, gpu: Device, issued: Callable[[str, int], float],
     assumed: Assumptions = Assumptions(), arch: int = 90, operands: bool = False, save_maps: bool = False,
+    fine: bool = False,
 ) -> Training:  # fmt: skip
     """A layer of a model with a share `local` of windowed layers."""
     output = shape.width * VOCABULARY / shape.layers
@@ -480,7 +501,7 @@ def training(
     generator = 3 * first.flops / (gpu.tensor * assumed.linear) + 3 * kernel.bound(gpu)[1]
     attention = 0.0
     for share, window in ((local, WINDOW), (1 - local, None)):
-        works = attention_work(shape, length, window, issued, arch, operands, save_maps)
+        works = attention_work(shape, length, window, issued, arch, operands, save_maps, fine)
         attention += share * sum(seconds(work, gpu) for work in works)
     return Training(linear, flash_seconds(shape, length, None, gpu, assumed.flash), generator, attention)
 
@@ -515,9 +536,11 @@ def compiled(arch: int, shapes: Iterable[Shape]) -> Callable[[str, int], float]:
 
     @cache
     def issued(name: str, heads: int) -> float:
-        spec = kernel_report.attention_specs(heads, dims[heads], arch)[name.removesuffix("_masked")]
+        found = kernel_report.Beyond.PRECISION if name.endswith("_fine") else kernel_report.NOTHING
+        kernel = name.removesuffix("_fine").removesuffix("_masked")
+        spec = kernel_report.attention_specs(heads, dims[heads], arch, beyond=found)[kernel]
         usage = kernel_report.compile_usage(spec, arch)
-        return kernel_report.issued(spec, usage, name.endswith("_masked")) or 0.0
+        return kernel_report.issued(spec, usage, "_masked" in name) or 0.0
 
     return issued
 
@@ -582,8 +605,8 @@ def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assum
 
 
 def both_rules(issued: Callable[[str, int], float], assumed: Assumptions, arch: int) -> str:
-    """What models reach in training on `DEVICES` by both rules for products, see `product_work`, and with maps that are
-    kept; in Markdown."""
+    """What models reach in training on `DEVICES` by both rules for products, see `product_work`, with maps that are
+    kept, and with large scores; in Markdown."""
     heads = " | ".join(f"{name}{how}" for name in DEVICES for how in HOWS)
     lines = [f"| LG, T = 2048: at bounds / at 75% of them | {heads} |", "|---|" + "---|" * len(HOWS) * len(DEVICES)]
     for shape in SHAPES.values():
@@ -602,7 +625,7 @@ def training_rows(
     """Shares of a plain Transformer's throughput in training, with kernels at their bounds and at 75% of them.
 
     Those that end in `_operands` count what tiles of products read again, those in `_save_maps` are with maps that are
-    kept.
+    kept, those in `_fine` with scores in two parts.
     """
     rows: list[dict[str, object]] = []
     for gpu in DEVICES.values():

@@ -9,10 +9,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import REPOSITORY, run_source
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dcformer[kernels]'")
 
+from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.kernels.tuning import Tile
 
 with pytest.MonkeyPatch.context() as patch:
@@ -30,7 +32,8 @@ import json, sys
 sys.path.insert(0, "tools")
 import kernel_report, kernel_roofline
 
-specs, found = kernel_report.attention_specs(32, 128, 90), {}
+beyond = kernel_report.Beyond(int(sys.argv[1]))
+specs, found = kernel_report.attention_specs(32, 128, 90, beyond=beyond), {}
 for name in kernel_roofline._KINDS:
     code = kernel_report.compile_spec(specs[name], 90).asm["ttir"]
     found[name] = [code.count("tt.dot "), code.count("math.exp2")]
@@ -167,13 +170,15 @@ def test_weights_are_composed_ones_and_a_map_more():
 
 
 @pytest.mark.slow
-def test_products_of_matrices_and_exponentials_are_those_of_the_code():
+@pytest.mark.parametrize("beyond", [NOTHING, Beyond.PRECISION], ids=["usual", "large scores"])
+def test_products_of_matrices_and_exponentials_are_those_of_the_code(beyond):
     """In Triton's code: `lse` has two loops, with 2 keys a turn and one exponential more for them. Where weights are
     composed in float16, there is one product of zeros before the loop (`precision.two_in_a_register`)."""
-    run = run_source("-c", COUNT)
+    run = run_source("-c", COUNT, str(int(beyond)))
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     found = json.loads(run.stdout)
-    expected = {name: [kind.dots, kind.exps] for name, kind in roofline._KINDS.items()}
+    more = roofline._FINE_DOTS if beyond else {}
+    expected = {name: [kind.dots + more.get(name, 0), kind.exps] for name, kind in roofline._KINDS.items()}
     dots, exps = expected["lse"]
     for name in ("compose", "weights"):
         expected[name][0] += 1
@@ -250,10 +255,26 @@ def test_every_pass_is_counted():
     assert counts["lse"] + counts["compose"] + 2 == 5
     assert counts["weights"] + counts["back_1"] + counts["back_0"] + 5 == 15
     assert roofline.attention_work(roofline.SHAPES["13B"], 64, None, roofline.stored)[1][3].name == "weights"
-    assert roofline.ISSUED.keys() == roofline._KINDS.keys() | {"lse_masked"}  # its second loop
+    names = roofline._KINDS.keys() | {"lse_masked"}  # its second loop
+    assert roofline.ISSUED.keys() == names | {f"{name}_fine" for name in names - {"back_1"}}
     kept_forward, kept_backward = roofline.attention_work(SMALL, 64, None, roofline.stored, save_maps=True)
     assert [w.name for w in kept_forward] == ["weights" if w.name == "compose" else w.name for w in forward]
     assert [w.name for w in kept_backward] == [w.name for w in backward if w.name not in ("scores", "weights")]
+
+
+def test_large_scores_move_more_bytes():
+    """Twice those of scores: in three passes forward and in three backward, and in their M(s)."""
+    shape, length = roofline.SHAPES["6.9B"], 256
+    usual, large = (roofline.attention_work(shape, length, None, roofline.stored, fine=fine) for fine in (False, True))
+    for works, others in zip(usual, large, strict=True):
+        for work, other in zip(works, others, strict=True):
+            assert work.name == other.name
+            count = 0 if work.name == "expand" else work.name in ("scores", "lse", "compose", "weights", "back_0")
+            tile = roofline.choose(work.name, 32, 128, torch.bfloat16, 90) if count else None
+            maps = 2 * 32 * count * tile.b_t * roofline.visited(length, tile.b_t, None, tile.b_s) if count else 0
+            matrix = 2 * 32**2 * length * (work.name in ("expand", "lse", "compose", "weights", "back_0"))
+            assert other.hbm - work.hbm == pytest.approx(maps + matrix), work.name
+            assert other.instructions >= work.instructions and other.flops >= work.flops
 
 
 def test_windows_and_fewer_keys_are_faster():
@@ -329,7 +350,7 @@ def test_the_page_has_what_is_printed(capsys):
     section = re.search(r"^## Roofline.*?(?=^## )", page, re.MULTILINE | re.DOTALL)[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert [row for row in rows if row not in printed] == []
-    assert "H200 | H200, with operands | H200, maps kept | H100 | H100, with operands | H100, maps kept" in section
+    assert "H200 | H200, with operands | H200, maps kept | H200, large scores | H100 | H100, with operands" in section
 
 
 def test_it_prints_that_it_is_an_estimate(capsys):
@@ -347,7 +368,9 @@ def test_it_prints_that_it_is_an_estimate(capsys):
 def test_code_compiled_for_some_sizes_serves_the_summary_of_all(monkeypatch, capsys):
     """In the compiler's place each kernel issues what its head dim says: those of the sizes asked for come first."""
     report = SimpleNamespace(
-        attention_specs=lambda heads, dim, arch: dict.fromkeys(roofline.ISSUED, dim),
+        attention_specs=lambda heads, dim, arch, beyond: dict.fromkeys(roofline.ISSUED, dim),
+        NOTHING=NOTHING,
+        Beyond=Beyond,
         compile_usage=lambda spec, arch: None,
         issued=lambda spec, usage, masked: spec / 100,
     )
