@@ -1180,7 +1180,7 @@ def run_cell(bench: Bench, cell: Cell) -> dict[str, Any]:
     record = {"section": cell.section, "name": cell.name} | cell.coordinates | record
     found = kernels.overflow.beyond(torch.empty(0, device=bench.device).device)
     if found:  # its maps are not the usual ones
-        record["beyond"] = str(found)
+        record["beyond"] = [what.name for what in kernels.overflow.Beyond if what in found]
     if verdict["status"] != "ok" and record["status"] == "ok":
         record |= {"status": "invalid", "detail": f"{verdict['name']}: {verdict['status']}"}
     return record

@@ -44,7 +44,7 @@ SEQUENCES = 2  # that run at once: of 2048 tokens, in the backward pass on an H2
 
 # Instructions issued (one for a warp) per query, key and head that exists, sm_90: `kernel_report.issued` of the tiles
 # in `tuning`; `--compile` finds them anew. Kernel -> heads up to -> number. "lse_masked": of keys that not all queries
-# of a tile see; "fine": with scores in two parts.
+# of a tile see; "split": with scores in two parts.
 ISSUED: dict[str, dict[int, float]] = {
     "lse": {16: 0.505, 32: 0.47, 40: 0.717},
     "lse_masked": {16: 0.569, 32: 0.536, 40: 0.812},
@@ -52,11 +52,11 @@ ISSUED: dict[str, dict[int, float]] = {
     "weights": {16: 0.793, 32: 0.709, 40: 1.094},
     "back_1": {16: 1.004, 32: 0.846, 40: 2.02},
     "back_0": {16: 1.156, 32: 0.953, 40: 1.784},
-    "lse_fine": {16: 0.791, 32: 0.704, 40: 1.089},
-    "lse_masked_fine": {16: 0.893, 32: 0.772, 40: 1.192},
-    "compose_fine": {16: 1.047, 32: 0.951, 40: 1.545},
-    "weights_fine": {16: 1.062, 32: 0.963, 40: 1.606},
-    "back_0_fine": {16: 1.402, 32: 1.301, 40: 2.344},
+    "lse_split": {16: 0.791, 32: 0.704, 40: 1.089},
+    "lse_masked_split": {16: 0.893, 32: 0.772, 40: 1.192},
+    "compose_split": {16: 1.047, 32: 0.951, 40: 1.545},
+    "weights_split": {16: 1.062, 32: 0.963, 40: 1.606},
+    "back_0_split": {16: 1.402, 32: 1.301, 40: 2.344},
 }
 
 
@@ -138,7 +138,8 @@ DECODING_GOALS = {("2.8B", "LG"): 0.96, ("6.9B", "LG"): 0.98, ("2.8B", "LGLL"): 
 EXTRA_LAUNCHES = {"fused": (1, 1), "fused, Llama not": (-1, -1), "not fused": (11, 15)}
 # What is estimated besides, in words -> as an option of `attention_work`.
 HOWS: dict[str, dict[str, bool]] = {
-    "": {}, ", with operands": {"operands": True}, ", maps kept": {"save_maps": True}, ", large scores": {"fine": True},
+    "": {}, ", with operands": {"operands": True}, ", maps kept": {"save_maps": True},
+    ", large scores": {"split_scores": True},
 }  # fmt: skip
 
 
@@ -204,7 +205,7 @@ _KINDS = {
     "back_0": _Kind(dots=5, maps_in=3, parts=CHANNELS, grads=True),
 }
 # More products of those that read scores, where these are in two parts: to widen both, and to compose them.
-_FINE_DOTS = {"lse": 3, "compose": 3, "weights": 3, "back_0": 1}
+_SPLIT_DOTS = {"lse": 3, "compose": 3, "weights": 3, "back_0": 1}
 
 
 def matrix_bytes(heads: int) -> tuple[int, int]:
@@ -261,7 +262,7 @@ def part_count(name: str, length: int, window: int | None, tile: Tile, heads: in
 
 def composition_work(
     name: str, shape: Shape, length: int, window: int | None, tile: Tile, issued: float, masked: float | None = None,
-    fine: bool = False,
+    split_scores: bool = False,
 ) -> Work:  # fmt: skip
     """What a kernel of composition asks for, for one sequence.
 
@@ -270,12 +271,12 @@ def composition_work(
         tile: how it is launched.
         issued: instructions of warps per query, key and head.
         masked: of keys that not all queries of a tile see, if another number.
-        fine: scores and their M(s) have 32 bits.
+        split_scores: scores and their M(s) have 32 bits.
     """
     heads = sum(head_blocks(shape.heads))  # with those that do not exist
     kind = _KINDS[name]
-    if fine and name in _FINE_DOTS:
-        more = {"dots": _FINE_DOTS[name], "maps_in": 1, "matrices": 1}
+    if split_scores and name in _SPLIT_DOTS:
+        more = {"dots": _SPLIT_DOTS[name], "maps_in": 1, "matrices": 1}
         kind = replace(kind, **{field: getattr(kind, field) + n for field, n in more.items()})
     keys = visited(length, tile.b_t, window)
     area = keys * tile.b_t  # pairs in visited tiles
@@ -298,7 +299,7 @@ def composition_work(
 
 
 def product_work(
-    name: str, shape: Shape, length: int, window: int | None, tile: Tile, operands: bool, fine: bool = False
+    name: str, shape: Shape, length: int, window: int | None, tile: Tile, operands: bool, split_scores: bool = False
 ) -> Work:
     """What a product of a map and states asks for, for one sequence: two of the three are read, one is written.
 
@@ -306,11 +307,11 @@ def product_work(
         operands: whether to count in L2 what each tile of a map reads of states: the keys' for `scores_kernel` and
             `values_kernel`, whose programs loop over keys, the queries' for `keys_kernel`, over queries. A program of
             `scores_kernel` also reads its own queries.
-        fine: numbers of its map have 32 bits.
+        split_scores: numbers of its map have 32 bits.
     """
     keys = visited(length, tile.b_t, window, tile.b_s)
     area = keys * tile.b_t
-    maps = (FP32 if fine else BF16) * shape.heads * area
+    maps = (FP32 if split_scores else BF16) * shape.heads * area
     row = BF16 * shape.heads * shape.dim  # states of a token
     states = 2 * row * length  # those read, and those read or written
     per_tile, others = {
@@ -333,7 +334,7 @@ def stored(name: str, heads: int) -> float:
 
 def attention_work(
     shape: Shape, length: int, window: int | None, issued: Callable[[str, int], float], arch: int = 90,
-    operands: bool = False, save_maps: bool = False, fine: bool = False,
+    operands: bool = False, save_maps: bool = False, split_scores: bool = False,
 ) -> tuple[list[Work], list[Work]]:  # fmt: skip
     """Forward and backward pass of a layer's attention for one sequence, kernel by kernel, with what torch does.
 
@@ -342,23 +343,23 @@ def attention_work(
         operands: see `product_work`.
         save_maps: the forward pass keeps the maps that the backward pass needs. That windows are then cut into more
             chunks, which share some keys, is left out.
-        fine: scores are in two parts.
+        split_scores: scores are in two parts.
     """
 
     def tile(name: str) -> Tile:
-        return choose(name, shape.heads, shape.dim, torch.bfloat16, arch, RANK, window, fine)
+        return choose(name, shape.heads, shape.dim, torch.bfloat16, arch, RANK, window, split_scores)
 
     def composed(name: str) -> Work:
-        suffix = "_fine" if fine and name in _FINE_DOTS else ""
+        suffix = "_split" if split_scores and name in _SPLIT_DOTS else ""
         masked = issued(f"{name}_masked{suffix}", shape.heads) if f"{name}_masked" in ISSUED else None
         count = issued(name + suffix, shape.heads)
-        return composition_work(name, shape, length, window, tile(name), count, masked, fine)
+        return composition_work(name, shape, length, window, tile(name), count, masked, split_scores)
 
     def product(name: str, kind: str) -> Work:  # instructions take half of their bounds or less
-        return product_work(name, shape, length, window, tile(kind), operands, fine and name == "scores")
+        return product_work(name, shape, length, window, tile(kind), operands, split_scores and name == "scores")
 
     _, matrix = matrix_bytes(shape.heads)
-    matrices = (2 + fine) * length * matrix
+    matrices = (2 + split_scores) * length * matrix
     side = BF16 * shape.heads * length * CHANNELS
     expand = Work("expand", instructions=0.0, l2=matrices + 2 * side, hbm=matrices + 2 * side)
     # gradients of matrices, read, those of the key side written
@@ -381,7 +382,8 @@ def attention_work(
         expand, states(2), product("scores", "scores"), composed("lse"),
         composed("weights" if save_maps else "compose"), product("values", "values"),
     ]  # fmt: skip
-    anew = [] if save_maps else [product("scores", "scores"), composed("weights")]
+    # log-sum-exps are made anew of scores that may have been others in the forward pass
+    anew = [] if save_maps else [product("scores", "scores"), *[composed("lse")] * split_scores, composed("weights")]
     backward = [
         expand, states(6), *anew, product("grad_values", "keys"),
         product("grad_weights", "scores"), composed("back_1"), composed("back_0"), product("grad_query", "values"),
@@ -491,7 +493,7 @@ class Training:
 def training(
     shape: Shape, length: int, local: float, gpu: Device, issued: Callable[[str, int], float],
     assumed: Assumptions = Assumptions(), arch: int = 90, operands: bool = False, save_maps: bool = False,
-    fine: bool = False,
+    split_scores: bool = False,
 ) -> Training:  # fmt: skip
     """A layer of a model with a share `local` of windowed layers."""
     output = shape.width * VOCABULARY / shape.layers
@@ -501,7 +503,7 @@ def training(
     generator = 3 * first.flops / (gpu.tensor * assumed.linear) + 3 * kernel.bound(gpu)[1]
     attention = 0.0
     for share, window in ((local, WINDOW), (1 - local, None)):
-        works = attention_work(shape, length, window, issued, arch, operands, save_maps, fine)
+        works = attention_work(shape, length, window, issued, arch, operands, save_maps, split_scores)
         attention += share * sum(seconds(work, gpu) for work in works)
     return Training(linear, flash_seconds(shape, length, None, gpu, assumed.flash), generator, attention)
 
@@ -536,8 +538,8 @@ def compiled(arch: int, shapes: Iterable[Shape]) -> Callable[[str, int], float]:
 
     @cache
     def issued(name: str, heads: int) -> float:
-        found = kernel_report.Beyond.PRECISION if name.endswith("_fine") else kernel_report.NOTHING
-        kernel = name.removesuffix("_fine").removesuffix("_masked")
+        found = kernel_report.Beyond.PRECISION if name.endswith("_split") else kernel_report.NOTHING
+        kernel = name.removesuffix("_split").removesuffix("_masked")
         spec = kernel_report.attention_specs(heads, dims[heads], arch, beyond=found)[kernel]
         usage = kernel_report.compile_usage(spec, arch)
         return kernel_report.issued(spec, usage, "_masked" in name) or 0.0
@@ -625,7 +627,8 @@ def training_rows(
     """Shares of a plain Transformer's throughput in training, with kernels at their bounds and at 75% of them.
 
     Those that end in `_operands` count what tiles of products read again, those in `_save_maps` are with maps that are
-    kept, those in `_fine` with scores in two parts.
+    kept, those in `_split_scores` with scores in two
+    parts.
     """
     rows: list[dict[str, object]] = []
     for gpu in DEVICES.values():

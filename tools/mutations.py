@@ -34,6 +34,7 @@ T_ATTEND = "tests/kernels/test_attention.py::"
 T_KERNEL = T_ATTEND + "test_output_and_gradients"
 T_BEYOND = T_ATTEND + "test_gradients_beyond_float16_are_noticed"
 T_LARGE = T_ATTEND + "test_large_scores_beside_eager"
+T_TAKEN = T_ATTEND + "test_large_scores_that_composition_takes_away_are_noticed"
 FORMULA, GENERATORS = T_COMPOSE + "test_compose_is_its_formula", T_COMPOSE + "test_generators_are_their_formulas"
 PACKING = T_COMPOSE + "test_pack_and_unpack_are_inverse"
 MAXTEXT, PAX = T_CONVERT + "test_maxtext_to_pytorch", T_CONVERT + "test_pax_to_pytorch"
@@ -1083,13 +1084,13 @@ _KERNELS = (
             "scores in one part are composed",
             "y = add_product(y, x[NB + i], m[i * NB + j])",
             "y = y",
-            T_LARGE + "[random, 150]",
+            T_TAKEN + "[key-300]",
         ),
         (
             "matrices of scores in one part",
             "y = add_product(y, x[i], m[(NB + i) * NB + j])",
             "y = y",
-            T_LARGE + "[random, 10,000]",
+            T_LARGE + "[random, 300]",
         ),
         (
             "scores in one part are widened",
@@ -1101,6 +1102,12 @@ _KERNELS = (
     + _in(
         "kernels",
         "kernels/triton/compose.py",
+        (
+            "what is not a number leaves a mark",
+            "tl.where(top[i] > LOWEST, tl.abs(top[i]), 0.0)",
+            "tl.where(is_seen, tl.abs(top[i]), 0.0)",
+            T_ATTEND + "test_what_is_not_a_number_leaves_no_mark[query]",
+        ),
         (
             "queries that see what is not a number see nothing",
             " | (total[i] != total[i])  # a maximum",
@@ -1892,20 +1899,32 @@ _KERNELS = (
         ),
         (
             "tiles of maps in 16 bits serve those in float32",
-            "not self.is_fine  # tiles are searched for\n        self._known.clear()",
-            "not self.is_fine",
+            "not self.splits_scores  # tiles are searched for\n        self._known.clear()",
+            "not self.splits_scores",
             T_ATTEND + "test_tiles_are_those_of_the_maps",
         ),
         (
             "float16 models leave float16 where scores are coarse",
-            "too_large = found & Beyond.SCORES",
-            "too_large = found & (Beyond.SCORES | Beyond.PRECISION)",
+            "needs_more = Beyond.SCORES in found",
+            "needs_more = Beyond.SCORES in found or (self.q.dtype == torch.float16 and Beyond.PRECISION in found)",
             T_ATTEND + "test_large_scores_in_float16_models",
         ),
         (
+            "scores in two parts with gradients in bfloat16",
+            " or Beyond.PRECISION in found\n",
+            "\n",
+            T_ATTEND + "test_errors_in_bfloat16_after_a_mark[both]",
+        ),
+        (
+            "gradients of static projections are sums of what float16 holds",
+            "self.sums_exactly = self.splits_scores and",
+            "self.sums_exactly = False and",
+            T_LARGE + "[shared, 200, static]",
+        ),
+        (
             "matrices of scores are not counted as float32",
-            "wider *= bool(self.layout.pre & (Part.KEY | Part.STATIC))",
-            "wider = 0",
+            "of_matrices += (of_scores - size) * wider",
+            "of_matrices += 0 * wider",
             T_ATTEND + "test_bytes_of_a_chunk_count_matrices",
         ),
     )

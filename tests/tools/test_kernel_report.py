@@ -101,10 +101,10 @@ def test_kernels_are_those_that_are_launched(report):
     assert (number,) in back["attrs"] and (number,) not in odd["attrs"]
     full = report.attention_specs(32, 128, 90, torch.float32)["back_1"]
     assert full["signature"]["p_weights"] == full["signature"]["p_grads"] == "*fp32"
-    fine = report.attention_specs(32, 128, 90, beyond=Beyond.PRECISION)
-    dtypes = {name: fine["weights"]["signature"][name] for name in ("p_scores", "p_m0", "p_m1", "p_weights", "p_out")}
+    large = report.attention_specs(32, 128, 90, beyond=Beyond.PRECISION)
+    dtypes = {name: large["weights"]["signature"][name] for name in ("p_scores", "p_m0", "p_m1", "p_weights", "p_out")}
     assert dtypes == dict.fromkeys(dtypes, "*fp16") | {"p_scores": "*fp32", "p_m0": "*fp32"}
-    assert fine["weights"]["constexprs"]["FINE"] and not weights["constexprs"]["FINE"]
+    assert large["weights"]["constexprs"]["SPLIT"] and not weights["constexprs"]["SPLIT"]
 
 
 def test_every_kernel_of_the_package_is_in_the_report(report):

@@ -177,7 +177,7 @@ def test_products_of_matrices_and_exponentials_are_those_of_the_code(beyond):
     run = run_source("-c", COUNT, str(int(beyond)))
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     found = json.loads(run.stdout)
-    more = roofline._FINE_DOTS if beyond else {}
+    more = roofline._SPLIT_DOTS if beyond else {}
     expected = {name: [kind.dots + more.get(name, 0), kind.exps] for name, kind in roofline._KINDS.items()}
     dots, exps = expected["lse"]
     for name in ("compose", "weights"):
@@ -256,22 +256,28 @@ def test_every_pass_is_counted():
     assert counts["weights"] + counts["back_1"] + counts["back_0"] + 5 == 15
     assert roofline.attention_work(roofline.SHAPES["13B"], 64, None, roofline.stored)[1][3].name == "weights"
     names = roofline._KINDS.keys() | {"lse_masked"}  # its second loop
-    assert roofline.ISSUED.keys() == names | {f"{name}_fine" for name in names - {"back_1"}}
+    assert roofline.ISSUED.keys() == names | {f"{name}_split" for name in names - {"back_1"}}
     kept_forward, kept_backward = roofline.attention_work(SMALL, 64, None, roofline.stored, save_maps=True)
     assert [w.name for w in kept_forward] == ["weights" if w.name == "compose" else w.name for w in forward]
     assert [w.name for w in kept_backward] == [w.name for w in backward if w.name not in ("scores", "weights")]
 
 
 def test_large_scores_move_more_bytes():
-    """Twice those of scores: in three passes forward and in three backward, and in their M(s)."""
+    """Twice those of scores, in three passes forward and in three backward, and of their M(s); and log-sum-exps are made
+    anew."""
     shape, length = roofline.SHAPES["6.9B"], 256
-    usual, large = (roofline.attention_work(shape, length, None, roofline.stored, fine=fine) for fine in (False, True))
-    for works, others in zip(usual, large, strict=True):
+    usual, large = (
+        roofline.attention_work(shape, length, None, roofline.stored, split_scores=is_large)
+        for is_large in (False, True)
+    )
+    assert [work.name for work in large[1] if work not in usual[1]].count("lse") == 1
+    for works, others in zip(usual, (large[0], [work for work in large[1] if work.name != "lse"]), strict=True):
         for work, other in zip(works, others, strict=True):
             assert work.name == other.name
-            count = 0 if work.name == "expand" else work.name in ("scores", "lse", "compose", "weights", "back_0")
-            tile = roofline.choose(work.name, 32, 128, torch.bfloat16, 90) if count else None
-            maps = 2 * 32 * count * tile.b_t * roofline.visited(length, tile.b_t, None, tile.b_s) if count else 0
+            maps = 0
+            if work.name in ("scores", "lse", "compose", "weights", "back_0"):
+                tile = roofline.choose(work.name, 32, 128, torch.bfloat16, 90)
+                maps = 2 * 32 * tile.b_t * roofline.visited(length, tile.b_t, None, tile.b_s)
             matrix = 2 * 32**2 * length * (work.name in ("expand", "lse", "compose", "weights", "back_0"))
             assert other.hbm - work.hbm == pytest.approx(maps + matrix), work.name
             assert other.instructions >= work.instructions and other.flops >= work.flops

@@ -13,7 +13,7 @@ import triton
 
 from .balance import keys_of_a_program, lengths
 from .layout import Layout, Part, StagePair
-from .overflow import LARGEST, LARGEST_EXACT, LARGEST_FINE, Beyond, mark_of
+from .overflow import LARGEST, LARGEST_EXACT, LARGEST_SPLIT, Beyond, mark_of
 from .problem import Chunk, Problem, head_blocks
 from .repeated import start
 from .schemas import ROWS
@@ -142,7 +142,7 @@ class Launcher(Problem):
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
             "UNIT": self.step, "SHIFT": self.shift, "BLOCK": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
-            "FINE": self.is_fine,
+            "SPLIT": self.splits_scores,
             **composition_constants(self.layout, self.M),
         }  # fmt: skip
 
@@ -201,6 +201,12 @@ class Launcher(Problem):
             return UNLIMITED
         return {"largest": largest, "MARK": True, "p_mark": mark_of(self.q.device, what)}
 
+    def _limit_of_precision(self) -> dict[str, Any]:
+        """The same for scores that float16, or two parts of it, hold less exactly than softmax needs."""
+        if self.splits_scores:
+            return self._limit(Beyond.SCORES, LARGEST_SPLIT)
+        return self._limit(Beyond.PRECISION, LARGEST_EXACT)
+
     def _fill_values(
         self, chunk: Chunk, tiles: torch.Tensor, v: States, out: torch.Tensor, scale: float = 1.0,
         scales: torch.Tensor | None = None,
@@ -255,7 +261,7 @@ class Launcher(Problem):
     def _fill_lse(self, chunk: Chunk, scores: torch.Tensor, pre: torch.Tensor | None, lse: torch.Tensor) -> None:
         """Writes a chunk's log-sum-exps, from those of parts of its keys."""
         n_parts, n_bh = self._parts("lse", chunk)[0], self.B * self.H
-        tensors = {"p_scores": scores, "p_m0": pre} | self._limit(Beyond.PRECISION, LARGEST_EXACT)
+        tensors = {"p_scores": scores, "p_m0": pre} | self._limit_of_precision()
         if n_parts == 1:
             here = lse[:, :, chunk.t_0 :]
             self._compose("lse", chunk, p_lse=here, stride_l=self.T, unseen=torch.inf, **tensors)
@@ -384,8 +390,8 @@ class Launcher(Problem):
         self._launch(
             project_kernel, grid, chunk, p_gm=parts, p_gwk=key, p_gstatic=parts_of_static, **self._key_side(stage),
             factor=1.0 if stage else LN_2 / SCORES_GRAD.value, B_T=tile.b_t, TRANSPOSED=bool(stage),
-            ADD=chunk.n_t < self.T, p_inverse=scales[1], p_finite=scales[2], **self._limit(Beyond.GRADIENTS),
-            **constants,
+            ADD=chunk.n_t < self.T, p_inverse=scales[1], p_finite=scales[2],
+            **(self._limit(Beyond.GRADIENTS) if parts.dtype == torch.float16 else UNLIMITED), **constants,
         )  # fmt: skip
         if static is not None and parts_of_static is not None:
             self._do(_add_parts, parts_of_static, static)
@@ -422,10 +428,8 @@ class Launcher(Problem):
     def _make_scores(self, chunk: Chunk, memory: torch.Tensor | None = None) -> torch.Tensor:
         """The map of scores times log2(e), in memory that is given or in its own."""
         scores = self._new_map(chunk, self.score_dtype) if memory is None else memory
-        limit = self._limit(Beyond.SCORES, LARGEST_FINE if self.is_fine else LARGEST)
-        if self.layout.pre and not self.is_fine:
-            # Composition may take away what makes them large, and leaves what they were rounded by.
-            limit = self._limit(Beyond.PRECISION, LARGEST_EXACT)
+        # Composition may take away what makes them large, and leaves what they were rounded by.
+        limit = self._limit_of_precision() if self.layout.pre else self._limit(Beyond.SCORES)
         self._fill_scores(chunk, scores, self.k, self.q, self.scale * _LOG2_E, limit)
         return scores
 

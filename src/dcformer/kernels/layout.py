@@ -138,14 +138,14 @@ def check_states(
     value: torch.Tensor,
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
-    *others: torch.Tensor | None,
+    visible: torch.Tensor | None = None,
 ) -> None:
     """Refuses queries [B, H, T, D], keys [B, Hkv, S, D] and values [B, Hkv, S, DV] that do not fit together.
 
     Args:
         query, key, value: of one dtype.
         pre, post: composition weights, looked at for their device only.
-        others: tensors that have to be on the same device.
+        visible: a mask, looked at for its device only.
 
     Raises:
         ValueError: naming what does not fit, and beyond `unsupported_reason`.
@@ -156,7 +156,7 @@ def check_states(
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: expected one dtype. Convert them "
             "with .to(dtype)."
         )
-    given = {"key": [key], "value": [value], "visible": [other for other in others if other is not None]}
+    given = {"key": [key], "value": [value], "visible": [] if visible is None else [visible]}
     given |= {name: weights.tensors() for name, weights in (("pre", pre), ("post", post)) if weights is not None}
     for name, tensors in given.items():
         device = next((tensor.device for tensor in tensors if tensor.device != query.device), None)

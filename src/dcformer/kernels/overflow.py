@@ -1,10 +1,11 @@
 """What float16 cannot hold: the kernels leave a mark, this module sees it, says so once and has other maps kept.
 
 Scores have two marks. Where the largest that a query has is large, or any that is to be composed, float16 holds them
-less exactly than softmax needs; from then on their map is float32, as two parts of which products take. Beyond ±60000
-they are cut off, as entries of the matrices are with which the key side composes; from then on all maps are float32.
-Gradients and composed weights have another: where some were cut off, or where float16 would keep fewer bits of
-gradients than bfloat16 does. From then on those are bfloat16; of float16 models all maps are float32.
+less exactly than softmax needs; from then on their map is float32, of which products take two parts in float16. Where
+it is some hundreds, gradients in float16 are not exact enough either, and beyond ±60000 scores are cut off, as entries
+of the matrices are with which the key side composes; from then on all maps are float32. Gradients and composed weights
+have another: where some were cut off, or where float16 would keep fewer bits of gradients than bfloat16 does. From then
+on those are bfloat16; of float16 models, and where scores are in two parts, all maps are float32.
 
 The marks are on their device. In the first calls of a process they are waited for, and a pass that left one is run
 again. Later a GPU is not waited for: more calls may pass until a mark is seen. Imports no Triton.
@@ -23,8 +24,8 @@ from ..masks_dcformer import is_captured
 logger = logging.get_logger(__name__)
 
 LARGEST = 60000.0  # of a score, times log2(e), and of an entry of a matrix: what is beyond is cut off
-LARGEST_EXACT = 32.0  # of a query's largest score, and of scores to be composed, likewise: float16 is 0.02 apart there
-LARGEST_FINE = 16384.0  # of a score, likewise, and of two parts of float16, which are 0.004 apart there
+LARGEST_EXACT = 32.0  # of a query's largest score, and of scores to be composed, likewise: float16 is 0.03 apart there
+LARGEST_SPLIT = 512.0  # of the same, where they are in two parts of float16
 _LOG2_E = 1.4426950408889634
 _EVERY = 64  # calls between two looks at a GPU, after the first few, which wait for it
 _FIRST = 8
@@ -42,9 +43,9 @@ NOTHING = Beyond(0)
 
 _WARNINGS = {
     Beyond.SCORES: (
-        "attention scores on {device}, or composition weights, went beyond what float16 holds. From now on the kernels "
-        "keep all maps in float32, which is much slower. Models with norms of queries and keys (qk_norm=True) have no "
-        "such scores; attn_implementation='dcformer_chunked' takes them as they are."
+        "attention scores on {device} went beyond ±{split:,.0f}, or composition weights beyond what float16 holds. "
+        "From now on the kernels keep all maps in float32, which is much slower. Models with norms of queries and keys "
+        "(qk_norm=True) have no such scores; attn_implementation='dcformer_chunked' takes them as they are."
     ),
     Beyond.PRECISION: (
         "attention scores on {device} went beyond ±{exact:,.0f}, where float16 is too coarse for them. From now on the "
@@ -136,8 +137,9 @@ def _look(device: torch.device) -> bool:
     new = [what for what, mark in zip(Beyond, marks[:, 0].tolist(), strict=True) if mark and what not in beyond(device)]
     for what in new[:1]:  # float32, for scores, holds gradients, too
         _found[device] = beyond(device) | what
-        logger.warning(_WARNINGS[what].format(device=device, exact=LARGEST_EXACT / _LOG2_E))
+        sizes = {"exact": LARGEST_EXACT / _LOG2_E, "split": LARGEST_SPLIT / _LOG2_E}
+        logger.warning(_WARNINGS[what].format(device=device, **sizes))
     return bool(new)
 
 
-__all__ = ["LARGEST", "LARGEST_EXACT", "LARGEST_FINE", "NOTHING", "Beyond", "beyond", "look", "mark_of"]
+__all__ = ["LARGEST", "LARGEST_EXACT", "LARGEST_SPLIT", "NOTHING", "Beyond", "beyond", "look", "mark_of"]

@@ -7,11 +7,11 @@ One pass over a map of all heads is what costs most; the passes of a chunk:
                  scores  v, dO -> dW      back_1  P, dW -> dP
                  back_0  S, P, dP -> dS   values  dS, k -> dQ                     keys  dS, q -> dK
 
-W of the forward pass takes the place of S, dP and dS that of dW. `expand` makes each key's matrix of the key side
-before, `project` takes their gradients back. In 16 bits all maps and the matrices are float16, gradients times powers
-of two that `scale` finds, and what is bfloat16 is copied in float16 for products with them (`states`); where
-that is not sufficient, see `overflow`. Maps lie in tiles of as many queries as the kernels of composition have:
-[B, S, tiles, H, queries of a tile].
+W of the forward pass takes the place of S where it is as wide, dP and dS that of dW. `expand` makes each key's matrix
+of the key side before, `project` takes their gradients back. In 16 bits all maps and the matrices are float16 (large
+scores and their matrices float32), gradients times powers of two that `scale` finds, and what is bfloat16 is copied in
+float16 for products with them (`states`); where that is not sufficient, see `overflow`. Maps lie in tiles of as many
+queries as the kernels of composition have: [B, S, tiles, H, queries of a tile].
 """
 
 from collections.abc import Callable, Sequence
@@ -243,7 +243,8 @@ class Passes(Launcher):
             side_parts = self._new(n_parts, self.B, self.H, self.layout.channels, chunk.n_t)
         if flags & (Part.KEY | Part.STATIC):
             side, tiles = matrix_side(self.M), ceil_div(chunk.n_t, self._tile(name).b_t)
-            matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, side, side, dtype=self.grad_dtype)
+            dtype = torch.float32 if self.sums_exactly and stage == 0 else self.grad_dtype
+            matrix_parts = self._new(tiles, self.B * self.G, chunk.n_s, side, side, dtype=dtype)
         self._compose(name, chunk, p_gwq=side_parts, p_gm=matrix_parts, **tensors)
         if side_parts is not None and (side := grads.weights[stage].query) is not None:
             self._do(add_up, side_parts, side[..., chunk.t_0 : chunk.t_0 + chunk.n_t])

@@ -83,7 +83,9 @@ class Problem:
     Attributes:
         map_dtype: of weights that the key side composes, and of its matrices M(s): float16, or float32.
         score_dtype: of scores and of the matrices that compose them: the same, or float32.
-        is_fine: whether it is float32 for itself: products take two parts of float16 then, see `heads.parts`.
+        splits_scores: whether it is float32 where `map_dtype` is not: products take them in two, see `heads.split`.
+        sums_exactly: whether gradients of the matrices of scores are float32 then: those of static projections are
+            sums of them in which what is common to scores cancels.
         grad_dtype: of the gradients of both kinds of weights, of scores and of the matrices: the same, or bfloat16.
         weight_dtype: of W: float16 where `grad_dtype` is, or that of the states.
         shift: log2 of what P and W are times.
@@ -142,19 +144,20 @@ class Problem:
     @beyond.setter
     def beyond(self, found: Beyond) -> None:
         self._beyond = found
-        too_large = found & Beyond.SCORES
-        if self.q.dtype == torch.float16:  # which bfloat16 would be much less exact than
-            too_large |= found & Beyond.GRADIENTS
-        self.map_dtype = torch.float32 if too_large or self.q.dtype == torch.float32 else torch.float16
+        needs_more = Beyond.SCORES in found
+        if Beyond.GRADIENTS in found:  # bfloat16 is much less exact than float16 models, and than large scores need
+            needs_more |= self.q.dtype == torch.float16 or Beyond.PRECISION in found
+        self.map_dtype = torch.float32 if needs_more or self.q.dtype == torch.float32 else torch.float16
         is_half = self.map_dtype == torch.float16
-        self.is_fine = is_half and Beyond.PRECISION in found
-        self.score_dtype = torch.float32 if self.is_fine else self.map_dtype
+        self.splits_scores = is_half and Beyond.PRECISION in found
+        self.sums_exactly = self.splits_scores and bool(self.layout.pre & Part.STATIC)
+        self.score_dtype = torch.float32 if self.splits_scores else self.map_dtype
         self.grad_dtype = torch.bfloat16 if is_half and Beyond.GRADIENTS in found else self.map_dtype
         self.weight_dtype = torch.float16 if self.grad_dtype == torch.float16 else self.q.dtype
         self.shift = WEIGHT_SHIFT.value if is_half else 0
         self._copies = self.weight_dtype != self.q.dtype  # products take float16, the states are bfloat16
         self._is_widened = self.map_dtype == torch.float32 != self.q.dtype  # maps are wider than the states
-        self._is_usual = not self._is_widened and not self.is_fine  # tiles are searched for
+        self._is_searchable = not self._is_widened and not self.splits_scores  # tiles are searched for
         self._known.clear()
 
     @property
@@ -200,14 +203,17 @@ class Problem:
         stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
         # one stage's gradients at a time
         maps, is_backward = (1, True) if self.is_keeping else (maps, maps > 1)
-        matrices = stages + bool(stages and is_backward) * ceil_div(chunk.n_t, self._tile("back_1").b_t)
-        size, wider = self.map_dtype.itemsize, self.score_dtype.itemsize - self.map_dtype.itemsize
-        sizes = maps * size + wider
-        if not is_backward and self.score_dtype.itemsize != self.weight_dtype.itemsize:
-            sizes += self.weight_dtype.itemsize  # else W takes the memory of scores in the forward pass
-        sizes *= self.H * chunk.n_p
-        wider *= bool(self.layout.pre & (Part.KEY | Part.STATIC))
-        return chunk.n_s * (sizes + (size * matrices + wider) * matrix)
+        tiles = ceil_div(chunk.n_t, self._tile("back_1").b_t)
+        matrices = stages + bool(stages and is_backward) * tiles
+        size, of_scores, of_weights = (t.itemsize for t in (self.map_dtype, self.score_dtype, self.weight_dtype))
+        of_maps = of_scores + (maps - 1) * size
+        if not is_backward and of_weights != of_scores:  # else W takes the memory of scores in the forward pass
+            of_maps += of_weights
+        of_matrices = size * matrices
+        if self.layout.pre & (Part.KEY | Part.STATIC):
+            wider = 1 + (tiles if is_backward and self.sums_exactly else 0)
+            of_matrices += (of_scores - size) * wider
+        return chunk.n_s * (of_maps * self.H * chunk.n_p + of_matrices * matrix)
 
     def chunks(self, maps: int) -> list[Chunk]:
         """Chunks of queries, of which one sequence keeps within the bytes; `maps` are held at once. Where maps are kept
@@ -286,8 +292,8 @@ class Problem:
             return self.trial.tile
         dtype = torch.float32 if self._is_widened and name != "scores" else self.q.dtype  # of what it multiplies
         dim, window = max(self.D, self.DV), self.visibility.window
-        tile = choose(name, self.M, dim, dtype, self.arch, self.layout.rank, window, self.is_fine)
-        found = self._found_tile(name, tile) if autotune_is_on() and self._is_usual else None
+        tile = choose(name, self.M, dim, dtype, self.arch, self.layout.rank, window, self.splits_scores)
+        found = self._found_tile(name, tile) if autotune_is_on() and self._is_searchable else None
         return found or tile
 
     def _found_tile(self, name: str, usual: Tile) -> Tile | None:
@@ -302,7 +308,7 @@ class Problem:
 
     def _searched(self, name: str, run: Callable[[], _Result]) -> _Result:
         """Result of a pass; with DCFORMER_AUTOTUNE=1, tiles of its kernels are searched for first, once per process."""
-        is_long = self.B * self.T >= LEAST_QUERIES and self._is_usual
+        is_long = self.B * self.T >= LEAST_QUERIES and self._is_searchable
         if autotune_is_on() and self.trial is None and is_long and can_search(self.q):
             this = (self.gpu, self._key(name), self.is_keeping)  # then others are launched
             if this not in searched:

@@ -88,7 +88,7 @@ def is_allowed(kernel: str, tile: Tile, usual: Tile) -> bool:
 
 def choose(
     kernel: str, heads: int, dim: int, dtype: torch.dtype, arch: int, rank: int = 2, window: int | None = None,
-    is_fine: bool = False,
+    splits_scores: bool = False,
 ) -> Tile:  # fmt: skip
     """The tile of a kernel: on sm_90, up to 32 heads, by times on an H200 (docs/gpu_history.md); otherwise by what
     compiled code takes.
@@ -101,7 +101,7 @@ def choose(
         arch: compute capability, such as 90.
         rank: R.
         window: the most keys that a query sees, where it is fewer than there may be.
-        is_fine: whether maps of scores are float32, others of 16 bits.
+        splits_scores: whether maps of scores are float32, others of 16 bits.
 
     Returns:
         the tile; a small one in Triton's interpreter.
@@ -123,12 +123,12 @@ def choose(
     if dtype == torch.float32:  # where ptxas may choose, it may choose 32, and spill all else
         return Tile(32, 1, 8, 2, 255) if heads <= 32 else Tile(32, 1, 4, 1, 255)
     most = 255 if kernel in ("back_1", "back_0") else 0  # for the same reason, on sm_80
-    if arch <= 90 and not is_fine:
+    if arch <= 90 and not splits_scores:
         of_arch = _FEW_REGISTERS if arch == 90 else _FEW_BEFORE
         known = (count for up_to, ranks, count in of_arch.get(kernel, ()) if heads <= up_to and rank <= ranks)
         most = next(known, most)
     if kernel == "lse":  # as many keys share one rescaling as registers suffice for
-        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 or is_fine or (arch == 90 and most == 168) else 4
+        keys = 1 if heads > 32 or rank > 3 else 2 if rank == 3 or splits_scores or (arch == 90 and most == 168) else 4
         return Tile(64, keys, 4, 3 if arch >= 90 else 2, most)
     if kernel in ("back_1", "back_0"):  # below sm_90 a third stage costs a tenth more instructions
         return Tile(64, 1, 4, 3 if arch >= 90 else 2, most)

@@ -32,9 +32,9 @@ from .heads import (
     load_matrix,
     load_row,
     load_side,
-    parts,
     place_in_map,
     side_channels,
+    split,
     store_heads,
     store_matrix_grad,
     store_row,
@@ -121,7 +121,7 @@ def back_0_kernel(
     stride_ib, stride_s: tl.int64, stride_m: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, n_scales, factor,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
-    SCALED: tl.constexpr, FINE: tl.constexpr,
+    SCALED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Back through the softmax and the composition of scores: from dP to the gradients of scores.
 
@@ -160,7 +160,7 @@ def back_0_kernel(
     UNIT: tl.constexpr = 1.0 / (1 << SHIFT)
     grads = filled(0.0, side_channels(F_PRE, R), B_T, H0, H1)
     units, ones = diagonal(UNIT, p_weights.dtype.element_ty, H0, H1), diagonal(1.0, dtype, H0, H1)
-    ones_0 = diagonal(1.0, tl.float16 if FINE else p_scores.dtype.element_ty, H0, H1)
+    ones_0 = diagonal(1.0, tl.float16 if SPLIT else p_scores.dtype.element_ty, H0, H1)
     for _ in tl.range(start, stop):
         row = load_row(p_scores, M, H0, H1, B_T)  # [h, t]
         weights = transposed(load_row(p_weights, M, H0, H1, B_T), H1)
@@ -169,7 +169,7 @@ def back_0_kernel(
         p, dp, da = widened(weights, units, H1), widened(y, ones, H1), ()
         for i in tl.static_range(1 + (H1 > 0)):
             da = da + (p[i] * (dp[i] - delta[i]),)
-        x = widened(parts(transposed(row, H1), 1 + (H1 > 0), FINE), ones_0, H1, FINE)
+        x = widened(split(transposed(row, H1), 1 + (H1 > 0), SPLIT), ones_0, H1, SPLIT)
         hid, grad_hid = hidden(x, w0, 0, F_PRE, R, H1), hidden(da, w0, R, F_PRE, R, H1)
         grads = add_side_grads(grads, x, da, hid, grad_hid, F_PRE, R, H1)
         narrow = cast(da, dtype, H1)
@@ -181,7 +181,13 @@ def back_0_kernel(
             ds = grad
         store_row(p_out, ds, M, H0, H1, B_T)
         if (KEY | STATIC) & F_PRE:
-            store_matrix_grad(p_gm, cast(row, dtype, H1), narrow, SCORES_GRAD, M, H0, H1)
+            # That of static projections is summed over keys, where what is common to scores cancels.
+            EXACT: tl.constexpr = SPLIT and (STATIC & F_PRE) > 0
+            if EXACT:
+                left, right = split(row, 1 + (H1 > 0), EXACT), split(da, 1 + (H1 > 0), EXACT)
+            else:
+                left, right = cast(row, dtype, H1), narrow
+            store_matrix_grad(p_gm, left, right, SCORES_GRAD, M, H0, H1, EXACT)
         p_scores += stride_s
         p_weights += stride_s
         p_grads += stride_s

@@ -11,7 +11,7 @@ pointers up from key to key: to multiply strides in each turn would take more in
 
     p_scores, p_weights, p_out  maps of the chunk, [B, n_s, n_p / B_T, H, B_T], a key stride_s from the next: S, P, W;
                      P and W are times 2^SHIFT
-    p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of maps; stride_m = HP · HP
+    p_m0, p_m1       matrices M(s) of "pre" and "post", [B·G, n_s, HP, HP], in the dtype of S, of P; stride_m = HP · HP
     p_w0, p_w1       query sides, [B, H, C, T]
     p_first, p_last  the first key that a query sees, and the one behind its last, int32 [B or 1, T]
     p_lse            log-sum-exps, float32 [B, H, T]
@@ -38,10 +38,10 @@ from .heads import (
     load_matrix,
     load_row,
     load_side,
-    matrix_parts,
-    parts,
     place_in_map,
     span,
+    split,
+    split_matrix,
     store_heads,
     store_row,
     transposed,
@@ -74,7 +74,7 @@ def seen_by_all(first, last, m_t, start, stop, B_S: tl.constexpr):
 def _add_scores(
     top, total, start, stop, skipped, at, w0, ones,
     F_PRE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr,
-    B_S: tl.constexpr, MASKED: tl.constexpr, FINE: tl.constexpr,
+    B_S: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Adds the exponentials of keys start to stop, each relative to the largest score so far, `top`, to `total`.
 
@@ -93,10 +93,10 @@ def _add_scores(
             s += tl.where(i_s < inner, 0, skipped)
         turn, above = (), top
         for k in tl.static_range(B_S):
-            x = parts(transposed(load_row(p_scores + k * stride_s, M, H0, H1, B_T), H1), NB, FINE)
-            m0 = matrix_parts(load_matrix(p_m0 + k * stride_m, F_PRE, M, H0, H1), F_PRE, H1, FINE)
-            wide = widened(x, ones, H1, FINE)
-            a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1, FINE)
+            x = split(transposed(load_row(p_scores + k * stride_s, M, H0, H1, B_T), H1), NB, SPLIT)
+            m0 = split_matrix(load_matrix(p_m0 + k * stride_m, F_PRE, M, H0, H1), F_PRE, H1, SPLIT)
+            wide = widened(x, ones, H1, SPLIT)
+            a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1, SPLIT)
             highest = ()
             for i in tl.static_range(NB):
                 if MASKED:
@@ -124,7 +124,7 @@ def lse_kernel(
     stride_ib, stride_l, stride_s: tl.int64, stride_m: tl.int64, n_bh, G, T, t_0, n_t, s_0, n_s, n_keys, unseen,
     largest,
     F_PRE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
-    B_T: tl.constexpr, B_S: tl.constexpr, MARK: tl.constexpr, FINE: tl.constexpr,
+    B_T: tl.constexpr, B_S: tl.constexpr, MARK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exps of composed scores over the keys of a part: p_lse [parts, B·H, stride_l], from its first query.
 
@@ -145,18 +145,18 @@ def lse_kernel(
     start = s_0 + (start - s_0) // B_S * B_S  # a turn never leaves a part, and what nobody sees is masked
     inner, outer = seen_by_all(first, last, m_t, start, stop, B_S)
     at = (p_scores, p_m0, stride_s, stride_m, s_0, first, last, inner)
-    ones = diagonal(1.0, tl.float16 if FINE else p_scores.dtype.element_ty, H0, H1)
-    top, total = _add_scores(top, total, inner, outer, 0, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, False, FINE)
+    ones = diagonal(1.0, tl.float16 if SPLIT else p_scores.dtype.element_ty, H0, H1)
+    top, total = _add_scores(top, total, inner, outer, 0, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, False, SPLIT)
     stop -= outer - inner  # the keys before and behind these in one loop
     top, total = _add_scores(
-        top, total, start, stop, outer - inner, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, True, FINE
+        top, total, start, stop, outer - inner, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, True, SPLIT
     )
     out = ()
     for i in tl.static_range(NB):
         is_seen = (top[i] > LOWEST) | (total[i] != total[i])  # a maximum passes over NaN
         out = out + (tl.where(is_seen, top[i] + tl.log2(tl.where(is_seen, total[i], 1.0)), unseen),)
         if MARK:
-            if uniform(tl.max(tl.where(is_seen, tl.abs(top[i]), 0.0))) > largest:
+            if uniform(tl.max(tl.where(top[i] > LOWEST, tl.abs(top[i]), 0.0))) > largest:
                 tl.store(p_mark, 1)  # all that store, store the same
     store_heads(p_lse + (i_s * n_bh + i_bg * M) * stride_l, out, stride_l, o_t, m_t, M, H0, H1)
 
@@ -187,13 +187,13 @@ def compose_kernel(
     stride_ib, stride_s: tl.int64, stride_m: tl.int64, G, T, t_0, n_t, s_0, n_s, n_keys,
     F_PRE: tl.constexpr, F_POST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr, SHIFT: tl.constexpr, KEEP: tl.constexpr,
-    WIDE: tl.constexpr, FINE: tl.constexpr,
+    WIDE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Composed weights, zeros where a query does not see a key that others of its tile see. p_out may be p_scores: a
     row is read before written. With KEEP also the weights, to p_weights.
 
-    Where scores and W are float16, weights are composed in float16: the key side's product takes them so, too. p_mark:
-    see `load_half_side`; WIDE: see `load_side`.
+    Where W and what products take of scores are float16, weights are composed in float16: the key side's product takes
+    them so, too. p_mark: see `load_half_side`; WIDE: see `load_side`.
     """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
@@ -201,7 +201,7 @@ def compose_kernel(
     p_bounds = i_bg // G * stride_ib + t_0
     first, last = intervals(p_first + p_bounds, p_last + p_bounds, o_t, m_t)  # [t]
     start, stop = program_keys(first, last, i_s, n_keys, s_0, n_s)
-    dtype: tl.constexpr = tl.float16 if FINE else p_scores.dtype.element_ty
+    dtype: tl.constexpr = tl.float16 if SPLIT else p_scores.dtype.element_ty
     HALF: tl.constexpr = dtype == tl.float16 and p_out.dtype.element_ty == tl.float16
     p_w1 += i_bg * M * (C * T) + t_0
     if HALF:
@@ -220,11 +220,11 @@ def compose_kernel(
     p_m1 += place
     ones = diagonal(1.0, dtype, H0, H1)
     for s in tl.range(start, stop):
-        x = parts(transposed(load_row(p_scores, M, H0, H1, B_T), H1), 1 + (H1 > 0), FINE)
-        m0 = matrix_parts(load_matrix(p_m0, F_PRE, M, H0, H1), F_PRE, H1, FINE)
+        x = split(transposed(load_row(p_scores, M, H0, H1, B_T), H1), 1 + (H1 > 0), SPLIT)
+        m0 = split_matrix(load_matrix(p_m0, F_PRE, M, H0, H1), F_PRE, H1, SPLIT)
         visible = ((s >= first) & (s < last))[:, None]
-        wide, p = widened(x, ones, H1, FINE), ()
-        a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1, FINE)
+        wide, p = widened(x, ones, H1, SPLIT), ()
+        a = composed(x, wide, w0, hidden(wide, w0, 0, F_PRE, R, H1), m0, R, F_PRE, R, H1, SPLIT)
         for i in tl.static_range(1 + (H1 > 0)):
             p = p + (tl.exp2(tl.where(visible, a[i] - (lse[i] - SHIFT), LOWEST)),)
         m1 = load_matrix(p_m1, F_POST, M, H0, H1)

@@ -11,8 +11,8 @@ with up and down exchanged and M transposed.
 
 Heads come in one block of H0 (16 or 32), or in two above 32: H0 = 32 and H1 = 16 or 32 (H1 = 0: one block). Tiles of
 all heads are tuples of one tile per block, and matrices tuples of blocks, row by row. Heads from M on do not exist:
-they are loaded as zeros and not stored. A stage's constant flags F are those of `layout.Part`. With FINE, scores and
-their M(s) are float32 where other maps are not, and products take them as `parts`.
+they are loaded as zeros and not stored. A stage's constant flags F are those of `layout.Part`. With SPLIT, scores and
+their M(s) are float32 where other maps are float16, and products take them as `split` leaves them.
 """
 # ruff: noqa: RUF005 - Triton's tuples have no unpacking
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -173,16 +173,16 @@ def cast(x, dtype: tl.constexpr, H1: tl.constexpr):
 
 
 @triton.jit
-def parts(x, count: tl.constexpr, FINE: tl.constexpr):
-    """Tiles as products of matrices take them: with FINE each, of float32 within ±65504, in two parts of float16, what
-    that holds of it and what it leaves; first parts first. Else the tiles themselves."""
-    if FINE:
-        first, second = (), ()
+def split(x, count: tl.constexpr, SPLIT: tl.constexpr):
+    """Tiles as products of matrices take them: with SPLIT two of float16 for each, of float32 within ±65504, what that
+    holds of it, and what is left; those of all that hold come first. Else the tiles themselves."""
+    if SPLIT:
+        held, left = (), ()
         for i in tl.static_range(count):
-            held = x[i].to(tl.float16)
-            first = first + (held,)
-            second = second + ((x[i] - held.to(tl.float32)).to(tl.float16),)
-        x = first + second
+            half = x[i].to(tl.float16)
+            held = held + (half,)
+            left = left + ((x[i] - half.to(tl.float32)).to(tl.float16),)
+        x = held + left
     return x
 
 
@@ -198,9 +198,9 @@ def diagonal(factor: tl.constexpr, dtype: tl.constexpr, H0: tl.constexpr, H1: tl
 
 
 @triton.jit
-def widened(x, ones, H1: tl.constexpr, FINE: tl.constexpr = False):
+def widened(x, ones, H1: tl.constexpr, SPLIT: tl.constexpr = False):
     """Blocks [t, h] in float32, where products of matrices leave their results: a product with `diagonal` of 1, or of a
-    power of two (float32 has none). With FINE they are `parts`.
+    power of two (float32 has none). With SPLIT they are of `split`.
 
     Exact. A mere conversion would leave them where loads do, and what follows would go through shared memory. float32
     is left as it is: tensor cores have no exact product for it.
@@ -210,7 +210,7 @@ def widened(x, ones, H1: tl.constexpr, FINE: tl.constexpr = False):
     for i in tl.static_range(NB):
         if x[i].dtype == tl.float32:
             out = out + (x[i],)
-        elif FINE:
+        elif SPLIT:
             out = out + (add_product(product(x[NB + i], ones[i]), x[i], ones[i]),)
         else:
             out = out + (product(x[i], ones[i]),)
@@ -363,9 +363,9 @@ def load_matrix(p_m, F: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.
 
 
 @triton.jit
-def matrix_parts(m, F: tl.constexpr, H1: tl.constexpr, FINE: tl.constexpr):
-    """M(s) as `parts`."""
-    return parts(m, (1 + (H1 > 0)) * (1 + (H1 > 0)) * (((KEY | STATIC) & F) > 0), FINE)
+def split_matrix(m, F: tl.constexpr, H1: tl.constexpr, SPLIT: tl.constexpr):
+    """M(s), see `split`."""
+    return split(m, (1 + (H1 > 0)) * (1 + (H1 > 0)) * (((KEY | STATIC) & F) > 0), SPLIT)
 
 
 @triton.jit
@@ -409,13 +409,13 @@ def hidden(x, w, first: tl.constexpr, F: tl.constexpr, R: tl.constexpr, H1: tl.c
 @triton.jit
 def composed(
     x, wide, w, hid, m, first: tl.constexpr, F: tl.constexpr, R: tl.constexpr, H1: tl.constexpr,
-    FINE: tl.constexpr = False,
+    SPLIT: tl.constexpr = False,
 ):  # fmt: skip
     """x' of blocks [t, h], in float32.
 
     Args:
-        x: for products of matrices, in the dtype of m; with FINE both are `parts`, and what x leaves times what m
-            leaves is left out.
+        x: for products of matrices, in the dtype of m; with SPLIT both are of `split`, and the product of what is
+            left of both is left out.
         wide: the same in float32.
         w, hid, m: of `load_side`, `hidden`, `load_matrix`; for gradients `hid` with up, and m transposed.
         first: which weights hidden maps are multiplied with: R for up; 0 for down, in gradients.
@@ -434,7 +434,7 @@ def composed(
                 y = add_times(y, w[(first + r) * NB + j], hid[r])
         if (KEY | STATIC) & F:
             for i in tl.static_range(NB):
-                if FINE:
+                if SPLIT:
                     y = add_product(y, x[i], m[(NB + i) * NB + j])
                     y = add_product(y, x[NB + i], m[i * NB + j])
                 y = add_product(y, x[i], m[i * NB + j])
@@ -515,13 +515,18 @@ def store_side_grads(
 
 @triton.jit
 def store_matrix_grad(
-    p_m, left, right, factor: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr
+    p_m, left, right, factor: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+    SPLIT: tl.constexpr = False,
 ):  # fmt: skip
-    """Stores factor · left [h, t] times right [t, h']: a key's part of the gradient of M(s), from a tile of queries."""
-    for i in tl.static_range(1 + (H1 > 0)):
-        for j in tl.static_range(1 + (H1 > 0)):
+    """Stores factor · left [h, t] times right [t, h']: a key's part of the gradient of M(s), from a tile of queries.
+    With SPLIT both are of `split`."""
+    NB: tl.constexpr = 1 + (H1 > 0)
+    for i in tl.static_range(NB):
+        for j in tl.static_range(NB):
             o_m, mask = _matrix_block(i, j, M, H0, H1)
             grad = product(left[i], right[j])
+            if SPLIT:
+                grad = add_product(add_product(grad, left[i], right[NB + j]), left[NB + i], right[j])
             if factor != 1.0:
                 grad *= factor
             grad = rounded(grad, p_m.dtype.element_ty)
