@@ -263,8 +263,7 @@ def test_every_pass_is_counted():
 
 
 def test_large_scores_move_more_bytes():
-    """Twice those of scores, in three passes forward and in three backward, and of their M(s); and log-sum-exps are made
-    anew."""
+    """Twice those of scores, in three passes forward and in three backward, and of their M(s)."""
     shape, length = roofline.SHAPES["6.9B"], 256
     usual, large = (
         roofline.attention_work(shape, length, None, roofline.stored, split_scores=is_large)
