@@ -181,8 +181,7 @@ def back_0_kernel(
             ds = grad
         store_row(p_out, ds, M, H0, H1, B_T)
         if (KEY | STATIC) & F_PRE:
-            # That of static projections is summed over keys, where what is common to scores cancels.
-            EXACT: tl.constexpr = SPLIT and (STATIC & F_PRE) > 0
+            EXACT: tl.constexpr = SPLIT and p_gm.dtype.element_ty == tl.float32  # see `Problem.sums_exactly`
             if EXACT:
                 left, right = split(row, 1 + (H1 > 0), EXACT), split(da, 1 + (H1 > 0), EXACT)
             else:
