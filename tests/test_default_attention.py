@@ -23,7 +23,8 @@ from transformers import AttentionInterface
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerForSequenceClassification, plain_dcformer
 from dcformer.chunked_dcformer import chunked_attention
 from dcformer.compose_dcformer import DEFAULT_ATTENTION
-from dcformer.kernels import limits, selfcheck, unsupported_reason, verdicts
+from dcformer.kernels import limits, overflow, selfcheck, unsupported_reason, verdicts
+from dcformer.kernels.overflow import NOTHING, Beyond
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: pip install 'dcformer[kernels]'")
@@ -286,6 +287,21 @@ def test_a_verdict_on_something_else_is_not_taken(gpu):
     path.write_text(json.dumps(content))
     gpu.forget()
     assert used(there) == KERNELS and len(gpu.runs) == 2
+
+
+@needs_triton
+@pytest.mark.parametrize("passes", [True, False])
+def test_after_a_mark_the_kernels_are_checked_again(gpu, passes, monkeypatch):
+    """They keep other maps then; those of float32 models do not."""
+    monkeypatch.setattr(overflow, "_found", {})
+    models = [model(layer_types=["full_attention"] * 2).to("meta", dtype) for dtype in (torch.bfloat16, torch.float32)]
+    assert used(models[0]) == used(models[1]) == KERNELS and len(gpu.runs) == 2
+    overflow._found[torch.device("meta")] = Beyond.PRECISION
+    gpu.results = [GOOD] if passes else [BAD]
+    assert (used(models[0]) == KERNELS) == passes
+    assert used(models[1]) == KERNELS  # as kept
+    assert [kind.beyond for kind in gpu.runs] == [NOTHING, NOTHING, Beyond.PRECISION]
+    assert ("global bfloat16 after the mark of precision" in "".join(gpu.warnings)) != passes
 
 
 @needs_triton
@@ -568,7 +584,8 @@ def test_the_command_prints_a_table_and_says_whether_all_is_well(gpu, capsys, pa
     gpu.forget()
     gpu.results = RuntimeError("kept already")
     kind = selfcheck.kinds(config, "bfloat16")[0]
-    assert selfcheck.may_use("meta", None, *vars(kind).values()) == passes  # models take what the command has found
+    *fields, _ = vars(kind).values()
+    assert selfcheck.may_use("meta", None, *fields) == passes  # models take what the command has found
 
 
 @pytest.mark.parametrize(

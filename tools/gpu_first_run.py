@@ -192,16 +192,22 @@ def selfcheck_jobs(run: Run, seconds: float) -> list[Job]:
 
 
 def selfcheck(run: Run, size: str) -> int:
-    """The self-check of every kind of layer of a model; a JSON file, written after each kind."""
+    """The self-check of every kind of layer of a model, of one also for large scores; a JSON file, written after each
+    kind."""
     import torch
 
+    from dcformer.kernels.overflow import Beyond
     from dcformer.kernels.selfcheck import check_and_keep, kinds
 
     bench = suite().Bench(smoke=size == "smoke")
     device = torch.device("cpu") if bench.smoke else torch.device("cuda", torch.cuda.current_device())
     path = run.folder / f"selfcheck-{size}.json"
     lines: list[dict[str, Any]] = json.loads(path.read_text())["kinds"] if path.exists() else []
-    for kind in kinds(bench.config(size), str(bench.dtype).removeprefix("torch.")):
+    config, dtype = bench.config(size), str(bench.dtype).removeprefix("torch.")
+    to_check = kinds(config, dtype)
+    if size in ("6.9b", "smoke"):
+        to_check += kinds(config, dtype, found=Beyond.PRECISION)
+    for kind in to_check:
         if str(kind) in [line["kind"] for line in lines if line["size"] == size]:
             continue
         begin = time.perf_counter()

@@ -2384,6 +2384,18 @@ _SELFCHECK = _in(
         "_stays(reason)",
         "tests/test_default_attention.py::test_two_kinds_of_layers_that_fail_are_one_warning",
     ),
+    (
+        "a verdict of kernels for all marks",
+        "key = (device, beyond(device), *fields)",
+        "key = (device, *fields)",
+        "tests/test_default_attention.py::test_after_a_mark_the_kernels_are_checked_again",
+    ),
+    (
+        "kernels that follow a mark are checked without it",
+        "with current, assumed(device, kind.beyond):",
+        "with current:",
+        "tests/kernels/test_selfcheck.py::test_kernels_that_follow_a_mark_are_checked",
+    ),
 )
 
 _PLAIN = _in(

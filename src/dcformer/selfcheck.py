@@ -36,6 +36,7 @@ def _check(options: argparse.Namespace) -> int:
 
     from .configuration_dcformer import DCFormerConfig
     from .kernels.limits import is_interpreted, unsupported_reason
+    from .kernels.overflow import NOTHING, Beyond
     from .kernels.selfcheck import kinds
     from .loading import named_device
     from .vision.configuration_dcvit import DCViTConfig
@@ -62,9 +63,11 @@ def _check(options: argparse.Namespace) -> int:
     if (reason := unsupported_reason(device=device)) is not None:
         raise DCFormerError(reason)
     print(_where(device))
-    passed = True
+    passed, found = True, NOTHING
+    for mark in options.beyond:
+        found |= Beyond[mark.upper()]
     for dtype in options.dtype:
-        for kind in kinds(config, dtype, "float32" if options.autocast else None):
+        for kind in kinds(config, dtype, "float32" if options.autocast else None, found):
             passed &= _check_kind(device, kind)
     print("passed" if passed else "FAILED: models whose attn_implementation is unset use 'dcformer_chunked' here")
     return 0 if passed else 1

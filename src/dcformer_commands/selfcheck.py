@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 DTYPES = ("bfloat16", "float16", "float32")
+MARKS = ("scores", "precision", "gradients")  # `dcformer.kernels.overflow.Beyond`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"of the model: {', '.join(DTYPES)} (default: bfloat16)",
     )  # fmt: skip
     parser.add_argument("--autocast", action="store_true", help="a float32 model, run under autocast to each --dtype")
+    parser.add_argument(
+        "--beyond", nargs="+", choices=MARKS, default=[], metavar="MARK",
+        help=f"check the kernels that follow once these marks were left: {', '.join(MARKS)} (docs/kernels.md)",
+    )  # fmt: skip
     parser.add_argument("--device", help="cuda:0, or cpu with TRITON_INTERPRET=1 (default: the one that is available)")
     options = parser.parse_args(arguments)
 

@@ -53,3 +53,15 @@ def test_a_mark_is_found_once():
     assert not overflow.look(HERE)
     overflow.mark_of(HERE, Beyond.SCORES).fill_(1)
     assert overflow.look(HERE) and overflow.beyond(HERE) == Beyond.GRADIENTS | Beyond.SCORES
+
+
+def test_what_is_assumed_is_over_afterwards_but_for_what_was_found_meanwhile():
+    overflow._found[HERE] = Beyond.PRECISION
+    with pytest.raises(KeyError), overflow.assumed(HERE, Beyond.GRADIENTS):
+        assert overflow.beyond(HERE) == Beyond.GRADIENTS
+        raise KeyError
+    assert overflow.beyond(HERE) == Beyond.PRECISION
+    with overflow.assumed(HERE, Beyond.GRADIENTS):
+        overflow.mark_of(HERE, Beyond.SCORES).fill_(1)
+        assert overflow.look(HERE)
+    assert overflow.beyond(HERE) == Beyond.PRECISION | Beyond.SCORES

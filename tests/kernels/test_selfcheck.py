@@ -15,7 +15,8 @@ from transformers import BertConfig
 from dcformer import DCFormerForCausalLM
 from dcformer import selfcheck as selfcheck_command
 from dcformer.compose_dcformer import DEFAULT_ATTENTION
-from dcformer.kernels import decode, generator, generator_backward, limits, passes, selfcheck, step, verdicts
+from dcformer.kernels import decode, generator, generator_backward, limits, overflow, passes, selfcheck, step, verdicts
+from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.vision import DCViTConfig
 from dcformer_commands.selfcheck import main
 
@@ -197,6 +198,41 @@ def test_wrong_gradients_are_caught_in_bfloat16(of, monkeypatch):
     assert [check.name for check in failed] == [f"{name}, gradient of {of}" for name in ALL]
 
 
+# marks, dtype -> a gradient that is broken, by the little that is caught
+MARKED = {
+    (Beyond.PRECISION, "bfloat16"): 0.2,
+    (Beyond.PRECISION, "float16"): 0.05,
+    (Beyond.GRADIENTS, "bfloat16"): 0.2,
+    (Beyond.SCORES, "bfloat16"): 0.2,
+}
+
+
+@pytest.mark.parametrize(("found", "dtype"), MARKED, ids=str)
+def test_kernels_that_follow_a_mark_are_checked(found, dtype, monkeypatch):
+    """The right ones pass, wrong ones do not; marks are on the device only while they are."""
+    kind = dataclasses.replace(SMALL, dtype=dtype, states=dtype, beyond=found)
+    ran, right = [], passes.Passes.backward
+    monkeypatch.setattr(passes.Passes, "backward", lambda self, *args: ran.append(self.beyond) or right(self, *args))
+    monkeypatch.setattr(overflow, "_found", {})
+    assert [str(check) for check in selfcheck.run(HERE, kind) if not check.passed] == []
+    assert set(ran) == {found} and overflow.beyond(HERE) == NOTHING
+    break_gradients(monkeypatch, lambda grads: [grads.key], by=MARKED[found, dtype])
+    failed = [check for check in selfcheck.run(HERE, kind) if not check.passed]
+    assert [check.name for check in failed] == [f"{name}, gradient of key" for name in ALL]
+
+
+def test_large_scores_that_lose_bits_are_caught(monkeypatch):
+    """In float16 models, whose other errors do not hide it: kernels for ordinary scores, given large ones."""
+    monkeypatch.setattr(overflow, "_watches", {})  # marks that are left here are this test's
+    right = passes.Passes.beyond.fset
+    monkeypatch.setattr(passes.Passes, "beyond", passes.Passes.beyond.setter(lambda self, _: right(self, NOTHING)))
+    kind = dataclasses.replace(SMALL, dtype="float16", states="float16", beyond=Beyond.PRECISION)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "beyond", lambda device: NOTHING)
+        failed = [check.name for check in selfcheck.run(HERE, kind) if not check.passed]
+    assert {"attention, gradient of query", "attention, gradient of key"} <= set(failed)
+
+
 def test_the_check_leaves_the_callers_surroundings_alone():
     """Neither random numbers nor modes of the caller matter, or change."""
     state = torch.get_rng_state()
@@ -224,6 +260,14 @@ def test_the_command(capsys, monkeypatch, tmp_path):
     assert all(check.name in out for check in results) and f"{len(results)} results, 0 beyond" in out
     if INTERPRETED:
         assert "says nothing about a GPU" in out
+    kinds = []
+    monkeypatch.setattr(selfcheck, "run", lambda device, kind: kinds.append(kind) or results)
+    command = ["--preset", "dcformer-405m", "--dtype", "float32", "float16", "--beyond", "scores", "precision"]
+    assert main([*command, "--device", DEVICE]) == 0
+    found = Beyond.SCORES | Beyond.PRECISION
+    assert {(kind.dtype, kind.beyond) for kind in kinds} == {("float32", NOTHING), ("float16", found)}
+    out = capsys.readouterr().out
+    assert "global float16 after the mark of scores after the mark of precision\n" in out and "global float32\n" in out
 
 
 def test_models_of_images_can_be_checked(capsys, monkeypatch, tmp_path):
@@ -380,5 +424,6 @@ def test_the_default_never_interprets(asked, monkeypatch):
     monkeypatch.setattr(selfcheck, "is_interpreted", limits.is_interpreted)
     monkeypatch.setattr(selfcheck, "_told", set())
     kind = kind_named("grouped-query")
-    assert not selfcheck.may_use(DEVICE, None, *dataclasses.astuple(kind)) and asked == []
+    *fields, _ = dataclasses.astuple(kind)
+    assert not selfcheck.may_use(DEVICE, None, *fields) and asked == []
     assert any("TRITON_INTERPRET" in reason for reason in selfcheck._told)

@@ -11,7 +11,9 @@ The marks are on their device. In the first calls of a process they are waited f
 again. Later a GPU is not waited for: more calls may pass until a mark is seen. Imports no Triton.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntFlag
 from threading import Lock
@@ -79,6 +81,17 @@ def beyond(device: torch.device) -> Beyond:
     return _found.get(device, NOTHING)
 
 
+@contextmanager
+def assumed(device: torch.device, found: Beyond) -> Iterator[None]:
+    """Has this be what `beyond` returns for a device meanwhile, to try the kernels that follow from it."""
+    before = beyond(device)
+    _found[device] = found
+    try:
+        yield
+    finally:
+        _found[device] = before | (beyond(device) & ~found)  # what is new was found meanwhile
+
+
 def mark_of(device: torch.device, what: Beyond) -> torch.Tensor:
     """Where kernels leave a mark, int32 [1]: they store 1."""
     with _lock:
@@ -142,4 +155,4 @@ def _look(device: torch.device) -> bool:
     return bool(new)
 
 
-__all__ = ["LARGEST", "LARGEST_EXACT", "LARGEST_SPLIT", "NOTHING", "Beyond", "beyond", "look", "mark_of"]
+__all__ = ["LARGEST", "LARGEST_EXACT", "LARGEST_SPLIT", "NOTHING", "Beyond", "assumed", "beyond", "look", "mark_of"]

@@ -12,6 +12,9 @@ kernels make weights as exp(score - log-sum-exp). For gradients of attention the
 and gradients of maps in 16 bits, where the definition has float32: there the yardstick is the definition with all its
 maps and their gradients rounded so.
 
+Once a device has a mark of `overflow`, kernels keep other maps there: layers are of another kind then, and are checked
+again, with larger scores.
+
 Importing this needs no Triton; running a check does.
 """
 
@@ -40,11 +43,13 @@ from ..masks_dcformer import QueryBlockMask, is_captured, is_few
 from ..plain_dcformer import can_attend_plain
 from . import verdicts
 from .limits import MAX_QUERIES, is_interpreted, unsupported_reason
+from .overflow import NOTHING, Beyond, assumed, beyond
 
 logger = logging.get_logger(__name__)
 
 _HIDDEN_SIZE = 64  # E of the weight generators: their first layer is torch's
 _WINDOW = 11
+_LARGE = 8  # times ordinary scores: up to 30, for which float16 is too coarse
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Kind:
         windowed: whether queries see a window of keys only.
         dtype: of queries, keys and values, as "bfloat16".
         states: of hidden states and composition weights; another one under autocast.
+        beyond: the marks on the device, which decide what maps are kept; none for float32.
     """
 
     heads: int
@@ -79,12 +85,15 @@ class Kind:
     windowed: bool
     dtype: str
     states: str
+    beyond: Beyond = NOTHING
 
     def __str__(self) -> str:
         parts = [f"heads={self.heads}/{self.kv_heads} groups={self.groups} head_dim={self.head_dim} rank={self.rank}"]
         parts += [name for name in ("pre", "post", "query", "key", "gate", "static") if getattr(self, name)]
         parts += ["window" if self.windowed else "global", self.dtype]
-        return " ".join(parts + [f"autocast from {self.states}"] * (self.states != self.dtype))
+        parts += [f"autocast from {self.states}"] * (self.states != self.dtype)
+        parts += [f"after the mark of {mark.name}".lower() for mark in self.beyond]
+        return " ".join(parts)
 
     def unsupported_reason(self, device: torch.device) -> str | None:
         """Why the kernels cannot have layers of this kind on a device; None if they can."""
@@ -120,18 +129,20 @@ class Check:
         return f"{self.name} is off by {self.error:.3g} ({self.measure}), {self.allowed:.3g} is allowed"
 
 
-def kinds(config: Any, dtype: str, states: str | None = None) -> list[Kind]:
+def kinds(config: Any, dtype: str, states: str | None = None, found: Beyond = NOTHING) -> list[Kind]:
     """The kinds of layers of a model.
 
     Args:
         config: of the model, a `DCFormerConfig` or `DCViTConfig`, whose layers have no windows.
         dtype: of queries, keys and values, as "bfloat16".
         states: of hidden states, where autocast makes it another one.
+        found: marks on the device.
     """
     windows = sorted({kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ("full",)})
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     switches = _switches(config, heads, kv_heads or heads, config.compose_groups)
-    return [Kind(*(*switches, windowed, dtype, states or dtype)) for windowed in windows]
+    found = NOTHING if dtype == "float32" else found
+    return [Kind(*(*switches, windowed, dtype, states or dtype, found)) for windowed in windows]
 
 
 def _switches(config: Any, heads: int, kv_heads: int, groups: int) -> tuple[Any, ...]:
@@ -230,15 +241,17 @@ def _mask_reason(mask: Any, length: int, device: torch.device) -> str | None:
 def may_use(device_type: str, index: int | None, *fields: Any) -> bool:
     """Whether the kernels may be the default for a `Kind` on a device: within the limits, and checked.
 
-    `fields` are the kind's, in order; the dtypes may be torch's.
+    `fields` are the kind's, in order, without `beyond`; the dtypes may be torch's.
 
     Warns once of each reason why not. A constant of a graph that is traced.
     """
-    key = (device_type, index, *fields)
+    device = torch.device(device_type, index)
+    key = (device, beyond(device), *fields)
     if (passed := _passed.get(key)) is not None:  # by every layer in every step of decoding
         return passed
     *switches, dtype, states = fields
-    kind, device = Kind(*(*switches, _name(dtype), _name(states))), torch.device(device_type, index)
+    found = NOTHING if _name(dtype) == "float32" else beyond(device)
+    kind = Kind(*(*switches, _name(dtype), _name(states), found))
     with _lock:
         if key not in _passed:
             if is_captured(device):  # not remembered
@@ -313,7 +326,8 @@ def run(device: torch.device, kind: Kind) -> list[Check]:
     tensors) does not reach them. Random numbers come from generators of their own."""
 
     def work() -> list[Check]:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with current, assumed(device, kind.beyond):
             return list(checks(device, kind))
 
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -367,6 +381,7 @@ class _Subject:
         self.kind, self.device, self.lengths = kind, device, lengths
         self.dtype: torch.dtype = getattr(torch, kind.dtype)
         self.states: torch.dtype = getattr(torch, kind.states)
+        self.has_large_scores = bool(kind.beyond & (Beyond.SCORES | Beyond.PRECISION))
         self.generator = torch.Generator().manual_seed(0)
         self.eager_module: Any = SimpleNamespace(is_causal=True, training=False)
         self.exact, self.compose = self._make(partial(DCFormerCompose, self._config(head_dim=2)))
@@ -441,7 +456,7 @@ class _Subject:
     def _states(self, tokens: int, keys: int) -> _Results:
         kind = self.kind
         return {
-            "query": self._new(2, kind.heads, tokens, kind.head_dim),
+            "query": self._new(2, kind.heads, tokens, kind.head_dim, scale=_LARGE if self.has_large_scores else 1.0),
             "key": self._new(2, kind.kv_heads, keys, kind.head_dim),
             "value": self._new(2, kind.kv_heads, keys, kind.head_dim),
         }
@@ -464,10 +479,13 @@ class _Subject:
         return output.transpose(1, 2)
 
     def _eager_with_rounded_maps(self, states: _Results, weights: _Results, visible: torch.Tensor) -> torch.Tensor:
-        """Output of the definition [B, H, T, D], every map and every gradient of one rounded to the dtype."""
+        """Output of the definition [B, H, T, D], every map and every gradient of one rounded to the dtype; not large
+        scores, which kernels keep in float32."""
+        dtypes = iter((torch.float32 if self.has_large_scores else self.dtype, self.dtype))  # of scores and of weights
 
         def mix(maps: torch.Tensor, stage: ComposeWeights | None) -> torch.Tensor:
-            return _Rounded.apply(compose(_Rounded.apply(maps, self.dtype), stage), self.dtype)
+            dtype = next(dtypes)
+            return _Rounded.apply(compose(_Rounded.apply(maps, dtype, self.dtype), stage), dtype, self.dtype)
 
         maps = attend(
             states["query"], states["key"], visible, None, self.kind.head_dim**-0.5,
@@ -691,16 +709,18 @@ def _ring_of(keys: torch.Tensor, values: torch.Tensor, tokens: int) -> Room:
 
 
 class _Rounded(torch.autograd.Function):
-    """What a tensor and its gradient are after a way through memory in another dtype."""
+    """What a tensor and its gradient are after a way through memory in other dtypes."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # type: ignore[override]
-        ctx.dtype = dtype
+    def forward(  # type: ignore[override]
+        ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, grad_dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.dtype = grad_dtype
         return tensor.to(dtype).to(tensor.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad.to(ctx.dtype).to(grad.dtype), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return grad.to(ctx.dtype).to(grad.dtype), None, None
 
 
 def _span_of(composed_scores: torch.Tensor, visible: torch.Tensor) -> float:
