@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import dcformer
 from dcformer import ComposeTrace, DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
 from dcformer.analysis import num_compose_parameters, num_parameters
+from dcformer.cache_dcformer import CACHE_NAME
 from dcformer.modeling_dcformer import DCFormerRMSNorm
 
 SWITCHES = {
@@ -475,7 +476,7 @@ def test_cache_of_another_model():
     ids = _tokens(1, 6)
     other = DCFormerForCausalLM(tiny_config(head_dim=16))
     cache = other(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="layer 0 of the cache holds keys"):
+    with pytest.raises(ValueError, match="head_dim of the model that filled it is 16, of this model 8"):
         DCFormerForCausalLM(tiny_config())(ids[:, :1], past_key_values=cache)
     own = DCFormerForCausalLM(tiny_config())
     cache = own(ids, use_cache=True).past_key_values
@@ -598,6 +599,25 @@ def test_bounds_of_documents_need_position_ids(tiny_model):
     position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     packed = model(ids, position_ids=position_ids, **given).logits
     torch.testing.assert_close(packed[:, 3:], model(ids[:, 3:]).logits)
+    for others in ({"attention_mask": torch.ones_like(ids)}, {CACHE_NAME: DynamicCache()}):  # not packed, with either
+        with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k are not read.*no attention_mask and no"):
+            model(ids, position_ids=position_ids, **given, **others)
+    with pytest.raises(ValueError, match="seq_idx is not read: position_ids say"):
+        model(ids, seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]))
+
+
+@torch.no_grad()
+def test_frequencies_of_rope_are_float32_whatever_the_model_is(tmp_path):
+    """Rounded, positions would drift apart, and a model be another one once it is saved and loaded."""
+    model = randomise(DCFormerForCausalLM(tiny_config(head_dim=16, max_position_embeddings=512))).eval()
+    model.save_pretrained(tmp_path)
+    loaded = DCFormerForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ids = torch.arange(500)[None] % 97
+    for moved in (model.to(torch.bfloat16), model.to("cpu", torch.bfloat16), model.bfloat16()):
+        assert moved.model.rotary_emb.inv_freq.dtype == torch.float32
+        assert torch.equal(moved(ids).logits, loaded(ids).logits)
+    assert model.to("meta").model.rotary_emb.inv_freq.device.type == "meta"
+    assert model.to_empty(device="cpu").model.rotary_emb.inv_freq.shape == (8,)
 
 
 def test_a_trace_is_a_compose_trace(tiny_model):

@@ -47,7 +47,10 @@ _ADVICE = "Pass a cache that this model filled, or none."
 # On every cache in use, and on its copies: what decides the form of the rows in it, in the model that used it last; and
 # how many tokens it may hold for that model, None where there is no such bound.
 _LAST_USER = "_dcformer_last_user"
-_ROW_FIELDS = ("compose_rank", "compose_projection", "compose_gate", *MAP_FIELDS, "head_embeddings")
+_ROW_FIELDS = (
+    "head_dim", "compose_rank", "compose_groups", "compose_projection", "compose_gate", "compose_pre", "compose_post",
+    "compose_key", *MAP_FIELDS, "head_embeddings",
+)  # fmt: skip
 _LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
 
 

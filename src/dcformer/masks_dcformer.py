@@ -147,7 +147,7 @@ def chunked_mask(
         a `QueryBlockMask`; for few queries a boolean [B, 1, T, S], unless causality and the window describe it.
     """
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    is_plain = allow_is_causal_skip and aligned and _nothing_padded(attention_mask)
+    is_plain = allow_is_causal_skip and aligned and _nothing_padded(attention_mask, kv_offset + kv_length)
     is_causal = is_plain or (
         getattr(config, "is_causal", True) and not use_vmap
     )  # vmap: mask functions that may add keys
@@ -160,8 +160,12 @@ def chunked_mask(
     return mask.rows(0, q_length) if is_few(q_length) and not is_plain else mask
 
 
-def _nothing_padded(attention_mask: torch.Tensor | None) -> bool:
-    return attention_mask is None or (has_values(attention_mask.device) and bool(attention_mask.all()))
+def _nothing_padded(attention_mask: torch.Tensor | None, length: int) -> bool:
+    """Whether a mask [B, S] shows all of so many keys; those that it does not reach are hidden."""
+    if attention_mask is None:
+        return True
+    reaches = attention_mask.shape[-1] >= length
+    return reaches and has_values(attention_mask.device) and bool(attention_mask.all())
 
 
 def causal_intervals(

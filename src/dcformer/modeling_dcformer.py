@@ -138,6 +138,27 @@ def refuse_missing_layers(layers: int, number: int) -> None:
         )
 
 
+def _check_mask_length(mask: torch.Tensor, cache: Cache, length: int) -> None:
+    """Refuses a mask [B, S] that ends before the tokens of a call do, as that of the new ones alone.
+
+    Args:
+        mask: as given.
+        cache: before the call.
+        length: of the call.
+
+    Raises:
+        ValueError: naming both lengths.
+    """
+    seen = 0 if torch.compiler.is_compiling() else cache.get_seq_length()
+    if isinstance(seen, torch.Tensor):  # of a static cache: a GPU is not waited for
+        seen = int(seen) if seen.device.type == "cpu" else 0
+    if mask.shape[1] < seen + length:
+        raise ValueError(
+            f"attention_mask of {mask.shape[1]} columns is too short: {CACHE_NAME} holds {seen} tokens, and {length} "
+            f"are new. Give one of {seen + length} columns, those in the cache first, or none where nothing is padded."
+        )
+
+
 def _make_norm(config: DCFormerConfig) -> nn.Module:
     norm_class = DCFormerRMSNorm if config.norm_type == "rmsnorm" else DCFormerLayerNorm
     return norm_class(config.hidden_size, eps=config.norm_eps)
@@ -158,6 +179,15 @@ class DCFormerRotaryEmbedding(nn.Module):
         self.inv_freq: torch.Tensor
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "DCFormerRotaryEmbedding":
+        """Moves the module, whose frequencies keep their dtype: rounded, they would turn late tokens elsewhere."""
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, exact in before.items():
+            if (moved := getattr(self, name)).dtype != exact.dtype:
+                setattr(self, name, exact.to(moved.device))
+        return self
 
     @staticmethod
     def compute_default_rope_parameters(config: DCFormerConfig, **kwargs: Any) -> tuple[torch.Tensor, float]:
@@ -790,10 +820,12 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         check_cache_names(kwargs)
-        if position_ids is None and any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
+        packs = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if kwargs.get(name) is not None]
+        if packs and (position_ids is None or attention_mask is not None or cache is not None):
             raise ValueError(
-                "cu_seq_lens_q and cu_seq_lens_k are not read: position_ids say where documents begin. Give those that "
-                "begin anew with each document, and no attention_mask (DataCollatorWithFlattening does by default)."
+                f"{' and '.join(packs)} {'are' if len(packs) > 1 else 'is'} not read: position_ids say where documents "
+                "begin. Give those that begin anew with each document, no attention_mask and no cache "
+                "(DataCollatorWithFlattening does by default)."
             )
         check_trace(kwargs.get("compose_trace"), self.layers, self.training)
         if kwargs.get("output_attentions", self.config.output_attentions) and (missing := self._why_no_maps()):
@@ -869,9 +901,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
         """The mask of each kind of layer, as the attention implementation takes it. Arguments are those of `forward`.
 
         Raises:
-            ValueError: when masks by kind are given and lack one.
+            ValueError: when masks by kind are given and lack one; on a mask that is too short for the cache.
         """
         if not isinstance(attention_mask, dict):
+            if attention_mask is not None and attention_mask.ndim == 2 and cache is not None:
+                _check_mask_length(attention_mask, cache, hidden_states.shape[1])
             make_mask = {
                 "full_attention": create_causal_mask,
                 "sliding_attention": create_sliding_window_causal_mask,
@@ -1066,7 +1100,8 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: with a cache that holds tokens: assisted decoding would pass the whole text to it once more; and
-                with a static one, which drafts that are refused would overrun, and whose windows cannot take them back.
+                with a static one, the assistant's too, which drafts that are refused would overrun, and whose windows
+                cannot take them back.
         """
         given = kwargs["model_kwargs"]
         cache = given.get(CACHE_NAME)
@@ -1081,6 +1116,12 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
                 f"assisted decoding begins with the whole text, and {CACHE_NAME} already holds {seen} tokens of it: "
                 f"leave {CACHE_NAME} away, or generate without assistant_model, assistant_early_exit and "
                 "prompt_lookup_num_tokens."
+            )
+        own = getattr(getattr(kwargs.get("assistant_model"), "generation_config", None), "cache_implementation", None)
+        if own is not None and "static" in own:
+            raise ValueError(
+                f"the assistant's generation_config has cache_implementation={own!r}: drafts that are refused are taken "
+                "back, which a static cache cannot. Set it to None."
             )
         kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != "compose_trace"}
         drafts: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # as below

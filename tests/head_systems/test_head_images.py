@@ -74,6 +74,34 @@ def test_the_balance_loss_is_in_the_loss():
     assert extra == pytest.approx(2.0, rel=1e-5)  # K at uniform routing
 
 
+def test_outputs_have_losses_logits_and_gates():
+    """As those of language models."""
+    options = {"num_routed_heads_per_tok": 2, "router_aux_loss_coef": 5.0}
+    config = HeadSystemsViTConfig(**SMALL, **PLAIN, head_system="mixture_of_heads", head_system_options=options)
+    model, labels = HeadSystemsViTForImageClassification(config), torch.arange(6) % 5
+    model.set_attn_implementation("eager")
+    out = model(images(), labels=labels)
+    assert float(out.loss - torch.nn.functional.cross_entropy(out.logits, labels)) == pytest.approx(
+        5 * float(out.aux_loss), rel=1e-5
+    )
+    assert out.aux_loss.requires_grad and out.router_logits is None and out.head_gates is None
+    out = model(images(), output_attentions=True)
+    assert [maps.shape for maps in out.attentions] == [(6, 4, 16, 16)] * 2
+    assert [gates.shape for gates in out.head_gates] == [(6, 16, 4)] * 2 and out.router_logits is None
+    assert [rows.shape for rows in model(images(), output_router_logits=True).router_logits] == [(6, 16, 4)] * 2
+    model.config.head_system_options["output_router_logits"] = True
+    assert HeadSystemsViTForImageClassification(model.config)(images()).router_logits is not None
+
+
+def test_fewer_layers_keep_the_overlaps_of_the_first():
+    config = HeadSystemsViTConfig(**SMALL, head_system="overlapped", head_system_options={"overlap": [1, 2]})
+    config.num_hidden_layers = 1
+    assert config.head_system_options == config.to_dict()["head_system_options"] == {"overlap": [1]}
+    assert HeadSystemsViTForImageClassification(config)(images()).logits.shape == (6, 5)
+    config.num_hidden_layers = 2
+    assert config.head_system_options == {"overlap": [1, 2]}
+
+
 @pytest.mark.parametrize("composed", [False, True], ids=["plain", "composed"])
 @torch.no_grad()
 def test_heads_are_removed(composed, tmp_path):

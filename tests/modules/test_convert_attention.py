@@ -881,3 +881,28 @@ def test_cross_attention_that_is_called_with_its_keys_in_the_cache_alone():
         assert torch.equal(weights[0][0].key.packed, weights[1][0].key.packed)
     with pytest.raises(ValueError, match="no cache that has met them: pass use_cache=False"):
         hook(module, (states,), {})
+
+
+def test_layers_with_other_heads_than_the_configuration_says():
+    """DETR's decoder, beside an encoder of which `num_attention_heads` is."""
+    backbone = t.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"])
+    config = t.DetrConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=2,
+        encoder_ffn_dim=40, decoder_ffn_dim=40, num_queries=5, backbone_config=backbone, use_timm_backbone=False,
+    )  # fmt: skip
+    model, inputs = t.DetrModel(config).eval(), {"pixel_values": torch.randn(1, 3, 32, 32)}
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        convert_attention(model)
+        torch.testing.assert_close(model(**inputs).last_hidden_state, expected, atol=TOLERANCE, rtol=0)
+    heads = {path: module.compose_call.heads for path, module in model.named_modules() if hasattr(module, "compose_call")}
+    assert {count for path, count in heads.items() if path.startswith("encoder")} == {4}
+    assert {count for path, count in heads.items() if path.startswith("decoder")} == {2}
+
+
+def test_settings_without_composition_are_refused():
+    off = {f"compose_{name}": False for name in ("pre", "post", "query", "key")}
+    model = make("bert")
+    with pytest.raises(DCFormerError, match="switch all composition off"):
+        convert_attention(model, **off)
+    assert not generators(model) and not hasattr(model.config, "dcmha")

@@ -442,6 +442,8 @@ def test_settings_of_the_module_are_taken_over():
         ({"embed_dim": 24, "num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
         ({"embed_dim": 24, "num_heads": 4, "dropout": 1.0}, r"dropout=1\.0 must be a number in \[0, 1\)"),
         ({"embed_dim": 24, "num_heads": 4, "dropout": "x"}, "dropout='x' must be a number in"),
+        ({"embed_dim": 24, "num_heads": 4, "qk_norm": "rms"}, "qk_norm='rms': expected True or False"),
+        ({"embed_dim": 24, "num_heads": 4, "zero_init": "no"}, "zero_init='no': expected True or False"),
         ({"embed_dim": 24, "num_heads": 4, "compose_rank": 1.5}, r"compose_rank=1\.5 must be a whole number"),
         ({"embed_dim": 24, "num_heads": 4, "compose_query": "no"}, "compose_query='no': expected True or False"),
         ({"embed_dim": 24, "num_heads": 4, "head_system_options": {"typo": 1}}, "'typo' is not an option of"),

@@ -346,6 +346,19 @@ def test_mixed_precision_is_close_to_full(make_model, images):
         assert 0 < (logits - full).abs().max() < 2**-8 * math.sqrt(50) * 3 * size
 
 
+@pytest.mark.parametrize("positions", ["learned", "sincos2d"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_loaded_in_half_precision(make_model, images, positions, dtype, tmp_path):
+    """As with `to`: the library casts parameters, and buffers it does not."""
+    model = make_model(position_embedding_type=positions)
+    model.save_pretrained(tmp_path)
+    loaded = DCViTForImageClassification.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager")
+    expected = model.to(dtype)(images).logits
+    assert torch.equal(loaded(images).logits, expected) and expected.dtype == dtype
+    larger = torch.randn(1, 3, 24, 16)
+    assert loaded(larger, interpolate_pos_encoding=True).logits.dtype == dtype
+
+
 def test_groups_for_optimizers(make_model):
     model = make_model()
     groups = parameter_groups(model, lr=1e-3, ratios="initial")

@@ -1,14 +1,11 @@
 """`HeadSystemsConfig`: a DCFormer whose heads interact in another way, too."""
 
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
 
 from ..configuration_dcformer import DCFormerConfig
-from .options import with_lists
+from .options import OptionsOfLayers
 from .registry import options_of, sizes_of
 
-_OF_LAYERS = ("kept_heads", "overlap")  # options that may have an entry for each layer
 _OF_HEADS = ("key_head_map", "value_head_map", "head_embeddings")  # fields of attention without a head system
 
 
@@ -18,7 +15,7 @@ def own_head_fields(config: DCFormerConfig) -> list[str]:
 
 
 @strict
-class HeadSystemsConfig(DCFormerConfig):
+class HeadSystemsConfig(OptionsOfLayers, DCFormerConfig):
     """Configuration of a DCFormer with a head system, model type "dcformer_heads".
 
     All fields of `DCFormerConfig` stay, composition among them, which is on unless it is switched off.
@@ -40,29 +37,6 @@ class HeadSystemsConfig(DCFormerConfig):
     def __post_init__(self, **kwargs):
         self.head_system_options = dict(self.head_system_options or {})
         super().__post_init__(**kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a field. Fewer layers keep the options of the first, where these have an entry for each layer."""
-        if name == "head_system_options":
-            value = with_lists(value)
-        super().__setattr__(name, value)
-        fields = self.__dict__
-        if name == "head_system_options":
-            fields.pop("_of_all_layers", None)
-        elif name == "num_hidden_layers" and (options := fields.get("head_system_options")):
-            rows = fields.pop("_of_all_layers", None) or {
-                option: options[option] for option in _OF_LAYERS if isinstance(options.get(option), list | tuple)
-            }
-            if rows and value >= 0:
-                if any(value < len(row) for row in rows.values()):
-                    fields["_of_all_layers"] = rows
-                fields["head_system_options"] = options | {option: row[:value] for option, row in rows.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, without what raising the number of layers again would restore."""
-        fields: dict[str, Any] = super().to_dict()
-        fields.pop("_of_all_layers", None)
-        return fields
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # as in DCFormerConfig

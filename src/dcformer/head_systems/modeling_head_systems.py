@@ -16,8 +16,7 @@ from .outputs_head_systems import (
     HeadSystemsCausalLMOutput,
     HeadSystemsModelOutput,
     HeadSystemsSequenceClassifierOutput,
-    aux_loss,
-    collected,
+    extras,
     finished,
 )
 from .pretrained_head_systems import HeadSystemsDecoderLayer, HeadSystemsPreTrainedModel
@@ -64,15 +63,7 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
         outputs = super().forward(*args, **kwargs, return_dict=True)
         layers: Any = self.layers[: self.config.num_hidden_layers]
         systems = [layer.self_attn.system for layer in layers]
-        if wants_logits is None:
-            wants_logits = len(systems) > 0 and getattr(systems[0].options, "output_router_logits", False)
-        self._extras = {
-            "aux_loss": aux_loss(systems, mask, self.training),
-            "router_logits": collected([system.router_logits for system in systems]) if wants_logits else None,
-            "head_gates": collected([system.gates for system in systems]) if wants_logits or wants_gates else None,
-        }
-        for system in systems:  # graphs are not kept longer than the outputs
-            system.router_logits = system.gates = None
+        self._extras = extras(systems, mask, self.training, wants_logits, wants_gates)
         return HeadSystemsModelOutput(**outputs, **self._extras)
 
 

@@ -7,6 +7,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+_OF_LAYERS = ("kept_heads", "overlap")  # options that may have an entry for each layer
+
 
 @dataclass(frozen=True)
 class HeadSizes:
@@ -88,4 +90,29 @@ def check_range(name: str, value: Any, least: float, most: float, why: str) -> N
         raise ValueError(f"{name}={value!r} must be {kind} from {least} to {most} ({why}).")
 
 
-__all__ = ["HeadSizes", "HeadSystemOptions", "check_bool", "check_range", "with_lists"]
+class OptionsOfLayers:
+    """What a configuration with `head_system_options` does beside its base: they are copied, and fewer layers keep the
+    options of the first, where these have an entry for each layer."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, with_lists(value) if name == "head_system_options" else value)
+        fields = self.__dict__
+        if name == "head_system_options":
+            fields.pop("_of_all_layers", None)
+        elif name == "num_hidden_layers" and (options := fields.get("head_system_options")):
+            rows = fields.pop("_of_all_layers", None) or {
+                option: options[option] for option in _OF_LAYERS if isinstance(options.get(option), list | tuple)
+            }
+            if rows and value >= 0:
+                if any(value < len(row) for row in rows.values()):
+                    fields["_of_all_layers"] = rows
+                fields["head_system_options"] = options | {option: row[:value] for option, row in rows.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, without what raising the number of layers again would restore."""
+        fields: dict[str, Any] = super().to_dict()  # type: ignore[misc]  # a configuration's
+        fields.pop("_of_all_layers", None)
+        return fields
+
+
+__all__ = ["HeadSizes", "HeadSystemOptions", "OptionsOfLayers", "check_bool", "check_range"]

@@ -7,6 +7,7 @@ import torch
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
+    ImageClassifierOutput,
     SequenceClassifierOutputWithPast,
 )
 
@@ -44,6 +45,38 @@ class HeadSystemsSequenceClassifierOutput(SequenceClassifierOutputWithPast):
     aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
     head_gates: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class HeadSystemsImageClassifierOutput(ImageClassifierOutput):
+    """As `ImageClassifierOutput`, and as in `HeadSystemsCausalLMOutput`."""
+
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    head_gates: tuple[torch.Tensor, ...] | None = None
+
+
+def extras(
+    systems: list[HeadSystem], attention_mask: Any, is_training: bool, wants_logits: bool | None, wants_gates: bool
+) -> dict[str, Any]:
+    """What the systems of all layers have to say of the last forward pass, as the last fields of the outputs; then they
+    forget it, so that graphs are not kept longer than the outputs.
+
+    Args:
+        systems, attention_mask, is_training: as for `aux_loss`.
+        wants_logits: whether the routers' logits are returned; None: as the systems' options say.
+        wants_gates: whether gates are, which come with logits, too.
+    """
+    if wants_logits is None:
+        wants_logits = len(systems) > 0 and getattr(systems[0].options, "output_router_logits", False)
+    found = {
+        "aux_loss": aux_loss(systems, attention_mask, is_training),
+        "router_logits": collected([system.router_logits for system in systems]) if wants_logits else None,
+        "head_gates": collected([system.gates for system in systems]) if wants_logits or wants_gates else None,
+    }
+    for system in systems:
+        system.router_logits = system.gates = None
+    return found
 
 
 def aux_loss(systems: list[HeadSystem], attention_mask: Any, is_training: bool) -> torch.Tensor | None:
@@ -88,18 +121,19 @@ def collected(tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | 
 def finished(model: Any, output_class: type, outputs: Any) -> Any:
     """Outputs of a head with what the decoder's systems have to say, and their loss in its loss."""
     decoder = model.base_model
-    extras, decoder._extras = decoder._extras, {}
-    if outputs.loss is not None and extras["aux_loss"] is not None:
+    said, decoder._extras = decoder._extras, {}
+    if outputs.loss is not None and said["aux_loss"] is not None:
         coefficient = decoder.layers[0].self_attn.system.aux_loss_coef
-        outputs.loss = outputs.loss + coefficient * extras["aux_loss"].to(outputs.loss.device)
-    return output_class(**outputs, **extras)
+        outputs.loss = outputs.loss + coefficient * said["aux_loss"].to(outputs.loss.device)
+    return output_class(**outputs, **said)
 
 
 __all__ = [
     "HeadSystemsCausalLMOutput",
+    "HeadSystemsImageClassifierOutput",
     "HeadSystemsModelOutput",
     "HeadSystemsSequenceClassifierOutput",
     "aux_loss",
-    "collected",
+    "extras",
     "finished",
 ]

@@ -23,22 +23,23 @@ from ..vision.modeling_dcvit import (
 from .attention_head_systems import SystemProjections
 from .base import HeadSystem
 from .collaborative_mixing import Mixing
-from .options import with_lists
-from .outputs_head_systems import aux_loss
+from .options import OptionsOfLayers
+from .outputs_head_systems import HeadSystemsImageClassifierOutput, extras
 from .registry import image_sizes_of, make_system, options_of
 
 
 @strict
-class HeadSystemsViTConfig(DCViTConfig):
+class HeadSystemsViTConfig(OptionsOfLayers, DCViTConfig):
     """Configuration of a DCViT with a head system, model type "dcvit_heads"; arguments as in `HeadSystemsConfig`."""
 
     model_type = "dcvit_heads"
+    keys_to_ignore_at_inference = ["aux_loss", "router_logits", "head_gates"]
 
     head_system: str = "plain"
     head_system_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        self.head_system_options = with_lists(dict(self.head_system_options or {}))
+        self.head_system_options = dict(self.head_system_options or {})
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
@@ -100,25 +101,24 @@ class HeadSystemsViTModel(HeadSystemsViTPreTrainedModel, DCViTModel):
 
 
 class HeadSystemsViTForImageClassification(HeadSystemsViTPreTrainedModel, DCViTForImageClassification):
-    """The vision Transformer with a classifier; the systems' loss is in `loss`."""
+    """The vision Transformer with a classifier."""
 
     model_class = HeadSystemsViTModel
 
     @can_return_tuple
     def forward(
         self, pixel_values: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs: Any
-    ) -> Any:
-        """As `DCViTForImageClassification.forward`."""
+    ) -> HeadSystemsImageClassifierOutput:
+        """As `DCViTForImageClassification.forward`, and as language models with head systems return it."""
+        wants_logits = kwargs.pop("output_router_logits", None)
+        wants_gates = kwargs.get("output_attentions", self.config.output_attentions)
         outputs = super().forward(pixel_values, labels=labels, **kwargs, return_dict=True)
-        layers: Any = self.dcvit.layers
+        layers: Any = self.dcvit.running_layers()
         systems = [layer.attention.system for layer in layers]
-        visible = kwargs.get("attention_mask")
-        found = aux_loss(systems, visible, self.training)
-        for system in systems:  # graphs are not kept longer than the outputs
-            system.router_logits = None if system.router_logits is None else system.router_logits.detach()
-        if outputs.loss is not None and found is not None:
-            outputs.loss = outputs.loss + systems[0].aux_loss_coef * found
-        return outputs
+        said = extras(systems, kwargs.get("attention_mask"), self.training, wants_logits, wants_gates)
+        if outputs.loss is not None and said["aux_loss"] is not None:
+            outputs.loss = outputs.loss + systems[0].aux_loss_coef * said["aux_loss"].to(outputs.loss.device)
+        return HeadSystemsImageClassifierOutput(**outputs, **said)
 
 
 __all__ = ["HeadSystemsViTConfig", "HeadSystemsViTForImageClassification", "HeadSystemsViTModel"]

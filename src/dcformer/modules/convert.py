@@ -145,6 +145,8 @@ def convert_attention(
         )
     settings = all_settings(compose)
     found = find_attention(model, settings)
+    if not any(of_side.composes for one in found for of_side in one.settings.values()):
+        raise DCFormerError("the settings switch all composition off: turn on compose_pre or compose_post, and a side.")
     if not allow_partial and (others := other_attention(model, found)):
         named = [
             f"{paths[0]} ({kind.__name__})" + f" and {len(paths) - 1} more" * (len(paths) > 1)

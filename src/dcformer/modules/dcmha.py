@@ -97,7 +97,8 @@ class DCMHA(nn.Module):
 
     Raises:
         DCFormerError: on sizes that do not fit, and on an unknown or unavailable implementation.
-        ValueError: on settings that describe no composition, and on an unknown head system or option of it.
+        ValueError: on settings of composition that contradict each other (all off are plain attention), and on an
+            unknown head system or option of it.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -151,6 +152,9 @@ class DCMHA(nn.Module):
             )
         if num_heads % num_kv_heads:
             raise DCFormerError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: choose a divisor.")
+        for name, flag in {"qk_norm": qk_norm, "zero_init": zero_init}.items():
+            if not isinstance(flag, bool):
+                raise DCFormerError(f"{name}={flag!r}: expected True or False.")
         rate: Any = dropout
         if not (isinstance(rate, Real) and 0 <= float(rate) < 1):
             raise DCFormerError(f"dropout={dropout!r} must be a number in [0, 1).")

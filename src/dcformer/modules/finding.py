@@ -128,7 +128,8 @@ def _examine(module: nn.Module, path: str, call: ast.Call, forward: Callable, co
     widths = _input_widths(module)
     if not widths:
         raise DCFormerError(f"{where}: none of its submodules is a linear projection.")
-    heads = next((n for owner in (module, getattr(module, "config", None)) for n in _sizes(owner)), None)
+    counts = [*_sizes(module), *_plain_heads(module), *_sizes(getattr(module, "config", None))]
+    heads = next(iter(counts), None)
     if heads is None:
         raise DCFormerError(f"{where}: neither it nor its config says how many heads there are ({', '.join(_HEADS)}).")
     is_cross = _is_cross(module, path)
@@ -186,6 +187,18 @@ def _is_off(module: nn.Module, value: ast.expr) -> bool:
 
 def _sizes(owner: Any) -> list[int]:
     return [size for name in _HEADS if isinstance(size := getattr(owner, name, None), int)]
+
+
+def _plain_heads(module: nn.Module) -> list[int]:
+    """H, by `head_dim` and separate projections of one width, as the configuration may have it of other layers."""
+    widths = {
+        name[0]: width
+        for name, child in module.named_children()
+        if (width := getattr(child, "out_features", None)) and name[0] in "qkv"
+    }
+    dim, width = getattr(module, "head_dim", None), widths.get("q")
+    is_plain = len(widths) == 3 and len(set(widths.values())) == 1
+    return [width // dim] if is_plain and width and isinstance(dim, int) and dim > 0 and width % dim == 0 else []
 
 
 def _is_cross(module: nn.Module, path: str) -> bool:

@@ -125,15 +125,17 @@ class DCViTEmbeddings(nn.Module):
             init.copy_(self.position_embeddings, sincos_positions(*self.grid, size)[None])
 
     def positions(self, grid: tuple[int, int]) -> torch.Tensor:
-        """Positions of the patches of any grid: [1, rows·columns, E], in the dtype of `position_embeddings`.
+        """Positions of the patches of any grid: [1, rows·columns, E], in the dtype of the parameters.
 
         Those of "sincos2d" are computed, learned ones are interpolated (bicubic), as in Transformers' ViT.
         """
         known = self.position_embeddings[:, -self.grid[0] * self.grid[1] :]
+        if not self.is_learned:
+            if grid != self.grid:
+                known = sincos_positions(*grid, known.shape[-1])[None].to(known)
+            return known.to(self.patch_embeddings.projection.weight.dtype)  # which a model is loaded in, unlike buffers
         if grid == self.grid:
             return known
-        if not self.is_learned:
-            return sincos_positions(*grid, known.shape[-1])[None].to(known)
         image = known.unflatten(1, self.grid).permute(0, 3, 1, 2)  # [1, E, rows, columns]
         image = F.interpolate(image, size=grid, mode="bicubic", align_corners=False)
         return image.permute(0, 2, 3, 1).flatten(1, 2)
