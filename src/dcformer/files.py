@@ -80,34 +80,49 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
     target = Path(path)
     work, aside = (target.with_name(f".{target.name}.{state}") for state in ("incomplete", "replaced"))
     record, started = work / UNFINISHED, f"{made_from}\n".encode()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    stays, held = False, _make_and_lock(work)  # `stays`: or it has become `path`
-    try:
-        if made_from is None or not (record.is_file() and record.read_bytes().startswith(started)):
-            for child in work.iterdir():
-                _remove(child)
-            if made_from is not None:
-                record.write_bytes(started)
-        yield work
-        record.unlink(missing_ok=True)
-        if target.exists():
-            _remove(aside)
-            target.rename(aside)
-            try:
+    with locked_folder(work):
+        stays = False  # or it has become `path`
+        try:
+            if made_from is None or not (record.is_file() and record.read_bytes().startswith(started)):
+                for child in work.iterdir():
+                    _remove(child)
+                if made_from is not None:
+                    record.write_bytes(started)
+            yield work
+            record.unlink(missing_ok=True)
+            if target.exists():
+                _remove(aside)
+                target.rename(aside)
+                try:
+                    work.rename(target)
+                except BaseException:
+                    aside.rename(target)
+                    raise
+            else:
                 work.rename(target)
-            except BaseException:
-                aside.rename(target)
-                raise
-        else:
-            work.rename(target)
-        stays = True  # what is there now is another writer's
-        _remove(aside)
-    except KeyboardInterrupt:
-        stays = stays or made_from is not None
-        raise
+            stays = True  # what is there now is another writer's
+            _remove(aside)
+        except KeyboardInterrupt:
+            stays = stays or made_from is not None
+            raise
+        finally:
+            if not stays:
+                shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder, or takes one that was left behind, and keeps other processes, and threads, out of it.
+
+    Raises:
+        BlockingIOError: while another one has it.
+        OSError: when it cannot be made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    held = _make_and_lock(folder)
+    try:
+        yield
     finally:
-        if not stays:
-            shutil.rmtree(work, ignore_errors=True)
         if held is not None:
             fcntl.flock(held, fcntl.LOCK_UN)  # forked children have it open, too
             os.close(held)
@@ -149,4 +164,4 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-__all__ = ["UNFINISHED", "whole_file", "whole_folder", "write_whole"]
+__all__ = ["UNFINISHED", "locked_folder", "whole_file", "whole_folder", "write_whole"]
