@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     Processes that write the same file do not disturb each other: the last one's stays.
 
     Args:
-        path: in a folder that exists. An existing file is replaced, and hands its permissions on.
+        path: in a folder that exists. An existing file is replaced, and hands its permissions on; else the umask gives
+            them, though safetensors 0.8 makes files for their owner only.
 
     Yields:
         the file to write, `.<name>.<any>.tmp` in the same folder. It does not exist yet.
@@ -35,9 +37,11 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     target = Path(path)
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
+        unfinished.touch()
+        usual = unfinished.stat().st_mode
+        unfinished.unlink()
         yield unfinished
-        if target.exists():
-            shutil.copymode(target, unfinished)
+        unfinished.chmod(stat.S_IMODE(target.stat().st_mode if target.exists() else usual))
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -62,7 +66,7 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
 
     What is at `path` already, a file or a folder, is replaced then; it is briefly `.<name>.replaced`. A killed process
     leaves the hidden neighbours behind; the next one with the same `path` removes them. One that still writes keeps
-    them locked, and others out.
+    them locked, and others out. Files get the permissions of the umask, as those of `whole_file`.
 
     Args:
         path: the folder; those above it are made.
@@ -90,6 +94,9 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
                     record.write_bytes(started)
             yield work
             record.unlink(missing_ok=True)
+            for file in work.rglob("*"):
+                if file.is_file() and stat.S_IMODE(file.stat().st_mode) == 0o600:
+                    file.chmod(work.stat().st_mode & 0o666)
             if target.exists():
                 _remove(aside)
                 target.rename(aside)
@@ -152,6 +159,8 @@ def _make_and_lock(folder: Path) -> int | None:
             os.close(held)
             if error.errno in (errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
                 return None
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError("another process is writing it: wait until it ends, or name another.") from error
             raise
         os.close(held)
 
