@@ -389,6 +389,9 @@ EDITS = {
     "groups of .2, 6. heads": lambda part: part.update(groups=[[0, 1], [2, 3, 4, 5, 6, 7]]),
     "'heads' is 3, and there are": lambda part: part.update(heads=3),
     "is not a list of groups": lambda part: part.update(groups=[0, 1], heads=2),
+    "head 0.0 is out of range: expected a whole number from 0 to 7": lambda part: part.update(
+        groups=[[0.0, 1, 2, 3], [4, 5, 6, 7]]
+    ),
     "head 'a' is out of range": lambda part: part.update(groups=[["a", 1, 2, 3], [4, 5, 6, 7]]),
     "KeyError": lambda part: part.pop("groups"),
 }
