@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..conversion.output import complete_folder, refuse_to_replace
-from ..errors import DCFormerError, first_line, require_extra
+from ..errors import DCFormerError, require_extra
 from ..files import locked_folder, states_of, write_whole
 from .folding import copy_kept, expand, fold_folder, load_model, to_gqa
 from .fusion import CLOSED, SMALL_LOSS, fuse, load_fused
@@ -318,19 +318,15 @@ def _rows(options: argparse.Namespace, held_out: str | None = None) -> tuple[Any
 
 def _tokenised(options: argparse.Namespace, source: str, argument: str) -> list[torch.Tensor]:
     """All texts, an end of text between them, cut into rows; at least one."""
-    from datasets.exceptions import DatasetsError
-    from pyarrow import ArrowException  # type: ignore[import-untyped]
     from transformers import AutoTokenizer
 
-    from ..training.data import check_rows, load_rows
+    from ..training.data import read_rows
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-        texts = check_rows(load_rows(source), options.column, source)
+        texts = read_rows(source, "train", options.column)
     except (OSError, ValueError) as error:
         raise DCFormerError(f"{error}") from error
-    except (DatasetsError, ArrowException, EOFError) as error:
-        raise DCFormerError(f"{argument} {source} cannot be read: {first_line(error.__cause__ or error)}.") from error
     if "text" not in texts.column_names:
         raise DCFormerError(f"{source} has conversations: expected texts; name their column with --column.")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
