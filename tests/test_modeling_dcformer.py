@@ -600,7 +600,7 @@ def test_bounds_of_documents_need_position_ids(tiny_model):
     packed = model(ids, position_ids=position_ids, **given).logits
     torch.testing.assert_close(packed[:, 3:], model(ids[:, 3:]).logits)
     for others in ({"attention_mask": torch.ones_like(ids)}, {CACHE_NAME: DynamicCache()}):  # not packed, with either
-        with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k are not read.*no attention_mask and no"):
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q and cu_seq_lens_k are not read.*no attention_mask and no"):
             model(ids, position_ids=position_ids, **given, **others)
     with pytest.raises(ValueError, match="seq_idx is not read: position_ids say"):
         model(ids, seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]))

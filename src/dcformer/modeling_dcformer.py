@@ -1120,8 +1120,8 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         own = getattr(getattr(kwargs.get("assistant_model"), "generation_config", None), "cache_implementation", None)
         if own is not None and "static" in own:
             raise ValueError(
-                f"the assistant's generation_config has cache_implementation={own!r}: drafts that are refused are taken "
-                "back, which a static cache cannot. Set it to None."
+                f"the assistant's generation_config has cache_implementation={own!r}: drafts that are refused are "
+                "taken back, which a static cache cannot. Set it to None."
             )
         kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != "compose_trace"}
         drafts: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # as below
