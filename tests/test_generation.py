@@ -835,7 +835,8 @@ def test_early_initialisation_of_a_static_cache(name):
 FOREIGN = {
     "head_dim": ({"head_dim": 16}, "head_dim of the model that filled it is 16, of this model 8"),
     "head_dim, same width": (
-        {"head_dim": 16, "compose_key": False}, "head_dim of the model that filled it is 16, of this model 8",
+        {"head_dim": 16, "compose_key": False},
+        "head_dim of the model that filled it is 16, of this model 8",
     ),
     "groups": ({"compose_groups": 2}, "compose_groups of the model that filled it is 2, of this model 1"),
     "heads": ({"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}, r"layer 0.*\(1, 8, 16\)"),

@@ -1934,6 +1934,18 @@ _MODELING = _in(
     "modeling",
     MODEL,
     (
+        "RoPE's frequencies rounded with the model",
+        "if (moved := getattr(self, name)).dtype != exact.dtype:",
+        "if (moved := getattr(self, name)) is None:",
+        T_MODEL + "test_frequencies_of_rope_are_float32_whatever_the_model_is",
+    ),
+    (
+        "masks shorter than the text",
+        "if mask.shape[1] < seen + length:",
+        "if mask.shape[1] < length:",
+        T_GENERATION + "test_a_mask_that_ends_before_the_tokens_is_refused",
+    ),
+    (
         "RMS norm without epsilon",
         "self.weight.shape, eps=self.eps)",
         "self.weight.shape, eps=0.0)",
@@ -2340,9 +2352,15 @@ _MASKS = _in(
     ),
     (
         "padding taken for plain",
-        "allow_is_causal_skip and aligned and _nothing_padded(attention_mask)",
+        "allow_is_causal_skip and aligned and _nothing_padded(attention_mask, kv_offset + kv_length)",
         "allow_is_causal_skip and aligned",
         T_MASKS + "test_a_mask_is_plain_only_where_causality_says_everything",
+    ),
+    (
+        "columns that a mask lacks are seen",
+        "return reaches and has_values",
+        "return has_values",
+        T_GENERATION + "test_columns_that_a_mask_lacks_are_hidden_by_all_implementations",
     ),
     (
         "every mask causal",
