@@ -501,7 +501,8 @@ def test_naming_the_kernels_on_a_cpu_raises(monkeypatch):
     named = model(attn_implementation="dcformer_triton")
     ids = torch.ones(1, 20, dtype=torch.long)
     message = r"need a CUDA device, the tensors are on 'cpu': use .*'dcformer_chunked' or 'eager', or leave it unset "
-    message += r"\(TRITON_INTERPRET=1, .*, for tests\)\.$"
+    message += r"\(TRITON_INTERPRET=1, .*, for tests\)\. "
+    message += r"Without a model, call dcformer\.attention_dcformer\.eager_attention instead\.$"
     for has_cuda in (False, True):  # beside a GPU, too
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
         with torch.no_grad():

@@ -1,11 +1,14 @@
 """Files and folders appear whole or not at all."""
 
+import os
 import stat
 import subprocess
 import sys
 import threading
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from dcformer.files import whole_file, whole_folder
 
@@ -37,6 +40,26 @@ def test_a_file_hands_its_permissions_on(tmp_path):
     with whole_file(path) as unfinished:
         unfinished.write_text("new")
     assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077], ids=oct)
+def test_permissions_are_those_of_the_umask(tmp_path, umask):
+    """Of files that a library makes for their owner only, too."""
+    before = os.umask(umask)
+    try:
+        with whole_file(tmp_path / "file") as unfinished:
+            save_file({"a": torch.ones(1)}, unfinished)
+        with whole_folder(tmp_path / "out") as unfinished:
+            (unfinished / "inner").mkdir()
+            save_file({"a": torch.ones(1)}, unfinished / "inner" / "file")
+            (unfinished / "program").touch(0o700)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "file", tmp_path / "out" / "inner" / "file"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+    for path in (tmp_path / "out", tmp_path / "out" / "inner"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o777 & ~umask
+    assert stat.S_IMODE((tmp_path / "out" / "program").stat().st_mode) == 0o700
 
 
 def test_a_folder_is_not_replaced_by_a_file(tmp_path):

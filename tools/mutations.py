@@ -3409,8 +3409,8 @@ _DHA = [
         ),
         (
             "a run continues with other rows",
-            "if (folder / _GIVEN).exists() and (names := _differing(_read_given(folder / _GIVEN), now)):",
-            'if (folder / _GIVEN).exists() and (names := ""):',
+            "if _holds_state(folder) and (names := _differing(_read_given(folder / _GIVEN), now)):",
+            'if _holds_state(folder) and (names := ""):',
             DHA_CLI + "test_an_interrupted_run_is_not_continued_with_other_arguments",
         ),
     ),

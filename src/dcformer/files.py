@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     Processes that write the same file do not disturb each other: the last one's stays.
 
     Args:
-        path: in a folder that exists. An existing file is replaced, and hands its permissions on.
+        path: in a folder that exists. An existing file is replaced, and hands its permissions on; else the umask gives
+            them, though safetensors 0.8 makes files for their owner only.
 
     Yields:
         the file to write, `.<name>.<any>.tmp` in the same folder. It does not exist yet.
@@ -35,9 +37,11 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     target = Path(path)
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
+        unfinished.touch()
+        usual = unfinished.stat().st_mode
+        unfinished.unlink()
         yield unfinished
-        if target.exists():
-            shutil.copymode(target, unfinished)
+        unfinished.chmod(stat.S_IMODE(target.stat().st_mode if target.exists() else usual))
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -62,7 +66,7 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
 
     What is at `path` already, a file or a folder, is replaced then; it is briefly `.<name>.replaced`. A killed process
     leaves the hidden neighbours behind; the next one with the same `path` removes them. One that still writes keeps
-    them locked, and others out.
+    them locked, and others out. Files get the permissions of the umask, as those of `whole_file`.
 
     Args:
         path: the folder; those above it are made.
@@ -80,34 +84,52 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
     target = Path(path)
     work, aside = (target.with_name(f".{target.name}.{state}") for state in ("incomplete", "replaced"))
     record, started = work / UNFINISHED, f"{made_from}\n".encode()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    stays, held = False, _make_and_lock(work)  # `stays`: or it has become `path`
-    try:
-        if made_from is None or not (record.is_file() and record.read_bytes().startswith(started)):
-            for child in work.iterdir():
-                _remove(child)
-            if made_from is not None:
-                record.write_bytes(started)
-        yield work
-        record.unlink(missing_ok=True)
-        if target.exists():
-            _remove(aside)
-            target.rename(aside)
-            try:
+    with locked_folder(work):
+        stays = False  # or it has become `path`
+        try:
+            if made_from is None or not (record.is_file() and record.read_bytes().startswith(started)):
+                for child in work.iterdir():
+                    _remove(child)
+                if made_from is not None:
+                    record.write_bytes(started)
+            yield work
+            record.unlink(missing_ok=True)
+            for file in work.rglob("*"):
+                if file.is_file() and stat.S_IMODE(file.stat().st_mode) == 0o600:
+                    file.chmod(work.stat().st_mode & 0o666)
+            if target.exists():
+                _remove(aside)
+                target.rename(aside)
+                try:
+                    work.rename(target)
+                except BaseException:
+                    aside.rename(target)
+                    raise
+            else:
                 work.rename(target)
-            except BaseException:
-                aside.rename(target)
-                raise
-        else:
-            work.rename(target)
-        stays = True  # what is there now is another writer's
-        _remove(aside)
-    except KeyboardInterrupt:
-        stays = stays or made_from is not None
-        raise
+            stays = True  # what is there now is another writer's
+            _remove(aside)
+        except KeyboardInterrupt:
+            stays = stays or made_from is not None
+            raise
+        finally:
+            if not stays:
+                shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder, or takes one that was left behind, and keeps other processes, and threads, out of it.
+
+    Raises:
+        BlockingIOError: while another one has it.
+        OSError: when it cannot be made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    held = _make_and_lock(folder)
+    try:
+        yield
     finally:
-        if not stays:
-            shutil.rmtree(work, ignore_errors=True)
         if held is not None:
             fcntl.flock(held, fcntl.LOCK_UN)  # forked children have it open, too
             os.close(held)
@@ -137,6 +159,8 @@ def _make_and_lock(folder: Path) -> int | None:
             os.close(held)
             if error.errno in (errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
                 return None
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError("another process is writing it: wait until it ends, or name another.") from error
             raise
         os.close(held)
 
@@ -149,4 +173,4 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-__all__ = ["UNFINISHED", "whole_file", "whole_folder", "write_whole"]
+__all__ = ["UNFINISHED", "locked_folder", "whole_file", "whole_folder", "write_whole"]

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from statistics import mode
 from typing import Any
 
 import torch
@@ -469,9 +470,10 @@ def complete_config(config: DCFormerConfig, stored: StoredWeights) -> DCFormerCo
     """
     config = copy.deepcopy(config)
     fields: dict[str, Any] = {}
-    qkw = next((shape for name, shape in stored.shapes.items() if name.endswith(".dyn_w_proj.qkw")), ())
-    if len(qkw) == 5:
-        groups, _, _, rows, _ = qkw  # [G, 4, K, 2R, M]
+    shapes = [shape for name, shape in stored.shapes.items() if name.endswith(".dyn_w_proj.qkw") and len(shape) == 5]
+    fitting = [shape for shape in shapes if shape[2] == shape[3] * shape[4]]  # K = 2R·M, or it is misshapen
+    if shapes:
+        groups, _, _, rows, _ = mode(fitting or shapes)  # [G, 4, K, 2R, M]
         if rows >= 2 and groups and config.num_attention_heads % groups == 0:
             fields = {"compose_groups": groups, "compose_rank": rows // 2}
     if stored.hub_named and (config.compose_pre or config.compose_post):

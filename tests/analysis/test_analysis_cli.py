@@ -2,8 +2,10 @@
 
 import copy
 import json
+import os
 import re
 import shutil
+import stat
 from html import unescape
 
 import pytest
@@ -158,6 +160,28 @@ def test_a_folder_that_comes_up_meanwhile(tmp_path):
     with pytest.raises(DCFormerError, match=f"--output {output}: .*not empty"), cli._new_folder(output):
         (output / "another").mkdir(parents=True)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_at_once(tmp_path):
+    """The second is refused before any work."""
+    output = tmp_path / "out"
+    with cli._new_folder(output) as work:
+        refusal = pytest.raises(DCFormerError, match=f"--output {output}: another process is writing it")
+        with refusal, cli._new_folder(output):
+            pytest.fail("two write the same folder")
+        (work / "file").touch()
+    assert [file.name for file in tmp_path.rglob("*")] == ["out", "file"]
+
+
+def test_a_folder_for_its_owner_only(tmp_path):
+    """The umask decides on permissions."""
+    before = os.umask(0o077)
+    try:
+        with cli._new_folder(tmp_path / "out"):
+            pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
 
 
 def test_what_is_left_out_is_said(tmp_path, capsys, bundled, monkeypatch, no_heavy_import):

@@ -411,6 +411,39 @@ def test_bin_lacks_a_tensor(tmp_path):
         convert_hub_to_safetensors(folder, tmp_path / "out", progress=False)
 
 
+@pytest.mark.parametrize("layer", ["more", "2"])
+def test_bin_lacks_a_layer(layer, tmp_path):
+    """Fused projections are missed where the other layers have them."""
+    folder = authors_folder(tmp_path / "hub")
+    if layer == "more":
+        config = json.loads((folder / "config.json").read_text())
+        layer = config["n_layer"]
+        (folder / "config.json").write_text(json.dumps(config | {"n_layer": layer + 1}))
+    else:
+        state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+        del state[f"layers.{layer}.attention.wqkv.weight"]
+        torch.save(state, folder / "pytorch_model.bin")
+    with pytest.raises(ConversionError, match=rf"lacks .*layers\.{layer}\.attention\.wqkv\.weight") as refusal:
+        open_checkpoint(folder)
+    assert ".wq." not in str(refusal.value)
+
+
+@pytest.mark.parametrize("tensor", ["qkw", "dw1", "dd"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_misshapen_tensor_is_named(tensor, layer, tmp_path):
+    """Not another one that it does not fit: the rank and the generators are those of most tensors."""
+    folder = authors_folder(tmp_path / "hub")
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    name = f"layers.{layer}.attention.dyn_w_proj.{tensor}"
+    for axis in range(state[name].ndim):
+        size = state[name].shape[axis]
+        if size > 1:
+            cut = {name: state[name].narrow(axis, 0, size - 1)}
+            torch.save(state | cut, folder / "pytorch_model.bin")
+            with pytest.raises(ConversionError, match=rf"holds {name} with shape .*, expected "):
+                open_checkpoint(folder)
+
+
 def test_old_format_bin(tmp_path):
     """What PyTorch before 1.6 wrote cannot be mapped into memory; it is read all the same."""
     folder = authors_folder(tmp_path / "hub")

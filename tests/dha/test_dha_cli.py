@@ -178,6 +178,35 @@ def test_a_refused_command_does_not_lock_its_output(source, tmp_path, capsys, mo
     assert call(capsys, *fuse)[0] == 0 and call(capsys, *search)[0] == 0
 
 
+def test_one_process_trains_for_an_output(source, tmp_path, capsys, monkeypatch):
+    """Another is refused at any time, and disturbs neither the run nor its state."""
+    from dcformer.dha import fusion
+
+    plan, trained = tmp_path / "plan.json", tmp_path / "trained.json"
+    call(capsys, "search", "--model", source, "--output", plan)
+    fuse = ("fuse", "--model", source, "--plan", plan, "--output", tmp_path / "fused", *FUSE)
+    search = ("search", "--model", source, "--output", trained, "--score", "function", *FUSE[:4], *FUSE[6:])
+    refused = []
+
+    def also(original):
+        """Meets the same command, with other arguments, before it goes on."""
+
+        def met(*arguments):
+            status, printed = call(capsys, *words, "--length", 16)
+            refused.append(status == 1 and f"{output} is being written by another process: wait" in printed)
+            return original(*arguments)
+
+        return met
+
+    monkeypatch.setattr(fusion._State, "load", also(fusion._State.load))
+    monkeypatch.setattr(dha.HeadPlan, "save", also(dha.HeadPlan.save))  # of either command's output
+    for words, output in ((fuse, tmp_path / "fused"), (search, trained)):
+        status, _ = call(capsys, *words, "--save-steps", 1)
+        assert status == 0 and output.exists() and refused == [True, True]
+        refused.clear()
+    assert not list(tmp_path.glob(".*.run"))
+
+
 def test_figures_say_what_they_are_measured_on(source, tmp_path, capsys):
     """With fewer than 20 rows nothing is held out, and held-out texts of less than a row are refused."""
     plan, few, short = (tmp_path / name for name in ("plan.json", "few.jsonl", "short.jsonl"))

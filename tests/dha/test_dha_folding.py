@@ -131,9 +131,18 @@ UNFIT = [
             "lm_head.weight",
         )
     ),
-    ("llama", lambda state: shorten(state, LAYER + "self_attn.k_proj.weight"), r"is \[16, 32\], expected \[32, 32\]"),
+    (
+        "llama",
+        lambda state: shorten(state, LAYER + "self_attn.k_proj.weight"),
+        r"is \[16, 32\], expected \[32, 32\]. Copy",
+    ),
     ("llama", lambda state: shorten(state, LAYER + "mlp.up_proj.weight"), r"is \[24, 32\], expected \[48, 32\]"),
     ("llama", lambda state: state.update({"extra.weight": torch.zeros(2)}), "extra.weight has no place"),
+    (
+        "llama",
+        lambda state: state.update({f"extra.{number}": torch.zeros(2) for number in range(8)}),
+        r"7 others do not fit. Remove extra\.0, extra\.1, .*, extra\.5 and 2 more from its files",
+    ),
     ("qwen2-bias", lambda state: state.pop(LAYER + "self_attn.v_proj.bias"), "v_proj.bias is missing"),
     ("neox-partial-rotary", lambda state: state.pop("embed_out.weight"), "lm_head.weight is missing"),
     (

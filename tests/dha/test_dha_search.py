@@ -184,6 +184,29 @@ def test_budget_is_the_best_of_all_choices(seed):
     assert cost[tuple(found)] == pytest.approx(min(cost.values()), abs=1e-9)
 
 
+def test_ties_are_broken_alike():
+    """Whatever the order in which a part's counts come."""
+    counts, rng = [1, 2, 4, 8], random.Random(0)
+    found = [divide_budget([dict.fromkeys(rng.sample(counts, 4), 0.0) for _ in range(6)], 9) for _ in range(20)]
+    assert found == [found[0]] * 20 and sum(found[0]) == 9
+
+
+@pytest.mark.parametrize("score", ["weights", "cka"])
+def test_heads_that_tie_are_grouped_alike_with_any_number_of_threads(score):
+    """Pairs of equal heads, and large enough for several threads."""
+    weight = torch.randn(4, 64, 512, generator=torch.Generator().manual_seed(0)).repeat(2, 1, 1)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            distances = {"weights": weight_distances, "cka": cka_distances}[score](weight).tolist()
+            found.append([best_groups(distances, count) for count in (2, 4)])
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+    assert found[0][1] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
 def test_without_a_signal_counts_are_equal():
     for allocation in ("score", "root", "displacement"):
         for n, share in ((32, 0.25), (32, 0.5), (24, 0.25), (40, 0.1)):
@@ -366,6 +389,9 @@ EDITS = {
     "groups of .2, 6. heads": lambda part: part.update(groups=[[0, 1], [2, 3, 4, 5, 6, 7]]),
     "'heads' is 3, and there are": lambda part: part.update(heads=3),
     "is not a list of groups": lambda part: part.update(groups=[0, 1], heads=2),
+    "head 0.0 is out of range: expected a whole number from 0 to 7": lambda part: part.update(
+        groups=[[0.0, 1, 2, 3], [4, 5, 6, 7]]
+    ),
     "head 'a' is out of range": lambda part: part.update(groups=[["a", 1, 2, 3], [4, 5, 6, 7]]),
     "KeyError": lambda part: part.pop("groups"),
 }

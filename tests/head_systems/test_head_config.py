@@ -62,6 +62,11 @@ BASE = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, **P
         ("head_pruning", {"kept_heads": [[0]]}, "kept_heads has 1 lists: expected 3, one a layer"),
         ("head_pruning", {"kept_heads": "all"}, "kept_heads='all': expected a list of heads for each of 3 layers"),
         ("head_pruning", {"kept_heads": [[0], [True], [1]]}, "kept_heads[1]=[True]: expected one or more of 0 to 3"),
+        (
+            "head_pruning",
+            {"kept_heads": [[0], [1.0], [1]]},
+            "kept_heads[1]=[1.0]: expected one or more of 0 to 3, integers",
+        ),
         ("head_pruning", {"kept_heads": [[0], [], [1]]}, "kept_heads[1]=[]: expected one or more of 0 to 3"),
         ("head_pruning", {"kept_heads": [[0], [1, 0], [1]]}, "kept_heads[1]=[1, 0]: expected one or more of 0 to 3"),
     ],

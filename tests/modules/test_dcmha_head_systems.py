@@ -92,6 +92,8 @@ def test_losses_are_the_systems():
             ValueError,
             "overlap=99 must be",
         ),
+        ({"head_system": "overlapped", "head_system_options": 3}, ValueError, "head_system_options=3: expected a dict"),
+        ({"head_system": "overlapped", "head_system_options": ["overlap"]}, ValueError, "expected a dictionary"),
         ({"head_system": "overlapped", "kdim": 8}, DCFormerError, "kdim=8 and vdim=32: .* as wide as the queries"),
         ({"head_system": "talking_heads"}, ValueError, "talking heads are static composition alone"),
     ],
@@ -99,6 +101,11 @@ def test_losses_are_the_systems():
 def test_what_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         DCMHA(32, 4, **arguments)
+
+
+def test_options_for_a_copy_are_a_dictionary():
+    with pytest.raises(ValueError, match=r"head_system_options=3: expected a dictionary of options and their values"):
+        DCMHA.from_torch(plain(), head_system="overlapped", head_system_options=3)
 
 
 def test_keys_and_values_of_other_states_are_refused():

@@ -5,10 +5,7 @@ import base64
 import io
 import json
 import math
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
@@ -19,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from ..errors import CONFIG_ERRORS, DCFormerError, refused, require_extra
+from ..files import whole_folder
 from ..hub_dcformer import stored_tensors, weight_files
 from .attribution import attribute_heads
 from .circuits import single_token
@@ -76,23 +74,17 @@ def _new_folder(path: Path) -> Iterator[Path]:
     """A folder that appears as a whole, or not at all.
 
     Raises:
-        DCFormerError: when it is the current folder, exists already and is not empty, or cannot be made.
+        DCFormerError: when it is the current folder, exists already and is not empty, is being written by another
+            process, or cannot be made.
     """
     if path.resolve() == Path.cwd():
         raise DCFormerError(f"--output {path} is the current folder: name a new one.")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise DCFormerError(f"--output {path} exists already: name a new folder.")
-    with refused(OSError, what=f"--output {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
+    with refused(OSError, what=f"--output {path}"), whole_folder(path.resolve()) as work:
         yield work
-        work.chmod(0o755)
-        with refused(OSError, what=f"--output {path}"):
-            os.replace(work, path)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+        if path.exists() and any(path.iterdir()):
+            raise DCFormerError(f"--output {path}: the folder is not empty any more: name a new one.")
 
 
 def _require_intact(folder: str, *names: str) -> None:

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ..conversion.output import complete_folder, refuse_to_replace
-from ..errors import DCFormerError, first_line, require_extra
-from ..files import states_of, write_whole
+from ..errors import DCFormerError, require_extra
+from ..files import locked_folder, states_of, write_whole
 from .folding import copy_kept, expand, fold_folder, load_model, to_gqa
 from .fusion import CLOSED, SMALL_LOSS, fuse, load_fused
 from .plan import HeadPlan
@@ -113,6 +113,10 @@ def _writing(output: str) -> Iterator[None]:
     """Around what writes a file of the output; a system's error there is the user's to correct."""
     try:
         yield
+    except BlockingIOError as error:
+        raise DCFormerError(
+            f"{output} is being written by another process: wait until it ends, or choose another --output."
+        ) from error
     except OSError as error:
         raise DCFormerError(f"{output} cannot be written: {error.strerror}. Choose another --output.") from error
 
@@ -125,31 +129,40 @@ def _state(options: argparse.Namespace) -> Path:
 
 @contextmanager
 def _started(options: argparse.Namespace) -> Iterator[Path]:
-    """`_state`, with a record of the arguments; removed at the end if no state was saved in it.
+    """`_state`, with a record of the arguments, locked; what is inside writes the output, too, and then it is removed.
+    After an error it stays if a state was saved in it.
 
     Raises:
-        DCFormerError: when it is that of a run with others, or cannot be written.
+        DCFormerError: when it is that of a run with others, or one that still runs, or cannot be written.
     """
     folder, now = _state(options), _given(options)
     if not _is_main():
         yield folder
         return
-    _remove_without_state(folder)  # of a killed process
-    if (folder / _GIVEN).exists() and (names := _differing(_read_given(folder / _GIVEN), now)):
-        raise DCFormerError(
-            f"{folder} holds an unfinished run with other arguments ({names}): give the same to continue it, or remove "
-            "the folder to start anew."
-        )
-    with _writing(options.output):
-        write_whole(folder / _GIVEN, json.dumps({"given": now}) + "\n")
-    try:
-        yield folder
-    finally:
-        _remove_without_state(folder)
+    with ExitStack() as stack:
+        with _writing(options.output):
+            stack.enter_context(locked_folder(folder))
+        if _holds_state(folder) and (names := _differing(_read_given(folder / _GIVEN), now)):
+            raise DCFormerError(
+                f"{folder} holds an unfinished run with other arguments ({names}): give the same to continue it, or "
+                "remove the folder to start anew."
+            )
+        with _writing(options.output):
+            write_whole(folder / _GIVEN, json.dumps({"given": now}) + "\n")
+        try:
+            yield folder
+        except BaseException:
+            _remove_without_state(folder)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _holds_state(folder: Path) -> bool:
+    return any(folder.glob("step-*/run.json"))
 
 
 def _remove_without_state(folder: Path) -> None:
-    if not any(folder.glob("step-*/run.json")):
+    if not _holds_state(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -162,23 +175,21 @@ def _search(options: argparse.Namespace) -> str:
     arguments = {
         name: getattr(options, name) for name in ("kv_ratio", "score", "allocation", "tie", "head_blocks", "seed")
     }
-    if options.score in TRAINED_SCORES:
-        if options.data is None:
-            raise DCFormerError(f"--score {options.score} trains: give --data, or use --score weights.")
-        rows, _ = _rows(options)
-        model = load_model(options.model, options.dtype)
-        with _started(options) as state:
-            plan = search(
-                model, **arguments, batches=rows, steps=options.steps, lr=options.lr, batch_size=options.batch_size,
-                accumulation=options.accumulation, checkpoint=state, save_steps=options.save_steps,
-            )  # fmt: skip
-    else:
-        plan = search(options.model, **arguments)
-    if _is_main():
-        with _writing(options.output):
-            plan.save(options.output)
-            write_whole(record, json.dumps({"given": _given(options)}) + "\n")
-        shutil.rmtree(_state(options), ignore_errors=True)
+    model = options.model
+    with ExitStack() as stack:
+        if options.score in TRAINED_SCORES:
+            if options.data is None:
+                raise DCFormerError(f"--score {options.score} trains: give --data, or use --score weights.")
+            rows, _ = _rows(options)
+            model = load_model(options.model, options.dtype)
+            trained = ("steps", "lr", "batch_size", "accumulation", "save_steps")
+            arguments |= {name: getattr(options, name) for name in trained}
+            arguments |= {"batches": rows, "checkpoint": stack.enter_context(_started(options))}
+        plan = search(model, **arguments)
+        if _is_main():
+            with _writing(options.output):
+                plan.save(options.output)
+                write_whole(record, json.dumps({"given": _given(options)}) + "\n")
     counts = f"{plan.num_key_heads} key heads, {plan.num_value_heads} value heads"
     return f"{options.output}: {counts}; {plan.kv_saving:.1%} of {plan.source.total} heads saved"
 
@@ -199,13 +210,12 @@ def _fuse(options: argparse.Namespace) -> str:
             held_out=held_out, copy_model=False, seed=options.seed, batch_size=options.batch_size,
             accumulation=options.accumulation, checkpoint=state, save_steps=options.save_steps,
         )  # fmt: skip
-    if fused.model is None or not _is_main():
-        return "the main process writes"
-    with complete_folder(output, sum(p.nbytes for p in fused.model.parameters()), options.overwrite) as folder:
-        fused.save(folder)
-        copy_kept(options.model, folder)
-        (folder / _GIVEN).write_text(json.dumps({"given": _given(options)}, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(_state(options), ignore_errors=True)
+        if fused.model is None or not _is_main():
+            return "the main process writes"
+        with complete_folder(output, sum(p.nbytes for p in fused.model.parameters()), options.overwrite) as folder:
+            fused.save(folder)
+            copy_kept(options.model, folder)
+            (folder / _GIVEN).write_text(json.dumps({"given": _given(options)}, indent=1) + "\n", encoding="utf-8")
     losses, last = fused.summary, fused.losses[-1]
     small = "never" if losses["small_at"] is None else f"first at step {losses['small_at']}"
     return (
@@ -308,19 +318,15 @@ def _rows(options: argparse.Namespace, held_out: str | None = None) -> tuple[Any
 
 def _tokenised(options: argparse.Namespace, source: str, argument: str) -> list[torch.Tensor]:
     """All texts, an end of text between them, cut into rows; at least one."""
-    from datasets.exceptions import DatasetsError
-    from pyarrow import ArrowException  # type: ignore[import-untyped]
     from transformers import AutoTokenizer
 
-    from ..training.data import check_rows, load_rows
+    from ..training.data import read_rows
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-        texts = check_rows(load_rows(source), options.column, source)
+        texts = read_rows(source, "train", options.column)
     except (OSError, ValueError) as error:
         raise DCFormerError(f"{error}") from error
-    except (DatasetsError, ArrowException, EOFError) as error:
-        raise DCFormerError(f"{argument} {source} cannot be read: {first_line(error.__cause__ or error)}.") from error
     if "text" not in texts.column_names:
         raise DCFormerError(f"{source} has conversations: expected texts; name their column with --column.")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -252,7 +252,9 @@ def _check_groups(groups: Any, heads: int, where: str, blocks: int) -> None:
     members = [head for group in groups for head in group]
     for head in members:
         if type(head) is not int or not 0 <= head < heads:
-            raise DCFormerError(f"{where}: head {head!r} is out of range: expected 0 to {heads - 1}.")
+            raise DCFormerError(
+                f"{where}: head {head!r} is out of range: expected a whole number from 0 to {heads - 1}."
+            )
     if len(members) != len(set(members)) or len(members) != heads:
         counts = {head: members.count(head) for head in range(heads)}
         wrong = next(head for head, count in counts.items() if count != 1)

@@ -204,7 +204,7 @@ def divide_budget(costs: Sequence[Mapping[int, float]], budget: int) -> list[int
 
     Returns:
         head counts, whose cost is the least to a billionth. Of choices with equal cost those that are most alike, and
-        of these the ones with most heads.
+        of these the ones with most heads; of parts that are equal in all this, the same at every call.
 
     Raises:
         DCFormerError: when the budget is below the smallest counts.
@@ -220,7 +220,7 @@ def divide_budget(costs: Sequence[Mapping[int, float]], budget: int) -> list[int
     for part in costs:
         new: dict[int, tuple[float, tuple[int, ...]]] = {}
         for used, (total, picks) in table.items():
-            for count, cost in part.items():
+            for count, cost in sorted(part.items()):
                 if (now := used + count) <= budget:
                     extra = cost / scale + _UNEQUAL * (count - budget / parts) ** 2 / spread
                     if now not in new or total + extra < new[now][0]:

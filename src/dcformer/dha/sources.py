@@ -435,7 +435,9 @@ def check_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]], location: s
         else:
             what = f"{name} is {list(shapes[name])}, expected {list(expected[name])}"
         others = f", and {len(wrong) - 1} others do not fit" if wrong[1:] else ""
-        todo = "Copy or download the model again." if expected.keys() - shapes.keys() else "Remove what is too much."
+        todo = "Copy or download the model again."
+        if not expected.keys() & {*wrong}:
+            todo = f"Remove {', '.join(wrong[:6])}{f' and {len(wrong) - 6} more' if wrong[6:] else ''} from its files."
         if "tok_embeddings.weight" in shapes:
             todo = "It is in the authors' format: convert it first, with dcformer-convert hub-to-safetensors."
         raise DCFormerError(f"{location}: the source's tensors do not fit its configuration: {what}{others}. {todo}")

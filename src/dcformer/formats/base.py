@@ -211,9 +211,18 @@ class Format:
                     Part(name.format(i=i, b=i // period, s=i % period), layout, (i,), False, generators)
                     for i in range(count)
                 ]
-        fused = [part for part in parts if len(part.layout.natives) > 1]
-        there = {native for part in fused if part.name in present for native in part.natives()}
-        return [part for part in parts if (part.name in present if part in fused else part.natives()[0] not in there)]
+        single = [part for part in parts if len(part.layout.natives) == 1]
+        fused = [part for part in parts if part not in single]
+        # a layer that has neither form lacks that of the other layers
+        kinds = {part.layout.foreign for part in fused if part.name in present}
+        apart = {part.natives()[0] for part in single if part.name in present}
+        fused = [
+            part
+            for part in fused
+            if part.name in present or (part.layout.foreign in kinds and apart.isdisjoint(part.natives()))
+        ]
+        there = {native for part in fused for native in part.natives()}
+        return [part for part in parts if part in fused or (part in single and part.natives()[0] not in there)]
 
     def _layouts_for(self, config: DCFormerConfig, present: set[str]) -> list[TensorLayout]:
         """`layouts`, adapted to a model where `mlp_type` and `norm_type` do not suffice."""

@@ -7,6 +7,7 @@ Its table of tensors and its configuration keys are in the modules with which `f
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 from ..configuration_dcformer import DCFormerConfig
@@ -39,8 +40,11 @@ class HubFormat(FolderFormat):
             raise ConversionError(f"{folder} describes no model ({error}).") from error
 
     def stored_generators(self, source: TensorSource) -> int:
-        shapes = [info.shape for name, info in source.infos.items() if name.endswith(".qkw")]
-        return next((shape[1] for shape in shapes if len(shape) == 5), 4)  # [G, C, K, 2R, M]
+        place = {5: 1, 4: 2}  # of C in qkw [G, C, K, 2R, M] and dw1 [E, G, C, K]
+        shapes = [
+            info.shape for name, info in source.infos.items() if name.endswith((".dyn_w_proj.qkw", ".dyn_w_proj.dw1"))
+        ]
+        return mode([shape[place[len(shape)]] for shape in shapes if len(shape) in place] or [4])
 
     def unused(self, config: DCFormerConfig, source: TensorSource) -> list[str]:
         """Besides a tied head: merged duplicates, and identity matrices under the names of static projections."""

@@ -32,7 +32,8 @@ class HeadPruningOptions(HeadSystemOptions):
         whole = all(type(head) is int for head in kept)
         if not kept or not whole or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= sizes.num_heads:
             raise ValueError(
-                f"kept_heads[{sizes.layer}]={kept}: expected one or more of 0 to {sizes.num_heads - 1}, in order."
+                f"kept_heads[{sizes.layer}]={kept}: expected one or more of 0 to {sizes.num_heads - 1}, "
+                "integers in order."
             )
 
 

@@ -4,6 +4,7 @@ Letters: E hidden size, H query heads, Hkv key/value heads, D head dim.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,17 +39,20 @@ class HeadSystemOptions:
     """Options of a system: a subclass has a field for each, `check` for what fits, and `check_config` for the model."""
 
     @classmethod
-    def of(cls, options: dict[str, Any] | None) -> "HeadSystemOptions":
+    def of(cls, options: Mapping[str, Any] | None) -> "HeadSystemOptions":
         """Options from a dictionary, as configurations store them.
 
         Raises:
-            ValueError: on an unknown option.
+            ValueError: on an unknown option, and on what is no dictionary.
         """
+        options = {} if options is None else options
+        if not isinstance(options, Mapping):
+            raise ValueError(f"head_system_options={options!r}: expected a dictionary of options and their values.")
         known = [field.name for field in dataclasses.fields(cls)]
-        for name in options or {}:
+        for name in options:
             if name not in known:
                 raise ValueError(f"{name!r} is not an option of {cls.__name__}: expected {', '.join(known) or 'none'}.")
-        return cls(**(options or {}))
+        return cls(**options)
 
     def check(self, sizes: HeadSizes) -> None:
         """Raises a ValueError that names field, value and range where the options do not fit a layer."""

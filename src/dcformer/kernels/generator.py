@@ -48,6 +48,7 @@ from .schemas import DEVICES, generate_packed_op, generate_weights_op, generated
 from .sizes import ceil_div, power_of_2
 from .triton.precision import product, rounded, tanh
 
+_INSTEAD = "the DCFormerCompose itself"  # of what computes the weights without kernels
 APPROXIMATE = {type(ACT2FN[name]): flavour for name, flavour in ACTIVATIONS.items()}
 
 
@@ -301,7 +302,7 @@ def _launch(
     R and GELU's flavour."""
     if not weights.shape[1] or not weights.shape[4]:
         return
-    require_supported(device=weights.device)
+    require_supported(instead=_INSTEAD, device=weights.device)
     hidden, gates = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (hidden, gates))
     qkw = None if qkw is None else qkw.contiguous()
     _RUN([weights, hidden, gates, qkw, *[*rows, None, None][:2]], *numbers)
@@ -387,9 +388,9 @@ def _first_layer(hidden_states: torch.Tensor, compose: DCFormerCompose) -> First
 
 def _arguments(hidden_states: torch.Tensor, compose: DCFormerCompose, first_layer: FirstLayer) -> tuple:
     """What both ops take: (hidden, gates, qkw) and (heads_per_group, rank, approximate, dtype)."""
-    require_supported(dtype=hidden_states.dtype)
+    require_supported(instead=_INSTEAD, dtype=hidden_states.dtype)
     if type(compose.act_fn) not in APPROXIMATE:
-        require_supported(activation=type(compose.act_fn).__name__)
+        require_supported(instead=_INSTEAD, activation=type(compose.act_fn).__name__)
     count, m, rank = len(compose.generators), compose.heads_per_group, compose.rank
     hidden, gates = first_layer or _first_layer(hidden_states, compose)
     qkw = None

@@ -203,11 +203,16 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
-def require_supported(**what: Any) -> None:
-    """Raises ValueError with the `unsupported_reason` of its arguments, if there is one."""
+def require_supported(*, instead: str = "dcformer.attention_dcformer.eager_attention", **what: Any) -> None:
+    """Raises ValueError with the `unsupported_reason` of its arguments, if there is one.
+
+    Args:
+        instead: what those call who have no model, and with it no `attn_implementation`.
+        what: arguments of `unsupported_reason`.
+    """
     reason = unsupported_reason(**what)
     if reason is not None:
-        raise ValueError(f"{reason}.")
+        raise ValueError(f"{reason}. Without a model, call {instead} instead.")
 
 
 __all__ = ["LIMITS", "Limit", "limits_table", "require_supported", "unsupported_reason"]

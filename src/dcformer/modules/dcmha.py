@@ -7,6 +7,7 @@ made from different states: query-wise composition weights are computed from the
 Letters: B batch, T queries, S keys, E width of the queries, H heads, Hkv key/value heads, D head dim.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
@@ -283,7 +284,9 @@ class DCMHA(nn.Module):
         if (name := options.get("head_system", "plain")) != "plain":
             has_lost_biases = decided["bias"] and not options.get("qk_norm", False)
             defaults = system_class(name).options_class.for_conversion(has_lost_biases)
-            options["head_system_options"] = defaults | (options.get("head_system_options") or {})
+            given = options.get("head_system_options")
+            if given is None or isinstance(given, Mapping):  # anything else is refused below
+                options["head_system_options"] = {**defaults, **(given or {})}
         made = cls(**(own | options | decided))
         if made.system is not None:
             made._take_over(module)

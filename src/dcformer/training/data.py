@@ -204,7 +204,7 @@ def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows
     if column is None and training.dataset_text_field != "text":
         column = training.dataset_text_field
     seed = training.data_seed or training.seed
-    rows = _read(data.data, data.split, column, data.data_config, data.streaming)
+    rows = read_rows(data.data, data.split, column, data.data_config, data.streaming)
     held_out = None
     if data.eval_data or data.eval_split:
         source, split = data.eval_data or data.data, data.eval_split or "train"
@@ -213,7 +213,7 @@ def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows
                 f"held-out rows would be the training rows, split {split!r} of {source}: name others with --eval_data "
                 "or --eval_split, or hold some out with --eval_rows"
             )
-        held_out = _read(source, split, column)
+        held_out = read_rows(source, split, column)
     elif data.eval_rows:
         if isinstance(rows, IterableDataset):
             held_out, rows = rows.take(data.eval_rows), rows.skip(data.eval_rows)
@@ -230,7 +230,7 @@ def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows
     return rows, held_out
 
 
-def _read(source: str, split: str, column: str | None, config: str | None = None, streaming: bool = False) -> Rows:
+def read_rows(source: str, split: str, column: str | None, config: str | None = None, streaming: bool = False) -> Rows:
     """Loads and checks rows; adds the file's name to errors of the formats' readers."""
     name = f"{source} (split {split!r})" if Path(source).is_dir() else source
     try:
