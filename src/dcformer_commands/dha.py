@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+from . import ends_quietly
+
 # As `dcformer.dha` has them; a test compares them.
 _SCORES = ("weights", "function", "operator", "cka", "uniform")
 _ALLOCATIONS = ("uniform", "root", "score", "displacement")
@@ -86,6 +88,7 @@ _COMMANDS = {
 }
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 

@@ -152,7 +152,7 @@ def _run(parser: Any, args: argparse.Namespace) -> None:
     try:
         model = _prepare(args)
         parser.execute(args)
-    except DCFormerError:
+    except (DCFormerError, BrokenPipeError):
         raise
     except Exception as error:  # of lm-eval or the libraries below it: options, tasks, model, data
         if _is_of_the_evaluation(error):
