@@ -227,7 +227,9 @@ def test_models_are_read_in_float32(tmp_path, bundled):
 
 def test_no_model(tmp_path, capsys, no_heavy_import):
     assert main([str(tmp_path / "no"), "--text", "a", "--output", str(tmp_path / "out")]) == 1
-    assert str(tmp_path / "no") in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'no'}: no such file or folder, and not found on the Hub")
+    assert list(tmp_path.iterdir()) == []
 
 
 def cut(file):
