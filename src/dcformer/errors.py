@@ -58,7 +58,7 @@ def first_line(error: BaseException) -> str:
 
 
 def loading_reason(name: str | os.PathLike, error: Exception) -> str:
-    """What `from_pretrained` of `name` raised, in one line; the libraries tell of the Hub alone, this of folders too."""
+    """What `from_pretrained` of `name` raised, in one line. Libraries tell of the Hub alone, this of folders too."""
     reason = " ".join(str(error).split())
     if isinstance(error, OSError) and not os.path.exists(name):
         return f"no such file or folder, and not found on the Hub by that name either: {reason}"
