@@ -113,11 +113,13 @@ def _config_file(folder: str) -> str:
 def _stored(folder: str) -> StoredModel:
     _require_intact(folder, "config.json")
     try:
-        return StoredModel(folder)
+        stored = StoredModel(folder)
     except DCFormerError as error:
         if str(error).startswith(folder):
             raise
         raise DCFormerError(f"{_config_file(folder)}: {error}") from error
+    stored.check_finite()
+    return stored
 
 
 def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
