@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -34,6 +35,17 @@ except SystemExit as stop:
 heavy = [name for name in ("torch", "transformers", "jax") if name in sys.modules]
 print(json.dumps([status, heavy]), file=sys.stderr)
 """
+# The same, and Ctrl-C comes when `dcformer` is imported.
+INTERRUPTED = PROGRAM.replace(
+    'sys.modules["dcformer"] = None',
+    """
+class Interrupt:
+    def find_spec(name, *_):
+        if name == "dcformer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt)
+""",
+)
 SUBCOMMANDS = ("jax-to-safetensors", "safetensors-to-jax", "hub-to-safetensors", "verify")
 HELP = [
     ("convert", "--help", "verify"),
@@ -90,6 +102,53 @@ def test_help_imports_nothing_heavy(module, words, expected):
 def test_wrong_usage_imports_nothing_heavy(module, words, message):
     status, heavy, _, errors = run(module, words)
     assert (status, heavy) == (2, []) and re.search(message, errors)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("analyze", "m --diversity"),
+        ("convert", "verify a b"),
+        ("dha", "report --model a"),
+        ("eval", "ls tasks"),
+        ("plan", ""),
+        ("selfcheck", ""),
+        ("serve", "m"),
+    ],
+)
+def test_interrupted_while_importing(module, words, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", INTERRUPTED)
+    status, _, out, errors = run(module, words)
+    assert (status, out, errors.splitlines()[-1]) == (130, "", "interrupted")
+
+
+COMMAND = """
+import sys
+from dcformer_commands import ends_quietly
+@ends_quietly
+def main():
+    {}
+    return 0
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("length", [10, 100_000])
+def test_nobody_reads_what_is_printed(length, unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", COMMAND.format(f"print('a' * {length})")]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_the_pipe_of_something_else_keeps_its_traceback():
+    command = [sys.executable, "-c", COMMAND.format("raise BrokenPipeError('of another')")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("BrokenPipeError: of another\n")
 
 
 def test_choices_are_those_of_the_package():

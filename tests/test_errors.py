@@ -10,7 +10,7 @@ import torch
 from helpers import REPOSITORY, tiny_config
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerModel, publish
-from dcformer.errors import DCFormerError, MissingExtraError, raise_bug, refused, require_extra
+from dcformer.errors import DCFormerError, MissingExtraError, loading_reason, raise_bug, refused, require_extra
 from dcformer.synthetic.__main__ import main as synthetic
 from dcformer_commands import convert, plan
 from dcformer_commands import eval as evaluate
@@ -102,6 +102,13 @@ def test_a_bug_keeps_its_traceback(command, arguments, place, kind, model, tmp_p
     with pytest.raises(kind) as caught:
         command(words)
     assert isinstance(caught.value.args[0], Injected)
+
+
+def test_why_a_name_was_not_found(tmp_path):
+    """Something that is there, or an error of another kind, is no missing folder."""
+    assert loading_reason(tmp_path / "no", OSError("no\nnet")).startswith("no such file or folder, and")
+    assert loading_reason(tmp_path / "no", OSError("no\nnet")).endswith(" either: no net")
+    assert loading_reason(tmp_path, OSError("no net")) == loading_reason("no", ValueError("no net")) == "no net"
 
 
 # Commands that load a model, "{model}": a folder, or a name on the Hub.

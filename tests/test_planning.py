@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, chunked_dcformer, planning
 from dcformer.analysis import num_parameters
+from dcformer.errors import DCFormerError
 from dcformer.planning import OPTIMIZERS, Setup, collectives, memory
 from dcformer_commands.plan import main
 
@@ -271,9 +272,11 @@ def test_communication():
         (["--set", "num_attention_heads=128"], "128 heads per group are beyond the fused kernels"),
         (["--set", "attention_dropout=0.1"], "attention_dropout=0.1 is not part of the fused kernels"),
         (["--set", "head_embeddings=add"], "head_embeddings are beyond the fused kernels"),
-        (["--memory", "-3"], "memory=-3e+09: expected the bytes of a GPU, above 0"),
-        (["--memory", "0"], "memory=0: expected"),
-        (["--memory", "nan"], "memory=nan: expected"),
+        (["--memory", "-3"], "--memory -3: expected the GB of a GPU, above 0"),
+        (["--memory", "0"], "--memory 0: expected"),
+        (["--memory", "nan"], "--memory nan: expected"),
+        (["--memory", "inf"], "--memory inf: expected"),
+        (["--set", "num_hidden_layers=0"], "num_hidden_layers=0: expected at least 1"),
     ],
 )
 def test_wrong_input(capsys, words, message):
@@ -297,9 +300,10 @@ def test_padding_beyond_a_part_of_the_vocabulary():
     assert memory(Setup(padded, 2, 2, length=32)) == memory(Setup(config, 2, 2, length=32))
 
 
-def test_a_model_without_layers(capsys):
-    assert main(["--preset", "dcformer-405m", "--set", "num_hidden_layers=0"]) == 0
-    assert "| activations | 0." in capsys.readouterr().out
+@pytest.mark.parametrize("size", [-3e9, 0, math.nan, math.inf])
+def test_bytes_of_a_gpu(size):
+    with pytest.raises(DCFormerError, match=r"memory=\S+: expected the bytes of a GPU, above 0"):
+        Setup(DCFormerConfig(**SIZES), memory=size)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Anything else that is raised is a bug, in this package or in a library, and keeps its traceback.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -56,6 +57,14 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def loading_reason(name: str | os.PathLike, error: Exception) -> str:
+    """What `from_pretrained` of `name` raised, in one line. Libraries tell of the Hub alone, this of folders too."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, OSError) and not os.path.exists(name):
+        return f"no such file or folder, and not found on the Hub by that name either: {reason}"
+    return reason
+
+
 def raise_bug(error: Exception, kinds: tuple[type[Exception], ...] = _AMBIGUOUS) -> None:
     """Re-raises an error that bad input does not explain; the caller then reports the others in one line.
 
@@ -104,6 +113,7 @@ __all__ = [
     "DCFormerError",
     "MissingExtraError",
     "first_line",
+    "loading_reason",
     "missing_extra",
     "raise_bug",
     "refused",

@@ -74,6 +74,8 @@ class Setup:
         for name in ("gpus", "tensor_parallel", "batch", "length", "accumulation"):
             if getattr(self, name) < 1:
                 raise DCFormerError(f"{name}={getattr(self, name)}: expected at least 1")
+        if (layers := self.config.num_hidden_layers) < 1:
+            raise DCFormerError(f"num_hidden_layers={layers}: expected at least 1")
         if not 0 < self.memory < math.inf:
             raise DCFormerError(f"memory={self.memory:g}: expected the bytes of a GPU, above 0")
         if self.gpus % self.tensor_parallel:
@@ -392,6 +394,8 @@ def run(options: argparse.Namespace) -> int:
         0, or 1 on input that cannot be planned; then it prints one line, the reason.
     """
     try:
+        if options.memory is not None and not 0 < options.memory < math.inf:
+            raise DCFormerError(f"--memory {options.memory:g}: expected the GB of a GPU, above 0")
         config = configuration(options.preset, options.set)
         setup = Setup(
             config, options.gpus, options.tensor_parallel, options.batch, options.length, options.accumulation,

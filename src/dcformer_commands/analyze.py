@@ -3,12 +3,15 @@
 import argparse
 from collections.abc import Sequence
 
+from . import ends_quietly
+
 _ABOUT = "What a model's composed heads do on a text, or an image: figures, a page, metrics (docs/analysis.md)."
 # As `dcformer.analysis` has them; a test compares them.
 _FORMS = ("stack", "stack_right", "sum", "head")
 _THEMES = ("light", "dark")
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Analyses a model.
 

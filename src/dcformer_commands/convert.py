@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+from . import ends_quietly
+
 # As `dcformer.conversion` and `dcformer.formats` have them; a test compares them.
 _DTYPES = ("float32", "bfloat16", "float16")
 _ARRAY_FORMATS = ("maxtext", "pax")
@@ -82,6 +84,7 @@ _COMMANDS = {
 }
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
     """Runs the command line.
 

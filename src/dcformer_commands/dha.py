@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+from . import ends_quietly
+
 # As `dcformer.dha` has them; a test compares them.
 _SCORES = ("weights", "function", "operator", "cka", "uniform")
 _ALLOCATIONS = ("uniform", "root", "score", "displacement")
@@ -47,7 +49,7 @@ def _fuse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=1e-4, help="peak, of the model (default: %(default)s)")
     parser.add_argument("--mixer-lr", type=float, default=1e-2, help="of the operators and λ (default: %(default)s)")
     parser.add_argument("--train", choices=_TRAINED, default="all", help="parameters (default: %(default)s)")
-    parser.add_argument("--closing-steps", type=int, default=60, help="the last steps (default: %(default)s)")
+    parser.add_argument("--closing-steps", type=int, help="the last steps (default: 60, or all if there are fewer)")
     parser.add_argument("--margin-steps", type=int, default=200, help="after which heads may not differ")
     parser.add_argument("--stop-at-loss", type=float, help="of fusion; the paper's 1e-3, with --closing-steps 0")
     parser.add_argument("--eval-data", metavar="FILE", help="held-out texts; by default the last 5 %% of --data")
@@ -86,6 +88,7 @@ _COMMANDS = {
 }
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 

@@ -3,7 +3,10 @@
 import sys
 from collections.abc import Sequence
 
+from . import ends_quietly
 
+
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, with all options of ``lm_eval``.
 

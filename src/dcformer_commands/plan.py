@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+from . import ends_quietly
+
 _ABOUT = "Memory and communication of training a DCFormer on many GPUs (docs/scale_out.md)."
 # As `dcformer` and `dcformer.planning` have them; a test compares them.
 _PRESETS = (
@@ -22,6 +24,7 @@ _IMPLEMENTATIONS = ("dcformer_triton", "dcformer_chunked", "eager")
 _GPUS = ("h100", "h200")
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a plan.
 

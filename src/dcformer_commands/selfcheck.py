@@ -3,10 +3,13 @@
 import argparse
 from collections.abc import Sequence
 
+from . import ends_quietly
+
 DTYPES = ("bfloat16", "float16", "float32")
 MARKS = ("scores", "precision", "gradients")  # `dcformer.kernels.overflow.Beyond`
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the check and prints a table.
 

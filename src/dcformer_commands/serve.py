@@ -8,9 +8,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from . import ends_quietly
+
 _PROGRAM = "dcformer-serve"
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the server until it is stopped.
 

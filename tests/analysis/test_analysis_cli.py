@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import re
 import shutil
@@ -227,7 +228,9 @@ def test_models_are_read_in_float32(tmp_path, bundled):
 
 def test_no_model(tmp_path, capsys, no_heavy_import):
     assert main([str(tmp_path / "no"), "--text", "a", "--output", str(tmp_path / "out")]) == 1
-    assert str(tmp_path / "no") in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'no'}: no such file or folder, and not found on the Hub")
+    assert list(tmp_path.iterdir()) == []
 
 
 def cut(file):
@@ -270,6 +273,17 @@ def test_missing_parameters_are_refused(tmp_path, capsys, bundled, no_heavy_impo
     lost = len(bundled[0].state_dict()) - len(kept)
     assert error.startswith(f"error: {folder} lacks {lost} parameters, model.layers.1.")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_nan_outside_the_circuits(tmp_path, capsys, bundled, name):
+    folder = shutil.copytree(CHECKPOINT, tmp_path / "model")
+    tensors = {name: tensor.clone() for name, tensor in bundled[0].state_dict().items()}
+    tensors[name][3, 0] = math.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for model, compared in ((folder, CHECKPOINT), (CHECKPOINT, folder)):
+        assert main([str(model), "--diversity", "--compare", str(compared)]) == 1
+        assert f"{folder}/model.safetensors: {name} holds NaN or infinity" in capsys.readouterr().err
 
 
 def test_diversity_of_a_folder(capsys, bundled, monkeypatch):

@@ -26,7 +26,7 @@ def batches(count=6, rows=4, length=16):
 def fuse(name="llama", steps=12, **options):
     model = make(name)
     plan = dha.search(model, 0.25, progress=False)
-    given = {"closing_steps": 4, "lr": 1e-3, "margin_steps": 4, "progress": False} | options
+    given = {"closing_steps": min(4, steps), "lr": 1e-3, "margin_steps": 4, "progress": False} | options
     return model, dha.fuse(model, plan, given.pop("data", batches()), steps, **given)
 
 
@@ -319,8 +319,10 @@ def test_arguments_are_checked():
     for options, message in (
         ({"train": "mlp"}, "train='mlp'.*attention"),
         ({"steps": 0, "closing_steps": 0}, "steps=0"),
+        ({"steps": -1, "closing_steps": None}, "steps=-1"),
         ({"accumulation": 0}, "accumulation=0"),
         ({"closing_steps": -1}, "closing_steps=-1"),
+        ({"steps": 4, "closing_steps": 9}, "closing_steps=9 are more than steps=4"),
         ({"batch_size": 1.5}, "batch_size=1.5 must be a whole number"),
         ({"batch_size": 0, "data": [{"input_ids": row} for row in tokens(8)]}, "batch_size=0 must be"),
         ({"data": None}, "batches=None: expected batches"),

@@ -92,6 +92,8 @@ ANSWERS = ["--tasks", "dcformer_synthetic_heldout_answers", "--limit", "4"]
         ([*ANSWERS, "--config", "absent.yaml"], "Config file not found"),
         ([*ANSWERS, "--batch_size", "many"], "--batch_size many: expected a number"),
         ([*ANSWERS, "--batch_size", "0"], "--batch_size 0: expected a number"),
+        *(([*ANSWERS, "--limit", n], f"--limit {float(n)}: expected a number") for n in ("0", "-3", "nan", "inf")),
+        ([*ANSWERS[:2], "--config", "few.yaml"], "--limit few: expected a number of items"),
         ([*ANSWERS, "--include_path", "absent"], "--include_path absent: expected a folder"),
         (["ls", "tasks", "--include_path", "absent"], "--include_path absent: expected a folder"),
         ([*ANSWERS, "--apply_chat_template"], "--apply_chat_template: the tokenizer of checkpoints/dcformer-synthetic"),
@@ -107,6 +109,7 @@ ANSWERS = ["--tasks", "dcformer_synthetic_heldout_answers", "--limit", "4"]
 )
 def test_found_before_the_model_is_loaded(work, no_model, capsys, arguments, message):
     (work / "file").touch()
+    (work / "few.yaml").write_text("limit: few\n")
     shutil.copytree(REPOSITORY / "checkpoints" / "dcformer-synthetic", work / "small")
     tiny_config().save_pretrained(work / "small")
     assert main(arguments if arguments[:1] == ["ls"] else [*MODEL, *arguments]) == 1

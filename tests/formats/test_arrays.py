@@ -1,9 +1,12 @@
 """Orbax checkpoints written array by array: what Orbax itself makes of them, and how much memory writing takes."""
 
+import gc
 import json
+import signal
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +193,43 @@ class TestLaziness:
         increase = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         assert increase > size  # or nothing was measured
         assert increase < 2 * size + 100 * 2**20  # six such arrays are 360 MB
+
+
+class TestInterrupts:
+    @pytest.mark.parametrize("place", ["anywhere", "where Python loses exceptions"])
+    def test_what_is_begun_is_written(self, ocp, tmp_path, place):
+        """TensorStore never writes for an event loop that is gone, and JAX's callback of collections loses nothing."""
+
+        def interrupt(*_):
+            signal.raise_signal(signal.SIGINT)
+
+        def load():
+            loaded.append(1)
+            if place == "anywhere":
+                interrupt()
+            else:
+                gc.callbacks.append(interrupt)
+                gc.collect()
+                gc.callbacks.remove(interrupt)
+            return np.zeros(3)
+
+        loaded, written = [], []
+        tree = {name: LazyArray((3,), np.dtype(np.float64), load) for name in "abc"}
+        with pytest.raises(KeyboardInterrupt):
+            write_orbax(tmp_path / "state", tree, progress=written.append)
+        assert (loaded, written) == ([1], [24])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_other_threads_and_handlers(self, ocp, tmp_path):
+        with ThreadPoolExecutor() as pool:
+            pool.submit(write_orbax, tmp_path / "state", {"a": np.zeros(3)}).result()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            tree = {"a": LazyArray((), np.dtype(np.int64), lambda: signal.raise_signal(signal.SIGINT) or np.asarray(1))}
+            write_orbax(tmp_path / "another", tree)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 class TestErrors:

@@ -238,7 +238,8 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
     (tmp_path / "full" / "kept").touch()
     (tmp_path / "file").touch()
     output = tmp_path / "hub"
-    assert "no readable configuration" in error(tmp_path / "absent", output)
+    absent = error(tmp_path / "absent", output)
+    assert "no readable configuration (no such file or folder, and not found on the Hub by that name" in absent
     assert "no readable configuration" in error(tmp_path / "empty", output)
     assert "type 'llama': expected a causal language model of this package" in error(tmp_path / "llama", output)
     DCViTConfig().save_pretrained(tmp_path / "vision")

@@ -166,6 +166,8 @@ def test_a_measure_that_was_not_asked_for_refuses_nothing(tmp_path, capsys):
             r"error: column parameters: family 'pythia' .*table4.csv, row 2\) has 3 sizes",
         ),
         (["missing.csv", *PYTHIA[1:]], "error: missing.csv cannot be read"),
+        ([*PYTHIA, "--variant", "pythia"], "error: --baseline and --variant are both 'pythia': name two families"),
+        (["missing.csv", *PYTHIA[1:], "--json", "/"], "error: --json / is a folder: name a file in it"),
         ([*PYTHIA, "--plot", "out.xyz"], r"error: --plot out.xyz: expected a name that ends in one of .*\.png"),
         ([*PYTHIA, "--plot", "missing/out.png"], "error: --plot missing/out.png: there is no folder missing"),
         ([*PYTHIA, "--json", "missing/out.json"], "error: --json missing/out.json: there is no folder missing"),

@@ -186,6 +186,15 @@ class StoredModel:
                 f"{folder}: there are no safetensors. dcformer-convert hub-to-safetensors writes them from other files."
             )
 
+    def check_finite(self) -> None:
+        """Raises a DCFormerError that names a tensor with NaN or infinity, also of those that no circuit needs."""
+        for name, file in self.files.items():
+            tensor = self._read(name)
+            assert tensor is not None
+            tensor = tensor if tensor.itemsize > 1 else tensor.float()  # float8 has no isfinite
+            if not tensor.isfinite().all():
+                raise DCFormerError(f"{file}: {name} holds NaN or infinity: load the checkpoint again, or repair it.")
+
     def _read(self, name: str) -> torch.Tensor | None:
         if name not in self.files:
             return None

@@ -38,6 +38,7 @@ from .sources import OPERATORS, HeadSource
 MARGIN_DECAY, MARGIN_STEPS = 0.999, 200
 CLOSED = 1e-6  # largest difference of a group's rows at which folding counts as exact
 SMALL_LOSS = 1e-3  # of the paper's stop rule
+_CLOSING_STEPS = 60
 TRAINED = ("all", "attention", "none")
 _MIN_LR, _WARMUP = 0.1, 0.1  # of θ: shares of the peak and of the steps
 _BETAS = (0.9, 0.95)
@@ -529,7 +530,7 @@ def fuse(
     lr: float = 1e-4,
     mixer_lr: float = 1e-2,
     train: str = "all",
-    closing_steps: int = 60,
+    closing_steps: int | None = None,
     stop_at_loss: float | None = None,
     margin_steps: int = MARGIN_STEPS,
     scale: float | None = None,
@@ -553,8 +554,8 @@ def fuse(
         lr: peak learning rate of the model's parameters, with 10 % warm-up and a cosine to 10 %.
         mixer_lr: learning rate of the operators and of λ.
         train: "all" parameters of the model, those of "attention", or "none", only the operators.
-        closing_steps: the last steps, in which the operators are moved to equality. 0 leaves them as they are, and
-            `fold` refuses what is not equal.
+        closing_steps: the last steps, in which the operators are moved to equality; by default 60, or all where there
+            are fewer. 0 leaves them as they are, and `fold` refuses what is not equal.
         stop_at_loss: end when the fusion loss is below, as the paper does at 1e-3; needs `closing_steps=0`.
         margin_steps: steps after which no difference is tolerated.
         scale: of the penalty; by default the number of factors in the operators.
@@ -578,6 +579,9 @@ def fuse(
     """
     if train not in TRAINED:
         raise DCFormerError(f"train={train!r} is unknown: expected one of {', '.join(TRAINED)}.")
+    if closing_steps is not None and closing_steps > steps:
+        raise DCFormerError(f"closing_steps={closing_steps} are more than steps={steps}, of which they are the last.")
+    closing_steps = _CLOSING_STEPS if closing_steps is None else closing_steps
     if stop_at_loss is not None and closing_steps:
         raise DCFormerError(
             f"stop_at_loss={stop_at_loss} would end before closing_steps={closing_steps} close: give closing_steps=0."

@@ -4,6 +4,7 @@ import argparse
 import copy
 import io
 import logging
+import math
 import os
 import re
 import sys
@@ -45,6 +46,11 @@ def _add_tasks(args: argparse.Namespace, own: str | list[str] | None) -> None:
 def _check_batch_size(batch_size: Any) -> None:
     if not re.fullmatch(r"[1-9]\d*|auto(:\d+(\.\d+)?)?", str(batch_size)):
         raise EvaluationError(f"--batch_size {batch_size}: expected a number of at least 1, auto, or auto:N")
+
+
+def _check_limit(limit: Any) -> None:
+    if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
+        raise EvaluationError(f"--limit {limit}: expected a number of items of a task, or below 1 a share, above 0")
 
 
 def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> None:
@@ -107,6 +113,7 @@ def _check(options: Any) -> None:
     if any(fnmatch(task, name) for task in _PAPER_TASKS for name in names):
         read_paper_file((options.metadata or {}).get(FILE_KEY))
     _check_batch_size(options.batch_size)
+    _check_limit(options.limit)
     if options.model in _HF_MODELS:
         _check_model(options.model_args, options.apply_chat_template)
     if options.output_path:
@@ -152,7 +159,7 @@ def _run(parser: Any, args: argparse.Namespace) -> None:
     try:
         model = _prepare(args)
         parser.execute(args)
-    except DCFormerError:
+    except (DCFormerError, BrokenPipeError):
         raise
     except Exception as error:  # of lm-eval or the libraries below it: options, tasks, model, data
         if _is_of_the_evaluation(error):

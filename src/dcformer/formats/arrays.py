@@ -11,8 +11,11 @@ import ctypes
 import json
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +102,31 @@ def write_zarr(
             progress(lazy.nbytes)
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[list[int]]:
+    """Holds KeyboardInterrupt back until the end, inside of which Orbax and JAX do not expect it.
+
+    JAX loses it where it comes up in its callback of garbage collection. Orbax closes its event loop while TensorStore
+    still writes for it, which can end the process. Other threads get no signals, and a program's own handler of them
+    stays: then nothing is held back.
+
+    Yields:
+        the signals so far: once there is one, nothing that takes long should begin.
+    """
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield came
+        return
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if came:
+            raise KeyboardInterrupt
+
+
 def write_orbax(
     folder: str | os.PathLike,
     tree: Mapping[str, Any],
@@ -110,7 +138,7 @@ def write_orbax(
 
     At most one array is in memory, along with its compressed form, or with a copy if `load` returns an array that is
     not C-contiguous; the memory that `load` itself needs adds to that. After an error, partial output stays: write to
-    a temporary folder and rename it.
+    a temporary folder and rename it. An interrupt waits until the array is written, and takes effect then.
 
     Args:
         folder: Where to write, `<root>/<step>/state` for a `CheckpointManager`; created if absent. A step needs no
@@ -125,6 +153,17 @@ def write_orbax(
         ValueError: A loaded array differs from its `LazyArray` in shape or dtype, or TensorStore cannot write it.
         Exception: Whatever `load` or `progress` raises.
     """
+    with _interrupts_held() as interrupts:  # from before JAX is imported, which adds its callback
+        _write_orbax(folder, tree, ocdbt, progress, interrupts)
+
+
+def _write_orbax(
+    folder: str | os.PathLike,
+    tree: Mapping[str, Any],
+    ocdbt: bool,
+    progress: Callable[[int], None] | None,
+    interrupts: list[int],
+) -> None:
     try:
         import jax
         import orbax.checkpoint as ocp
@@ -137,6 +176,8 @@ def write_orbax(
 
         async def serialize(self, values, infos, args=None):
             for value, info in zip(values, infos, strict=True):
+                if interrupts:
+                    raise InterruptedError  # it becomes a KeyboardInterrupt
                 array = value.load()
                 return_freed_memory()
                 # Made C-contiguous here: TensorStore would keep the original in memory while it compresses.

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
-from ..errors import ConversionError, DCFormerError, first_line
+from ..errors import ConversionError, DCFormerError, first_line, loading_reason
 from ..loading import LOADING_ERRORS, damaged_file
 from ..remote_code import export_remote_code
 from .card import model_card, read_results
@@ -69,7 +69,7 @@ def write_hub_folder(
     try:
         config = AutoConfig.from_pretrained(source)
     except LOADING_ERRORS as error:
-        reason = damaged_file(source, error) or first_line(error)
+        reason = damaged_file(source, error) or loading_reason(source, error)
         raise HubFolderError(
             f"{source} has no readable configuration ({reason}): expected a folder written by "
             "save_pretrained, or the name of a model on the Hub."

@@ -224,7 +224,11 @@ def run(arguments: Sequence[str] | None = None) -> str:
     options = parser.parse_args(arguments)
     if options.plot is not None:
         _check_plot(options.plot)
+    if options.baseline == options.variant:
+        raise DCFormerError(f"--baseline and --variant are both {options.variant!r}: name two families")
     for option, path in (("--plot", options.plot), ("--json", options.json)):
+        if path is not None and path.is_dir():
+            raise DCFormerError(f"{option} {path} is a folder: name a file in it")
         if path is not None and not path.parent.is_dir():
             raise DCFormerError(f"{option} {path}: there is no folder {path.parent}; make it, or name another")
     points = read_points(options.runs, options.perplexity, options.mixed_tokens)

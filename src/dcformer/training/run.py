@@ -26,7 +26,7 @@ from transformers.utils import cached_file
 from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from ..analysis import num_parameters
-from ..errors import DCFormerError, refused
+from ..errors import DCFormerError, loading_reason, refused
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
 from ..optimization import names_without_decay, parameter_groups
@@ -178,9 +178,7 @@ def _load(option: str, auto_class: Any, name: str, **arguments: Any) -> Any:
             reason = f"cannot be loaded ({type(error).__name__}: {error})"
         if Path(name).exists():
             raise DCFormerError(f"{option} {name}: {reason}") from error
-        raise FileNotFoundError(
-            f"{option} {name}: no such file or folder, and not found on the Hub by that name either: {error}"
-        ) from error
+        raise FileNotFoundError(f"{option} {name}: {loading_reason(name, error)}") from error
 
 
 def _make_trainer(
