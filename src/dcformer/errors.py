@@ -88,12 +88,13 @@ def raise_bug(error: Exception, kinds: tuple[type[Exception], ...] = _AMBIGUOUS)
 
 
 @contextmanager
-def refused(*kinds: type[Exception], what: str = "") -> Iterator[None]:
+def refused(*kinds: type[Exception], what: str = "", loads: str | os.PathLike | None = None) -> Iterator[None]:
     """Around a single call of a library: turns what it raises on invalid input into a `DCFormerError`.
 
     Args:
         kinds: the errors that the library is known to raise; see `raise_bug`.
         what: the input, put before the library's message.
+        loads: the folder or name that `from_pretrained` loads there; see `loading_reason`.
 
     Raises:
         DCFormerError: in one line, with the library's error as its cause.
@@ -104,7 +105,8 @@ def refused(*kinds: type[Exception], what: str = "") -> Iterator[None]:
         raise
     except kinds as error:
         raise_bug(error)
-        raise DCFormerError(f"{what}{': ' * bool(what)}{' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split()) if loads is None else loading_reason(loads, error)
+        raise DCFormerError(f"{what}{': ' * bool(what)}{reason}") from error
 
 
 __all__ = [

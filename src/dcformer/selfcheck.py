@@ -44,7 +44,8 @@ def _check(options: argparse.Namespace) -> int:
     config: Any = None
     if options.model:
         file = Path(options.model) / "config.json"
-        with refused(OSError, *CONFIG_ERRORS, what=str(file) if file.exists() else options.model):
+        name = str(file) if file.exists() else options.model
+        with refused(OSError, *CONFIG_ERRORS, what=name, loads=options.model):
             config = AutoConfig.from_pretrained(options.model)
     else:
         with refused(ValueError):

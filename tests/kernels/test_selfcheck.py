@@ -296,6 +296,11 @@ def test_the_command_with_a_bad_configuration(content, message, tmp_path, capsys
     assert error.startswith(f"error: {file}: ") and error.count("\n") == 1 and message in error
 
 
+def test_the_command_without_a_model(capsys):
+    assert main(["--model", "no/model", "--device", DEVICE]) == 1
+    assert capsys.readouterr().err.startswith("error: no/model: no such file or folder, and not found on the Hub")
+
+
 # --- the default, traced ----------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..errors import CONFIG_ERRORS, DCFormerError, loading_reason, raise_bug, refused, require_extra
+from ..errors import CONFIG_ERRORS, DCFormerError, refused, require_extra
 from ..files import whole_folder
 from ..hub_dcformer import stored_tensors, weight_files
 from .attribution import attribute_heads
@@ -132,11 +132,8 @@ def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
     )
 
     _require_intact(folder, *_JSON)
-    try:
+    with refused(OSError, *CONFIG_ERRORS, what=_config_file(folder), loads=folder):
         config = AutoConfig.from_pretrained(folder)
-    except (OSError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
-        raise DCFormerError(f"{_config_file(folder)}: {loading_reason(folder, error)}") from error
     if is_image != hasattr(config, "patch_size"):
         reads, wants = ("texts", "--text") if is_image else ("images", "--image")
         raise DCFormerError(f"{folder} is a model of {reads} ({config.model_type}): give {wants}.")
