@@ -159,10 +159,19 @@ def test_names_that_are_not_there(fails):
         ("num_train_epochs", "0"),
         ("early_stopping_patience", "0"),
         ("max_steps", "0"),
+        ("learning_rate", "inf"),
+        ("learning_rate", "nan"),
+        ("num_train_epochs", "inf"),
     ],
 )
 def test_values_that_no_run_can_have(fails, name, value):
     assert f"{name} is {float(value):g}: expected more" in fails(**{name: value}).replace(".0:", ":")
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "max_grad_norm"])
+@pytest.mark.parametrize("value", ["-1.0", "inf", "nan"])
+def test_values_below_zero(fails, name, value):
+    assert f"{name} is {value}: expected 0 or more, and finite: give another --{name}" in fails(**{name: value})
 
 
 def test_what_cannot_run_here(fails, monkeypatch):
@@ -329,6 +338,10 @@ def test_newest_whole_checkpoint(tmp_path, capsys):
 
 
 def test_optimizers_and_schedules_that_cannot_be_made(fails):
+    message = fails(adam_beta2="1.5")
+    assert "error: --optim adamw_torch_fused, --adam_beta1 0.9, --adam_beta2 1.5, --adam_epsilon 1e-08: " in message
+    assert "Invalid beta parameter at index 1: 1.5" in message
+    assert "Invalid epsilon value: -1.0" in fails(adam_epsilon="-1")
     message = fails(lr_scheduler_kwargs='{"min_rate": 0.1}')
     assert "error: --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {'min_rate': 0.1}: " in message
     assert "cosin " in fails(lr_scheduler_type="cosin")

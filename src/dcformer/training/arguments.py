@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,7 +22,7 @@ from ..recipes import check_overrides, recipe
 logger = logging.get_logger(__name__)
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
-# Training arguments that must be above 0 if given.
+# Training arguments that must be finite and above 0 if given.
 _POSITIVE = (
     "learning_rate",
     "per_device_train_batch_size",
@@ -30,6 +31,8 @@ _POSITIVE = (
     "num_train_epochs",
     "early_stopping_patience",
 )
+# ... and 0 or more.
+_NOT_NEGATIVE = ("weight_decay", "max_grad_norm")
 
 # Schedules that take `min_lr_rate`.
 _TO_MINIMUM = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
@@ -236,10 +239,12 @@ class TrainingConfig(SFTConfig):
         given: Any = self  # mypy does not follow TRL
         if not given.output_dir:  # the library would take "trainer_output"
             raise DCFormerError("output_dir is not set: name a folder for checkpoints and the model with --output_dir")
-        for name in _POSITIVE:
-            value = getattr(given, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
-                raise DCFormerError(f"{name} is {value}: expected more than 0, give another --{name}")
+        for name in (*_POSITIVE, *_NOT_NEGATIVE):
+            value, may_be_zero = getattr(given, name), name in _NOT_NEGATIVE
+            is_finite = isinstance(value, int | float) and 0 <= value < math.inf
+            if value is not None and not (is_finite and (value or may_be_zero)):
+                least = "0 or more" if may_be_zero else "more than 0"
+                raise DCFormerError(f"{name} is {value}: expected {least}, and finite: give another --{name}")
         if given.max_steps == 0:
             raise DCFormerError("max_steps is 0: expected more, or -1 to train for --num_train_epochs")
         if given.use_liger_kernel:

@@ -242,8 +242,15 @@ def _check_optimizer(trainer: SFTTrainer) -> None:
             "one, such as --optim adamw_torch, or leave --compose_rates out"
         )
     with refused(ImportError, ValueError, what=f"--optim {optimizer}"):
-        trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-    stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
+        kind, options = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+    parameter = torch.zeros(1, 1, requires_grad=True)
+    is_plain = isinstance(kind, type) and not options.keys() & {"params", "model", "optimizer_dict"}
+    if is_plain and issubclass(kind, torch.optim.Optimizer):
+        names = ("adam_beta1", "adam_beta2", "adam_epsilon")
+        given = "".join(f", --{name} {getattr(args, name)}" for name in names)
+        with refused(ValueError, what=f"--optim {optimizer}{given}"):
+            kind([parameter], **options)
+    stand_in = torch.optim.SGD([parameter], lr=args.learning_rate)
     what = f"--lr_scheduler_type {args.lr_scheduler_type.value} --lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
     with refused(TypeError, ValueError, what=what):
         get_scheduler(args.lr_scheduler_type, stand_in, 1, 100, args.lr_scheduler_kwargs)
