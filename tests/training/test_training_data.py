@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from helpers import REPOSITORY
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
@@ -22,8 +22,8 @@ import finetune
 import pretrain
 
 from dcformer.synthetic import build_tokenizer
-from dcformer.training import TrainingConfig
-from dcformer.training.data import check_output, check_rows, load_rows
+from dcformer.training import DataArguments, TrainingConfig
+from dcformer.training.data import check_output, check_rows, load_rows, make_data
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 DATA = REPOSITORY / "examples" / "data"
@@ -59,6 +59,18 @@ def test_empty_file_and_no_rows(fails, tmp_path):
     assert "empty.jsonl is empty: expected at least one row" in fails(data=str(tmp_path / "empty.jsonl"))
     with pytest.raises(ValueError, match="no rows"):
         check_rows(Dataset.from_dict({"text": []}), None, "here")
+
+
+@pytest.mark.parametrize("flags", [[], ["--streaming"]], ids=str)
+@pytest.mark.parametrize("name", ["blank.jsonl", "header.csv", "rows.parquet"])
+def test_files_without_rows(fails, tmp_path, name, flags):
+    file = tmp_path / name
+    file.write_text({"blank.jsonl": "\n\n", "header.csv": "text\n"}.get(name, ""))
+    if name == "rows.parquet":
+        Dataset.from_dict({"text": []}).to_parquet(file)
+    for argument in ("data", "eval_data"):
+        message = fails(*flags, **{argument: str(file)})
+        assert message == f"error: {file} has no rows: expected at least one to train on"
 
 
 def test_missing_and_unknown_files(fails, tmp_path):
@@ -121,6 +133,50 @@ def test_held_out_rows_are_not_training_rows(fails, tmp_path):
     assert "held-out rows would be the training rows" in fails(eval_split="train")
     message = fails(eval_data=str(DATA / ".." / "data" / "text_test.jsonl"))
     assert "held-out rows would be the training rows" in message and "--eval_rows" in message
+    for pattern in ("text_test.jsonl*", "text_*.jsonl"):  # the second has other files, too
+        assert f"split 'train' of {DATA / 'text_test.jsonl'}: name others" in fails(eval_data=str(DATA / pattern))
+
+
+def make(**options) -> tuple:
+    training = TrainingConfig(output_dir="unused", use_cpu=True, max_steps=1, data_seed=options.pop("data_seed", None))
+    return make_data(DataArguments(**options), training)
+
+
+def test_configuration_of_held_out_rows(tmp_path):
+    """Held-out rows are of the training rows' configuration where they are of the same data set."""
+    names = {config: {split: f"{config}-{split}.jsonl" for split in ("train", "test")} for config in ("plain", "other")}
+    configs = []
+    for config, files in names.items():
+        for split, file in files.items():
+            write(tmp_path / file, [{"text": f"{config} {split}"}])
+        files = [{"split": split, "path": file} for split, file in files.items()]
+        configs.append({"config_name": config, "data_files": files, "default": config == "plain"})
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    rows, held_out = make(data=str(tmp_path), data_config="other", eval_split="test")
+    assert (rows["text"][:], held_out["text"][:]) == (["other train"], ["other test"])
+
+
+def test_seed_of_held_out_rows():
+    parts = [
+        make(data=str(DATA / "text_test.jsonl"), eval_rows=9, data_seed=seed)[1]["text"][:] for seed in (None, 42, 0)
+    ]
+    assert parts[0] == parts[1] != parts[2]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_folders_of_save_to_disk(fails, tmp_path, streaming):
+    one = Dataset.from_dict({"text": ["the fox", "the bee"]}).with_format("pandas")
+    one.save_to_disk(tmp_path / "one")
+    DatasetDict(train=one, test=one.select([1])).save_to_disk(tmp_path / "both")
+    rows, held_out = make(
+        data=str(tmp_path / "one"), eval_data=str(tmp_path / "both"), eval_split="test", streaming=streaming
+    )
+    assert sorted(row["text"] for row in rows) == ["the bee", "the fox"]
+    assert isinstance(rows, IterableDataset if streaming else Dataset)
+    assert list(held_out) == [{"text": "the bee"}]
+    message = fails(data=str(tmp_path / "both"), split="valid")
+    assert f"{tmp_path / 'both'} has no split 'valid', only 'train', 'test': choose one of them" in message
+    assert "has no split 'test', only 'train'" in fails(data=str(tmp_path / "one"), eval_split="test")
 
 
 def test_files_that_cannot_be_read(fails, tmp_path):
