@@ -22,7 +22,8 @@ import finetune
 import pretrain
 
 from dcformer.synthetic import build_tokenizer
-from dcformer.training import DataArguments, TrainingConfig
+from dcformer.training import DataArguments, ModelArguments, TrainingConfig
+from dcformer.training.arguments import parse
 from dcformer.training.data import check_output, check_rows, load_rows, make_data
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
@@ -403,6 +404,52 @@ def test_optimizers_and_schedules_that_cannot_be_made(fails):
     assert "cosin " in fails(lr_scheduler_type="cosin")
     if find_spec("bitsandbytes") is None:
         assert "error: --optim adamw_bnb_8bit: " in fails(optim="adamw_bnb_8bit")
+
+
+WORD = "if it is a word, quote it: YAML takes no, off, yes and on for false and true"
+OF_ANOTHER_TYPE = {
+    "eval_rows: 0.5": "eval_rows is 0.5: expected int; give another, or leave it out",
+    "eval_rows: 5.0": "eval_rows is 5.0: expected int; ",
+    "eval_rows: [3]": "eval_rows is [3]: expected int; ",
+    "max_steps: 2.5": "max_steps is 2.5: expected int; ",
+    "gradient_accumulation_steps: 1.5": "gradient_accumulation_steps is 1.5: expected int; ",
+    "per_device_train_batch_size: 2.0": "per_device_train_batch_size is 2.0: expected int; ",
+    "seed: null": "seed is null: expected int; ",
+    "learning_rate: true": f"learning_rate is true: expected float; {WORD}",
+    "use_cpu: 1": "use_cpu is 1: expected bool; ",
+    "model_name_or_path: [a]": 'model_name_or_path is ["a"]: expected str | None; ',
+    "save_strategy: no": "save_strategy is false: expected ",
+    "max_stepz: 3": "'max_stepz' is not an argument; --help lists all arguments",
+    "3: 3": "3 is not an argument; ",
+}
+
+
+@pytest.mark.parametrize("line", OF_ANOTHER_TYPE)
+def test_files_of_arguments(fails, tmp_path, line):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{line}\n")
+    for flags in (["--config", str(file)], [f"--config={file}"]):
+        message = fails(*flags)
+        assert message.startswith(f"error: --config {file}: {OF_ANOTHER_TYPE[line]}")
+        assert message.endswith(WORD) == (" false: " in message or " true: " in message)
+
+
+def test_numbers_of_a_file(tmp_path):
+    """Whole numbers are rates as well, YAML takes 1e-3 for text, and text is read as on the command line."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "learning_rate: 1\nweight_decay: 1e-3\nmax_steps: '7'\nlora_target_modules: q_proj\nsave_strategy: 'no'\n"
+    )
+    line = ["--data", "x", "--output_dir", str(tmp_path), f"--config={file}", "--max_grad_norm", "2"]
+    _, model, training = parse((DataArguments, ModelArguments, TrainingConfig), line)
+    found = (training.learning_rate, training.weight_decay, training.max_steps, training.max_grad_norm)
+    assert found == (1, 1e-3, 7, 2) and model.lora_target_modules == ["q_proj"]
+    assert training.save_strategy == "no"
+
+
+@pytest.mark.parametrize("script", [finetune, pretrain])
+def test_no_file_of_arguments(fails, script):
+    assert fails("--config", script=script).startswith("error: --config names no file: expected a YAML file")
 
 
 def test_dtypes(fails, tmp_path):
