@@ -164,6 +164,14 @@ def test_seed_of_held_out_rows():
     assert parts[0] == parts[1] != parts[2]
 
 
+def test_held_out_rows_of_a_stream_are_no_stream():
+    """How many they are is known, so that those which several processes repeat are left out."""
+    texts = load_rows(str(DATA / "text_test.jsonl"))["text"][:]
+    rows, held_out = make(data=str(DATA / "text_test.jsonl"), eval_rows=9, streaming=True)
+    assert isinstance(held_out, Dataset) and held_out["text"][:] == texts[:9]
+    assert sorted(row["text"] for row in rows) == sorted(texts[9:])
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_folders_of_save_to_disk(fails, tmp_path, streaming):
     one = Dataset.from_dict({"text": ["the fox", "the bee"]}).with_format("pandas")

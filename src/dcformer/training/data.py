@@ -235,7 +235,9 @@ def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows
         held_out = _read(source, split, column, data.data_config if source == data.data else None)
     elif data.eval_rows:
         if isinstance(rows, IterableDataset):
-            held_out, rows = rows.take(data.eval_rows), rows.skip(data.eval_rows)
+            # no stream: of one the library does not know which rows several processes repeat
+            held_out = Dataset.from_list(list(rows.take(data.eval_rows)), features=rows.features)
+            rows = rows.skip(data.eval_rows)
             is_enough = next(iter(rows), None) is not None
         elif is_enough := data.eval_rows < len(rows):
             parts = rows.train_test_split(data.eval_rows, seed=seed)
