@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from helpers import REPOSITORY
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
@@ -22,8 +22,9 @@ import finetune
 import pretrain
 
 from dcformer.synthetic import build_tokenizer
-from dcformer.training import TrainingConfig
-from dcformer.training.data import check_output, check_rows, load_rows
+from dcformer.training import DataArguments, ModelArguments, TrainingConfig
+from dcformer.training.arguments import parse
+from dcformer.training.data import check_output, check_rows, load_rows, make_data
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 DATA = REPOSITORY / "examples" / "data"
@@ -59,6 +60,18 @@ def test_empty_file_and_no_rows(fails, tmp_path):
     assert "empty.jsonl is empty: expected at least one row" in fails(data=str(tmp_path / "empty.jsonl"))
     with pytest.raises(ValueError, match="no rows"):
         check_rows(Dataset.from_dict({"text": []}), None, "here")
+
+
+@pytest.mark.parametrize("flags", [[], ["--streaming"]], ids=str)
+@pytest.mark.parametrize("name", ["blank.jsonl", "header.csv", "rows.parquet"])
+def test_files_without_rows(fails, tmp_path, name, flags):
+    file = tmp_path / name
+    file.write_text({"blank.jsonl": "\n\n", "header.csv": "text\n"}.get(name, ""))
+    if name == "rows.parquet":
+        Dataset.from_dict({"text": []}).to_parquet(file)
+    for argument in ("data", "eval_data"):
+        message = fails(*flags, **{argument: str(file)})
+        assert message == f"error: {file} has no rows: expected at least one to train on"
 
 
 def test_missing_and_unknown_files(fails, tmp_path):
@@ -121,6 +134,58 @@ def test_held_out_rows_are_not_training_rows(fails, tmp_path):
     assert "held-out rows would be the training rows" in fails(eval_split="train")
     message = fails(eval_data=str(DATA / ".." / "data" / "text_test.jsonl"))
     assert "held-out rows would be the training rows" in message and "--eval_rows" in message
+    for pattern in ("text_test.jsonl*", "text_*.jsonl"):  # the second has other files, too
+        assert f"split 'train' of {DATA / 'text_test.jsonl'}: name others" in fails(eval_data=str(DATA / pattern))
+
+
+def make(**options) -> tuple:
+    training = TrainingConfig(output_dir="unused", use_cpu=True, max_steps=1, data_seed=options.pop("data_seed", None))
+    return make_data(DataArguments(**options), training)
+
+
+def test_configuration_of_held_out_rows(tmp_path):
+    """Held-out rows are of the training rows' configuration where they are of the same data set."""
+    names = {config: {split: f"{config}-{split}.jsonl" for split in ("train", "test")} for config in ("plain", "other")}
+    configs = []
+    for config, files in names.items():
+        for split, file in files.items():
+            write(tmp_path / file, [{"text": f"{config} {split}"}])
+        files = [{"split": split, "path": file} for split, file in files.items()]
+        configs.append({"config_name": config, "data_files": files, "default": config == "plain"})
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    rows, held_out = make(data=str(tmp_path), data_config="other", eval_split="test")
+    assert (rows["text"][:], held_out["text"][:]) == (["other train"], ["other test"])
+
+
+def test_seed_of_held_out_rows():
+    parts = [
+        make(data=str(DATA / "text_test.jsonl"), eval_rows=9, data_seed=seed)[1]["text"][:] for seed in (None, 42, 0)
+    ]
+    assert parts[0] == parts[1] != parts[2]
+
+
+def test_held_out_rows_of_a_stream_are_no_stream():
+    """How many they are is known, so that those which several processes repeat are left out."""
+    texts = load_rows(str(DATA / "text_test.jsonl"))["text"][:]
+    rows, held_out = make(data=str(DATA / "text_test.jsonl"), eval_rows=9, streaming=True)
+    assert isinstance(held_out, Dataset) and held_out["text"][:] == texts[:9]
+    assert sorted(row["text"] for row in rows) == sorted(texts[9:])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_folders_of_save_to_disk(fails, tmp_path, streaming):
+    one = Dataset.from_dict({"text": ["the fox", "the bee"]}).with_format("pandas")
+    one.save_to_disk(tmp_path / "one")
+    DatasetDict(train=one, test=one.select([1])).save_to_disk(tmp_path / "both")
+    rows, held_out = make(
+        data=str(tmp_path / "one"), eval_data=str(tmp_path / "both"), eval_split="test", streaming=streaming
+    )
+    assert sorted(row["text"] for row in rows) == ["the bee", "the fox"]
+    assert isinstance(rows, IterableDataset if streaming else Dataset)
+    assert list(held_out) == [{"text": "the bee"}]
+    message = fails(data=str(tmp_path / "both"), split="valid")
+    assert f"{tmp_path / 'both'} has no split 'valid', only 'train', 'test': choose one of them" in message
+    assert "has no split 'test', only 'train'" in fails(data=str(tmp_path / "one"), eval_split="test")
 
 
 def test_files_that_cannot_be_read(fails, tmp_path):
@@ -159,10 +224,19 @@ def test_names_that_are_not_there(fails):
         ("num_train_epochs", "0"),
         ("early_stopping_patience", "0"),
         ("max_steps", "0"),
+        ("learning_rate", "inf"),
+        ("learning_rate", "nan"),
+        ("num_train_epochs", "inf"),
     ],
 )
 def test_values_that_no_run_can_have(fails, name, value):
     assert f"{name} is {float(value):g}: expected more" in fails(**{name: value}).replace(".0:", ":")
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "max_grad_norm"])
+@pytest.mark.parametrize("value", ["-1.0", "inf", "nan"])
+def test_values_below_zero(fails, name, value):
+    assert f"{name} is {value}: expected 0 or more, and finite: give another --{name}" in fails(**{name: value})
 
 
 def test_what_cannot_run_here(fails, monkeypatch):
@@ -329,11 +403,61 @@ def test_newest_whole_checkpoint(tmp_path, capsys):
 
 
 def test_optimizers_and_schedules_that_cannot_be_made(fails):
+    message = fails(adam_beta2="1.5")
+    assert "error: --optim adamw_torch_fused, --adam_beta1 0.9, --adam_beta2 1.5, --adam_epsilon 1e-08: " in message
+    assert "Invalid beta parameter at index 1: 1.5" in message
+    assert "Invalid epsilon value: -1.0" in fails(adam_epsilon="-1")
     message = fails(lr_scheduler_kwargs='{"min_rate": 0.1}')
     assert "error: --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {'min_rate': 0.1}: " in message
     assert "cosin " in fails(lr_scheduler_type="cosin")
     if find_spec("bitsandbytes") is None:
         assert "error: --optim adamw_bnb_8bit: " in fails(optim="adamw_bnb_8bit")
+
+
+WORD = "if it is a word, quote it: YAML takes no, off, yes and on for false and true"
+OF_ANOTHER_TYPE = {
+    "eval_rows: 0.5": "eval_rows is 0.5: expected int; give another, or leave it out",
+    "eval_rows: 5.0": "eval_rows is 5.0: expected int; ",
+    "eval_rows: [3]": "eval_rows is [3]: expected int; ",
+    "max_steps: 2.5": "max_steps is 2.5: expected int; ",
+    "gradient_accumulation_steps: 1.5": "gradient_accumulation_steps is 1.5: expected int; ",
+    "per_device_train_batch_size: 2.0": "per_device_train_batch_size is 2.0: expected int; ",
+    "seed: null": "seed is null: expected int; ",
+    "learning_rate: true": f"learning_rate is true: expected float; {WORD}",
+    "use_cpu: 1": "use_cpu is 1: expected bool; ",
+    "model_name_or_path: [a]": 'model_name_or_path is ["a"]: expected str | None; ',
+    "save_strategy: no": "save_strategy is false: expected ",
+    "max_stepz: 3": "'max_stepz' is not an argument; --help lists all arguments",
+    "3: 3": "3 is not an argument; ",
+}
+
+
+@pytest.mark.parametrize("line", OF_ANOTHER_TYPE)
+def test_files_of_arguments(fails, tmp_path, line):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{line}\n")
+    for flags in (["--config", str(file)], [f"--config={file}"]):
+        message = fails(*flags)
+        assert message.startswith(f"error: --config {file}: {OF_ANOTHER_TYPE[line]}")
+        assert message.endswith(WORD) == (" false: " in message or " true: " in message)
+
+
+def test_numbers_of_a_file(tmp_path):
+    """Whole numbers are rates as well, YAML takes 1e-3 for text, and text is read as on the command line."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "learning_rate: 1\nweight_decay: 1e-3\nmax_steps: '7'\nlora_target_modules: q_proj\nsave_strategy: 'no'\n"
+    )
+    line = ["--data", "x", "--output_dir", str(tmp_path), f"--config={file}", "--max_grad_norm", "2"]
+    _, model, training = parse((DataArguments, ModelArguments, TrainingConfig), line)
+    found = (training.learning_rate, training.weight_decay, training.max_steps, training.max_grad_norm)
+    assert found == (1, 1e-3, 7, 2) and model.lora_target_modules == ["q_proj"]
+    assert training.save_strategy == "no"
+
+
+@pytest.mark.parametrize("script", [finetune, pretrain])
+def test_no_file_of_arguments(fails, script):
+    assert fails("--config", script=script).startswith("error: --config names no file: expected a YAML file")
 
 
 def test_dtypes(fails, tmp_path):

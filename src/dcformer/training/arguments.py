@@ -2,14 +2,16 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
 import yaml
+from huggingface_hub.dataclasses import type_validator
 from transformers.utils import logging
 from trl import ModelConfig, SFTConfig, TrlParser
 
@@ -21,7 +23,7 @@ from ..recipes import check_overrides, recipe
 logger = logging.get_logger(__name__)
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
-# Training arguments that must be above 0 if given.
+# Training arguments that must be finite and above 0 if given.
 _POSITIVE = (
     "learning_rate",
     "per_device_train_batch_size",
@@ -30,6 +32,8 @@ _POSITIVE = (
     "num_train_epochs",
     "early_stopping_patience",
 )
+# ... and 0 or more.
+_NOT_NEGATIVE = ("weight_decay", "max_grad_norm")
 
 # Schedules that take `min_lr_rate`.
 _TO_MINIMUM = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
@@ -236,10 +240,12 @@ class TrainingConfig(SFTConfig):
         given: Any = self  # mypy does not follow TRL
         if not given.output_dir:  # the library would take "trainer_output"
             raise DCFormerError("output_dir is not set: name a folder for checkpoints and the model with --output_dir")
-        for name in _POSITIVE:
-            value = getattr(given, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
-                raise DCFormerError(f"{name} is {value}: expected more than 0, give another --{name}")
+        for name in (*_POSITIVE, *_NOT_NEGATIVE):
+            value, may_be_zero = getattr(given, name), name in _NOT_NEGATIVE
+            is_finite = isinstance(value, int | float) and 0 <= value < math.inf
+            if value is not None and not (is_finite and (value or may_be_zero)):
+                least = "0 or more" if may_be_zero else "more than 0"
+                raise DCFormerError(f"{name} is {value}: expected {least}, and finite: give another --{name}")
         if given.max_steps == 0:
             raise DCFormerError("max_steps is 0: expected more, or -1 to train for --num_train_epochs")
         if given.use_liger_kernel:
@@ -320,13 +326,47 @@ def with_recipe(
     return [word for name, text in texts.items() if name not in given for word in (f"--{name}", text)] + line
 
 
+def _split(line: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The YAML file that a command line names, if any, and its other words."""
+    words = [part for word in line for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    if "--config" not in words:
+        return None, words
+    at = words.index("--config")
+    if at + 1 == len(words):
+        raise DCFormerError("--config names no file: expected a YAML file of arguments, as those in examples/configs")
+    return words[at + 1], words[:at] + words[at + 2 :]
+
+
+def _check_file(classes: Sequence[type], file: str) -> None:
+    """Refuses names that no argument has, and values of another type; the parser takes care of text."""
+    with open(file, encoding="utf-8") as text:  # whose name is in errors of YAML
+        given = yaml.safe_load(text)
+    if not isinstance(given, dict):
+        return  # refused by the parser, which also has variables of the environment, "env"
+    kinds: dict[Any, Any] = {name: kind for part in classes for name, kind in get_type_hints(part).items()}
+    for name, value in given.items():
+        if name == "env":
+            continue
+        if name not in kinds:
+            raise DCFormerError(f"--config {file}: {name!r} is not an argument; --help lists all arguments")
+        kind = kinds[name]
+        try:
+            if not isinstance(value, str):
+                type_validator(name, value, kind | int if float in (kind, *get_args(kind)) else kind)
+        except TypeError as error:
+            advice = "give another, or leave it out"
+            if isinstance(value, bool):
+                advice = "if it is a word, quote it: YAML takes no, off, yes and on for false and true"
+            raise DCFormerError(
+                f"--config {file}: {name} is {json.dumps(value, default=str)}: expected "
+                f"{kind.__name__ if isinstance(kind, type) else kind}; {advice}"
+            ) from error
+
+
 def _given(classes: Sequence[type], line: Sequence[str]) -> set[str]:
     """Names of the arguments on a command line that has been parsed, and in its YAML file."""
-    line, names = list(line), set()
-    if "--config" in line:
-        at = line.index("--config")
-        names = set(yaml.safe_load(Path(line[at + 1]).read_text(encoding="utf-8")))
-        del line[at : at + 2]
+    file, line = _split(line)
+    names = set() if file is None else set(yaml.safe_load(Path(file).read_text(encoding="utf-8")))
     parser = TrlParser(classes)
     every = [f.name for kind in classes for f in fields(kind)]
     parser.set_defaults_with_config(**dict.fromkeys(every, argparse.SUPPRESS))
@@ -355,10 +395,14 @@ def parse(classes: Sequence[type], arguments: Sequence[str] | None = None) -> tu
 
     parser = TrlParser(classes)
     parser.error = refuse  # type: ignore[method-assign]
+    file, words = _split(sys.argv[1:] if arguments is None else arguments)
     # ImportError: a library of --report_to or --optim
     with refused(ValueError, RuntimeError, ImportError, yaml.YAMLError):
         try:
-            parsed = tuple(parser.parse_args_and_config(arguments))
+            if file is not None:
+                _check_file(classes, file)
+                words = ["--config", file, *words]
+            parsed = tuple(parser.parse_args_and_config(words))
         except OSError as error:
             raise DCFormerError(
                 f"--config {error.filename}: {error.strerror}. Expected a YAML file of arguments, such as those in "

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import pyarrow.compute  # type: ignore[import-untyped]  # it ships no types
 import torch
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from pyarrow import ArrowException
 from tokenizers import Tokenizer
@@ -48,7 +48,7 @@ _TENSOR_FILES = ("*model*.safetensors", "pytorch_model*.bin", "optimizer*.pt", "
 
 
 def load_rows(source: str, split: str = "train", config: str | None = None, streaming: bool = False) -> Rows:
-    """Opens local files, a local folder or a data set on the Hub.
+    """Opens local files, a local folder (of files, or from `save_to_disk`) or a data set on the Hub.
 
     Args:
         source: path of a file, a pattern of paths ("texts/*.jsonl"), a folder, or a name.
@@ -64,8 +64,7 @@ def load_rows(source: str, split: str = "train", config: str | None = None, stre
         DCFormerError: when the split does not exist, a file is empty, or files are of an unknown type or of several.
     """
     path = Path(source)
-    files = [source] if path.is_file() else sorted(filter(os.path.isfile, glob(source, recursive=True)))
-    if files:
+    if files := _files(source):
         if split != "train":
             raise DCFormerError(
                 f"{source} has no split {split!r}: files are one split, 'train'. Give held-out rows a file of "
@@ -78,15 +77,32 @@ def load_rows(source: str, split: str = "train", config: str | None = None, stre
             )
         if empty := [file for file in files if os.path.getsize(file) == 0]:
             raise DCFormerError(f"{empty[0]} is empty: expected at least one row to train on")
-        return load_dataset(builders.pop(), data_files=files, split="train", streaming=streaming)
+        try:
+            return load_dataset(builders.pop(), data_files=files, split="train", streaming=streaming)
+        except ValueError as error:
+            if "corresponds to no data" not in str(error):
+                raise
+            raise DCFormerError(f"{source} has no rows: expected at least one to train on") from error
     is_path = path.suffix in {*_BUILDERS, *_COMPRESSED} or source.startswith((".", "/", "~")) or "*" in source
     if is_path and not path.is_dir():
         raise FileNotFoundError(
             f"no file {source}: give the path of a file or folder, a pattern of paths in quotes, or the name of a Hub "
             "data set"
         )
+    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        saved = load_from_disk(source)
+        parts = {"train": saved} if isinstance(saved, Dataset) else saved
+        if split not in parts:
+            raise DCFormerError(f"{source} has no split {split!r}, only {_listed(parts)}: choose one of them")
+        rows = parts[split].with_format(None)
+        return rows.to_iterable_dataset() if streaming else rows
     with refused(ValueError, what=source):  # a split or configuration that does not exist
         return load_dataset(source, config, split=split, streaming=streaming)
+
+
+def _files(source: str) -> list[str]:
+    """The local files that a path or pattern names."""
+    return [source] if Path(source).is_file() else sorted(filter(os.path.isfile, glob(source, recursive=True)))
 
 
 def _builder(path: Path) -> str:
@@ -203,20 +219,25 @@ def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows
     column = data.column
     if column is None and training.dataset_text_field != "text":
         column = training.dataset_text_field
-    seed = training.data_seed or training.seed
+    seed = training.seed if training.data_seed is None else training.data_seed
     rows = read_rows(data.data, data.split, column, data.data_config, data.streaming)
     held_out = None
     if data.eval_data or data.eval_split:
         source, split = data.eval_data or data.data, data.eval_split or "train"
-        if (Path(source).resolve(), split) == (Path(data.data).resolve(), data.split):
+        trained, named = (
+            {Path(file).resolve(): file for file in _files(name) or [name]} for name in (data.data, source)
+        )
+        if split == data.split and (shared := trained.keys() & named.keys()):
             raise DCFormerError(
-                f"held-out rows would be the training rows, split {split!r} of {source}: name others with --eval_data "
-                "or --eval_split, or hold some out with --eval_rows"
+                f"held-out rows would be the training rows, split {split!r} of {named[min(shared)]}: name others with "
+                "--eval_data or --eval_split, or hold some out with --eval_rows"
             )
-        held_out = read_rows(source, split, column)
+        held_out = read_rows(source, split, column, data.data_config if source == data.data else None)
     elif data.eval_rows:
         if isinstance(rows, IterableDataset):
-            held_out, rows = rows.take(data.eval_rows), rows.skip(data.eval_rows)
+            # no stream: of one the library does not know which rows several processes repeat
+            held_out = Dataset.from_list(list(rows.take(data.eval_rows)), features=rows.features)
+            rows = rows.skip(data.eval_rows)
             is_enough = next(iter(rows), None) is not None
         elif is_enough := data.eval_rows < len(rows):
             parts = rows.train_test_split(data.eval_rows, seed=seed)

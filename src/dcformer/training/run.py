@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from transformers import (
     AutoConfig,
@@ -240,8 +240,15 @@ def _check_optimizer(trainer: SFTTrainer) -> None:
             "one, such as --optim adamw_torch, or leave --compose_rates out"
         )
     with refused(ImportError, ValueError, what=f"--optim {optimizer}"):
-        trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-    stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
+        kind, options = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+    parameter = torch.zeros(1, 1, requires_grad=True)
+    is_plain = isinstance(kind, type) and not options.keys() & {"params", "model", "optimizer_dict"}
+    if is_plain and issubclass(kind, torch.optim.Optimizer):
+        names = ("adam_beta1", "adam_beta2", "adam_epsilon")
+        given = "".join(f", --{name} {getattr(args, name)}" for name in names)
+        with refused(ValueError, what=f"--optim {optimizer}{given}"):
+            kind([parameter], **options)
+    stand_in = torch.optim.SGD([parameter], lr=args.learning_rate)
     what = f"--lr_scheduler_type {args.lr_scheduler_type.value} --lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
     with refused(TypeError, ValueError, what=what):
         get_scheduler(args.lr_scheduler_type, stand_in, 1, 100, args.lr_scheduler_kwargs)
@@ -274,10 +281,30 @@ class _Trainer(SFTTrainer):
             outputs = model(**arguments)
             if arguments.get("fused_lm_head"):
                 for part in (outputs.is_top1, outputs.label_mask):
-                    counts.append(self.accelerator.gather_for_metrics(part.sum()).sum().item())
+                    counts.append(self.accelerator.gather(part.sum()).sum().item())
             return outputs
 
+        self._leave_repeated_rows_out(inputs["labels"])
         return super().compute_loss(count, inputs, *args, **kwargs)
+
+    def _leave_repeated_rows_out(self, labels: torch.Tensor) -> None:
+        """Takes the labels of rows that come twice: accelerate fills up the last batches, one for each process.
+
+        `gather_for_metrics` drops what such rows give, but not from a batch's mean or sum.
+        """
+        accelerator, remainder = self.accelerator, self.accelerator.gradient_state.remainder
+        if accelerator.num_processes == 1 or not accelerator.gradient_state.end_of_dataloader or remainder <= 0:
+            return
+        rows = self.callback_handler.eval_dataloader.dataset
+        is_joined = self.padding_free and isinstance(rows, Dataset)  # labels are [1, T], those of one row after another
+        own = self.args.eval_batch_size if is_joined else len(labels)  # rows of this process
+        first = accelerator.process_index * own
+        kept = min(max(remainder - first, 0), own)
+        if is_joined:
+            first += len(rows) - remainder
+            labels[:, sum(map(len, rows[first : first + kept]["input_ids"])) :] = -100
+        else:
+            labels[kept:] = -100
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         ratios = getattr(self.args, "rate_ratios", None)
