@@ -41,7 +41,9 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         usual = unfinished.stat().st_mode
         unfinished.unlink()
         yield unfinished
-        unfinished.chmod(stat.S_IMODE(target.stat().st_mode if target.exists() else usual))
+        mode = stat.S_IMODE(target.stat().st_mode if target.exists() else usual)
+        if stat.S_IMODE(unfinished.stat().st_mode) != mode:  # not all file systems can
+            unfinished.chmod(mode)
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -211,18 +211,17 @@ class Format:
                     Part(name.format(i=i, b=i // period, s=i % period), layout, (i,), False, generators)
                     for i in range(count)
                 ]
-        single = [part for part in parts if len(part.layout.natives) == 1]
-        fused = [part for part in parts if part not in single]
-        # a layer that has neither form lacks that of the other layers
+        fused = [part for part in parts if len(part.layout.natives) > 1]
         kinds = {part.layout.foreign for part in fused if part.name in present}
-        apart = {part.natives()[0] for part in single if part.name in present}
-        fused = [
-            part
+        apart = {part.natives()[0] for part in parts if len(part.layout.natives) == 1 and part.name in present}
+        taken = {  # a layer that has neither form lacks that of the other layers
+            part.name: part.natives()
             for part in fused
             if part.name in present or (part.layout.foreign in kinds and apart.isdisjoint(part.natives()))
-        ]
-        there = {native for part in fused for native in part.natives()}
-        return [part for part in parts if part in fused or (part in single and part.natives()[0] not in there)]
+        }
+        others = {part.name for part in fused} - taken.keys()
+        there = {native for natives in taken.values() for native in natives}
+        return [p for p in parts if p.name in taken or (p.name not in others and p.natives()[0] not in there)]
 
     def _layouts_for(self, config: DCFormerConfig, present: set[str]) -> list[TensorLayout]:
         """`layouts`, adapted to a model where `mlp_type` and `norm_type` do not suffice."""
