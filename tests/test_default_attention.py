@@ -305,6 +305,23 @@ def test_after_a_mark_the_kernels_are_checked_again(gpu, passes, monkeypatch):
 
 
 @needs_triton
+def test_a_layer_that_is_computed_again_asks_nothing_new(gpu, monkeypatch):
+    """In the backward pass of a checkpoint, where its first pass has left the mark: what the pass did is done again,
+    and a check, with a backward pass of its own, would wait for the one that is under way."""
+    monkeypatch.setattr(overflow, "_found", {})
+    kind = selfcheck.kinds(tiny_config(layer_types=["full_attention"] * 2), "bfloat16")[0]
+    *fields, _ = vars(kind).values()
+    assert selfcheck.may_use("meta", None, *fields) and len(gpu.runs) == 1
+    overflow._found[torch.device("meta")] = Beyond.PRECISION
+    gpu.results, found = [BAD], []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: found.append(selfcheck.may_use("meta", None, *fields)))
+    x.sum().backward()
+    assert found == [True] and len(gpu.runs) == 1
+    assert not selfcheck.may_use("meta", None, *fields) and len(gpu.runs) == 2
+
+
+@needs_triton
 @pytest.mark.parametrize("there_is", ["file", "folder"])
 def test_a_folder_that_cannot_be_written_is_no_error(gpu, tmp_path, there_is):
     if there_is == "file":

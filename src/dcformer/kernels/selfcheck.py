@@ -160,7 +160,7 @@ def _switches(config: Any, heads: int, kv_heads: int, groups: int) -> tuple[Any,
 # --- the default ------------------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_passed: dict[tuple[Any, ...], bool] = {}
+_passed: dict[tuple[Any, ...], tuple[Beyond, bool]] = {}  # marks on the device then, and whether
 _told: set[str] = set()
 
 
@@ -245,15 +245,15 @@ def may_use(device_type: str, index: int | None, *fields: Any) -> bool:
 
     Warns once of each reason why not. A constant of a graph that is traced.
     """
-    device = torch.device(device_type, index)
-    key = (device, beyond(device), *fields)
-    if (passed := _passed.get(key)) is not None:  # by every layer in every step of decoding
-        return passed
+    device, key = torch.device(device_type, index), (device_type, index, *fields)
+    marks = beyond(device)
+    # asked by every layer in every step of decoding
+    if (known := _passed.get(key)) is not None and (known[0] == marks or _keeps_its_way(device)):
+        return known[1]
     *switches, dtype, states = fields
-    found = NOTHING if _name(dtype) == "float32" else beyond(device)
-    kind = Kind(*(*switches, _name(dtype), _name(states), found))
+    kind = Kind(*(*switches, _name(dtype), _name(states), NOTHING if _name(dtype) == "float32" else marks))
     with _lock:
-        if key not in _passed:
+        if (known := _passed.get(key)) is None or known[0] != marks:
             if is_captured(device):  # not remembered
                 return _stays("a CUDA graph is captured before their self-check: run a forward pass before")
             reason = kind.unsupported_reason(device)
@@ -263,8 +263,14 @@ def may_use(device_type: str, index: int | None, *fields: Any) -> bool:
                 _stays(reason)
             elif (reason := _decide(device, kind)) is not None:
                 _stays(reason, f"self-check on {device}")  # other kinds of layers fail there for the same reason
-            _passed[key] = reason is None
-        return _passed[key]
+            _passed[key] = known = marks, reason is None
+        return known[1]
+
+
+def _keeps_its_way(device: torch.device) -> bool:
+    """Whether a layer goes on as it was checked before a mark: in CUDA graphs, and where it is computed again for its
+    gradients. A check there would wait for ever, as its own backward pass waits for this thread."""
+    return torch._C._current_graph_task_id() >= 0 or is_captured(device)
 
 
 def _decide(device: torch.device, kind: Kind) -> str | None:
