@@ -48,8 +48,8 @@ _ADVICE = "Pass a cache that this model filled, or none."
 # how many tokens it may hold for that model, None where there is no such bound.
 _LAST_USER = "_dcformer_last_user"
 _ROW_FIELDS = (
-    "head_dim", "compose_rank", "compose_groups", "compose_projection", "compose_gate", "compose_pre", "compose_post",
-    "compose_key", *MAP_FIELDS, "head_embeddings",
+    "head_dim", "compose_rank", "compose_projection", "compose_gate", "compose_pre", "compose_post", "compose_key",
+    *MAP_FIELDS, "head_embeddings",
 )  # fmt: skip
 _LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
 

@@ -196,6 +196,13 @@ class TestLaziness:
 
 
 class TestInterrupts:
+    @pytest.fixture(autouse=True)
+    def handler(self):
+        """Python's own: a shell has what it starts in the background ignore the signal."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
     @pytest.mark.parametrize("place", ["anywhere", "where Python loses exceptions"])
     def test_what_is_begun_is_written(self, ocp, tmp_path, place):
         """TensorStore never writes for an event loop that is gone, and JAX's callback of collections loses nothing."""
@@ -223,13 +230,10 @@ class TestInterrupts:
     def test_other_threads_and_handlers(self, ocp, tmp_path):
         with ThreadPoolExecutor() as pool:
             pool.submit(write_orbax, tmp_path / "state", {"a": np.zeros(3)}).result()
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            tree = {"a": LazyArray((), np.dtype(np.int64), lambda: signal.raise_signal(signal.SIGINT) or np.asarray(1))}
-            write_orbax(tmp_path / "another", tree)
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        finally:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        tree = {"a": LazyArray((), np.dtype(np.int64), lambda: signal.raise_signal(signal.SIGINT) or np.asarray(1))}
+        write_orbax(tmp_path / "another", tree)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 class TestErrors:
