@@ -149,7 +149,9 @@ def _check_mask_length(mask: torch.Tensor, cache: Cache, length: int) -> None:
     Raises:
         ValueError: naming both lengths.
     """
-    seen = 0 if torch.compiler.is_compiling() else cache.get_seq_length()
+    if torch.compiler.is_compiling():  # a graph would have a guard of both lengths
+        return
+    seen = cache.get_seq_length()
     if isinstance(seen, torch.Tensor):  # of a static cache: a GPU is not waited for
         seen = int(seen) if seen.device.type == "cpu" else 0
     if mask.shape[1] < seen + length:
