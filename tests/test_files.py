@@ -51,15 +51,19 @@ def test_permissions_are_those_of_the_umask(tmp_path, umask):
             save_file({"a": torch.ones(1)}, unfinished)
         with whole_folder(tmp_path / "out") as unfinished:
             (unfinished / "inner").mkdir()
-            save_file({"a": torch.ones(1)}, unfinished / "inner" / "file")
+            save_file({"a": torch.ones(1)}, unfinished / "inner" / "file.safetensors")
             (unfinished / "program").touch(0o700)
+            (unfinished / "secret").touch(0o600)
+            (tmp_path / "other").touch(0o600)
+            (unfinished / "link.safetensors").symlink_to(tmp_path / "other")
     finally:
         os.umask(before)
-    for path in (tmp_path / "file", tmp_path / "out" / "inner" / "file"):
+    for path in (tmp_path / "file", tmp_path / "out" / "inner" / "file.safetensors"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
     for path in (tmp_path / "out", tmp_path / "out" / "inner"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o777 & ~umask
-    assert stat.S_IMODE((tmp_path / "out" / "program").stat().st_mode) == 0o700
+    kept = {"out/program": 0o700, "out/secret": 0o600, "other": 0o600}
+    assert {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in kept} == kept
 
 
 def test_a_folder_is_not_replaced_by_a_file(tmp_path):

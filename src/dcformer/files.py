@@ -68,7 +68,7 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
 
     What is at `path` already, a file or a folder, is replaced then; it is briefly `.<name>.replaced`. A killed process
     leaves the hidden neighbours behind; the next one with the same `path` removes them. One that still writes keeps
-    them locked, and others out. Files get the permissions of the umask, as those of `whole_file`.
+    them locked, and others out. Files of safetensors get the permissions of the umask, as in `whole_file`.
 
     Args:
         path: the folder; those above it are made.
@@ -96,9 +96,10 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
                     record.write_bytes(started)
             yield work
             record.unlink(missing_ok=True)
-            for file in work.rglob("*"):
-                if file.is_file() and stat.S_IMODE(file.stat().st_mode) == 0o600:
-                    file.chmod(work.stat().st_mode & 0o666)
+            usual = work.stat().st_mode & 0o666
+            for file in work.rglob("*.safetensors"):
+                if not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o600 != usual:
+                    file.chmod(usual)
             if target.exists():
                 _remove(aside)
                 target.rename(aside)

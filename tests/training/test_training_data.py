@@ -23,7 +23,7 @@ import pretrain
 
 from dcformer.synthetic import build_tokenizer
 from dcformer.training import DataArguments, ModelArguments, TrainingConfig
-from dcformer.training.arguments import parse
+from dcformer.training.arguments import _check_file, parse
 from dcformer.training.data import check_output, check_rows, load_rows, make_data
 
 CHECKPOINT = REPOSITORY / "checkpoints" / "dcformer-synthetic"
@@ -447,12 +447,16 @@ def test_numbers_of_a_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "learning_rate: 1\nweight_decay: 1e-3\nmax_steps: '7'\nlora_target_modules: q_proj\nsave_strategy: 'no'\n"
+        "run_name: 2026\n"
     )
     line = ["--data", "x", "--output_dir", str(tmp_path), f"--config={file}", "--max_grad_norm", "2"]
     _, model, training = parse((DataArguments, ModelArguments, TrainingConfig), line)
     found = (training.learning_rate, training.weight_decay, training.max_steps, training.max_grad_norm)
     assert found == (1, 1e-3, 7, 2) and model.lora_target_modules == ["q_proj"]
-    assert training.save_strategy == "no"
+    assert training.save_strategy == "no" and str(training.run_name) == "2026"
+    for value in ("true", "[full_shard]"):  # beyond the library's annotation
+        file.write_text(f"fsdp: {value}\n")
+        _check_file((TrainingConfig,), str(file))
 
 
 @pytest.mark.parametrize("script", [finetune, pretrain])

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,14 @@ def _new_folder(path: Path) -> Iterator[Path]:
         raise DCFormerError(f"--output {path} is the current folder: name a new one.")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise DCFormerError(f"--output {path} exists already: name a new folder.")
-    with refused(OSError, what=f"--output {path}"), whole_folder(path.resolve()) as work:
+    with ExitStack() as stack:
+        with refused(OSError, what=f"--output {path}"):
+            work = stack.enter_context(whole_folder(path.resolve()))
         yield work
         if path.exists() and any(path.iterdir()):
             raise DCFormerError(f"--output {path}: the folder is not empty any more: name a new one.")
+        with refused(OSError, what=f"--output {path}"):
+            stack.close()
 
 
 def _require_intact(folder: str, *names: str) -> None:

@@ -83,9 +83,10 @@ def beyond(device: torch.device) -> Beyond:
 
 @contextmanager
 def assumed(device: torch.device, found: Beyond) -> Iterator[None]:
-    """Has this be what `beyond` returns for a device meanwhile, to try the kernels that follow from it."""
+    """Adds marks to what `beyond` returns for a device meanwhile, to try the kernels that follow. Those that are there
+    stay: other threads go by them."""
     before = beyond(device)
-    _found[device] = found
+    _found[device] = before | found
     try:
         yield
     finally:

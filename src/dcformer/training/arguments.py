@@ -350,9 +350,12 @@ def _check_file(classes: Sequence[type], file: str) -> None:
         if name not in kinds:
             raise DCFormerError(f"--config {file}: {name!r} is not an argument; --help lists all arguments")
         kind = kinds[name]
+        options = (kind, *get_args(kind))
+        # a number or date may be meant as text; the library's annotation of fsdp is narrower than what it takes
+        is_text = str in options and not isinstance(value, bool | list | dict)
         try:
-            if not isinstance(value, str):
-                type_validator(name, value, kind | int if float in (kind, *get_args(kind)) else kind)
+            if not (isinstance(value, str) or is_text or name == "fsdp"):
+                type_validator(name, value, kind | int if float in options else kind)
         except TypeError as error:
             advice = "give another, or leave it out"
             if isinstance(value, bool):

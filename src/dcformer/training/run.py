@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.optimization import get_scheduler
 from transformers.trainer_pt_utils import get_model_param_count
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from ..analysis import num_parameters
@@ -50,6 +50,8 @@ from .data import (
     make_data,
 )
 from .resume import SetupRecord, check_setup, setup_of
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -243,7 +245,7 @@ def _check_optimizer(trainer: SFTTrainer) -> None:
         kind, options = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     parameter = torch.zeros(1, 1, requires_grad=True)
     is_plain = isinstance(kind, type) and not options.keys() & {"params", "model", "optimizer_dict"}
-    if is_plain and issubclass(kind, torch.optim.Optimizer):
+    if is_plain and issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch."):
         names = ("adam_beta1", "adam_beta2", "adam_epsilon")
         given = "".join(f", --{name} {getattr(args, name)}" for name in names)
         with refused(ValueError, what=f"--optim {optimizer}{given}"):
@@ -297,7 +299,15 @@ class _Trainer(SFTTrainer):
             return
         rows = self.callback_handler.eval_dataloader.dataset
         is_joined = self.padding_free and isinstance(rows, Dataset)  # labels are [1, T], those of one row after another
-        own = self.args.eval_batch_size if is_joined else len(labels)  # rows of this process
+        if is_joined and self.args.train_sampling_strategy == "group_by_length":  # of held-out rows, too
+            logger.warning_once(
+                "held-out rows that are joined and grouped by length: those that several processes repeat count twice. "
+                "Leave --train_sampling_strategy away for the exact figures."
+            )
+            return
+        own = len(labels)  # rows of this process
+        if is_joined:
+            own = self.args.eval_batch_size // (accelerator.num_processes if accelerator.split_batches else 1)
         first = accelerator.process_index * own
         kept = min(max(remainder - first, 0), own)
         if is_joined:
