@@ -122,9 +122,13 @@ def finished(model: Any, output_class: type, outputs: Any) -> Any:
     """Outputs of a head with what the decoder's systems have to say, and their loss in its loss."""
     decoder = model.base_model
     said, decoder._extras = decoder._extras, {}
+    return with_loss(output_class, outputs, said, [layer.self_attn.system for layer in decoder.layers])
+
+
+def with_loss(output_class: type, outputs: Any, said: dict[str, Any], systems: list[HeadSystem]) -> Any:
+    """Outputs of a head with the `extras` of its systems, and their loss in its loss."""
     if outputs.loss is not None and said["aux_loss"] is not None:
-        coefficient = decoder.layers[0].self_attn.system.aux_loss_coef
-        outputs.loss = outputs.loss + coefficient * said["aux_loss"].to(outputs.loss.device)
+        outputs.loss = outputs.loss + systems[0].aux_loss_coef * said["aux_loss"].to(outputs.loss.device)
     return output_class(**outputs, **said)
 
 
@@ -136,4 +140,5 @@ __all__ = [
     "aux_loss",
     "extras",
     "finished",
+    "with_loss",
 ]

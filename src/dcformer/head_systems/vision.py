@@ -24,7 +24,7 @@ from .attention_head_systems import SystemProjections
 from .base import HeadSystem
 from .collaborative_mixing import Mixing
 from .options import OptionsOfLayers
-from .outputs_head_systems import HeadSystemsImageClassifierOutput, extras
+from .outputs_head_systems import HeadSystemsImageClassifierOutput, extras, with_loss
 from .registry import image_sizes_of, make_system, options_of
 
 
@@ -116,9 +116,7 @@ class HeadSystemsViTForImageClassification(HeadSystemsViTPreTrainedModel, DCViTF
         layers: Any = self.dcvit.running_layers()
         systems = [layer.attention.system for layer in layers]
         said = extras(systems, kwargs.get("attention_mask"), self.training, wants_logits, wants_gates)
-        if outputs.loss is not None and said["aux_loss"] is not None:
-            outputs.loss = outputs.loss + systems[0].aux_loss_coef * said["aux_loss"].to(outputs.loss.device)
-        return HeadSystemsImageClassifierOutput(**outputs, **said)
+        return with_loss(HeadSystemsImageClassifierOutput, outputs, said, systems)
 
 
 __all__ = ["HeadSystemsViTConfig", "HeadSystemsViTForImageClassification", "HeadSystemsViTModel"]
