@@ -27,6 +27,11 @@ def damaged_file(folder: str | os.PathLike, error: Exception) -> str | None:
         a sentence that names the file, or None when every file can be read.
     """
     raise_bug(error)
+    if os.path.isfile(Path(folder, "adapter_config.json")) and not os.path.isfile(Path(folder, "config.json")):
+        return (
+            f"{folder} holds a PEFT adapter and no model: load it, merge it by merge_and_unload(), and save that model "
+            "with its tokenizer."
+        )
     for file in sorted(Path(folder).glob("*.json")):
         try:
             if file.name == "tokenizer.json":

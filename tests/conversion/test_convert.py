@@ -19,6 +19,7 @@ from dcformer.conversion import (
     convert_safetensors_to_jax,
     open_checkpoint,
 )
+from dcformer.formats.maxtext import MaxTextFormat
 
 # The JAX model's own float32 noise is about 2e-5 at four layers and 2e-4 at eight.
 TOLERANCE, TOLERANCE_8_LAYERS = 5e-5, 2e-4
@@ -362,3 +363,17 @@ def _assert_same_in_jax(model, format, tmp_path, **options):
     found = forward(params, ids, settings_of(model.config, period))
     tolerance = TOLERANCE_8_LAYERS if period == 4 else TOLERANCE
     np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("hidden_act", "told"),
+    [
+        ("gelu", ["activation of the MLP 'gelu_pytorch_tanh', not 'gelu'"]),
+        ("gelu_pytorch_tanh", []),
+        ("silu", []),
+        ("swish", []),
+        ("mish", ["activation of the MLP 'one of its own', not 'mish'"]),
+    ],
+)
+def test_activations_that_maxtext_computes_otherwise(hidden_act, told):
+    assert MaxTextFormat().computes_otherwise(tiny_config(hidden_act=hidden_act)) == told

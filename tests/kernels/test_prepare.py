@@ -8,6 +8,7 @@ from helpers import tiny_config
 from kernel_device import DEVICE
 from test_generator import SWITCHES as GENERATOR_SWITCHES
 from test_generator import assert_sides_within, assert_within
+from torch.nn.utils import parametrize
 
 from dcformer.fusion_dcformer import FusedProjections
 from dcformer.kernels.prepare import prepare
@@ -127,6 +128,15 @@ def _hooked(name):
     return lambda attention: attention.get_submodule(name).register_forward_hook(lambda *_: None)
 
 
+class _Longer(torch.nn.Module):
+    def forward(self, parameter):
+        return parameter * 1.5
+
+
+def _parametrized(name):
+    return lambda attention: parametrize.register_parametrization(attention.compose, name, _Longer())
+
+
 def _norm_of_another_dtype(attention):
     attention.k_norm.double()
 
@@ -164,7 +174,9 @@ def _own_forward(attention):
 
 
 CHANGES = [
-    *(_hooked(name) for name in ("q_norm", "k_norm", "compose", "compose.dw1_proj", "compose.gate_proj")),
+    *(_hooked(name) for name in ("q_norm", "k_norm")),
+    *(_hooked(f"compose{name}") for name in ("", ".dw1_proj", ".gate_proj", ".act_fn")),
+    *(_parametrized(name) for name in ("qkw", "pre_static", "post_static")),
     _norm_of_another_dtype, _another_norm, _another_epsilon, _another_activation, _another_parameter,
     _parameter_of_another_dtype, _parameter_elsewhere, _another_linear, _own_forward,
 ]  # fmt: skip

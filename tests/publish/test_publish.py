@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import REPOSITORY, randomise, tiny_config
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel, DHAConfig
@@ -93,6 +94,21 @@ def test_remote_code_and_no_tokenizer(tmp_path, capsys):
     assert loaded.dtype == torch.bfloat16
     assert (tmp_path / "hub" / "modeling_dcformer.py").is_file()
     assert "trust_remote_code=True" in (tmp_path / "hub" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("stored", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+def test_values_are_kept_whatever_dtype_the_configuration_names(tmp_path, stored):
+    model = randomise(DCFormerForCausalLM(tiny_config()))
+    model.save_pretrained(tmp_path / "model")
+    file, config = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "config.json"
+    tensors = {name: tensor.to(stored[i % 2]) for i, (name, tensor) in enumerate(load_file(file).items())}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float16"}))
+    assert main([str(tmp_path / "model"), str(tmp_path / "hub")]) == 0
+    written = load_file(tmp_path / "hub" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensor.float()) for name, tensor in tensors.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hub").dtype == torch.float32
 
 
 def rows(text: str) -> dict[str, list[str]]:

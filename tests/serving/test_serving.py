@@ -21,7 +21,7 @@ from helpers import REPOSITORY, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
-from dcformer import DCFormerForCausalLM
+from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification
 from dcformer.serving import main, requests
 
 PAGE = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -173,6 +173,7 @@ def test_bad_requests_are_refused_and_the_server_stays(server):
         with pytest.raises(urllib.error.HTTPError) as raised:
             post(address, body, path)
         assert raised.value.code == 400, body
+        assert raised.value.headers["x-request-id"]
         error = json.load(raised.value)["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", field)
         assert message in error["message"]
@@ -244,6 +245,14 @@ FAULTS = [
         ({"top_p": 1.1}, "top_p"),
         ({"frequency_penalty": -1}, "frequency_penalty"),
         ({"seed": "a"}, "seed"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"model": 3}, "model"),
+        ({"stream": "no"}, "stream"),
+        ({"stream": False, "model": "a"}, None),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
+        ({"logit_bias": {"5": "3"}}, "logit_bias"),
+        ({"logit_bias": {"5": True}}, "logit_bias"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -527,6 +536,41 @@ def test_models_that_cannot_be_served(tmp_path, monkeypatch, capsys, arguments, 
     assert main(arguments) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
     assert message in line
+
+
+@needs_server
+def test_models_that_requests_name(tmp_path, monkeypatch):
+    """Of a server without a model of its own; refusals have the headers of answers, those for browsers too."""
+    from fastapi.testclient import TestClient
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "checkpoints" / "dcformer-synthetic")
+    for name, class_ in (("whole", DCFormerForCausalLM), ("classifier", DCFormerForSequenceClassification)):
+        class_(tiny_config(vocab_size=len(tokenizer))).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    started = []
+    monkeypatch.setattr("uvicorn.Server.run", lambda server: started.append(server.config.app))
+    with pytest.raises(SystemExit):
+        main(["--enable-cors", "--device", "cpu"])
+    client, origin = TestClient(started[0]), {"Origin": "http://example.com"}
+    for model, status, told in (
+        ("whole", 200, ""),
+        ("absent", 400, "no such file or folder"),
+        (None, 400, "names none"),
+        ("", 400, "names none"),
+        (3, 400, "must be a text"),
+        ("classifier", 400, "lacks lm_head.weight"),
+        ("adapter", 400, "merge_and_unload()"),
+    ):
+        body = {"prompt": "Peter owns", "max_tokens": 1} | ({} if model is None else {"model": model})
+        answer = client.post(requests.TEXT, json=body, headers=origin)
+        assert answer.status_code == status and told in answer.text
+        assert answer.headers["access-control-allow-origin"] and answer.headers["x-request-id"]
+        if status == 400:
+            assert answer.json()["error"]["param"] == "model"
 
 
 def test_missing_extra(monkeypatch, capsys):

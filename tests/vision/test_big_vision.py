@@ -213,6 +213,13 @@ def test_configuration_comes_from_the_shapes():
     assert plain.image_size == (12, 12) and not plain.compose_generators and plain.qk_norm is None
 
 
+@pytest.mark.parametrize(("patch", "size"), [(4, 224), (14, 224), (32, 224), (6, 84)])
+def test_size_of_images_that_positions_do_not_tell(patch, size):
+    arrays = make_checkpoint()
+    arrays["embedding/kernel"] = np.zeros((patch, patch, *arrays["embedding/kernel"].shape[2:]), np.float32)
+    assert convert_big_vision(arrays).config.image_size in (size, (size, size))
+
+
 def broken(**changes) -> dict[str, np.ndarray]:
     arrays = make_checkpoint()
     for name, array in changes.items():

@@ -179,7 +179,9 @@ class MaxTextFormat(ArrayFormat):
 
     def computes_otherwise(self, config: DCFormerConfig) -> list[str]:
         rope = config.rope_parameters or {}
+        ours = "silu" if config.hidden_act == "swish" else config.hidden_act
         computed = {
+            "activation of the MLP": (ours, _ACTIVATIONS.get(_activation(config), "one of its own")),
             "GELU of the weight generators": (config.compose_act, "gelu_pytorch_tanh"),
             "q/k norm epsilon": (config.qk_norm_eps if config.qk_norm else config.norm_eps, config.norm_eps),
             "rotated part of a head": (rope.get("partial_rotary_factor", 1.0), 1.0),
@@ -211,6 +213,11 @@ def _windows(stored: Any, longest: Any) -> dict[str, Any]:
     return result | ({"period": len(windows)} if isinstance(stored, (list, tuple)) else {})
 
 
+def _activation(config: DCFormerConfig) -> str:
+    """The MLP's, by the name that a MaxText configuration is given for it."""
+    return "gelu" if config.hidden_act == "gelu_pytorch_tanh" else config.hidden_act
+
+
 def _nested(arrays: Mapping[str, LazyArray]) -> dict[str, Any]:
     """Dotted names -> the nested tree of a MaxText state."""
     tree: dict[str, Any] = {}
@@ -233,8 +240,7 @@ def trainer_config(config: DCFormerConfig, period: int) -> dict[str, Any]:
         "window_size": layer_windows(config)[:period],
         "normalization_layer_epsilon": config.norm_eps,
         "rope_max_timescale": (config.rope_parameters or {}).get("rope_theta"),
-        # flax's GELU is the tanh one
-        "mlp_activations": ["gelu" if config.hidden_act == "gelu_pytorch_tanh" else config.hidden_act, "linear"],
+        "mlp_activations": [_activation(config), "linear"],
         "scan_layers": True,
         "param_scan_axis": 1,
     }

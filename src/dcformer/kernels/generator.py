@@ -341,7 +341,7 @@ def can_replace(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
     """Whether the kernels may read the module's parameters past their modules, and know its dtype and activation.
 
     No where something else is to happen as well: adapters, quantisation, sharded or offloaded weights, hooks,
-    transforms of `torch.func` and forward-mode differentiation.
+    parametrizations, transforms of `torch.func` and forward-mode differentiation.
     """
     device = hidden_states.device
     return unsupported_reason(device=device, dtype=hidden_states.dtype) is None and is_plain(compose, hidden_states)
@@ -352,7 +352,10 @@ def is_plain(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
     # asked by every layer in every step of decoding: attributes of modules are slow
     modules = vars(compose)["_modules"]
     linears = [modules[name] for name in ("dw1_proj", "gate_proj") if modules.get(name) is not None]
-    if not linears or type(modules["act_fn"]) not in APPROXIMATE or not has_no_hooks(compose):
+    act_fn = modules["act_fn"]
+    if not linears or type(act_fn) not in APPROXIMATE or not has_no_hooks(act_fn):
+        return False
+    if type(compose) is not DCFormerCompose or not has_no_hooks(compose):  # a parametrization makes a class of its own
         return False
     own = vars(compose)["_parameters"]
     if (qkw := own.get("qkw")) is not None and type(qkw) is not nn.Parameter:

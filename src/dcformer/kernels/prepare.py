@@ -291,6 +291,8 @@ def can_prepare(attention: Any, hidden_states: torch.Tensor, states: torch.Tenso
             return False
     if not (has_no_hooks(compose) and has_no_hooks(query_norm) and has_no_hooks(key_norm)):
         return False
+    if type(compose) is not DCFormerCompose:  # a parametrization makes a class of its own
+        return False
     if unsupported_reason(device=states.device, dtype=dtype, head_dim=attention.head_dim) is not None:
         return False
     for module in (compose, query_norm, key_norm):

@@ -172,9 +172,10 @@ class _Layer:
             or modules["k_norm"] is not key_norm
         ):
             return False
-        if vars(compose)["_modules"]["act_fn"] is not self.act_fn or (product.dtype, product.device) != self.of_product:
+        act_fn = vars(compose)["_modules"]["act_fn"]
+        if act_fn is not self.act_fn or (product.dtype, product.device) != self.of_product:
             return False
-        if not (has_no_hooks(compose) and has_no_hooks(query_norm) and has_no_hooks(key_norm)):
+        if not (has_no_hooks(act_fn) and has_no_hooks(compose) and has_no_hooks(query_norm) and has_no_hooks(key_norm)):
             return False
         if getattr(query_norm, "eps", 0.0) != self.eps or getattr(key_norm, "eps", 0.0) != self.eps:
             return False

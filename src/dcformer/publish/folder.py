@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
+from ..conversion.sources import FLOATS
 from ..errors import ConversionError, DCFormerError, first_line, loading_reason
+from ..hub_dcformer import IGNORED_ON_LOAD, stored_tensors, weight_files
 from ..loading import LOADING_ERRORS, damaged_file
 from ..remote_code import export_remote_code
 from .card import model_card, read_results
@@ -39,7 +42,8 @@ def write_hub_folder(
     """Writes a folder for the Hub, completely or not at all.
 
     Args:
-        model: folder of a causal model of this package, or its name on the Hub. Parameters keep their dtype.
+        model: folder of a causal model of this package, or its name on the Hub. Parameters keep their values: all get
+            the dtype that holds those of each that is stored, whatever the configuration names.
         output: the new folder; must not exist, or be empty.
         results: results file of lm-eval for the card's table, of this model by its folder or by `name`.
         max_shard_size: largest size of a weight file, such as "100MB".
@@ -81,7 +85,8 @@ def write_hub_folder(
             "save_pretrained(folder, max_shard_size=...), without a model card."
         )
     try:
-        both: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", output_loading_info=True)
+        dtype = _stored_dtype(source)
+        both: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
     except LOADING_ERRORS as error:
         raise HubFolderError(
             f"{source} cannot be loaded: {damaged_file(source, error) or first_line(error)}"
@@ -105,6 +110,17 @@ def write_hub_folder(
     except ConversionError as error:
         raise HubFolderError(str(error)) from error
     return output
+
+
+def _stored_dtype(source: str) -> torch.dtype | str:
+    """The dtype that holds the values of all stored parameters; "auto" where the files have none of ours."""
+    dtypes = {
+        read().dtype
+        for file in weight_files(source, {})
+        for name, _, read in stored_tensors(file)
+        if not any(re.search(ignored, name) for ignored in IGNORED_ON_LOAD)
+    }
+    return reduce(torch.promote_types, dtypes & {*FLOATS}) if dtypes & {*FLOATS} else "auto"
 
 
 def _save_tokenizer(source: str, folder: Path) -> None:

@@ -5,6 +5,8 @@ OpenAI's form.
 """
 
 import json
+import math
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -65,7 +67,7 @@ _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SETTINGS = ("max_new_tokens", "max_length")  # the same, in `generation_config`
 _NUMBERS: dict[str, tuple[Any, float, float, str]] = {
     **dict.fromkeys(_LENGTHS, _LENGTH),
-    "temperature": ((int, float), 0, float("inf"), "a number of at least 0"),
+    "temperature": ((int, float), 0, sys.float_info.max, "a number of at least 0"),
     "top_p": ((int, float), 0, 1, "a number from 0 to 1"),
     "frequency_penalty": ((int, float), -0.99, 2, "a number above -1, and at most 2"),
     "seed": (int, -(2**63), 2**63 - 1, "a whole number of 64 bits"),
@@ -75,7 +77,9 @@ _KINDS: dict[str, tuple[Any, Any, str]] = {
     "chat_template_kwargs": (dict, None, "an object"),
     "instructions": (str, None, "a text"),
     "logit_bias": (dict, None, "an object of token ids and numbers"),
+    "model": (str, None, "a text, the model's name"),
     "stop": ((str, list), str, "a text or a list of texts"),
+    "stream": (bool, None, "true or false"),
     "suffix": (str, None, "a text"),
     "tools": (list, dict, "a list of objects"),
 }
@@ -122,6 +126,9 @@ def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str
         value = body.get(name)
         if value is not None and not _is_a(value, kind, elements):
             return name, f"{name}={value!r} must be {expected}."
+    for token, bias in (body.get("logit_bias") or {}).items():
+        if not isinstance(bias, int | float) or isinstance(bias, bool) or not math.isfinite(bias):
+            return "logit_bias", f"logit_bias={{{token!r}: {bias!r}}} must have finite numbers."
     if taken := sorted(_OF_TEMPLATES & (body.get("chat_template_kwargs") or {}).keys()):
         name, what = "chat_template_kwargs", taken[0]
         return name, f"{name} has {what!r}, which this server sets itself: leave it out."

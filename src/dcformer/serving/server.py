@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import dcformer  # registers the model types: the server loads them without remote code
 
-from ..errors import DCFormerError, first_line, raise_bug
+from ..errors import DCFormerError, first_line, loading_reason, raise_bug
 from ..loading import LOADING_ERRORS, damaged_file, named_device
 from .requests import CHAT, RESPONSES, SOMETIMES_IGNORED, TEXT, BadRequestError, RequestChecks, find_misfit
 
@@ -77,6 +77,7 @@ def _own_application() -> Iterator[None]:
     `Serve` imports its parts by name when it is called; two of them are replaced for that time.
     """
     from huggingface_hub.errors import CacheNotFound
+    from starlette.middleware import Middleware
     from transformers.cli.serving import model_manager, server
     from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
 
@@ -99,7 +100,7 @@ def _own_application() -> Iterator[None]:
             if is_gguf or not isinstance(AutoConfig.from_pretrained(model, **where), dcformer.DCFormerConfig):
                 return super()._load_model(model_id_and_revision, *args, **kwargs)
             try:
-                return AutoModelForCausalLM.from_pretrained(
+                both: Any = AutoModelForCausalLM.from_pretrained(
                     model,
                     **where,
                     attn_implementation=self.attn_implementation,
@@ -107,9 +108,16 @@ def _own_application() -> Iterator[None]:
                     device_map=self.device,
                     quantization_config=self.get_quantization_config(),
                     tqdm_class=kwargs.get("tqdm_class"),
+                    output_loading_info=True,
                 )
             except EOFError as error:  # typer would take it for the end of its own input
                 raise DCFormerError(f"a file of {model} ends too early") from error
+            loaded, info = both
+            if missing := sorted(info["missing_keys"]):
+                raise DCFormerError(
+                    f"{model} lacks {', '.join(missing[:3])}: expected the parameters of a causal language model"
+                )
+            return loaded
 
         # Before Transformers 5.24, which has `list_models` that does the same.
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
@@ -125,7 +133,15 @@ def _own_application() -> Iterator[None]:
         resolve = handler._resolve_model
 
         def resolve_and_check(body: dict[str, Any]) -> Any:
-            name, model, processor = resolve(body)
+            given = body.get("model") or handler.model_manager.force_model
+            if not given:
+                raise BadRequestError("model", "model names none, and this server has no model of its own.")
+            try:
+                name, model, processor = resolve(body)
+            except LOADING_ERRORS as error:
+                raise_bug(error, (Exception,))
+                reason = (os.path.isdir(given) and damaged_file(given, error)) or loading_reason(given, error)
+                raise BadRequestError("model", f"model={given!r} cannot be loaded: {reason}") from error
             tokenizer = getattr(processor, "tokenizer", processor)
             if fault := find_misfit(path, body, model.config.get_text_config(), tokenizer):
                 raise BadRequestError(*fault)
@@ -138,7 +154,9 @@ def _own_application() -> Iterator[None]:
         check_by_model(TEXT, kwargs["completion_handler"])
         check_by_model(RESPONSES, kwargs["response_handler"])
         application = library_build(*args, **kwargs)
-        application.add_middleware(RequestChecks, ignored=SOMETIMES_IGNORED & UNUSED_CHAT_COMPLETION_FIELDS)
+        # innermost, so that refusals get the headers of an answer: a request's id, and those that --enable-cors adds
+        ignored = SOMETIMES_IGNORED & UNUSED_CHAT_COMPLETION_FIELDS
+        application.user_middleware.append(Middleware(RequestChecks, ignored=ignored))
         return application
 
     started = int(time.time())

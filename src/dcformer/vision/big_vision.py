@@ -174,7 +174,8 @@ def _infer_config(arrays: dict[str, np.ndarray], image_size: int | tuple[int, in
                 raise ConversionError(f"pos_embedding has {patches} positions, not a square number: give image_size.")
             image_size = (side * patch_height, side * patch_width)
     elif image_size is None:
-        image_size = (14 * patch_height, 14 * patch_width) if patch_height != 16 else 224
+        divides = 224 % patch_height == 224 % patch_width == 0
+        image_size = 224 if divides else (14 * patch_height, 14 * patch_width)
     layers = {int(found[1]) for name in arrays if (found := re.match(r"Transformer/encoderblock_(\d+)/", name))}
     return DCViTConfig(
         image_size=image_size,
@@ -202,7 +203,7 @@ def convert_big_vision(
         npz: path of the file, or its arrays by name: "embedding/kernel", "Transformer/encoderblock_0/...", also with
             "params/" or "opt/target/" in front.
         image_size: pixels of the images that it was trained on. Sine and cosine positions do not tell: 224 when not
-            given. Learned ones do, if images are square.
+            given, or 14 patches where these do not divide 224. Learned ones do, if images are square.
 
     Returns:
         the model, in float32 and in evaluation mode; without a head `num_labels` is 0, and logits are what is pooled.
