@@ -468,30 +468,40 @@ def test_bytes_at_the_posters_size():
 def variation(**fields) -> float:
     """Mean total variation between the attention maps of two heads at initialisation."""
     torch.manual_seed(0)
+    sizes = {"hidden_size": 768, "num_attention_heads": 12}
     config = DCFormerConfig(
-        vocab_size=8, hidden_size=768, num_attention_heads=12, num_hidden_layers=1, intermediate_size=8,
-        sliding_window=None, **(PLAIN | {"qk_norm": False} | fields),
+        vocab_size=8, num_hidden_layers=1, intermediate_size=8, sliding_window=None,
+        **(PLAIN | {"qk_norm": False} | sizes | fields),
     )  # fmt: skip
     model = DCFormerForCausalLM(config)
     model.set_attn_implementation("eager")
-    x = torch.randn(2, 64, 768)
+    x = torch.randn(2, 64, config.hidden_size)
     with torch.no_grad():
         _, maps = model.model.layers[0].self_attn(x, model.model.rotary_emb(x, torch.arange(64)[None]))
-    pairs = torch.combinations(torch.arange(12))
+    pairs = torch.combinations(torch.arange(config.num_attention_heads))
     return (maps[:, pairs[:, 0]] - maps[:, pairs[:, 1]]).abs().sum(-1).mean().item() / 2
 
 
+@pytest.mark.parametrize("fields", [{}, {"hidden_size": 64, "num_attention_heads": 8}], ids=str)
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_heads_differ_at_first_as_much_as_ordinary_ones(mode):
+def test_heads_differ_at_first_as_much_as_ordinary_ones(mode, qk_norm, fields):
+    ordinary = variation(qk_norm=qk_norm, **fields)
+    assert 0.5 * ordinary <= variation(head_embeddings=mode, qk_norm=qk_norm, **fields) <= 2 * ordinary
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_heads_with_small_embeddings_are_alike(mode):
     ordinary = variation()
-    assert 0.5 * ordinary <= variation(head_embeddings=mode) <= 2 * ordinary
     assert variation(head_embeddings=mode, head_embedding_init_std=0.02) < 0.1 * ordinary
     assert variation(head_embeddings=mode, head_embedding_init_std=0) == 0
 
 
 def test_standard_deviation_at_initialisation():
     config = tiny_config(**LLAMA, head_embeddings="add", initializer_range=0.1)
-    assert embedding_init_std(config) == pytest.approx(0.1 * math.sqrt(32))
+    assert embedding_init_std(config, "v_embedding") == pytest.approx(0.1 * math.sqrt(32))
+    config.qk_norm = True
+    assert [embedding_init_std(config, name) for name in EMBEDDING_NAMES] == [1, 1, pytest.approx(0.1 * math.sqrt(32))]
     for fields, std in (({}, 0.6), ({"head_embedding_init_std": 0.25}, 0.25)):
         torch.manual_seed(0)
         model = DCFormerForCausalLM(tiny_config(**(LLAMA | {"head_dim": 512}), head_embeddings="mul", **fields))

@@ -1,5 +1,7 @@
 """The tensor-parallel plan names what a model has, and sizes that would cut a group are refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import PLAIN, VALID_SWITCHES, tiny_config
@@ -79,3 +81,9 @@ def test_tensor_parallel_sizes_that_cut_no_map(field, row, sizes):
         else:
             with pytest.raises(ValueError, match=rf"{field}\[1\] cannot be cut for the tensor-parallel size {size}"):
                 check_tensor_parallel(config, size)
+
+
+def test_pipeline_stages_are_refused():
+    model = DCFormerForCausalLM(tiny_config())
+    with pytest.raises(ValueError, match=r"pp_size=2: DCFormerForCausalLM does not run in pipeline stages.*FSDP"):
+        DCFormerForCausalLM.maybe_distribute_model(model, SimpleNamespace(pp_size=2, tp_size=1), object())

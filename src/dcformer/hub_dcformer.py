@@ -34,6 +34,7 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .heads_dcformer import MAP_FIELDS
 from .layouts_dcformer import (
     HUB_IGNORED,
     HUB_STATIC,
@@ -352,10 +353,10 @@ def stored_config(config_class: Any, path: str | os.PathLike, arguments: Mapping
     return stored if isinstance(stored, dict) else {}
 
 
-def check_stored_embeddings(
+def check_stored_heads(
     model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
 ) -> None:
-    """Refuses to load a checkpoint with other `head_embeddings` than it was trained with.
+    """Refuses to load a checkpoint with other `head_embeddings`, or with head maps of other heads, than it has.
 
     Args:
         model_class: of the model to load.
@@ -365,18 +366,37 @@ def check_stored_embeddings(
     Raises:
         ValueError: naming both values.
     """
-    config = arguments.get("config")
-    wanted = arguments.get("head_embeddings", getattr(config, "head_embeddings", None))
-    is_asked = wanted is not None or "head_embeddings" in arguments or getattr(config, "num_attention_heads", 0) == 1
-    if path is None or not is_asked:  # without embeddings shapes differ where heads do, and Transformers says so
+    if path is None:
+        return
+    config, fields = arguments.get("config"), ("head_embeddings", *MAP_FIELDS)
+    wanted = {name: arguments.get(name, getattr(config, name, None)) for name in fields}
+    is_asked = any(wanted.values()) or any(name in arguments for name in fields)
+    is_asked = is_asked or getattr(config, "num_attention_heads", 0) == 1
+    is_folder = config is not None and os.path.isdir(path)  # read without asking the Hub
+    if not (is_asked or is_folder):  # where heads differ, shapes do, and Transformers says so
         return
     stored = stored_config(model_class.config_class, path, arguments)
-    if stored and stored.get("head_embeddings") != wanted:
+    if stored and stored.get("head_embeddings") != wanted["head_embeddings"]:
         raise ValueError(
-            f"head_embeddings={wanted!r} does not fit {path}, which was trained with "
+            f"head_embeddings={wanted['head_embeddings']!r} does not fit {path}, which was trained with "
             f"{stored.get('head_embeddings')!r}: such a model is trained from scratch, and no other becomes one by "
             "loading. Leave head_embeddings to the checkpoint's configuration."
         )
+    for name in MAP_FIELDS if stored else ():
+        here, there = _mapped_heads(wanted[name]), _mapped_heads(stored.get(name))
+        if here != there:
+            raise ValueError(
+                f"{name} for {here or 'the usual'} heads of the layers does not fit {path}, whose parameters are of "
+                f"{there or 'the usual'} heads. Leave {' and '.join(MAP_FIELDS)} to the checkpoint's configuration."
+            )
+
+
+def _mapped_heads(rows: Any) -> list[int] | None:
+    """How many heads each layer's row of a head map reads; None of none, and of what is no map, which others refuse."""
+    try:
+        return [max(row) + 1 for row in rows]
+    except (TypeError, ValueError):
+        return None
 
 
 def with_hub_config(
@@ -626,7 +646,7 @@ __all__ = [
     "HubToNative",
     "NativeToHub",
     "StoredWeights",
-    "check_stored_embeddings",
+    "check_stored_heads",
     "complete_config",
     "follow_tokenizer",
     "hub_conversions",

@@ -84,7 +84,7 @@ from .heads_dcformer import (
 )
 from .hub_dcformer import (
     IGNORED_ON_LOAD,
-    check_stored_embeddings,
+    check_stored_heads,
     load_hub_folder,
     register_hub_conversions,
     with_hub_config,
@@ -678,7 +678,7 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
             module.fill()
         if isinstance(module, HeadEmbeddingAttention):
             for name in EMBEDDING_NAMES:
-                init.normal_(getattr(module, name), mean=0.0, std=embedding_init_std(self.config))
+                init.normal_(getattr(module, name), mean=0.0, std=embedding_init_std(self.config, name))
         if isinstance(module, DCFormerCompose):
             std = compose_init_std(self.config)
             for name, parameter in module.named_parameters():
@@ -738,7 +738,7 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         The authors' PyTorch repositories on the Hub load like any other; see `hub_dcformer.load_hub_folder`.
         """
         path = pretrained_model_name_or_path
-        check_stored_embeddings(cls, path, kwargs)
+        check_stored_heads(cls, path, kwargs)
         kwargs, is_hub = with_hub_config(cls, path, kwargs)
         if not is_hub:
             return super().from_pretrained(path, *args, **kwargs)
@@ -749,8 +749,13 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         """Splits a new model over devices as Transformers does, before parameters are read, but never through a group.
 
         Raises:
-            ValueError: when the tensor-parallel size does not divide the groups of heads.
+            ValueError: when the tensor-parallel size does not divide the groups of heads, and on pipeline parallelism.
         """
+        if mesh_manager is not None and (stages := getattr(distributed_config, "pp_size", 1)) > 1:
+            raise ValueError(
+                f"pp_size={stages}: {type(model).__name__} does not run in pipeline stages of Transformers. Use "
+                "tp_plan='auto', FSDP, or device_map='auto'."
+            )
         if mesh_manager is not None and distributed_config.tp_size > 1 and distributed_config.tp_plan != {}:
             check_tensor_parallel(model.config, distributed_config.tp_size)
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)

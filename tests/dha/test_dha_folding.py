@@ -55,6 +55,8 @@ def test_a_folded_folder_is_the_model_folded_in_memory(name, tmp_path):
     assert type(folded) is type(expected) and folded.config.num_key_heads == plan.num_key_heads == config.num_key_heads
     assert torch.equal(folded.eval()(tokens()).logits, expected(tokens()).logits)
     assert folded.generation_config.temperature == 0.25
+    with pytest.raises(ValueError, match=r"key_head_map for the usual heads of the layers does not fit .*/folded"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "folded", key_head_map=None, value_head_map=None)
     for saved in (folded, expected):
         state = {name for name, _ in saved.named_parameters()}
         assert state == {name for name, _ in expected.named_parameters()}

@@ -327,9 +327,13 @@ def test_arguments_are_checked():
         ({"batch_size": 0, "data": [{"input_ids": row} for row in tokens(8)]}, "batch_size=0 must be"),
         ({"data": None}, "batches=None: expected batches"),
         ({"data": "text.jsonl"}, "batches='text.jsonl': expected batches"),
-        ({"lr": -1}, "lr=-1 must be a number of at least 0"),
+        ({"lr": -1}, "lr=-1 must be a finite number of at least 0"),
         ({"lr": float("nan")}, "lr=nan must be"),
+        ({"lr": float("inf")}, "lr=inf must be"),
         ({"mixer_lr": -1}, "mixer_lr=-1 must be"),
+        *(({"stop_at_loss": value, "closing_steps": 0}, "stop_at_loss=.* must be") for value in ("x", -1.0, math.nan)),
+        ({"data": [tokens() + 100]}, "token id 1.*, outside the source's vocabulary of 61 ids"),
+        ({"data": [tokens().float()]}, "input_ids of torch.float32: expected token ids"),
         ({"scale": -1}, "scale=-1 must be"),
         *(({"seed": seed}, "seed=.* must be a whole number") for seed in ("a", None, 1.5, True, -1)),
     ):
@@ -368,7 +372,7 @@ def test_a_training_that_fails_leaves_no_mixers():
     model = make("llama")
     plan = dha.search(model, 0.25, progress=False)
     data = [*batches(2), tokens(4, 16) + 1000]
-    with pytest.raises(IndexError):
+    with pytest.raises(DCFormerError, match="token id 10"):
         dha.fuse(model, plan, data, 3, closing_steps=1, copy_model=False, progress=False)
     assert not any("mixer" in name for name, _ in model.named_modules()) and not model.training
     assert dha.search(model, 0.25, progress=False).source == dha.HeadSource(model).sizes

@@ -415,7 +415,11 @@ def test_other_broken_plans(tmp_path):
         (tmp_path / "plan.json").write_text(text)
         with pytest.raises(DCFormerError, match=message):
             HeadPlan.load(tmp_path / "plan.json")
-    for field, value, message in (("version", 2, "version 2 of plans"), ("kv_ratio", "half", "kv_ratio='half'")):
+    for field, value, message in (
+        ("version", 2, "version 2 of plans"),
+        ("kv_ratio", "half", "kv_ratio='half'"),
+        ("seed", "x", "seed='x' must be a whole number"),
+    ):
         with pytest.raises(DCFormerError, match=message):
             HeadPlan.from_json(json.dumps(json.loads(plan.to_json()) | {field: value}))
     with pytest.raises(DCFormerError, match="cannot be read"):
@@ -531,6 +535,21 @@ def test_a_search_whose_loss_is_not_finite_says_at_which_step():
         model.model.layers[1].self_attn.v_proj.weight[0] = float("nan")
     with pytest.raises(DCFormerError, match="layer 1: the value projection holds NaN"):
         dha.search(model, 0.5, progress=False)
+    for score in ("cka", "uniform"):
+        with pytest.raises(DCFormerError, match="layer 1: the value projection holds NaN"):
+            dha.search(model, 0.5, score, progress=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"tie": True}, {"score": "uniform"}, {"score": "cka"}], ids=str)
+def test_displacements_of_a_plan_are_of_each_part(options):
+    """The share of the part's squared weight that mean pooling moves, times n, by whatever groups were chosen."""
+    model = llama()
+    plan = dha.search(model, 0.25, progress=False, **options)
+    found = iter(plan.displacements)
+    for layer, kind, groups in plan.parts:
+        weight = dha.HeadSource(model).heads(layer, kind)[0].double()
+        moved = sum((weight[head] - weight[group].mean(0)).square().sum() for group in groups for head in group)
+        assert next(found) == pytest.approx((len(weight) * moved / weight.square().sum()).item(), rel=1e-5)
 
 
 def test_trained_search_sees_the_function_but_the_operator_does_not():

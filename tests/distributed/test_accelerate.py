@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from train_worker import CONFIG
 from transformers import AutoModelForCausalLM
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer import DCFormerConfig, DCFormerForCausalLM, HeadSystemsForCausalLM
 from dcformer.planning import Setup, collectives, memory
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
@@ -67,6 +67,20 @@ def test_the_examples_run_under_fsdp2(start, tmp_path, monkeypatch):
     check_example(start, training, tmp_path, monkeypatch, "## FSDP2", "pytorch_model_fsdp_0/*.distcp")
 
 
+@pytest.mark.distributed
+def test_early_stopping_under_fsdp2(start, tmp_path):
+    """All processes load the best model: the folder of its checkpoint is there before they look for it."""
+    pytest.importorskip("dcformer.training", exc_type=ImportError)
+    out = tmp_path / "out"
+    options = {"output_dir": out, "max_steps": 4, "save_steps": 2, "early_stopping_patience": 1}
+    options |= {"max_length": 128, "report_to": "none"}
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    config = ["--config", "examples/configs/pretrain_tiny.yaml", "--use_cpu"]
+    assert f"wrote {out}" in start(*FSDP2, "examples/pretrain.py", *config, *words)
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(out / f"checkpoint-{state['best_global_step']}")
+
+
 def check_example(start, training, tmp_path, monkeypatch, title, parts):
     """The command of a section of the page; `parts` are files of a checkpoint, one or more per process."""
     section = (REPOSITORY / "docs" / "scale_out.md").read_text(encoding="utf-8").partition(title)[2]
@@ -101,7 +115,11 @@ def test_fsdp2_file():
     config = load_config_from_file(str(CONFIGS / "fsdp2.yaml"))
     assert isinstance(config, ClusterConfig) and config.distributed_type == DistributedType.FSDP
     assert config.fsdp_config["fsdp_version"] == 2
-    assert [config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]] == DCFormerForCausalLM._no_split_modules
+    assert "fsdp_transformer_layer_cls_to_wrap" not in config.fsdp_config  # accelerate takes the model's
+    for model_class in (DCFormerForCausalLM, HeadSystemsForCausalLM):
+        model = model_class(model_class.config_class(**CONFIG))
+        (name,) = model_class._no_split_modules
+        assert {type(layer).__name__ for layer in model.model.layers} == {name}
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------

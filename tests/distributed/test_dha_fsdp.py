@@ -6,8 +6,7 @@ import pytest
 from helpers import REPOSITORY
 
 HERE = REPOSITORY / "tests" / "distributed"
-TWO_ON_CPU = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0",
-              "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer", HERE / "on_cpu.py"]  # fmt: skip
+TWO_ON_CPU = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0", HERE / "on_cpu.py"]
 FSDP2 = ["-m", "accelerate.commands.launch", "--config_file", REPOSITORY / "examples" / "accelerate" / "fsdp2.yaml"]
 
 

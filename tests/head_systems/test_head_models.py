@@ -189,6 +189,33 @@ def test_aux_loss_is_in_the_loss(case, coefficient):
     assert model(ids, return_dict=False)[-1].shape == () and model(ids, labels=ids, return_dict=False)[0].shape == ()
 
 
+@pytest.mark.parametrize("case", ["mixture", "pruning"])
+def test_parts_of_a_batch_add_up_to_its_aux_loss(case):
+    """As `Trainer` adds up what processes and accumulated batches give, each with the number of all tokens."""
+    model, ids = heads_model(case), torch.randint(1, 97, (4, 9))
+    labels = ids.masked_fill(torch.arange(9) < torch.tensor([[1], [4], [7], [2]]), -100)
+    number = (labels[:, 1:] != -100).sum()
+    whole = model(ids, labels=labels, num_items_in_batch=number)
+    parts = [model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=number) for i in range(4)]
+    shares = [(row[1:] != -100).sum() / number for row in labels]
+    assert float(sum(shares)) == pytest.approx(1)
+    bare = sum(part.loss - share * 0.01 * part.aux_loss for part, share in zip(parts, shares, strict=True))
+    assert float(bare + 0.01 * whole.aux_loss - whole.loss) == pytest.approx(0, abs=1e-6)  # losses are float32
+    assert float(model(ids, labels=labels).loss - whole.loss) == pytest.approx(0, abs=1e-6)
+
+
+def test_mixing_of_a_converted_model():
+    """A copy, but for the mixing where another start is asked for."""
+    plain = randomise(DCFormerForCausalLM(tiny_config(**PLAIN))).eval()
+    copied, ones = (
+        to_head_system(plain, "collaborative", **options).eval() for options in ({}, {"mixing_init": "ones"})
+    )
+    torch.testing.assert_close(copied(tokens()).logits, plain(tokens()).logits)
+    state, other = copied.state_dict(), ones.state_dict()
+    differing = {name for name in state if not torch.equal(state[name], other[name])}
+    assert differing and all("mixing" in name and (other[name] == 1).all() for name in differing)
+
+
 def test_plain_systems_have_no_aux_loss():
     out = heads_model("gate")(tokens(), labels=tokens())
     assert out.aux_loss is None and out.router_logits is None and out.head_gates is None

@@ -244,6 +244,12 @@ REFUSED = {
     ),
     "that of family 'v' .*does not fall": lambda: joint_factor(runs("b", LAWS["log"]), runs("v", lambda c: np.log(c))),
     "that of family 'flat' .*does not fall": lambda: fit_law(runs("flat", lambda c: 3.1 + 0 * c)),
+    "no runs: expected those of a family": lambda: fit_law([]),
+    "measure 'steps': expected one of 6nd": lambda: fit_law(runs("b", LAWS["log"]), "log", "steps"),
+    "family 'b' .*: loss is nan: expected a finite": lambda: fit_law(runs("b", lambda c: math.nan * c)),
+    "family 'b' .*: tokens is -1": lambda: fit_law([dataclasses.replace(p, tokens=-1) for p in runs("b", LAWS["log"])]),
+    "level 1.5: expected a share": lambda: compute_factors(*[runs("b", LAWS["log"])] * 2, level=1.5),
+    "level 0: expected a share": lambda: joint_factor(*[runs("b", LAWS["log"])] * 2, level=0),
 }
 
 

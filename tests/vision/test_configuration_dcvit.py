@@ -64,6 +64,7 @@ def test_stored_and_read(fields, tmp_path):
         ({"hidden_size": 6, "num_attention_heads": 1}, "hidden_size=6"),
         ({"num_channels": 0}, "num_channels=0"),
         ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
+        ({"layer_norm_eps": -1.0}, "layer_norm_eps=-1.0"),
         ({"pooling": "max"}, "pooling='max'"),
         ({"qk_norm": "rmsnorm"}, "qk_norm='rmsnorm'"),
         ({"position_embedding_type": "rope"}, "position_embedding_type='rope'"),

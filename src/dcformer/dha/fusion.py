@@ -41,6 +41,7 @@ SMALL_LOSS = 1e-3  # of the paper's stop rule
 _CLOSING_STEPS = 60
 TRAINED = ("all", "attention", "none")
 _MIN_LR, _WARMUP = 0.1, 0.1  # of θ: shares of the peak and of the steps
+_IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _BETAS = (0.9, 0.95)
 
 
@@ -118,6 +119,8 @@ def _batch(batch: Any) -> dict[str, torch.Tensor]:
     if "input_ids" not in given:
         raise DCFormerError(f"a batch has {', '.join(given) or 'nothing'}: expected input_ids [B, T].")
     given = {name: torch.as_tensor(value) for name, value in given.items()}
+    if given["input_ids"].dtype not in _IDS:
+        raise DCFormerError(f"a batch has input_ids of {given['input_ids'].dtype}: expected token ids, whole numbers.")
     if given["input_ids"].ndim != 2:
         raise DCFormerError(
             f"a batch has input_ids of shape {list(given['input_ids'].shape)}: expected [B, T]. Rows that come in a "
@@ -130,14 +133,25 @@ def _batch(batch: Any) -> dict[str, torch.Tensor]:
     return given
 
 
+def _check_tokens(model: Any, batch: Mapping[str, torch.Tensor]) -> None:
+    """Names a token id that a model does not have, which a GPU would end its process for."""
+    ids, size = batch["input_ids"], getattr(model, "module", model).get_input_embeddings().num_embeddings
+    if len(wrong := ids[(ids < 0) | (ids >= size)]):
+        raise DCFormerError(
+            f"input_ids holds token id {int(wrong[0])}, outside the source's vocabulary of {size} ids (0 to "
+            f"{size - 1}): is the tokenizer the model's own?"
+        )
+
+
 @torch.no_grad()
 def evaluate_loss(model: Any, batches: Iterable[Any]) -> float:
     """The mean loss per predicted token of a model on batches, in evaluation mode."""
     training, device = model.training, next(model.parameters()).device
     model.eval()
     total = count = 0
-    for batch in batches:
-        given = {name: value.to(device) for name, value in _batch(batch).items()}
+    for batch in map(_batch, batches):
+        _check_tokens(model, batch)
+        given = {name: value.to(device) for name, value in batch.items()}
         predicted = int((given["labels"][:, 1:] != -100).sum())
         total, count = total + model(**given).loss.item() * predicted, count + predicted
     model.train(training)
@@ -256,7 +270,9 @@ def train_mixers(
                 group["lr"] = theta_lr(step, steps, lr)
             record = {"step": step, "loss": 0.0}
             for part in range(accumulation):
-                batch = {name: value.to(accelerator.device) for name, value in next(source).items()}
+                batch = next(source)
+                _check_tokens(model, batch)
+                batch = {name: value.to(accelerator.device) for name, value in batch.items()}
                 loss = model(**batch).loss
                 value = accelerator.reduce(loss.detach(), "mean").item()
                 if not math.isfinite(value):
@@ -351,8 +367,8 @@ def _check_count(name: str, value: int) -> None:
 
 
 def _check_factor(name: str, value: float) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not value >= 0:
-        raise DCFormerError(f"{name}={value!r} must be a number of at least 0.")
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise DCFormerError(f"{name}={value!r} must be a finite number of at least 0.")
 
 
 def _check_trainable(model: Any) -> None:
@@ -588,8 +604,9 @@ def fuse(
         )
     if closing_steps < 0 or margin_steps < 1:
         raise DCFormerError(f"closing_steps={closing_steps}, margin_steps={margin_steps}: expected 0 and 1 or more.")
-    if scale is not None:
-        _check_factor("scale", scale)
+    for name, value in (("scale", scale), ("stop_at_loss", stop_at_loss)):
+        if value is not None:
+            _check_factor(name, value)
     check_seed(seed)
     source, plan = HeadSource(model), as_plan(plan)
     _check_trainable(model)

@@ -81,9 +81,10 @@ class HeadPlan:
         key_groups, value_groups: groups of every layer: [L][G][g].
         kv_ratio: share of the heads that was asked for.
         score, allocation, seed, steps, tie, head_blocks: arguments of `search`.
-        costs: of every part, keys and values of a layer in turn: [2·L], in the units of the allocation.
+        costs: of every part, keys and values of a layer in turn: [2·L], in the units of the allocation; where they
+            share groups, that of both together at each.
         displacements: of every part, [2·L]: made with parameters, the share of its squared weight that mean
-            pooling moves, times n.
+            pooling moves, times n; with score "operator" that of the mixtures' factors (the paper's equation 7).
 
     Raises:
         DCFormerError: when groups are not equal parts of a part's heads; the message names layer and kind.
@@ -104,6 +105,7 @@ class HeadPlan:
 
     def __post_init__(self) -> None:
         check_ratio(self.kv_ratio)
+        check_seed(self.seed)
         for kind in KINDS:
             parts = self.key_groups if kind == "key" else self.value_groups
             if len(parts) != self.source.num_layers:

@@ -304,29 +304,27 @@ def search(
     parts: list[tuple[int, tuple[str, ...]]] = [(layer, (kind,)) for layer in range(layers) for kind in KINDS]
     if tie:
         parts = [(layer, KINDS) for layer in range(layers)]
-    choices: list[dict[int, tuple[Groups, float, float]]] = []  # count -> groups, cost, displacement
+    choices: list[dict[int, tuple[Groups, float, list[float]]]] = []  # count -> groups, cost, displacement of each kind
     for layer, kinds in tqdm(parts, desc="searching", unit="part", disable=not progress):
         heads = sizes.heads(layer, kinds[0])
         counts = candidates(heads, kv_ratio, head_blocks)
         if allocation == "uniform" or not counts:
             counts = [uniform_count(heads, kv_ratio, head_blocks)]  # refuses where there is none
-        distances = torch.zeros(heads, heads, dtype=torch.float64)
-        if score != "uniform":
-            for kind in kinds:
-                distances = distances + _distances(source, layer, kind, score, operators).cpu()
-        table = distances.tolist()
+        scored, moved = zip(*(_distances(source, layer, kind, score, operators) for kind in kinds), strict=True)
+        table, tables = torch.stack(scored).sum(0).tolist(), [distances.tolist() for distances in moved]
         choices.append({})
         for count in counts:
             groups = best_groups(table, count, seed, head_blocks)
             total, size = group_score(table, groups), heads // count
             cost = 0.0 if allocation == "uniform" else part_cost(total, size, allocation)
-            displacement = part_cost(total, size, "displacement") * (heads if score == "operator" else 1)
-            choices[-1][count] = (groups, cost, displacement)
+            displacements = [part_cost(group_score(of_kind, groups), size, "displacement") for of_kind in tables]
+            choices[-1][count] = (groups, cost, displacements)
 
     weight = len(KINDS) if tie else 1
     budget = math.floor(kv_ratio * sizes.total / weight + 1e-9)
     picked = divide_budget([{count: entry[1] for count, entry in part.items()} for part in choices], budget)
     chosen = [part[count] for part, count in zip(choices, picked, strict=True)]
+    displacements = [displacement for entry in chosen for displacement in entry[2]]
     if tie:
         chosen = [entry for entry in chosen for _ in KINDS]
     plan = HeadPlan(
@@ -341,7 +339,7 @@ def search(
         tie=tie,
         head_blocks=head_blocks,
         costs=[entry[1] for entry in chosen],
-        displacements=[entry[2] for entry in chosen],
+        displacements=displacements,
     )
     _warn_of_fewer(plan)
     return plan
@@ -363,19 +361,20 @@ def _warn_of_fewer(plan: HeadPlan) -> None:
 
 def _distances(
     source: HeadSource, layer: int, kind: str, score: str, operators: Mapping[tuple[int, str], torch.Tensor]
-) -> torch.Tensor:
-    """Distances of a part's heads, [n, n]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances of a part's heads that groups are chosen by, and those whose displacement is reported, [n, n]."""
     if score == "operator":
-        return operator_distances(operators[layer, kind])
+        distances = operator_distances(operators[layer, kind]).cpu()
+        return distances, distances * len(distances)
     weight, bias = source.heads(layer, kind)
-    if score == "cka":
-        return cka_distances(weight)
     if score == "function":
         weight, bias = mixed_weights(weight, bias, operators[layer, kind])
-    distances = weight_distances(weight, bias)
-    if not distances.isfinite().all():
+    moved = weight_distances(weight, bias).cpu()
+    if not moved.isfinite().all():
         raise DCFormerError(f"layer {layer}: the {kind} projection holds NaN or infinity: the model is damaged.")
-    return distances
+    if score == "uniform":
+        return torch.zeros_like(moved), moved
+    return (cka_distances(weight).cpu() if score == "cka" else moved), moved
 
 
 def uniform_plan(config: Any, kv_ratio: float = 0.25, *, head_blocks: int = 1) -> HeadPlan:

@@ -45,7 +45,7 @@ class Collaborative(HeadSystem):
         self.q_proj, self.k_proj = (nn.Linear(s.hidden_size, self.dims, bias=self.keeps_biases) for _ in "qk")
         self.v_proj = nn.Linear(s.hidden_size, s.num_kv_heads * s.head_dim, bias=s.bias)
         self.content_bias = nn.Linear(s.hidden_size, s.num_heads, bias=False) if self.options.content_bias else None
-        self.mixing = Mixing(s, self.dims, self.options.mixing_init)
+        self.mixing = Mixing(s, self.dims, self.options.mixing_init or "normal")
 
     def project(self, x_q: torch.Tensor, x_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One query and key head of Dk channels, the content bias behind the key, one value head of Hkv·D."""
@@ -70,7 +70,10 @@ class Collaborative(HeadSystem):
         return query, key.expand(-1, value.shape[1], -1, -1), value
 
     def from_mha(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear) -> torch.Tensor:
-        """A copy at Dk = H·D, exact with `content_bias` where biases are not kept; else a CP decomposition."""
+        """A copy at Dk = H·D, exact with `content_bias` where biases are not kept; else a CP decomposition.
+
+        With `mixing_init` "normal" or "ones" all but the mixing is copied.
+        """
         s, repeats = self.sizes, self.sizes.num_heads // self.sizes.num_kv_heads
         if self.keeps_biases and self.content_bias is not None:
             raise ValueError("content_bias=True: under RoPE or qk_norm b_Q is no such bias; use False, which keeps it.")
@@ -88,7 +91,12 @@ class Collaborative(HeadSystem):
                 self.k_proj.bias.copy_(
                     k.bias.unflatten(0, (s.num_kv_heads, -1)).repeat_interleave(repeats, 0).flatten()
                 )
-            self.mixing.init_weights("concatenate")
+            self.mixing.init_weights(self.options.mixing_init or "concatenate")
+        elif self.options.mixing_init not in (None, "concatenate"):
+            raise ValueError(
+                f"mixing_init={self.options.mixing_init!r}: at shared_key_query_dim={self.dims} the mixing is that of "
+                "a decomposition. Leave it out."
+            )
         elif s.rotary_dim or s.qk_norm:
             raise ValueError(
                 f"shared_key_query_dim={self.dims}: a pretrained layer with RoPE or qk_norm can only be copied, at "

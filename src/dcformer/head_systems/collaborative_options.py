@@ -13,13 +13,14 @@ class CollaborativeOptions(HeadSystemOptions):
     Attributes:
         shared_key_query_dim: Dk; H·D, at which plain attention can be copied, when not given.
         mixing_init: "normal" with standard deviation 0.2 (the authors'), "ones", or "concatenate": every head its own
-            part of the channels, at H·D as in plain attention.
+            part of the channels, at H·D as in plain attention. "normal" when not given, "concatenate" in what is made
+            from plain attention.
         content_bias: whether there is a B.
         scaling: factor of the scores; D^-0.5 when not given, whatever Dk is.
     """
 
     shared_key_query_dim: int | None = None
-    mixing_init: str = "normal"
+    mixing_init: str | None = None
     content_bias: bool = False
     scaling: float | None = None
 
@@ -33,7 +34,7 @@ class CollaborativeOptions(HeadSystemOptions):
             if sizes.qk_norm and dims % sizes.head_dim:
                 blocks = f"head_dim={sizes.head_dim}, up to {most}: qk_norm normalises blocks of them"
                 raise ValueError(f"{name}={dims} must be a multiple of {blocks}. Choose one, or qk_norm=False.")
-        if self.mixing_init not in ("normal", "ones", "concatenate"):
+        if self.mixing_init not in (None, "normal", "ones", "concatenate"):
             raise ValueError(f"mixing_init={self.mixing_init!r}: expected 'normal', 'ones' or 'concatenate'.")
         check_bool("content_bias", self.content_bias)
         if self.scaling is not None:

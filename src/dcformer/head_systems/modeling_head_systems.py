@@ -6,6 +6,7 @@ Letters: B batch, T queries.
 from functools import wraps
 from typing import Any
 
+import torch
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import can_return_tuple
 
@@ -67,6 +68,16 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
         return HeadSystemsModelOutput(**outputs, **self._extras)
 
 
+def _share(labels: Any = None, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any) -> Any:
+    """Of the tokens of a whole batch those of this part, where `Trainer` says how many there are in all processes and
+    accumulated parts: it adds up the parts' losses."""
+    if num_items_in_batch is None or (labels is None and shift_labels is None):
+        return 1
+    predicted = labels[..., 1:] if shift_labels is None else shift_labels
+    total = torch.as_tensor(num_items_in_batch, device=predicted.device)
+    return (predicted != -100).sum() / total
+
+
 class HeadSystemsForCausalLM(HeadSystemsPreTrainedModel, DCFormerForCausalLM):
     """The language model."""
 
@@ -75,7 +86,8 @@ class HeadSystemsForCausalLM(HeadSystemsPreTrainedModel, DCFormerForCausalLM):
     @can_return_tuple
     @wraps(DCFormerForCausalLM.forward)
     def forward(self, *args: Any, **kwargs: Any) -> HeadSystemsCausalLMOutput:
-        return finished(self, HeadSystemsCausalLMOutput, super().forward(*args, **kwargs, return_dict=True))
+        outputs = super().forward(*args, **kwargs, return_dict=True)
+        return finished(self, HeadSystemsCausalLMOutput, outputs, _share(**kwargs))
 
     def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
         """None, to allocate static caches on the first forward, where the cache is not that of plain attention."""

@@ -118,17 +118,17 @@ def collected(tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | 
     return tuple(tensor for tensor in tensors if tensor is not None) or None
 
 
-def finished(model: Any, output_class: type, outputs: Any) -> Any:
-    """Outputs of a head with what the decoder's systems have to say, and their loss in its loss."""
+def finished(model: Any, output_class: type, outputs: Any, share: Any = 1) -> Any:
+    """Outputs of a head with what the decoder's systems have to say, and a share of their loss in its loss."""
     decoder = model.base_model
     said, decoder._extras = decoder._extras, {}
-    return with_loss(output_class, outputs, said, [layer.self_attn.system for layer in decoder.layers])
+    return with_loss(output_class, outputs, said, [layer.self_attn.system for layer in decoder.layers], share)
 
 
-def with_loss(output_class: type, outputs: Any, said: dict[str, Any], systems: list[HeadSystem]) -> Any:
-    """Outputs of a head with the `extras` of its systems, and their loss in its loss."""
+def with_loss(output_class: type, outputs: Any, said: dict[str, Any], systems: list[HeadSystem], share: Any = 1) -> Any:
+    """Outputs of a head with the `extras` of its systems, and a share of their loss in its loss."""
     if outputs.loss is not None and said["aux_loss"] is not None:
-        outputs.loss = outputs.loss + systems[0].aux_loss_coef * said["aux_loss"].to(outputs.loss.device)
+        outputs.loss = outputs.loss + share * systems[0].aux_loss_coef * said["aux_loss"].to(outputs.loss.device)
     return output_class(**outputs, **said)
 
 

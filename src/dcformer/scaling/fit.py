@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..errors import DCFormerError, require_extra
-from .points import COLUMNS, Point
+from .points import COLUMNS, MEASURES, Point
 
 FORMS = ("log", "power", "power+floor")
 _FLOOR_SIZES = 5  # sizes that a law of three numbers needs at least
@@ -149,6 +149,17 @@ class _Sizes:
 
 
 def _sizes(points: Sequence[Point], form: str, measure: str) -> _Sizes:
+    if form not in FORMS:
+        raise DCFormerError(f"form {form!r}: expected one of {', '.join(FORMS)}")
+    if measure not in MEASURES:
+        raise DCFormerError(f"measure {measure!r}: expected one of {', '.join(MEASURES)}")
+    if not points:
+        raise DCFormerError("no runs: expected those of a family")
+    for point in points:
+        numbers = {"parameters": point.parameters, "tokens": point.tokens, "loss": point.loss}
+        for name, value in (numbers | {f"compute ({measure})": point.compute(measure)}).items():
+            if not 0 < value < math.inf:
+                raise DCFormerError(f"{_named([point])}: {name} is {value}: expected a finite number above 0")
     groups: dict[tuple[float, float], list[Point]] = {}
     for point in sorted(points, key=lambda p: (p.parameters, p.tokens, p.seed)):
         groups.setdefault((point.parameters, point.tokens), []).append(point)
@@ -206,6 +217,11 @@ class _Noise:
             squares = quantile**2 * scatter + min(quantile, _quantile(level, self.spare)) ** 2 * rest
             quantile = math.sqrt(squares / variance)
         return math.sqrt(variance), quantile
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise DCFormerError(f"level {level!r}: expected a share between 0 and 1, such as 0.95")
 
 
 def _quantile(level: float, freedom: float) -> float:
@@ -266,11 +282,9 @@ def fit_law(points: Sequence[Point], form: str = "log", measure: str = "flops") 
         the law; through two sizes it is exact.
 
     Raises:
-        DCFormerError: with fewer than two sizes (five for "power+floor"), equal computes, or losses that do not fall
-            with compute.
+        DCFormerError: with fewer than two sizes (five for "power+floor"), numbers that are not finite and above 0,
+            equal computes, or losses that do not fall with compute.
     """
-    if form not in FORMS:
-        raise DCFormerError(f"form {form!r}: expected one of {', '.join(FORMS)}")
     sizes, least = _sizes(points, form, measure), _FLOOR_SIZES if form == "power+floor" else 2
     if len(sizes) < least:
         number = "1 size" if len(sizes) == 1 else f"{len(sizes)} sizes"
@@ -431,8 +445,9 @@ def compute_factors(
         intervals: two sizes are interpolated.
 
     Raises:
-        DCFormerError: as `fit_law`.
+        DCFormerError: as `fit_law`, and on a level that is no share.
     """
+    _check_level(level)
     law, fitted, sizes = fit_law(baseline, form, measure), *(_sizes(p, form, measure) for p in (baseline, variant))
     noise = _Noise.of(law.deviation**2, law.freedom, fitted.seeds, fitted, sizes)
     middle, found = float(fitted.x.mean()), []
@@ -511,6 +526,7 @@ def joint_factor(
     Raises:
         DCFormerError: when losses of one of them do not fall with compute.
     """
+    _check_level(level)
     families = [_sizes(points, form, measure) for points in (baseline, variant)]
     least = max(_JOINT_SIZES, _FLOOR_SIZES if form == "power+floor" else 0)
     if min(len(sizes) for sizes in families) < least:

@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.optimization import get_scheduler
 from transformers.trainer_pt_utils import get_model_param_count
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import cached_file, logging
 from trl import SFTTrainer, get_peft_config, get_quantization_config
 
@@ -329,6 +330,17 @@ class _Trainer(SFTTrainer):
         """As the library's, and as `parameter_groups`: without composition and without head embeddings."""
         excluded = names_without_decay(model)
         return [name for name in SFTTrainer.get_decay_parameter_names(self, model) if name not in excluded]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As the library's, in a folder that is there from the start.
+
+        Whether it is decides in each process if the best model is loaded, which needs all of them. The library looks
+        behind a barrier, but before FSDP's shards make the folder.
+        """
+        if self.args.should_save:
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            Path(self.args.output_dir, name).mkdir(parents=True, exist_ok=True)
+        super()._save_checkpoint(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         counts: list[int] = []

@@ -176,6 +176,8 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
         for name in ("num_channels", "hidden_size", "intermediate_size", "num_attention_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if not self.layer_norm_eps > 0:
+            raise ValueError(f"layer_norm_eps={self.layer_norm_eps} must be above 0.")
         if self.num_hidden_layers < 0:
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must not be negative.")
         for size, patch in zip(pair(self.image_size), pair(self.patch_size), strict=True):
