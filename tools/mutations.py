@@ -683,6 +683,12 @@ _HUB = _in(
     "hub",
     HUB,
     (
+        "folded models are loaded without their maps",
+        "        if here != there:\n",
+        "        if False:\n",
+        "tests/dha/test_dha_folding.py::test_a_folded_folder_is_the_model_folded_in_memory",
+    ),
+    (
         "parts share the whole's memory",
         "natives = [native.clone() for native in natives]",
         "natives = list(natives)",
@@ -1059,6 +1065,12 @@ _KERNELS = (
         "kernels",
         "kernels/generator.py",
         (
+            "hooks on the generators' activation are left out",
+            "if not linears or type(act_fn) not in APPROXIMATE or not has_no_hooks(act_fn):",
+            "if not linears or type(act_fn) not in APPROXIMATE:",
+            "tests/kernels/test_prepare.py::test_changes_between_two_steps_are_noticed",
+        ),
+        (
             "product not rounded",
             "    pair = rounded(pair, p_qkw.dtype.element_ty).to(tl.float32)\n",
             "",
@@ -1212,6 +1224,12 @@ _KERNELS = (
         "kernels",
         "kernels/prepare.py",
         (
+            "parametrizations are left out",
+            "    if type(compose) is not DCFormerCompose:",
+            "    if False:",
+            "tests/kernels/test_prepare.py::test_a_parametrized_static_projection_alone_is_noticed",
+        ),
+        (
             "values always in the first rows of a cache",
             "    p_values += i_row * stride_vn\n",
             "",
@@ -1277,8 +1295,14 @@ _KERNELS = (
         ),
         (
             "hooks on norms are not noticed",
-            "if not (has_no_hooks(compose) and has_no_hooks(query_norm) and has_no_hooks(key_norm)):",
-            "if not has_no_hooks(compose):",
+            "if not (has_no_hooks(act_fn) and has_no_hooks(compose) and has_no_hooks(query_norm) and has_no_hooks(key_norm)):",
+            "if not (has_no_hooks(act_fn) and has_no_hooks(compose)):",
+            T_STEP + "test_what_is_left_to_the_layer",
+        ),
+        (
+            "hooks on the activation are not noticed",
+            "if not (has_no_hooks(act_fn) and has_no_hooks(compose)",
+            "if not (has_no_hooks(compose)",
             T_STEP + "test_what_is_left_to_the_layer",
         ),
         (
@@ -2233,6 +2257,12 @@ _HEADS += _in(
         "if missing := sorted(set(range(count)) - set(row)):",
         "if missing := []:",
         T_HEADS + "test_maps_that_do_not_fit_are_refused",
+    ),
+    (
+        "embeddings of normalised seeds as small as those of others",
+        'is_normalised = config.qk_norm and name != "v_embedding"',
+        "is_normalised = False",
+        T_EMBEDDINGS + "test_heads_differ_at_first_as_much_as_ordinary_ones",
     ),
     (
         "Mul by the embedding itself",
@@ -3370,6 +3400,12 @@ _DHA = [
             "weight, bias = mixed_weights(weight, bias, operators[layer, kind])",
             "pass",
             DHA_SEARCH + "test_function_is_the_distance_of_mixed_weights",
+        ),
+        (
+            "displacements of keys and values that share groups added up",
+            'part_cost(group_score(of_kind, groups), size, "displacement") for of_kind in tables',
+            'part_cost(total, size, "displacement") for of_kind in tables',
+            DHA_SEARCH + "test_displacements_of_a_plan_are_of_each_part",
         ),
     ),
     *_in(

@@ -195,6 +195,18 @@ def test_changes_between_two_steps_are_noticed(change):
 
 
 @torch.no_grad()
+def test_a_parametrized_static_projection_alone_is_noticed():
+    """Without generators nothing else is looked at; `decode_step` would read none."""
+    switches = {"compose_query": False, "compose_key": False, "compose_static": True}
+    attention, _, rope = make((6, 2, 1, 2, 24, 1, 1), torch.float32, **switches)
+    x = torch.randn(1, 1, 32, device=DEVICE)
+    projected, rotary = attention.fused.split(attention.fused(x)), rope(x, torch.arange(1, device=DEVICE)[None])
+    assert prepare(attention, x, projected, rotary) is not None
+    _parametrized("post_static")(attention)
+    assert prepare(attention, x, projected, rotary) is None
+
+
+@torch.no_grad()
 def test_parts_that_are_not_of_one_product_are_refused():
     attention, _, rope = make((6, 2, 1, 2, 24, 2, 3), torch.float32)
     x = torch.randn(2, 3, 32, device=DEVICE)
