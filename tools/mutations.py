@@ -1295,8 +1295,8 @@ _KERNELS = (
         ),
         (
             "hooks on norms are not noticed",
-            "if not (has_no_hooks(act_fn) and has_no_hooks(compose) and has_no_hooks(query_norm) and has_no_hooks(key_norm)):",
-            "if not (has_no_hooks(act_fn) and has_no_hooks(compose)):",
+            " and has_no_hooks(query_norm) and has_no_hooks(key_norm)):",
+            "):",
             T_STEP + "test_what_is_left_to_the_layer",
         ),
         (
