@@ -11,7 +11,14 @@ from helpers import REPOSITORY, documented_commands
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, chunked_dcformer, planning
+from dcformer import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    HeadSystemsConfig,
+    HeadSystemsForCausalLM,
+    chunked_dcformer,
+    planning,
+)
 from dcformer.analysis import num_parameters
 from dcformer.errors import DCFormerError
 from dcformer.planning import OPTIMIZERS, Setup, collectives, memory
@@ -284,6 +291,20 @@ def test_wrong_input(capsys, words, message):
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and message in printed.err
     assert not printed.out
+
+
+@pytest.mark.parametrize("name", ["collaborative", "mixture_of_heads", "output_gate"])
+def test_head_systems(name):
+    """Parameters are the system's; those whose heads cannot be divided have no tensor parallelism."""
+    config = HeadSystemsConfig(**SIZES, head_system=name, compose_groups=2)
+    setup = Setup(config, gpus=1, length=32, attention="dcformer_chunked")
+    assert memory(setup).parameters == 4 * HeadSystemsForCausalLM(config).num_parameters()
+    split = {"gpus": 2, "tensor_parallel": 2}
+    if name == "output_gate":
+        assert memory(replace(setup, **split)).parameters < memory(setup).parameters
+    else:
+        with pytest.raises(DCFormerError, match=f"head_system='{name}' has no tensor parallelism"):
+            replace(setup, **split)
 
 
 def test_what_only_other_implementations_can_train(capsys):

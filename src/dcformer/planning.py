@@ -22,6 +22,8 @@ from .chunked_dcformer import BLOCK_SCORES
 from .compose_dcformer import FUSED_ATTENTION
 from .configuration_dcformer import DCFormerConfig
 from .errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
+from .head_systems import HeadSystemsConfig, HeadSystemsForCausalLM
+from .head_systems.registry import system_class
 from .heads_dcformer import MAP_FIELDS
 from .kernels import unsupported_reason
 from .kernels.schemas import UNBOUNDED, new_kept
@@ -94,6 +96,9 @@ class Setup:
         if self.length > (limit := self.config.max_position_embeddings):
             raise DCFormerError(f"length={self.length} is above max_position_embeddings={limit}")
         if self.tensor_parallel > 1:
+            name = getattr(self.config, "head_system", "plain")
+            if not system_class(name).splits_by_heads:
+                raise DCFormerError(f"head_system={name!r} has no tensor parallelism: plan it with tensor_parallel=1")
             with refused(ValueError):
                 check_tensor_parallel(self.config, self.tensor_parallel)
 
@@ -155,7 +160,8 @@ def _build(setup: Setup, layers: int = 1, split_vocabulary: bool = True) -> DCFo
         "pad_token_id": None,  # it need not be in this part of the vocabulary
     }
     with torch.device("meta"):
-        return DCFormerForCausalLM(type(config).from_dict(config.to_dict() | changed))
+        model_class = HeadSystemsForCausalLM if isinstance(config, HeadSystemsConfig) else DCFormerForCausalLM
+        return model_class(type(config).from_dict(config.to_dict() | changed))
 
 
 def measure_step(setup: Setup, layers: int) -> tuple[int, int]:
