@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dcformer
 from dcformer.analysis import TERMS, ablate, attribute_heads, patch_heads, single_token, trace
 from dcformer.analysis.terms import term_maps
 from dcformer.errors import DCFormerError, refused
+from dcformer.loading import check_parameters
 from dcformer.synthetic import get_task, iterate_contexts, questions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -107,6 +108,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     try:
         with refused(OSError, KeyError, RuntimeError, ValueError):
             tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+            check_parameters(options.checkpoint, AutoConfig.from_pretrained(options.checkpoint))
             model = AutoModelForCausalLM.from_pretrained(options.checkpoint, attn_implementation="eager")
         found = study(model, tokenizer, options)
     except DCFormerError as error:

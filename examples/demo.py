@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import dcformer  # registers the model type with the Auto classes
 from dcformer.errors import DCFormerError, MissingExtraError, refused
+from dcformer.loading import check_parameters
 from dcformer.synthetic import generate_dataset, get_task, questions
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "dcformer-synthetic"
@@ -58,6 +59,7 @@ def main(arguments: list[str] | None = None) -> float:
     try:
         with refused(OSError, KeyError, RuntimeError, ValueError):
             tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+            check_parameters(options.checkpoint, AutoConfig.from_pretrained(options.checkpoint))
             model = AutoModelForCausalLM.from_pretrained(options.checkpoint)
     except DCFormerError as error:
         parser.error(f"--checkpoint {options.checkpoint}: no model that can be loaded, with its tokenizer ({error})")

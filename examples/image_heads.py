@@ -43,6 +43,8 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
     parser.add_argument("--output", type=Path, default=Path("digit.png"))
     options = parser.parse_args(arguments)
+    if not options.output.resolve().parent.is_dir():
+        parser.error(f"--output {options.output}: there is no folder {options.output.resolve().parent}")
     if options.steps < 1 or options.digit not in range(10):
         parser.error(f"--steps {options.steps} --digit {options.digit}: expected at least one step, and a digit")
     try:

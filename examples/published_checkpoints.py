@@ -27,7 +27,7 @@ from study import write_text
 import dcformer  # noqa: F401 - registers the model types
 from dcformer.errors import DCFormerError, first_line, raise_bug
 from dcformer.evaluation.items import FILE_KEY, read_paper_file
-from dcformer.loading import damaged_file
+from dcformer.loading import check_parameters, damaged_file
 
 MODELS = (
     "Caiyun-AI/DCFormer-2.8B",
@@ -133,6 +133,7 @@ def check_input(options: argparse.Namespace, todo: dict[str, list[tuple[str, int
     for model in todo:
         with one_line(model, MODELS_ADVICE, model):
             config = AutoConfig.from_pretrained(model)
+            check_parameters(model, config)
         with one_line(f"the tokenizer of {model}", MODELS_ADVICE, model):
             tokenizer = AutoTokenizer.from_pretrained(model)
         if tokenizer.vocab_size > config.vocab_size:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import FIXTURES, tiny_config
+from transformers import AutoConfig, LlamaConfig
 
-from dcformer import DCFormerForCausalLM
+from dcformer import DCFormerForCausalLM, DCFormerModel
+from dcformer.errors import DCFormerError
 from dcformer.hub_dcformer import weight_files
-from dcformer.loading import damaged_file
+from dcformer.loading import check_parameters, damaged_file
 from dcformer.publish import main as publish
 from dcformer.synthetic import build_tokenizer
 
@@ -27,6 +29,22 @@ def folders(tmp_path_factory):
     (root / "bin" / "model.safetensors").unlink()
     torch.save(model.state_dict(), root / "bin" / "pytorch_model.bin")
     return root
+
+
+def test_missing_parameters(folders, tmp_path):
+    """By names alone: of any file, of a decoder whose head is tied, of the authors' format and of others not at all."""
+    for folder in ("safetensors", "bin"):
+        check_parameters(folders / folder, AutoConfig.from_pretrained(folders / folder))
+    config = tiny_config(tie_word_embeddings=True)
+    DCFormerModel(config).save_pretrained(tmp_path / "decoder")
+    check_parameters(tmp_path / "decoder", config)
+    with pytest.raises(DCFormerError, match=r"/decoder lacks lm_head\.weight: expected those of a causal"):
+        check_parameters(tmp_path / "decoder", tiny_config())
+    check_parameters(tmp_path / "decoder", LlamaConfig())
+    check_parameters(FIXTURES / "B1", AutoConfig.from_pretrained(FIXTURES / "B1"))
+    more = tiny_config(tie_word_embeddings=True, num_hidden_layers=config.num_hidden_layers + 1)
+    with pytest.raises(DCFormerError, match=r"/decoder lacks model\.layers\..* and \d+ more parameters"):
+        check_parameters(tmp_path / "decoder", more)
 
 
 def cut(file: Path) -> None:

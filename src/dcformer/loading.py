@@ -3,12 +3,16 @@
 import json
 import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
+from .configuration_dcformer import DCFormerConfig
 from .errors import CONFIG_ERRORS, DCFormerError, first_line, raise_bug
 from .hub_dcformer import stored_tensors, weight_files
 
@@ -49,6 +53,35 @@ def damaged_file(folder: str | os.PathLike, error: Exception) -> str | None:
     return None
 
 
+def check_parameters(source: str | os.PathLike, config: Any, arguments: Mapping[str, Any] | None = None) -> None:
+    """Refuses a causal language model of this package whose files lack parameters: loaded, they would be random.
+
+    Args:
+        source: its folder, or its name on the Hub. Files in the authors' format are checked when they are loaded.
+        config: its configuration. Other models are not looked at.
+        arguments: those of `from_pretrained` that say where its files are, such as `revision`.
+
+    Raises:
+        DCFormerError: naming the first ones that are missing.
+        OSError: when a file is damaged.
+    """
+    if not isinstance(config, DCFormerConfig) or config.undecided_fields is not None:
+        return
+    files = weight_files(source, arguments or {})
+    stored = {name for file in files for name, *_ in stored_tensors(file)}
+    if not files or "tok_embeddings.weight" in stored:
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    stored |= {f"{model.base_model_prefix}.{name}" for name in stored}  # of a decoder without its head
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if missing := sorted({name for name, _ in model.named_parameters()} - stored - tied):
+        more = f" and {len(missing) - 3} more parameters" if missing[3:] else ""
+        raise DCFormerError(
+            f"{os.fspath(source)} lacks {', '.join(missing[:3])}{more}: expected those of a causal language model."
+        )
+
+
 def named_device(name: str) -> torch.device:
     """The device that a command line's `--device` names, with its index where it is a CUDA device.
 
@@ -70,4 +103,4 @@ def named_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-__all__ = ["LOADING_ERRORS", "damaged_file", "named_device"]
+__all__ = ["LOADING_ERRORS", "check_parameters", "damaged_file", "named_device"]

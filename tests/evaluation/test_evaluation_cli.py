@@ -9,7 +9,9 @@ import sys
 
 import pytest
 from helpers import REPOSITORY, documented_commands, tiny_config
+from transformers import AutoTokenizer
 
+from dcformer import DCFormerForSequenceClassification
 from dcformer.evaluation import TASKS_FOLDER, heldout_items, main
 from dcformer.synthetic.__main__ import main as synthetic
 
@@ -99,7 +101,10 @@ ANSWERS = ["--tasks", "dcformer_synthetic_heldout_answers", "--limit", "4"]
         ([*ANSWERS, "--apply_chat_template"], "--apply_chat_template: the tokenizer of checkpoints/dcformer-synthetic"),
         ([*ANSWERS, "--model_args", "pretrained=absent"], "pretrained=absent: expected a folder"),
         ([*ANSWERS, "--model_args", "max_length=513"], "max_length=513: expected 1 to 512"),
+        ([*ANSWERS, "--gen_kwargs", "max_gen_toks=512"], "max_gen_toks=512: expected 1 to 511"),
+        ([*ANSWERS, "--gen_kwargs", "use_cache=False"], "--gen_kwargs use_cache: lm-eval sets it itself"),
         ([*ANSWERS, "--model_args", "pretrained=small"], "has 412 tokens, the model a vocabulary of 97"),
+        ([*ANSWERS, "--model_args", "pretrained=classifier"], "classifier lacks lm_head.weight: expected those of a"),
         ([*ANSWERS, "--model_args", "dtype=bf17"], "dtype=bf17: expected auto, float32, bfloat16 or float16"),
         ([*ANSWERS, "--device", "foo"], "--device 'foo': Expected one of cpu"),
         ([*ANSWERS, "--device", "cuda:99"], "--device 'cuda:99': this"),
@@ -112,6 +117,9 @@ def test_found_before_the_model_is_loaded(work, no_model, capsys, arguments, mes
     (work / "few.yaml").write_text("limit: few\n")
     shutil.copytree(REPOSITORY / "checkpoints" / "dcformer-synthetic", work / "small")
     tiny_config().save_pretrained(work / "small")
+    tokenizer = AutoTokenizer.from_pretrained(work / "small")
+    tokenizer.save_pretrained(work / "classifier")
+    DCFormerForSequenceClassification(tiny_config(vocab_size=len(tokenizer))).save_pretrained(work / "classifier")
     assert main(arguments if arguments[:1] == ["ls"] else [*MODEL, *arguments]) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0]

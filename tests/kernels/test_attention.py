@@ -2014,6 +2014,7 @@ ERRORS = {
         {},
     ),
     "scale='a': expected a finite number": ((_tensors(1, 2, 5, 16),) * 3, {"scale": "a"}),
+    "scale=1e\\+39: expected a finite number": ((_tensors(1, 2, 5, 16),) * 3, {"scale": 1e39}),
     "scale=nan: expected a finite number": ((_tensors(1, 2, 5, 16),) * 3, {"scale": math.nan}),
     "return_lse='yes': expected True or False": ((_tensors(1, 2, 5, 16),) * 3, {"return_lse": "yes"}),
     "query is of type list: expected a tensor": (([1], *(_tensors(1, 2, 5, 16),) * 2), {}),

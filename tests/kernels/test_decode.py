@@ -1,5 +1,6 @@
 """Decoding kernels against eager attention in float64, on a GPU or in Triton's interpreter (TRITON_INTERPRET=1)."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -463,7 +464,8 @@ def test_errors_name_what_is_wrong():
     refused("num_splits=2.5: expected an integer", num_splits=2.5)
     refused("num_splits=True: expected an integer", num_splits=True)
     refused("scale='a': expected a finite number", scale="a")
-    refused("scale=inf: expected a finite number", scale=float("inf"))
+    for scale in (float("inf"), 1e39, -(10**400)):
+        refused(f"scale={re.escape(str(scale))}: expected a finite number", scale=scale)
     refused("query is on .* and visible on meta", visible=torch.ones(1, 1, 1, 40, device="meta").bool())
     refused("pre is of type SideWeights: expected ComposeWeights", (q, k, v, pre.query, post))
     refused("pre.key is of type Tensor: expected SideWeights", (q, k, v, replace(pre, key=pre.key.packed), post))

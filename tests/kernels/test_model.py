@@ -22,7 +22,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM  # noqa: E402  # after the skips
 from dcformer.cache_dcformer import use_static_layers  # noqa: E402
-from dcformer.kernels import ops, passes  # noqa: E402
+from dcformer.kernels import composed_attention, ops, passes  # noqa: E402
 from dcformer.kernels.schemas import new_kept  # noqa: E402
 from dcformer.modeling_dcformer import DCFormerAttention  # noqa: E402
 
@@ -529,6 +529,26 @@ def test_compiled_training_step_is_one_graph(save_maps):
     assert backend.graphs == 1
     for name, value in expected.items():
         torch.testing.assert_close(found["_orig_mod." + name if name != "loss" else name], value)
+
+
+@torch.no_grad()
+def test_lengths_and_scales_of_one_graph():
+    """Where a graph is made for any sizes, the scale of the scores is a symbol, too."""
+    counts = {}
+    for implementation in ("dcformer_chunked", "dcformer_triton"):
+        torch._dynamo.reset()
+        model, backend = with_implementation(copy.deepcopy(model_named("mha")), implementation), GraphCounter()
+        compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+        for length in (9, 12, 13):
+            ids = tokens(length=length)
+            found, expected = (call(ids, use_cache=False).logits for call in (compiled, model))
+            torch.testing.assert_close(found, expected)
+        counts[implementation] = backend.graphs
+    assert counts["dcformer_triton"] == counts["dcformer_chunked"] <= 2
+    scaled = torch.compile(lambda q, scale: composed_attention(q, q, q, scale=scale), fullgraph=True, backend="eager")
+    query = torch.randn(1, 2, 5, 16, device=DEVICE)
+    for scale in (0.3, 0.4, 0.5):
+        torch.testing.assert_close(scaled(query, scale), composed_attention(query, query, query, scale=scale))
 
 
 @torch.no_grad()

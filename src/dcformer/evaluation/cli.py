@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer
 import dcformer  # registers the model types: `--model hf` loads them without remote code
 
 from ..errors import DCFormerError, first_line, raise_bug
-from ..loading import LOADING_ERRORS, damaged_file, named_device
+from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device
 from .items import FILE_KEY, NUM_SHOTS, EvaluationError, read_paper_file
 
 TASKS_FOLDER = Path(__file__).resolve().parent / "tasks"
@@ -53,8 +53,8 @@ def _check_limit(limit: Any) -> None:
         raise EvaluationError(f"--limit {limit}: expected a number of items of a task, or below 1 a share, above 0")
 
 
-def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> None:
-    """Checks a model of this package by its configuration and tokenizer, before its parameters are loaded."""
+def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], chat_template: bool | str) -> None:
+    """Checks a model of this package by its configuration, tokenizer and files, before its parameters are loaded."""
     source = model_args.get("pretrained")
     if not source:
         raise EvaluationError("no model: add --model_args pretrained=FOLDER (or a name on the Hub)")
@@ -74,10 +74,20 @@ def _check_model(model_args: Mapping[str, Any], chat_template: bool | str) -> No
         ) from error
     if not isinstance(config, dcformer.DCFormerConfig):
         return
+    if "peft" not in model_args:
+        try:
+            check_parameters(source, config, where)
+        except (DCFormerError, OSError) as error:
+            raise EvaluationError(f"--model_args pretrained={source}: {first_line(error)}") from error
     longest, asked = config.max_position_embeddings, model_args.get("max_length")
     if asked is not None and not (isinstance(asked, int) and 1 <= asked <= longest):
         raise EvaluationError(
             f"--model_args max_length={asked}: expected 1 to {longest}, the model's max_position_embeddings"
+        )
+    length, most = gen_kwargs.get("max_gen_toks"), asked or longest
+    if length is not None and not (isinstance(length, int) and 1 <= length < most):
+        raise EvaluationError(
+            f"--gen_kwargs max_gen_toks={length}: expected 1 to {most - 1}, within the model's context"
         )
     # Added tokens do not count: a model may lack those at the end, such as runs of spaces.
     if tokenizer.vocab_size > config.vocab_size and "peft" not in model_args:
@@ -114,8 +124,10 @@ def _check(options: Any) -> None:
         read_paper_file((options.metadata or {}).get(FILE_KEY))
     _check_batch_size(options.batch_size)
     _check_limit(options.limit)
+    if "use_cache" in (options.gen_kwargs or {}):
+        raise EvaluationError("--gen_kwargs use_cache: lm-eval sets it itself; leave it out")
     if options.model in _HF_MODELS:
-        _check_model(options.model_args, options.apply_chat_template)
+        _check_model(options.model_args, options.gen_kwargs or {}, options.apply_chat_template)
     if options.output_path:
         _check_output(options.output_path)
 

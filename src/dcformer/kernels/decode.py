@@ -635,7 +635,7 @@ def composed_decode(
     check_types(pre, post, scale, states if visible is None else states | {"visible": visible})
     groups = _check(query, key, value, pre, post, visible, num_splits)
     weights, places = packed_weights(pre, post, key.shape[1])
-    plan = [groups, -1 if num_splits is None else num_splits, *places]
+    plan = [groups, -1 if num_splits is None else min(num_splits, 2**31 - 1), *places]
     scale = query.shape[3] ** -0.5 if scale is None else scale
     return decode_op(query, key, value, weights, visible, plan, scale).transpose(1, 2)
 

@@ -3,7 +3,6 @@
 Shared by prefill and decoding, kernels included. Imports no Triton.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -15,6 +14,7 @@ from ..attention_dcformer import check_shapes
 from ..compose_dcformer import ComposeWeights, SideWeights
 from .limits import require_supported
 
+_LARGEST = torch.finfo(torch.float32).max
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what kernels read
 
 
@@ -122,9 +122,11 @@ def check_types(
                 raise ValueError(f"{name}.{side} is of type {type(of_side).__name__}: expected SideWeights or None.")
         if weights.static is not None:
             tensors[f"{name}.static"] = weights.static
-    is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
-    if not (scale is None or is_number) or (isinstance(scale, float) and not math.isfinite(scale)):
-        raise ValueError(f"scale={scale!r}: expected a finite number, usually D ** -0.5.")
+    if scale is not None:
+        is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
+        # in a graph it may be a symbol, of whose value there would be a guard
+        if not is_number or not (torch.compiler.is_compiling() or abs(scale) <= _LARGEST):
+            raise ValueError(f"scale={scale!r}: expected a finite number of float32, usually D ** -0.5.")
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} is of type {type(tensor).__name__}: expected a tensor.")
