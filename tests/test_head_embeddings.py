@@ -490,6 +490,14 @@ def test_heads_differ_at_first_as_much_as_ordinary_ones(mode, qk_norm, fields):
     assert 0.5 * ordinary <= variation(head_embeddings=mode, qk_norm=qk_norm, **fields) <= 2 * ordinary
 
 
+def test_a_field_that_is_named_says_nothing_of_the_others(tmp_path):
+    DCFormerForCausalLM(tiny_config(**LLAMA, head_embeddings="add")).save_pretrained(tmp_path)
+    for arguments in ({}, {"key_head_map": None}, {"config": str(tmp_path)}, {"config": tmp_path / "config.json"}):
+        assert DCFormerForCausalLM.from_pretrained(tmp_path, **arguments).config.head_embeddings == "add"
+    with pytest.raises(ValueError, match="head_embeddings=None does not fit"):
+        DCFormerForCausalLM.from_pretrained(tmp_path, head_embeddings=None)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_heads_with_small_embeddings_are_alike(mode):
     ordinary = variation()

@@ -369,22 +369,23 @@ def check_stored_heads(
     if path is None:
         return
     config, fields = arguments.get("config"), ("head_embeddings", *MAP_FIELDS)
-    wanted = {name: arguments.get(name, getattr(config, name, None)) for name in fields}
+    wanted = {name: getattr(config, name) for name in fields if hasattr(config, name)}
+    is_folder = bool(wanted) and os.path.isdir(path)  # read without asking the Hub
+    wanted |= {name: arguments[name] for name in fields if name in arguments}
     is_asked = any(wanted.values()) or any(name in arguments for name in fields)
-    is_asked = is_asked or getattr(config, "num_attention_heads", 0) == 1
-    is_folder = config is not None and os.path.isdir(path)  # read without asking the Hub
-    if not (is_asked or is_folder):  # where heads differ, shapes do, and Transformers says so
-        return
+    if not (is_asked or is_folder or getattr(config, "num_attention_heads", 0) == 1):
+        return  # where heads differ, shapes do, and Transformers says so
     stored = stored_config(model_class.config_class, path, arguments)
-    if stored and stored.get("head_embeddings") != wanted["head_embeddings"]:
-        raise ValueError(
-            f"head_embeddings={wanted['head_embeddings']!r} does not fit {path}, which was trained with "
-            f"{stored.get('head_embeddings')!r}: such a model is trained from scratch, and no other becomes one by "
-            "loading. Leave head_embeddings to the checkpoint's configuration."
-        )
-    for name in MAP_FIELDS if stored else ():
-        here, there = _mapped_heads(wanted[name]), _mapped_heads(stored.get(name))
-        if here != there:
+    for name in wanted if stored else ():
+        own = stored.get(name)
+        if name == "head_embeddings" and own != wanted[name]:
+            raise ValueError(
+                f"head_embeddings={wanted[name]!r} does not fit {path}, which was trained with {own!r}: such a model "
+                "is trained from scratch, and no other becomes one by loading. Leave head_embeddings to the "
+                "checkpoint's configuration."
+            )
+        here, there = _mapped_heads(wanted[name]), _mapped_heads(own)
+        if name in MAP_FIELDS and here != there:
             raise ValueError(
                 f"{name} for {here or 'the usual'} heads of the layers does not fit {path}, whose parameters are of "
                 f"{there or 'the usual'} heads. Leave {' and '.join(MAP_FIELDS)} to the checkpoint's configuration."

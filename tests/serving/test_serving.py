@@ -253,6 +253,7 @@ FAULTS = [
         ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
         ({"logit_bias": {"5": "3"}}, "logit_bias"),
         ({"logit_bias": {"5": True}}, "logit_bias"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -5,7 +5,6 @@ OpenAI's form.
 """
 
 import json
-import math
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -127,7 +126,7 @@ def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str
         if value is not None and not _is_a(value, kind, elements):
             return name, f"{name}={value!r} must be {expected}."
     for token, bias in (body.get("logit_bias") or {}).items():
-        if not isinstance(bias, int | float) or isinstance(bias, bool) or not math.isfinite(bias):
+        if not isinstance(bias, int | float) or isinstance(bias, bool) or not abs(bias) <= sys.float_info.max:
             return "logit_bias", f"logit_bias={{{token!r}: {bias!r}}} must have finite numbers."
     if taken := sorted(_OF_TEMPLATES & (body.get("chat_template_kwargs") or {}).keys()):
         name, what = "chat_template_kwargs", taken[0]
