@@ -71,15 +71,19 @@ def check_parameters(source: str | os.PathLike, config: Any, arguments: Mapping[
     stored = {name for file in files for name, *_ in stored_tensors(file)}
     if not files or "tok_embeddings.weight" in stored:
         return
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    stored |= {f"{model.base_model_prefix}.{name}" for name in stored}  # of a decoder without its head
+    stored |= {f"model.{name}" for name in stored}  # of a decoder without its head
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    if missing := sorted({name for name, _ in model.named_parameters()} - stored - tied):
+    if missing := sorted(parameter_names(config) - stored - tied):
         more = f" and {len(missing) - 3} more parameters" if missing[3:] else ""
         raise DCFormerError(
             f"{os.fspath(source)} lacks {', '.join(missing[:3])}{more}: expected those of a causal language model."
         )
+
+
+def parameter_names(config: Any) -> set[str]:
+    """The names of a causal language model's parameters, by its configuration."""
+    with torch.device("meta"):
+        return {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
 
 
 def named_device(name: str) -> torch.device:
@@ -103,4 +107,4 @@ def named_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-__all__ = ["LOADING_ERRORS", "check_parameters", "damaged_file", "named_device"]
+__all__ = ["LOADING_ERRORS", "check_parameters", "damaged_file", "named_device", "parameter_names"]

@@ -57,6 +57,10 @@ def test_a_folded_folder_is_the_model_folded_in_memory(name, tmp_path):
     assert folded.generation_config.temperature == 0.25
     with pytest.raises(ValueError, match=r"key_head_map for the usual heads of the layers does not fit .*/folded"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "folded", key_head_map=None, value_head_map=None)
+    for arguments in ({"config": str(tmp_path / "folded")}, {"config": tmp_path / "folded" / "config.json"}):
+        assert type(folded).from_pretrained(tmp_path / "folded", **arguments).config.num_key_heads == plan.num_key_heads
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "folded", num_hidden_layers=1)
+    assert first.config.num_hidden_layers == len(first.model.layers) == 1
     for saved in (folded, expected):
         state = {name for name, _ in saved.named_parameters()}
         assert state == {name for name, _ in expected.named_parameters()}

@@ -74,6 +74,17 @@ def test_the_balance_loss_is_in_the_loss():
     assert extra == pytest.approx(2.0, rel=1e-5)  # K at uniform routing
 
 
+def test_parts_of_a_batch_add_up():
+    """As `Trainer` adds up the losses of accumulated parts, each with the number of all images."""
+    options = {"num_routed_heads_per_tok": 2, "router_aux_loss_coef": 5.0}
+    config = HeadSystemsViTConfig(**SMALL, **PLAIN, head_system="mixture_of_heads", head_system_options=options)
+    model, labels = HeadSystemsViTForImageClassification(config).eval(), torch.arange(6) % 5
+    for layer in model.dcvit.layers:
+        torch.nn.init.zeros_(layer.attention.system.router.weight)
+    parts = [model(images()[i : i + 2], labels=labels[i : i + 2], num_items_in_batch=6).loss for i in (0, 2, 4)]
+    assert float(sum(parts)) == pytest.approx(float(model(images(), labels=labels).loss), rel=1e-5)
+
+
 def test_outputs_have_losses_logits_and_gates():
     """As those of language models."""
     options = {"num_routed_heads_per_tok": 2, "router_aux_loss_coef": 5.0}

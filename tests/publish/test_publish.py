@@ -102,7 +102,8 @@ def test_values_are_kept_whatever_dtype_the_configuration_names(tmp_path, stored
     model.save_pretrained(tmp_path / "model")
     file, config = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "config.json"
     tensors = {name: tensor.to(stored[i % 2]) for i, (name, tensor) in enumerate(load_file(file).items())}
-    save_file(tensors, file, metadata={"format": "pt"})
+    others = {"model.rotary_emb.inv_freq": torch.ones(2, dtype=torch.float64)}  # is not loaded
+    save_file(tensors | others, file, metadata={"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float16"}))
     assert main([str(tmp_path / "model"), str(tmp_path / "hub")]) == 0
     written = load_file(tmp_path / "hub" / "model.safetensors")
@@ -264,7 +265,7 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
     assert "cannot be loaded" in error(tmp_path / "config-only", output)
     for kind in (DCFormerForSequenceClassification, DCFormerModel):
         kind(tiny_config()).save_pretrained(tmp_path / kind.__name__)
-        assert f"is a {kind.__name__} and lacks lm_head.weight" in error(tmp_path / kind.__name__, output)
+        assert f"{kind.__name__} lacks lm_head.weight: expected those of a" in error(tmp_path / kind.__name__, output)
     assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "full")
     assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "file")
     assert "cannot be written" in error(CHECKPOINT, tmp_path / "file" / "hub")

@@ -22,7 +22,7 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 import finetune
 import pretrain
 
-from dcformer import DCFormerForCausalLM, export_remote_code
+from dcformer import DCFormerForCausalLM, export_remote_code, to_head_system
 from dcformer.errors import DCFormerError
 from dcformer.optimization import composition_rate_ratios, parameter_groups
 from dcformer.training import (
@@ -58,6 +58,37 @@ def prepare(tmp_path, *arguments: str):
 def losses(folder) -> list[float]:
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in entries if "loss" in entry]
+
+
+def test_losses_of_head_systems_are_trained(tmp_path):
+    """TRL goes past the model's head, which adds them; accumulated batches share them."""
+    folder = tmp_path / "mixture"
+    plain = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    to_head_system(plain, "mixture_of_heads", num_routed_heads_per_tok=2).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(folder)
+    trainer = prepare(tmp_path, "--data", TEXT, "--model_name_or_path", str(folder))
+    model, batch = trainer.model.train(), next(iter(trainer.get_train_dataloader()))
+    systems = [module for module in model.modules() if hasattr(module, "aux_loss_coef")]
+    aux = model(**batch).aux_loss.item()
+    number, trainer.current_gradient_accumulation_steps = (batch["labels"][:, 1:] != -100).sum(), 2
+    for arguments, share in (({}, 1), ({"num_items_in_batch": number}, 0.5)):
+        found = []
+        for coefficient in (0.0, 5.0):
+            for system in systems:
+                system.aux_loss_coef = coefficient
+            found.append(trainer.compute_loss(model, dict(batch), **arguments))
+        assert (found[1] - found[0]).item() == pytest.approx(5 * share * aux, rel=1e-4)
+        assert found[1].requires_grad
+    assert model.base_model.take_loss() is None  # no graph is left behind
+
+
+def test_the_folder_of_a_checkpoint_is_there_before_it_is_looked_for(tmp_path, monkeypatch):
+    """As the library does in each process, before shards of FSDP would make it."""
+    trainer, seen = prepare(tmp_path, "--data", TEXT), []
+    monkeypatch.setattr(SFTTrainer, "_save_checkpoint", lambda *_: seen.extend((tmp_path / "out").glob("checkpoint-*")))
+    trainer.state.global_step = 7
+    trainer._save_checkpoint(trainer.model, None)
+    assert [folder.name for folder in seen] == ["checkpoint-7"]
 
 
 def test_defaults_are_the_papers_recipe(tmp_path):

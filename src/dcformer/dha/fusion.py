@@ -41,7 +41,6 @@ SMALL_LOSS = 1e-3  # of the paper's stop rule
 _CLOSING_STEPS = 60
 TRAINED = ("all", "attention", "none")
 _MIN_LR, _WARMUP = 0.1, 0.1  # of θ: shares of the peak and of the steps
-_IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _BETAS = (0.9, 0.95)
 
 
@@ -119,8 +118,11 @@ def _batch(batch: Any) -> dict[str, torch.Tensor]:
     if "input_ids" not in given:
         raise DCFormerError(f"a batch has {', '.join(given) or 'nothing'}: expected input_ids [B, T].")
     given = {name: torch.as_tensor(value) for name, value in given.items()}
-    if given["input_ids"].dtype not in _IDS:
-        raise DCFormerError(f"a batch has input_ids of {given['input_ids'].dtype}: expected token ids, whole numbers.")
+    for name in given.keys() & {"input_ids", "labels"}:
+        dtype = given[name].dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise DCFormerError(f"a batch has {name} of {dtype}: expected token ids, whole numbers.")
+        given[name] = given[name].long()
     if given["input_ids"].ndim != 2:
         raise DCFormerError(
             f"a batch has input_ids of shape {list(given['input_ids'].shape)}: expected [B, T]. Rows that come in a "
@@ -135,12 +137,15 @@ def _batch(batch: Any) -> dict[str, torch.Tensor]:
 
 def _check_tokens(model: Any, batch: Mapping[str, torch.Tensor]) -> None:
     """Names a token id that a model does not have, which a GPU would end its process for."""
-    ids, size = batch["input_ids"], getattr(model, "module", model).get_input_embeddings().num_embeddings
-    if len(wrong := ids[(ids < 0) | (ids >= size)]):
-        raise DCFormerError(
-            f"input_ids holds token id {int(wrong[0])}, outside the source's vocabulary of {size} ids (0 to "
-            f"{size - 1}): is the tokenizer the model's own?"
-        )
+    size = getattr(model, "module", model).get_input_embeddings().num_embeddings
+    for name in ("input_ids", "labels"):
+        ids = batch[name]
+        is_wrong = (ids < 0) | (ids >= size)
+        if len(wrong := ids[is_wrong & (ids != -100) if name == "labels" else is_wrong]):
+            raise DCFormerError(
+                f"{name} holds token id {int(wrong[0])}, outside the source's vocabulary of {size} ids (0 to "
+                f"{size - 1}): is the tokenizer the model's own?"
+            )
 
 
 @torch.no_grad()

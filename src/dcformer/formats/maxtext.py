@@ -41,6 +41,8 @@ _OWN_WORDS -= NATIVE_FIELDS | _SHARED_WORDS
 # What may stand beside MaxText's keys: fields of ours alone, as it has others of the library's (dtype) for itself.
 _NATIVE_BESIDE = {*DCFormerConfig.__annotations__, "layer_pattern", "partial_rotary_factor", "rope_theta"} - {*_KEYS}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu_pytorch_tanh", "relu": "relu"}  # flax's GELU: tanh
+_TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")  # Transformers' names of it
+_SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 
 
 class MaxTextFormat(ArrayFormat):
@@ -179,7 +181,7 @@ class MaxTextFormat(ArrayFormat):
 
     def computes_otherwise(self, config: DCFormerConfig) -> list[str]:
         rope = config.rope_parameters or {}
-        ours = "silu" if config.hidden_act == "swish" else config.hidden_act
+        ours = _SAME.get(config.hidden_act, config.hidden_act)
         computed = {
             "activation of the MLP": (ours, _ACTIVATIONS.get(_activation(config), "one of its own")),
             "GELU of the weight generators": (config.compose_act, "gelu_pytorch_tanh"),
@@ -215,7 +217,7 @@ def _windows(stored: Any, longest: Any) -> dict[str, Any]:
 
 def _activation(config: DCFormerConfig) -> str:
     """The MLP's, by the name that a MaxText configuration is given for it."""
-    return "gelu" if config.hidden_act == "gelu_pytorch_tanh" else config.hidden_act
+    return "gelu" if config.hidden_act in _TANH_GELU else config.hidden_act
 
 
 def _nested(arrays: Mapping[str, LazyArray]) -> dict[str, Any]:

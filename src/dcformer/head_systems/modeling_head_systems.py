@@ -36,6 +36,15 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
         """Without what is of the last forward pass."""
         return vars(self) | {"_extras": {}}
 
+    def take_loss(self) -> torch.Tensor | None:
+        """The systems' loss of the last forward pass times its coefficient, for trainers that go past the model's head.
+
+        Returns:
+            None where there is none, or the head has had it.
+        """
+        loss, layers = self._extras.pop("aux_loss", None), self.layers
+        return None if loss is None else layers[0].self_attn.system.aux_loss_coef * loss  # type: ignore[union-attr]
+
     def _check_head_maps(self) -> None:
         """As the decoder's, and refuses layers with other heads than the configuration's `kept_heads` has there."""
         super()._check_head_maps()

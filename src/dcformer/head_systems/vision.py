@@ -116,7 +116,9 @@ class HeadSystemsViTForImageClassification(HeadSystemsViTPreTrainedModel, DCViTF
         layers: Any = self.dcvit.running_layers()
         systems = [layer.attention.system for layer in layers]
         said = extras(systems, kwargs.get("attention_mask"), self.training, wants_logits, wants_gates)
-        return with_loss(HeadSystemsImageClassifierOutput, outputs, said, systems)
+        number = kwargs.get("num_items_in_batch")  # of images in all parts, whose losses `Trainer` adds up
+        share = 1 if number is None or labels is None else len(labels) / torch.as_tensor(number, device=labels.device)
+        return with_loss(HeadSystemsImageClassifierOutput, outputs, said, systems, share)
 
 
 __all__ = ["HeadSystemsViTConfig", "HeadSystemsViTForImageClassification", "HeadSystemsViTModel"]

@@ -20,10 +20,13 @@ from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
 from ..conversion.sources import FLOATS
 from ..errors import ConversionError, DCFormerError, first_line, loading_reason
-from ..hub_dcformer import IGNORED_ON_LOAD, stored_tensors, weight_files
-from ..loading import LOADING_ERRORS, damaged_file
+from ..hub_dcformer import stored_tensors, weight_files
+from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_names
 from ..remote_code import export_remote_code
 from .card import model_card, read_results
+
+# Of the authors' format, without static projections, which stand beside identities of the same name.
+_HUB_PARAMETER = re.compile(r"(?:layers\.\d+|tok_embeddings|norm|output)\.(?:.*\.)?(?:weight|qkw)|\w+\.weight")
 
 
 class HubFolderError(DCFormerError):
@@ -85,18 +88,12 @@ def write_hub_folder(
             "save_pretrained(folder, max_shard_size=...), without a model card."
         )
     try:
-        dtype = _stored_dtype(source)
-        both: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        check_parameters(source, config)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=_stored_dtype(source, config))
     except LOADING_ERRORS as error:
         raise HubFolderError(
             f"{source} cannot be loaded: {damaged_file(source, error) or first_line(error)}"
         ) from error
-    loaded, info = both
-    if missing := sorted(info["missing_keys"]):
-        raise HubFolderError(
-            f"{source} is a {', '.join(config.architectures or ['model'])} and lacks {', '.join(missing[:3])}"
-            f"{', ...' if missing[3:] else ''}: expected the parameters of a causal language model."
-        )
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in loaded.state_dict().values())
     config.dtype = loaded.dtype  # config.json need not have it
     card = model_card(config, name or output.resolve().name, scores, license, remote_code)
@@ -112,14 +109,17 @@ def write_hub_folder(
     return output
 
 
-def _stored_dtype(source: str) -> torch.dtype | str:
+def _stored_dtype(source: str, config: Any) -> torch.dtype | str:
     """The dtype that holds the values of all stored parameters; "auto" where the files have none of ours."""
-    dtypes = {
-        read().dtype
-        for file in weight_files(source, {})
-        for name, _, read in stored_tensors(file)
-        if not any(re.search(ignored, name) for ignored in IGNORED_ON_LOAD)
-    }
+    if getattr(config, "quantization_config", None) is not None:
+        return "auto"
+    known = parameter_names(config)
+    dtypes: set[torch.dtype] = set()
+    for file in weight_files(source, {}):
+        for name, _, read in stored_tensors(file):  # others, as tables of RoPE, are not loaded
+            is_of_authors = name not in known and _HUB_PARAMETER.fullmatch(name) is not None
+            if name in known or f"model.{name}" in known or is_of_authors:
+                dtypes.add(read().dtype)
     return reduce(torch.promote_types, dtypes & {*FLOATS}) if dtypes & {*FLOATS} else "auto"
 
 

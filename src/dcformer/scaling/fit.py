@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 
 import numpy as np
 
@@ -158,7 +159,7 @@ def _sizes(points: Sequence[Point], form: str, measure: str) -> _Sizes:
     for point in points:
         numbers = {"parameters": point.parameters, "tokens": point.tokens, "loss": point.loss}
         for name, value in (numbers | {f"compute ({measure})": point.compute(measure)}).items():
-            if not 0 < value < math.inf:
+            if not isinstance(value, Real) or not 0 < value < math.inf:
                 raise DCFormerError(f"{_named([point])}: {name} is {value}: expected a finite number above 0")
     groups: dict[tuple[float, float], list[Point]] = {}
     for point in sorted(points, key=lambda p: (p.parameters, p.tokens, p.seed)):
@@ -220,7 +221,7 @@ class _Noise:
 
 
 def _check_level(level: float) -> None:
-    if not 0 < level < 1:
+    if not isinstance(level, Real) or not 0 < level < 1:
         raise DCFormerError(f"level {level!r}: expected a share between 0 and 1, such as 0.95")
 
 

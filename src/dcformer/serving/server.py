@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dcformer  # registers the model types: the server loads them without remote code
 
 from ..errors import DCFormerError, first_line, loading_reason, raise_bug
-from ..loading import LOADING_ERRORS, damaged_file, named_device
+from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device
 from .requests import CHAT, RESPONSES, SOMETIMES_IGNORED, TEXT, BadRequestError, RequestChecks, find_misfit
 
 _PROGRAM = "dcformer-serve"
@@ -76,8 +77,8 @@ def _own_application() -> Iterator[None]:
 
     `Serve` imports its parts by name when it is called; two of them are replaced for that time.
     """
+    from fastapi.middleware import Middleware
     from huggingface_hub.errors import CacheNotFound
-    from starlette.middleware import Middleware
     from transformers.cli.serving import model_manager, server
     from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
 
@@ -97,10 +98,12 @@ def _own_application() -> Iterator[None]:
                 model, revision = model_id_and_revision, ""
             where = {"revision": revision or None, "trust_remote_code": self.trust_remote_code}
             is_gguf = kwargs.get("gguf_file") is not None
-            if is_gguf or not isinstance(AutoConfig.from_pretrained(model, **where), dcformer.DCFormerConfig):
+            config = None if is_gguf else AutoConfig.from_pretrained(model, **where)
+            if not isinstance(config, dcformer.DCFormerConfig):
                 return super()._load_model(model_id_and_revision, *args, **kwargs)
             try:
-                both: Any = AutoModelForCausalLM.from_pretrained(
+                check_parameters(model, config, where)
+                return AutoModelForCausalLM.from_pretrained(
                     model,
                     **where,
                     attn_implementation=self.attn_implementation,
@@ -108,16 +111,9 @@ def _own_application() -> Iterator[None]:
                     device_map=self.device,
                     quantization_config=self.get_quantization_config(),
                     tqdm_class=kwargs.get("tqdm_class"),
-                    output_loading_info=True,
                 )
             except EOFError as error:  # typer would take it for the end of its own input
                 raise DCFormerError(f"a file of {model} ends too early") from error
-            loaded, info = both
-            if missing := sorted(info["missing_keys"]):
-                raise DCFormerError(
-                    f"{model} lacks {', '.join(missing[:3])}: expected the parameters of a causal language model"
-                )
-            return loaded
 
         # Before Transformers 5.24, which has `list_models` that does the same.
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
@@ -138,6 +134,8 @@ def _own_application() -> Iterator[None]:
                 raise BadRequestError("model", "model names none, and this server has no model of its own.")
             try:
                 name, model, processor = resolve(body)
+            except torch.OutOfMemoryError:  # no fault of the request
+                raise
             except LOADING_ERRORS as error:
                 raise_bug(error, (Exception,))
                 reason = (os.path.isdir(given) and damaged_file(given, error)) or loading_reason(given, error)

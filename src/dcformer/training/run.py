@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from ..analysis import num_parameters
 from ..errors import DCFormerError, loading_reason, refused
+from ..head_systems import HeadSystemsModel
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
 from ..optimization import names_without_decay, parameter_groups
@@ -278,7 +280,7 @@ class _Trainer(SFTTrainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         counts = self._counts
         if counts is None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            return self._loss(model, inputs, *args, **kwargs)
 
         def count(**arguments: Any) -> Any:
             outputs = model(**arguments)
@@ -288,7 +290,21 @@ class _Trainer(SFTTrainer):
             return outputs
 
         self._leave_repeated_rows_out(inputs["labels"])
-        return super().compute_loss(count, inputs, *args, **kwargs)
+        return self._loss(count, inputs, *args, **kwargs)
+
+    def _loss(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss, with that of head systems: TRL goes past the model's head, which would add it."""
+        found = super().compute_loss(*args, **kwargs)
+        if self._systems is None or (added := self._systems.take_loss()) is None:
+            return found
+        if kwargs.get("num_items_in_batch") is not None:  # the losses of accumulated batches are added up
+            added = added / self.current_gradient_accumulation_steps
+        return found + added
+
+    @cached_property
+    def _systems(self) -> HeadSystemsModel | None:
+        """The decoder of a model with a head system."""
+        return next((module for module in self.model.modules() if isinstance(module, HeadSystemsModel)), None)
 
     def _leave_repeated_rows_out(self, labels: torch.Tensor) -> None:
         """Takes the labels of rows that come twice: accelerate fills up the last batches, one for each process.
@@ -331,7 +347,7 @@ class _Trainer(SFTTrainer):
         excluded = names_without_decay(model)
         return [name for name in SFTTrainer.get_decay_parameter_names(self, model) if name not in excluded]
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As the library's, in a folder that is there from the start.
 
         Whether it is decides in each process if the best model is loaded, which needs all of them. The library looks
@@ -339,8 +355,8 @@ class _Trainer(SFTTrainer):
         """
         if self.args.should_save:
             name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            Path(self.args.output_dir, name).mkdir(parents=True, exist_ok=True)
-        super()._save_checkpoint(*args, **kwargs)
+            Path(self._get_output_dir(trial), name).mkdir(parents=True, exist_ok=True)
+        super()._save_checkpoint(model, trial)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         counts: list[int] = []
