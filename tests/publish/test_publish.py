@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import REPOSITORY, randomise, tiny_config
+from helpers import FIXTURES, REPOSITORY, randomise, tiny_config
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -110,6 +110,25 @@ def test_values_are_kept_whatever_dtype_the_configuration_names(tmp_path, stored
     assert written.keys() == tensors.keys()
     assert all(torch.equal(written[name], tensor.float()) for name, tensor in tensors.items())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hub").dtype == torch.float32
+
+
+def test_a_folder_in_the_authors_format(tmp_path, capsys):
+    """Its parameters are float32, whatever it says; identities of projections that it does not have do not count."""
+    shutil.copytree(FIXTURES / "B1", tmp_path / "model")
+    file, config = tmp_path / "model" / "pytorch_model.bin", tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"torch_dtype": "float16"}))
+    assert main([str(tmp_path / "model"), str(tmp_path / "hub")]) == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "hub" / "model.safetensors").values()} == {torch.float32}
+    tensors = torch.load(file)
+    torch.save({name: t if name.endswith("_proj.w") else t.half() for name, t in tensors.items()}, file)
+    assert main([str(tmp_path / "model"), str(tmp_path / "half")]) == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.float16}
+    torch.save({name: t if name.endswith(".scale") else t.half() for name, t in tensors.items()}, file)
+    assert main([str(tmp_path / "model"), str(tmp_path / "mixed")]) == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "mixed" / "model.safetensors").values()} == {torch.float32}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_qk_norm": False}))
+    assert main([str(tmp_path / "model"), str(tmp_path / "other")]) == 1
+    assert "8 tensors that its configuration has no place for" in capsys.readouterr().err
 
 
 def rows(text: str) -> dict[str, list[str]]:

@@ -20,13 +20,13 @@ from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
 from ..conversion.sources import FLOATS
 from ..errors import ConversionError, DCFormerError, first_line, loading_reason
-from ..hub_dcformer import stored_tensors, weight_files
+from ..hub_dcformer import IGNORED_ON_LOAD, stored_tensors, weight_files
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_names
 from ..remote_code import export_remote_code
 from .card import model_card, read_results
 
-# Of the authors' format, without static projections, which stand beside identities of the same name.
-_HUB_PARAMETER = re.compile(r"(?:layers\.\d+|tok_embeddings|norm|output)\.(?:.*\.)?(?:weight|qkw)|\w+\.weight")
+# In the authors' format: what is not loaded, and static projections, of whose name identities may be.
+_NO_PARAMETERS = re.compile("|".join([*IGNORED_ON_LOAD, r"\.(?:pre|post)_proj\.w$"]))
 
 
 class HubFolderError(DCFormerError):
@@ -114,12 +114,13 @@ def _stored_dtype(source: str, config: Any) -> torch.dtype | str:
     if getattr(config, "quantization_config", None) is not None:
         return "auto"
     known = parameter_names(config)
-    dtypes: set[torch.dtype] = set()
-    for file in weight_files(source, {}):
-        for name, _, read in stored_tensors(file):  # others, as tables of RoPE, are not loaded
-            is_of_authors = name not in known and _HUB_PARAMETER.fullmatch(name) is not None
-            if name in known or f"model.{name}" in known or is_of_authors:
-                dtypes.add(read().dtype)
+    stored = {name: read().dtype for file in weight_files(source, {}) for name, _, read in stored_tensors(file)}
+    is_authors = "tok_embeddings.weight" in stored
+    dtypes = {
+        dtype
+        for name, dtype in stored.items()  # others, as tables of RoPE, are not loaded
+        if name in known or f"model.{name}" in known or (is_authors and not _NO_PARAMETERS.search(name))
+    }
     return reduce(torch.promote_types, dtypes & {*FLOATS}) if dtypes & {*FLOATS} else "auto"
 
 
