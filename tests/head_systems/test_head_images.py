@@ -63,12 +63,18 @@ def test_plain_is_dcvit():
     torch.testing.assert_close(model(images()).logits, source(images()).logits, atol=1e-6, rtol=1e-6)
 
 
-def test_the_balance_loss_is_in_the_loss():
+def mixture(is_uniform=False):
+    """A mixture of heads whose balance loss counts; uniform: with routers of zeros."""
     options = {"num_routed_heads_per_tok": 2, "router_aux_loss_coef": 5.0}
     config = HeadSystemsViTConfig(**SMALL, **PLAIN, head_system="mixture_of_heads", head_system_options=options)
-    model, labels = HeadSystemsViTForImageClassification(config).eval(), torch.arange(6) % 5
-    for layer in model.dcvit.layers:
+    model = HeadSystemsViTForImageClassification(config)
+    for layer in model.dcvit.layers if is_uniform else ():
         torch.nn.init.zeros_(layer.attention.system.router.weight)
+    return model
+
+
+def test_the_balance_loss_is_in_the_loss():
+    model, labels = mixture(is_uniform=True).eval(), torch.arange(6) % 5
     out = model(images(), labels=labels)
     extra = float(out.loss - torch.nn.functional.cross_entropy(out.logits, labels)) / 5
     assert extra == pytest.approx(2.0, rel=1e-5)  # K at uniform routing
@@ -76,20 +82,14 @@ def test_the_balance_loss_is_in_the_loss():
 
 def test_parts_of_a_batch_add_up():
     """As `Trainer` adds up the losses of accumulated parts, each with the number of all images."""
-    options = {"num_routed_heads_per_tok": 2, "router_aux_loss_coef": 5.0}
-    config = HeadSystemsViTConfig(**SMALL, **PLAIN, head_system="mixture_of_heads", head_system_options=options)
-    model, labels = HeadSystemsViTForImageClassification(config).eval(), torch.arange(6) % 5
-    for layer in model.dcvit.layers:
-        torch.nn.init.zeros_(layer.attention.system.router.weight)
+    model, labels = mixture(is_uniform=True).eval(), torch.arange(6) % 5
     parts = [model(images()[i : i + 2], labels=labels[i : i + 2], num_items_in_batch=6).loss for i in (0, 2, 4)]
     assert float(sum(parts)) == pytest.approx(float(model(images(), labels=labels).loss), rel=1e-5)
 
 
 def test_outputs_have_losses_logits_and_gates():
     """As those of language models."""
-    options = {"num_routed_heads_per_tok": 2, "router_aux_loss_coef": 5.0}
-    config = HeadSystemsViTConfig(**SMALL, **PLAIN, head_system="mixture_of_heads", head_system_options=options)
-    model, labels = HeadSystemsViTForImageClassification(config), torch.arange(6) % 5
+    model, labels = mixture(), torch.arange(6) % 5
     model.set_attn_implementation("eager")
     out = model(images(), labels=labels)
     assert float(out.loss - torch.nn.functional.cross_entropy(out.logits, labels)) == pytest.approx(
