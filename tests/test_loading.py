@@ -32,7 +32,7 @@ def folders(tmp_path_factory):
 
 
 def test_missing_parameters(folders, tmp_path):
-    """By names alone: of any file, of a decoder whose head is tied, of the authors' format and of others not at all."""
+    """By names alone: of any file, of a decoder whose head is tied, of hub folders and of others not at all."""
     for folder in ("safetensors", "bin"):
         check_parameters(folders / folder, AutoConfig.from_pretrained(folders / folder))
     config = tiny_config(tie_word_embeddings=True)

@@ -21,7 +21,7 @@ from dcformer import (
 )
 from dcformer.analysis import num_parameters
 from dcformer.errors import DCFormerError
-from dcformer.planning import OPTIMIZERS, Setup, collectives, memory
+from dcformer.planning import OPTIMIZERS, Setup, collectives, memory, report
 from dcformer_commands.plan import main
 
 SIZES = {
@@ -298,7 +298,9 @@ def test_head_systems(name):
     """Parameters are the system's; those whose heads cannot be divided have no tensor parallelism."""
     config = HeadSystemsConfig(**SIZES, head_system=name, compose_groups=2)
     setup = Setup(config, gpus=1, length=32, attention="dcformer_chunked")
-    assert memory(setup).parameters == 4 * HeadSystemsForCausalLM(config).num_parameters()
+    parameters = HeadSystemsForCausalLM(config).num_parameters()
+    assert memory(setup).parameters == 4 * parameters
+    assert f"{name}: {parameters:,} parameters" in report(setup, name)
     split = {"gpus": 2, "tensor_parallel": 2}
     if name == "output_gate":
         assert memory(replace(setup, **split)).parameters < memory(setup).parameters

@@ -2428,13 +2428,13 @@ _SELFCHECK = _in(
     "kernels/selfcheck.py",
     (
         "a warning for every kind of layer whose check fails",
-        '_stays(reason, f"self-check on {device}")',
-        "_stays(reason)",
+        '_warn_chunked(reason, f"self-check on {device}")',
+        "_warn_chunked(reason)",
         "tests/test_default_attention.py::test_two_kinds_of_layers_that_fail_are_one_warning",
     ),
     (
         "a verdict of kernels for all marks",
-        "known[0] == marks or _keeps_its_way(device)",
+        "known[0] == marks or _must_not_recheck(device)",
         "True",
         "tests/test_default_attention.py::test_after_a_mark_the_kernels_are_checked_again",
     ),

@@ -29,7 +29,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .attention_dcformer import active_transform
 from .configuration_dcformer import DCFormerConfig
-from .heads_dcformer import MAP_FIELDS
+from .heads_dcformer import HEAD_FIELDS
 from .masks_dcformer import is_captured
 
 # What the library calls a cache, an argument of models and a field of what they return: `cache` from Transformers 5.24.
@@ -49,7 +49,7 @@ _ADVICE = "Pass a cache that this model filled, or none."
 _LAST_USER = "_dcformer_last_user"
 _ROW_FIELDS = (
     "head_dim", "compose_rank", "compose_projection", "compose_gate", "compose_pre", "compose_post", "compose_key",
-    *MAP_FIELDS, "head_embeddings",
+    *HEAD_FIELDS,
 )  # fmt: skip
 _LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
 

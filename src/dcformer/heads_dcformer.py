@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 MAP_FIELDS = ("key_head_map", "value_head_map")
+HEAD_FIELDS = (*MAP_FIELDS, "head_embeddings")  # of a configuration: what makes its attention another one
 
 
 class HeadMap(nn.Module):
@@ -288,6 +289,7 @@ def check_head_embeddings(config: Any) -> None:
 __all__ = [
     "EMBEDDINGS",
     "EMBEDDING_NAMES",
+    "HEAD_FIELDS",
     "MAP_FIELDS",
     "HeadMap",
     "add_value_bias",

@@ -57,7 +57,7 @@ def check_parameters(source: str | os.PathLike, config: Any, arguments: Mapping[
     """Refuses a causal language model of this package whose files lack parameters: loaded, they would be random.
 
     Args:
-        source: its folder, or its name on the Hub. Files in the authors' format are checked when they are loaded.
+        source: its folder, or its name on the Hub. Those of a hub folder are checked when they are loaded.
         config: its configuration. Other models are not looked at.
         arguments: those of `from_pretrained` that say where its files are, such as `revision`.
 

@@ -19,7 +19,8 @@ def can_attend_plain(
 ) -> bool:
     """Whether `attend_plain` is right for these: where torch would not hold maps.
 
-    Args: as for it; and
+    Args:
+        query, key, value, causal, scaling: as for `attend_plain`.
         window: keys that a query sees where `causal`, its own included; None for all.
     """
     is_compiling = torch.compiler.is_compiling()

@@ -492,6 +492,51 @@ def test_a_model_with_one_map_is_expanded():
     torch.testing.assert_close(dha.expand(model)(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
 
 
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("rope_parameters", {"rope_parameters": HALF_ROTARY}),
+        ("qk_norm_eps", {"qk_norm": True, "qk_norm_eps": 0.01}),
+        ("mlp_gates", {"mlp_gates": 4}),
+        ("hidden_dropout", {"hidden_dropout": 0.3}),
+    ],
+)
+@torch.no_grad()
+def test_what_a_llama_has_not_stays_in_a_model_of_this_package(name, fields):
+    """Transformers' Llama and its kin know no such field, or ignore it: the function would be another one."""
+    model = randomise(DHAForCausalLM(DHAConfig(**SIZES, **fields)), scale=1.0).eval()
+    folded = dha.from_plan(model, dha.search(model, 0.5, tie=True, progress=False))
+    expanded = dha.expand(folded)
+    assert type(expanded) is DHAForCausalLM
+    torch.testing.assert_close(expanded(tokens()).logits, folded(tokens()).logits, rtol=0, atol=2e-5)
+    with pytest.raises(DCFormerError, match=f"llama: {name}" if name != "qk_norm_eps" else "qwen3: .*qk_norm_eps"):
+        dha.to_gqa(folded)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-qk-norm"])
+@torch.no_grad()
+def test_a_source_is_read_as_the_library_runs_it(name):
+    """Llama ignores `partial_rotary_factor`; the norms of Qwen3's heads have the epsilon of all."""
+    config = make(name).config
+    config.rope_parameters = HALF_ROTARY
+    config.rms_norm_eps = 0.05
+    torch.manual_seed(0)
+    source = randomise(AutoModelForCausalLM.from_config(config), scale=1.0).eval()
+    folded = dha.from_plan(source, dha.search(source, kv_ratio=1.0, progress=False))
+    torch.testing.assert_close(folded(tokens()).logits, source(tokens()).logits, rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+def test_a_whole_rotary_factor_is_none():
+    config = DHAConfig(**SIZES, rope_parameters=HALF_ROTARY | {"partial_rotary_factor": 1.0})
+    model = randomise(DHAForCausalLM(config), scale=1.0).eval()
+    expanded = dha.expand(dha.from_plan(model, dha.search(model, 0.5, tie=True, progress=False)))
+    assert type(expanded).__name__ == "LlamaForCausalLM"
+
+
 def test_a_plan_may_be_a_file(tmp_path):
     model = make("llama")
     model.save_pretrained(tmp_path / "source")

@@ -1544,7 +1544,7 @@ def test_bytes_of_maps_are_those_of_a_chunk(heads, found, unmarked, monkeypatch)
     out = composed_attention(tensors["query"], tensors["key"], tensors["value"], pre, post)
     for maps in (1, 3):
         problem, chunk, *_ = made[0]
-        assert max(alive for _, _, alive, *_ in made) == problem.chunk_size(chunk, maps)
+        assert max(alive for _, _, alive, *_ in made) == problem.bytes_of_chunk(chunk, maps)
         made.clear()
         if maps == 1:
             out.sum().backward()
@@ -1598,7 +1598,7 @@ def test_bytes_of_a_chunk_count_matrices(heads, unmarked, monkeypatch):
     (chunk,) = this.chunks(maps=1)
     maps = chunk.n_s * chunk.n_p * heads * (4 + 2)  # of scores, and W
     assert [m.dtype for m in matrices] == [torch.float32, torch.float16]
-    assert this.chunk_size(chunk, 1) == maps + sum(m.nbytes for m in matrices)
+    assert this.bytes_of_chunk(chunk, 1) == maps + sum(m.nbytes for m in matrices)
 
 
 @pytest.mark.parametrize("visible", [{}, {"window": 5}], ids=["causal", "window"])
@@ -1817,9 +1817,9 @@ def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low, maps)
         matrices = 2 * 8 * 8  # of both stages, heads padded
         matrices += 8 * 8 * -(-chunk.n_t // this._tile("back_1").b_t) if maps == 3 else 0  # gradients for each tile
         size = 2 * chunk.n_s * (maps * 4 * chunk.n_p + matrices)
-        assert size == this.chunk_size(chunk, maps) and (chunk.n_t <= 128 or size <= 1 << 20)
+        assert size == this.bytes_of_chunk(chunk, maps) and (chunk.n_t <= 128 or size <= 1 << 20)
     if len(chunks) > 1:  # the whole does not fit
-        assert length > 128 and this.chunk_size(this._chunk(0, length), maps) > 1 << 20
+        assert length > 128 and this.bytes_of_chunk(this._chunk(0, length), maps) > 1 << 20
 
 
 @pytest.mark.parametrize("batch_bytes, expected", [(1 << 30, [slice(None)]), (1, [slice(0, 1), slice(1, 2)])])

@@ -477,7 +477,7 @@ class FusedModel:
         if (gap := self.gap) > CLOSED:
             if self.batches:
                 soft, hard = evaluate_loss(self.model, self.batches), evaluate_loss(folded, self.batches)
-                cost = f"raises the loss from {soft:.4f} to {hard:.4f} on {len(self.batches)} batches"
+                cost = f"changes the loss from {soft:.4f} to {hard:.4f} on {len(self.batches)} batches"
             else:
                 cost = "costs a loss that is not known, as there are no batches (FusedModel.batches)"
             message = f"the operators are not closed: mixtures in a group differ by up to {gap:.3g}, and folding {cost}"

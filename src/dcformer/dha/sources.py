@@ -70,6 +70,9 @@ class Family:
         fields |= {name: getattr(config, name) for name in ("num_key_value_heads", "mlp_bias") if hasattr(config, name)}
         fields |= {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
         fields |= {"norm_eps": config.rms_norm_eps, "attention_bias": getattr(config, "attention_bias", False)}
+        fields["rope_parameters"].pop("partial_rotary_factor", None)  # which the library's models do not read
+        if self.given["qk_norm"]:
+            fields["qk_norm_eps"] = config.rms_norm_eps
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None)
         if kinds is None:
@@ -94,7 +97,10 @@ class Family:
         except CONFIG_ERRORS as error:
             raise_bug(error)
             return [" ".join(str(error).split())]
-        names = [name for name, value in fields.items() if getattr(config, name) != value]
+        own = {name: getattr(config, name) for name in fields}
+        if own["rope_parameters"].get("partial_rotary_factor") == 1.0:  # as where it is not named
+            fields["rope_parameters"]["partial_rotary_factor"] = 1.0
+        names = [name for name, value in fields.items() if own[name] != value]
         return list(dict.fromkeys("composition" if name in _PLAIN else name for name in names))
 
     def holds(self, config: DCFormerConfig) -> bool:
@@ -203,7 +209,13 @@ class OwnFamily(Family):
         raise NotImplementedError  # a copy of the configuration itself is made; see `HeadSource.native_config`
 
 
-_LLAMA = {"norm_type": "rmsnorm", "mlp_type": "gated", "use_parallel_residual": False}
+_LLAMA = {
+    "norm_type": "rmsnorm",
+    "mlp_type": "gated",
+    "mlp_gates": 0,
+    "use_parallel_residual": False,
+    "hidden_dropout": 0.0,
+}
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -211,7 +223,9 @@ FAMILIES: dict[str, Family] = {
         Family(MistralConfig, **_LLAMA, qk_norm=False, mlp_bias=False, attention_bias=False),
         Qwen2Family(Qwen2Config, **_LLAMA, qk_norm=False, mlp_bias=False),
         Family(Qwen3Config, **_LLAMA, qk_norm=True, mlp_bias=False),
-        GPTNeoXFamily(GPTNeoXConfig, norm_type="layernorm", mlp_type="plain", mlp_bias=True, qk_norm=False),
+        GPTNeoXFamily(
+            GPTNeoXConfig, norm_type="layernorm", mlp_type="plain", mlp_bias=True, mlp_gates=0, qk_norm=False
+        ),
     )
 }
 # What expanded and exported models become: the first that holds them.
@@ -439,7 +453,7 @@ def check_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]], location: s
         if not expected.keys() & {*wrong}:
             todo = f"Remove {', '.join(wrong[:6])}{f' and {len(wrong) - 6} more' if wrong[6:] else ''} from its files."
         if "tok_embeddings.weight" in shapes:
-            todo = "It is in the authors' format: convert it first, with dcformer-convert hub-to-safetensors."
+            todo = "It is a hub folder: convert it first, with dcformer-convert hub-to-safetensors."
         raise DCFormerError(f"{location}: the source's tensors do not fit its configuration: {what}{others}. {todo}")
 
 

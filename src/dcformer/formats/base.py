@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
 from ..head_systems import HeadSystemsConfig
-from ..heads_dcformer import MAP_FIELDS
+from ..heads_dcformer import HEAD_FIELDS
 from ..layouts_dcformer import TensorLayout, foreign_shape, from_native, layer_dims, to_native
 from ..modeling_dcformer import DCFormerForCausalLM
 from .arrays import LazyArray
@@ -190,7 +190,7 @@ class Format:
         Raises:
             ConversionError: for a model with head maps or embeddings, which no other format than the native one has.
         """
-        if fields := [name for name in (*MAP_FIELDS, "head_embeddings") if getattr(config, name) is not None]:
+        if fields := [name for name in HEAD_FIELDS if getattr(config, name) is not None]:
             raise ConversionError(
                 f"the {self.title} format has no {fields[0]}: keep the model in this package's own format."
             )

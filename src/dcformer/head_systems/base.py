@@ -28,6 +28,8 @@ class HeadSystem(nn.Module):
         output_width: inputs of the output projection, H·Dz.
         keeps_shapes: queries, keys and values have the shapes of plain attention.
         splits_by_heads: the parameters can be divided over devices by heads, as in tensor parallelism.
+        tp_plan: module -> style of tensor parallelism, beside the projections of queries, keys and values.
+        transient: names of attributes that are of the last forward pass alone, beside `gates` and `router_logits`.
         aux_loss_coef: what the model multiplies the sum of `losses` by; 0 where there are none.
         gates: factors of the heads' outputs in the last forward pass, [B, T, H] or None.
         router_logits: [B, T, routed heads] of the last forward pass, or None.
@@ -40,6 +42,8 @@ class HeadSystem(nn.Module):
     options_class: ClassVar[type[HeadSystemOptions]] = HeadSystemOptions
     keeps_shapes: bool = True
     splits_by_heads: bool = False
+    tp_plan: ClassVar[dict[str, str]] = {}
+    transient: ClassVar[tuple[str, ...]] = ()
     aux_loss_coef: float = 0.0
     aux_loss_is_mean: bool = True  # over layers; else their sum
     gates: torch.Tensor | None = None
@@ -56,7 +60,7 @@ class HeadSystem(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is of the last forward pass: copies have no part in its graph."""
-        return vars(self) | dict.fromkeys({"gates", "router_logits", "_routed_by", "_seen"} & vars(self).keys())
+        return vars(self) | dict.fromkeys({"gates", "router_logits", *self.transient} & vars(self).keys())
 
     def make_projections(self) -> None:
         """Makes the layers in front of attention."""
@@ -125,17 +129,15 @@ class HeadSystem(nn.Module):
         copy_linears((q, self.q_proj), (k, self.k_proj), (v, self.v_proj))
         return o.weight
 
-    def num_parameters(self) -> int:
-        """Parameters of the layer, those of the output projection included; from the sizes alone."""
-        s = self.sizes
-        q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        return s.hidden_size * (2 * q + 2 * kv) + s.bias * (q + 2 * kv + s.hidden_size)
-
     def flops(self, length: int) -> int:
         """Operations of matrix products per token at `length` keys, 2 per multiply-add; 8EHD + 4SHD for plain MHA."""
         s = self.sizes
         projections = s.hidden_size * s.head_dim * (2 * s.num_heads + 2 * s.num_kv_heads)
         return 2 * projections + 4 * length * s.num_heads * s.head_dim
+
+    def activated_flops(self, length: int) -> int:
+        """`flops` where scores, values and output of heads that a token does not take are left out."""
+        return self.flops(length)
 
 
 def copy_linears(*pairs: tuple[nn.Linear, nn.Linear]) -> None:

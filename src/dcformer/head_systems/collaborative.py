@@ -112,14 +112,6 @@ class Collaborative(HeadSystem):
             self.content_bias.weight.copy_(torch.einsum("hed,hd->he", keys, bias.unflatten(0, (s.num_heads, -1))))
         return o.weight
 
-    def num_parameters(self) -> int:
-        """2·E·Dk + the mixing + E·H for the content bias + (E·Hkv + H·E)·D, and biases; H·Dk/2 of mixing under RoPE."""
-        s = self.sizes
-        values = s.num_kv_heads * s.head_dim
-        biases = self.keeps_biases * 2 * self.dims + s.bias * (values + s.hidden_size)
-        width = self.dims + self.map_widths[0] + values + s.num_heads * s.head_dim
-        return s.hidden_size * width + s.num_heads * self.mixing.stored + biases
-
     def flops(self, length: int) -> int:
         """4·E·Dk + 4·E·H·D + 2·S·H·Dk + 2·S·H·D: scores cost Dk/D times as much as before, and H more for B."""
         s = self.sizes

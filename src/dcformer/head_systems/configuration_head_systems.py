@@ -3,15 +3,14 @@
 from huggingface_hub.dataclasses import strict
 
 from ..configuration_dcformer import DCFormerConfig
+from ..heads_dcformer import HEAD_FIELDS
 from .options import OptionsOfLayers
-from .registry import options_of, sizes_of
-
-_OF_HEADS = ("key_head_map", "value_head_map", "head_embeddings")  # fields of attention without a head system
+from .registry import options_of, sizes_of, system_class
 
 
 def own_head_fields(config: DCFormerConfig) -> list[str]:
     """The fields of a configuration, such as "head_embeddings", that attention with a head system has no use for."""
-    return [name for name in _OF_HEADS if getattr(config, name, None) is not None]
+    return [name for name in HEAD_FIELDS if getattr(config, name, None) is not None]
 
 
 @strict
@@ -34,19 +33,14 @@ class HeadSystemsConfig(OptionsOfLayers, DCFormerConfig):
     head_system: str = "plain"
     head_system_options: dict | None = None
 
-    def __post_init__(self, **kwargs):
-        self.head_system_options = dict(self.head_system_options or {})
-        super().__post_init__(**kwargs)
-
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # as in DCFormerConfig
         """Module or parameter of the decoder -> style of tensor parallelism; the system holds the projections."""
         plan: dict[str, str] = super().base_model_tp_plan
         for name in ("q_proj", "k_proj", "v_proj"):
             plan[f"layers.*.self_attn.system.{name}"] = plan.pop(f"layers.*.self_attn.{name}")
-        if self.head_system == "output_gate":
-            plan["layers.*.self_attn.system.gate_proj"] = "colwise"
-        return plan
+        own = system_class(self.head_system).tp_plan
+        return plan | {f"layers.*.self_attn.system.{name}": style for name, style in own.items()}
 
     def validate_architecture(self):
         """As `DCFormerConfig`'s, and checks the head system and its options for every layer."""

@@ -1,4 +1,4 @@
-"""What a head system costs: parameters, operations and cache, from the configuration alone."""
+"""What a head system costs: parameters, operations and cache, counted from a model on the meta device."""
 
 from dataclasses import dataclass
 from numbers import Integral
@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from ..analysis import num_parameters
 from .configuration_head_systems import HeadSystemsConfig
-from .mixture_of_heads import MixtureOfHeads
-from .registry import make_system
+from .modeling_head_systems import HeadSystemsForCausalLM
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class SystemCosts:
 
 
 def system_costs(config: HeadSystemsConfig, sequence_length: int | None = None) -> SystemCosts:
-    """Costs of a model, counted from the sizes of its layers.
+    """Costs of a model that is built without memory for parameters.
 
     Args:
         config: the model's.
@@ -52,23 +50,18 @@ def system_costs(config: HeadSystemsConfig, sequence_length: int | None = None) 
         raise ValueError(f"sequence_length={length!r}: expected a whole number of tokens, at least 1.")
     length = int(length)
     with torch.device("meta"):
-        systems = [make_system(config, layer) for layer in range(config.num_hidden_layers)]
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    plain = config.hidden_size * 2 * (q + kv) + config.attention_bias * (q + 2 * kv + config.hidden_size)
-    cache = 0
-    for system in systems:
-        repeats = config.num_attention_heads // (system.cache_heads if system.sizes.composed else 1)
-        channels = 2 * config.compose_rank * config.compose_projection + config.compose_gate
-        for stage, width in zip(("pre", "post"), system.cache_widths, strict=True):
-            has_keys = (stage, "key") in config.compose_generators
-            cache += system.cache_heads * (width + (-(-channels * repeats // 8) * 8 if has_keys else 0))
-    dense = [system.flops(length) for system in systems]
-    active = [s.flops(length, activated=True) if isinstance(s, MixtureOfHeads) else s.flops(length) for s in systems]
+        model = HeadSystemsForCausalLM(config)
+    attentions: list[Any] = [layer.self_attn for layer in model.model.layers]
+    systems = [attention.system for attention in attentions]
     return SystemCosts(
-        parameters=num_parameters(config) + sum(system.num_parameters() - plain for system in systems),
-        flops_per_token=sum(dense),
-        activated_flops_per_token=sum(active),
-        cache_channels=cache,
+        parameters=model.num_parameters(),
+        flops_per_token=sum(system.flops(length) for system in systems),
+        activated_flops_per_token=sum(system.activated_flops(length) for system in systems),
+        cache_channels=sum(
+            attention.system.cache_heads * (width + attention.compose.channels[stage])
+            for attention in attentions
+            for stage, width in zip(("pre", "post"), attention.cache_widths, strict=True)
+        ),
     )
 
 

@@ -29,6 +29,7 @@ class HeadPruning(HeadSystem):
 
     options_class = HeadPruningOptions
     aux_loss_is_mean = False
+    transient = ("_seen",)
 
     def __init__(self, sizes: HeadSizes, options: HeadPruningOptions):
         super().__init__(sizes, options)
@@ -108,12 +109,6 @@ class HeadPruning(HeadSystem):
             raise ValueError("kept_heads: a conversion begins with all heads; prune_heads removes some afterwards.")
         self.log_alpha.fill_(START)
         return super().from_mha(q, k, v, o)
-
-    def num_parameters(self) -> int:
-        """E·D for each row of queries, keys, values and output that is left, biases, and the gates."""
-        s = self.sizes
-        rows = sum(linear.out_features for linear in (self.q_proj, self.k_proj, self.v_proj))
-        return s.hidden_size * (rows + self.output_width) + s.bias * (rows + s.hidden_size) + len(self.kept)
 
     def flops(self, length: int) -> int:
         """As plain attention with the heads that are left; with composition the attention function has them all."""

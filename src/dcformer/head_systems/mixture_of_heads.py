@@ -66,6 +66,7 @@ class MixtureOfHeads(HeadSystem):
     """Heads of which every token takes the shared ones and K others."""
 
     options_class = MixtureOfHeadsOptions
+    transient = ("_routed_by",)
     router: nn.Module | None  # `Router`, or an adapter around one; so the others
     shared_router: nn.Module | None
     balance_router: nn.Module
@@ -136,15 +137,14 @@ class MixtureOfHeads(HeadSystem):
                 router.weight.zero_()
         return super().from_mha(q, k, v, o)
 
-    def num_parameters(self) -> int:
-        """As plain attention, and E·(Hr + Hs + 2); E·Hr without shared heads, E·(Hr + 2) with one."""
-        return super().num_parameters() + self.sizes.hidden_size * sum(self.router_rows.values())
+    def flops(self, length: int) -> int:
+        """As plain attention, and the routers."""
+        return super().flops(length) + 2 * self.sizes.hidden_size * sum(self.router_rows.values())
 
-    def flops(self, length: int, activated: bool = False) -> int:
-        """As plain attention, and the routers; `activated`: scores, values and output of the heads taken alone."""
-        dense = super().flops(length) + 2 * self.sizes.hidden_size * sum(self.router_rows.values())
-        channels = (self.routed - self.kept) * self.sizes.head_dim if activated else 0
-        return dense - channels * (4 * length + 2 * self.sizes.hidden_size)
+    def activated_flops(self, length: int) -> int:
+        """`flops` with scores, values and output of the heads taken alone."""
+        channels = (self.routed - self.kept) * self.sizes.head_dim
+        return self.flops(length) - channels * (4 * length + 2 * self.sizes.hidden_size)
 
 
 __all__ = ["MixtureOfHeads", "MixtureOfHeadsOptions"]

@@ -99,7 +99,7 @@ class OptionsOfLayers:
     options of the first, where these have an entry for each layer."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, with_lists(value) if name == "head_system_options" else value)
+        super().__setattr__(name, with_lists(value or {}) if name == "head_system_options" else value)
         fields = self.__dict__
         if name == "head_system_options":
             fields.pop("_of_all_layers", None)

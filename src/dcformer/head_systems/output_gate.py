@@ -9,7 +9,7 @@ Letters: B batch, T queries, H heads, D head dim, E hidden size.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -61,6 +61,7 @@ class OutputGate(HeadSystem):
 
     options_class = OutputGateOptions
     splits_by_heads = True
+    tp_plan: ClassVar = {"gate_proj": "colwise"}
 
     def __init__(self, sizes: HeadSizes, options: OutputGateOptions):
         super().__init__(sizes, options)
@@ -80,12 +81,6 @@ class OutputGate(HeadSystem):
         if self.gate_proj.bias is not None:
             nn.init.zeros_(self.gate_proj.bias)
         return super().from_mha(q, k, v, o)
-
-    def num_parameters(self) -> int:
-        """As plain attention, and E·H or E·H·D, with the biases."""
-        return super().num_parameters() + self.gate_proj.out_features * (
-            self.sizes.hidden_size + self.options.output_gate_bias
-        )
 
     def flops(self, length: int) -> int:
         """As plain attention, and 2·E·H or 2·E·H·D."""

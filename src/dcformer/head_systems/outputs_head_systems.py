@@ -15,11 +15,11 @@ from .base import HeadSystem
 
 
 @dataclass
-class HeadSystemsModelOutput(BaseModelOutputWithPast):
-    """As `BaseModelOutputWithPast`, and what the head systems have to say.
+class _OfSystems:
+    """What head systems have to say, behind the fields of any output.
 
     Args:
-        aux_loss: the systems' loss, a mean or sum over layers, without its coefficient.
+        aux_loss: the systems' loss, a mean or sum over layers, without its coefficient; in `loss` where there is one.
         router_logits: of each layer, [B, T, routed heads].
         head_gates: of each layer, the factors of the heads' outputs [B, T, H].
     """
@@ -30,30 +30,23 @@ class HeadSystemsModelOutput(BaseModelOutputWithPast):
 
 
 @dataclass
-class HeadSystemsCausalLMOutput(CausalLMOutputWithPast):
+class HeadSystemsModelOutput(_OfSystems, BaseModelOutputWithPast):
+    """As `BaseModelOutputWithPast`, and `aux_loss`, `router_logits` and `head_gates`."""
+
+
+@dataclass
+class HeadSystemsCausalLMOutput(_OfSystems, CausalLMOutputWithPast):
     """As `CausalLMOutputWithPast`, and the last fields of `HeadSystemsModelOutput`; `loss` contains `aux_loss`."""
 
-    aux_loss: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
-    head_gates: tuple[torch.Tensor, ...] | None = None
-
 
 @dataclass
-class HeadSystemsSequenceClassifierOutput(SequenceClassifierOutputWithPast):
+class HeadSystemsSequenceClassifierOutput(_OfSystems, SequenceClassifierOutputWithPast):
     """As `SequenceClassifierOutputWithPast`, and as in `HeadSystemsCausalLMOutput`."""
 
-    aux_loss: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
-    head_gates: tuple[torch.Tensor, ...] | None = None
-
 
 @dataclass
-class HeadSystemsImageClassifierOutput(ImageClassifierOutput):
+class HeadSystemsImageClassifierOutput(_OfSystems, ImageClassifierOutput):
     """As `ImageClassifierOutput`, and as in `HeadSystemsCausalLMOutput`."""
-
-    aux_loss: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
-    head_gates: tuple[torch.Tensor, ...] | None = None
 
 
 def extras(

@@ -102,10 +102,6 @@ class Overlapped(HeadSystem):
         own = super().from_mha(q, k, v, o).unflatten(1, (self.sizes.num_heads, -1))  # [E, H, D]
         return F.pad(own, (self.overlap, self.overlap)).flatten(1)
 
-    def num_parameters(self) -> int:
-        """As plain attention, and 2·o·H·E of the output projection."""
-        return super().num_parameters() + 2 * self.overlap * self.sizes.num_heads * self.sizes.hidden_size
-
     def flops(self, length: int) -> int:
         """As plain attention, with scores, values and output projection 1 + 2o/D times as wide."""
         wider = 2 * self.overlap * self.sizes.num_heads  # channels of all heads

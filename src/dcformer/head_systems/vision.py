@@ -38,10 +38,6 @@ class HeadSystemsViTConfig(OptionsOfLayers, DCViTConfig):
     head_system: str = "plain"
     head_system_options: dict | None = None
 
-    def __post_init__(self, **kwargs):
-        self.head_system_options = dict(self.head_system_options or {})
-        super().__post_init__(**kwargs)
-
     def validate_architecture(self):
         """As `DCViTConfig`'s, and checks the head system and its options for every layer."""
         super().validate_architecture()

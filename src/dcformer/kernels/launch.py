@@ -46,8 +46,8 @@ LAUNCHES: dict[str, tuple[triton.JITFunction, dict[str, Any]]] = {
     "keys": (keys_kernel, {}),
 }
 UNLIMITED: dict[str, Any] = {"largest": torch.inf, "MARK": False, "p_mark": None}  # see `Launcher._limit`
-# kernels with parts of keys -> what a program does besides, in keys: for composition about what it reads and writes for
-# each query, in what it does for each key
+# kernels with parts of keys -> what a program costs apart from its keys, in keys that it could do in that time: for
+# composition about what it reads and writes for each query
 BESIDES = {"scores": 64, "lse": 6, "compose": 6, "weights": 6, "back_1": 12, "back_0": 12}
 
 

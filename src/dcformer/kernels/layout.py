@@ -19,7 +19,7 @@ _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what
 
 
 class Part(IntFlag):
-    """What a stage composes with, as flags of all kernels. A low rank has none: R is 0 without one."""
+    """What a stage composes with, as flags of all kernels. The low-rank part has no flag: R is 0 without it."""
 
     QUERY = 1
     KEY = 2

@@ -83,7 +83,8 @@ class Problem:
     Attributes:
         map_dtype: of weights that the key side composes, and of its matrices M(s): float16, or float32.
         score_dtype: of scores and of the matrices that compose them: the same, or float32.
-        splits_scores: whether it is float32 where `map_dtype` is not: products take them in two, see `heads.split`.
+        splits_scores: whether scores alone are float32, and products take two parts of each in float16, see
+            `heads.split`.
         sums_exactly: whether gradients of the matrices of scores are float32 then: those of static projections are
             sums of them in which what is common to scores cancels.
         grad_dtype: of the gradients of both kinds of weights, of scores and of the matrices: the same, or bfloat16.
@@ -196,7 +197,7 @@ class Problem:
         s_1 = max(s_0, round_up(max(0, min(self.S, t_0 + n_t + self.visibility.high)), 16))
         return Chunk(t_0, n_t, round_up(n_t, self.step), s_0, s_1 - s_0)
 
-    def chunk_size(self, chunk: Chunk, maps: int) -> int:
+    def bytes_of_chunk(self, chunk: Chunk, maps: int) -> int:
         """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients. Where
         maps are kept, in another memory, those of the backward pass, which has one map besides."""
         matrix = self.G * matrix_side(self.M) ** 2
@@ -223,7 +224,7 @@ class Problem:
         def fits(n_t: int) -> bool:
             worst = max((self._chunk(t_0, n_t) for t_0 in (0, self.T - n_t)), key=lambda chunk: chunk.n_s)
             is_small = worst.n_p * self.H <= _MOST_INT32
-            return n_t <= most and is_small and self.chunk_size(worst, maps) <= self.chunk_bytes
+            return n_t <= most and is_small and self.bytes_of_chunk(worst, maps) <= self.chunk_bytes
 
         n_t = self.T
         if not fits(n_t):
@@ -234,7 +235,7 @@ class Problem:
 
     def _rows(self, chunks: list[Chunk], maps: int) -> Iterator[tuple[slice, Self]]:
         """The problem in parts of the batch, as many sequences as keep within the bytes."""
-        sequence = max(self.chunk_size(chunk, maps) for chunk in chunks)
+        sequence = max(self.bytes_of_chunk(chunk, maps) for chunk in chunks)
         n_b = max(1, min(self.B, self.chunk_bytes // max(1, sequence), _MOST_PROGRAMS // self.H))
         if n_b == self.B:
             yield slice(None), self

@@ -190,7 +190,7 @@ def is_default(
     )
     reason = reason or _mask_reason(attention_mask, query.shape[2], device)
     if reason is not None:
-        return _stays(reason)
+        return _warn_chunked(reason)
     groups = query.shape[1] // attention.compose.heads_per_group
     switches = _switches(attention.config, query.shape[1], key.shape[1], groups)
     dtype = autocast_dtype(device.type) or query.dtype
@@ -248,26 +248,26 @@ def may_use(device_type: str, index: int | None, *fields: Any) -> bool:
     device, key = torch.device(device_type, index), (device_type, index, *fields)
     marks = beyond(device)
     # asked by every layer in every step of decoding
-    if (known := _passed.get(key)) is not None and (known[0] == marks or _keeps_its_way(device)):
+    if (known := _passed.get(key)) is not None and (known[0] == marks or _must_not_recheck(device)):
         return known[1]
     *switches, dtype, states = fields
     kind = Kind(*(*switches, _name(dtype), _name(states), NOTHING if _name(dtype) == "float32" else marks))
     with _lock:
         if (known := _passed.get(key)) is None or known[0] != marks:
             if is_captured(device):  # not remembered
-                return _stays("a CUDA graph is captured before their self-check: run a forward pass before")
+                return _warn_chunked("a CUDA graph is captured before their self-check: run a forward pass before")
             reason = kind.unsupported_reason(device)
             if reason is None and is_interpreted():
                 reason = "TRITON_INTERPRET is set, and the interpreter is slow"
             if reason is not None:
-                _stays(reason)
+                _warn_chunked(reason)
             elif (reason := _decide(device, kind)) is not None:
-                _stays(reason, f"self-check on {device}")  # other kinds of layers fail there for the same reason
+                _warn_chunked(reason, f"self-check on {device}")  # other kinds of layers fail there for the same reason
             _passed[key] = known = marks, reason is None
         return known[1]
 
 
-def _keeps_its_way(device: torch.device) -> bool:
+def _must_not_recheck(device: torch.device) -> bool:
     """Whether a layer goes on as it was checked before a mark: in CUDA graphs, and where it is computed again for its
     gradients. A check there would wait for ever, as its own backward pass waits for this thread."""
     return torch._C._current_graph_task_id() >= 0 or is_captured(device)
@@ -312,7 +312,7 @@ def _impossible(error: Exception, on: dict[str, str], of: dict[str, Any], kind: 
 
 
 @torch.compiler.assume_constant_result
-def _stays(reason: str, subject: str | None = None) -> bool:
+def _warn_chunked(reason: str, subject: str | None = None) -> bool:
     """Warns, once for a subject, why the default is chunked where kernels might have been. Returns False."""
     subject = subject or reason
     log = logger.info if subject in _told else logger.warning

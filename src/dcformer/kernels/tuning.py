@@ -137,8 +137,8 @@ def choose(
 
 def wide_channels(heads: int, rank: int, arch: int) -> int:
     """From which channel on `compose_kernel` holds the query side of scores in 16 bits: 2R + 1 for none, R for all but
-    down, 1 for all but its first, 0 for all. That takes fewer registers and more instructions; it is where it lets more
-    programs run, or spares local memory.
+    down, 1 for all but its first, 0 for all. That takes fewer registers and more instructions; it is done where it lets
+    more programs run at once, or avoids spilling.
 
     Args:
         heads: those of its blocks.
@@ -166,7 +166,11 @@ def launch_options(tile: Tile) -> dict[str, int]:
 def resident_programs(kernel: str, tile: Tile, arch: int) -> int:
     """How many programs of `scores` or of composition a multiprocessor runs at once. Registers decide, of which those
     of composition may take all where they are not limited; for `scores` shared memory, of which some have little.
-    Arguments are those of `choose`."""
+
+    Args:
+        kernel, arch: as for `choose`.
+        tile: what `choose` returned.
+    """
     warps = 8
     if kernel == "scores":
         warps = 4 if _has_little(arch) else 8

@@ -25,7 +25,8 @@ from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_
 from ..remote_code import export_remote_code
 from .card import model_card, read_results
 
-# In the authors' format: what is not loaded, and static projections, of whose name identities may be.
+# Names in a hub folder that need not be parameters: buffers that are never loaded, and static projections, which may be
+# stored identity matrices.
 _NO_PARAMETERS = re.compile("|".join([*IGNORED_ON_LOAD, r"\.(?:pre|post)_proj\.w$"]))
 
 

@@ -174,8 +174,8 @@ def cast(x, dtype: tl.constexpr, H1: tl.constexpr):
 
 @triton.jit
 def split(x, count: tl.constexpr, SPLIT: tl.constexpr):
-    """Tiles as products of matrices take them: with SPLIT two of float16 for each, of float32 within ±65504, what that
-    holds of it, and what is left; those of all that hold come first. Else the tiles themselves."""
+    """Tiles as products of matrices take them. With SPLIT each of float32, within ±65504, becomes two of float16: its
+    rounded values, and what remains of them; the former of all tiles come first. Else they stay as they are."""
     if SPLIT:
         held, left = (), ()
         for i in tl.static_range(count):
