@@ -137,13 +137,15 @@ def study(model, tokenizer, options: argparse.Namespace) -> dict:
     ids, answers = ask("test", options.questions, options.seed, tokenizer)
     run, alone = Study(model, ids, answers), Study(model, ids, answers)
     top = ranked[:4]
-    other = min(range(heads), key=lambda h: abs(scores[layer, h]))  # of the layer, the one that contributes least
+    other = min(
+        range(heads), key=lambda h: abs(scores[layer, h])
+    )  # of the layer, the one whose contribution is nearest to 0
     into = {"terms": term, "stages": "post", "heads": [(layer, head)], "layers": [layer]}
     plan: dict[str, tuple] = {
         "nothing": (),
         f"{name} off, the one that contributes most": ({"heads": [(layer, head)]},),
         f"the {len(top)} that contribute most off, {', '.join(f'{a}.{b}' for a, b in top)}": ({"heads": top},),
-        f"head {least[0]}.{least[1]} off, which contributes least": ({"heads": [least]},),
+        f"head {least[0]}.{least[1]} off, whose contribution is nearest to 0": ({"heads": [least]},),
         f"post {term} into {name} off": (into,),
         f"post {term} into all heads of layer {layer} off": (into | {"heads": None},),
         f"all terms but the input into {name} off": (into | {"terms": None},),

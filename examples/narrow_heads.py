@@ -214,7 +214,7 @@ def table(runs: list[dict]) -> str:
         if late := sum(not math.isfinite(at) and end >= 100 * REACHED for at, end in zip(steps, ends, strict=True)):
             uncounted.append(f"{VARIANTS[variant].label} with {heads} heads, {late} of {len(found)} seeds")
     if uncounted:
-        lines += ["", f"There at the last step alone, and so not counted: {'; '.join(uncounted)}."]
+        lines += ["", f"At 95 % only at the last step, and so not counted: {'; '.join(uncounted)}."]
     return "\n".join(lines) + "\n"
 
 

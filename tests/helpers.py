@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import Trainer, TrainingArguments
 
 from dcformer import DCFormerConfig
 
@@ -110,14 +112,15 @@ def tiny_config(**overrides) -> DCFormerConfig:
 
 
 class Logits(torch.nn.Module):
-    """A model's logits [B, T, V] of ids [B, T] without a cache: tensors alone, as tracing and exporting want them."""
+    """A model's logits [B, T, V] of ids [B, T], and perhaps a mask of tokens [B, T], without a cache: tensors alone, as
+    tracing and exporting want them."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(ids, use_cache=False).logits
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.model(ids, mask, use_cache=False).logits
 
 
 def randomise(model: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
@@ -133,3 +136,12 @@ def randomise(model: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
 def fields_of(config: DCFormerConfig) -> dict:
     """What a configuration says, without where it was loaded from."""
     return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+
+
+def trainer_of(model: torch.nn.Module, rows: list, folder: Path, **options: Any) -> Trainer:
+    """`Trainer` that takes one step with a rate of 0, on the CPU, and saves nothing."""
+    arguments = TrainingArguments(
+        str(folder), max_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        dataloader_pin_memory=False, learning_rate=0.0, logging_steps=1, **options,
+    )  # fmt: skip
+    return Trainer(model=model, args=arguments, train_dataset=rows)

@@ -207,6 +207,16 @@ def test_the_package_needs_nothing_of_testing():
         assert not re.search(r"^\s*(from|import) (unittest|pytest)\b", path.read_text("utf-8"), re.MULTILINE), path
 
 
+@pytest.mark.parametrize("name", ["analyze", "convert", "dha", "eval", "plan", "selfcheck", "serve"])
+def test_commands_run_as_modules(name):
+    """As `accelerate launch -m` starts them. Without a last line such a module does nothing, and exits with 0."""
+    if name in needed:
+        pytest.importorskip(needed[name])
+    command = [sys.executable, "-m", f"dcformer_commands.{name}", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "usage" in done.stdout.lower()
+
+
 def test_console_scripts():
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     found = re.findall(r'^(dcformer-\w+) = "(.*):(.*)"$', text, re.MULTILINE)

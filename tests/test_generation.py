@@ -13,10 +13,13 @@ import torch
 from helpers import randomise, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    CLIPVisionConfig,
     CompileConfig,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     QuantizedCache,
     StaticCache,
 )
@@ -25,7 +28,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dcformer import ComposeTrace, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM, modeling_dcformer
-from dcformer.cache_dcformer import CACHE_NAME
+from dcformer.cache_dcformer import CACHE_NAME, StaticWindowLayer
 
 IMPLEMENTATIONS = ("eager", "dcformer_chunked")
 WINDOW = 8
@@ -689,6 +692,39 @@ def test_inductor(implementation):
     torch._dynamo.reset()
     prompt = tokens(23, batch=2)
     torch.testing.assert_close(_compiled(model, prompt, True, "inductor"), greedy(model, prompt)[:, 23:])
+
+
+def test_a_model_around_this_one():
+    """`generate` is the outer model's, which allocates plain rows for chunks of the prompt."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    config = LlavaConfig(vision_config=vision, text_config=model_named("gqa").config, image_token_index=5)
+    model, prompt = randomise(LlavaForConditionalGeneration(config)).eval(), tokens(20).clamp_min(6)
+    options = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [5], "pad_token_id": 0}
+    expected = model.generate(prompt, use_cache=False, **options)
+    for more in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 6}):
+        assert torch.equal(model.generate(prompt, **options, **more), expected)
+    with pytest.raises(ValueError, match="an empty static cache for rows of a plain model"):
+        model.generate(prompt, cache_implementation="static", prefill_chunk_size=6, **options)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on a CPU needs a C++ compiler")
+@torch.no_grad()
+def test_rows_of_a_compiled_window_go_to_their_places():
+    """Chunks of a prompt, then single tokens: what inductor makes of a layer that turns its own rows."""
+
+    def states(first, count):
+        return (torch.arange(first, first + count).float().view(1, 1, -1, 1).expand(1, 2, -1, 16) + i for i in (0, 90))
+
+    layers = [StaticWindowLayer(max_cache_len=64, sliding_window=8) for _ in range(2)]
+    torch._dynamo.reset()
+    compiled = torch.compile(layers[1].update)
+    for first, count in ((0, 8), (8, 8), (16, 5), (21, 1), (22, 1)):
+        expected, found = (
+            call(*states(first, count)) for call in (layers[0].update, layers[1].update if not first else compiled)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), first
+        assert torch.equal(layers[1].keys, layers[0].keys) and torch.equal(layers[1].values, layers[0].values), first
 
 
 # --- the cost of a step -----------------------------------------------------------------------------------------------

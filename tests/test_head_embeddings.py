@@ -13,7 +13,7 @@ from helpers import PLAIN, REPOSITORY, randomise, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, parameter_groups
+from dcformer import ComposeTrace, DCFormerConfig, DCFormerForCausalLM, parameter_groups
 from dcformer.analysis import num_parameters
 from dcformer.cache_report import cache_bytes_per_token, measured_bytes_per_layer
 from dcformer.export import export_decoding_step, plain_model
@@ -678,3 +678,17 @@ def test_the_committed_table_is_that_of_its_results():
     assert len(mhe_study.reported(runs)) == len(mhe_study.ARMS) * len(mhe_study.SEEDS)
     assert len({run["steps"] for run in runs}) == 1
     assert all(run["curve"][-1] == [run["steps"], run["loss"]] for run in runs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_traced_scores_are_the_same_with_a_cache(mode):
+    """Also what softmax takes out again, the same number for all keys of a query."""
+    model = make(mode, "biases, QK-norm, partial RoPE", compose_pre=True, compose_query=True)
+    model.set_attn_implementation("eager")
+    ids, traces = inputs()["input_ids"], [ComposeTrace(), ComposeTrace()]
+    for trace, use_cache in zip(traces, (False, True), strict=True):
+        model(ids, use_cache=use_cache, compose_trace=trace)
+    for expected, found in zip(traces[0].layers, traces[1].layers, strict=True):
+        for name, maps in vars(expected).items():
+            torch.testing.assert_close(getattr(found, name), maps, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

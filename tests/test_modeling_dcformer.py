@@ -11,7 +11,7 @@ import accelerate
 import pytest
 import torch
 import transformers
-from helpers import PLAIN, Logits, randomise, tiny_config
+from helpers import PLAIN, Logits, randomise, tiny_config, trainer_of
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -335,7 +335,57 @@ def test_jit_trace(implementation):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is deprecated, and sizes are constants of the trace
             traced = torch.jit.trace(Logits(model), (ids.flip(1),), check_trace=False)
+            masked = torch.jit.trace(Logits(model), (ids.flip(1), torch.ones_like(ids)), check_trace=False)
         torch.testing.assert_close(traced(ids), model(ids).logits)
+        padded = torch.ones_like(ids)
+        padded[0, :6] = 0  # which the traced example was not
+        torch.testing.assert_close(masked(ids, padded), model(ids, padded).logits)
+
+
+@pytest.mark.parametrize("kind", ["DCFormer", "DCPythia", "DHA", "HeadSystems", "a subclass", "adapters"])
+def test_smoothed_labels_are_those_of_the_next_tokens(kind, tmp_path):
+    """`Trainer` shifts them for models whose class it knows by name."""
+    fields = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    name = kind if hasattr(dcformer, f"{kind}Config") else "DCFormer"
+    config = getattr(dcformer, f"{name}Config")(**fields, num_attention_heads=2)
+    model_class = getattr(dcformer, f"{name}ForCausalLM")
+    model = randomise((type("Own", (model_class,), {}) if kind == "a subclass" else model_class)(config))
+    if kind == "adapters":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig())
+    ids = _tokens()
+    found = trainer_of(model, [], tmp_path, label_smoothing_factor=0.1).compute_loss(
+        model, {"input_ids": ids, "labels": ids.clone()}
+    )
+    logits = model(ids).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "regression", "TokenClassification", "head systems"])
+def test_accumulated_batches_of_classifiers_are_one_batch(head, tmp_path):
+    """The library's loss is a mean over a batch: `Trainer` is to divide their sum."""
+    fields = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 0}
+    fields |= {"num_attention_heads": 4, "num_labels": 1 if head == "regression" else 3}
+    task = head if head == "TokenClassification" else "SequenceClassification"
+    if head == "head systems":
+        config = dcformer.HeadSystemsConfig(**fields, head_system="head_pruning")
+        model = dcformer.HeadSystemsForSequenceClassification(config)
+    else:
+        model = getattr(dcformer, f"DCFormerFor{task}")(DCFormerConfig(**fields))
+    randomise(model)
+    labels = torch.arange(8) % 3
+    labels = labels[:, None].expand(8, 12) if task == "TokenClassification" else labels
+    labels = labels.float() if head == "regression" else labels
+    rows = [{"input_ids": i + 1, "labels": j} for i, j in zip(_tokens(8, 12) % 90, labels, strict=True)]
+    found = []
+    for batch, number in ((8, 1), (4, 2), (2, 4)):
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": number}
+        trainer = trainer_of(model, rows, tmp_path, **sizes)
+        trainer.train()
+        found.append([trainer.state.log_history[0][name] for name in ("loss", "grad_norm")])
+    assert found[1] == pytest.approx(found[0], rel=2e-3 if head == "head systems" else 1e-5)
+    assert found[2] == pytest.approx(found[0], rel=2e-3 if head == "head systems" else 1e-5)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -82,6 +82,9 @@ for folder in sys.argv[2:]:
             with torch.no_grad():
                 model(torch.arange(9)[None])
             assert type(model).__module__.startswith("transformers_modules."), type(model)
+            saved = f"{folder}-{name}"
+            transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).save_pretrained(saved)
+            transformers.AutoModel.from_pretrained(saved, trust_remote_code=True)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0, (folder, name)
 """

@@ -574,8 +574,8 @@ def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assum
         lines.append(f"| {shape.name} | " + " | ".join(f"{1e3 * s:.3f}" for s in sums) + " |")
     lines += [
         "",
-        "| training | linear | plain attention | generators | composed attention | at bounds | must | needs "
-        "| strive | needs |",
+        "| training | linear | plain attention | generators | composed attention | at bounds | required | takes "
+        "| desired | takes |",
         "|---|" + "---|" * 9,
     ]
     for shape in SHAPES.values():

@@ -203,6 +203,12 @@ def check_cache_rows(
                     f"use (prompt tuning and LoRA work): its {name} carry composition weights, made from the hidden "
                     "state of each token, or belong to other heads (key_head_map, value_head_map, head_embeddings)"
                 )
+                if isinstance(cache, StaticCache) and not cache.get_seq_length():
+                    raise ValueError(
+                        f"{CACHE_NAME} is an empty static cache for rows of a plain model, as `generate` of a model "
+                        "around this one allocates it for prefill_chunk_size: leave prefill_chunk_size or the static "
+                        "cache out."
+                    )
             raise ValueError(
                 f"{wrong}: layer 0 of the cache holds {name} of (batch, heads, channels) {found}, the model makes "
                 f"{expected} ({width} channels plus those of composition). Pass a cache that this model filled for the "
@@ -544,9 +550,9 @@ class StaticWindowLayer(_OwnValues, StaticSlidingWindowLayer):
         states = super().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length.fill_(self.cumulative_length_int)
         if self.cumulative_length_int >= self.max_cache_len:
-            rows = self._rows_in_order()
-            for held in (self.keys, self.values):
-                held.index_copy_(2, rows, held.clone())
+            places = self._rows_in_order().argsort()
+            for held in (self.keys, self.values):  # not `index_copy_` of itself: inductor reads what it has overwritten
+                held.copy_(held.index_select(2, places))
         return states
 
     def _rows_in_order(self) -> torch.Tensor:

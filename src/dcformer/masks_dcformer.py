@@ -29,7 +29,8 @@ def has_values(device: torch.device | str) -> bool:
     """Whether values on a device can be read: not in a graph that is traced or captured, under `torch.func`, or on the
     meta device."""
     device = torch.device(device)
-    if torch.compiler.is_compiling() or device.type == "meta" or torch._C._are_functorch_transforms_active():
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if is_traced or device.type == "meta" or torch._C._are_functorch_transforms_active():
         return False
     return not is_captured(device)
 

@@ -30,8 +30,15 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
+from transformers.utils import (
+    TRANSFORMERS_DYNAMIC_MODULE_NAME,
+    TransformersKwargs,
+    auto_docstring,
+    can_return_tuple,
+    logging,
+)
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -574,7 +581,8 @@ class HeadEmbeddingAttention(DCFormerAttention):
         adds, takes_bias = is_cached and self.head_embeddings == "add", implementation in ("eager", CHUNKED)
         if adds:
             pre = kwargs.get("pre")
-            if pre is not None and pre.key is not None:
+            is_seen = (pre is not None and pre.key is not None) or kwargs.get("compose_trace") is not None
+            if is_seen:  # else softmax takes it out again
                 rest = unturned_scores(query[..., : self.head_dim], self.k_embedding, self.config.rotary_dim)
                 query, key = torch.cat([query, rest], dim=-1), with_ones(key)
             if takes_bias:
@@ -1019,6 +1027,8 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        for name in (type(self).__name__, f"FSDP{type(self).__name__}"):  # as `fully_shard` calls it
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] = name  # for `Trainer`, whose smoothed labels are shifted by names
 
     @takes_cache
     @can_return_tuple
@@ -1183,13 +1193,16 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
 
 class HeadOfDecoder:
     """Mixin for Transformers' generic heads. They find their decoder through `AutoModel`, which in remote code does not
-    know our configurations yet: the first head that is made registers them."""
+    know our configurations yet: the first head that is made registers them. A decoder that is loaded later is saved
+    with its code all the same."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         if type(config) not in MODEL_MAPPING:
             for decoder in self.decoders():
                 if decoder.config_class.model_type == config.model_type:
                     AutoModel.register(type(config), decoder, exist_ok=True)
+                    if decoder.__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME):
+                        decoder.register_for_auto_class("AutoModel")
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # of the library's head, behind this class
 
     def decoders(self) -> tuple[Any, ...]:
@@ -1200,9 +1213,13 @@ class HeadOfDecoder:
 class DCFormerForSequenceClassification(HeadOfDecoder, GenericForSequenceClassification, DCFormerPreTrainedModel):
     """DCFormer with a classifier of whole sequences."""
 
+    accepts_loss_kwargs = False  # the library's loss is a mean over the batch, whatever `Trainer` says of other batches
+
 
 class DCFormerForTokenClassification(HeadOfDecoder, GenericForTokenClassification, DCFormerPreTrainedModel):
     """DCFormer with a classifier of tokens."""
+
+    accepts_loss_kwargs = False  # as above
 
 
 class DCFormerForQuestionAnswering(HeadOfDecoder, GenericForQuestionAnswering, DCFormerPreTrainedModel):

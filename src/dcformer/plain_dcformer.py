@@ -24,7 +24,7 @@ def can_attend_plain(
         window: keys that a query sees where `causal`, its own included; None for all.
     """
     is_compiling = torch.compiler.is_compiling()
-    if type(query) is not torch.Tensor or torch.jit.is_tracing() or not (is_compiling or has_values(query.device)):
+    if type(query) is not torch.Tensor or not (is_compiling or has_values(query.device)):
         return False
     if query.dtype == torch.float64 and query.device.type != "cpu":  # for which torch has the definition only
         return False

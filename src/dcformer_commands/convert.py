@@ -112,3 +112,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None) -> int:
     from dcformer.conversion.cli import run
 
     return run(command, args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -44,3 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(parser, args)
     finally:
         sys.argv = before
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

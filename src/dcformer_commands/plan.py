@@ -55,3 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dcformer.planning import run
 
     return run(options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -101,3 +101,7 @@ def _stand_ins(names: Sequence[str]) -> Iterator[None]:
         for name in names:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from analysis_models import CHECKPOINT, random_model
-from helpers import authors_folder, randomise
+from helpers import PLAIN, authors_folder, randomise, tiny_config
 from safetensors.torch import load_file, save_file
 
 from dcformer import (
@@ -83,6 +83,21 @@ def test_orthogonal_heads_make_a_straight_line(model, circuit):
         assert found.effective_rank.item() == pytest.approx(H * D)
     assert torch.allclose(head_similarity(model, 0, circuit), torch.eye(H, dtype=torch.float64), atol=1e-12)
     assert torch.allclose(head_similarity(model, 0, circuit, "subspace"), torch.eye(H, dtype=torch.float64), atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["stack", "stack_right"])
+def test_what_has_no_full_rank(form):
+    """Singular values that are zero stay so: with one value head all heads write what one matrix can."""
+    torch.manual_seed(0)
+    config = tiny_config(hidden_size=256, num_attention_heads=8, num_key_value_heads=1, head_dim=16, **PLAIN)
+    model = randomise(DCFormerForCausalLM(config)).double()
+    found = head_diversity(model, "ov", form)
+    attention = model.model.layers[0].self_attn
+    outer = attention.o_proj.weight.unflatten(1, (8, 16)).movedim(1, 0)  # [H, E, D]
+    matrices = [attention.v_proj.weight.T @ w.T for w in outer]
+    values = torch.linalg.svdvals(torch.cat(matrices, dim=int(form == "stack")))
+    share = values / values.sum()
+    assert found.effective_rank[0].item() == pytest.approx(torch.special.entr(share).sum().exp().item(), rel=1e-10)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -101,10 +101,13 @@ def test_residual_stream(bundled, prompt):
     assert torch.equal(layers[0].resid_pre, model.model.embed_tokens(prompt["input_ids"]))
     for before, after in itertools.pairwise(layers):
         assert torch.equal(before.resid_post, after.resid_pre)
-    middle = layers[2].resid_pre + layers[2].attention_output
+    middle = layers[2].resid_mid
     block = model.model.layers[2]
     with torch.no_grad():
         assert torch.equal(layers[2].resid_post, middle + block.mlp(block.post_attention_layernorm(middle)))
+    parallel = trace(random_model(use_parallel_residual=True), {"input_ids": torch.arange(5)[None]})
+    with pytest.raises(DCFormerError, match="attention and MLP are parallel"):
+        _ = parallel.layers[0].resid_mid
 
 
 def test_layers_and_positions():

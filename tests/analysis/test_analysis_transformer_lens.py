@@ -62,7 +62,7 @@ def test_hooks_see_what_the_model_computes(name, tmp_path):
         assert close(cache[at + "hook_resid_pre"], layer.resid_pre)
         assert close(cache[at + "hook_resid_post"], layer.resid_post)
         if not model.config.use_parallel_residual:
-            assert close(cache[at + "hook_resid_mid"], layer.resid_pre + layer.attention_output)
+            assert close(cache[at + "hook_resid_mid"], layer.resid_mid)
 
 
 @pytest.mark.filterwarnings("error:Custom architecture adapter")

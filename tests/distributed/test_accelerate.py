@@ -11,10 +11,10 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from helpers import REPOSITORY, randomise, tiny_config
 from safetensors.torch import load_file
-from train_worker import CONFIG
+from train_worker import CONFIG, MODELS
 from transformers import AutoModelForCausalLM
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, HeadSystemsForCausalLM
+from dcformer import DCFormerConfig, DCFormerForCausalLM
 from dcformer.planning import Setup, collectives, memory
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
@@ -47,6 +47,21 @@ def test_fsdp2_losses_are_those_of_one_process(start, tmp_path, checkpointing):
     assert not one["counts"]
     if not checkpointing:
         check_plan(two)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "words", [["pruned heads"], ["images"], ["texts"], ["language", "--smoothing", "0.1"]], ids=" ".join
+)
+def test_fsdp2_trains_other_models_as_one_process(start, tmp_path, words):
+    """Head systems with a loss of their own, images, classifiers, smoothed labels."""
+    start(HERE / "train_worker.py", tmp_path / "one.json", "--batch", "4", "--model", *words)
+    start(*FSDP2, HERE / "train_worker.py", tmp_path / "two.json", "--batch", "2", "--model", *words)
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert two["fsdp2"] and len(one["history"]) == 6
+    for ours, theirs in zip(two["history"], one["history"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
 def check_plan(two):
@@ -116,10 +131,9 @@ def test_fsdp2_file():
     assert isinstance(config, ClusterConfig) and config.distributed_type == DistributedType.FSDP
     assert config.fsdp_config["fsdp_version"] == 2
     assert "fsdp_transformer_layer_cls_to_wrap" not in config.fsdp_config  # accelerate takes the model's
-    for model_class in (DCFormerForCausalLM, HeadSystemsForCausalLM):
-        model = model_class(model_class.config_class(**CONFIG))
-        (name,) = model_class._no_split_modules
-        assert {type(layer).__name__ for layer in model.model.layers} == {name}
+    for model in (MODELS["language"](), MODELS["pruned heads"](), MODELS["images"]()):
+        (name,) = model._no_split_modules
+        assert {type(layer).__name__ for layer in model.base_model.layers} == {name}
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------

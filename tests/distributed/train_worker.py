@@ -1,4 +1,7 @@
-"""Trains a small DCFormer with Trainer and writes the losses: train_worker.py OUTPUT --batch N [--checkpointing]."""
+"""Trains a small model with Trainer and writes the losses: train_worker.py OUTPUT --batch N [--checkpointing].
+
+`--model` is a name of `MODELS`, `--smoothing` that of labels.
+"""
 
 import json
 from collections import Counter
@@ -9,7 +12,15 @@ from collectives import Collectives
 from small_run import parser, training_arguments
 from transformers import Trainer, TrainerCallback
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer import (
+    DCFormerConfig,
+    DCFormerForCausalLM,
+    DCFormerForSequenceClassification,
+    DCViTConfig,
+    DCViTForImageClassification,
+    HeadSystemsConfig,
+    HeadSystemsForCausalLM,
+)
 
 CONFIG = {
     "vocab_size": 97,
@@ -20,6 +31,15 @@ CONFIG = {
     "num_key_value_heads": 2,
     "sliding_window": 8,
     "initializer_range": 0.1,
+}
+
+
+IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS = {
+    "language": lambda: DCFormerForCausalLM(DCFormerConfig(**CONFIG)),
+    "pruned heads": lambda: HeadSystemsForCausalLM(HeadSystemsConfig(**CONFIG, head_system="head_pruning")),
+    "images": lambda: DCViTForImageClassification(DCViTConfig(**IMAGES, image_size=16, patch_size=4, num_labels=3)),
+    "texts": lambda: DCFormerForSequenceClassification(DCFormerConfig(**CONFIG, num_labels=3, pad_token_id=0)),
 }
 
 
@@ -55,17 +75,31 @@ def rows(count=24, length=21):
     return [{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)]
 
 
+def labelled(name, count=24):
+    """Rows of one of `MODELS` that is no language model."""
+    generator, rows = torch.Generator().manual_seed(0), []
+    for i in range(count):
+        picture = {"pixel_values": torch.randn(3, 16, 16, generator=generator)}
+        text = {"input_ids": torch.randint(1, 97, (21,), generator=generator)}
+        rows.append((picture if name == "images" else text) | {"labels": torch.tensor(i % 3)})
+    return rows
+
+
 def main():
     arguments = parser()
+    arguments.add_argument("--model", default="language", choices=MODELS)
+    arguments.add_argument("--smoothing", type=float, default=0.0)
     arguments.add_argument("--checkpointing", action="store_true")
     options = arguments.parse_args()
     torch.manual_seed(0)
-    model = DCFormerForCausalLM(DCFormerConfig(**CONFIG))
+    model = MODELS[options.model]()
     look = Look()
     trainer = Trainer(
         model=model,
-        args=training_arguments(options, gradient_checkpointing=options.checkpointing),
-        train_dataset=rows(),
+        args=training_arguments(
+            options, gradient_checkpointing=options.checkpointing, label_smoothing_factor=options.smoothing
+        ),
+        train_dataset=labelled(options.model) if options.model in ("images", "texts") else rows(),
         callbacks=[look],
     )
     trainer.train()

@@ -80,6 +80,8 @@ def test_losses_of_head_systems_are_trained(tmp_path):
         assert (found[1] - found[0]).item() == pytest.approx(5 * share * aux, rel=1e-4)
         assert found[1].requires_grad
     assert model.base_model.take_loss() is None  # no graph is left behind
+    with pytest.raises(DCFormerError, match=r"label_smoothing_factor 0\.1: .*head_system='mixture_of_heads'"):
+        prepare(tmp_path, "--data", TEXT, "--model_name_or_path", str(folder), "--label_smoothing_factor", "0.1")
 
 
 def test_the_folder_of_a_checkpoint_is_there_before_it_is_looked_for(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import trainer_of
 from torch.func import functional_call, grad, vmap
 from transformers import AutoModel, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
@@ -431,3 +432,22 @@ def test_labels_of_other_problems(make_model, images):
     assert several(images, labels=torch.ones(3, 5)).loss.isfinite()
     value = make_model(num_labels=1)
     assert np.isfinite(value(images, labels=torch.tensor([7.0, -3.0, 9.0])).loss.item())
+
+
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification", "regression"])
+def test_accumulated_batches_are_one_batch(make_model, problem, tmp_path):
+    """Losses of one class count images as `Trainer` does; it divides the others."""
+    model = make_model(num_labels=1 if problem == "regression" else 3, problem_type=problem).train()
+    labels = torch.arange(8) % 3
+    labels = (
+        torch.eye(3)[labels] if problem.startswith("multi") else labels.float() if problem == "regression" else labels
+    )
+    pixels = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    rows = [{"pixel_values": i, "labels": j} for i, j in zip(pixels, labels, strict=True)]
+    found = []
+    for batch, number in ((8, 1), (2, 4)):
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": number}
+        trainer = trainer_of(model, rows, tmp_path, **sizes)
+        trainer.train()
+        found.append([trainer.state.log_history[0][name] for name in ("loss", "grad_norm")])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -81,7 +81,9 @@ def squared_singular_values(weights: CircuitWeights, circuit: str, form: str, in
     outer, inner = (flat_a, flat_b) if form == "stack" else (flat_b, flat_a)
     blocks = (mixing @ mixing.T).repeat_interleave(dim, 0).repeat_interleave(dim, 1)  # [H·D, H·D]
     gram = outer @ (blocks * (inner.T @ inner)) @ outer.T  # [E, E]
-    return torch.linalg.eigvalsh(gram).clamp(min=0).flip(0)
+    values = torch.linalg.eigvalsh(gram).flip(0)
+    noise = size * torch.finfo(values.dtype).eps * values[0]  # whose roots would count as singular values
+    return values.masked_fill(values < noise, 0)
 
 
 def head_diversity(

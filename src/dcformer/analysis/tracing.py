@@ -36,13 +36,15 @@ class LayerAnalysis:
             stage does not compose.
         visible: [B or 1, 1 or H, N, S], which keys a query sees.
         z: [B, N, H, D], what each head gathered, before the output projection.
-        resid_pre, resid_post: [B, N, E], the residual stream before and after the layer.
+        resid_pre, resid_post: [B, N, E], the residual stream before and after the layer; `resid_mid` is that between
+            attention and MLP.
         attention_output: [B, N, E], what attention adds to it.
         W_O: [H, D, E], the heads' parts of the output projection.
         b_O: [E], its bias, or None.
         gates: [B, N, H], factors of the heads' outputs, where a head system has them; z has them in it.
         router_logits: [B, N, routed heads], where a head system chooses heads.
         key_head_map, value_head_map: the key and value head that each query head reads, where the model has maps.
+        is_parallel: attention and MLP read the same states, so that there is nothing between them.
     """
 
     scores: torch.Tensor
@@ -62,6 +64,20 @@ class LayerAnalysis:
     router_logits: torch.Tensor | None = None
     key_head_map: list[int] | None = None
     value_head_map: list[int] | None = None
+    is_parallel: bool = False
+
+    @property
+    def resid_mid(self) -> torch.Tensor:
+        """[B, N, E]: the residual stream between attention and MLP.
+
+        Raises:
+            DCFormerError: where they are parallel.
+        """
+        if self.is_parallel:
+            raise DCFormerError(
+                "resid_mid: attention and MLP are parallel (use_parallel_residual), nothing is between."
+            )
+        return self.resid_pre + self.attention_output
 
     @property
     def head_outputs(self) -> torch.Tensor:
@@ -322,6 +338,7 @@ def trace(
             **record,
             W_O=layer.output_weights().detach(),
             b_O=None if layer.attention.o_proj.bias is None else layer.attention.o_proj.bias.detach(),
+            is_parallel=getattr(model.config, "use_parallel_residual", False),
         )
     logits = getattr(outputs, "logits", None)
     if logits is not None and logits.ndim == 3:

@@ -29,7 +29,7 @@ class HeadPruning(HeadSystem):
 
     options_class = HeadPruningOptions
     aux_loss_is_mean = False
-    transient = ("_seen",)
+    transient = ("_open",)
 
     def __init__(self, sizes: HeadSizes, options: HeadPruningOptions):
         super().__init__(sizes, options)
@@ -53,7 +53,7 @@ class HeadPruning(HeadSystem):
         self.kv_index = None if s.composed or of_head == [i // even for i in range(len(of_head))] else of_head
         self.log_alpha = nn.Parameter(torch.full((len(self.kept),), START))
         self.fixed_gates: torch.Tensor | None = None  # [H'], instead of the learned ones: see `head_importance`
-        self._seen: torch.Tensor | None = None  # `log_alpha` of a forward pass, until its loss is made
+        self._open: torch.Tensor | None = None  # `open_gates` of a forward pass, until its loss is made
 
     def init_weights(self) -> None:
         """Gates that are 1 in evaluation."""
@@ -68,6 +68,10 @@ class HeadPruning(HeadSystem):
             u = torch.empty_like(logits).uniform_(1e-6, 1 - 1e-6)
             logits = (u.log() - (-u).log1p() + logits) / BETA
         return (logits.sigmoid() * (HIGH - LOW) + LOW).clamp(0, 1)
+
+    def open_gates(self) -> torch.Tensor:
+        """How many gates are open, on average."""
+        return (self.log_alpha - BETA * math.log(-LOW / HIGH)).sigmoid().sum()
 
     def project(self, x_q: torch.Tensor, x_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As plain attention's; with composition zeros are the values of key heads that are not left."""
@@ -86,7 +90,7 @@ class HeadPruning(HeadSystem):
 
     def output(self, z: torch.Tensor, x_q: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """[B, T, H, D] -> [B, T, H', D], each head times its gate."""
-        self._seen = self.log_alpha.detach()
+        self._open = self.open_gates()
         gates = self.head_gates().to(z.dtype)
         z = z[:, :, self.kept] if z.shape[2] > len(self.kept) else z
         self.gates = gates.detach().expand(*z.shape[:2], -1)
@@ -98,10 +102,11 @@ class HeadPruning(HeadSystem):
 
     def losses(self, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """The expected number of open gates."""
-        seen, self._seen = self._seen, None
-        is_away = self.log_alpha.is_meta and seen is not None and not seen.is_meta  # offloaded behind the forward pass
-        logits = seen if is_away else self.log_alpha
-        return {"l0": (logits - BETA * math.log(-LOW / HIGH)).sigmoid().sum()}
+        found, self._open = self._open, None  # behind the forward pass parameters may be offloaded, or sharded again
+        is_lost = torch.is_grad_enabled() and self.log_alpha.requires_grad  # its gradient, by reentrant checkpointing
+        if found is None or (is_lost and not found.requires_grad):
+            found = self.open_gates()
+        return {"l0": found}
 
     def from_mha(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear) -> torch.Tensor:
         """All gates 1 in evaluation: exact there."""

@@ -109,6 +109,8 @@ class HeadSystemsForCausalLM(HeadSystemsPreTrainedModel, DCFormerForCausalLM):
 class HeadSystemsForSequenceClassification(HeadOfDecoder, GenericForSequenceClassification, HeadSystemsPreTrainedModel):
     """The decoder with a classifier of whole sequences."""
 
+    accepts_loss_kwargs = False  # as that of `DCFormerForSequenceClassification`
+
     def decoders(self) -> tuple[Any, ...]:
         return (HeadSystemsModel,)
 

@@ -80,7 +80,7 @@ class HeadSystemsViTPreTrainedModel(DCViTPreTrainedModel):
     """What both models have in common."""
 
     config: HeadSystemsViTConfig
-    _no_split_modules = ["DCViTEmbeddings", "HeadSystemsViTLayer"]
+    _no_split_modules = ["HeadSystemsViTLayer"]
     _can_record_outputs = {"hidden_states": HeadSystemsViTLayer, "attentions": HeadSystemsViTAttention}
 
     @torch.no_grad()

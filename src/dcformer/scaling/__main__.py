@@ -90,7 +90,7 @@ def report(baseline: Sequence[Point], variant: Sequence[Point], found: dict[str,
         ]
         if joint.slopes is not None and joint.p is not None:
             alone = " and ".join(f"{slope:.4f}" for slope in joint.slopes)
-            lines[-1] += f" Each family's own: {alone} (p = {joint.p:.2g} that they are one)."
+            lines[-1] += f" Each family's own: {alone} (t-test that they differ: p = {joint.p:.2g})."
             if joint.p < _SIGNIFICANT:
                 lines.append(
                     "Warning: the slopes differ: the factor depends on size, and this one describes none of them; "

@@ -560,7 +560,7 @@ def joint_factor(
 
 
 def _own_slopes(*families: _Sizes) -> tuple[tuple[float, float], float]:
-    """Slopes of two families, and the p of a t-test that they are one."""
+    """Slopes of two families, and the p of a t-test that they differ."""
     from scipy.stats import t
 
     slopes, squares, spreads = [], 0.0, 0.0

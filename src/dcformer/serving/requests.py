@@ -68,7 +68,7 @@ _NUMBERS: dict[str, tuple[Any, float, float, str]] = {
     **dict.fromkeys(_LENGTHS, _LENGTH),
     "temperature": ((int, float), 0, sys.float_info.max, "a number of at least 0"),
     "top_p": ((int, float), 0, 1, "a number from 0 to 1"),
-    "frequency_penalty": ((int, float), -0.99, 2, "a number above -1, and at most 2"),
+    "frequency_penalty": ((int, float), -0.99, 2, "a number from -0.99 to 2"),
     "seed": (int, -(2**63), 2**63 - 1, "a whole number of 64 bits"),
 }
 # Other values: (types, types of the elements if it is a list, what was expected).

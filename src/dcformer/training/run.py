@@ -29,7 +29,7 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from ..analysis import num_parameters
 from ..errors import DCFormerError, loading_reason, refused
-from ..head_systems import HeadSystemsModel
+from ..head_systems import HeadSystem, HeadSystemsModel
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
 from ..optimization import names_without_decay, parameter_groups
@@ -207,6 +207,13 @@ def _make_trainer(
             f"--eval_strategy {training.eval_strategy.value} needs held-out rows: give --eval_data, --eval_split or "
             "--eval_rows"
         )
+    if smoothing := training.label_smoothing_factor:
+        systems = [module for module in model.modules() if isinstance(module, HeadSystem) and module.aux_loss_coef]
+        if systems:
+            raise DCFormerError(
+                f"--label_smoothing_factor {smoothing}: TRL makes it from logits alone, so that the losses of "
+                f"head_system={model.config.head_system!r} would train nothing. Leave it out"
+            )
     if model.config._attn_implementation == "dcformer_triton":
         reason = unsupported_reason(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         if reason is not None:

@@ -305,7 +305,7 @@ class DCViTPreTrainedModel(PreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = "image"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DCViTEmbeddings", "DCViTLayer"]
+    _no_split_modules = ["DCViTLayer"]
     _supports_flash_attn = False
     _supports_sdpa = False
     _supports_flex_attn = False
@@ -443,6 +443,12 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         width = config.representation_size or config.hidden_size
         self.classifier = nn.Linear(width, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.post_init()
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether the loss counts images as `Trainer` does, over all batches of a step: that of one class does."""
+        is_class = self.config.problem_type in (None, "single_label_classification")
+        return is_class and self.num_labels > 1
 
     @can_return_tuple
     @auto_docstring
