@@ -219,6 +219,12 @@ _CACHE = _in(
     "cache",
     CACHE,
     (
+        "rows that a compiled window turns are read after they are written",
+        "held.copy_(held.index_select(2, places))",
+        "held.index_copy_(2, self._rows_in_order(), held.clone())",
+        T_GENERATION + "test_rows_of_a_compiled_window_go_to_their_places",
+    ),
+    (
         "a cache by its earlier name is lost",
         'kwargs["cache"] = given',
         "pass",
@@ -1958,6 +1964,30 @@ _MODELING = _in(
     "modeling",
     MODEL,
     (
+        "smoothed labels are those of the same tokens",
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] = name",
+        "pass",
+        T_MODEL + "test_smoothed_labels_are_those_of_the_next_tokens",
+    ),
+    (
+        "accumulated batches of classifiers are added up",
+        "accepts_loss_kwargs = False  # the library's",
+        "accepts_loss_kwargs = True  # the library's",
+        T_MODEL + "test_accumulated_batches_of_classifiers_are_one_batch",
+    ),
+    (
+        "traced scores of head embeddings without their rest",
+        ' or kwargs.get("compose_trace") is not None',
+        "",
+        T_EMBEDDINGS + "test_traced_scores_are_the_same_with_a_cache",
+    ),
+    (
+        "remote decoders are saved without their code",
+        'decoder.register_for_auto_class("AutoModel")',
+        "pass",
+        "tests/test_remote_code.py::test_every_head_loads_first",
+    ),
+    (
         "RoPE's frequencies rounded with the model",
         "if (moved := getattr(self, name)).dtype != exact.dtype:",
         "if (moved := getattr(self, name)) is None:",
@@ -2332,6 +2362,12 @@ _HEADS += _in(
 _MASKS = _in(
     "attention",
     MASKS,
+    (
+        "masks are read while a program is traced",
+        "torch.compiler.is_compiling() or torch.jit.is_tracing()",
+        "torch.compiler.is_compiling()",
+        T_MODEL + "test_jit_trace",
+    ),
     (
         "rows of a mask made while a graph is traced",
         "        if not has_values(self.device):",
@@ -2743,6 +2779,12 @@ _ANALYSIS = (
     + _in(
         "analysis",
         "analysis/diversity.py",
+        (
+            "roots of rounding count as singular values",
+            "values.masked_fill(values < noise, 0)",
+            "values.clamp(min=0)",
+            _T + "diversity.py::test_what_has_no_full_rank",
+        ),
         (
             "diversity: centred",
             "return torch.linalg.eigvalsh(gram)",
@@ -3427,6 +3469,18 @@ _DHA = [
     *_in(
         "dha",
         "dha/sources.py",
+        (
+            "partial RoPE of a Llama that does not read it",
+            'fields["rope_parameters"].pop("partial_rotary_factor", None)',
+            "pass",
+            "tests/dha/test_dha_folding.py::test_what_a_llama_has_not_stays_in_a_model_of_this_package",
+        ),
+        (
+            "norms of heads with another epsilon",
+            'fields["qk_norm_eps"] = config.rms_norm_eps',
+            "pass",
+            "tests/dha/test_dha_folding.py::test_what_a_llama_has_not_stays_in_a_model_of_this_package",
+        ),
         (
             "rows of GPT-NeoX by kind, not by head",
             "rows = tensor.unflatten(0, (config.num_attention_heads, 3, -1))",

@@ -482,15 +482,15 @@ def triton_attention(
     """
     dropout = dropout if module.training else 0.0
     require_supported(trace=compose_trace is not None, dropout=dropout)
-    if attention_mask is not None:
-        check_shapes(query, key, value, attention_mask)
-    _check_mask(attention_mask, query.device)
     length = query.shape[2]
     if 1 <= length <= MAX_QUERIES and not _needs_gradients(query, key, value, pre, post):
         sizes = (query.shape[0], length, key.shape[2])
         visible = visible_keys(module, attention_mask, sliding_window, is_causal, sizes, query.device)
         query, key, value = map(_rows_contiguous, (query, key, value))
         return composed_decode(query, key, value, pre, post, scale=scaling, visible=visible).transpose(1, 2), None
+    if attention_mask is not None:
+        check_shapes(query, key, value, attention_mask)
+    _check_mask(attention_mask, query.device)
     is_causal, sliding_window, attention_mask = _causality(module, attention_mask, sliding_window, is_causal)
     options: dict[str, Any] = {"save_maps": getattr(getattr(module, "config", None), "save_maps", False)}
     if attention_mask is None:
