@@ -364,7 +364,7 @@ _CACHE = _in(
     ),
     (
         "rows of the library's are not put into a ring",
-        "                held.index_copy_(2, rows, held.clone())\n",
+        "                held.copy_(held.index_select(2, places))\n",
         "                pass\n",
         SAME_LAYER,
     ),
@@ -2331,8 +2331,8 @@ _HEADS += _in(
     MODEL,
     (
         "summands of channels that do not rotate left out under key-wise composition",
-        "if pre is not None and pre.key is not None:",
-        "if False:",
+        "is_seen = (pre is not None and pre.key is not None)",
+        "is_seen = False",
         T_EMBEDDINGS + "test_shared_keys_are_those_of_each_head_and_so_are_gradients",
     ),
     (
@@ -2787,8 +2787,8 @@ _ANALYSIS = (
         ),
         (
             "diversity: centred",
-            "return torch.linalg.eigvalsh(gram)",
-            "gram = gram - gram.mean(0)\n    return torch.linalg.eigvalsh(gram)",
+            "values = torch.linalg.eigvalsh(gram)",
+            "gram = gram - gram.mean(0)\n    values = torch.linalg.eigvalsh(gram)",
             _T + "diversity.py::test_gram_form_is_the_svd",
         ),
         (
