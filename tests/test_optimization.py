@@ -10,6 +10,7 @@ from helpers import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import (
     CLIPConfig,
     CLIPModel,
@@ -32,7 +33,7 @@ from dcformer import (
 )
 from dcformer.compose_dcformer import DCFormerCompose, compose_init_std
 from dcformer.modules import DCMHA, convert_attention
-from dcformer.optimization import composition_rate_ratios
+from dcformer.optimization import composition_rate_ratios, names_without_decay
 
 MODELS = {
     "default": {},
@@ -234,6 +235,33 @@ def test_with_adapters(options):
     saved = {"compose": {"compose.qkw", "compose.dw1_proj", "compose.gate_proj"}, "gate_proj": {"compose.gate_proj"}}
     assert trained == (saved[options["modules_to_save"][0]] if options else set())
     assert all(groups[name]["lr"] == rates[name] for name in trained)
+
+
+@pytest.mark.parametrize("how", ["pruned", "weight norm", "parametrized"])
+def test_what_is_pruned_or_parametrized_keeps_its_group(how):
+    """Their parameters have other names."""
+    model = DCFormerForCausalLM(tiny_config(head_embeddings="add", num_key_value_heads=None))
+    before = parameter_groups(model, 1e-3, ratios=0.1)
+    attention = model.model.layers[0].self_attn
+    owners = [(attention.compose, "qkw"), (attention.compose.dw1_proj, "weight"), (attention, "k_embedding")]
+    for owner, name in owners:
+        if how == "pruned":
+            prune.identity(owner, name)
+        elif how == "weight norm":
+            parametrizations.weight_norm(owner, name)
+        else:
+            parametrize.register_parametrization(owner, name, nn.Identity())
+    after = parameter_groups(model, 1e-3, ratios=0.1)
+    fields = ("name", "lr", "weight_decay")
+    assert sorted([g[f] for f in fields] for g in after) == sorted([g[f] for f in fields] for g in before)
+    more = 1 if how == "weight norm" else 0  # a length and a direction
+    numbers = {group["name"]: len(group["params"]) for group in before}
+    for name in ("compose.qkw", "compose.dw1_proj", "vectors"):
+        numbers[name] += more
+    assert {group["name"]: len(group["params"]) for group in after} == numbers
+    assert len(names_without_decay(model)) == len(
+        [n for n, _ in model.named_parameters() if "compose" in n or "_emb" in n]
+    )
 
 
 def test_trainer_takes_them_in_one_line(tmp_path):

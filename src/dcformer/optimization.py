@@ -18,8 +18,11 @@ from .heads_dcformer import EMBEDDING_NAMES
 
 # Composition's parameters, by their name within `DCFormerCompose`.
 _NAMES = tuple(compose_init_std(ComposeSettings(1, 1, 1)))
-# What PEFT puts between a layer's name and its parameter's.
-_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+# What others make of a parameter's name: PEFT, parametrizations and pruning of `torch.nn.utils`.
+_WRAPPERS = re.compile(
+    r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)|(?<![^.])parametrizations\.(?=[^.]+\.original\d*$)"
+    r"|\.original\d*$|_orig$"
+)
 
 
 def composition_rate_ratios(config: Any) -> dict[str, float]:
@@ -78,12 +81,17 @@ def _parameters_of(part: DCFormerCompose) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
+def _is_embedding(path: str) -> bool:
+    """Whether a parameter is one of head embeddings."""
+    return _WRAPPERS.sub("", path).rpartition(".")[2] in EMBEDDING_NAMES
+
+
 def names_without_decay(model: nn.Module) -> set[str]:
     """Paths of matrices that get no weight decay: composition's, and head embeddings, which act as biases or scales."""
     parts = [module for module in model.modules() if isinstance(module, DCFormerCompose)]
     composition = {id(parameter) for part in parts for _, parameter in _parameters_of(part)}
     named = model.named_parameters()
-    return {path for path, p in named if id(p) in composition or path.rpartition(".")[2] in EMBEDDING_NAMES}
+    return {path for path, p in named if id(p) in composition or _is_embedding(path)}
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -157,7 +165,7 @@ def parameter_groups(
         if id(parameter) in composition:
             name, ratio = composition[id(parameter)]
             add(f"compose.{name.removesuffix('.weight')}", parameter, ratio, 0.0)
-        elif parameter.ndim > 1 and path.rpartition(".")[2] not in EMBEDDING_NAMES:
+        elif parameter.ndim > 1 and not _is_embedding(path):
             add("matrices", parameter, 1.0, weight_decay)
         else:
             add("vectors", parameter, 1.0, 0.0)

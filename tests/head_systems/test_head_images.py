@@ -1,6 +1,7 @@
 """Head systems on images: every one trains, equals DCViT where it should, and is saved and loaded."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -161,3 +162,20 @@ def test_a_model_is_copied_between_forward_and_backward(case):
     loss.backward()
     assert all(torch.equal(*pair) for pair in zip(copied.parameters(), model.parameters(), strict=True))
     assert copied(images()).logits.shape == (6, 5)
+
+
+@torch.no_grad()
+def test_arguments_are_those_of_dcvit():
+    """By place and by name: `Trainer` keeps the columns of a data set that a forward pass names."""
+    model, theirs = HeadSystemsViTForImageClassification.forward, DCViTForImageClassification.forward
+    assert list(inspect.signature(model).parameters) == list(inspect.signature(theirs).parameters)
+    config = HeadSystemsViTConfig(
+        **SMALL, head_system="mixture_of_heads", head_system_options={"num_routed_heads_per_tok": 1}
+    )
+    model = randomise(HeadSystemsViTForImageClassification(config)).eval()
+    mask = torch.ones(6, 16, dtype=torch.long)
+    mask[:, 9:] = 0
+    by_place = model(images(), None, False, mask)
+    by_name = model(images(), attention_mask=mask)
+    assert torch.equal(by_place.logits, by_name.logits) and torch.equal(by_place.aux_loss, by_name.aux_loss)
+    assert not torch.equal(by_name.aux_loss, model(images()).aux_loss)

@@ -14,6 +14,7 @@ from helpers import randomise, tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_models import IMAGE, KINDS, SEQ2SEQ, TEXT, ids, make, noise, text
 from torch import nn
+from torch.nn.utils import prune
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 
 import dcformer
@@ -519,6 +520,53 @@ def test_a_part_of_a_model_is_converted_when_asked(convert_it, tmp_path):
     torch.testing.assert_close(logits(other, inputs), composed, rtol=0, atol=0)
 
 
+def test_a_folder_of_a_model_with_a_converted_part_says_so(tmp_path):
+    """Where the part has a configuration of its own, and where it shares that of the whole."""
+    whole = t.CLIPModel(t.CLIPConfig(text_config=TEXT, vision_config=IMAGE))
+    convert_attention(whole.vision_model)
+    whole.save_pretrained(tmp_path / "clip")
+    with pytest.raises(
+        DCFormerError, match=r"only a part .* \(vision_config\)\. Load .* load_compose\(model\.PART, FILE"
+    ):
+        from_pretrained_converted(tmp_path / "clip", t.CLIPModel)
+    bart = make("bart")
+    convert_attention(bart.get_decoder())
+    bart.save_pretrained(tmp_path / "bart")
+    with pytest.raises(DCFormerError, match=r"such as model\.encoder\..* If a part of the model was converted: load"):
+        from_pretrained_converted(tmp_path / "bart", type(bart))
+
+
+@torch.no_grad()
+def test_cross_attention_by_any_name():
+    sizes = {"hidden_size": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 31}
+    model = t.Pix2StructTextModel(t.Pix2StructTextConfig(**sizes, initializer_range=0.02)).eval()
+    states = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids(7), "encoder_hidden_states": states, "use_cache": False}
+    expected = model(**inputs).logits
+    found = convert_attention(model)(**inputs).logits
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)  # they are up to 4
+
+
+@torch.no_grad()
+def test_queries_that_are_fewer_than_the_states():
+    """SAM 2's vision tower pools them."""
+
+    def hiera():
+        sizes = {"image_size": [32, 32], "hidden_size": 16, "num_attention_heads": 1, "blocks_per_stage": [1, 1]}
+        stages = {"embed_dim_per_stage": [16, 32], "num_attention_heads_per_stage": [1, 2], "num_query_pool_stages": 1}
+        windows = {"window_size_per_stage": [4, 2], "window_positional_embedding_background_size": [2, 2]}
+        config = t.Sam2HieraDetConfig(**sizes, **stages, **windows, global_attention_blocks=[])
+        return t.Sam2HieraDetModel(config).eval()
+
+    pixels = torch.randn(1, 3, 32, 32)
+    with pytest.raises(DCFormerError, match=r"of \d+ queries: convert with compose_query=False"):
+        convert_attention(hiera(), example={"pixel_values": pixels})
+    model = hiera()
+    expected = model(pixels).last_hidden_state
+    found = convert_attention(model, compose_query=False)(pixels).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
 def test_linear_attention_stays():
     """It takes no softmax, and has no weights that could be composed."""
     config = t.MiniMaxConfig(**TEXT, num_key_value_heads=1, num_local_experts=2, head_dim=8)
@@ -829,6 +877,16 @@ def test_files_that_are_no_composition(tmp_path):
                 load_compose(into, file)
             assert before.keys() == into.state_dict().keys()
             assert all(torch.equal(tensor, before[name]) for name, tensor in into.state_dict().items())
+
+
+def test_pruned_compositions_are_not_written(tmp_path):
+    model = converted("bert")
+    attention = next(module for module in model.modules() if hasattr(module, "compose_call"))
+    prune.identity(attention.compose, "qkw")
+    with pytest.raises(DCFormerError, match=r"compose\.qkw_orig: the composition is pruned or parametrized"):
+        save_compose(model, tmp_path / "compose.safetensors")
+    prune.remove(attention.compose, "qkw")
+    save_compose(model, tmp_path / "compose.safetensors")
 
 
 @pytest.mark.parametrize(("place", "message"), [("no/c", "in a folder that does not exist"), ("", "is a folder: give")])

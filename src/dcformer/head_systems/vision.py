@@ -103,15 +103,22 @@ class HeadSystemsViTForImageClassification(HeadSystemsViTPreTrainedModel, DCViTF
 
     @can_return_tuple
     def forward(
-        self, pixel_values: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs: Any
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> HeadSystemsImageClassifierOutput:
         """As `DCViTForImageClassification.forward`, and as language models with head systems return it."""
         wants_logits = kwargs.pop("output_router_logits", None)
         wants_gates = kwargs.get("output_attentions", self.config.output_attentions)
-        outputs = super().forward(pixel_values, labels=labels, **kwargs, return_dict=True)
+        outputs = super().forward(
+            pixel_values, labels, interpolate_pos_encoding, attention_mask, **kwargs, return_dict=True
+        )
         layers: Any = self.dcvit.running_layers()
         systems = [layer.attention.system for layer in layers]
-        said = extras(systems, kwargs.get("attention_mask"), self.training, wants_logits, wants_gates)
+        said = extras(systems, attention_mask, self.training, wants_logits, wants_gates)
         number = kwargs.get("num_items_in_batch")  # of images in all parts, whose losses `Trainer` adds up
         share = 1 if number is None or labels is None else len(labels) / torch.as_tensor(number, device=labels.device)
         return with_loss(HeadSystemsImageClassifierOutput, outputs, said, systems, share)

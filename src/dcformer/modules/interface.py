@@ -167,10 +167,13 @@ def _weights_of(
         for side, states in sides:
             if side is None or side.packed.shape[-1] == states.shape[2]:
                 continue
+            numbers = f"{call.path}: composition weights of {side.packed.shape[-1]} tokens, but attention is"
+            if states is query:
+                raise ValueError(f"{numbers} of {states.shape[2]} queries: convert with compose_query=False.")
             raise ValueError(
-                f"{call.path}: composition weights of {side.packed.shape[-1]} tokens, but attention is over "
-                f"{states.shape[2]}. Keys that are cached, or fewer than the states, have no composition weights: pass "
-                "use_cache=False, or convert with compose_key=False, or in models with cross-attention 'uncached'."
+                f"{numbers} over {states.shape[2]}. Keys that are cached, or fewer than the states, have no "
+                "composition weights: pass use_cache=False, or convert with compose_key=False, or in models with "
+                "cross-attention 'uncached'."
             )
     return weights
 

@@ -28,6 +28,10 @@ _HUB_OPTIONS = (
     "trust_remote_code",
 )
 _COMPILED = "_orig_mod."  # what torch.compile puts before the names of parameters
+_PART = (
+    "Load the model with from_pretrained, and then load_compose(model.PART, FILE), of a file that "
+    "save_compose(model.PART, FILE) has written."
+)
 _NOT_OF_CONFIG = ("attn_implementation", "dtype", "torch_dtype")  # options that would change a configuration
 
 
@@ -55,6 +59,9 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
     kwargs |= hub | own
     stored = getattr(config, "dcmha", None)
     if stored is None:
+        parts = [n for n in config.sub_configs if getattr(getattr(config, n, None), "dcmha", None) is not None]
+        if parts:
+            raise DCFormerError(f"{folder}: only a part of the model was converted ({', '.join(parts)}). {_PART}")
         raise DCFormerError(
             f"{folder} is not a converted model: its configuration has no 'dcmha'. Use from_pretrained."
         )
@@ -91,7 +98,10 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
         raise DCFormerError(f"{folder} has weights that cannot be read: {error}") from error
     model.__class__ = model_class
     if missing := sorted(set(info["missing_keys"]) & set(_names(model))):
-        raise DCFormerError(f"{folder} lacks {len(missing)} tensors of the composition, such as {missing[0]}.")
+        raise DCFormerError(
+            f"{folder} lacks {len(missing)} tensors of the composition, such as {missing[0]}. If a part of the model "
+            f"was converted: {_PART[0].lower()}{_PART[1:]}"
+        )
     return (model, info) if wants_info else model
 
 
@@ -146,6 +156,11 @@ def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
         )
     if any(part in name for name in names for part in (".modules_to_save.", ".base_layer.", ".lora_")):
         raise DCFormerError("the composition is PEFT's to save, which trains a copy of it: call its save_pretrained.")
+    if changed := [name for name in names if name.endswith("_orig") or ".parametrizations." in name]:
+        raise DCFormerError(
+            f"{changed[0]}: the composition is pruned or parametrized. Make that permanent first, with "
+            "torch.nn.utils.prune.remove or torch.nn.utils.parametrize.remove_parametrizations."
+        )
     state = {name.replace(_COMPILED, ""): tensor for name, tensor in model.state_dict().items()}
     if offloaded := [name for name in names if state[name].is_meta]:
         raise DCFormerError(f"{offloaded[0]} is offloaded: load the model without offloading to save its composition.")
