@@ -83,7 +83,7 @@ def test_the_table_says_what_was_not_reached():
     (row,) = (line for line in study.table(runs).splitlines() if line.startswith("| 4 |"))
     assert row == "| 4 | plain attention | 10 | 0.002 | 3 | 300 (100 to over 400) | 2 (2 to over 2) | 96.0 to 99.0 % |"
     assert study.table(runs).endswith(
-        "\nThere at the last step alone, and so not counted: plain attention with 4 heads, 1 of 3 seeds.\n"
+        "\nAt 95 % only at the last step, and so not counted: plain attention with 4 heads, 1 of 3 seeds.\n"
     )
 
 

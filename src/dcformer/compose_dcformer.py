@@ -258,6 +258,10 @@ class SideWeights:
             return None
         return self.packed[..., start:stop, :].flatten(1, -3).transpose(2, 3)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Down, up and gate, without those that are None."""
+        return [w for w in (self.down, self.up, self.gate) if w is not None]
+
 
 @dataclass
 class ComposeWeights:

@@ -28,11 +28,10 @@ class HeadSystem(nn.Module):
         output_width: inputs of the output projection, H·Dz.
         keeps_shapes: queries, keys and values have the shapes of plain attention.
         splits_by_heads: the parameters can be divided over devices by heads, as in tensor parallelism.
-        tp_plan: module -> style of tensor parallelism, beside the projections of queries, keys and values.
+        tp_plan: module -> style of tensor parallelism, beside q, k and v projections.
         transient: names of attributes that are of the last forward pass alone, beside `gates` and `router_logits`.
         aux_loss_coef: what the model multiplies the sum of `losses` by; 0 where there are none.
-        gates: factors of the heads' outputs in the last forward pass, [B, T, H] or None.
-        router_logits: [B, T, routed heads] of the last forward pass, or None.
+        gates, router_logits: of the last forward pass, [B, T, H], factors of the heads' outputs, and [B, T, routed heads].
 
     Args:
         sizes: the layer.
