@@ -31,7 +31,8 @@ class HeadSystem(nn.Module):
         tp_plan: module -> style of tensor parallelism, beside q, k and v projections.
         transient: names of attributes that are of the last forward pass alone, beside `gates` and `router_logits`.
         aux_loss_coef: what the model multiplies the sum of `losses` by; 0 where there are none.
-        gates, router_logits: of the last forward pass, [B, T, H], factors of the heads' outputs, and [B, T, routed heads].
+        gates: factors of the heads' outputs in the last forward pass, [B, T, H] or None.
+        router_logits: [B, T, routed heads] of the last forward pass, or None.
 
     Args:
         sizes: the layer.
@@ -131,8 +132,7 @@ class HeadSystem(nn.Module):
     def flops(self, length: int) -> int:
         """Operations of matrix products per token at `length` keys, 2 per multiply-add; 8EHD + 4SHD for plain MHA."""
         s = self.sizes
-        projections = s.hidden_size * s.head_dim * (2 * s.num_heads + 2 * s.num_kv_heads)
-        return 2 * projections + 4 * length * s.num_heads * s.head_dim
+        return 4 * s.head_dim * (s.hidden_size * (s.num_heads + s.num_kv_heads) + length * s.num_heads)
 
     def activated_flops(self, length: int) -> int:
         """`flops` where scores, values and output of heads that a token does not take are left out."""
