@@ -5,6 +5,8 @@ import json
 import logging
 import math
 import re
+import subprocess
+import sys
 import warnings
 
 import accelerate
@@ -353,13 +355,24 @@ def test_smoothed_labels_are_those_of_the_next_tokens(kind, tmp_path):
     if kind == "adapters":
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig())
-    ids = _tokens()
-    found = trainer_of(model, [], tmp_path, label_smoothing_factor=0.1).compute_loss(
-        model, {"input_ids": ids, "labels": ids.clone()}
-    )
+    model.eval()  # the library's trainer sees to that itself, but there is no dropout
+    ids = _tokens(8, 12)
     logits = model(ids).logits[:, :-1]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
-    torch.testing.assert_close(found, expected)
+    for batch, number in ((8, 1), (2, 4)):
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": number}
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        trainer = trainer_of(model, rows, tmp_path, label_smoothing_factor=0.1, **sizes)
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_model_that_was_unpickled_is_a_language_model():
+    """No `__init__` runs there: classes are known once they are imported."""
+    program = "import dcformer; from transformers.models.auto import modeling_auto as auto"
+    names = "{'DCFormerForCausalLM', 'DHAForCausalLM', 'HeadSystemsForCausalLM'}"
+    check = f"assert {names} <= set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())"
+    subprocess.run([sys.executable, "-c", f"{program}; {check}"], check=True)
 
 
 @pytest.mark.parametrize("head", ["SequenceClassification", "regression", "TokenClassification", "head systems"])

@@ -10,7 +10,7 @@ from helpers import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 from transformers import (
     CLIPConfig,
     CLIPModel,
@@ -237,7 +237,7 @@ def test_with_adapters(options):
     assert all(groups[name]["lr"] == rates[name] for name in trained)
 
 
-@pytest.mark.parametrize("how", ["pruned", "weight norm", "parametrized"])
+@pytest.mark.parametrize("how", ["pruned", "weight norm", "older weight norm", "parametrized"])
 def test_what_is_pruned_or_parametrized_keeps_its_group(how):
     """Their parameters have other names."""
     model = DCFormerForCausalLM(tiny_config(head_embeddings="add", num_key_value_heads=None))
@@ -249,12 +249,14 @@ def test_what_is_pruned_or_parametrized_keeps_its_group(how):
             prune.identity(owner, name)
         elif how == "weight norm":
             parametrizations.weight_norm(owner, name)
+        elif how == "older weight norm":
+            weight_norm(owner, name)
         else:
             parametrize.register_parametrization(owner, name, nn.Identity())
     after = parameter_groups(model, 1e-3, ratios=0.1)
     fields = ("name", "lr", "weight_decay")
     assert sorted([g[f] for f in fields] for g in after) == sorted([g[f] for f in fields] for g in before)
-    more = 1 if how == "weight norm" else 0  # a length and a direction
+    more = 1 if "weight norm" in how else 0  # a length and a direction
     numbers = {group["name"]: len(group["params"]) for group in before}
     for name in ("compose.qkw", "compose.dw1_proj", "vectors"):
         numbers[name] += more

@@ -1965,7 +1965,7 @@ _MODELING = _in(
     MODEL,
     (
         "smoothed labels are those of the same tokens",
-        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] = name",
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__",
         "pass",
         T_MODEL + "test_smoothed_labels_are_those_of_the_next_tokens",
     ),

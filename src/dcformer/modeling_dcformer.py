@@ -145,6 +145,18 @@ def refuse_missing_layers(layers: int, number: int) -> None:
         )
 
 
+def share_of_labels(labels: torch.Tensor, num_items_in_batch: Any = None, **_: Any) -> Any:
+    """What part of a step's labels a batch has, by which a mean over it counts where `Trainer` adds up batches.
+
+    Args:
+        labels: of any shape, -100 where there is none.
+        num_items_in_batch: labels of all batches and processes of a step, as `Trainer` tells models; None: this is all.
+    """
+    if num_items_in_batch is None:
+        return 1
+    return (labels != -100).sum() / torch.as_tensor(num_items_in_batch, device=labels.device)
+
+
 def _check_mask_length(mask: torch.Tensor, cache: Cache, length: int) -> None:
     """Refuses a mask [B, S] that ends before the tokens of a call do, as that of the new ones alone.
 
@@ -1014,7 +1026,16 @@ class _EarlyExit(EarlyExitCandidateGenerator):
     (arXiv 2405.08553), with a linear layer on top.
     """
 )
-class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
+class _LanguageModel:
+    """Mixin for classes that `Trainer` is to know for language models: by their names alone it shifts smoothed labels.
+    Also for subclasses, such as `fully_shard` makes."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
+
+
+class DCFormerForCausalLM(_LanguageModel, DCFormerPreTrainedModel, GenerationMixin):
     decoder_class: type[DCFormerModel] = DCFormerModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -1027,8 +1048,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-        for name in (type(self).__name__, f"FSDP{type(self).__name__}"):  # as `fully_shard` calls it
-            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] = name  # for `Trainer`, whose smoothed labels are shifted by names
+        self.loss_type = "ForCausalLM"  # the library goes by names of classes, and a subclass may have any
 
     @takes_cache
     @can_return_tuple
@@ -1196,6 +1216,8 @@ class HeadOfDecoder:
     know our configurations yet: the first head that is made registers them. A decoder that is loaded later is saved
     with its code all the same."""
 
+    accepts_loss_kwargs = False  # the library's losses are means over a batch, whatever `Trainer` says of others
+
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         if type(config) not in MODEL_MAPPING:
             for decoder in self.decoders():
@@ -1213,13 +1235,9 @@ class HeadOfDecoder:
 class DCFormerForSequenceClassification(HeadOfDecoder, GenericForSequenceClassification, DCFormerPreTrainedModel):
     """DCFormer with a classifier of whole sequences."""
 
-    accepts_loss_kwargs = False  # the library's loss is a mean over the batch, whatever `Trainer` says of other batches
-
 
 class DCFormerForTokenClassification(HeadOfDecoder, GenericForTokenClassification, DCFormerPreTrainedModel):
     """DCFormer with a classifier of tokens."""
-
-    accepts_loss_kwargs = False  # as above
 
 
 class DCFormerForQuestionAnswering(HeadOfDecoder, GenericForQuestionAnswering, DCFormerPreTrainedModel):

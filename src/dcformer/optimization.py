@@ -18,10 +18,10 @@ from .heads_dcformer import EMBEDDING_NAMES
 
 # Composition's parameters, by their name within `DCFormerCompose`.
 _NAMES = tuple(compose_init_std(ComposeSettings(1, 1, 1)))
-# What others make of a parameter's name: PEFT, parametrizations and pruning of `torch.nn.utils`.
+# What others make of a parameter's name: PEFT; parametrizations, pruning, weight norm and checkpointing of PyTorch.
 _WRAPPERS = re.compile(
     r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)|(?<![^.])parametrizations\.(?=[^.]+\.original\d*$)"
-    r"|\.original\d*$|_orig$"
+    r"|\.original\d*$|_(orig|g|v)$|(?<![^.])_checkpoint_wrapped_module\."
 )
 
 

@@ -179,3 +179,14 @@ def test_arguments_are_those_of_dcvit():
     by_name = model(images(), attention_mask=mask)
     assert torch.equal(by_place.logits, by_name.logits) and torch.equal(by_place.aux_loss, by_name.aux_loss)
     assert not torch.equal(by_name.aux_loss, model(images()).aux_loss)
+
+
+def test_parts_of_several_labels_add_up():
+    """The loss of heads counts by the share of images, however many labels each has."""
+    options = {"head_system": "head_pruning", "head_system_options": {"l0_penalty": 1.0}}
+    model = randomise(HeadSystemsViTForImageClassification(HeadSystemsViTConfig(**SMALL, **options))).eval()
+    labels = torch.eye(5)[torch.arange(6) % 5]
+    whole = model(images(), labels=labels)
+    parts = [model(images()[i : i + 2], labels=labels[i : i + 2], num_items_in_batch=labels.numel()) for i in (0, 2, 4)]
+    assert whole.aux_loss > 1
+    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)

@@ -24,6 +24,7 @@ from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM  #
 from dcformer.cache_dcformer import use_static_layers  # noqa: E402
 from dcformer.kernels import composed_attention, ops, passes  # noqa: E402
 from dcformer.kernels.schemas import new_kept  # noqa: E402
+from dcformer.masks_dcformer import chunked_mask  # noqa: E402
 from dcformer.modeling_dcformer import DCFormerAttention  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -757,3 +758,13 @@ def test_layers_repeat_the_launches_of_the_first(fields, fuse, choices):
     # attention of 8, 1 and 2 tokens, whatever the length of the cache, and what makes weights for as many: in one where
     # there is a cache to write to
     assert len(choices) == (2 + 1 + 1 if fuse else 3 + 3)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 9), (3, 1, 6), (2, 2, 6)])
+def test_masks_by_blocks_of_another_shape_are_refused_in_decoding(shape):
+    """Also where nothing is padded, and the mask is not read."""
+    batch, length, keys = shape
+    mask = chunked_mask(batch, length, keys, q_offset=keys - length, device=torch.device(DEVICE))
+    assert mask.is_plain
+    with pytest.raises(ValueError, match=r"does not fit 2 sequences, 1 queries and 6 keys"):
+        ops.visible_keys(nn.Identity(), mask, None, True, (2, 1, 6), torch.device(DEVICE))

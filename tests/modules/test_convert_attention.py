@@ -29,6 +29,7 @@ from dcformer.modules import (
     save_compose,
 )
 from dcformer.modules.dcmha import make_generators
+from dcformer.modules.finding import _is_cross
 from dcformer.modules.interface import IMPLEMENTATIONS
 
 TOLERANCE = 1e-6  # the specification's, in float32
@@ -545,6 +546,14 @@ def test_cross_attention_by_any_name():
     expected = model(**inputs).logits
     found = convert_attention(model)(**inputs).logits
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)  # they are up to 4
+
+
+@pytest.mark.parametrize(
+    ("name", "is_cross"),
+    [("x_attn", True), ("encoder_decoder_attention.attention", True), ("flex_attn", False), ("self_attn", False)],
+)
+def test_cross_attention_by_name(name, is_cross):
+    assert _is_cross(nn.Identity(), f"decoder.layers.0.{name}") == is_cross
 
 
 @torch.no_grad()

@@ -434,10 +434,12 @@ def test_labels_of_other_problems(make_model, images):
     assert np.isfinite(value(images, labels=torch.tensor([7.0, -3.0, 9.0])).loss.item())
 
 
+@pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification", "regression"])
-def test_accumulated_batches_are_one_batch(make_model, problem, tmp_path):
-    """Losses of one class count images as `Trainer` does; it divides the others."""
-    model = make_model(num_labels=1 if problem == "regression" else 3, problem_type=problem).train()
+def test_accumulated_batches_are_one_batch(make_model, problem, is_named, tmp_path):
+    """The library knows what kind of labels there are from the first of them, at the latest."""
+    fields = {"num_labels": 1 if problem == "regression" else 3, "problem_type": problem if is_named else None}
+    model = make_model(**fields).train()
     labels = torch.arange(8) % 3
     labels = (
         torch.eye(3)[labels] if problem.startswith("multi") else labels.float() if problem == "regression" else labels

@@ -50,7 +50,7 @@ def system_costs(config: HeadSystemsConfig, sequence_length: int | None = None) 
         raise ValueError(f"sequence_length={length!r}: expected a whole number of tokens, at least 1.")
     length = int(length)
     with torch.device("meta"):
-        model = HeadSystemsForCausalLM(config)
+        model = HeadSystemsForCausalLM(type(config).from_dict(config.to_dict()))
     attentions: list[Any] = [layer.self_attn for layer in model.model.layers]
     systems = [attention.system for attention in attentions]
     return SystemCosts(

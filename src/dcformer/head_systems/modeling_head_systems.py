@@ -10,7 +10,7 @@ import torch
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import can_return_tuple
 
-from ..modeling_dcformer import DCFormerForCausalLM, DCFormerModel, HeadOfDecoder
+from ..modeling_dcformer import DCFormerForCausalLM, DCFormerModel, HeadOfDecoder, share_of_labels
 from .configuration_head_systems import HeadSystemsConfig
 from .head_pruning import HeadPruning
 from .outputs_head_systems import (
@@ -78,13 +78,10 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
 
 
 def _share(labels: Any = None, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any) -> Any:
-    """Of the tokens of a whole batch those of this part, where `Trainer` says how many there are in all processes and
-    accumulated parts: it adds up the parts' losses."""
-    if num_items_in_batch is None or (labels is None and shift_labels is None):
+    """`share_of_labels` of those that are predicted."""
+    if labels is None and shift_labels is None:
         return 1
-    predicted = labels[..., 1:] if shift_labels is None else shift_labels
-    total = torch.as_tensor(num_items_in_batch, device=predicted.device)
-    return (predicted != -100).sum() / total
+    return share_of_labels(labels[..., 1:] if shift_labels is None else shift_labels, num_items_in_batch)
 
 
 class HeadSystemsForCausalLM(HeadSystemsPreTrainedModel, DCFormerForCausalLM):
@@ -108,8 +105,6 @@ class HeadSystemsForCausalLM(HeadSystemsPreTrainedModel, DCFormerForCausalLM):
 
 class HeadSystemsForSequenceClassification(HeadOfDecoder, GenericForSequenceClassification, HeadSystemsPreTrainedModel):
     """The decoder with a classifier of whole sequences."""
-
-    accepts_loss_kwargs = False  # as that of `DCFormerForSequenceClassification`
 
     def decoders(self) -> tuple[Any, ...]:
         return (HeadSystemsModel,)

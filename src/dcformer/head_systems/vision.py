@@ -11,6 +11,7 @@ from torch import nn
 from transformers.utils import can_return_tuple
 
 from ..compose_dcformer import DCFormerCompose
+from ..modeling_dcformer import share_of_labels
 from ..vision.configuration_dcvit import DCViTConfig
 from ..vision.modeling_dcvit import (
     DCViTAttention,
@@ -119,8 +120,7 @@ class HeadSystemsViTForImageClassification(HeadSystemsViTPreTrainedModel, DCViTF
         layers: Any = self.dcvit.running_layers()
         systems = [layer.attention.system for layer in layers]
         said = extras(systems, attention_mask, self.training, wants_logits, wants_gates)
-        number = kwargs.get("num_items_in_batch")  # of images in all parts, whose losses `Trainer` adds up
-        share = 1 if number is None or labels is None else len(labels) / torch.as_tensor(number, device=labels.device)
+        share = 1 if labels is None else share_of_labels(labels, **kwargs)
         return with_loss(HeadSystemsImageClassifierOutput, outputs, said, systems, share)
 
 

@@ -440,13 +440,13 @@ def visible_keys(
     """
     (_, length, keys), mask = sizes, attention_mask
     _check_mask(mask, device)
+    if mask is not None and (mask.shape[0] not in (1, sizes[0]) or tuple(mask.shape[2:]) != sizes[1:]):
+        raise ValueError(
+            f"attention mask of shape {tuple(mask.shape)} does not fit {sizes[0]} sequences, {length} queries and "
+            f"{keys} keys: expected [B or 1, 1, T, S]."
+        )
     is_causal, sliding_window, mask = _causality(module, mask, sliding_window, is_causal)
     if mask is not None:
-        if mask.shape[0] not in (1, sizes[0]) or tuple(mask.shape[2:]) != sizes[1:]:
-            raise ValueError(
-                f"attention mask of shape {tuple(mask.shape)} does not fit {sizes[0]} sequences, {length} queries and "
-                f"{keys} keys: expected [B or 1, 1, T, S]."
-            )
         return _visible(mask.rows(0, length) if isinstance(mask, QueryBlockMask) else mask)
     if is_causal and (length > 1 or (sliding_window is not None and keys > sliding_window)):
         return causal_rows(length, keys, sliding_window, device)[:, None]

@@ -156,7 +156,7 @@ def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
         )
     if any(part in name for name in names for part in (".modules_to_save.", ".base_layer.", ".lora_")):
         raise DCFormerError("the composition is PEFT's to save, which trains a copy of it: call its save_pretrained.")
-    if changed := [name for name in names if name.endswith("_orig") or ".parametrizations." in name]:
+    if changed := [name for name in names if name.endswith(("_orig", "_g", "_v")) or ".parametrizations." in name]:
         raise DCFormerError(
             f"{changed[0]}: the composition is pruned or parametrized. Make that permanent first, with "
             "torch.nn.utils.prune.remove or torch.nn.utils.parametrize.remove_parametrizations."

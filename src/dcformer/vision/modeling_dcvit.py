@@ -34,7 +34,7 @@ from ..compose_dcformer import (
     stages,
 )
 from ..masks_dcformer import has_values
-from ..modeling_dcformer import DCFormerPreTrainedModel, refuse_missing_layers
+from ..modeling_dcformer import DCFormerPreTrainedModel, refuse_missing_layers, share_of_labels
 from .configuration_dcvit import DCViTConfig, pair
 
 logger = logging.get_logger(__name__)
@@ -444,12 +444,6 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         self.classifier = nn.Linear(width, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.post_init()
 
-    @property
-    def accepts_loss_kwargs(self) -> bool:
-        """Whether the loss counts images as `Trainer` does, over all batches of a step: that of one class does."""
-        is_class = self.config.problem_type in (None, "single_label_classification")
-        return is_class and self.num_labels > 1
-
     @can_return_tuple
     @auto_docstring
     def forward(
@@ -475,6 +469,8 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         if labels is not None:
             self._check_labels(labels)
             loss = self.loss_function(labels, logits, self.config, **kwargs)
+            if self.config.problem_type != "single_label_classification":  # a mean, whatever number the library is told
+                loss = loss * share_of_labels(labels, **kwargs)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
