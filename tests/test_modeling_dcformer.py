@@ -344,6 +344,28 @@ def test_jit_trace(implementation):
         torch.testing.assert_close(masked(ids, padded), model(ids, padded).logits)
 
 
+@pytest.mark.parametrize("implementation", [None, "dcformer_chunked", "eager"])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_checkpointed_layers_share_a_mask_in_one_graph(kind, implementation):
+    model, ids = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation))).train(), _tokens(2, 33)
+    given = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if kind == "padded":
+        given["attention_mask"] = (torch.arange(33) >= torch.tensor([[5], [0]])).long()
+    else:
+        given["position_ids"] = torch.cat([torch.arange(20), torch.arange(13)])[None].expand(2, -1)
+    expected = model(**given).loss
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch._dynamo.reset()
+    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(**given).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["DCFormer", "DCPythia", "DHA", "HeadSystems", "a subclass", "adapters"])
 def test_smoothed_labels_are_those_of_the_next_tokens(kind, tmp_path):
     """`Trainer` shifts them for models whose class it knows by name."""
