@@ -1020,12 +1020,6 @@ class _EarlyExit(EarlyExitCandidateGenerator):
             config.num_hidden_layers = layers
 
 
-@auto_docstring(
-    custom_intro="""
-    DCFormer for causal language modeling: a decoder whose attention heads are composed before and after the softmax
-    (arXiv 2405.08553), with a linear layer on top.
-    """
-)
 class _LanguageModel:
     """Mixin for classes that `Trainer` is to know for language models: by their names alone it shifts smoothed labels.
     Also for subclasses, such as `fully_shard` makes."""
@@ -1035,6 +1029,12 @@ class _LanguageModel:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
 
+@auto_docstring(
+    custom_intro="""
+    DCFormer for causal language modeling: a decoder whose attention heads are composed before and after the softmax
+    (arXiv 2405.08553), with a linear layer on top.
+    """
+)
 class DCFormerForCausalLM(_LanguageModel, DCFormerPreTrainedModel, GenerationMixin):
     decoder_class: type[DCFormerModel] = DCFormerModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
