@@ -137,9 +137,7 @@ def study(model, tokenizer, options: argparse.Namespace) -> dict:
     ids, answers = ask("test", options.questions, options.seed, tokenizer)
     run, alone = Study(model, ids, answers), Study(model, ids, answers)
     top = ranked[:4]
-    other = min(
-        range(heads), key=lambda h: abs(scores[layer, h])
-    )  # of the layer, the one whose contribution is nearest to 0
+    other = min(range(heads), key=lambda h: abs(scores[layer, h]))  # whose contribution in the layer is nearest to 0
     into = {"terms": term, "stages": "post", "heads": [(layer, head)], "layers": [layer]}
     plan: dict[str, tuple] = {
         "nothing": (),

@@ -419,8 +419,9 @@ def test_accumulated_batches_of_classifiers_are_one_batch(head, tmp_path):
         trainer = trainer_of(model, rows, tmp_path, **sizes)
         trainer.train()
         found.append([trainer.state.log_history[0][name] for name in ("loss", "grad_norm")])
-    assert found[1] == pytest.approx(found[0], rel=2e-3 if head == "head systems" else 1e-5)
-    assert found[2] == pytest.approx(found[0], rel=2e-3 if head == "head systems" else 1e-5)
+    bound = 2e-3 if head == "head systems" else 1e-5  # gates are drawn anew for each part of a batch
+    assert found[1] == pytest.approx(found[0], rel=bound)
+    assert found[2] == pytest.approx(found[0], rel=bound)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

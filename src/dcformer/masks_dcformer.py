@@ -158,9 +158,13 @@ def chunked_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device,
         is_causal, local_size, is_plain,
     )  # fmt: skip
-    if torch.compiler.is_compiling() and not is_plain:
+    if is_plain:
+        return mask
+    if is_few(q_length):
+        return mask.rows(0, q_length)
+    if torch.compiler.is_compiling():
         mask.tensors()  # in a graph a layer that is checkpointed may not leave them here
-    return mask.rows(0, q_length) if is_few(q_length) and not is_plain else mask
+    return mask
 
 
 def _nothing_padded(attention_mask: torch.Tensor | None, length: int) -> bool:

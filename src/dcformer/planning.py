@@ -17,12 +17,12 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers.modeling_rope_utils import RopeParameters
 
-from .analysis import num_parameters
 from .chunked_dcformer import BLOCK_SCORES
 from .compose_dcformer import FUSED_ATTENTION
 from .configuration_dcformer import DCFormerConfig
 from .errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
-from .head_systems import HeadSystemsConfig, HeadSystemsForCausalLM, system_costs
+from .head_systems import HeadSystemsConfig, HeadSystemsForCausalLM
+from .head_systems.costs import count_parameters
 from .head_systems.registry import system_class
 from .heads_dcformer import MAP_FIELDS
 from .kernels import unsupported_reason
@@ -340,10 +340,8 @@ def report(setup: Setup, title: str) -> str:
     parts, n, t = memory(setup), setup.shards, setup.tensor_parallel
     where = f"{setup.gpus} GPUs" + (f", {t} share a layer and {n} parameters" if t > 1 else " that share parameters")
     batch = setup.batch * setup.accumulation * n
-    config = setup.config
-    parameters = system_costs(config).parameters if isinstance(config, HeadSystemsConfig) else num_parameters(config)
     lines = [
-        f"{title}: {parameters:,} parameters, {where}; {batch} sequences of {setup.length} tokens "
+        f"{title}: {count_parameters(setup.config):,} parameters, {where}; {batch} sequences of {setup.length} tokens "
         f"per step ({batch * setup.length / 1e6:.2f}M tokens); {setup.attention}"
         + (", gradient checkpointing" if setup.checkpointing else ""),
         "",

@@ -99,7 +99,7 @@ class Family:
             return [" ".join(str(error).split())]
         own = {name: getattr(config, name) for name in fields}
         if own["rope_parameters"].get("partial_rotary_factor") == 1.0:  # as where it is not named
-            fields["rope_parameters"]["partial_rotary_factor"] = 1.0
+            fields["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
         names = [name for name, value in fields.items() if own[name] != value]
         return list(dict.fromkeys("composition" if name in _PLAIN else name for name in names))
 

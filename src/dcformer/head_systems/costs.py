@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..analysis import num_parameters
+from ..configuration_dcformer import DCFormerConfig
 from .configuration_head_systems import HeadSystemsConfig
 from .modeling_head_systems import HeadSystemsForCausalLM
 
@@ -65,4 +67,12 @@ def system_costs(config: HeadSystemsConfig, sequence_length: int | None = None) 
     )
 
 
-__all__ = ["SystemCosts", "system_costs"]
+def count_parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -> int:
+    """`num_parameters` of any language model of this package, with a head system or without."""
+    whole = num_parameters(config, exclude_embeddings)
+    if not isinstance(config, HeadSystemsConfig):
+        return whole
+    return system_costs(config).parameters + whole - num_parameters(config)
+
+
+__all__ = ["SystemCosts", "count_parameters", "system_costs"]

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..analysis import compose_overhead, num_parameters
+from ..analysis import compose_overhead
 from ..cache_report import cache_bytes_per_token
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import DCFormerError
 from ..head_systems import HeadSystemsConfig, system_costs
+from ..head_systems.costs import count_parameters
 
 _TEMPLATE = Path(__file__).with_name("card.md")
 
@@ -155,7 +156,7 @@ def model_card(
         title=title,
         name=name,
         attention=kinds,
-        parameters=f"{_parameters(config):,}",
+        parameters=f"{count_parameters(config):,}",
         sizes=_sizes(config),
         composition=[(f"`{field}`", getattr(config, field)) for field in _COMPOSITION] if config.composes else [],
         overhead=_overhead(config) if config.composes else [],
@@ -188,13 +189,6 @@ def _attention(config: DCFormerConfig) -> tuple[str, list[str]]:
     return " and ".join(parts) or "multi-head attention whose heads are not composed", [source for _, source in kinds]
 
 
-def _parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -> int:
-    if not isinstance(config, HeadSystemsConfig):
-        return num_parameters(config, exclude_embeddings)
-    embeddings = num_parameters(config) - num_parameters(config, exclude_embeddings=True)
-    return system_costs(config).parameters - exclude_embeddings * embeddings
-
-
 def _sizes(config: DCFormerConfig) -> list[tuple[Any, ...]]:
     layers = f"{config.num_hidden_layers}"
     if local := sum(kind == "sliding_attention" for kind in config.layer_types or ()):
@@ -207,8 +201,8 @@ def _sizes(config: DCFormerConfig) -> list[tuple[Any, ...]]:
             ("Cache, numbers per token", f"{system_costs(config).cache_channels:,}"),
         ]
     return [
-        ("Parameters", f"{_parameters(config):,}"),
-        ("... outside the embeddings", f"{_parameters(config, exclude_embeddings=True):,}"),
+        ("Parameters", f"{count_parameters(config):,}"),
+        ("... outside the embeddings", f"{count_parameters(config, exclude_embeddings=True):,}"),
         ("Layers", layers),
         ("Hidden size", config.hidden_size),
         ("MLP width", config.intermediate_size),
