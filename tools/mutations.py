@@ -10,6 +10,7 @@ COMPOSE, CACHE, CONFIG = "compose_dcformer.py", "cache_dcformer.py", "configurat
 HUB, LAYOUTS = "hub_dcformer.py", "layouts_dcformer.py"
 HUB_CONFIG, PARALLEL, OVERHEAD = "legacy_dcformer.py", "parallel_dcformer.py", "analysis/overhead.py"
 MODEL, ATTENTION = "modeling_dcformer.py", "attention_dcformer.py"
+GENERATION = "generation_dcformer.py"
 MASKS, CHUNKED = "masks_dcformer.py", "chunked_dcformer.py"
 
 T_COMPOSE, T_CACHE = "tests/test_compose_dcformer.py::", "tests/test_cache_dcformer.py::"
@@ -2155,6 +2156,17 @@ _MODELING = _in(
         T_COMPOSE + "test_initialisation_is_the_papers",
     ),
     (
+        "saved under the authors' names unasked",
+        'given.arguments.get("save_original_format", False)',
+        'given.arguments.get("save_original_format", True)',
+        FOLDERS + "[fused]",
+    ),
+)
+
+_GENERATION = _in(
+    "generation",
+    GENERATION,
+    (
         "static cache of the library's sliding layers",
         "        use_static_layers(cache, self.config.sliding_window)\n",
         "",
@@ -2173,10 +2185,10 @@ _MODELING = _in(
         T_GENERATION + "test_early_initialisation_of_a_static_cache",
     ),
     (
-        "saved under the authors' names unasked",
-        'given.arguments.get("save_original_format", False)',
-        'given.arguments.get("save_original_format", True)',
-        FOLDERS + "[fused]",
+        "generate makes its cache before it looks at the fields",
+        "        self.model.running_layers()\n",
+        "",
+        T_SURGERY + "test_bad_fields_are_refused_by_name",
     ),
 )
 
@@ -2671,12 +2683,6 @@ _LAYERS = _in(
         "kinds changed in place not looked at",
         "window, list(types))  # lists may change in place",
         "window, types)  # lists may change in place",
-        T_SURGERY + "test_bad_fields_are_refused_by_name",
-    ),
-    (
-        "generate makes its cache before it looks at the fields",
-        "        self.model.running_layers()\n",
-        "",
         T_SURGERY + "test_bad_fields_are_refused_by_name",
     ),
     (
@@ -3542,6 +3548,7 @@ MUTATIONS = [
     *_CONVERSION,
     *_KERNELS,
     *_MODELING,
+    *_GENERATION,
     *_LAYERS,
     *_ATTENTION,
     *_HEADS,
