@@ -1506,14 +1506,14 @@ _KERNELS = (
         ),
         (
             "launches of other devices",
-            "key = (device, numbers, self.look(tensors))",
-            "key = (None, numbers, self.look(tensors))",
+            "key = (device, numbers, self.key_of(tensors))",
+            "key = (None, numbers, self.key_of(tensors))",
             T_REPEATED + "test_the_device_is_part_of_a_geometry",
         ),
         (
             "launches of other numbers",
-            "key = (device, numbers, self.look(tensors))",
-            "key = (device, (), self.look(tensors))",
+            "key = (device, numbers, self.key_of(tensors))",
+            "key = (device, (), self.key_of(tensors))",
             T_REPEATED + "test_a_repeated_launch_is_the_chosen_one",
         ),
         (
@@ -1564,7 +1564,7 @@ _KERNELS = (
         "kernels/triton/compose.py",
         (
             "keys behind those that all see are read where these begin",
-            "jump = tl.where(i_s == inner, skipped, 0)",
+            "jump = tl.where(i_s == inner, hole, 0)",
             "jump = tl.where(i_s == inner, 0, 0)",
             T_KERNEL + "[7 queries]",
         ),
@@ -1594,7 +1594,7 @@ _KERNELS = (
         ),
         (
             "keys behind those that all see are left out",
-            "s += tl.where(i_s < inner, 0, skipped)",
+            "s += tl.where(i_s < inner, 0, hole)",
             "s += 0",
             T_KERNEL + "[63]",
         ),
@@ -2469,6 +2469,12 @@ _OVERFLOW = _in(
         "_new_marks(device, is_awaited=True)",
         T_ATTEND + "test_marks_are_memory_of_another_thread",
     ),
+    (
+        "a self-check takes the passes whose marks are waited for",
+        "                _watches[device].calls = calls\n",
+        "                pass\n",
+        "tests/kernels/test_overflow.py::test_passes_of_a_self_check_are_not_among_the_first",
+    ),
 )
 
 _SELFCHECK = _in(
@@ -2968,6 +2974,46 @@ _ANALYSIS = (
 
 T_DCMHA, T_CONVERTED = "tests/modules/test_dcmha.py::", "tests/modules/test_convert_attention.py::"
 _MODULES = [
+    *_in(
+        "modules",
+        "modules/saving.py",
+        (
+            "programs load converted models without their composition",
+            "if config is None or not is_converted(config):",
+            "if True:",
+            "tests/modules/test_convert_attention.py::test_programs_load_any_causal_model",
+        ),
+    ),
+    *_in(
+        "modules",
+        "evaluation/cli.py",
+        (
+            "converted models are evaluated as plain ones",
+            "args.model = CONVERTED if is_changed else NAME",
+            "args.model = NAME",
+            "tests/evaluation/test_evaluation_cli.py::test_converted_models_are_evaluated_with_their_composition",
+        ),
+    ),
+    *_in(
+        "modules",
+        "serving/server.py",
+        (
+            "converted models are served as plain ones",
+            "and (is_gguf or not is_converted(config)):",
+            "and True:",
+            "tests/serving/test_serving.py::test_converted_models_are_served_with_their_composition",
+        ),
+    ),
+    *_in(
+        "modules",
+        "training/run.py",
+        (
+            "converted models are trained as plain ones",
+            "        AnyCausalLM,\n        name,",
+            "        AutoModelForCausalLM,\n        name,",
+            "tests/training/test_training_run.py::test_converted_models_are_trained_with_their_composition",
+        ),
+    ),
     *_in(
         "modules",
         "modules/dcmha.py",

@@ -871,10 +871,10 @@ def test_scores_of_a_later_call_on_a_gpu_are_not_waited_for(unmarked, monkeypatc
     """The mark is copied every so many calls, and read when the copy is there; the call that finds it is right."""
     if DEVICE != "cuda":
         pytest.skip("needs a CUDA device")
-    monkeypatch.setattr(overflow, "_FIRST", 8)
+    monkeypatch.setattr(overflow, "FIRST", 8)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 20, 16, device=DEVICE).bfloat16() for _ in range(3))
-    for _ in range(overflow._FIRST):
+    for _ in range(overflow.FIRST):
         composed_attention(query, key, value)
     query, key = query * 300, key * 300
     for _ in range(3 * overflow._EVERY):
@@ -898,7 +898,7 @@ def unmarked(monkeypatch):
     """As in a process that has met nothing too large for float16, and waits for every mark."""
     monkeypatch.setattr(overflow, "_found", {})
     monkeypatch.setattr(overflow, "_watches", {})
-    monkeypatch.setattr(overflow, "_FIRST", 1000)
+    monkeypatch.setattr(overflow, "FIRST", 1000)
 
 
 def test_marks_are_memory_of_another_thread(unmarked, monkeypatch):

@@ -728,7 +728,7 @@ def choices(monkeypatch):
     monkeypatch.setattr(repeated.Launch, "run", run)
     monkeypatch.setattr(repeated.Repeated, "_first", choose)
     for module in (decode, generator, prepare, step):
-        monkeypatch.setattr(module, "_RUN", repeated.Repeated(module.launches, module._RUN.look))
+        monkeypatch.setattr(module, "_RUN", repeated.Repeated(module.launches, module._RUN.key_of))
     return counted
 
 

@@ -65,3 +65,19 @@ def test_what_is_assumed_is_over_afterwards_but_for_what_was_found_meanwhile():
         overflow.mark_of(HERE, Beyond.SCORES).fill_(1)
         assert overflow.look(HERE)
     assert overflow.beyond(HERE) == Beyond.PRECISION | Beyond.SCORES
+
+
+def test_passes_of_a_self_check_are_not_among_the_first(monkeypatch):
+    """Else a model's own first passes would not wait for their marks, in the process that checks."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(overflow, "is_captured", lambda device: False)
+    with overflow.assumed(gpu, overflow.NOTHING):
+        watch = overflow._watches[gpu] = overflow._Watch(torch.zeros(len(Beyond), 4, dtype=torch.int32))
+        for _ in range(overflow.FIRST - 2):
+            assert not overflow.look(gpu)
+    with overflow.assumed(gpu, overflow.NOTHING):
+        overflow.look(gpu)
+    for _ in range(overflow.FIRST - 1):
+        assert not overflow.look(gpu)
+    watch.marks[list(Beyond).index(Beyond.PRECISION), 0] = 1
+    assert overflow.look(gpu) and overflow.beyond(gpu) == Beyond.PRECISION

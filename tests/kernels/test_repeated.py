@@ -188,7 +188,7 @@ def test_what_varies_is_given_anew_and_chooses_nothing():
         arguments = {name: None for name in Kernel.arg_names[:-1]} | {"p_x": x, "stride": -1}
         return [], [Launch(kernel, (1,), arguments, {"WIDTH": 1}, {"num_warps": 4})]
 
-    run = Repeated(choose, look=lambda tensors: tensors[0].dtype)
+    run = Repeated(choose, key_of=lambda tensors: tensors[0].dtype)
     memory = torch.zeros(9)
     for length in (5, 7, 2):
         run([memory[:length]], varying={"stride": length, "of_another_launch": 1})

@@ -460,7 +460,7 @@ def visible_strides(visible: torch.Tensor | None) -> dict[str, int]:
     return {"stride_ab": batch, "stride_at": visible.stride(2), "stride_as": visible.stride(3)}
 
 
-def _look(tensors) -> tuple:
+def _key_of(tensors) -> tuple:
     """What decides about `launches` but for numbers: not the very number of keys, which grows from step to step."""
     query, key, value, *weights, visible, _ = tensors
     S = key.shape[2]
@@ -472,7 +472,7 @@ def _look(tensors) -> tuple:
 
 
 def launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]]:
-    """Allocates the output [B, T, H, DV] and what lies in between, and chooses tiles, by `_look` only.
+    """Allocates the output [B, T, H, DV] and what lies in between, and chooses tiles, by `_key_of` only.
 
     Args:
         query, key, value: as for `decode_op`.
@@ -575,7 +575,7 @@ def launches(query, key, value, *rest) -> tuple[list[torch.Tensor], list[Launch]
     return [output, between], chosen
 
 
-_RUN = Repeated(launches, _look)
+_RUN = Repeated(launches, _key_of)
 
 
 @torch.library.register_kernel(decode_op.name(), DEVICES)

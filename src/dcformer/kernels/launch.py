@@ -113,7 +113,7 @@ class Launcher(Problem):
         tile: Tile | None = None,
         **arguments: Any,
     ) -> None:
-        """Runs a kernel; arguments that kernels share are filled in by name.
+        """Runs a kernel; arguments that kernels share (`_shared`) are filled in by name, those given come before them.
 
         Args:
             kernel: to run.
@@ -126,7 +126,8 @@ class Launcher(Problem):
         if not all(grid):
             return
         known = self._remembered(chunk, partial(self._shared, chunk)) | arguments
-        values = {key: self.q if known[key] is None else known[key] for key in kernel.arg_names}
+        nowhere = self.q  # a tensor that stands where there is none
+        values = {key: nowhere if known[key] is None else known[key] for key in kernel.arg_names}
         run = self._start(kernel, grid, name, tile, values)
         if self.recording is not None:
             self.recording.launch(run, list(values.values()))

@@ -29,8 +29,8 @@ LARGEST = 60000.0  # of a score, times log2(e), and of an entry of a matrix: wha
 LARGEST_EXACT = 32.0  # of a query's largest score, and of scores to be composed, likewise: float16 is 0.03 apart there
 LARGEST_SPLIT = 512.0  # of the same, where they are in two parts of float16
 _LOG2_E = 1.4426950408889634
-_EVERY = 64  # calls between two looks at a GPU, after the first few, which wait for it
-_FIRST = 8
+FIRST = 64  # calls of a process that wait for a GPU: all layers of a first prompt, or of a first training step
+_EVERY = 64  # calls between two looks at it later
 
 
 class Beyond(IntFlag):
@@ -84,13 +84,21 @@ def beyond(device: torch.device) -> Beyond:
 @contextmanager
 def assumed(device: torch.device, found: Beyond) -> Iterator[None]:
     """Adds marks to what `beyond` returns for a device meanwhile, to try the kernels that follow. Those that are there
-    stay: other threads go by them."""
-    before = beyond(device)
+    stay: other threads go by them. Calls meanwhile are not among the first ones of the process, which wait."""
+    before, calls = beyond(device), _calls(device)
     _found[device] = before | found
     try:
         yield
     finally:
-        _found[device] = before | (beyond(device) & ~found)  # what is new was found meanwhile
+        with _lock:
+            _found[device] = before | (beyond(device) & ~found)  # what is new was found meanwhile
+            if device in _watches:
+                _watches[device].calls = calls
+
+
+def _calls(device: torch.device) -> int:
+    watch = _watches.get(device)
+    return 0 if watch is None else watch.calls
 
 
 def mark_of(device: torch.device, what: Beyond) -> torch.Tensor:
@@ -134,7 +142,7 @@ def _look(device: torch.device) -> bool:
         if is_captured(device):
             return False
         watch.calls += 1
-    if device.type != "cuda" or watch.calls <= _FIRST:
+    if device.type != "cuda" or watch.calls <= FIRST:
         marks = watch.marks
     elif watch.event is None or watch.copy is None:
         if watch.calls % _EVERY == 0:
@@ -156,4 +164,15 @@ def _look(device: torch.device) -> bool:
     return bool(new)
 
 
-__all__ = ["LARGEST", "LARGEST_EXACT", "LARGEST_SPLIT", "NOTHING", "Beyond", "assumed", "beyond", "look", "mark_of"]
+__all__ = [
+    "FIRST",
+    "LARGEST",
+    "LARGEST_EXACT",
+    "LARGEST_SPLIT",
+    "NOTHING",
+    "Beyond",
+    "assumed",
+    "beyond",
+    "look",
+    "mark_of",
+]

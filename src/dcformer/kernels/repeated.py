@@ -133,8 +133,8 @@ class Repeated:
     Args:
         choose: (tensors, then numbers) -> the tensors that it made, contiguous and each with memory of its own, and the
             launches that fill them. Every tensor that a launch takes is one of the given or the made ones, or a part of
-            one. But for arguments that vary they must depend on nothing but numbers and what `look` says.
-        look: tensors -> what of them decides about launches, hashable.
+            one. But for arguments that vary they must depend on nothing but numbers and what `key_of` says.
+        key_of: tensors -> what of them decides about launches, hashable.
         most: how many choices are remembered; the oldest is forgotten.
         returned: how many of the tensors that were made a call returns, the first ones; all when not given. The others
             get one piece of memory together.
@@ -143,11 +143,11 @@ class Repeated:
     def __init__(
         self,
         choose: Callable[..., tuple[list[torch.Tensor], list[Launch]]],
-        look: Callable[[Tensors], Hashable] = geometry,
+        key_of: Callable[[Tensors], Hashable] = geometry,
         most: int = 256,
         returned: int | None = None,
     ):
-        self.choose, self.look, self.most, self.returned = choose, look, most, returned
+        self.choose, self.key_of, self.most, self.returned = choose, key_of, most, returned
         self._known: dict[tuple, _Known] = {}
 
     def __call__(
@@ -166,7 +166,7 @@ class Repeated:
         """
         assert tensors[0] is not None
         device = tensors[0].device
-        key = (device, numbers, self.look(tensors))
+        key = (device, numbers, self.key_of(tensors))
         known = self._known.get(key)
         with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
             if known is None:

@@ -36,7 +36,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     Args:
         given: the product, keys and values; the nine `others` of `decode_step_op`, None for absent ones, `visible` as
             uint8; the plan without rows and places, its numbers, S as `decode.rounded_length` has it, and GELU's
-            flavour; and what parameters are like: a number, so that a layer finds it out once and not `_look` in each
+            flavour; and what parameters are like: a number, so that a layer finds it out once and not `_key_of` in each
             step, though here the tensors tell it, too. The memory is longer than one key, and may be shorter than the
             rounded S: no choice differs by it.
     """
@@ -78,7 +78,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     return [*made, queries, weights], [*first, *second]
 
 
-def _look(tensors) -> tuple:
+def _key_of(tensors) -> tuple:
     """What decides of the tensors that are others in each step; `launches` is told what parameters are like.
 
     Not how long the memory is, unless a row on the device has to be within it; nor the shape of the mask, which grows
@@ -95,7 +95,7 @@ def _rows(memory: torch.Tensor) -> tuple:
     return batch, heads, channels, memory.stride(), memory.dtype, memory.data_ptr() & 15
 
 
-_RUN = Repeated(launches, _look, returned=1)
+_RUN = Repeated(launches, _key_of, returned=1)
 
 
 def _run(product, keys, values, others, row, plan, numbers, approximate, parameters) -> torch.Tensor:

@@ -72,13 +72,14 @@ def seen_by_all(first, last, m_t, start, stop, B_S: tl.constexpr):
 
 @triton.jit
 def _add_scores(
-    top, total, start, stop, skipped, at, w0, ones,
+    top, total, start, stop, hole, at, w0, ones,
     F_PRE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, B_T: tl.constexpr,
     B_S: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Adds the exponentials of keys start to stop, each relative to the largest score so far, `top`, to `total`.
+    """Adds the exponentials of keys, each relative to the largest score so far, `top`, to `total`.
 
-    From key `inner` on they are those `skipped` keys further on.
+    The keys are start to stop, but with MASKED two ranges as one: `hole` keys at `inner` are left out, and `stop` is
+    less by as many as where the second range ends.
     """
     p_scores, p_m0, stride_s, stride_m, s_0, first, last, inner = at
     NB: tl.constexpr = 1 + (H1 > 0)
@@ -87,10 +88,10 @@ def _add_scores(
     for i_s in tl.range(start, stop, B_S):
         s = i_s
         if MASKED:
-            jump = tl.where(i_s == inner, skipped, 0)
+            jump = tl.where(i_s == inner, hole, 0)
             p_scores += jump * stride_s
             p_m0 += jump * stride_m
-            s += tl.where(i_s < inner, 0, skipped)
+            s += tl.where(i_s < inner, 0, hole)
         turn, above = (), top
         for k in tl.static_range(B_S):
             x = split(transposed(load_row(p_scores + k * stride_s, M, H0, H1, B_T), H1), NB, SPLIT)
@@ -147,7 +148,7 @@ def lse_kernel(
     at = (p_scores, p_m0, stride_s, stride_m, s_0, first, last, inner)
     ones = diagonal(1.0, tl.float16 if SPLIT else p_scores.dtype.element_ty, H0, H1)
     top, total = _add_scores(top, total, inner, outer, 0, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, False, SPLIT)
-    stop -= outer - inner  # the keys before and behind these in one loop
+    stop -= outer - inner  # the keys before and behind these, in one loop
     top, total = _add_scores(
         top, total, start, stop, outer - inner, at, w0, ones, F_PRE, R, M, H0, H1, B_T, B_S, True, SPLIT
     )

@@ -434,7 +434,7 @@ def composed(
                 y = add_times(y, w[(first + r) * NB + j], hid[r])
         if (KEY | STATIC) & F:
             for i in tl.static_range(NB):
-                if SPLIT:
+                if SPLIT:  # what is left follows what is held: NB blocks of x, NB · NB of m
                     y = add_product(y, x[i], m[(NB + i) * NB + j])
                     y = add_product(y, x[NB + i], m[i * NB + j])
                 y = add_product(y, x[i], m[i * NB + j])

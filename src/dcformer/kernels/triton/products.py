@@ -125,7 +125,7 @@ def _factors(p_undo, start, stop):
 
 
 @triton.jit
-def _shared(most, p_undo, start, stop):
+def _common_factor(most, p_undo, start, stop):
     """The largest of numbers start to stop, and whether they are the same; given the first, `most`."""
     least = tl.where(most > 0, most, float("inf"))
     for i in range(start + 128, stop, 128):
@@ -210,7 +210,7 @@ def values_kernel(
     total = tl.zeros([B_T, B_D], tl.float32)
     tl.static_assert(not COPIED or ROWS % B_S == 0, "a turn undoes one power of two")
     p_undo += (i_b * (H // rep) + i_h // rep) * n_undo
-    is_even = True
+    has_one_factor = True
     if COPIED:  # loaded here, and looked at behind the loops: nobody waits for them
         factors = _factors(p_undo, low // ROWS, tl.cdiv(high, ROWS))
     at = (p_map, stride_s, p_v, stride_vs, p_undo, (first, last, o_t), (n_p, s_0, n_s, S, H), are_finite)
@@ -218,11 +218,11 @@ def values_kernel(
     total, count = _add_values(total, count, inner, outer, at, D, B_D, B_S, UNIT, ROWS, COPIED, False, False)
     total, count = _add_values(total, count, outer, stop, at, D, B_D, B_S, UNIT, ROWS, COPIED, True, False)
     if COPIED:
-        undo, is_even = _shared(factors, p_undo, low // ROWS, tl.cdiv(high, ROWS))
+        undo, has_one_factor = _common_factor(factors, p_undo, low // ROWS, tl.cdiv(high, ROWS))
         total *= undo
     if MARK:  # as where v is a copy
-        if _is_broken(total, m_t) | (is_even == 0):
-            total = tl.zeros_like(total)
+        if _is_broken(total, m_t) | (has_one_factor == 0):
+            total = tl.zeros_like(total)  # anew, block by block
             total, count = _add_values(total, count, start, stop, at, D, B_D, B_S, UNIT, ROWS, COPIED, True, True)
             if count > 0:
                 tl.store(p_mark, 1)  # all that store, store the same

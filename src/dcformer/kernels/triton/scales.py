@@ -61,10 +61,10 @@ def _exponent(size, target: tl.constexpr):
 def _find_exponent(size, matters, near, p_undo, p_mark, MARK: tl.constexpr):
     """Of the power of two for rows whose largest numbers are `size` [n]; p_undo is what undoes it.
 
-    It brings the largest of those that matter to 2^14 at least, and below 2^16: of bfloat16 no bit is lost down to
-    2^-31 of that. Or it is that which brings `near` to 2^10, if that is not 0 and no row's is less than 1 then, or too
-    large: other rows may have the same, and no bit is lost down to 2^-17 of each row's. With MARK, p_mark becomes 1
-    where a row's is less than 2^-24 of the largest.
+    It brings the largest of those that matter to 2^14 at least, and below 2^15 but for a rounding: of bfloat16 no bit
+    is lost down to 2^-31 of that. Or it is that which brings `near` to 2^10, if that is not 0 and no row's is less than
+    1 then, or too large: other rows may have the same, and no bit is lost down to 2^-17 of each row's. With MARK,
+    p_mark becomes 1 where a row's is less than 2^-24 of the largest.
     """
     largest = tl.max(tl.where(matters, size, 0.0))
     least = tl.min(tl.where(matters & (size > 0), size, largest))
