@@ -8,11 +8,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import REPOSITORY, documented_commands, tiny_config
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dcformer import DCFormerForSequenceClassification
 from dcformer.evaluation import TASKS_FOLDER, heldout_items, main
+from dcformer.modules import convert_attention
 from dcformer.synthetic.__main__ import main as synthetic
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
@@ -337,6 +339,37 @@ def test_the_model_of_several_processes(lm_eval, monkeypatch, processes, model):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert main([*MODEL, *ANSWERS]) == 0
     assert calls == [model]
+
+
+def test_converted_models_are_evaluated_with_their_composition(work, lm_eval):
+    """The library's own class would leave it out, with a warning, and the score would be the plain model's."""
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    tokenizer = AutoTokenizer.from_pretrained("checkpoints/dcformer-synthetic")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=128, initializer_range=0.2, **sizes))
+    model.save_pretrained(work / "plain")
+    convert_attention(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".compose." in name:
+                parameter.normal_()
+    model.save_pretrained(work / "composed")
+    found = {}
+    for name in ("plain", "composed"):
+        tokenizer.save_pretrained(work / name)
+        arguments = ["--model", "hf", "--model_args", f"pretrained={name}", *ANSWERS, "--output_path", f"{name}_out"]
+        assert main(arguments) == 0
+        found[name] = scores(work / f"{name}_out")
+    task = "dcformer_synthetic_heldout_answers"
+    model_here = HFLM(pretrained=model.eval(), tokenizer=tokenizer)
+    manager = TaskManager(include_path=str(TASKS_FOLDER))
+    expected = lm_eval.simple_evaluate(model_here, tasks=[task], limit=4, task_manager=manager)["results"][task]
+    perplexity = "perplexity,none"
+    assert found["composed"][task][perplexity] == pytest.approx(expected[perplexity], rel=1e-4)
+    assert found["plain"][task][perplexity] != pytest.approx(expected[perplexity], rel=0.1)
 
 
 def test_items_have_several_answers():

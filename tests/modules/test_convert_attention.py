@@ -31,6 +31,7 @@ from dcformer.modules import (
 from dcformer.modules.dcmha import make_generators
 from dcformer.modules.finding import _is_cross
 from dcformer.modules.interface import IMPLEMENTATIONS
+from dcformer.modules.saving import AnyCausalLM
 
 TOLERANCE = 1e-6  # the specification's, in float32
 SIDES = ("compose", "compose_query", "compose_key")
@@ -793,6 +794,21 @@ def test_loading_gives_what_is_asked(tmp_path):
     assert type(model) is t.BertForMaskedLM and {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.config._attn_implementation == "dcmha_chunked" and not info["missing_keys"]
     assert not info["unexpected_keys"] and dcformer.from_pretrained_converted is from_pretrained_converted
+
+
+def test_programs_load_any_causal_model(tmp_path):
+    """What was converted with its composition, by the implementation that is named or the usual one; others as ever."""
+    converted("llama").save_pretrained(tmp_path / "converted")
+    make("llama").save_pretrained(tmp_path / "plain")
+    saved = logits(converted("llama"), name="llama")
+    for options, name in (({}, "dcmha"), ({"attn_implementation": "dcmha_chunked"}, "dcmha_chunked")):
+        loaded = AnyCausalLM.from_pretrained(tmp_path / "converted", **({"attn_implementation": None} | options))
+        assert loaded.config._attn_implementation == name
+        torch.testing.assert_close(logits(loaded.eval(), name="llama"), saved, rtol=0, atol=TOLERANCE)
+    plain = AnyCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="eager")
+    assert type(plain) is t.LlamaForCausalLM and not generators(plain)
+    with pytest.raises(DCFormerError, match="'sdpa' cannot compose heads"):
+        AnyCausalLM.from_pretrained(tmp_path / "converted", attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize(("name", "layers"), [("bert", "bert.encoder"), ("llama", "model.layers")])

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPOSITORY, tiny_config
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from helpers import REPOSITORY, randomise, tiny_config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils.import_utils import is_serve_available
 
 from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification
+from dcformer.modules import convert_attention
 from dcformer.serving import main, requests
+from dcformer.serving.server import _own_application
 
 PAGE = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -421,6 +423,21 @@ def test_what_asks_for_nothing_is_left_out():
     assert requests.without_empty(requests.CHAT, body) == kept
     assert requests.without_empty(requests.TEXT, {"prompt": "a", "stop": ""}) == {"prompt": "a"}
     assert requests.without_empty(requests.CHAT, [1]) == [1]
+
+
+@needs_server
+def test_converted_models_are_served_with_their_composition(tmp_path):
+    """The library's manager would load, and serve, the plain model."""
+    from transformers.cli.serving import model_manager
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = convert_attention(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval())
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(9)[None]
+    with _own_application():
+        served = model_manager.ModelManager(device="cpu", dtype="float32")._load_model(str(tmp_path))
+    torch.testing.assert_close(served(ids).logits, model(ids).logits)
 
 
 @needs_server

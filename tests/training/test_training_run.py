@@ -12,7 +12,7 @@ from datasets import Dataset
 from helpers import REPOSITORY, hear, tiny_config
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("trl")
 
@@ -24,6 +24,7 @@ import pretrain
 
 from dcformer import DCFormerForCausalLM, export_remote_code, to_head_system
 from dcformer.errors import DCFormerError
+from dcformer.modules import convert_attention, from_pretrained_converted
 from dcformer.optimization import composition_rate_ratios, parameter_groups
 from dcformer.training import (
     LORA_TARGETS,
@@ -58,6 +59,24 @@ def prepare(tmp_path, *arguments: str):
 def losses(folder) -> list[float]:
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in entries if "loss" in entry]
+
+
+def test_converted_models_are_trained_with_their_composition(tmp_path):
+    """And saved with it: the library's own class would load, and train, the plain model."""
+    folder = tmp_path / "converted"
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, **sizes))
+    convert_attention(model)
+    before = {name: p.clone() for name, p in model.named_parameters() if ".compose." in name}
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    trainer = prepare(tmp_path, "--data", TEXT, "--model_name_or_path", str(folder), "--max_steps", "3")
+    trainer.train()
+    trainer.save_model()
+    after = from_pretrained_converted(tmp_path / "out", AutoModelForCausalLM).state_dict()
+    assert before and before.keys() <= after.keys()
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_losses_of_head_systems_are_trained(tmp_path):

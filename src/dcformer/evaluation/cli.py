@@ -23,6 +23,7 @@ import dcformer  # registers the model types: `--model hf` loads them without re
 
 from ..errors import DCFormerError, first_line, raise_bug
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device
+from ..modules.saving import is_converted
 from .items import FILE_KEY, NUM_SHOTS, EvaluationError, read_paper_file
 
 TASKS_FOLDER = Path(__file__).resolve().parent / "tasks"
@@ -53,8 +54,12 @@ def _check_limit(limit: Any) -> None:
         raise EvaluationError(f"--limit {limit}: expected a number of items of a task, or below 1 a share, above 0")
 
 
-def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], chat_template: bool | str) -> None:
-    """Checks a model of this package by its configuration, tokenizer and files, before its parameters are loaded."""
+def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], chat_template: bool | str) -> Any:
+    """Checks a model of this package by its configuration, tokenizer and files, before its parameters are loaded.
+
+    Returns:
+        the configuration, of any model.
+    """
     source = model_args.get("pretrained")
     if not source:
         raise EvaluationError("no model: add --model_args pretrained=FOLDER (or a name on the Hub)")
@@ -73,7 +78,7 @@ def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], c
             f"tokenizer, or tokenizer=FOLDER beside it ({reason})"
         ) from error
     if not isinstance(config, dcformer.DCFormerConfig):
-        return
+        return config
     if "peft" not in model_args:
         try:
             check_parameters(source, config, where)
@@ -100,6 +105,7 @@ def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], c
             f"--apply_chat_template: the tokenizer of {named} has no chat template; leave the option out, or put a "
             "chat_template.jinja into its folder"
         )
+    return config
 
 
 def _check_output(path: str | os.PathLike) -> None:
@@ -114,8 +120,12 @@ def _check_output(path: str | os.PathLike) -> None:
         ) from error
 
 
-def _check(options: Any) -> None:
-    """Checks lm-eval's configuration of a run (`EvaluatorConfig`) before lm-eval loads the model."""
+def _check(options: Any) -> Any:
+    """Checks lm-eval's configuration of a run (`EvaluatorConfig`) before lm-eval loads the model.
+
+    Returns:
+        the model's configuration, where it is one of Transformers.
+    """
     tasks = [options.tasks] if isinstance(options.tasks, str) else options.tasks
     names = [name for task in tasks or () for name in str(task).split(",")]
     if not names:
@@ -126,10 +136,12 @@ def _check(options: Any) -> None:
     _check_limit(options.limit)
     if "use_cache" in (options.gen_kwargs or {}):
         raise EvaluationError("--gen_kwargs use_cache: lm-eval sets it itself; leave it out")
+    config = None
     if options.model in _HF_MODELS:
-        _check_model(options.model_args, options.gen_kwargs or {}, options.apply_chat_template)
+        config = _check_model(options.model_args, options.gen_kwargs or {}, options.apply_chat_template)
     if options.output_path:
         _check_output(options.output_path)
+    return config
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -149,13 +161,14 @@ def _prepare(args: argparse.Namespace) -> str | None:
     _add_tasks(args, options.include_path)
     if args.device and options.model in _HF_MODELS:  # lm-eval takes the CPU in place of what it does not find
         named_device(args.device)
-    _check(options)
-    if options.model not in _HF_MODELS:
+    config = _check(options)
+    if config is None:
         return None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from .sharing import NAME
+    is_changed = is_converted(config)
+    if is_changed or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from .sharing import CONVERTED, NAME
 
-        args.model = NAME
+        args.model = CONVERTED if is_changed else NAME
     return str(options.model_args["pretrained"])
 
 

@@ -1,4 +1,4 @@
-"""lm-eval's model of Transformers, for several processes on any device."""
+"""lm-eval's model of Transformers: for several processes on any device, and for converted models."""
 
 import os
 from typing import Any
@@ -7,7 +7,9 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-NAME = "dcformer-hf"
+from ..modules.saving import AnyCausalLM
+
+NAME, CONVERTED = "dcformer-hf", "dcformer-converted"
 
 if not torch.accelerator.is_available():
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # otherwise accelerate treats each process as the only one
@@ -26,4 +28,11 @@ class SharingHFLM(HFLM):
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
 
 
-__all__ = ["NAME", "SharingHFLM"]
+@register_model(CONVERTED)
+class ConvertedHFLM(SharingHFLM):
+    """The same for models that `convert_attention` has changed, with their composition."""
+
+    AUTO_MODEL_CLASS = AnyCausalLM  # which lm-eval would choose by the configuration
+
+
+__all__ = ["CONVERTED", "NAME", "ConvertedHFLM", "SharingHFLM"]

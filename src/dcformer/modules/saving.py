@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import DCFormerError
 from ..files import whole_file
@@ -33,6 +33,35 @@ _PART = (
     "save_compose(model.PART, FILE) has written."
 )
 _NOT_OF_CONFIG = ("attn_implementation", "dtype", "torch_dtype")  # options that would change a configuration
+
+
+def is_converted(config: Any) -> bool:
+    """Whether a configuration is that of a model that `convert_attention` has changed, or a part of it."""
+    return getattr(config, "dcmha", None) is not None or bool(_converted_parts(config))
+
+
+def _converted_parts(config: Any) -> list[str]:
+    return [n for n in config.sub_configs if getattr(getattr(config, n, None), "dcmha", None) is not None]
+
+
+class AnyCausalLM(AutoModelForCausalLM):
+    """`AutoModelForCausalLM` for programs that take any model: a converted one comes with its composition.
+
+    The library's own class leaves that out, with no more than a warning.
+    """
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        """Arguments and errors are those of `AutoModelForCausalLM.from_pretrained` or `from_pretrained_converted`."""
+        source = pretrained_model_name_or_path
+        config = kwargs.get("config")
+        if config is None and kwargs.get("gguf_file") is None:
+            hub = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
+            config = AutoConfig.from_pretrained(source, **hub)
+        if config is None or not is_converted(config):
+            return AutoModelForCausalLM.from_pretrained(source, *args, **kwargs)
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        return from_pretrained_converted(source, AutoModelForCausalLM, **given)
 
 
 def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwargs: Any) -> Any:
@@ -59,8 +88,7 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
     kwargs |= hub | own
     stored = getattr(config, "dcmha", None)
     if stored is None:
-        parts = [n for n in config.sub_configs if getattr(getattr(config, n, None), "dcmha", None) is not None]
-        if parts:
+        if parts := _converted_parts(config):
             raise DCFormerError(f"{folder}: only a part of the model was converted ({', '.join(parts)}). {_PART}")
         raise DCFormerError(
             f"{folder} is not a converted model: its configuration has no 'dcmha'. Use from_pretrained."

@@ -32,6 +32,7 @@ from ..errors import DCFormerError, loading_reason, refused
 from ..head_systems import HeadSystem, HeadSystemsModel
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
+from ..modules.saving import AnyCausalLM
 from ..optimization import names_without_decay, parameter_groups
 from .arguments import (
     DataArguments,
@@ -123,7 +124,7 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
         source["quantization_config"] = quantization
     model = _load(
         "--model_name_or_path",
-        AutoModelForCausalLM,
+        AnyCausalLM,
         name,
         dtype=chosen.dtype,
         attn_implementation=chosen.attn_implementation,
