@@ -362,9 +362,11 @@ class DCFormerAttention(FusableAttention):
         if kernels is not None and kwargs.get("compose_trace") is None:
             seen = (attention_mask, sliding_window, kwargs.get("is_causal"))
             lend = partial(lend_room, cache, layer_idx)
-            output = self._step(kernels, hidden_states, product, position_embeddings, lend, *seen)
-            if output is not None:
-                return output, None
+            stepped = kernels.step(self, hidden_states, product, position_embeddings, lend, *seen)
+            if stepped is not None:  # all that comes before the output, new rows in the cache among it
+                output, room = stepped
+                room.count(hidden_states.shape[1])
+                return self.o_proj(output.flatten(2)), None
 
         projected = projected or self._split(product)
         made = None if kernels is None else kernels.prepare(self, hidden_states, projected.results, position_embeddings)
@@ -434,32 +436,6 @@ class DCFormerAttention(FusableAttention):
         if not is_cached:
             return query, key, value, self.compose(hidden_states, implementation, first_layer)
         return query, *self.compose.packed(hidden_states, key, value, implementation, first_layer)
-
-    def _step(
-        self,
-        kernels: Any,
-        hidden_states: torch.Tensor,
-        product: torch.Tensor | None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        lend: Callable,
-        *seen: Any,
-    ) -> torch.Tensor | None:
-        """All of a decoding step behind the fused product, [B, T, E], in one operator that writes into the cache.
-
-        Args:
-            kernels: a `FusedGenerators`.
-            lend: what gives the cache's memory for new rows, see `cache_dcformer.lend_room`.
-            seen: `attention_mask`, `sliding_window` and `is_causal`, as for `eager_attention`.
-
-        Returns:
-            None, with nothing done, where the layer or its cache is not made for it.
-        """
-        made = kernels.step(self, hidden_states, product, position_embeddings, lend, *seen)
-        if made is None:
-            return None
-        output, room = made
-        room.count(hidden_states.shape[1])
-        return self.o_proj(output.flatten(2))
 
     def _normalise(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys [B, H(kv), T, D] of `_project`, each head normalised."""
