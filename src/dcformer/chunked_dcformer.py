@@ -90,12 +90,13 @@ def chunked_attention(
         causal, sliding_window, attention_mask = True, attention_mask.window, None
     dropout = dropout if module.training else 0.0
     length, key_length = query.shape[2], key.shape[2]
-    if is_few(length) and not dropout:
+    if is_few(length) and not dropout:  # the definition: maps of a few queries are linear in S
         mask = attention_mask.rows(0, length) if isinstance(attention_mask, QueryBlockMask) else attention_mask
         if causal and (length > 1 or (sliding_window is not None and key_length > sliding_window)):
             mask = causal_rows(length, key_length, sliding_window, query.device)[:, None]
-        mask = None if mask is None else mask.to(query.device)
-        return _attend_few(query, key, value, mask, scaling, pre, post, key_heads, value_heads, value_bias), None
+        visible, bias = (None, None) if mask is None else visible_and_bias(mask.to(query.device))
+        maps = attend(query, key, visible, bias, scaling, pre, post, mix=_compose_few, key_heads=key_heads)
+        return sum_values(maps.composed_weights.to(query.dtype), value, value_heads, value_bias), None
     if value_bias is not None:
         value = with_ones(value)
     if key_heads is not None and value_heads is not None:  # little beside the work on maps
@@ -129,24 +130,6 @@ def chunked_attention(
 
 
 # --- A few queries ----------------------------------------------------------------------------------------------------
-
-
-def _attend_few(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    key_heads: HeadMap | None,
-    value_heads: HeadMap | None,
-    value_bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """A few queries against many keys: the definition, one map of [B, H, few, S]. Returns [B, T, H, D]."""
-    visible, bias = (None, None) if mask is None else visible_and_bias(mask)
-    maps = attend(query, key, visible, bias, scaling, pre, post, mix=_compose_few, key_heads=key_heads)
-    return sum_values(maps.composed_weights.to(query.dtype), value, value_heads, value_bias)
 
 
 def _compose_few(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:
