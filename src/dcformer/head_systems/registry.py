@@ -53,32 +53,25 @@ def sizes_of(config: Any, layer: int = 0) -> HeadSizes:
         config: a `DCFormerConfig`.
         layer: which, from 0.
     """
+    rotary_dim, qk_norm = config.rotary_dim, bool(config.qk_norm)
+    return _sizes(config, layer, bias=config.attention_bias, rotary_dim=rotary_dim, qk_norm=qk_norm)
+
+
+def image_sizes_of(config: Any, layer: int = 0) -> HeadSizes:
+    """The sizes of a layer of a vision Transformer, which has no RoPE and as many keys and values as queries."""
+    return _sizes(config, layer, bias=config.qkv_bias, qk_norm=config.qk_norm is not None)
+
+
+def _sizes(config: Any, layer: int, **own: Any) -> HeadSizes:
     return HeadSizes(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        bias=config.attention_bias,
-        rotary_dim=config.rotary_dim,
-        qk_norm=bool(config.qk_norm),
         layer=layer,
         num_layers=config.num_hidden_layers,
-        composed=bool(config.compose_generators) or config.compose_static,
-    )
-
-
-def image_sizes_of(config: Any, layer: int = 0) -> HeadSizes:
-    """The sizes of a layer of a vision Transformer, which has no RoPE and as many keys and values as queries."""
-    return HeadSizes(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        bias=config.qkv_bias,
-        qk_norm=config.qk_norm is not None,
-        layer=layer,
-        num_layers=config.num_hidden_layers,
-        composed=bool(config.compose_generators) or config.compose_static,
+        composed=config.composes,
+        **own,
     )
 
 

@@ -223,7 +223,7 @@ class DCMHA(nn.Module):
             head_dim=self.head_dim,
             bias=bias,
             qk_norm=qk_norm,
-            composed=bool(settings.compose_generators) or settings.compose_static,
+            composed=settings.composes,
         )
         options.check_config(settings)
         system = system_class(name)(sizes, options)
