@@ -32,12 +32,17 @@ def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfl
     Returns:
         bytes of plain keys and values, and bytes with composition's channels added.
     """
+    layers = [layer_bytes_per_token(config, layer, dtype) for layer in range(config.num_hidden_layers)]
+    return sum(plain for plain, _ in layers), sum(composed for _, composed in layers)
+
+
+def layer_bytes_per_token(config: DCFormerConfig, layer: int, dtype: torch.dtype) -> tuple[int, int]:
+    """`cache_bytes_per_token` of one layer, by its number."""
     plain = composed = 0  # numbers
-    for layer in range(config.num_hidden_layers):
-        for stage in ("pre", "post"):
-            heads, width = config.cached_heads(stage, layer), config.cache_width(stage, layer)
-            plain += heads * (width - config.compose_cache_channels(stage, layer))
-            composed += heads * width
+    for stage in ("pre", "post"):
+        heads, width = config.cached_heads(stage, layer), config.cache_width(stage, layer)
+        plain += heads * (width - config.compose_cache_channels(stage, layer))
+        composed += heads * width
     return plain * dtype.itemsize, composed * dtype.itemsize
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY, randomise
+from helpers import PLAIN, REPOSITORY, randomise, tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_sources import MAKE, SIZES, llama, make, tokens
 from transformers import (
@@ -23,6 +23,7 @@ from transformers import (
 
 from dcformer import (
     DCFormerConfig,
+    DCFormerForCausalLM,
     DCFormerModel,
     DHAConfig,
     DHAForCausalLM,
@@ -414,6 +415,14 @@ def test_report_counts_what_a_cache_holds():
         assert found.kv_saving == folded.config.kv_saving == 0.5
     windowed = dha.report(folded_window(), context=1000, dtype=torch.float32)
     assert windowed.cache_bytes == 6 * windowed.token_bytes  # all layers hold six tokens
+
+
+def test_report_counts_the_wider_keys_of_head_embeddings():
+    model = DCFormerForCausalLM(tiny_config(head_embeddings="add", num_key_value_heads=1, **PLAIN)).eval()
+    with torch.no_grad():
+        cache = model(torch.zeros(1, 3, dtype=torch.long)).past_key_values
+    found = dha.report(model, context=3, dtype=torch.float32)
+    assert found.cache_bytes == found.source_cache_bytes == sum(k.nbytes + v.nbytes for k, v, *_ in cache)
 
 
 def folded_window():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..cache_report import layer_bytes_per_token
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import DCFormerError
 from .sources import load_config
@@ -80,8 +81,10 @@ def report(model: Any, context: int = 4096, dtype: torch.dtype = torch.bfloat16)
         raise DCFormerError(f"dtype={dtype!r}: expected one of torch's, as torch.bfloat16.")
     plain: Any = type(config).from_dict(config.to_dict())
     plain.key_head_map = plain.value_head_map = None
-    bytes_of = [_layer_bytes(config, layer, dtype) for layer in range(config.num_hidden_layers)]
-    source_bytes_of = [_layer_bytes(plain, layer, dtype) for layer in range(config.num_hidden_layers)]
+    bytes_of, source_bytes_of = (
+        [layer_bytes_per_token(one, layer, dtype)[1] for layer in range(config.num_hidden_layers)]
+        for one in (config, plain)
+    )
     windows: Any = config.sliding_window
     held = [min(context, windows) if kind == "sliding_attention" else context for kind in config.layer_types or ()]
     n: Any = config.num_key_value_heads
@@ -99,15 +102,6 @@ def report(model: Any, context: int = 4096, dtype: torch.dtype = torch.bfloat16)
         cache_bytes=sum(one * tokens for one, tokens in zip(bytes_of, held, strict=True)),
         source_cache_bytes=sum(one * tokens for one, tokens in zip(source_bytes_of, held, strict=True)),
         dtype=str(dtype).removeprefix("torch."),
-    )
-
-
-def _layer_bytes(config: DCFormerConfig, layer: int, dtype: torch.dtype) -> int:
-    """Bytes that a layer caches for a token, composition's channels included."""
-    head_dim: Any = config.head_dim
-    return dtype.itemsize * sum(
-        config.cached_heads(stage, layer) * (head_dim + config.compose_cache_channels(stage, layer))
-        for stage in ("pre", "post")
     )
 
 
