@@ -1,6 +1,8 @@
 """Files and folders that appear whole or not at all: they are written as a hidden neighbour, which is then renamed."""
 
 import errno
+import json
+import math
 import os
 import secrets
 import shutil
@@ -54,6 +56,19 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
+
+
+def strict_json(value: Any) -> str:
+    """A file of JSON, which has no NaN and no infinity: null stands for them."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(one) for one in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(value), indent=1, allow_nan=False) + "\n"
 
 
 def states_of(files: Iterable[Path]) -> list[list[Any]]:

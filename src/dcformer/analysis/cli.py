@@ -4,7 +4,6 @@ import argparse
 import base64
 import io
 import json
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from ..errors import CONFIG_ERRORS, DCFormerError, refused, require_extra
-from ..files import whole_folder
+from ..files import strict_json, whole_folder
 from ..hub_dcformer import stored_tensors, weight_files
 from .attribution import attribute_heads
 from .circuits import single_token
@@ -188,25 +187,12 @@ def _analyse(options: argparse.Namespace) -> None:
             )
         else:
             (work / "heads.html").write_text(head_view(found, title=options.model), encoding="utf-8")
-        (work / "metrics.json").write_text(_json(metrics) + "\n", encoding="utf-8")
+        (work / "metrics.json").write_text(strict_json(metrics), encoding="utf-8")
         (work / "report.html").write_text(_report(options, figures, summary, metrics), encoding="utf-8")
         written = sorted(file.name for file in work.iterdir())
     for line in metrics["left_out"]:
         print(line)
     print(f"wrote {', '.join(written)} to {output}")
-
-
-def _json(metrics: Any) -> str:
-    """JSON, which has no NaN: null stands for it (the means of a text of one token)."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(one) for key, one in value.items()}
-        if isinstance(value, list):
-            return [plain(one) for one in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(plain(metrics), indent=1, allow_nan=False)
 
 
 def _read(options: argparse.Namespace, reader: Any) -> Any:

@@ -6,7 +6,6 @@ Prints the runs, the law, and for each size of the variant its factor with inter
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DCFormerError, require_extra
+from ..files import strict_json
 from .fit import FORMS, Factor, Interval, JointFactor, Law, compute_factors, fit_law, joint_factor
 from .points import MEASURES, Point, of_family, read_points
 
@@ -240,8 +240,7 @@ def run(arguments: Sequence[str] | None = None) -> str:
     if options.plot is not None:
         plot(baseline, variant, found[options.compute]["law"], options.compute, options.plot)
     if options.json is not None:
-        content = json.dumps(_finite(_as_json(points, found)), indent=1, allow_nan=False)
-        options.json.write_text(content + "\n", encoding="utf-8")
+        options.json.write_text(strict_json(_as_json(points, found)), encoding="utf-8")
     text = report(baseline, variant, found, options.level)
     largest = max(point.loss for point in (*baseline, *variant))
     if not options.perplexity and largest > _UNUSUAL_LOSS:
@@ -257,15 +256,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(run(arguments))
     except (DCFormerError, OSError) as error:
         sys.exit(f"error: {error}")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: null stands for it."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_json(points: Sequence[Point], found: dict[str, Any]) -> dict[str, Any]:
