@@ -2,10 +2,9 @@
 
 import argparse
 import base64
-import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from html import escape
 from pathlib import Path
@@ -188,7 +187,7 @@ def _analyse(options: argparse.Namespace) -> None:
         else:
             (work / "heads.html").write_text(head_view(found, title=options.model), encoding="utf-8")
         (work / "metrics.json").write_text(strict_json(metrics), encoding="utf-8")
-        (work / "report.html").write_text(_report(options, figures, summary, metrics), encoding="utf-8")
+        (work / "report.html").write_text(_report(options, work, figures, summary, metrics), encoding="utf-8")
         written = sorted(file.name for file in work.iterdir())
     for line in metrics["left_out"]:
         print(line)
@@ -322,14 +321,16 @@ _CAPTIONS = {
 
 
 def _report(
-    options: argparse.Namespace, figures: dict[str, Any], summary: list[StageSummary], metrics: dict[str, Any]
+    options: argparse.Namespace,
+    folder: Path,
+    figures: Iterable[str],
+    summary: list[StageSummary],
+    metrics: dict[str, Any],
 ) -> str:
-    """The report: one file, no network."""
+    """The report: one file, no network. Figures are in the folder, by their names."""
     parts = []
-    for name, figure in figures.items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=110)
-        data = base64.b64encode(buffer.getvalue()).decode()
+    for name in figures:
+        data = base64.b64encode((folder / f"{name}.png").read_bytes()).decode()
         caption = escape(_CAPTIONS[name])
         # of its own size, so that its letters can be read: what is wider than the page is moved sideways
         image = f'<div tabindex="0"><img alt="{caption}" src="data:image/png;base64,{data}"></div>'
