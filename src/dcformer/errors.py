@@ -4,9 +4,12 @@ Anything else that is raised is a bug, in this package or in a library, and keep
 """
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib.util import find_spec
+from typing import ParamSpec
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -17,6 +20,7 @@ _AMBIGUOUS = (AttributeError, ImportError, KeyError, RuntimeError, TypeError)
 _OURS = {"dcformer", "dcformer_commands"}
 _LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "lm_eval", "peft", "torch", "transformers", "trl"}
 _LIBRARIES |= {"fastapi", "pydantic", "starlette", "uvicorn"}  # the server's
+_P = ParamSpec("_P")
 
 
 class DCFormerError(ValueError):
@@ -109,6 +113,20 @@ def refused(*kinds: type[Exception], what: str = "", loads: str | os.PathLike | 
         raise DCFormerError(f"{what}{': ' * bool(what)}{reason}") from error
 
 
+def reports(command: Callable[_P, int]) -> Callable[_P, int]:
+    """A command that prints an error that the user can correct, `error: ...`, and returns 1 then."""
+
+    @wraps(command)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> int:
+        try:
+            return command(*args, **kwargs)
+        except DCFormerError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+    return run
+
+
 __all__ = [
     "CONFIG_ERRORS",
     "ConversionError",
@@ -119,5 +137,6 @@ __all__ = [
     "missing_extra",
     "raise_bug",
     "refused",
+    "reports",
     "require_extra",
 ]

@@ -8,7 +8,6 @@ are estimates.
 import argparse
 import json
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from transformers.modeling_rope_utils import RopeParameters
 from .chunked_dcformer import BLOCK_SCORES
 from .compose_dcformer import FUSED_ATTENTION
 from .configuration_dcformer import DCFormerConfig
-from .errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
+from .errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused, reports
 from .head_systems import HeadSystemsConfig, HeadSystemsForCausalLM
 from .head_systems.costs import count_parameters
 from .head_systems.registry import system_class
@@ -390,6 +389,7 @@ def configuration(preset: str, items: Sequence[str]) -> DCFormerConfig:
     return config
 
 
+@reports
 def run(options: argparse.Namespace) -> int:
     """Prints a plan.
 
@@ -399,17 +399,13 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0, or 1 on input that cannot be planned; then it prints one line, the reason.
     """
-    try:
-        if options.memory is not None and not 0 < options.memory < math.inf:
-            raise DCFormerError(f"--memory {options.memory:g}: expected the GB of a GPU, above 0")
-        config = configuration(options.preset, options.set)
-        setup = Setup(
-            config, options.gpus, options.tensor_parallel, options.batch, options.length, options.accumulation,
-            getattr(torch, options.dtype), options.optimizer, options.checkpointing, options.attention,
-            GPUS[options.gpu] if options.memory is None else options.memory * 1e9,
-        )  # fmt: skip
-        print(report(setup, " ".join([options.preset, *options.set])))
-    except DCFormerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if options.memory is not None and not 0 < options.memory < math.inf:
+        raise DCFormerError(f"--memory {options.memory:g}: expected the GB of a GPU, above 0")
+    config = configuration(options.preset, options.set)
+    setup = Setup(
+        config, options.gpus, options.tensor_parallel, options.batch, options.length, options.accumulation,
+        getattr(torch, options.dtype), options.optimizer, options.checkpointing, options.attention,
+        GPUS[options.gpu] if options.memory is None else options.memory * 1e9,
+    )  # fmt: skip
+    print(report(setup, " ".join([options.preset, *options.set])))
     return 0

@@ -5,15 +5,15 @@ TRITON_INTERPRET=1 dcformer-selfcheck --model FOLDER --device cpu # a trial with
 """
 
 import argparse
-import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-from .errors import CONFIG_ERRORS, DCFormerError, refused
+from .errors import CONFIG_ERRORS, DCFormerError, refused, reports
 
 
+@reports
 def run(options: argparse.Namespace) -> int:
     """Runs the check and prints a table.
 
@@ -23,14 +23,6 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0 when every result is within its bound, otherwise 1.
     """
-    try:
-        return _check(options)
-    except DCFormerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-
-
-def _check(options: argparse.Namespace) -> int:
     import torch
     from transformers import AutoConfig
 

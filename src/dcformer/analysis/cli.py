@@ -3,7 +3,6 @@
 import argparse
 import base64
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from html import escape
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..errors import CONFIG_ERRORS, DCFormerError, refused, require_extra
+from ..errors import CONFIG_ERRORS, DCFormerError, refused, reports, require_extra
 from ..files import strict_json, whole_folder
 from ..hub_dcformer import stored_tensors, weight_files
 from .attribution import attribute_heads
@@ -31,20 +30,17 @@ _SHARES = (0.5, 0.9, 0.99)
 _JSON = ("config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
+@reports
 def run(options: argparse.Namespace) -> int:
     """Analyses a model as the command line says.
 
     Returns:
         0, or 1 on input that cannot be analysed; then it prints one line, the reason.
     """
-    try:
-        if options.diversity:
-            print(diversity_report(options.model, options.compare, options.form))
-        else:
-            _analyse(options)
-    except DCFormerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if options.diversity:
+        print(diversity_report(options.model, options.compare, options.form))
+    else:
+        _analyse(options)
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConversionError, DCFormerError
+from ..errors import ConversionError, reports
 from .checkpoint import open_checkpoint
 from .convert import convert_hub_to_safetensors, convert_jax_to_safetensors, convert_safetensors_to_jax
 from .verification import (
@@ -27,6 +27,7 @@ _CONVERSIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+@reports
 def run(command: str, args: argparse.Namespace) -> int:
     """Runs a subcommand.
 
@@ -43,9 +44,6 @@ def run(command: str, args: argparse.Namespace) -> int:
             return _verify(args)
         print(_CONVERSIONS[command](**vars(args)))
         return 0
-    except DCFormerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import dcformer  # registers the model types: `--model hf` loads them without remote code
 
-from ..errors import DCFormerError, first_line, raise_bug
+from ..errors import DCFormerError, first_line, raise_bug, reports
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device
 from ..modules.saving import is_converted
 from .items import FILE_KEY, NUM_SHOTS, EvaluationError, read_paper_file
@@ -179,7 +178,20 @@ def _is_of_the_evaluation(error: Exception) -> bool:
     return ("lm_eval.evaluator", "evaluate") in places
 
 
-def _run(parser: Any, args: argparse.Namespace) -> None:
+@reports
+def run(parser: Any, args: argparse.Namespace) -> int:
+    """Runs lm-eval's command line, with DCFormer and this package's tasks.
+
+    Args:
+        parser: lm-eval's.
+        args: what it made of the command line.
+
+    Returns:
+        0, or 1 on an error that is found before items are evaluated: it is printed as one line.
+
+    Raises:
+        Exception: whatever goes wrong once items are evaluated, and bugs.
+    """
     model = None
     try:
         model = _prepare(args)
@@ -197,24 +209,4 @@ def _run(parser: Any, args: argparse.Namespace) -> None:
             f"{first_line(error)} ({type(error).__name__}; `dcformer-eval run --help` and `dcformer-eval ls tasks` "
             "list options and tasks, LMEVAL_LOG_LEVEL=debug shows where this was raised)"
         ) from error
-
-
-def run(parser: Any, args: argparse.Namespace) -> int:
-    """Runs lm-eval's command line, with DCFormer and this package's tasks.
-
-    Args:
-        parser: lm-eval's.
-        args: what it made of the command line.
-
-    Returns:
-        0, or 1 on an error that is found before items are evaluated: it is printed as one line.
-
-    Raises:
-        Exception: whatever goes wrong once items are evaluated, and bugs.
-    """
-    try:
-        _run(parser, args)
-    except DCFormerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     return 0

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
 from ..conversion.sources import FLOATS
-from ..errors import ConversionError, DCFormerError, first_line, loading_reason
+from ..errors import ConversionError, DCFormerError, first_line, loading_reason, reports
 from ..hub_dcformer import IGNORED_ON_LOAD, stored_tensors, weight_files
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_names
 from ..remote_code import export_remote_code
@@ -141,6 +141,7 @@ def _save_tokenizer(source: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@reports
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line.
 
@@ -159,12 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", help="name of the model in the card, usually user/name (the output folder's name)")
     parser.add_argument("--license", help="licence identifier for the card, such as mit (none)")
     args = parser.parse_args(arguments)
-    try:
-        with torch.no_grad():
-            output = write_hub_folder(**vars(args))
-    except HubFolderError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    with torch.no_grad():
+        output = write_hub_folder(**vars(args))
     files = sorted(path.name for path in output.iterdir())
     print(f"{output}: {len(files)} files: {', '.join(files)}")
     return 0
