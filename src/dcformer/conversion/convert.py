@@ -3,10 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,7 @@ def write_safetensors(
             files = writer.close()
         finally:
             writer.abort()
-        config.dtype = _common_dtype([kind for _, kind in announced.values()])
+        config.dtype = reduce(torch.promote_types, (kind for _, kind in announced.values()))
         config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
         if loaded_tokenizer is not None:
             report.notes += _take_special_tokens(config, str(tokenizer), loaded_tokenizer)
@@ -232,14 +232,6 @@ def write_safetensors(
     report.notes += [*nonfinite, f"{len(files)} safetensors files, tensors in {', '.join(kinds)}"]
     report.seconds = time.perf_counter() - started
     return report
-
-
-def _common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The narrowest dtype that holds all of these."""
-    common = dtypes[0]
-    for dtype in dtypes[1:]:
-        common = torch.promote_types(common, dtype)
-    return common
 
 
 def _generation_config(checkpoint: Checkpoint, special: dict[str, Any]) -> GenerationConfig:
@@ -429,7 +421,7 @@ def _choose_dtype(part: Part, checkpoint: Checkpoint, dtype: str, writer: ArrayF
         return writer.trained_dtype(part)
     if wanted is not None:
         return wanted
-    stored = _common_dtype([checkpoint.dtype(name) for name in part.natives()])
+    stored = reduce(torch.promote_types, map(checkpoint.dtype, part.natives()))
     if not part.layout.offset:
         return stored
     # The narrowest dtype from which the values can be recovered; 16-bit values without any rounding, so that the reader

@@ -7,7 +7,7 @@ in memory that it has not returned.
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..formats.base import TensorInfo
 from ..hub_dcformer import stored_tensors, weight_files
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_OF_SAFETENSORS = dict(zip(("F64", "F32", "F16", "BF16"), FLOATS, strict=True))
 # Touched pages of a mapped file count as memory: the mapping is renewed after this many bytes.
 _REMAP_BYTES = 64 * 2**20
 
@@ -43,14 +44,11 @@ class SafetensorsSource:
                 with safe_open(file, "pt") as opened:
                     for name in opened.keys():  # noqa: SIM118  # a file, not a dictionary
                         part = opened.get_slice(name)
-                        self._add(name, part.get_shape(), part.get_dtype(), file)
+                        kind = part.get_dtype()
+                        self.infos[name] = TensorInfo(tuple(part.get_shape()), _OF_SAFETENSORS.get(kind), kind)
+                        self._files[name] = file
             except (SafetensorError, OSError) as error:
                 raise ConversionError(_damaged(file, error)) from error
-
-    def _add(self, name: str, shape: Iterable[int], dtype: str, file: Path) -> None:
-        dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-        self.infos[name] = TensorInfo(tuple(shape), dtypes.get(dtype), dtype)
-        self._files[name] = file
 
     def read(self, name: str) -> torch.Tensor:
         try:
