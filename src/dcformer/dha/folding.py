@@ -189,7 +189,10 @@ def fold_folder(
     """
     refuse_to_replace(model, output)
     source, plan = HeadSource(model, fused=operators is not None), as_plan(plan)
-    plan.check_source(source.sizes if check else _sizes_with(source, plan))
+    sizes = source.sizes
+    if not check:  # it has been trained since
+        sizes = replace(sizes, fingerprint=plan.source.fingerprint)
+    plan.check_source(sizes)
     folder = _Folder(source, plan, operators)
     total = sum(shape.numel() * dtype.itemsize for shape, dtype in folder.announced.values())
     with complete_folder(output, total, overwrite, _made_from(model, plan, operators, max_shard_size)) as work:
@@ -236,11 +239,6 @@ def _made_from(
     for part, operator in sorted((operators or {}).items()):
         digest.update(repr(part).encode() + operator.detach().cpu().float().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _sizes_with(source: HeadSource, plan: HeadPlan) -> Any:
-    """The source's sizes with the plan's fingerprint: of a model that has been trained since."""
-    return replace(source.sizes, fingerprint=plan.source.fingerprint)
 
 
 def copy_kept(source: str | os.PathLike, target: Path) -> None:

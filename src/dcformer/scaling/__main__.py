@@ -160,17 +160,13 @@ def plot(baseline: Sequence[Point], variant: Sequence[Point], law: Law, measure:
     for points, color in ((baseline, "C0"), (variant, "C1")):
         x, y = zip(*((point.compute(measure), point.loss) for point in points), strict=True)
         axes.scatter(x, y, s=14, color=color, label=points[0].family)
-    low, high = (point.compute(measure) for point in _ends([*baseline, *variant], measure))
+    computes = [point.compute(measure) for point in (*baseline, *variant)]
+    low, high = min(computes), max(computes)
     line = [low * (high / low) ** (i / 100) for i in range(101)]
     axes.plot(line, [law.loss(c) for c in line], color="C0", linewidth=1)
     axes.set(xscale="log", xlabel=f"C ({measure})", ylabel="loss, nats per token")
     axes.legend()
     figure.savefig(file, dpi=150)
-
-
-def _ends(points: Sequence[Point], measure: str) -> tuple[Point, Point]:
-    ordered = sorted(points, key=lambda point: point.compute(measure))
-    return ordered[0], ordered[-1]
 
 
 def _share(text: str) -> float:

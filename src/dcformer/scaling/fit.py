@@ -123,11 +123,6 @@ class JointFactor:
 # --- sizes and their noise --------------------------------------------------------------------------------------------
 
 
-def _transformed(form: str, losses: np.ndarray) -> np.ndarray:
-    """y: what is averaged over seeds and fitted."""
-    return np.log(losses) if form == "power" else losses
-
-
 @dataclass(frozen=True)
 class _Sizes:
     """Means of a family's sizes, from the smallest on.
@@ -164,12 +159,13 @@ def _sizes(points: Sequence[Point], form: str, measure: str) -> _Sizes:
     groups: dict[tuple[float, float], list[Point]] = {}
     for point in sorted(points, key=lambda p: (p.parameters, p.tokens, p.seed)):
         groups.setdefault((point.parameters, point.tokens), []).append(point)
-    y = [_transformed(form, np.array([point.loss for point in group])) for group in groups.values()]
+    losses = [np.array([point.loss for point in group]) for group in groups.values()]
+    y = [np.log(of_size) for of_size in losses] if form == "power" else losses  # averaged over seeds, and fitted
     return _Sizes(
         parameters=np.array([parameters for parameters, _ in groups]),
         x=np.array([np.log([point.compute(measure) for point in group]).mean() for group in groups.values()]),
         y=np.array([values.mean() for values in y]),
-        losses=np.array([np.mean([point.loss for point in group]) for group in groups.values()]),
+        losses=np.array([of_size.mean() for of_size in losses]),
         seeds=np.array([len(group) for group in groups.values()]),
         squares=float(sum(((values - values.mean()) ** 2).sum() for values in y)),
         spare=len(points) - len(groups),

@@ -111,7 +111,9 @@ def read_points(path: str | Path, perplexity: bool = False, mixed_tokens: bool =
     """
     path = Path(path)
     if path.is_dir():
-        points = _numbered([_of_trainer(path, state, perplexity) for state in _last_states(path)])
+        states = sorted(path.rglob("trainer_state.json"))  # of runs, and not of the checkpoints below
+        states = [state for state in states if not state.parent.name.startswith("checkpoint-")]
+        points = _numbered([_of_trainer(path, state, perplexity) for state in states])
     else:
         points = _of_table(path, perplexity)
     if not points:
@@ -226,11 +228,6 @@ def _loss(source: str, value: Any, perplexity: bool) -> float:
 
 
 # --- outputs of trainers ----------------------------------------------------------------------------------------------
-
-
-def _last_states(folder: Path) -> list[Path]:
-    """The trainer's state of each run: of its output folder, not of the checkpoints below."""
-    return sorted(file for file in folder.rglob("trainer_state.json") if not file.parent.name.startswith("checkpoint-"))
 
 
 def _of_trainer(folder: Path, state_file: Path, perplexity: bool) -> Point:
