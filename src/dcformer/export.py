@@ -21,6 +21,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithHybrid
 
 from .cache_dcformer import use_static_layers
 from .compose_dcformer import DEFAULT_ATTENTION
+from .loading import refuse_other_parameters
 from .modeling_dcformer import DCFormerForCausalLM
 
 _BUFFERS = {"key_cache": "keys", "value_cache": "values", "cumulative_length": "cumulative_length"}
@@ -124,7 +125,8 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
 
     Raises:
         TypeError: when `model` is not a causal model of this package.
-        ValueError: when the model has no head embeddings, or something that these have not; naming the field.
+        ValueError: when the model has no head embeddings, or something that these have not; naming the field, or the
+            parameters, as of adapters.
     """
     if not isinstance(model, DCFormerForCausalLM):
         raise TypeError(
@@ -134,6 +136,7 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
     config = model.config
     if config.head_embeddings is None:
         raise ValueError("the model has no head_embeddings: its heads are separate already.")
+    refuse_other_parameters(model, DCFormerForCausalLM)
     is_added = config.head_embeddings == "add"
     is_qwen = is_added and not config.attention_bias and not config.mlp_bias
     config_class: Any = Qwen2Config if is_qwen else LlamaConfig

@@ -1,5 +1,6 @@
 """Why a model does not load: libraries often name neither the damaged file nor the device that is not there."""
 
+import copy
 import json
 import os
 import pickle
@@ -86,6 +87,29 @@ def parameter_names(config: Any) -> set[str]:
         return {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
 
 
+def refuse_other_parameters(model: Any, model_class: Any) -> None:
+    """Refuses a model that has other parameters than a class with its configuration: who reads these would lose them.
+
+    Args:
+        model: a model.
+        model_class: whose parameters are read, by name.
+
+    Raises:
+        ValueError: naming the first that differ, as those of adapters, parametrizations or modules of a subclass.
+    """
+    with torch.device("meta"):
+        expected = set(model_class(copy.deepcopy(model.config)).state_dict())
+    found = {name.replace(".system.", ".") for name in model.state_dict()}  # of attention that is a head system
+    if other := sorted(found - expected) or sorted(expected - found):
+        more = f" and {len(other) - 3} more" if other[3:] else ""
+        verb = "has" if found - expected else "lacks"
+        raise ValueError(
+            f"the model ({type(model).__name__}) {verb} {', '.join(other[:3])}{more}, unlike a {model_class.__name__} "
+            "of its configuration: merge adapters (merge_and_unload) and remove parametrizations first; what a "
+            "subclass has of its own cannot be kept."
+        )
+
+
 def named_device(name: str) -> torch.device:
     """The device that a command line's `--device` names, with its index where it is a CUDA device.
 
@@ -107,4 +131,11 @@ def named_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-__all__ = ["LOADING_ERRORS", "check_parameters", "damaged_file", "named_device", "parameter_names"]
+__all__ = [
+    "LOADING_ERRORS",
+    "check_parameters",
+    "damaged_file",
+    "named_device",
+    "parameter_names",
+    "refuse_other_parameters",
+]

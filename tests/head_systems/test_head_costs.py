@@ -7,7 +7,9 @@ from helpers import PLAIN
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcformer import DCFormerConfig, HeadSystemsConfig, HeadSystemsForCausalLM
+from dcformer.analysis import training_flops
 from dcformer.head_systems import HeadSystemsViTConfig, system_costs
+from dcformer.head_systems.costs import count_training_flops
 
 LENGTH = 96
 # of DCFormer-405M's layer: the closed forms of the literature, E = 1024, H = 16, D = 64
@@ -70,6 +72,17 @@ def test_counts_at_the_size_of_405m(case):
     assert costs.flops_per_token == counted_flops(model, config) == 2 * (PLAIN_FLOPS + flops)
     attention = sum(p.numel() for p in model.model.layers[0].self_attn.parameters())
     assert attention == PLAIN_PARAMETERS + 2 * D + parameters  # 2·D of QK-norm
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_training_counts_the_causal_half_of_the_keys(case):
+    name, options, _, flops = LARGE[case]
+    fields = {key: value for key, value in DCFormerConfig().to_dict().items() if key != "model_type"} | PLAIN
+    fields |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "max_position_embeddings": 2 * LENGTH}
+    config = HeadSystemsConfig(**fields, head_system=name, head_system_options=options)
+    plain = DCFormerConfig(**fields)
+    expected = training_flops(plain) + 3 * 2 * flops  # 96 of 192 keys, in two layers
+    assert count_training_flops(config) == expected and count_training_flops(plain) == training_flops(plain)
 
 
 @pytest.mark.parametrize("bias", [False, True])

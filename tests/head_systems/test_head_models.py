@@ -458,6 +458,23 @@ def test_other_models_are_refused(bundled):
         to_head_system(DCFormerForCausalLM(embedded), "head_pruning")
 
 
+@pytest.mark.parametrize("changed", ["up_proj", "o_proj", "dw1_proj", "parametrization", "torch's pruning", "subclass"])
+def test_parameters_that_would_be_lost_are_refused(changed):
+    """What is read by name would leave them out, and matrices whose name they take would stay random."""
+    model = DCFormerForCausalLM(tiny_config())
+    matrix = model.model.layers[0].mlp.up_proj
+    if changed == "parametrization":
+        torch.nn.utils.parametrizations.weight_norm(matrix)
+    elif changed == "torch's pruning":
+        torch.nn.utils.prune.l1_unstructured(matrix, "weight", 0.5)
+    elif changed == "subclass":
+        model.model.layers[0].self_attn.output_gate = torch.nn.Linear(4, 4)
+    else:
+        model.add_adapter(LoraConfig(r=2, target_modules=[changed]))
+    with pytest.raises(ValueError, match=r"\(DCFormerForCausalLM\) has model\.layers\.0\..*merge adapters"):
+        to_head_system(model, "plain")
+
+
 def test_attention_of_the_library_is_refused():
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
         heads_model("gate").set_attn_implementation("sdpa")

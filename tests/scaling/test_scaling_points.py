@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import PLAIN, tiny_config
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dcformer import DCFormerConfig, DCFormerForCausalLM, HeadSystemsConfig, HeadSystemsForCausalLM
 from dcformer.analysis import num_parameters, training_flops
 from dcformer.errors import DCFormerError
+from dcformer.head_systems.costs import count_training_flops
 from dcformer.scaling import of_family, read_points
 
 HEAD = "family,parameters,tokens,loss,embedding_parameters,flops,seed\n"
@@ -138,6 +140,38 @@ def test_trainers_folders(folder):
         assert point.parameters == num_parameters(config)
         assert point.parameters - point.embedding_parameters == num_parameters(config, exclude_embeddings=True)
         assert point.flops == training_flops(config, 64) * 1000
+
+
+class WiderConfig(DCFormerConfig):
+    model_type = "wider_dcformer"
+
+
+class WiderForCausalLM(DCFormerForCausalLM):
+    config: WiderConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.own = torch.nn.Parameter(torch.zeros(7))
+
+
+AutoConfig.register(WiderConfig.model_type, WiderConfig)
+AutoModelForCausalLM.register(WiderConfig, WiderForCausalLM)
+
+
+def test_what_others_add_to_a_model_counts(tmp_path):
+    """Head systems by their own costs; of a variant of ours, whose costs nobody knows, the model itself is counted."""
+    fields = {name: value for name, value in tiny_config(**PLAIN).to_dict().items() if name != "model_type"}
+    config = HeadSystemsConfig(**fields, head_system="collaborative")
+    write(tmp_path / "heads" / "small", state_of({5: 500, 10: 1000}, setup={"seed": 4, "max_length": 64}), config)
+    (point,) = read_points(tmp_path)
+    model = HeadSystemsForCausalLM(config)
+    assert point.parameters == model.num_parameters() != num_parameters(config)
+    assert point.embedding_parameters == 2 * model.lm_head.weight.numel()
+    assert point.flops == count_training_flops(config, 64) * 1000 != training_flops(config, 64) * 1000
+
+    write(tmp_path / "wider" / "small", state_of({5: 500, 10: 1000}), WiderConfig(**fields))
+    (point,) = (point for point in read_points(tmp_path) if point.family == "wider")
+    assert point.parameters == num_parameters(tiny_config(**PLAIN)) + 7 and point.flops is None
 
 
 def test_the_loss_is_that_after_the_last_step(tmp_path):

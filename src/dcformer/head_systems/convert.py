@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..loading import refuse_other_parameters
 from ..modeling_dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel
 from .configuration_head_systems import HeadSystemsConfig, own_head_fields
 from .modeling_head_systems import HeadSystemsForCausalLM, HeadSystemsForSequenceClassification, HeadSystemsModel
@@ -40,10 +41,11 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         TypeError: on a model of another kind.
         ValueError: on an unknown system, on options that do not fit, and where the system cannot be made from it, as
             talking heads from query- or key-wise composition, which they do not have. A model that has a
-            head system already is refused by the name of both.
+            head system already is refused by the name of both; adapters, parametrizations and what a subclass has of
+            its own by the names of their parameters.
     """
-    made_class = next((made for source, made in _CLASSES.items() if isinstance(model, source)), None)
-    if made_class is None:
+    source_class = next((source for source in _CLASSES if isinstance(model, source)), None)
+    if source_class is None:
         raise TypeError(
             f"model is a {type(model).__name__}: expected a causal language model, sequence classifier or decoder of "
             "DCFormer or DCPythia."
@@ -57,6 +59,7 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
             f"the model has {' and '.join(lost)}, of attention without a head system: what they do to its heads "
             "would be lost. Give a model that does not have them."
         )
+    refuse_other_parameters(model, source_class)
     defaults = system_class(name).options_class.for_conversion(has_lost_biases=False)  # there is RoPE
     fields = model.config.to_dict()
     for key in ("model_type", "architectures", "dtype", "transformers_version", "head_system", "head_system_options"):
@@ -72,9 +75,8 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         is_composed = model.config.compose_pre or model.config.compose_post
         fields |= SETTINGS | ({} if is_composed else stages)
     config = HeadSystemsConfig(**fields, head_system=name, head_system_options=defaults | options)
-    made: Any = made_class._from_config(
-        config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
-    ).to(model.device)
+    given = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
+    made: Any = _CLASSES[source_class]._from_config(config, **given).to(model.device)
     state = {key: value for key, value in model.state_dict().items() if ".self_attn." not in key}
     made.load_state_dict(state, strict=False)
     for source, target in zip(model.base_model.layers, made.base_model.layers, strict=True):

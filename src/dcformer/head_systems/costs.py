@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..analysis import num_parameters
+from ..analysis import num_parameters, training_flops
 from ..configuration_dcformer import DCFormerConfig
 from .configuration_head_systems import HeadSystemsConfig
 from .modeling_head_systems import HeadSystemsForCausalLM
@@ -75,4 +75,16 @@ def count_parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -
     return system_costs(config).parameters + whole - num_parameters(config)
 
 
-__all__ = ["SystemCosts", "count_parameters", "system_costs"]
+def count_training_flops(config: DCFormerConfig, sequence_length: int | None = None) -> float:
+    """`training_flops`, by the paper's counting, of any language model of this package."""
+    whole = training_flops(config, sequence_length)
+    if not isinstance(config, HeadSystemsConfig):
+        return whole
+    length: Any = config.max_position_embeddings if sequence_length is None else sequence_length
+    plain = type(config).from_dict(config.to_dict() | {"head_system": "plain", "head_system_options": {}})
+    at_1, at_2 = (system_costs(config, n).flops_per_token - system_costs(plain, n).flops_per_token for n in (1, 2))
+    more = at_1 + (at_2 - at_1) * (length / 2 - 1)  # linear in the number of keys, of which the causal half counts
+    return whole + 3 * more
+
+
+__all__ = ["SystemCosts", "count_parameters", "count_training_flops", "system_costs"]

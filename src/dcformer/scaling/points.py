@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..analysis import num_parameters, training_flops
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, DCFormerError, refused
+from ..head_systems.costs import count_parameters, count_training_flops
 
 COLUMNS = {  # that a measure of compute takes, by its name
     "6nd": "columns parameters and tokens",
@@ -253,8 +253,8 @@ def _of_trainer(folder: Path, state_file: Path, perplexity: bool) -> Point:
         seed=seed,
         source=str(run),
     )
-    if isinstance(config, DCFormerConfig):
-        point = replace(point, flops=training_flops(config, length or config.max_position_embeddings) * tokens)
+    if _is_ours(config):
+        point = replace(point, flops=count_training_flops(config, length) * tokens)
     return _checked(point)
 
 
@@ -291,15 +291,20 @@ def _part(record: Mapping[str, Any], file: Path, key: str, kind: Any, default: A
     return value
 
 
+def _is_ours(config: Any) -> bool:
+    """Whether costs are known from the configuration. Of variants that others derive from it they are not."""
+    return isinstance(config, DCFormerConfig) and type(config).__module__.partition(".")[0] == "dcformer"
+
+
 def _counted(run: Path) -> tuple[int, int, Any]:
     """Parameters of a run's model, those of its embeddings, and its configuration."""
     file = run / "config.json"
     _record(file)
     with refused(OSError, *CONFIG_ERRORS, what=str(file)):
         config = AutoConfig.from_pretrained(run, local_files_only=True)
-    if isinstance(config, DCFormerConfig):
-        parameters = num_parameters(config)
-        return parameters, parameters - num_parameters(config, exclude_embeddings=True), config
+    if _is_ours(config):
+        parameters = count_parameters(config)
+        return parameters, parameters - count_parameters(config, exclude_embeddings=True), config
     weights = run / "model.safetensors"
     if weights.exists():
         with refused(OSError, SafetensorError, what=str(weights)), safe_open(weights, "pt") as tensors:
