@@ -70,6 +70,25 @@ def test_a_variant_generates_trains_and_loads(variant, tmp_path):
 
 
 @torch.no_grad()
+def test_a_variant_of_composition_changes_what_makes_its_weights():
+    model = example("How to add a variant of composition")["BoundedForCausalLM"](tiny_config())
+    model, ids = randomise(model, scale=3.0), tokens()
+    model.set_attn_implementation("eager")
+    expected = model(ids).logits
+    model.set_attn_implementation("dcformer_chunked")
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    made, _ = model.model.layers[0].self_attn.compose(torch.randn(1, 5, model.config.hidden_size) * 10)
+    assert made and all(0.9 < side.packed.abs().max() <= 1 for side in made.values())
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    model.fuse_projections()
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    plain = DCFormerForCausalLM(model.config).eval()
+    plain.load_state_dict(model.state_dict())
+    assert not torch.allclose(plain(ids).logits, expected, atol=1e-3)
+
+
+@torch.no_grad()
 def test_a_backend_is_a_function_and_a_mask(monkeypatch):
     monkeypatch.setattr(compose_dcformer, "FUSED_ATTENTION", fused := dict(compose_dcformer.FUSED_ATTENTION))
     monkeypatch.setattr(modeling_dcformer, "FUSED_ATTENTION", fused)

@@ -10,6 +10,7 @@ import torch
 from helpers import randomise, tiny_config
 
 import dcformer
+from dcformer.head_systems import HEAD_SYSTEMS
 
 # Runs without the `site` module, so that an editable install's path files are not read: only what really lies in
 # site-packages can be imported.
@@ -88,6 +89,18 @@ for folder in sys.argv[2:]:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0, (folder, name)
 """
+
+
+def test_systems_of_ones_own_are_refused(tmp_path, monkeypatch):
+    """Their code would not be in the folder, and whoever gets it would be the first to know."""
+    monkeypatch.setitem(HEAD_SYSTEMS, "own", type("Own", (HEAD_SYSTEMS["plain"],), {"__module__": "my_systems"}))
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = dcformer.HeadSystemsConfig(**sizes, num_attention_heads=2, head_system="own")
+    dcformer.HeadSystemsForCausalLM(config).save_pretrained(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"head_system='own', which is my_systems\.Own and no part of this package"):
+        dcformer.export_remote_code(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.slow

@@ -2975,6 +2975,46 @@ _ANALYSIS = (
 T_DCMHA, T_CONVERTED = "tests/modules/test_dcmha.py::", "tests/modules/test_convert_attention.py::"
 _MODULES = [
     *_in(
+        "head systems",
+        "head_systems/convert.py",
+        (
+            "adapters are lost on the way to a head system",
+            "    refuse_other_parameters(model, source_class)\n",
+            "",
+            "tests/head_systems/test_head_models.py::test_parameters_that_would_be_lost_are_refused",
+        ),
+    ),
+    *_in(
+        "head systems",
+        "head_systems/costs.py",
+        (
+            "training of head systems over all keys",
+            "(length / 2 - 1)",
+            "(length - 1)",
+            "tests/head_systems/test_head_costs.py::test_training_counts_the_causal_half_of_the_keys",
+        ),
+    ),
+    *_in(
+        "scaling",
+        "scaling/points.py",
+        (
+            "head systems counted as plain attention",
+            "parameters = count_parameters(config)",
+            "parameters = count_parameters(DCFormerConfig.from_dict(config.to_dict()))",
+            "tests/scaling/test_scaling_points.py::test_what_others_add_to_a_model_counts",
+        ),
+    ),
+    *_in(
+        "remote code",
+        "remote_code.py",
+        (
+            "a system of one's own goes along without its code",
+            "if not is_of_package(system):",
+            "if False:",
+            "tests/test_remote_code.py::test_systems_of_ones_own_are_refused",
+        ),
+    ),
+    *_in(
         "modules",
         "modules/saving.py",
         (

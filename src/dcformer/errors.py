@@ -113,6 +113,11 @@ def refused(*kinds: type[Exception], what: str = "", loads: str | os.PathLike | 
         raise DCFormerError(f"{what}{': ' * bool(what)}{reason}") from error
 
 
+def is_of_package(kind: type) -> bool:
+    """Whether a class is one of this package, and not one that others derive from it."""
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def reports(command: Callable[_P, int]) -> Callable[_P, int]:
     """A command that prints an error that the user can correct, `error: ...`, and returns 1 then."""
 
@@ -133,6 +138,7 @@ __all__ = [
     "DCFormerError",
     "MissingExtraError",
     "first_line",
+    "is_of_package",
     "loading_reason",
     "missing_extra",
     "raise_bug",

@@ -273,6 +273,7 @@ class DCFormerAttention(FusableAttention):
     """
 
     own_steps: frozenset[str] = frozenset()  # that a subclass overrides: fused kernels must not take their place
+    compose_class: type[DCFormerCompose] = DCFormerCompose  # a variant's subclass names its own
     head_embeddings: str | None = None  # `HeadEmbeddingAttention` has them
     keeps_shapes = True  # queries, keys and values have those of plain attention, for which there are kernels
 
@@ -303,7 +304,7 @@ class DCFormerAttention(FusableAttention):
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
         self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
-        self.compose = DCFormerCompose(config, layer_idx, self.key_heads, self.value_heads)
+        self.compose = self.compose_class(config, layer_idx, self.key_heads, self.value_heads)
 
     @property
     def is_causal(self) -> bool:
@@ -677,7 +678,8 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         if isinstance(module, DCFormerCompose):
             std = compose_init_std(self.config)
             for name, parameter in module.named_parameters():
-                init.normal_(parameter, mean=0.0, std=std[name])
+                if name in std:  # others are a variant's own
+                    init.normal_(parameter, mean=0.0, std=std[name])
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The attention implementation to use: just the named one, or `DEFAULT_ATTENTION` when none is named.

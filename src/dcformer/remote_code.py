@@ -7,8 +7,10 @@ from pathlib import Path
 
 from . import modeling_dcformer
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
+from .errors import is_of_package
 from .files import write_whole
 from .head_systems import HeadSystemsConfig, modeling_head_systems
+from .head_systems.registry import system_class
 
 _CONFIGS = (DCFormerConfig, DCPythiaConfig, DHAConfig)
 _PREFIXES = {config.model_type: config.__name__.removesuffix("Config") for config in _CONFIGS}
@@ -36,7 +38,8 @@ def export_remote_code(path: str | os.PathLike) -> None:
 
     Raises:
         FileNotFoundError: when there is no `config.json`.
-        ValueError: when it is damaged, or not the native configuration of a DCFormer, DCPythia or DHA model.
+        ValueError: when it is damaged, or not the native configuration of a DCFormer, DCPythia or DHA model; when its
+            head system is not one of this package.
     """
     folder = Path(path)
     config_file = folder / "config.json"
@@ -53,6 +56,13 @@ def export_remote_code(path: str | os.PathLike) -> None:
     prefix, modeling, tasks = _PREFIXES.get(model_type), modeling_dcformer.__file__, tuple(_TASKS)
     if model_type == HeadSystemsConfig.model_type:
         prefix, modeling, tasks = "HeadSystems", modeling_head_systems.__file__, _HEAD_SYSTEMS_TASKS
+        system = system_class(config.get("head_system", "plain"))
+        if not is_of_package(system):
+            raise ValueError(
+                f"{config_file} has head_system={config['head_system']!r}, which is {system.__module__}."
+                f"{system.__name__} and no part of this package: its code would not be in the folder. Whoever loads "
+                "the model has to import that module first."
+            )
     if prefix is None or "hidden_size" not in config:
         known = sorted([*_PREFIXES, HeadSystemsConfig.model_type])
         raise ValueError(

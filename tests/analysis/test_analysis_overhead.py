@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import PLAIN, VALID_SWITCHES, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 from dcformer.analysis import compose_overhead, num_compose_parameters, num_parameters, training_flops
@@ -156,3 +157,10 @@ def test_countings_of_training_differ_in_the_keys_alone():
     assert training_flops(whole, length, "windows") == training_flops(whole, length, "causal")
     with pytest.raises(DCFormerError, match="counting 'all': expected one of paper, causal, windows"):
         training_flops(config, length, "all")
+
+
+@pytest.mark.parametrize("count", [num_parameters, num_compose_parameters, compose_overhead, training_flops])
+def test_configurations_of_other_models_are_refused(count):
+    """Those of converted models, too, which say nothing of what composition adds."""
+    with pytest.raises(DCFormerError, match=r"config is a LlamaConfig: .* model\.num_parameters\(\)"):
+        count(LlamaConfig())

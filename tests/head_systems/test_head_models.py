@@ -12,6 +12,7 @@ from head_cases import CASES, heads_config, heads_model, tokens
 from helpers import PLAIN, REPOSITORY, randomise, tiny_config
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch.func import functional_call, grad, vmap
+from torch.nn.utils import prune
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import dcformer
@@ -466,7 +467,7 @@ def test_parameters_that_would_be_lost_are_refused(changed):
     if changed == "parametrization":
         torch.nn.utils.parametrizations.weight_norm(matrix)
     elif changed == "torch's pruning":
-        torch.nn.utils.prune.l1_unstructured(matrix, "weight", 0.5)
+        prune.l1_unstructured(matrix, "weight", 0.5)
     elif changed == "subclass":
         model.model.layers[0].self_attn.output_gate = torch.nn.Linear(4, 4)
     else:

@@ -20,7 +20,13 @@ INTERPRETED = triton.knobs.runtime.interpret
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter", allow_module_level=True)
 
-from dcformer import DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM  # noqa: E402  # after the skips
+from dcformer import (  # noqa: E402  # after the skips
+    DCFormerCompose,
+    DCFormerForCausalLM,
+    DCPythiaConfig,
+    DCPythiaForCausalLM,
+    SideWeights,
+)
 from dcformer.cache_dcformer import use_static_layers  # noqa: E402
 from dcformer.kernels import composed_attention, ops, passes  # noqa: E402
 from dcformer.kernels.schemas import new_kept  # noqa: E402
@@ -245,6 +251,31 @@ VARIANTS = {
     "_attend": lambda self, *args, **kwargs: (2 * DCFormerAttention._attend(self, *args, **kwargs)[0], None),
     "_output": lambda self, output, *args: self.o_proj(output.flatten(2).sin()),
 }
+
+
+class Doubled(DCFormerCompose):
+    """A variant of composition."""
+
+    def forward(self, *args, **kwargs):
+        generated, statics = super().forward(*args, **kwargs)
+        return {name: SideWeights(2 * side.packed) for name, side in generated.items()}, statics
+
+
+@torch.no_grad()
+def test_variants_of_composition_make_their_own_weights(fused):
+    """In decoding as in prefill, fused or not: the generators' kernels would make those of the class itself."""
+    variant, plain = (copy.deepcopy(model_named("mha")) for _ in range(2))
+    for layer in (*variant.model.layers, *plain.model.layers):
+        layer.self_attn.compose.__class__ = Doubled
+    ids = tokens()
+    expected = in_pieces(with_implementation(plain, "eager"), ids, [17, 1, 2])
+    for fuses in (False, True):
+        if fuses:
+            variant.fuse_projections()
+        found = in_pieces(with_implementation(variant, "dcformer_triton"), ids, [17, 1, 2])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    other = in_pieces(with_implementation(model_named("mha"), "eager"), ids, [17, 1, 2])
+    assert (expected - other).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("step", VARIANTS)

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel, DHAConfig
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel, DHAConfig
 from dcformer.analysis import compose_overhead
 from dcformer.cache_report import cache_bytes_per_token
 from dcformer.head_systems import HeadSystemsConfig
@@ -278,6 +278,9 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
     assert "no readable configuration (no such file or folder, and not found on the Hub by that name" in absent
     assert "no readable configuration" in error(tmp_path / "empty", output)
     assert "type 'llama': expected a causal language model of this package" in error(tmp_path / "llama", output)
+    with monkeypatch.context() as patch:
+        patch.setattr(DCFormerConfig, "__module__", "my_variants")  # as of a class that others derive
+        assert "type 'dcformer': expected a causal language" in error(tmp_path / "config-only", output)
     DCViTConfig().save_pretrained(tmp_path / "vision")
     message = error(tmp_path / "vision", output)
     assert "type 'dcvit': expected a causal" in message and "save_pretrained(folder, max_shard_size=...)" in message

@@ -1,6 +1,7 @@
 """Parameters of a model and the cost of composition, from the configuration alone (arXiv 2405.08553, section 3.3)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import DCFormerError
@@ -32,13 +33,25 @@ class ComposeOverhead:
     paper_flops_ratio: float
 
 
+def _check_config(config: Any) -> None:
+    if not isinstance(config, DCFormerConfig):
+        raise DCFormerError(
+            f"config is a {type(config).__name__}: expected that of a language model of this package. Other models, "
+            "converted ones too, count their own: model.num_parameters()."
+        )
+
+
 def num_parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -> int:
     """Number of parameters of the causal language model.
 
     Args:
         config: the model's. Of one with a head system, those that it has with plain attention: see `system_costs`.
         exclude_embeddings: leave out the input embedding and the output projection.
+
+    Raises:
+        DCFormerError: for a configuration that is not of this package, that of a converted model among them.
     """
+    _check_config(config)
     e, d, f = config.hidden_size, config.head_dim, config.intermediate_size
     q, kv = config.num_attention_heads * d, (sum(config.num_key_heads) + sum(config.num_value_heads)) * d
     seeds = d if config.head_embeddings else q
@@ -55,7 +68,8 @@ def num_parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -> 
 
 
 def num_compose_parameters(config: DCFormerConfig) -> int:
-    """Number of parameters that composition adds to the model, all layers together."""
+    """Number of parameters that composition adds to the model, all layers together. Errors as of `num_parameters`."""
+    _check_config(config)
     e, h, r = config.hidden_size, config.num_attention_heads, config.compose_rank
     m, generators = h // config.compose_groups, len(config.compose_generators)
     low_rank = e * 2 * r * h + (2 * r * h) * (2 * r * m) if config.compose_projection else 0
@@ -74,11 +88,14 @@ def compose_overhead(config: DCFormerConfig, sequence_length: int | None = None)
 
     Returns:
         `ComposeOverhead`, exact counts and the paper's leading-order ratios.
+
+    Raises:
+        DCFormerError: as `num_parameters`.
     """
+    parameters = num_compose_parameters(config)
     s = config.max_position_embeddings if sequence_length is None else sequence_length
     e, h, d, r = config.hidden_size, config.num_attention_heads, config.head_dim, config.compose_rank
     layers, m, generators = config.num_hidden_layers, h // config.compose_groups, len(config.compose_generators)
-    parameters = num_compose_parameters(config)
     plain = num_parameters(config, exclude_embeddings=True) - parameters
 
     per_head = 2 * r * config.compose_projection + config.compose_gate  # multiply-adds per (query, key, head)
@@ -111,7 +128,7 @@ def training_flops(config: DCFormerConfig, sequence_length: int | None = None, c
         2 per multiply-add of every matrix and the output projection, of q kᵀ and p v, and of composition; times 3.
 
     Raises:
-        DCFormerError: for a counting that there is not.
+        DCFormerError: for a counting that there is not; as `num_parameters`.
     """
     if counting not in COUNTINGS:
         raise DCFormerError(f"counting {counting!r}: expected one of {', '.join(COUNTINGS)}")

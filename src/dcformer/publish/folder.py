@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
 from ..conversion.sources import FLOATS
-from ..errors import ConversionError, DCFormerError, first_line, loading_reason, reports
+from ..errors import ConversionError, DCFormerError, first_line, is_of_package, loading_reason, reports
 from ..hub_dcformer import IGNORED_ON_LOAD, stored_tensors, weight_files
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_names
 from ..remote_code import export_remote_code
@@ -82,7 +82,7 @@ def write_hub_folder(
             f"{source} has no readable configuration ({reason}): expected a folder written by "
             "save_pretrained, or the name of a model on the Hub."
         ) from error
-    if not isinstance(config, DCFormerConfig):
+    if not (isinstance(config, DCFormerConfig) and is_of_package(type(config))):
         raise HubFolderError(
             f"{source} is a model of type {config.model_type!r}: expected a causal language model of this package "
             "(dcformer, dcpythia, dha, dcformer_heads). Others write sharded folders by their own "

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..configuration_dcformer import DCFormerConfig
-from ..errors import CONFIG_ERRORS, DCFormerError, refused
+from ..errors import CONFIG_ERRORS, DCFormerError, is_of_package, refused
 from ..head_systems.costs import count_parameters, count_training_flops
 
 COLUMNS = {  # that a measure of compute takes, by its name
@@ -253,7 +253,7 @@ def _of_trainer(folder: Path, state_file: Path, perplexity: bool) -> Point:
         seed=seed,
         source=str(run),
     )
-    if _is_ours(config):
+    if isinstance(config, DCFormerConfig) and is_of_package(type(config)):
         point = replace(point, flops=count_training_flops(config, length) * tokens)
     return _checked(point)
 
@@ -291,18 +291,13 @@ def _part(record: Mapping[str, Any], file: Path, key: str, kind: Any, default: A
     return value
 
 
-def _is_ours(config: Any) -> bool:
-    """Whether costs are known from the configuration. Of variants that others derive from it they are not."""
-    return isinstance(config, DCFormerConfig) and type(config).__module__.partition(".")[0] == "dcformer"
-
-
 def _counted(run: Path) -> tuple[int, int, Any]:
     """Parameters of a run's model, those of its embeddings, and its configuration."""
     file = run / "config.json"
     _record(file)
     with refused(OSError, *CONFIG_ERRORS, what=str(file)):
         config = AutoConfig.from_pretrained(run, local_files_only=True)
-    if _is_ours(config):
+    if isinstance(config, DCFormerConfig) and is_of_package(type(config)):
         parameters = count_parameters(config)
         return parameters, parameters - count_parameters(config, exclude_embeddings=True), config
     weights = run / "model.safetensors"
