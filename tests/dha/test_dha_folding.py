@@ -28,6 +28,7 @@ from dcformer import (
     DHAConfig,
     DHAForCausalLM,
     HeadSystemsConfig,
+    HeadSystemsConfig,
     HeadSystemsForCausalLM,
     dha,
 )
@@ -444,6 +445,8 @@ def test_report_as_text():
     assert "131,072 bytes per token, 25.0% of 524,288" in text and "512.00 MiB of 2,048.00 MiB" in text
     with pytest.raises(DCFormerError, match="a llama model has no head maps"):
         dha.report(make("llama"))
+    with pytest.raises(DCFormerError, match="head_system='collaborative' has no head maps"):
+        dha.report(HeadSystemsConfig(head_system="collaborative"))
     for wrong, message in (({"context": 0}, "context=0"), ({"context": "a"}, "context='a'"),
                            ({"dtype": "bfloat16"}, r"dtype='bfloat16'.*torch\.bfloat16")):  # fmt: skip
         with pytest.raises(DCFormerError, match=message):

@@ -9,6 +9,7 @@ import torch
 from ..cache_report import layer_bytes_per_token
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import DCFormerError
+from ..head_systems import HeadSystemsConfig
 from .sources import load_config
 
 
@@ -74,6 +75,10 @@ def report(model: Any, context: int = 4096, dtype: torch.dtype = torch.bfloat16)
     if not isinstance(config, DCFormerConfig):
         raise DCFormerError(
             f"a {getattr(config, 'model_type', type(config).__name__)} model has no head maps: fold it."
+        )
+    if isinstance(config, HeadSystemsConfig) and config.head_system != "plain":
+        raise DCFormerError(
+            f"head_system={config.head_system!r} has no head maps: dcformer.head_systems.system_costs counts its cache."
         )
     if type(context) is not int or context < 1:
         raise DCFormerError(f"context={context!r}: expected a whole number of at least 1 token.")
