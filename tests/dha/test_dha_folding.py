@@ -28,7 +28,6 @@ from dcformer import (
     DHAConfig,
     DHAForCausalLM,
     HeadSystemsConfig,
-    HeadSystemsConfig,
     HeadSystemsForCausalLM,
     dha,
 )
