@@ -115,6 +115,10 @@ BAD_FIELDS = [
     ({"head_dim": 5}, "head_dim * partial_rotary_factor = 5 * 1.0 = 5"),
     ({"head_dim": 12, "partial_rotary_factor": 0.25}, "12 * 0.25 = 3"),
     ({"head_dim": 4, "partial_rotary_factor": 0.25}, "4 * 0.25 = 1"),
+    (
+        {"head_dim": 5, "rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.8}},
+        "The rotary dimension head_dim = 5 must be even",
+    ),
     ({"layer_types": ["full_attention", "linear"] * 12}, "layer_types holds unknown ['linear']"),
     ({"layer_types": [G] * 3}, "len(layer_types)=3 must equal num_hidden_layers=24"),
     ({"sliding_window": None, "layer_pattern": "LG"}, "sliding_window=None"),

@@ -25,12 +25,14 @@ import mhe_study
 
 MODES = ("add", "mul")
 LLAMA = PLAIN | {"qk_norm": False, "sliding_window": None, "num_key_value_heads": None}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}  # across the whole head
 VARIANTS = {
     "plain": LLAMA,
     "biases, QK-norm, partial RoPE": LLAMA | {"attention_bias": True, "qk_norm": True, "partial_rotary_factor": 0.5},
     "windows": LLAMA | {"sliding_window": 8},
     "composed": {"num_key_value_heads": None},
     "composed, partial RoPE, windows": {"num_key_value_heads": None, "partial_rotary_factor": 0.25},
+    "composed, proportional RoPE": {"num_key_value_heads": None, "rope_parameters": PROPORTIONAL},
     "static, three groups of one": {
         "num_key_value_heads": None,
         "num_attention_heads": 3,
@@ -146,9 +148,10 @@ def test_whole_models_are_llama_and_qwen2(mode, family, tmp_path):
     assert type(loaded) is type(plain) and torch.equal(loaded(**inputs()).logits, plain(**inputs()).logits)
 
 
+@pytest.mark.parametrize("rope", [None, PROPORTIONAL], ids=["default", "proportional"])
 @pytest.mark.parametrize("mode", MODES)
-def test_export_with_biases_and_tied_embeddings(mode):
-    model = make(mode, attention_bias=True, tie_word_embeddings=True)
+def test_export_with_biases_and_tied_embeddings(mode, rope):
+    model = make(mode, attention_bias=True, tie_word_embeddings=True, rope_parameters=rope)
     plain = plain_model(model)
     assert type(plain) is transformers.LlamaForCausalLM
     torch.testing.assert_close(

@@ -171,8 +171,10 @@ LONG = torch.linspace(1, 9, 4).tolist()  # a factor for each of a head's frequen
         ({"rope_type": "yarn", "factor": 4.0}, 0.1 * math.log(4) + 1),
         ({"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": LONG},
          math.sqrt(1 + math.log(4) / math.log(32))),
+        ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, 1.0),
+        ({"rope_type": "proportional", "partial_rotary_factor": 0.375}, 1.0),  # of 8 channels, one pair
     ],
-    ids=["default", "yarn", "longrope"],
+    ids=["default", "yarn", "longrope", "proportional", "proportional, odd"],
 )  # fmt: skip
 def test_rotary_embeddings_are_the_librarys_and_scaled(rope, scaling, length):
     """Scaled types lengthen queries and keys alike: the scaling is on cosines and sines."""
@@ -182,6 +184,7 @@ def test_rotary_embeddings_are_the_librarys_and_scaled(rope, scaling, length):
     cos, sin = dcformer.modeling_dcformer.DCFormerRotaryEmbedding(config)(x, positions)
     expected = LlamaRotaryEmbedding(config)(x, positions)
     torch.testing.assert_close((cos, sin), expected, rtol=0, atol=1e-6)  # float32 angles of up to 50 radians
+    assert cos.shape[-1] == config.rotary_dim
     torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, scaling**2))
 
 

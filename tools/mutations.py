@@ -502,9 +502,16 @@ _CONFIGURATION = (
         ),
         (
             "odd rotary dimension accepted",
-            "if rotary_dim < 2 or rotary_dim % 2:",
-            "if rotary_dim < 2:",
+            "if self.rotary_dim < 2 or self.rotary_dim % 2:",
+            "if self.rotary_dim < 2:",
             T_CONFIG + "test_a_configuration_that_describes_no_model_is_refused_by_name_and_value",
+        ),
+        (
+            "proportional RoPE pairs channels of a part of the head",
+            'is_whole = rope.get("rope_type") == "proportional"',
+            "is_whole = False",
+            "tests/head_systems/test_head_models.py::test_shared_dims_shift_no_scores",
+            T_EMBEDDINGS + "test_decoding_is_one_pass",
         ),
         (
             "undecided fields not stored",

@@ -272,8 +272,13 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that RoPE turns, r."""
-        return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
+        """Channels of a head that RoPE turns, r.
+
+        "proportional" pairs channels across the whole head, and turns some of the pairs by angles of zero.
+        """
+        rope = self.rope_parameters
+        is_whole = rope.get("rope_type") == "proportional"
+        return self.head_dim if is_whole else int(self.head_dim * rope.get("partial_rotary_factor", 1.0))
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # one for all models of a class upstream
@@ -416,12 +421,10 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
         factor = rope.get("partial_rotary_factor", 1.0)
         if not isinstance(factor, int | float) or not 0 < factor <= 1:
             raise ValueError(f"partial_rotary_factor={factor} must be in (0, 1].")
-        rotary_dim = int(self.head_dim * factor)
-        if rotary_dim < 2 or rotary_dim % 2:
-            raise ValueError(
-                f"The rotary dimension head_dim * partial_rotary_factor = {self.head_dim} * {factor} = {rotary_dim} "
-                "must be even and at least 2."
-            )
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            product = f"head_dim * partial_rotary_factor = {self.head_dim} * {factor}"
+            product = "head_dim" if rope_type == "proportional" else product
+            raise ValueError(f"The rotary dimension {product} = {self.rotary_dim} must be even and at least 2.")
 
     def _validate_layers(self) -> None:
         self.check_kinds(self.layer_types)

@@ -185,7 +185,7 @@ def _make_norm(config: DCFormerConfig) -> nn.Module:
 
 
 class DCFormerRotaryEmbedding(nn.Module):
-    """Cosines and sines of RoPE over the first `partial_rotary_factor` of the head dim."""
+    """Cosines and sines of RoPE over the channels of a head that it turns, the first `rotary_dim`."""
 
     def __init__(self, config: DCFormerConfig):
         super().__init__()

@@ -378,9 +378,14 @@ def test_what_is_frozen_and_how_it_generates_is_kept(name, options, new):
     assert model.generation_config is not source.generation_config
 
 
-def test_shared_dims_shift_no_scores():
+@pytest.mark.parametrize(
+    "rope",
+    [{}, {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}],
+    ids=["default", "proportional"],
+)
+def test_shared_dims_shift_no_scores(rope):
     """Rotations by model positions: logits do not change when all positions do."""
-    model, ids = heads_model("collaborative_half"), tokens(1)
+    model, ids = heads_model("collaborative_half", **rope), tokens(1)
     with torch.no_grad():
         found = [model(ids, position_ids=torch.arange(21)[None] + shift).logits for shift in (0, 1000)]
     # RoPE's angles are computed in float32, so that the shift itself is exact to 1e-4 of an angle only
