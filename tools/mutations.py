@@ -3575,6 +3575,13 @@ _DHA = [
             "tests/dha/test_dha_folding.py::test_what_a_llama_has_not_stays_in_a_model_of_this_package",
         ),
         (
+            "proportional RoPE of a Llama without its factor",
+            'if fields["rope_parameters"].get("rope_type") != "proportional":',
+            "if True:",
+            DHA_FOLDING + "test_a_source_is_read_as_the_library_runs_it",
+            DHA_FOLDING + "test_rope_that_a_llama_has_too",
+        ),
+        (
             "norms of heads with another epsilon",
             'fields["qk_norm_eps"] = config.rms_norm_eps',
             "pass",

@@ -527,12 +527,13 @@ def test_what_a_llama_has_not_stays_in_a_model_of_this_package(name, fields):
         dha.to_gqa(folded)
 
 
+@pytest.mark.parametrize("kind", ["default", "proportional"])
 @pytest.mark.parametrize("name", ["llama", "qwen3-qk-norm"])
 @torch.no_grad()
-def test_a_source_is_read_as_the_library_runs_it(name):
-    """Llama ignores `partial_rotary_factor`; the norms of Qwen3's heads have the epsilon of all."""
+def test_a_source_is_read_as_the_library_runs_it(name, kind):
+    """Llama ignores `partial_rotary_factor` but for one kind of RoPE; Qwen3's heads' norms have the epsilon of all."""
     config = make(name).config
-    config.rope_parameters = HALF_ROTARY
+    config.rope_parameters = HALF_ROTARY | {"rope_type": kind}
     config.rms_norm_eps = 0.05
     torch.manual_seed(0)
     source = randomise(AutoModelForCausalLM.from_config(config), scale=1.0).eval()
@@ -540,12 +541,15 @@ def test_a_source_is_read_as_the_library_runs_it(name):
     torch.testing.assert_close(folded(tokens()).logits, source(tokens()).logits, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("rope", [{"partial_rotary_factor": 1.0}, {"rope_type": "proportional"}], ids=str)
 @torch.no_grad()
-def test_a_whole_rotary_factor_is_none():
-    config = DHAConfig(**SIZES, rope_parameters=HALF_ROTARY | {"partial_rotary_factor": 1.0})
-    model = randomise(DHAForCausalLM(config), scale=1.0).eval()
-    expanded = dha.expand(dha.from_plan(model, dha.search(model, 0.5, tie=True, progress=False)))
+def test_rope_that_a_llama_has_too(rope):
+    """A whole factor is none, and of "proportional" a Llama reads it."""
+    model = randomise(DHAForCausalLM(DHAConfig(**SIZES, rope_parameters=HALF_ROTARY | rope)), scale=1.0).eval()
+    folded = dha.from_plan(model, dha.search(model, 0.5, tie=True, progress=False))
+    expanded = dha.expand(folded)
     assert type(expanded).__name__ == "LlamaForCausalLM"
+    torch.testing.assert_close(expanded(tokens()).logits, folded(tokens()).logits, rtol=0, atol=2e-5)
 
 
 def test_a_plan_may_be_a_file(tmp_path):

@@ -70,7 +70,8 @@ class Family:
         fields |= {name: getattr(config, name) for name in ("num_key_value_heads", "mlp_bias") if hasattr(config, name)}
         fields |= {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
         fields |= {"norm_eps": config.rms_norm_eps, "attention_bias": getattr(config, "attention_bias", False)}
-        fields["rope_parameters"].pop("partial_rotary_factor", None)  # which the library's models do not read
+        if fields["rope_parameters"].get("rope_type") != "proportional":  # else the library's models do not read it
+            fields["rope_parameters"].pop("partial_rotary_factor", None)
         if self.given["qk_norm"]:
             fields["qk_norm_eps"] = config.rms_norm_eps
         window = getattr(config, "sliding_window", None)
