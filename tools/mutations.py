@@ -3582,6 +3582,18 @@ _DHA = [
             DHA_FOLDING + "test_rope_that_a_llama_has_too",
         ),
         (
+            "windows that no layer has are compared",
+            'own["sliding_window"] = None',
+            "pass",
+            DHA_FOLDING + "test_a_window_that_no_layer_has_keeps_nothing_from_being_a_librarys_model",
+        ),
+        (
+            "windows that no layer has are handed on",
+            'window = config.sliding_window if "sliding_attention" in (config.layer_types or ()) else None',
+            "window = config.sliding_window",
+            DHA_FOLDING + "test_a_window_that_no_layer_has_keeps_nothing_from_being_a_librarys_model",
+        ),
+        (
             "norms of heads with another epsilon",
             'fields["qk_norm_eps"] = config.rms_norm_eps',
             "pass",

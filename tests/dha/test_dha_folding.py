@@ -552,6 +552,21 @@ def test_rope_that_a_llama_has_too(rope):
     torch.testing.assert_close(expanded(tokens()).logits, folded(tokens()).logits, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
+@torch.no_grad()
+def test_a_window_that_no_layer_has_keeps_nothing_from_being_a_librarys_model(qk_norm):
+    """It is a default of DCFormer."""
+    config = DCFormerConfig(**SIZES, **PLAIN, qk_norm=qk_norm, layer_pattern="G")
+    assert config.sliding_window is not None
+    model = randomise(DCFormerForCausalLM(config), scale=1.0).eval()
+    folded = dha.from_plan(model, dha.search(model, 0.5, tie=True, progress=False))
+    for made in (dha.expand(folded), dha.to_gqa(folded)):
+        assert type(made).__name__ == ("Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM")
+        assert getattr(made.config, "sliding_window", None) is None
+        assert not getattr(made.config, "use_sliding_window", False)
+        torch.testing.assert_close(made(tokens()).logits, folded(tokens()).logits, rtol=0, atol=2e-5)
+
+
 def test_a_plan_may_be_a_file(tmp_path):
     model = make("llama")
     model.save_pretrained(tmp_path / "source")

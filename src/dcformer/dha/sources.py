@@ -84,11 +84,12 @@ class Family:
     def foreign(self, config: DCFormerConfig) -> PreTrainedConfig:
         """A configuration of the family with the native one's fields, as far as it has them; ignores head maps."""
         fields = {name: copy.deepcopy(getattr(config, name)) for name in _COMMON}
-        own = ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "layer_types", "sliding_window")
+        own = ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "layer_types")
+        window = config.sliding_window if "sliding_attention" in (config.layer_types or ()) else None
+        others = {name: getattr(config, name) for name in own}
+        others |= {"sliding_window": window, "use_sliding_window": window is not None}
         known = set(self.config_class.__dataclass_fields__)
-        fields |= {name: getattr(config, name) for name in own if name in known}
-        if "use_sliding_window" in known:
-            fields["use_sliding_window"] = config.sliding_window is not None
+        fields |= {name: value for name, value in others.items() if name in known}
         return self.config_class(**fields, rms_norm_eps=config.norm_eps)
 
     def differing(self, config: DCFormerConfig) -> list[str]:
@@ -99,6 +100,8 @@ class Family:
             raise_bug(error)
             return [" ".join(str(error).split())]
         own = {name: getattr(config, name) for name in fields}
+        if "sliding_attention" not in (config.layer_types or ()):
+            own["sliding_window"] = None  # which no layer has, whatever the field says
         if own["rope_parameters"].get("partial_rotary_factor") == 1.0:  # as where it is not named
             fields["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
         names = [name for name, value in fields.items() if own[name] != value]
