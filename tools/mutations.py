@@ -3238,6 +3238,13 @@ _VISION = [
             T_DCVIT + "test_attention_is_the_definition_without_causality",
         ),
         (
+            "attention functions of the library for images",
+            "takes_library_attention = False",
+            "takes_library_attention = True",
+            T_DCVIT + "test_attention_of_the_library_is_refused_without_composition",
+            "tests/head_systems/test_head_images.py::test_attention_of_the_library_is_refused",
+        ),
+        (
             "rows and columns of positions",
             "parts = [part.expand(rows, columns, quarter) for part in (x.sin(), x.cos(), y.sin(), y.cos())]",
             "parts = [part.expand(rows, columns, quarter) for part in (y.sin(), y.cos(), x.sin(), x.cos())]",

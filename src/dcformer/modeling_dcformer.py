@@ -651,6 +651,7 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
     _supports_attention_backend = True
     _keys_to_ignore_on_load_unexpected = IGNORED_ON_LOAD
     _can_record_outputs = {"hidden_states": DCFormerDecoderLayer, "attentions": DCFormerAttention}
+    takes_library_attention = True  # Transformers' own functions, where nothing is composed
 
     def __init__(self, config: DCFormerConfig, *inputs: Any, **kwargs: Any):
         register_hub_conversions()
@@ -688,7 +689,8 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         "dcformer_triton" on CUDA devices whose self-check has passed, otherwise "dcformer_chunked". To return to it,
         call `model.set_attn_implementation(None)`.
 
-        A model without composition can also use those of Transformers: "sdpa", "flex_attention" and flash attention.
+        A language model without composition can also use those of Transformers: "sdpa", "flex_attention" and flash
+        attention.
 
         Raises:
             ValueError: on a name that cannot compose heads, one whose requirements are missing here, or one whose
@@ -697,7 +699,8 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         if requested_attention is None or requested_attention == DEFAULT_ATTENTION:
             return DEFAULT_ATTENTION
         known = tuple(dict.fromkeys(("eager", CHUNKED, "dcformer_triton", *FUSED_ATTENTION)))
-        if not self.config.composes and ("flash" in requested_attention or requested_attention in _PLAIN_ATTENTION):
+        takes_library = self.takes_library_attention and not self.config.composes
+        if takes_library and ("flash" in requested_attention or requested_attention in _PLAIN_ATTENTION):
             width = self.config.cached_head_dim("pre")
             if self.config.head_embeddings and "flash" in requested_attention and width > _MAX_FLASH_WIDTH:
                 raise ValueError(
@@ -705,16 +708,16 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
                     f"head_embeddings a cached key has head_dim + rotary dim = {width}. Use 'sdpa', or leave it unset."
                 )
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
-        if requested_attention not in known and not self.config.composes:
+        if requested_attention not in known and takes_library:
             raise ValueError(
                 f'Specified `attn_implementation="{requested_attention}"` is not supported by '
                 f"{self.__class__.__name__}: use one of {(*known, *_PLAIN_ATTENTION)}, flash attention, or none."
             )
         if requested_attention not in known:
+            why = " cannot compose attention heads, and" if self.config.composes else ""
             raise ValueError(
-                f"attn_implementation={requested_attention!r} cannot compose attention heads, so "
-                f"{self.__class__.__name__} does not support it: use one of {known}, or leave it unset for the best "
-                "that runs where the model is."
+                f"attn_implementation={requested_attention!r}{why} is not supported by {self.__class__.__name__}: use "
+                f"one of {known}, or leave it unset for the best that runs where the model is."
             )
         if requested_attention != "eager" and requested_attention not in ALL_ATTENTION_FUNCTIONS.valid_keys():
             is_known = requested_attention in FUSED_ATTENTION  # not in a folder with its own code

@@ -50,6 +50,12 @@ def test_trains_and_loads(case, composed, tmp_path):
         torch.testing.assert_close(loaded(images()).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_attention_of_the_library_is_refused():
+    model = HeadSystemsViTForImageClassification(HeadSystemsViTConfig(**SMALL, **PLAIN, head_system="output_gate"))
+    with pytest.raises(ValueError, match="attn_implementation='sdpa' is not supported by HeadSystemsViT"):
+        model.set_attn_implementation("sdpa")
+
+
 @torch.no_grad()
 def test_plain_is_dcvit():
     """The same parameters under other names: a plain system is DCViT's own attention, composed as it is."""

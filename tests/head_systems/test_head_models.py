@@ -481,9 +481,11 @@ def test_parameters_that_would_be_lost_are_refused(changed):
         to_head_system(model, "plain")
 
 
-def test_attention_of_the_library_is_refused():
-    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
-        heads_model("gate").set_attn_implementation("sdpa")
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "nonsense"])
+def test_attention_of_the_library_is_refused(name):
+    with pytest.raises(ValueError, match=rf"'{name}' is not .*: use one of \('eager', [^)]*\), or") as error:
+        heads_model("gate").set_attn_implementation(name)
+    assert "flex" not in str(error.value)
 
 
 def test_fusing_is_refused():

@@ -301,6 +301,17 @@ def test_attention_implementations_are_named(make_model):
     assert model.dcvit.config._attn_implementation == "dcformer_chunked"
 
 
+@pytest.mark.parametrize("name", ["sdpa", "flex_attention", "flash_attention_2", "nonsense"])
+def test_attention_of_the_library_is_refused_without_composition(make_model, name):
+    """By a message that recommends none of it."""
+    model = make_model(None, **PLAIN)
+    for call in (lambda: make_model(name, **PLAIN), lambda: model.set_attn_implementation(name)):
+        with pytest.raises(ValueError, match=rf"'{name}' is not .*: use one of \('eager', [^)]*\), or leave") as error:
+            call()
+        assert "sdpa" not in str(error.value).partition("use one of")[2]
+    assert model.config._attn_implementation == "dcformer_default"
+
+
 def test_gradient_checkpointing_changes_nothing(make_model, images):
     gradients = []
     for checkpointing in (False, True):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compose_dcformer import CHUNKED, DEFAULT_ATTENTION, FUSED_ATTENTION
+from ..compose_dcformer import FUSED_ATTENTION
 from ..modeling_dcformer import DCFormerDecoderLayer, DCFormerPreTrainedModel
 from .attention_head_systems import HeadSystemsAttention
 from .base import HeadSystem
@@ -28,6 +28,7 @@ class HeadSystemsPreTrainedModel(DCFormerPreTrainedModel):
     config: HeadSystemsConfig
     _no_split_modules = ["HeadSystemsDecoderLayer"]
     _can_record_outputs = {"hidden_states": HeadSystemsDecoderLayer, "attentions": HeadSystemsAttention}
+    takes_library_attention = False  # for plain attention's shapes
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -38,8 +39,6 @@ class HeadSystemsPreTrainedModel(DCFormerPreTrainedModel):
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """As for DCFormer, with the widths that the system gives queries, keys and values."""
         name: str = super().get_correct_attn_implementation(requested_attention, is_init_check)
-        if name not in (known := (DEFAULT_ATTENTION, "eager", CHUNKED, *FUSED_ATTENTION)):
-            raise ValueError(f"attn_implementation={name!r} is for DCFormer without a head system: use one of {known}.")
         if name in FUSED_ATTENTION:
             widths = [w for i in range(self.config.num_hidden_layers) for w in make_system(self.config, i).map_widths]
             wide = copy.copy(self.config)

@@ -313,6 +313,7 @@ class DCViTPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": DCViTLayer, "attentions": DCViTAttention}
     _input_embed_layer = "patch_embeddings"
+    takes_library_attention = False  # the default is torch's own already where nothing is composed or masked
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Saves a model as Transformers does.
