@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
 from dcformer.analysis import num_compose_parameters
+from dcformer.modeling_dcformer import DCFormerRotaryEmbedding
 
 L, G = "sliding_attention", "full_attention"
 
@@ -69,13 +70,112 @@ def test_derived_sizes():
 
 # --- validation -------------------------------------------------------------------------------------------------------
 
+ROPES = {  # what each kind of RoPE needs, for heads of 64 channels
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 2.0},
+    "longrope": {"factor": 2.0, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
+    "llama3": {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "proportional": {},
+}
+
+
+def rope(kind, **fields):
+    """Fields of a configuration with a kind of RoPE."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | ROPES[kind] | fields}
+
+
+NAN, INF = float("nan"), float("inf")
+ONE_FACTOR = [1.0] * 31  # and one that is wrong
+BAD_ROPES = [
+    *(("default", {"rope_theta": bad}, f"rope_theta={bad!r} must be a fin") for bad in (NAN, INF, -1.0, True, None)),
+    *(
+        (kind, {"factor": bad}, f"factor={bad!r} of rope_type='{kind}' must be a finite number other than 0")
+        for kind in ("linear", "yarn", "llama3", "proportional")
+        for bad in ("2", 0, 0.0, NAN, INF, True, 10**400)
+    ),
+    *(
+        (kind, {"factor": None}, f"factor=None of rope_type='{kind}' must be a finite number")
+        for kind in ("linear", "dynamic", "llama3", "proportional")
+    ),
+    *(("dynamic", {"factor": bad}, f"factor={bad!r} of rope_type='dynamic'") for bad in ("2", -2.0, NAN, INF)),
+    *(("longrope", {"factor": bad}, f"factor={bad!r} of rope_type='longrope'") for bad in ("2", NAN, INF)),
+    *(
+        ("llama3", {name: bad}, f"{name}={bad!r} of rope_type='llama3' must be a finite number other than 0")
+        for name in ("low_freq_factor", "high_freq_factor")
+        for bad in ("2", None, 0, NAN, INF, True)
+    ),
+    *(
+        ("yarn", {name: bad}, f"{name}={bad!r} of rope_type='yarn' must be a finite number of at least 0, or None")
+        for name in ("beta_fast", "beta_slow")
+        for bad in ("2", -1.0, NAN, INF)
+    ),
+    *(
+        (kind, {"mscale_all_dim": 1.0, name: bad}, f"{name}={bad!r} of rope_type='{kind}' must be a finite number, or")
+        for kind, name in [("yarn", "attention_factor"), ("longrope", "attention_factor"), ("yarn", "mscale")]
+        for bad in ("2", NAN, INF, [1.0])
+    ),
+    *(
+        (
+            kind,
+            {"original_max_position_embeddings": bad},
+            f"original_max_position_embeddings={bad!r} of rope_type='{kind}' must be a finite number above 0",
+        )
+        for kind in ("yarn", "longrope")
+        for bad in ("2", None, 0, -1, NAN, INF)
+    ),
+    *(
+        ("llama3", {"original_max_position_embeddings": bad}, f"original_max_position_embeddings={bad!r} of rope_type")
+        for bad in ("2", None, NAN, INF)
+    ),
+    *(
+        ("longrope", {name: bad}, f"{name}={bad!r} of rope_type='longrope' must be a list of 32 finite numbers other")
+        for name in ("short_factor", "long_factor")
+        for bad in (
+            2.0,
+            "2",
+            None,
+            [],
+            ONE_FACTOR,
+            *([*ONE_FACTOR, wrong] for wrong in ("2", None, 0.0, NAN, INF)),
+        )
+    ),
+    ("dynamic", {"partial_rotary_factor": 2 / 64}, "rope_type='dynamic' needs a rotary dimension above 2, got 2"),
+    ("yarn", {"rope_theta": 1}, "rope_theta=1 does not go with rope_type='yarn'"),
+    ("llama3", {"low_freq_factor": 4.0}, "low_freq_factor=4.0 of rope_type='llama3' must differ from high_freq_factor"),
+    *(
+        ("longrope", {"original_max_position_embeddings": 1} | more, "original_max_position_embeddings=1 of rope_type")
+        for more in ({}, {"factor": None})
+    ),
+]
+GOOD_ROPES = [  # which would not be meant, but work
+    *((kind, {"factor": -2.0}) for kind in ("linear", "yarn", "longrope", "llama3", "proportional")),
+    *((kind, {"factor": 0.5}) for kind in ROPES if kind != "default"),
+    *((kind, {"factor": 0}) for kind in ("dynamic", "longrope")),
+    *((kind, {"factor": None, "attention_factor": None}) for kind in ("yarn", "longrope")),
+    *((kind, {"attention_factor": 1}) for kind in ("yarn", "longrope")),
+    ("yarn", dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), None)),
+    ("yarn", dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 0)),
+    ("yarn", {"original_max_position_embeddings": 1}),
+    ("yarn", {"rope_theta": 0.5, "truncate": None}),
+    ("longrope", {"original_max_position_embeddings": 1, "factor": 1.0}),
+    ("longrope", {"original_max_position_embeddings": 1, "attention_factor": 1.5}),
+    ("longrope", {"original_max_position_embeddings": 4096, "factor": None}),
+    ("longrope", {"short_factor": [1], "long_factor": (2.0,) * 32}),
+    ("llama3", {"low_freq_factor": 4.0, "high_freq_factor": 1.0}),
+    ("llama3", {"original_max_position_embeddings": 1000.5}),
+    ("proportional", {"partial_rotary_factor": 0.01}),
+    ("linear", {"partial_rotary_factor": 2 / 64}),
+    ("default", {"factor": "2"}),  # not read
+]
 BAD_FIELDS = [
     ({"norm_eps": -1.0}, "norm_eps=-1.0 must not be negative"),
     ({"qk_norm_eps": -1.0}, "qk_norm_eps=-1.0 must not be negative"),
     ({"initializer_range": -1.0}, "initializer_range=-1.0 must not be negative"),
     ({"pad_token_id": 1000, "vocab_size": 97}, "pad_token_id=1000 is not in the vocabulary: expected 0 to 96"),
-    ({"rope_theta": 0.0}, "rope_theta=0.0 must be a number above 0"),
-    ({"rope_theta": "x"}, "rope_theta='x' must be a number above 0"),
+    ({"rope_theta": 0.0}, "rope_theta=0.0 must be a finite number above 0"),
+    ({"rope_theta": "x"}, "rope_theta='x' must be a finite number above 0"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_type='linear' needs factor"),
     (
         {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e4}}},
@@ -176,6 +276,22 @@ def test_a_field_broken_later_is_refused_when_saving(tmp_path):
     with pytest.raises(StrictDataclassClassValidationError, match="compose_rank=0"):
         config.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), BAD_ROPES, ids=[message[:70] for *_, message in BAD_ROPES])
+def test_rope_that_would_fail_or_be_nan_is_refused_by_name_and_value(kind, fields, message):
+    with pytest.raises(ValueError) as error:
+        DCFormerConfig(**rope(kind, **fields))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "fields"), [*((kind, {}) for kind in ROPES), *GOOD_ROPES], ids=str)
+@pytest.mark.parametrize("length", [9, 3000])
+def test_rope_that_works_is_not_refused(kind, fields, length):
+    """Before and beyond the original length."""
+    rotary = DCFormerRotaryEmbedding(DCFormerConfig(**rope(kind, **fields)))
+    cos, sin = rotary(torch.zeros(1), torch.arange(length)[None])
+    assert cos.isfinite().all() and sin.isfinite().all()
 
 
 @pytest.mark.parametrize("switches", ALL_SWITCHES, ids=lambda s: "".join("01"[value] for value in s.values()))

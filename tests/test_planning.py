@@ -268,7 +268,7 @@ def test_communication():
         (["--set", "compose_rank=0"], "compose_rank=0 must be at least 1"),
         (["--set", "nonsense=3"], "--set nonsense=3: DCFormerConfig has no field 'nonsense'; docs/configuration.md"),
         (["--set", "hidden_sizes=3"], "did you mean hidden_size?"),
-        (["--set", "rope_theta=x"], "rope_theta='x' must be a number above 0"),
+        (["--set", "rope_theta=x"], "rope_theta='x' must be a finite number above 0"),
         (["--set", "rope_theta=1", 'rope_parameters={"rope_theta":2}'], "rope_theta has no effect beside rope_param"),
         (["--set", "hidden_size"], "--set hidden_size: expected FIELD=VALUE"),
         (["--set", "hidden_size=abc"], "Field 'hidden_size' expected int, got str"),

@@ -514,6 +514,48 @@ _CONFIGURATION = (
             T_EMBEDDINGS + "test_decoding_is_one_pass",
         ),
         (
+            "numbers of RoPE as text, NaN and infinite",
+            "if not _is_finite(rope[name]) or not _IS_IN_RANGE[limit](rope[name]):",
+            "if _is_finite(rope[name]) and not _IS_IN_RANGE[limit](rope[name]):",
+            T_CONFIG + "test_rope_that_would_fail_or_be_nan_is_refused_by_name_and_value",
+        ),
+        (
+            "numbers of RoPE of any range",
+            "if not _is_finite(rope[name]) or not _IS_IN_RANGE[limit](rope[name]):",
+            "if not _is_finite(rope[name]):",
+            T_CONFIG + "test_rope_that_would_fail_or_be_nan_is_refused_by_name_and_value",
+        ),
+        (
+            "numbers of RoPE that may be left out are needed",
+            "if name not in rope or (rope[name] is None and has_default):",
+            "if name not in rope:",
+            T_CONFIG + "test_rope_that_works_is_not_refused",
+        ),
+        (
+            "a base of RoPE that is NaN",
+            "if not _is_finite(theta) or theta <= 0:",
+            "if not isinstance(theta, float | int) or theta <= 0:",
+            T_CONFIG + "test_rope_that_would_fail_or_be_nan_is_refused_by_name_and_value",
+        ),
+        (
+            "factors of longrope of any length",
+            "len(factors) in (1, count)",
+            "len(factors) > 0",
+            T_CONFIG + "test_rope_that_would_fail_or_be_nan_is_refused_by_name_and_value",
+        ),
+        (
+            "longrope divides by the logarithm of 1",
+            "if factor > 1 >= length:",
+            "if factor > 1 > length:",
+            T_CONFIG + "test_rope_that_would_fail_or_be_nan_is_refused_by_name_and_value",
+        ),
+        (
+            "dynamic RoPE divides by no channels",
+            'if rope_type == "dynamic" and self.rotary_dim == 2:',
+            "if False:",
+            T_CONFIG + "test_rope_that_would_fail_or_be_nan_is_refused_by_name_and_value",
+        ),
+        (
             "undecided fields not stored",
             "return fields if self.undecided_fields is None else fields |",
             "return fields if True else fields |",
