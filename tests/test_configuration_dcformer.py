@@ -173,6 +173,11 @@ BAD_FIELDS = [
     ({"norm_eps": -1.0}, "norm_eps=-1.0 must not be negative"),
     ({"qk_norm_eps": -1.0}, "qk_norm_eps=-1.0 must not be negative"),
     ({"initializer_range": -1.0}, "initializer_range=-1.0 must not be negative"),
+    *(
+        ({name: bad}, f"{name}={bad} must not be negative, infinite or NaN")
+        for name in ("norm_eps", "qk_norm_eps", "initializer_range")
+        for bad in (NAN, INF)
+    ),
     ({"pad_token_id": 1000, "vocab_size": 97}, "pad_token_id=1000 is not in the vocabulary: expected 0 to 96"),
     ({"rope_theta": 0.0}, "rope_theta=0.0 must be a finite number above 0"),
     ({"rope_theta": "x"}, "rope_theta='x' must be a finite number above 0"),

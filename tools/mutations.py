@@ -514,6 +514,12 @@ _CONFIGURATION = (
             T_EMBEDDINGS + "test_decoding_is_one_pass",
         ),
         (
+            "epsilons that are NaN",
+            "if not 0 <= getattr(self, name) < math.inf:",
+            "if getattr(self, name) < 0 or getattr(self, name) == math.inf:",
+            T_CONFIG + "test_a_configuration_that_describes_no_model_is_refused_by_name_and_value",
+        ),
+        (
             "numbers of RoPE as text, NaN and infinite",
             "if not _is_finite(rope[name]) or not _IS_IN_RANGE[limit](rope[name]):",
             "if _is_finite(rope[name]) and not _IS_IN_RANGE[limit](rope[name]):",
@@ -3310,6 +3316,16 @@ _VISION = [
             "** -0.5 / 0.87962566103423978",
             "** -0.5",
             T_DCVIT + "test_initial_values_are_the_forks",
+        ),
+    ),
+    *_in(
+        "vision",
+        "vision/configuration_dcvit.py",
+        (
+            "gates that start infinite or NaN",
+            "if not 0 <= self.compose_gate_init < math.inf:",
+            "if self.compose_gate_init < 0:",
+            "tests/vision/test_configuration_dcvit.py::test_invalid_fields_are_named",
         ),
     ),
     *_in(

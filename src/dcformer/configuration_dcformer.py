@@ -5,6 +5,7 @@ the training configurations published beside it.
 """
 
 import copy
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -429,8 +430,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
         for name in ("norm_eps", "qk_norm_eps", "initializer_range"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative, infinite or NaN.")
         pad, vocabulary = self.pad_token_id, self.vocab_size
         if pad not in (None, -1) and not 0 <= pad < vocabulary:  # older configurations have -1 for none
             raise ValueError(

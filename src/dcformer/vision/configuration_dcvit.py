@@ -4,6 +4,7 @@ Sources: the paper (arXiv 2405.08553, section 4.4 and Table 7) and the authors' 
 (`Lisennlp/big_vision`, `models/vit.py`). Letters: E hidden size, F MLP width, H heads, M heads of a group.
 """
 
+import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -176,8 +177,8 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
         for name in ("num_channels", "hidden_size", "intermediate_size", "num_attention_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if not self.layer_norm_eps > 0:
-            raise ValueError(f"layer_norm_eps={self.layer_norm_eps} must be above 0.")
+        if not 0 < self.layer_norm_eps < math.inf:
+            raise ValueError(f"layer_norm_eps={self.layer_norm_eps} must be above 0 and finite.")
         if self.num_hidden_layers < 0:
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must not be negative.")
         for size, patch in zip(pair(self.image_size), pair(self.patch_size), strict=True):
@@ -208,8 +209,8 @@ class DCViTConfig(ComposeFields, PreTrainedConfig):
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
-        if self.compose_gate_init < 0:
-            raise ValueError(f"compose_gate_init={self.compose_gate_init} must not be negative.")
+        if not 0 <= self.compose_gate_init < math.inf:
+            raise ValueError(f"compose_gate_init={self.compose_gate_init} must not be negative, infinite or NaN.")
         self.check_composition()
 
 
