@@ -3244,6 +3244,12 @@ _MODULES = [
             T_CONVERTED + "test_models_that_cannot_be_converted",
         ),
         (
+            "self-attention with a cache that does not say that it is causal",
+            "is_decoder = any(says) or not says or both_ways",
+            "is_decoder = any(says) or both_ways",
+            T_CONVERTED + "test_attention_that_takes_a_cache_and_does_not_say_that_it_is_causal",
+        ),
+        (
             "modules of PyTorch that attend stay in silence",
             "|multi_head_attention_forward|",
             "|",

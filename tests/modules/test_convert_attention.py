@@ -16,6 +16,7 @@ from tiny_models import IMAGE, KINDS, SEQ2SEQ, TEXT, ids, make, noise, text
 from torch import nn
 from torch.nn.utils import prune
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
+from transformers.models.mllama import MllamaTextConfig
 
 import dcformer
 from dcformer.cache_dcformer import CACHE_NAME
@@ -946,6 +947,27 @@ def test_models_that_see_both_ways_and_cache():
     model = t.GemmaForCausalLM(t.GemmaConfig(**fields, num_key_value_heads=2)).eval()
     stir(convert_attention(model, compose_key="uncached"))
     assert model.generate(ids(5), max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 8)
+
+
+@torch.no_grad()
+def test_attention_that_takes_a_cache_and_does_not_say_that_it_is_causal():
+    """Doge's self-attention is a decoder's; Mllama's cross-attention, whose keys do not grow, stays as it is."""
+    model = t.DogeForCausalLM(t.DogeConfig(**TEXT, num_key_value_heads=1)).eval()
+    expected = logits(model, text())
+    convert_attention(model, compose_key="uncached")
+    torch.testing.assert_close(logits(model, text()), expected, rtol=0, atol=TOLERANCE)
+    expected = greedy(stir(model), use_cache=False)
+    assert torch.equal(greedy(model), expected) and len(expected[0].unique()) > 3
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    fields = TEXT | {"num_key_value_heads": 2, "cross_attention_layers": [1], "pad_token_id": 0}
+    mllama = t.MllamaForCausalLM(MllamaTextConfig(**fields, rope_parameters=rope))
+    convert_attention(mllama, compose_key="uncached")
+    sides = {path.split("layers.")[1]: module.generators for path, module in generators(mllama).items()}
+    assert sides == {
+        "0.self_attn.compose": (("pre", "query"), ("post", "query")),
+        "1.cross_attn.compose_query": (("pre", "query"), ("post", "query")),
+        "1.cross_attn.compose_key": (("pre", "key"), ("post", "key")),
+    }
 
 
 @torch.no_grad()
