@@ -65,7 +65,7 @@ def test_table_has_means_and_spreads():
 
 def test_the_page_has_the_table_of_the_results():
     runs = study.read_runs(study.RESULTS)
-    assert study.table(runs).strip() in (REPOSITORY / "docs" / "training.md").read_text()
+    assert study.table(runs).strip() in (REPOSITORY / "docs" / "training_results.md").read_text()
 
 
 @pytest.mark.slow

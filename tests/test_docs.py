@@ -11,6 +11,7 @@ import dcformer
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+ANCHOR = re.compile(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)")
 LINK = re.compile(r"\[[^\]]+\]\((?!https?://|#)([^)#\s]+)")
 
 
@@ -34,6 +35,20 @@ def test_snippets_run(page, monkeypatch):
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
+
+
+def headings(page):
+    """The anchors of a page, made of its headings as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_to_headings(page):
+    for target, anchor in ANCHOR.findall(page.read_text(encoding="utf-8")):
+        linked = page.parent / target if target else page
+        assert anchor in headings(linked), f"{page.name} links to {target}#{anchor}, which is no heading there"
 
 
 def test_readme_names_the_make_targets():

@@ -245,13 +245,13 @@ def test_a_run_of_so_many_steps_has_one_rate_and_decays_at_their_end():
 
 def test_the_page_tells_the_runs_of_the_recipe():
     runs = json.loads((REPOSITORY / "benchmarks" / "results" / "synthetic_recipe.json").read_text())["runs"]
-    assert recipe_runs.recipe(runs) in (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    assert recipe_runs.recipe(runs) in (REPOSITORY / "docs" / "training_results.md").read_text(encoding="utf-8")
 
 
 def test_the_page_has_rows_of_the_runs_that_are_kept(capsys):
     recipe_runs.main([])
     printed = capsys.readouterr().out
-    page = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "training_results.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ \| \d \| \d\.\d\d \| .+ % \| .+ % \|$", page, re.MULTILINE)
     bundled, twin = printed.split("plain-qk-norm, seed 0")
     assert len(rows) > 8 and all(row in bundled for row in rows) and not all(row in twin for row in rows)

@@ -42,7 +42,7 @@ def test_table_has_means_and_spreads():
 
 def test_the_page_has_the_table_of_the_results():
     runs = study.composition_rates.read_runs(study.RESULTS)
-    page = (REPOSITORY / "docs" / "training.md").read_text()
+    page = (REPOSITORY / "docs" / "training_results.md").read_text()
     assert study.table(runs) in page and study.beside_plain(runs) in page
 
 

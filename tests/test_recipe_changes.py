@@ -41,7 +41,7 @@ def test_the_committed_table_is_that_of_the_runs():
     runs = json.loads(study.RESULTS.read_text())["runs"]
     table = study.table(runs, study.STEPS)
     assert "not done" not in table
-    assert table in (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    assert table in (REPOSITORY / "docs" / "training_results.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long

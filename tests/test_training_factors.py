@@ -64,7 +64,7 @@ def test_rates_are_chosen_by_a_seed_that_is_not_reported():
 
 def test_the_page_has_the_table_of_the_results():
     runs = study.composition_rates.read_runs(study.RESULTS)
-    assert study.table(runs, study.STEPS) in (REPOSITORY / "docs" / "training.md").read_text()
+    assert study.table(runs, study.STEPS) in (REPOSITORY / "docs" / "training_results.md").read_text()
 
 
 @pytest.mark.slow
