@@ -147,8 +147,16 @@ def test_loss_on_assistant_turns_only(tmp_path):
     conversation = json.loads(Path(CHAT).read_text().splitlines()[0])["messages"]
     scored = [token for token in row["labels"] if token != -100]
     tokenizer = trainer.processing_class
-    assert tokenizer.convert_ids_to_tokens(scored) == [turn["content"] for turn in conversation[1::2]]
+    ended = [[turn["content"], tokenizer.eos_token] for turn in conversation[1::2]]
+    assert tokenizer.convert_ids_to_tokens(scored) == list(itertools.chain(*ended))
     assert tokenizer.decode(row["input_ids"]).startswith("\n" + conversation[0]["content"])
+
+
+def test_turns_of_a_tokenizer_without_an_end():
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer.chat_template, tokenizer.eos_token = Path(TEMPLATE).read_text(), None
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == "\nuser assistant\nuser"
 
 
 def test_fused_cross_entropy_is_the_models_loss(tmp_path):
@@ -169,7 +177,7 @@ def test_finetune_yaml_evaluation_tensorboard_and_reload(tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(
         f"model_name_or_path: {CHECKPOINT}\ndata: {CHAT}\nchat_template_path: {TEMPLATE}\nassistant_only_loss: true\n"
-        "eval_rows: 20\nmax_steps: 100\nlearning_rate: 1.0e-3\n"
+        "eval_rows: 20\nmax_steps: 100\nlearning_rate: 3.0e-3\n"
     )
     out = tmp_path / "out"
     flags = ["--config", str(config), "--output_dir", str(out), *QUICK, "--report_to", "tensorboard"]
@@ -184,8 +192,9 @@ def test_finetune_yaml_evaluation_tensorboard_and_reload(tmp_path, capsys):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     turns = [{"role": "user", "content": "Here are Rome, Oslo, Lima. Which is first?"}]
     chat = tokenizer.apply_chat_template(turns, return_tensors="pt")
-    answer = model.generate(**chat, max_new_tokens=1, do_sample=False)[0, -1]
-    assert len(tokenizer.decode(answer)) > 2
+    answer = model.generate(**chat, max_new_tokens=8, do_sample=False)[0, chat["input_ids"].shape[1] :]
+    assert len(tokenizer.decode(answer[0])) > 2
+    assert answer[1:].tolist() == [tokenizer.eos_token_id]  # it has learned to stop
 
 
 def test_held_out_accuracy_is_the_share_of_tokens(tmp_path):
