@@ -1,9 +1,11 @@
 """Models of every head system: caches, implementations, generation, training, saving, conversion, exporting."""
 
 import copy
+import re
 import subprocess
 import sys
 import sysconfig
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import dcformer
 from dcformer import DCFormerForCausalLM, DHAForCausalLM, HeadSystemsConfig, HeadSystemsForCausalLM, to_head_system
-from dcformer.head_systems import system_costs
+from dcformer.head_systems import HEAD_SYSTEMS, system_costs
 from dcformer.head_systems.stored_system import check_same_system
 
 LOADER = """
@@ -542,3 +544,30 @@ def test_fewer_layers_keep_the_overlaps_of_the_first(tmp_path):
         torch.testing.assert_close(loaded(tokens()).logits, model(tokens()).logits, rtol=0, atol=0)
     model.config.num_hidden_layers = 2
     assert model.config.head_system_options == {"overlap": [3, 3]}
+
+
+def test_a_system_of_ones_own(tmp_path):
+    """The class of docs/head_systems.md: what its model is by itself, and that it is nothing where it has no name."""
+    text = (REPOSITORY / "docs" / "head_systems.md").read_text(encoding="utf-8")
+    marked = r"<!-- tests/head_systems/test_head_models.py runs this -->\n```python\n(.*?)^```"
+    with mock.patch.dict(HEAD_SYSTEMS):
+        exec(re.search(marked, text, re.DOTALL | re.MULTILINE)[1], {"__name__": "my_heads"})
+        plain = heads_model("plain", composed=True, dtype=torch.float32)
+        config = HeadSystemsConfig(**{**plain.config.to_dict(), "head_system": "head_scale"})
+        model = HeadSystemsForCausalLM(config).eval()
+        scales = [layer.self_attn.system.scale for layer in model.model.layers]
+        assert all(torch.equal(scale, torch.ones(4)) for scale in scales)
+        model.load_state_dict(plain.state_dict(), strict=False)
+        torch.testing.assert_close(model(tokens()).logits, plain(tokens()).logits)
+        model(tokens(), labels=tokens()).loss.backward()
+        assert all(scale.grad.abs().min() > 0 for scale in scales)
+        scales[0].data[1] = 0.5
+        logits = model(tokens()).logits
+        assert not torch.allclose(logits, plain(tokens()).logits)
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(tokens(), **options), model.generate(tokens(), use_cache=False, **options))
+        model.save_pretrained(tmp_path)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, logits)
+        dcformer.export_remote_code(tmp_path)
+    with pytest.raises(ValueError, match="head_system='head_scale' is unknown: expected one of plain, "):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
