@@ -1,6 +1,7 @@
 """``dcformer-eval``: errors before any work, tasks found, options kept, documented commands, two processes."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import sys
 import pytest
 import torch
 from helpers import REPOSITORY, documented_commands, tiny_config
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dcformer import DCFormerForSequenceClassification
 from dcformer.evaluation import TASKS_FOLDER, heldout_items, main
@@ -261,6 +262,25 @@ def test_command_prints_the_demonstrations_accuracy(work, lm_eval, capsys):
     assert f"exact_match|↑|{accuracy:.4f}|" in line.replace(" ", "")
     page = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")
     assert f"{accuracy:.4f} is {round(accuracy * 296)} of 296" in page
+
+
+@pytest.mark.slow
+def test_a_task_of_ones_own(work, lm_eval):
+    """The page's, of two texts: the bits that the model needs for all of their bytes."""
+    page = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (work / "tasks").mkdir()
+    (work / "tasks" / "own_texts.yaml").write_text(re.search(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1])
+    lines = (REPOSITORY / "examples" / "data" / "text_test.jsonl").read_text(encoding="utf-8").splitlines()[:2]
+    (work / "held_out.jsonl").write_text("\n".join(lines))
+    assert main([*MODEL, "--include_path", "tasks", "--tasks", "own_texts", "--output_path", "out"]) == 0
+    folder, texts = "checkpoints/dcformer-synthetic", [json.loads(line)["text"] for line in lines]
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    nats = 0.0
+    for text in texts:
+        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]])
+        nats += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+    bits = nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    assert scores(work)["own_texts"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
