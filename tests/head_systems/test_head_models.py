@@ -568,6 +568,7 @@ def test_a_system_of_ones_own(tmp_path):
         assert torch.equal(model.generate(tokens(), **options), model.generate(tokens(), use_cache=False, **options))
         model.save_pretrained(tmp_path)
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, logits)
-        dcformer.export_remote_code(tmp_path)
+        with pytest.raises(ValueError, match=r"which is my_heads\.HeadScale and no part of this package"):
+            dcformer.export_remote_code(tmp_path)
     with pytest.raises(ValueError, match="head_system='head_scale' is unknown: expected one of plain, "):
         AutoModelForCausalLM.from_pretrained(tmp_path)
