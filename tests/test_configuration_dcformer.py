@@ -87,84 +87,47 @@ def rope(kind, **fields):
 
 
 NAN, INF = float("nan"), float("inf")
-ONE_FACTOR = [1.0] * 31  # and one that is wrong
+TEXT = ("2", True, NAN, INF)  # what is no number, or none that is finite
+ABOVE_0, LENGTH = ("factor", "low_freq_factor", "high_freq_factor"), "original_max_position_embeddings"
 BAD_ROPES = [
     *(("default", {"rope_theta": bad}, f"rope_theta={bad!r} must be a fin") for bad in (NAN, INF, -1.0, True, None)),
     *(
-        (kind, {"factor": bad}, f"factor={bad!r} of rope_type='{kind}' must be a finite number other than 0")
-        for kind in ("linear", "yarn", "llama3", "proportional")
-        for bad in ("2", 0, 0.0, NAN, INF, True, 10**400)
+        (kind, {name: bad}, f"{name}={bad!r} of rope_type='{kind}' must be a finite number above 0")
+        for kind, fields in ROPES.items()
+        for name in ABOVE_0
+        if name in fields or kind == "proportional"
+        for bad in (*TEXT, -1.0, 0, 10**400, *[None] * (kind not in ("yarn", "longrope")))
     ),
     *(
-        (kind, {"factor": None}, f"factor=None of rope_type='{kind}' must be a finite number")
-        for kind in ("linear", "dynamic", "llama3", "proportional")
-    ),
-    *(("dynamic", {"factor": bad}, f"factor={bad!r} of rope_type='dynamic'") for bad in ("2", -2.0, NAN, INF)),
-    *(("longrope", {"factor": bad}, f"factor={bad!r} of rope_type='longrope'") for bad in ("2", NAN, INF)),
-    *(
-        ("llama3", {name: bad}, f"{name}={bad!r} of rope_type='llama3' must be a finite number other than 0")
-        for name in ("low_freq_factor", "high_freq_factor")
-        for bad in ("2", None, 0, NAN, INF, True)
+        (kind, {name: bad}, f"{name}={bad!r} of rope_type='{kind}' must be a finite number of at least 0")
+        for kind, names in (("yarn", ("beta_fast", "beta_slow", "mscale")), ("longrope", ("attention_factor",)))
+        for name in names
+        for bad in (*TEXT, -1.0, [1.0])
     ),
     *(
-        ("yarn", {name: bad}, f"{name}={bad!r} of rope_type='yarn' must be a finite number of at least 0, or None")
-        for name in ("beta_fast", "beta_slow")
-        for bad in ("2", -1.0, NAN, INF)
+        (kind, {LENGTH: bad}, f"{LENGTH}={bad!r} of rope_type='{kind}' must be a finite number above 1")
+        for kind in ("yarn", "longrope", "llama3")
+        for bad in (*TEXT, None, 0, 1)
     ),
     *(
-        (kind, {"mscale_all_dim": 1.0, name: bad}, f"{name}={bad!r} of rope_type='{kind}' must be a finite number, or")
-        for kind, name in [("yarn", "attention_factor"), ("longrope", "attention_factor"), ("yarn", "mscale")]
-        for bad in ("2", NAN, INF, [1.0])
-    ),
-    *(
-        (
-            kind,
-            {"original_max_position_embeddings": bad},
-            f"original_max_position_embeddings={bad!r} of rope_type='{kind}' must be a finite number above 0",
-        )
-        for kind in ("yarn", "longrope")
-        for bad in ("2", None, 0, -1, NAN, INF)
-    ),
-    *(
-        ("llama3", {"original_max_position_embeddings": bad}, f"original_max_position_embeddings={bad!r} of rope_type")
-        for bad in ("2", None, NAN, INF)
-    ),
-    *(
-        ("longrope", {name: bad}, f"{name}={bad!r} of rope_type='longrope' must be a list of 32 finite numbers other")
+        ("longrope", {name: bad}, f"{name}={bad!r} of rope_type='longrope' must be a list of 32 finite numbers above")
         for name in ("short_factor", "long_factor")
-        for bad in (
-            2.0,
-            "2",
-            None,
-            [],
-            ONE_FACTOR,
-            *([*ONE_FACTOR, wrong] for wrong in ("2", None, 0.0, NAN, INF)),
-        )
+        for bad in (2.0, "2", None, [], [1.0], [1.0] * 31, *([*[1.0] * 31, one] for one in (*TEXT, None, 0.0)))
     ),
-    ("dynamic", {"partial_rotary_factor": 2 / 64}, "rope_type='dynamic' needs a rotary dimension above 2, got 2"),
-    ("yarn", {"rope_theta": 1}, "rope_theta=1 does not go with rope_type='yarn'"),
-    ("llama3", {"low_freq_factor": 4.0}, "low_freq_factor=4.0 of rope_type='llama3' must differ from high_freq_factor"),
-    *(
-        ("longrope", {"original_max_position_embeddings": 1} | more, "original_max_position_embeddings=1 of rope_type")
-        for more in ({}, {"factor": None})
-    ),
+    ("dynamic", {"partial_rotary_factor": 2 / 64}, "rope_type='dynamic' needs a rotary dimension above 2: it would"),
+    ("yarn", {"rope_theta": 1}, "rope_type='yarn' needs a rope_theta other than 1: it would divide by zero"),
+    ("llama3", {"low_freq_factor": 4.0}, "rope_type='llama3' needs two freq_factors that differ: it would divide"),
 ]
-GOOD_ROPES = [  # which would not be meant, but work
-    *((kind, {"factor": -2.0}) for kind in ("linear", "yarn", "longrope", "llama3", "proportional")),
+GOOD_ROPES = [
     *((kind, {"factor": 0.5}) for kind in ROPES if kind != "default"),
-    *((kind, {"factor": 0}) for kind in ("dynamic", "longrope")),
     *((kind, {"factor": None, "attention_factor": None}) for kind in ("yarn", "longrope")),
     *((kind, {"attention_factor": 1}) for kind in ("yarn", "longrope")),
     ("yarn", dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), None)),
     ("yarn", dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 0)),
-    ("yarn", {"original_max_position_embeddings": 1}),
     ("yarn", {"rope_theta": 0.5, "truncate": None}),
-    ("longrope", {"original_max_position_embeddings": 1, "factor": 1.0}),
-    ("longrope", {"original_max_position_embeddings": 1, "attention_factor": 1.5}),
-    ("longrope", {"original_max_position_embeddings": 4096, "factor": None}),
-    ("longrope", {"short_factor": [1], "long_factor": (2.0,) * 32}),
+    ("longrope", {LENGTH: 4096, "factor": None}),
+    ("longrope", {"long_factor": (2.0,) * 32}),
     ("llama3", {"low_freq_factor": 4.0, "high_freq_factor": 1.0}),
-    ("llama3", {"original_max_position_embeddings": 1000.5}),
     ("proportional", {"partial_rotary_factor": 0.01}),
     ("linear", {"partial_rotary_factor": 2 / 64}),
     ("default", {"factor": "2"}),  # not read

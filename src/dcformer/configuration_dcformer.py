@@ -8,7 +8,6 @@ import copy
 import math
 import re
 import sys
-from collections.abc import Callable
 from typing import Any, Self
 
 from huggingface_hub.dataclasses import strict
@@ -33,34 +32,9 @@ _ROPE_NEEDS = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-# Numbers that a kind of RoPE computes with, and what they must be besides finite: with others it fails, or makes NaN.
-_ROPE_NUMBERS: dict[str, dict[str, str]] = {
-    "linear": {"factor": "other than 0"},
-    "dynamic": {"factor": "of at least 0"},
-    "yarn": {
-        "factor": "other than 0",
-        "original_max_position_embeddings": "above 0",
-        "beta_fast": "of at least 0",
-        "beta_slow": "of at least 0",
-        "attention_factor": "",
-        "mscale": "",
-        "mscale_all_dim": "",
-    },
-    "longrope": {"factor": "", "original_max_position_embeddings": "above 0", "attention_factor": ""},
-    "llama3": {
-        "factor": "other than 0",
-        "low_freq_factor": "other than 0",
-        "high_freq_factor": "other than 0",
-        "original_max_position_embeddings": "",
-    },
-    "proportional": {"factor": "other than 0"},
-}
-_IS_IN_RANGE: dict[str, Callable[[float], bool]] = {
-    "": lambda number: True,
-    "other than 0": lambda number: number != 0,
-    "of at least 0": lambda number: number >= 0,
-    "above 0": lambda number: number > 0,
-}
+# Numbers of RoPE, and what they are to be above, or at least: with others frequencies fail, or are NaN.
+_ROPE_ABOVE = {"factor": 0, "low_freq_factor": 0, "high_freq_factor": 0, "original_max_position_embeddings": 1}
+_ROPE_AT_LEAST_0 = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _LAYER_LISTS = ("layer_types", *MAP_FIELDS)  # fields with an entry for each layer
 
 
@@ -461,42 +435,34 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             product = f"head_dim * partial_rotary_factor = {self.head_dim} * {factor}"
             product = "head_dim" if rope_type == "proportional" else product
             raise ValueError(f"The rotary dimension {product} = {self.rotary_dim} must be even and at least 2.")
-        self._validate_rope_numbers(rope, rope_type)
+        if rope_type != "default":
+            self._validate_rope_numbers(rope, rope_type)
 
     def _validate_rope_numbers(self, rope: dict[str, Any], rope_type: str) -> None:
-        original = "original_max_position_embeddings"
-        for name, limit in _ROPE_NUMBERS.get(rope_type, {}).items():
-            has_default = rope_type in ("yarn", "longrope") and name != original
-            if name not in rope or (rope[name] is None and has_default):
+        for name in (*_ROPE_ABOVE, *_ROPE_AT_LEAST_0):
+            value, bound = rope.get(name), _ROPE_ABOVE.get(name)
+            is_optional = rope_type in ("yarn", "longrope") and name != "original_max_position_embeddings"
+            if name not in rope or (value is None and is_optional):
                 continue
-            if not _is_finite(rope[name]) or not _IS_IN_RANGE[limit](rope[name]):
-                expected = f"a finite number {limit}".rstrip() + (", or None" if has_default else "")
-                raise ValueError(f"{name}={rope[name]!r} of rope_type={rope_type!r} must be {expected}.")
-        if rope_type == "longrope":
-            for name in _ROPE_NEEDS[rope_type]:
-                factors, count = rope[name], self.rotary_dim // 2
-                is_list = isinstance(factors, list | tuple) and len(factors) in (1, count)
-                if not is_list or not all(_is_finite(number) and number != 0 for number in factors):
-                    raise ValueError(
-                        f"{name}={factors!r} of rope_type='longrope' must be a list of {count} finite numbers other "
-                        "than 0, one for each pair of channels of the rotary dimension."
-                    )
-        # What is left are divisions by zero.
-        if rope_type == "dynamic" and self.rotary_dim == 2:
-            raise ValueError("rope_type='dynamic' needs a rotary dimension above 2, got 2: raise head_dim.")
-        if rope_type == "yarn" and rope["rope_theta"] == 1:
-            raise ValueError(f"rope_theta={rope['rope_theta']} does not go with rope_type='yarn': expected any but 1.")
-        if rope_type == "llama3" and rope["low_freq_factor"] == rope["high_freq_factor"]:
-            raise ValueError(
-                f"low_freq_factor={rope['low_freq_factor']} of rope_type='llama3' must differ from high_freq_factor."
-            )
-        if rope_type == "longrope" and rope.get("attention_factor") is None:
-            length = rope.get(original, self.max_position_embeddings)
-            factor = self.max_position_embeddings / length if rope.get("factor") is None else rope["factor"]
-            if factor > 1 >= length:
+            if not _is_finite(value) or not (value >= 0 if bound is None else value > bound):
+                expected = "of at least 0" if bound is None else f"above {bound}"
+                raise ValueError(f"{name}={value!r} of rope_type={rope_type!r} must be a finite number {expected}.")
+        count = self.rotary_dim // 2
+        for name in ("short_factor", "long_factor") if rope_type == "longrope" else ():
+            factors = rope[name] if isinstance(rope[name], list | tuple) else ()
+            if len(factors) != count or not all(_is_finite(number) and number > 0 for number in factors):
                 raise ValueError(
-                    f"{original}={length} of rope_type='longrope' must be above 1, or attention_factor be given."
+                    f"{name}={rope[name]!r} of rope_type='longrope' must be a list of {count} finite numbers above 0, "
+                    "one for each pair of channels of the rotary dimension."
                 )
+        divisors = {
+            "dynamic": (self.rotary_dim > 2, "a rotary dimension above 2"),
+            "yarn": (rope["rope_theta"] != 1, "a rope_theta other than 1"),
+            "llama3": (rope.get("low_freq_factor") != rope.get("high_freq_factor"), "two freq_factors that differ"),
+        }
+        is_right, what = divisors.get(rope_type, (True, ""))
+        if not is_right:
+            raise ValueError(f"rope_type={rope_type!r} needs {what}: it would divide by zero.")
 
     def _validate_layers(self) -> None:
         self.check_kinds(self.layer_types)
