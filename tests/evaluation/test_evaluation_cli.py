@@ -10,8 +10,16 @@ import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY, documented_commands, tiny_config
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from helpers import REPOSITORY, documented_commands, randomise, tiny_config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from dcformer import DCFormerForSequenceClassification
 from dcformer.evaluation import TASKS_FOLDER, heldout_items, main
@@ -390,6 +398,19 @@ def test_converted_models_are_evaluated_with_their_composition(work, lm_eval):
     perplexity = "perplexity,none"
     assert found["composed"][task][perplexity] == pytest.approx(expected[perplexity], rel=1e-4)
     assert found["plain"][task][perplexity] != pytest.approx(expected[perplexity], rel=0.1)
+
+
+def test_converted_encoder_decoders_keep_the_class_that_lm_eval_chooses(work, lm_eval):
+    from dcformer.evaluation.sharing import SharingHFLM
+
+    tokenizer = AutoTokenizer.from_pretrained("checkpoints/dcformer-synthetic")
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=512, decoder_start_token_id=0))
+    randomise(convert_attention(model, compose_key="uncached")).save_pretrained(work / "t5")
+    loaded = SharingHFLM(pretrained="t5", tokenizer=tokenizer, device="cpu", dtype="float32")
+    assert loaded.AUTO_MODEL_CLASS is AutoModelForSeq2SeqLM and type(loaded.model) is T5ForConditionalGeneration
+    states = loaded.model.state_dict()
+    assert all(torch.equal(states[name], value) for name, value in model.state_dict().items())
 
 
 def test_items_have_several_answers():

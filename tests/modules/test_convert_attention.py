@@ -32,7 +32,7 @@ from dcformer.modules import (
 from dcformer.modules.dcmha import make_generators
 from dcformer.modules.finding import _is_cross
 from dcformer.modules.interface import IMPLEMENTATIONS
-from dcformer.modules.saving import AnyCausalLM
+from dcformer.modules.saving import from_pretrained_any
 
 TOLERANCE = 1e-6  # the specification's, in float32
 SIDES = ("compose", "compose_query", "compose_key")
@@ -797,19 +797,19 @@ def test_loading_gives_what_is_asked(tmp_path):
     assert not info["unexpected_keys"] and dcformer.from_pretrained_converted is from_pretrained_converted
 
 
-def test_programs_load_any_causal_model(tmp_path):
+def test_programs_load_any_model(tmp_path):
     """What was converted with its composition, by the implementation that is named or the usual one; others as ever."""
     converted("llama").save_pretrained(tmp_path / "converted")
     make("llama").save_pretrained(tmp_path / "plain")
-    saved = logits(converted("llama"), name="llama")
+    saved, auto = logits(converted("llama"), name="llama"), t.AutoModelForCausalLM
     for options, name in (({}, "dcmha"), ({"attn_implementation": "dcmha_chunked"}, "dcmha_chunked")):
-        loaded = AnyCausalLM.from_pretrained(tmp_path / "converted", **({"attn_implementation": None} | options))
+        loaded = from_pretrained_any(tmp_path / "converted", auto, **({"attn_implementation": None} | options))
         assert loaded.config._attn_implementation == name
         torch.testing.assert_close(logits(loaded.eval(), name="llama"), saved, rtol=0, atol=TOLERANCE)
-    plain = AnyCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="eager")
+    plain = from_pretrained_any(tmp_path / "plain", auto, attn_implementation="eager")
     assert type(plain) is t.LlamaForCausalLM and not generators(plain)
     with pytest.raises(DCFormerError, match="'sdpa' cannot compose heads"):
-        AnyCausalLM.from_pretrained(tmp_path / "converted", attn_implementation="sdpa")
+        from_pretrained_any(tmp_path / "converted", auto, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize(("name", "layers"), [("bert", "bert.encoder"), ("llama", "model.layers")])
@@ -968,6 +968,10 @@ def test_attention_that_takes_a_cache_and_does_not_say_that_it_is_causal():
         "1.cross_attn.compose_query": (("pre", "query"), ("post", "query")),
         "1.cross_attn.compose_key": (("pre", "key"), ("post", "key")),
     }
+    fields = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower = t.Llama4VisionModel(t.Llama4VisionConfig(**fields, image_size=8, patch_size=4, vision_output_dim=16))
+    convert_attention(tower, compose_key="uncached")  # its attention takes a cache and does nothing with it
+    assert all(len(module.generators) == 4 for module in generators(tower).values())
 
 
 @torch.no_grad()

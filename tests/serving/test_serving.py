@@ -18,7 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import REPOSITORY, randomise, tiny_config
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.utils.import_utils import is_serve_available
 
 from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification
@@ -431,13 +438,20 @@ def test_converted_models_are_served_with_their_composition(tmp_path):
     from transformers.cli.serving import model_manager
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = convert_attention(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval())
-    randomise(model)
-    model.save_pretrained(tmp_path)
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    bart = BartConfig(vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
     ids = torch.arange(9)[None]
-    with _own_application():
-        served = model_manager.ModelManager(device="cpu", dtype="float32")._load_model(str(tmp_path))
-    torch.testing.assert_close(served(ids).logits, model(ids).logits)
+    for model in (
+        LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)),
+        BartForConditionalGeneration(bart),  # with its encoder
+    ):
+        randomise(convert_attention(model.eval(), compose_key="uncached"))
+        folder = tmp_path / type(model).__name__
+        model.save_pretrained(folder)
+        with _own_application():
+            served = model_manager.ModelManager(device="cpu", dtype="float32")._load_model(str(folder))
+        assert type(served) is type(model)
+        torch.testing.assert_close(served(ids).logits, model(ids).logits)
 
 
 @needs_server

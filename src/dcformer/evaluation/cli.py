@@ -163,11 +163,10 @@ def _prepare(args: argparse.Namespace) -> str | None:
     config = _check(options)
     if config is None:
         return None
-    is_changed = is_converted(config)
-    if is_changed or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from .sharing import CONVERTED, NAME
+    if is_converted(config) or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from .sharing import NAME
 
-        args.model = CONVERTED if is_changed else NAME
+        args.model = NAME
     return str(options.model_args["pretrained"])
 
 

@@ -1,15 +1,17 @@
 """lm-eval's model of Transformers: for several processes on any device, and for converted models."""
 
 import os
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from ..modules.saving import AnyCausalLM
+from ..modules.saving import from_pretrained_any
 
-NAME, CONVERTED = "dcformer-hf", "dcformer-converted"
+NAME = "dcformer-hf"
 
 if not torch.accelerator.is_available():
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # otherwise accelerate treats each process as the only one
@@ -17,22 +19,27 @@ if not torch.accelerator.is_available():
 
 @register_model(NAME)
 class SharingHFLM(HFLM):
-    """`--model hf` in which each process of ``accelerate launch`` evaluates its share of the items.
+    """`--model hf` in which each process of ``accelerate launch`` evaluates its share of the items, and models that
+    `convert_attention` has changed come with their composition.
 
-    lm-eval 0.4.13 does so only where it sees several GPUs; on CPUs every process would evaluate everything.
+    lm-eval 0.4.13 shares items only where it sees several GPUs; on CPUs every process would evaluate everything.
     """
+
+    AUTO_MODEL_CLASS: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.world_size == 1 and hasattr(self, "accelerator"):  # lm-eval keeps it if there are several processes
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
 
+    def _create_model(self, *args: Any, **kwargs: Any) -> None:
+        """As lm-eval's, which loads by the class that it has chosen and asks for that class later."""
+        chosen = self.AUTO_MODEL_CLASS
+        self.AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=partial(from_pretrained_any, auto_class=chosen))
+        try:
+            super()._create_model(*args, **kwargs)
+        finally:
+            self.AUTO_MODEL_CLASS = chosen
 
-@register_model(CONVERTED)
-class ConvertedHFLM(SharingHFLM):
-    """The same for models that `convert_attention` has changed, with their composition."""
 
-    AUTO_MODEL_CLASS = AnyCausalLM  # which lm-eval would choose by the configuration
-
-
-__all__ = ["CONVERTED", "NAME", "ConvertedHFLM", "SharingHFLM"]
+__all__ = ["NAME", "SharingHFLM"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compose_dcformer import ComposeSettings, DCFormerCompose
+from ..compose_dcformer import ComposeSettings
 from ..modeling_dcformer import DCFormerAttention, DCFormerRMSNorm, apply_rotary
 from .base import HeadSystem
 from .configuration_head_systems import HeadSystemsConfig
@@ -50,7 +50,7 @@ class HeadSystemsAttention(SystemProjections, DCFormerAttention):
         self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps) if config.qk_norm else nn.Identity()
         heads, cached = config.num_attention_heads, self.system.cache_heads
         is_pruned = not self.system.sizes.composed  # then there may be any number of heads, and nothing to compose
-        self.compose = DCFormerCompose(
+        self.compose = self.compose_class(
             ComposeSettings(
                 hidden_size=config.hidden_size,
                 num_attention_heads=heads,

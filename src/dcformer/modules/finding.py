@@ -136,7 +136,8 @@ def _examine(module: nn.Module, path: str, call: ast.Call, forward: Callable, co
     if compose["compose_key"] == UNCACHED:
         both_ways = getattr(getattr(module, "config", None), "use_bidirectional_attention", False)  # and caches
         says = [getattr(module, name) for name in ("is_causal", "is_decoder") if hasattr(module, name)]
-        is_decoder = any(says) or not says or both_ways  # one that does not say, as Doge's, is if it takes a cache
+        writes = "update" in inspect.unwrap(forward).__code__.co_names  # of a cache: one that does not say, as Doge's
+        is_decoder = any(says) or both_ways or (not says and writes)
         is_cached = not is_cross and is_decoder
         compose = compose | {"compose_key": not (is_cached and set(CACHES) & set(parameters))}
     query = next((name for name in widths if name.startswith("q")), next(iter(widths)))

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ..errors import DCFormerError
 from ..files import whole_file
@@ -44,24 +44,20 @@ def _converted_parts(config: Any) -> list[str]:
     return [n for n in config.sub_configs if getattr(getattr(config, n, None), "dcmha", None) is not None]
 
 
-class AnyCausalLM(AutoModelForCausalLM):
-    """`AutoModelForCausalLM` for programs that take any model: a converted one comes with its composition.
+def from_pretrained_any(source: str | os.PathLike, auto_class: Any, **kwargs: Any) -> Any:
+    """`auto_class.from_pretrained` for programs that take any model: a converted one comes with its composition.
 
-    The library's own class leaves that out, with no more than a warning.
+    The library's own classes leave that out, with no more than a warning. Arguments and errors are theirs, or those of
+    `from_pretrained_converted`.
     """
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-        """Arguments and errors are those of `AutoModelForCausalLM.from_pretrained` or `from_pretrained_converted`."""
-        source = pretrained_model_name_or_path
-        config = kwargs.get("config")
-        if config is None and kwargs.get("gguf_file") is None:
-            hub = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
-            config = AutoConfig.from_pretrained(source, **hub)
-        if config is None or not is_converted(config):
-            return AutoModelForCausalLM.from_pretrained(source, *args, **kwargs)
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        return from_pretrained_converted(source, AutoModelForCausalLM, **given)
+    hub = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
+    try:
+        config = kwargs.get("config") or AutoConfig.from_pretrained(source, **hub)
+    except (OSError, ValueError):  # a GGUF file, an adapter, or what the class itself has something to say of
+        return auto_class.from_pretrained(source, **kwargs)
+    if not is_converted(config):
+        return auto_class.from_pretrained(source, **kwargs)
+    return from_pretrained_converted(source, auto_class, **{k: v for k, v in kwargs.items() if v is not None})
 
 
 def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwargs: Any) -> Any:

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import dcformer  # registers the model types: the server loads them without remote code
 
 from ..errors import DCFormerError, first_line, loading_reason, raise_bug
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device
-from ..modules.saving import AnyCausalLM, is_converted
+from ..modules.saving import from_pretrained_any, is_converted
 from .requests import CHAT, RESPONSES, SOMETIMES_IGNORED, TEXT, BadRequestError, RequestChecks, find_misfit
 
 _PROGRAM = "dcformer-serve"
@@ -100,12 +101,14 @@ def _own_application() -> Iterator[None]:
             where = {"revision": revision or None, "trust_remote_code": self.trust_remote_code}
             is_gguf = kwargs.get("gguf_file") is not None
             config = None if is_gguf else AutoConfig.from_pretrained(model, **where)
-            if not isinstance(config, dcformer.DCFormerConfig) and (is_gguf or not is_converted(config)):
+            is_ours = isinstance(config, dcformer.DCFormerConfig)
+            if config is None or not (is_ours or is_converted(config)):
                 return super()._load_model(model_id_and_revision, *args, **kwargs)
             try:
                 check_parameters(model, config, where)
-                return AnyCausalLM.from_pretrained(
+                return from_pretrained_any(
                     model,
+                    AutoModelForCausalLM if is_ours else getattr(transformers, config.architectures[0]),
                     **where,
                     attn_implementation=self.attn_implementation,
                     dtype=self.dtype,

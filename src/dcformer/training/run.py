@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..errors import DCFormerError, loading_reason, refused
 from ..head_systems import HeadSystem, HeadSystemsModel
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
-from ..modules.saving import AnyCausalLM
+from ..modules.saving import from_pretrained_any
 from ..optimization import names_without_decay, parameter_groups
 from .arguments import (
     DataArguments,
@@ -111,20 +111,20 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
         raise DCFormerError("model_name_or_path is not set: name the model to fine-tune with --model_name_or_path")
     checkpoint = check_output(training, name)
     source = {"revision": chosen.model_revision}
-    config = _load("--model_name_or_path", AutoConfig, name, **source)
+    config = _load("--model_name_or_path", AutoConfig.from_pretrained, name, **source)
     setup = setup_of(config, training.world_size, data, chosen, training)
     if checkpoint is not None:
         check_setup(checkpoint, setup)
     rows, held_out = make_data(data, training)
     option = "--tokenizer" if chosen.tokenizer else "--model_name_or_path"
-    tokenizer = _load(option, AutoTokenizer, chosen.tokenizer or name, **source)
+    tokenizer = _load(option, AutoTokenizer.from_pretrained, chosen.tokenizer or name, **source)
     with refused(ValueError, ImportError):
         quantization, adapters = get_quantization_config(chosen), get_peft_config(chosen)
     if quantization is not None:
         source["quantization_config"] = quantization
     model = _load(
         "--model_name_or_path",
-        AnyCausalLM,
+        partial(from_pretrained_any, auto_class=AutoModelForCausalLM),
         name,
         dtype=chosen.dtype,
         attn_implementation=chosen.attn_implementation,
@@ -159,7 +159,7 @@ def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrai
     if (extended := with_recipe(classes, chosen, training, arguments)) is not None:
         data, chosen, training = parse(classes, extended)
     checkpoint = check_output(training)
-    tokenizer = _load("--tokenizer", AutoTokenizer, chosen.tokenizer)
+    tokenizer = _load("--tokenizer", AutoTokenizer.from_pretrained, chosen.tokenizer)
     config = chosen.make_config(tokenizer)
     if training.learning_rate is None:
         training.learning_rate = paper_learning_rate(num_parameters(config))
@@ -174,10 +174,10 @@ def prepare_pretraining(arguments: Sequence[str] | None = None) -> tuple[SFTTrai
     return _make_trainer(model, tokenizer, rows, held_out, training, checkpoint, setup), checkpoint
 
 
-def _load(option: str, auto_class: Any, name: str, **arguments: Any) -> Any:
-    """`from_pretrained`; errors name the option and the damaged file, or both places where a name was searched."""
+def _load(option: str, load: Callable[..., Any], name: str, **arguments: Any) -> Any:
+    """Calls a `from_pretrained`; errors name the option and the damaged file, or both places of a name."""
     try:
-        return auto_class.from_pretrained(name, **arguments)
+        return load(name, **arguments)
     except (ImportError, *LOADING_ERRORS) as error:
         reason: object = damaged_file(name, error) or error
         if isinstance(reason, AttributeError | KeyError | TypeError):  # their messages alone say little
@@ -220,7 +220,8 @@ def _make_trainer(
         if reason is not None:
             raise DCFormerError(f"--attn_implementation dcformer_triton: {reason}")
     if training.chat_template_path is not None and not Path(training.chat_template_path).exists():
-        _load("--chat_template_path", AutoTokenizer, training.chat_template_path)  # the trainer loads its template
+        # the trainer loads its template
+        _load("--chat_template_path", AutoTokenizer.from_pretrained, training.chat_template_path)
     check_chat_template(tokenizer, training, rows, held_out)
     training.dataset_text_field = "text"  # the name that `check_rows` gives
     training.max_length = longest(training, limit, isinstance(rows, IterableDataset))
