@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from helpers import randomise, tiny_config
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 from dcformer import (
     DCFormerForCausalLM,
@@ -193,8 +193,8 @@ def test_refusals_name_what_would_be_made(fields, message):
 def test_adapters_are_no_part_of_a_plain_model():
     fields = NOT_COMPOSED | {"head_embeddings": "mul", "qk_norm": False, "num_key_value_heads": None}
     model = make(**fields, layer_types=["full_attention"] * 2)
-    model.add_adapter(LoraConfig(r=2, target_modules=["up_proj"]))
-    with pytest.raises(ValueError, match=r"has model\.layers\.0\.mlp\.up_proj\.base_layer.*merge adapters"):
+    get_peft_model(model, LoraConfig(r=2, target_modules=["up_proj"]))
+    with pytest.raises(ValueError, match=r"has model\.layers\.0\.mlp\.up_proj\.base_layer.*Merge adapters"):
         plain_model(model)
 
 

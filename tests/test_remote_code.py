@@ -101,6 +101,9 @@ def test_systems_of_ones_own_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"head_system='own', which is my_systems\.Own and no part of this package"):
         dcformer.export_remote_code(tmp_path)
     assert sorted(tmp_path.iterdir()) == before
+    type("Own", (dcformer.DCFormerForCausalLM,), {})(tiny_config()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"architectures=\['Own'\], no class of this package"):
+        dcformer.export_remote_code(tmp_path)
 
 
 @pytest.mark.slow

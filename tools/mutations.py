@@ -3025,6 +3025,43 @@ T_DCMHA, T_CONVERTED = "tests/modules/test_dcmha.py::", "tests/modules/test_conv
 _MODULES = [
     *_in(
         "head systems",
+        "loading.py",
+        (
+            "what modules of a subclass do is lost",
+            "if path and issubclass(own, type(module)) and",
+            "if False and",
+            "tests/head_systems/test_head_models.py::test_what_subclasses_do_is_not_lost",
+        ),
+        (
+            "modules that fully_shard has made are taken for a variant's",
+            'own.__name__.removeprefix("FSDP") !=',
+            "own.__name__ !=",
+            "tests/head_systems/test_head_models.py::test_what_subclasses_do_is_not_lost",
+        ),
+    ),
+    *_in(
+        "head systems",
+        "head_systems/attention_head_systems.py",
+        (
+            "head systems ignore a variant of composition",
+            "        self.compose = self.compose_class(\n",
+            "        self.compose = DCFormerAttention.compose_class(\n",
+            "tests/head_systems/test_head_models.py::test_variants_of_composition_go_with_systems",
+        ),
+    ),
+    *_in(
+        "modules",
+        "evaluation/sharing.py",
+        (
+            "lm-eval asks the loader of converted models what class it is",
+            "            self.AUTO_MODEL_CLASS = chosen\n",
+            "            pass\n",
+            "tests/evaluation/test_evaluation_cli.py"
+            "::test_converted_encoder_decoders_keep_the_class_that_lm_eval_chooses",
+        ),
+    ),
+    *_in(
+        "head systems",
         "head_systems/convert.py",
         (
             "adapters are lost on the way to a head system",

@@ -88,26 +88,36 @@ def parameter_names(config: Any) -> set[str]:
 
 
 def refuse_other_parameters(model: Any, model_class: Any) -> None:
-    """Refuses a model that has other parameters than a class with its configuration: who reads these would lose them.
+    """Refuses a model that is not just what a class makes of its configuration: who reads its parameters by their names
+    would lose the rest.
 
     Args:
         model: a model.
-        model_class: whose parameters are read, by name.
+        model_class: whose parameters are read.
 
     Raises:
-        ValueError: naming the first that differ, as those of adapters, parametrizations or modules of a subclass.
+        ValueError: naming the first parameters or buffers that differ, as those of adapters or parametrizations, or a
+            module of a subclass.
     """
     with torch.device("meta"):
-        expected = set(model_class(copy.deepcopy(model.config)).state_dict())
-    found = {name.replace(".system.", ".") for name in model.state_dict()}  # of attention that is a head system
-    if other := sorted(found - expected) or sorted(expected - found):
+        expected = model_class(copy.deepcopy(model.config))
+    wanted, found = set(expected.state_dict()), set(model.state_dict())
+    if other := sorted(found - wanted) or sorted(wanted - found):
         more = f" and {len(other) - 3} more" if other[3:] else ""
-        verb = "has" if found - expected else "lacks"
+        verb = "has" if found - wanted else "lacks"
         raise ValueError(
             f"the model ({type(model).__name__}) {verb} {', '.join(other[:3])}{more}, unlike a {model_class.__name__} "
-            "of its configuration: merge adapters (merge_and_unload) and remove parametrizations first; what a "
-            "subclass has of its own cannot be kept."
+            "of its configuration. Merge adapters (merge_and_unload of a PeftModel), remove parametrizations, and "
+            "compile layers afterwards; what a subclass has of its own cannot be kept."
         )
+    modules = dict(model.named_modules())
+    for path, module in expected.named_modules():
+        own = type(modules.get(path, module))
+        if path and issubclass(own, type(module)) and own.__name__.removeprefix("FSDP") != type(module).__name__:
+            raise ValueError(
+                f"{path} of the model is a {own.__name__}, and not the {type(module).__name__} of a "
+                f"{model_class.__name__}: what a subclass does of its own cannot be kept."
+            )
 
 
 def named_device(name: str) -> torch.device:

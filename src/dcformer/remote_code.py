@@ -39,7 +39,7 @@ def export_remote_code(path: str | os.PathLike) -> None:
     Raises:
         FileNotFoundError: when there is no `config.json`.
         ValueError: when it is damaged, or not the native configuration of a DCFormer, DCPythia or DHA model; when its
-            head system is not one of this package.
+            head system, or the class of the saved model, is not one of this package.
     """
     folder = Path(path)
     config_file = folder / "config.json"
@@ -68,6 +68,12 @@ def export_remote_code(path: str | os.PathLike) -> None:
         raise ValueError(
             f"{config_file} has model_type={model_type!r} and is not a configuration of this package: "
             f"expected one of {known} with native keys, as save_pretrained writes them."
+        )
+    classes = {f"{prefix}{_TASKS[task]}" for task in tasks}
+    if others := sorted({name.removeprefix("FSDP") for name in config.get("architectures") or ()} - classes):
+        raise ValueError(
+            f"{config_file} has architectures={others}, no class of this package: its code would not be in the folder. "
+            f"Where {prefix}ForCausalLM or another of {sorted(classes)} does the same, put its name there."
         )
     entry = Path(str(modeling))
     for source in _with_imports(entry):

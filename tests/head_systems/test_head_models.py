@@ -18,8 +18,16 @@ from torch.nn.utils import prune
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import dcformer
-from dcformer import DCFormerForCausalLM, DHAForCausalLM, HeadSystemsConfig, HeadSystemsForCausalLM, to_head_system
+from dcformer import (
+    DCFormerCompose,
+    DCFormerForCausalLM,
+    DHAForCausalLM,
+    HeadSystemsConfig,
+    HeadSystemsForCausalLM,
+    to_head_system,
+)
 from dcformer.head_systems import HEAD_SYSTEMS, system_costs
+from dcformer.head_systems.attention_head_systems import HeadSystemsAttention
 from dcformer.head_systems.stored_system import check_same_system
 
 LOADER = """
@@ -478,9 +486,21 @@ def test_parameters_that_would_be_lost_are_refused(changed):
     elif changed == "subclass":
         model.model.layers[0].self_attn.output_gate = torch.nn.Linear(4, 4)
     else:
-        model.add_adapter(LoraConfig(r=2, target_modules=[changed]))
-    with pytest.raises(ValueError, match=r"\(DCFormerForCausalLM\) has model\.layers\.0\..*merge adapters"):
+        get_peft_model(model, LoraConfig(r=2, target_modules=[changed]))
+    with pytest.raises(ValueError, match=r"\(DCFormerForCausalLM\) has model\.layers\.0\..*Merge adapters"):
         to_head_system(model, "plain")
+
+
+@pytest.mark.parametrize("path", ["model.layers.1", "model.layers.0.self_attn.compose", "model.layers.0.mlp"])
+def test_what_subclasses_do_is_not_lost(path):
+    model = DCFormerForCausalLM(tiny_config())
+    module = model.get_submodule(path)
+    kind = type(module)
+    module.__class__ = type("Other", (kind,), {})
+    with pytest.raises(ValueError, match=f"{path} of the model is a Other, and not the {kind.__name__}"):
+        to_head_system(model, "plain")
+    module.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})  # as fully_shard makes them
+    to_head_system(model, "plain")
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "nonsense"])
@@ -488,6 +508,15 @@ def test_attention_of_the_library_is_refused(name):
     with pytest.raises(ValueError, match=rf"'{name}' is not .*: use one of \('eager', [^)]*\), or") as error:
         heads_model("gate").set_attn_implementation(name)
     assert "flex" not in str(error.value)
+
+
+def test_variants_of_composition_go_with_systems():
+    class Own(DCFormerCompose):
+        pass
+
+    config = heads_config("gate", composed=True)
+    attention = type("Variant", (HeadSystemsAttention,), {"compose_class": Own})(config, 0)
+    assert type(attention.compose) is Own and type(HeadSystemsAttention(config, 0).compose) is DCFormerCompose
 
 
 def test_fusing_is_refused():

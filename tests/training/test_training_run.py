@@ -34,6 +34,7 @@ from dcformer.training import (
     paper_learning_rate,
     prepare_finetuning,
     prepare_pretraining,
+    train,
 )
 from dcformer.training import arguments as training_arguments
 from dcformer.training.arguments import parse, with_recipe
@@ -72,11 +73,13 @@ def test_converted_models_are_trained_with_their_composition(tmp_path):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     trainer = prepare(tmp_path, "--data", TEXT, "--model_name_or_path", str(folder), "--max_steps", "3")
-    trainer.train()
-    trainer.save_model()
+    train(trainer)
+    assert "from_pretrained_converted" in (tmp_path / "out" / "README.md").read_text()
     after = from_pretrained_converted(tmp_path / "out", AutoModelForCausalLM).state_dict()
     assert before and before.keys() <= after.keys()
     assert any(not torch.equal(after[name], value) for name, value in before.items())
+    with pytest.raises(DCFormerError, match=r"takes no rows without padding: leave --packing"):
+        prepare(tmp_path / "packed", "--data", TEXT, "--model_name_or_path", str(folder), "--packing")
 
 
 def test_losses_of_head_systems_are_trained(tmp_path):

@@ -41,10 +41,10 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         TypeError: on a model of another kind.
         ValueError: on an unknown system, on options that do not fit, and where the system cannot be made from it, as
             talking heads from query- or key-wise composition, which they do not have. A model that has a
-            head system already is refused by the name of both; adapters, parametrizations and what a subclass has of
-            its own by the names of their parameters.
+            head system already is refused by the name of both; adapters, parametrizations and modules of subclasses
+            by theirs.
     """
-    source_class = next((source for source in _CLASSES if isinstance(model, source)), None)
+    source_class = next((kind for kind in (*_CLASSES.values(), *_CLASSES) if isinstance(model, kind)), None)
     if source_class is None:
         raise TypeError(
             f"model is a {type(model).__name__}: expected a causal language model, sequence classifier or decoder of "
@@ -76,7 +76,7 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         fields |= SETTINGS | ({} if is_composed else stages)
     config = HeadSystemsConfig(**fields, head_system=name, head_system_options=defaults | options)
     given = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
-    made: Any = _CLASSES[source_class]._from_config(config, **given).to(model.device)
+    made: Any = _CLASSES.get(source_class, source_class)._from_config(config, **given).to(model.device)
     state = {key: value for key, value in model.state_dict().items() if ".self_attn." not in key}
     made.load_state_dict(state, strict=False)
     for source, target in zip(model.base_model.layers, made.base_model.layers, strict=True):

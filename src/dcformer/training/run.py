@@ -32,7 +32,7 @@ from ..errors import DCFormerError, loading_reason, refused
 from ..head_systems import HeadSystem, HeadSystemsModel
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
-from ..modules.saving import from_pretrained_any
+from ..modules.saving import from_pretrained_any, is_converted
 from ..optimization import names_without_decay, parameter_groups
 from .arguments import (
     DataArguments,
@@ -130,6 +130,12 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
         attn_implementation=chosen.attn_implementation,
         **source,
     )
+    is_packed = training.padding_free or (training.packing and training.packing_strategy != "wrapped")
+    if is_packed and is_converted(config):
+        raise DCFormerError(
+            f"{name} was converted, and the composition of converted models takes no rows without padding: leave "
+            "--packing and --padding_free away, or give --packing_strategy wrapped."
+        )
     own = None
     if chosen.tokenizer:
         with suppress(OSError):  # the model may come without a tokenizer
@@ -404,6 +410,8 @@ def train(trainer: SFTTrainer, checkpoint: str | None = None) -> dict[str, float
     result = trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.is_fsdp_enabled:  # checkpoints may be sharded over processes; the final model is not
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    if is_converted(trainer.model.config) and trainer.is_world_process_zero():
+        Path(trainer.args.output_dir, "README.md").unlink(missing_ok=True)  # TRL's would load it without composition
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)
