@@ -112,6 +112,12 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
     checkpoint = check_output(training, name)
     source = {"revision": chosen.model_revision}
     config = _load("--model_name_or_path", AutoConfig.from_pretrained, name, **source)
+    is_packed = training.padding_free or (training.packing and training.packing_strategy != "wrapped")
+    if is_packed and is_converted(config):
+        raise DCFormerError(
+            f"{name} was converted, and the composition of converted models takes no rows without padding: leave "
+            "--packing and --padding_free away, or give --packing_strategy wrapped."
+        )
     setup = setup_of(config, training.world_size, data, chosen, training)
     if checkpoint is not None:
         check_setup(checkpoint, setup)
@@ -130,12 +136,6 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
         attn_implementation=chosen.attn_implementation,
         **source,
     )
-    is_packed = training.padding_free or (training.packing and training.packing_strategy != "wrapped")
-    if is_packed and is_converted(config):
-        raise DCFormerError(
-            f"{name} was converted, and the composition of converted models takes no rows without padding: leave "
-            "--packing and --padding_free away, or give --packing_strategy wrapped."
-        )
     own = None
     if chosen.tokenizer:
         with suppress(OSError):  # the model may come without a tokenizer
