@@ -95,7 +95,7 @@ BAD_ROPES = [
         (kind, {name: bad}, f"{name}={bad!r} of rope_type='{kind}' must be a finite number above 0")
         for kind, fields in ROPES.items()
         for name in ABOVE_0
-        if name in fields or kind == "proportional"
+        if name in fields or (kind, name) == ("proportional", "factor")
         for bad in (*TEXT, -1.0, 0, 10**400, *[None] * (kind not in ("yarn", "longrope")))
     ),
     *(
@@ -125,6 +125,8 @@ GOOD_ROPES = [
     ("yarn", dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), None)),
     ("yarn", dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 0)),
     ("yarn", {"rope_theta": 0.5, "truncate": None}),
+    ("linear", dict.fromkeys((LENGTH, "attention_factor", "beta_fast", "low_freq_factor"))),
+    ("dynamic", {LENGTH: None}),
     ("longrope", {LENGTH: 4096, "factor": None}),
     ("longrope", {"long_factor": (2.0,) * 32}),
     ("llama3", {"low_freq_factor": 4.0, "high_freq_factor": 1.0}),

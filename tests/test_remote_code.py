@@ -102,7 +102,7 @@ def test_systems_of_ones_own_are_refused(tmp_path, monkeypatch):
         dcformer.export_remote_code(tmp_path)
     assert sorted(tmp_path.iterdir()) == before
     type("Own", (dcformer.DCFormerForCausalLM,), {})(tiny_config()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"architectures=\['Own'\], no class of this package"):
+    with pytest.raises(ValueError, match=r"architectures=\['Own'\], no class of model_type='dcformer'"):
         dcformer.export_remote_code(tmp_path)
 
 

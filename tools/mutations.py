@@ -533,7 +533,7 @@ _CONFIGURATION = (
         ),
         (
             "numbers of RoPE that may be left out are needed",
-            "if name not in rope or (value is None and is_optional):",
+            "if value is None and (name not in rope or name not in _ROPE_NOT_NONE[rope_type]):",
             "if name not in rope:",
             T_CONFIG + "test_rope_that_works_is_not_refused",
         ),

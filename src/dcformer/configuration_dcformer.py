@@ -32,8 +32,15 @@ _ROPE_NEEDS = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_NOT_NONE = {  # if they are given
+    **{name: _ROPE_NEEDS.get(name, ("factor",)) for name in ROPE_INIT_FUNCTIONS},
+    "yarn": (_ORIGINAL,),
+    "longrope": (_ORIGINAL,),
+    "llama3": (*_ROPE_NEEDS["llama3"], _ORIGINAL),
+}
 # Numbers of RoPE, and what they are to be above, or at least: with others frequencies fail, or are NaN.
-_ROPE_ABOVE = {"factor": 0, "low_freq_factor": 0, "high_freq_factor": 0, "original_max_position_embeddings": 1}
+_ROPE_ABOVE = {"factor": 0, "low_freq_factor": 0, "high_freq_factor": 0, _ORIGINAL: 1}
 _ROPE_AT_LEAST_0 = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _LAYER_LISTS = ("layer_types", *MAP_FIELDS)  # fields with an entry for each layer
 
@@ -441,8 +448,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     def _validate_rope_numbers(self, rope: dict[str, Any], rope_type: str) -> None:
         for name in (*_ROPE_ABOVE, *_ROPE_AT_LEAST_0):
             value, bound = rope.get(name), _ROPE_ABOVE.get(name)
-            is_optional = rope_type in ("yarn", "longrope") and name != "original_max_position_embeddings"
-            if name not in rope or (value is None and is_optional):
+            if value is None and (name not in rope or name not in _ROPE_NOT_NONE[rope_type]):
                 continue
             if not _is_finite(value) or not (value >= 0 if bound is None else value > bound):
                 expected = "of at least 0" if bound is None else f"above {bound}"

@@ -115,7 +115,7 @@ def refuse_other_parameters(model: Any, model_class: Any) -> None:
         own = type(modules.get(path, module))
         if path and issubclass(own, type(module)) and own.__name__.removeprefix("FSDP") != type(module).__name__:
             raise ValueError(
-                f"{path} of the model is a {own.__name__}, and not the {type(module).__name__} of a "
+                f"{path!r} of the model is a {own.__name__}, and not the {type(module).__name__} of a "
                 f"{model_class.__name__}: what a subclass does of its own cannot be kept."
             )
 

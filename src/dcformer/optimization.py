@@ -1,7 +1,7 @@
 """Learning rates for models with composition: parameter groups for any of PyTorch's optimizers.
 
-One rate for all is the default. Lower ones of composition were measured on two tasks (docs/training_results.md): a
-tenth gained nothing on one and was ahead on the other, rates in proportion to the initial values were worse.
+One rate for all is the default. Lower ones of composition were measured on three tasks (docs/training_results.md):
+a tenth was ahead on one and gained nothing on two, rates in proportion to the initial values were worse.
 """
 
 import math

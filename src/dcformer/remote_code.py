@@ -72,7 +72,7 @@ def export_remote_code(path: str | os.PathLike) -> None:
     classes = {f"{prefix}{_TASKS[task]}" for task in tasks}
     if others := sorted({name.removeprefix("FSDP") for name in config.get("architectures") or ()} - classes):
         raise ValueError(
-            f"{config_file} has architectures={others}, no class of this package: its code would not be in the folder. "
+            f"{config_file} has architectures={others}, no class of model_type={model_type!r}, whose code goes along. "
             f"Where {prefix}ForCausalLM or another of {sorted(classes)} does the same, put its name there."
         )
     entry = Path(str(modeling))

@@ -497,7 +497,7 @@ def test_what_subclasses_do_is_not_lost(path):
     module = model.get_submodule(path)
     kind = type(module)
     module.__class__ = type("Other", (kind,), {})
-    with pytest.raises(ValueError, match=f"{path} of the model is a Other, and not the {kind.__name__}"):
+    with pytest.raises(ValueError, match=f"'{path}' of the model is a Other, and not the {kind.__name__}"):
         to_head_system(model, "plain")
     module.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})  # as fully_shard makes them
     to_head_system(model, "plain")

@@ -465,9 +465,10 @@ def test_no_file_of_arguments(fails, script):
 
 
 def test_dtypes(fails, tmp_path):
-    (tmp_path / "run.yaml").write_text("dtype: bf17\n")  # argparse looks at the command line's only
-    message = fails("--config", str(tmp_path / "run.yaml"))
-    assert message == "error: dtype is 'bf17': expected one of auto, bfloat16, float16, float32"
+    file = tmp_path / "run.yaml"
+    file.write_text("dtype: bf17\n")  # argparse looks at the command line's only
+    expected = f"error: --config {file}: dtype is 'bf17': expected one of auto, bfloat16, float16, float32"
+    assert fails("--config", str(file)) == expected
     assert "invalid choice: 'bf17' (choose from" in fails(dtype="bf17")
 
 

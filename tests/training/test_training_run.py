@@ -80,6 +80,19 @@ def test_converted_models_are_trained_with_their_composition(tmp_path):
     assert any(not torch.equal(after[name], value) for name, value in before.items())
     with pytest.raises(DCFormerError, match=r"takes no rows without padding: leave --packing"):
         prepare(tmp_path / "packed", "--data", TEXT, "--model_name_or_path", str(folder), "--packing")
+    (tmp_path / "noted" / "out").mkdir(parents=True)
+    (tmp_path / "noted" / "out" / "README.md").write_text("mine")
+    options = ["--model_name_or_path", str(folder), "--save_strategy", "no"]
+    train(prepare(tmp_path / "noted", "--data", TEXT, *options))
+    assert (tmp_path / "noted" / "out" / "README.md").read_text() == "mine"
+
+
+def test_choices_in_a_file_are_those_of_the_command_line(tmp_path):
+    """TRL's "wrapped" does not keep documents apart."""
+    file = tmp_path / "run.yaml"
+    file.write_text("packing: true\npacking_strategy: wrapped\n")
+    with pytest.raises(DCFormerError, match="packing_strategy is 'wrapped': expected one of bfd, bfd_split"):
+        prepare(tmp_path, "--data", TEXT, "--config", str(file))
 
 
 def test_losses_of_head_systems_are_trained(tmp_path):

@@ -106,7 +106,7 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
         )
     else:
         with torch.device("meta"):
-            model_class = type(auto_class.from_config(config))
+            model_class = type(auto_class.from_config(config, trust_remote_code=hub.get("trust_remote_code")))
 
     def make(self: PreTrainedModel, *args: Any, **options: Any) -> None:
         model_class.__init__(self, *args, **options)

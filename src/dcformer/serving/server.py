@@ -106,9 +106,10 @@ def _own_application() -> Iterator[None]:
                 return super()._load_model(model_id_and_revision, *args, **kwargs)
             try:
                 check_parameters(model, config, where)
+                named = (config.architectures or [""])[0].removeprefix("FSDP")
                 return from_pretrained_any(
                     model,
-                    AutoModelForCausalLM if is_ours else getattr(transformers, config.architectures[0]),
+                    AutoModelForCausalLM if is_ours else getattr(transformers, named, AutoModelForCausalLM),
                     **where,
                     attn_implementation=self.attn_implementation,
                     dtype=self.dtype,

@@ -22,7 +22,6 @@ from ..recipes import check_overrides, recipe
 
 logger = logging.get_logger(__name__)
 
-_DTYPES = ("auto", "bfloat16", "float16", "float32")
 # Training arguments that must be finite and above 0 if given.
 _POSITIVE = (
     "learning_rate",
@@ -97,8 +96,6 @@ class ModelArguments(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in _DTYPES:  # the parser checks only the command line
-            raise DCFormerError(f"dtype is {self.dtype!r}: expected one of {', '.join(_DTYPES)}")
         # TRL unpacks a single name, which PEFT takes for a regular expression over full paths: `q_proj` matches none
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
             self.lora_target_modules = [self.lora_target_modules]
@@ -338,17 +335,21 @@ def _split(line: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _check_file(classes: Sequence[type], file: str) -> None:
-    """Refuses names that no argument has, and values of another type; the parser takes care of text."""
+    """Refuses names that no argument has, and values of another type or beside its choices; the parser takes care of
+    other text."""
     with open(file, encoding="utf-8") as text:  # whose name is in errors of YAML
         given = yaml.safe_load(text)
     if not isinstance(given, dict):
         return  # refused by the parser, which also has variables of the environment, "env"
     kinds: dict[Any, Any] = {name: kind for part in classes for name, kind in get_type_hints(part).items()}
+    choices = {f.name: f.metadata["choices"] for part in classes for f in fields(part) if "choices" in f.metadata}
     for name, value in given.items():
         if name == "env":
             continue
         if name not in kinds:
             raise DCFormerError(f"--config {file}: {name!r} is not an argument; --help lists all arguments")
+        if value is not None and value not in (known := choices.get(name, [value])):
+            raise DCFormerError(f"--config {file}: {name} is {value!r}: expected one of {', '.join(map(str, known))}")
         kind = kinds[name]
         options = (kind, *get_args(kind))
         # a number or date may be meant as text; the library's annotation of fsdp is narrower than what it takes

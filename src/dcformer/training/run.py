@@ -112,11 +112,10 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
     checkpoint = check_output(training, name)
     source = {"revision": chosen.model_revision}
     config = _load("--model_name_or_path", AutoConfig.from_pretrained, name, **source)
-    is_packed = training.padding_free or (training.packing and training.packing_strategy != "wrapped")
-    if is_packed and is_converted(config):
+    if (training.packing or training.padding_free) and is_converted(config):
         raise DCFormerError(
             f"{name} was converted, and the composition of converted models takes no rows without padding: leave "
-            "--packing and --padding_free away, or give --packing_strategy wrapped."
+            "--packing and --padding_free away."
         )
     setup = setup_of(config, training.world_size, data, chosen, training)
     if checkpoint is not None:
@@ -410,8 +409,10 @@ def train(trainer: SFTTrainer, checkpoint: str | None = None) -> dict[str, float
     result = trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.is_fsdp_enabled:  # checkpoints may be sharded over processes; the final model is not
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    if is_converted(trainer.model.config) and trainer.is_world_process_zero():
-        Path(trainer.args.output_dir, "README.md").unlink(missing_ok=True)  # TRL's would load it without composition
+    card = Path(trainer.args.output_dir, "README.md")
+    is_own = not card.exists() or "generated_from_trainer" not in card.read_text(encoding="utf-8")
+    if not is_own and is_converted(trainer.model.config) and trainer.is_world_process_zero():
+        card.unlink()  # TRL's, which loads the model without its composition
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)
