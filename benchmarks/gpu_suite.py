@@ -53,6 +53,7 @@ from dcformer import ComposeWeights, DCFormerCompose, DCFormerConfig, SideWeight
 from dcformer.attention_dcformer import eager_attention
 from dcformer.cache_dcformer import use_static_layers
 from dcformer.chunked_dcformer import chunked_attention
+from dcformer.kernels import overflow
 
 SECTIONS = {
     "check": "Against the definition in float64: attention, decoding, weight generators, models",
@@ -1178,9 +1179,9 @@ def run_cell(bench: Bench, cell: Cell) -> dict[str, Any]:
     else:
         record = guarded(bench, cell.run)
     record = {"section": cell.section, "name": cell.name} | cell.coordinates | record
-    found = kernels.overflow.beyond(torch.empty(0, device=bench.device).device)
+    found = overflow.beyond(torch.empty(0, device=bench.device).device)
     if found:  # its maps are not the usual ones
-        record["beyond"] = [what.name for what in kernels.overflow.Beyond if what in found]
+        record["beyond"] = [what.name for what in overflow.Beyond if what in found]
     if verdict["status"] != "ok" and record["status"] == "ok":
         record |= {"status": "invalid", "detail": f"{verdict['name']}: {verdict['status']}"}
     return record
@@ -1424,7 +1425,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def let_first_passes_go_by(device: torch.device) -> None:
     """A process waits for the marks of its first passes. What is timed are later ones, which wait for nothing."""
-    overflow = kernels.overflow
     overflow.mark_of(device, overflow.Beyond.SCORES)  # there are marks to look at
     for _ in range(overflow.FIRST):
         overflow.look(device)
