@@ -180,6 +180,11 @@ class Bench:
         return "cpu" if self.smoke else "cuda"
 
     @property
+    def numbered_device(self) -> torch.device:
+        """With its index, as the marks of kernels go by it."""
+        return torch.empty(0, device=self.device).device
+
+    @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.smoke else torch.bfloat16
 
@@ -1179,7 +1184,7 @@ def run_cell(bench: Bench, cell: Cell) -> dict[str, Any]:
     else:
         record = guarded(bench, cell.run)
     record = {"section": cell.section, "name": cell.name} | cell.coordinates | record
-    found = overflow.beyond(torch.empty(0, device=bench.device).device)
+    found = overflow.beyond(bench.numbered_device)
     if found:  # its maps are not the usual ones
         record["beyond"] = [what.name for what in overflow.Beyond if what in found]
     if verdict["status"] != "ok" and record["status"] == "ok":
@@ -1457,7 +1462,7 @@ def main(arguments: list[str] | None = None) -> int:
     content |= {"about": describe(bench), "goals": [], "cells": []}
     if args.resume and path.exists():
         content["cells"] = json.loads(path.read_text())["cells"]
-    let_first_passes_go_by(torch.empty(0, device=bench.device).device)
+    let_first_passes_go_by(bench.numbered_device)
     lost = run_suite(bench, args, content, path)
     if lost and args.restarts < 5:
         left = max(0.0, args.budget_s - (time.perf_counter() - start))

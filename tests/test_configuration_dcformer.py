@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
 from dcformer.analysis import num_compose_parameters
@@ -253,6 +254,12 @@ def test_rope_that_would_fail_or_be_nan_is_refused_by_name_and_value(kind, field
     with pytest.raises(ValueError) as error:
         DCFormerConfig(**rope(kind, **fields))
     assert message in str(error.value)
+
+
+def test_rope_of_a_kind_that_is_registered_later_is_its_own_affair(monkeypatch):
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "own", lambda config, **kwargs: (torch.ones(32), 1.0))
+    config = DCFormerConfig(rope_parameters={"rope_type": "own", "rope_theta": 1e4, "factor": "many"})
+    assert DCFormerRotaryEmbedding(config).inv_freq.shape == (32,)
 
 
 @pytest.mark.parametrize(("kind", "fields"), [*((kind, {}) for kind in ROPES), *GOOD_ROPES], ids=str)

@@ -3075,8 +3075,8 @@ _MODULES = [
         "head_systems/costs.py",
         (
             "training of head systems over all keys",
-            "(length / 2 - 1)",
-            "(length - 1)",
+            "half, systems = length / 2,",
+            "half, systems = length,",
             "tests/head_systems/test_head_costs.py::test_training_counts_the_causal_half_of_the_keys",
         ),
     ),
@@ -3685,13 +3685,13 @@ _DHA = [
         ),
         (
             "windows that no layer has are compared",
-            'own["sliding_window"] = None',
-            "pass",
+            '{"sliding_window": _window_of_layers(config)}',
+            "{}",
             DHA_FOLDING + "test_a_window_that_no_layer_has_keeps_nothing_from_being_a_librarys_model",
         ),
         (
             "windows that no layer has are handed on",
-            'window = config.sliding_window if "sliding_attention" in (config.layer_types or ()) else None',
+            "window = _window_of_layers(config)",
             "window = config.sliding_window",
             DHA_FOLDING + "test_a_window_that_no_layer_has_keeps_nothing_from_being_a_librarys_model",
         ),

@@ -33,11 +33,13 @@ _ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 _ORIGINAL = "original_max_position_embeddings"
-_ROPE_NOT_NONE = {  # if they are given
-    **{name: _ROPE_NEEDS.get(name, ("factor",)) for name in ROPE_INIT_FUNCTIONS},
+_ROPE_NOT_NONE = {  # of the library's kinds, if they are given
+    "linear": ("factor",),
+    "dynamic": ("factor",),
     "yarn": (_ORIGINAL,),
     "longrope": (_ORIGINAL,),
     "llama3": (*_ROPE_NEEDS["llama3"], _ORIGINAL),
+    "proportional": ("factor",),
 }
 # Numbers of RoPE, and what they are to be above, or at least: with others frequencies fail, or are NaN.
 _ROPE_ABOVE = {"factor": 0, "low_freq_factor": 0, "high_freq_factor": 0, _ORIGINAL: 1}
@@ -442,7 +444,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             product = f"head_dim * partial_rotary_factor = {self.head_dim} * {factor}"
             product = "head_dim" if rope_type == "proportional" else product
             raise ValueError(f"The rotary dimension {product} = {self.rotary_dim} must be even and at least 2.")
-        if rope_type != "default":
+        if rope_type in _ROPE_NOT_NONE:
             self._validate_rope_numbers(rope, rope_type)
 
     def _validate_rope_numbers(self, rope: dict[str, Any], rope_type: str) -> None:

@@ -115,7 +115,7 @@ def refused(*kinds: type[Exception], what: str = "", loads: str | os.PathLike | 
 
 def is_of_package(kind: type) -> bool:
     """Whether a class is one of this package, and not one that others derive from it."""
-    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return kind.__module__.partition(".")[0] in _OURS
 
 
 def reports(command: Callable[_P, int]) -> Callable[_P, int]:

@@ -51,6 +51,11 @@ _COMMON = (
 )
 
 
+def _window_of_layers(config: DCFormerConfig) -> int | None:
+    """The window that some layer has; the field has a value in models of global layers, too."""
+    return config.sliding_window if "sliding_attention" in (config.layer_types or ()) else None
+
+
 class Family:
     """A kind of model. This one has the modules and names of Llama, which are the native ones."""
 
@@ -85,7 +90,7 @@ class Family:
         """A configuration of the family with the native one's fields, as far as it has them; ignores head maps."""
         fields = {name: copy.deepcopy(getattr(config, name)) for name in _COMMON}
         own = ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "layer_types")
-        window = config.sliding_window if "sliding_attention" in (config.layer_types or ()) else None
+        window = _window_of_layers(config)
         others = {name: getattr(config, name) for name in own}
         others |= {"sliding_window": window, "use_sliding_window": window is not None}
         known = set(self.config_class.__dataclass_fields__)
@@ -99,9 +104,7 @@ class Family:
         except CONFIG_ERRORS as error:
             raise_bug(error)
             return [" ".join(str(error).split())]
-        own = {name: getattr(config, name) for name in fields}
-        if "sliding_attention" not in (config.layer_types or ()):
-            own["sliding_window"] = None  # which no layer has, whatever the field says
+        own = {name: getattr(config, name) for name in fields} | {"sliding_window": _window_of_layers(config)}
         if own["rope_parameters"].get("partial_rotary_factor") == 1.0:  # as where it is not named
             fields["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
         names = [name for name, value in fields.items() if own[name] != value]

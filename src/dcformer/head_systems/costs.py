@@ -8,6 +8,7 @@ import torch
 
 from ..analysis import num_parameters, training_flops
 from ..configuration_dcformer import DCFormerConfig
+from .base import HeadSystem
 from .configuration_head_systems import HeadSystemsConfig
 from .modeling_head_systems import HeadSystemsForCausalLM
 
@@ -51,8 +52,7 @@ def system_costs(config: HeadSystemsConfig, sequence_length: int | None = None) 
     if not isinstance(length, Integral) or length < 1:
         raise ValueError(f"sequence_length={length!r}: expected a whole number of tokens, at least 1.")
     length = int(length)
-    with torch.device("meta"):
-        model = HeadSystemsForCausalLM(type(config).from_dict(config.to_dict()))
+    model = _built(config)
     attentions: list[Any] = [layer.self_attn for layer in model.model.layers]
     systems = [attention.system for attention in attentions]
     return SystemCosts(
@@ -65,6 +65,11 @@ def system_costs(config: HeadSystemsConfig, sequence_length: int | None = None) 
             for stage, width in zip(("pre", "post"), attention.cache_widths, strict=True)
         ),
     )
+
+
+def _built(config: HeadSystemsConfig) -> Any:
+    with torch.device("meta"):
+        return HeadSystemsForCausalLM(type(config).from_dict(config.to_dict()))
 
 
 def count_parameters(config: DCFormerConfig, exclude_embeddings: bool = False) -> int:
@@ -81,10 +86,8 @@ def count_training_flops(config: DCFormerConfig, sequence_length: int | None = N
     if not isinstance(config, HeadSystemsConfig):
         return whole
     length: Any = config.max_position_embeddings if sequence_length is None else sequence_length
-    plain = type(config).from_dict(config.to_dict() | {"head_system": "plain", "head_system_options": {}})
-    at_1, at_2 = (system_costs(config, n).flops_per_token - system_costs(plain, n).flops_per_token for n in (1, 2))
-    more = at_1 + (at_2 - at_1) * (length / 2 - 1)  # linear in the number of keys, of which the causal half counts
-    return whole + 3 * more
+    half, systems = length / 2, [layer.self_attn.system for layer in _built(config).model.layers]
+    return whole + 3 * sum(system.flops(half) - HeadSystem.flops(system, half) for system in systems)  # over plain ones
 
 
 __all__ = ["SystemCosts", "count_parameters", "count_training_flops", "system_costs"]

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..analysis import num_parameters
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, DCFormerError, is_of_package, refused
 from ..head_systems.costs import count_parameters, count_training_flops
@@ -253,7 +254,7 @@ def _of_trainer(folder: Path, state_file: Path, perplexity: bool) -> Point:
         seed=seed,
         source=str(run),
     )
-    if isinstance(config, DCFormerConfig) and is_of_package(type(config)):
+    if config is not None:
         point = replace(point, flops=count_training_flops(config, length) * tokens)
     return _checked(point)
 
@@ -292,14 +293,14 @@ def _part(record: Mapping[str, Any], file: Path, key: str, kind: Any, default: A
 
 
 def _counted(run: Path) -> tuple[int, int, Any]:
-    """Parameters of a run's model, those of its embeddings, and its configuration."""
+    """Parameters of a run's model, those of its embeddings, and its configuration where that tells its operations."""
     file = run / "config.json"
     _record(file)
     with refused(OSError, *CONFIG_ERRORS, what=str(file)):
         config = AutoConfig.from_pretrained(run, local_files_only=True)
     if isinstance(config, DCFormerConfig) and is_of_package(type(config)):
         parameters = count_parameters(config)
-        return parameters, parameters - count_parameters(config, exclude_embeddings=True), config
+        return parameters, num_parameters(config) - num_parameters(config, exclude_embeddings=True), config
     weights = run / "model.safetensors"
     if weights.exists():
         with refused(OSError, SafetensorError, what=str(weights)), safe_open(weights, "pt") as tensors:
@@ -313,7 +314,7 @@ def _counted(run: Path) -> tuple[int, int, Any]:
         model = AutoModelForCausalLM.from_config(config)
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     embeddings = {parameter for end in ends for parameter in end.parameters()}
-    return model.num_parameters(), sum(parameter.numel() for parameter in embeddings), config
+    return model.num_parameters(), sum(parameter.numel() for parameter in embeddings), None
 
 
 def _final_loss(history: list[Any], last: int, run: Path) -> tuple[str, Any]:

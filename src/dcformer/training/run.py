@@ -409,10 +409,10 @@ def train(trainer: SFTTrainer, checkpoint: str | None = None) -> dict[str, float
     result = trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.is_fsdp_enabled:  # checkpoints may be sharded over processes; the final model is not
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    card = Path(trainer.args.output_dir, "README.md")
-    is_own = not card.exists() or "generated_from_trainer" not in card.read_text(encoding="utf-8")
-    if not is_own and is_converted(trainer.model.config) and trainer.is_world_process_zero():
-        card.unlink()  # TRL's, which loads the model without its composition
+    if is_converted(trainer.model.config) and trainer.is_world_process_zero():
+        card = Path(trainer.args.output_dir, "README.md")
+        if card.exists() and "generated_from_trainer" in card.read_text(encoding="utf-8"):
+            card.unlink()  # TRL's, which loads the model without its composition
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)
