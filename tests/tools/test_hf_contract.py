@@ -1,12 +1,17 @@
 """The runner of Transformers' own tests: what counts as expected, and that it fetches what its hash names alone."""
 
+import atexit
+import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from helpers import REPOSITORY
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 FOLDER = REPOSITORY / "tools" / "hf_contract"
 FOUND = {
@@ -124,3 +129,30 @@ def test_a_wrong_file_is_refused(tool, tmp_path, monkeypatch, capfd):
             tool.fetch_tests(version)
         assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err
     assert not (tmp_path / "build" / version).exists()
+
+
+def test_what_a_failed_test_wrote_is_kept(tool):
+    outcomes = tool.Outcomes()
+    report = SimpleNamespace(nodeid="f.py::ATest::test_a", passed=False, failed=True, skipped=False, outcome="failed")
+    report.longreprtext, report.capstderr = "E  ProcessExitedException", "x" * 5000 + "terminate called"
+    outcomes.pytest_runtest_logreport(report)
+    assert outcomes.found == {"ATest::test_a": ("failed", "E  ProcessExitedException")}
+    assert outcomes.written["ATest::test_a"].endswith("xterminate called")
+
+
+def aborts_at_its_end(rank, passes):
+    atexit.register(os.abort)
+    if not passes:
+        raise ValueError(f"rank {rank}")
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_rank_that_passed_may_not_abort_while_python_shuts_down(monkeypatch, passes):
+    """As threads of gloo do now and then; one that did not pass fails."""
+    monkeypatch.syspath_prepend(str(FOLDER / "stand_ins"))
+    start = importlib.import_module("distributed_testing_utils")._start_rank_processes
+    if passes:
+        start(aborts_at_its_end, (True,), 1)
+    else:
+        with pytest.raises(ProcessRaisedException, match="ValueError: rank 0"):
+            start(aborts_at_its_end, (False,), 1)

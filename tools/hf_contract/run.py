@@ -69,9 +69,11 @@ class Outcomes:
     Attributes:
         found: ("skipped" or "failed", message) by name, "DCFormerTest::test_x" or "DCFormerTest::test_x[subtest]"; None
             for what passed.
+        written: the end of what each failed one and its processes wrote to their standard error.
     """
 
     found: dict[str, tuple[str, str] | None] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
 
     def pytest_runtest_logreport(self, report) -> None:
         name = report.nodeid.partition("::")[2]
@@ -82,6 +84,8 @@ class Outcomes:
             self.found.setdefault(name, None)
             return
         self.found[name] = (report.outcome, report.longrepr[2] if report.skipped else report.longreprtext)
+        if report.failed:
+            self.written[name] = report.capstderr[-4000:]
 
 
 def read_expected(path: Path, version: str) -> dict[str, list[Group]]:
@@ -209,6 +213,8 @@ def main(arguments: list[str]) -> int:
         wrong |= {test: "is in expected.toml and not among the tests" for test in unknown(outcomes.found, expected)}
     for name, sentence in sorted(wrong.items()):
         print(f"\n{name} {sentence}")
+        if outcomes.written.get(name):
+            print(f"It wrote to its standard error, at the end:\n{outcomes.written[name]}")
     kinds = [outcome[0] if outcome else "passed" for outcome in outcomes.found.values()]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("passed", "skipped", "failed"))
     print(f"{counts}, counting subtests; {len(wrong) or 'none'} not as expected")
