@@ -3028,15 +3028,27 @@ _MODULES = [
         "loading.py",
         (
             "what modules of a subclass do is lost",
-            "if path and issubclass(own, type(module)) and",
-            "if False and",
+            "if path and own != type(module).__name__:",
+            "if False:",
             "tests/head_systems/test_head_models.py::test_what_subclasses_do_is_not_lost",
         ),
         (
             "modules that fully_shard has made are taken for a variant's",
-            'own.__name__.removeprefix("FSDP") !=',
-            "own.__name__ !=",
+            '__name__.removeprefix("FSDP")\n        if path',
+            "__name__\n        if path",
             "tests/head_systems/test_head_models.py::test_what_subclasses_do_is_not_lost",
+        ),
+        (
+            "modules of unrelated classes are taken for those of the model",
+            "if path and own != type(module).__name__:",
+            "if path and issubclass(type(modules[path]), type(module)) and own != type(module).__name__:",
+            "tests/head_systems/test_head_models.py::test_what_replaced_modules_and_models_of_ones_own_do_is_not_lost",
+        ),
+        (
+            "a model's own forward is lost",
+            "if type(model).forward is not model_class.forward:",
+            "if False:",
+            "tests/head_systems/test_head_models.py::test_what_replaced_modules_and_models_of_ones_own_do_is_not_lost",
         ),
     ),
     *_in(

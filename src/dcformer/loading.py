@@ -97,7 +97,7 @@ def refuse_other_parameters(model: Any, model_class: Any) -> None:
 
     Raises:
         ValueError: naming the first parameters or buffers that differ, as those of adapters or parametrizations, or a
-            module of a subclass.
+            module of another class, or the model's class where that has a `forward` of its own.
     """
     with torch.device("meta"):
         expected = model_class(copy.deepcopy(model.config))
@@ -110,13 +110,18 @@ def refuse_other_parameters(model: Any, model_class: Any) -> None:
             "of its configuration. Merge adapters (merge_and_unload of a PeftModel), remove parametrizations, and "
             "compile layers afterwards; what a subclass has of its own cannot be kept."
         )
+    if type(model).forward is not model_class.forward:
+        raise ValueError(
+            f"{type(model).__name__} has a forward of its own, and not that of {model_class.__name__}: what it does "
+            "cannot be kept."
+        )
     modules = dict(model.named_modules())
     for path, module in expected.named_modules():
-        own = type(modules.get(path, module))
-        if path and issubclass(own, type(module)) and own.__name__.removeprefix("FSDP") != type(module).__name__:
+        own = type(modules.get(path, module)).__name__.removeprefix("FSDP")
+        if path and own != type(module).__name__:
             raise ValueError(
-                f"{path!r} of the model is a {own.__name__}, and not the {type(module).__name__} of a "
-                f"{model_class.__name__}: what a subclass does of its own cannot be kept."
+                f"{path!r} of the model is a {own}, and not the {type(module).__name__} of a {model_class.__name__}: "
+                "what another class does cannot be kept."
             )
 
 

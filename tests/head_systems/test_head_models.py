@@ -503,6 +503,23 @@ def test_what_subclasses_do_is_not_lost(path):
     to_head_system(model, "plain")
 
 
+def test_what_replaced_modules_and_models_of_ones_own_do_is_not_lost():
+    model = DCFormerForCausalLM(tiny_config())
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()  # no parameters tell it from the other
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.act_fn' of the model is a ReLU, and not the SiLU"):
+        to_head_system(model, "plain")
+
+    class Capped(DCFormerForCausalLM):
+        def forward(self, **inputs):
+            output = super().forward(**inputs)
+            output.logits = 30 * torch.tanh(output.logits / 30)
+            return output
+
+    with pytest.raises(ValueError, match="Capped has a forward of its own, and not that of DCFormerForCausalLM"):
+        to_head_system(Capped(tiny_config()), "plain")
+    to_head_system(type("Same", (DCFormerForCausalLM,), {})(tiny_config()), "plain")
+
+
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "nonsense"])
 def test_attention_of_the_library_is_refused(name):
     with pytest.raises(ValueError, match=rf"'{name}' is not .*: use one of \('eager', [^)]*\), or") as error:

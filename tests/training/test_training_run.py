@@ -93,6 +93,18 @@ def test_choices_in_a_file_are_those_of_the_command_line(tmp_path):
     file.write_text("packing: true\npacking_strategy: wrapped\n")
     with pytest.raises(DCFormerError, match="packing_strategy is 'wrapped': expected one of bfd, bfd_split"):
         prepare(tmp_path, "--data", TEXT, "--config", str(file))
+    file.write_text("log_level: [warning]\n")  # the library keeps these choices in a dictionary
+    with pytest.raises(DCFormerError, match=r"log_level is \['warning'\]: expected one of detail, debug, info"):
+        prepare(tmp_path, "--data", TEXT, "--config", str(file))
+
+
+def test_held_out_rows_are_packed_with_the_others_only(tmp_path):
+    """TRL would join their documents, and give neither positions nor a mask that keep them apart."""
+    with pytest.raises(DCFormerError, match=r"eval_packing is True without packing: .*Give --packing, too"):
+        prepare(tmp_path, "--data", TEXT, "--eval_rows", "8", "--eval_packing", "True")
+    packed = ["--data", TEXT, "--eval_rows", "8", "--eval_packing", "True", "--packing", "--max_length", "64"]
+    batch = next(iter(prepare(tmp_path, *packed).get_eval_dataloader()))
+    assert (batch["position_ids"] == 0).sum() > 1  # documents begin anew
 
 
 def test_losses_of_head_systems_are_trained(tmp_path):

@@ -249,6 +249,11 @@ class TrainingConfig(SFTConfig):
             raise DCFormerError(
                 "use_liger_kernel: Liger has no kernels for DCFormer. Leave it out, TRL's fused cross entropy is used"
             )
+        if given.eval_packing and not (given.packing or given.padding_free):
+            raise DCFormerError(
+                "eval_packing is True without packing: TRL would join held-out documents and not keep them apart. Give "
+                "--packing, too, or leave --eval_packing out"
+            )
         if given.lr_scheduler_kwargs is None and given.lr_scheduler_type in _TO_MINIMUM:
             given.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         if given.early_stopping_patience is not None:
@@ -342,7 +347,7 @@ def _check_file(classes: Sequence[type], file: str) -> None:
     if not isinstance(given, dict):
         return  # refused by the parser, which also has variables of the environment, "env"
     kinds: dict[Any, Any] = {name: kind for part in classes for name, kind in get_type_hints(part).items()}
-    choices = {f.name: f.metadata["choices"] for part in classes for f in fields(part) if "choices" in f.metadata}
+    choices = {f.name: [*f.metadata["choices"]] for part in classes for f in fields(part) if "choices" in f.metadata}
     for name, value in given.items():
         if name == "env":
             continue
