@@ -5,10 +5,13 @@ CONTRIBUTING.md shows the same layers. Imports inside functions count: waiting w
 
 import ast
 import graphlib
+import importlib
 from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY
+
+import dcformer
 
 SOURCE = REPOSITORY / "src"
 # Lowest first. A room is a package or a module; rooms of the same layer do not import each other.
@@ -204,3 +207,11 @@ def test_a_circle_is_found(tmp_path):
     assert {name.rpartition(".")[2] for name in circle(tmp_path)} == {"a", "b", "c"}
     (tmp_path / "dcformer" / "kernels" / "c.py").write_text("def f():\n    from .a import x\n")
     assert not circle(tmp_path)
+
+
+def test_other_parts_are_there_by_name():
+    for name in ("dha", "recipes", "scaling"):
+        assert dcformer.__getattr__(name) is importlib.import_module(f"dcformer.{name}") is getattr(dcformer, name)
+    for name in ("_dha", "Recipes", "recipies"):
+        with pytest.raises(AttributeError, match=f"module 'dcformer' has no attribute '{name}'"):
+            getattr(dcformer, name)

@@ -7,8 +7,16 @@ import pytest
 import torch
 from helpers import REPOSITORY, randomise, tiny_config
 from transformers import AutoModelForCausalLM
+from transformers import initialization as init
 
-from dcformer import ComposeTrace, DCFormerForCausalLM, compose_dcformer, modeling_dcformer
+from dcformer import (
+    ComposeTrace,
+    DCFormerCompose,
+    DCFormerForCausalLM,
+    DCFormerModel,
+    compose_dcformer,
+    modeling_dcformer,
+)
 
 
 def example(title):
@@ -86,6 +94,31 @@ def test_a_variant_of_composition_changes_what_makes_its_weights():
     plain = DCFormerForCausalLM(model.config).eval()
     plain.load_state_dict(model.state_dict())
     assert not torch.allclose(plain(ids).logits, expected, atol=1e-3)
+
+
+def with_composition(kind):
+    """A language model whose layers' weights are made by that class."""
+    attention = type("Attention", (modeling_dcformer.DCFormerAttention,), {"compose_class": kind})
+    layer = type("Layer", (modeling_dcformer.DCFormerDecoderLayer,), {"attention_class": attention})
+    return type("LM", (DCFormerForCausalLM,), {"decoder_class": type("M", (DCFormerModel,), {"layer_class": layer})})
+
+
+def test_parameters_of_a_variant_begin_as_it_says_when_a_checkpoint_lacks_them(tmp_path):
+    class Scaled(DCFormerCompose):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.scale = torch.nn.Parameter(torch.ones(4096))
+
+    DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="Scaled has parameters of its own: give it an init_weights"):
+        with_composition(Scaled)(tiny_config())
+    with pytest.raises(NotImplementedError, match="Scaled has parameters of its own"):
+        with_composition(Scaled).from_pretrained(tmp_path)
+    Scaled.init_weights = lambda self: init.constant_(self.scale, 3.0)
+    loaded = with_composition(Scaled).from_pretrained(tmp_path)
+    assert all(torch.all(layer.self_attn.compose.scale == 3) for layer in loaded.model.layers)
+    extended = type("Extended", (DCFormerCompose,), {})
+    with_composition(extended)(tiny_config())  # which has none
 
 
 @torch.no_grad()

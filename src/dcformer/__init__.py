@@ -6,6 +6,10 @@ Transformers' Auto classes, and the attention implementations "dcformer_chunked"
 model that is made registers the names of tensors in the authors' repositories on the Hub.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -81,6 +85,15 @@ for _auto_class, _model_classes in _AUTO_CLASSES.items():
 register_kernels()
 register_vision()
 register_head_systems()
+
+if not TYPE_CHECKING:  # which would take any name for a module
+
+    def __getattr__(name):
+        """Parts that the models do without, such as `dcformer.dha`: imported when they are first asked for."""
+        if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.{name}")
+
 
 __all__ = [
     "ComposeSettings",

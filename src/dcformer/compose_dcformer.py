@@ -456,6 +456,17 @@ class DCFormerCompose(nn.Module):
             static = nn.Parameter(torch.empty(heads, self.heads_per_group)) if has_static else None
             self.register_parameter(f"{stage}_static", static)
 
+    def init_weights(self) -> None:
+        """Sets a variant's own parameters that are not in layers of their own to their initial values.
+
+        Raises:
+            NotImplementedError: when the variant has such parameters and does not say how they begin.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has parameters of its own: give it an init_weights that sets their initial values, "
+            "by functions of transformers.initialization."
+        )
+
     def forward(
         self, hidden_states: torch.Tensor, implementation: str | None = None, first_layer: FirstLayer = ()
     ) -> Generated:

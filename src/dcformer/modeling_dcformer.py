@@ -681,6 +681,8 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
             for name, parameter in module.named_parameters():
                 if name in std:  # others are a variant's own
                     init.normal_(parameter, mean=0.0, std=std[name])
+            if not std.keys() >= {name for name, _ in module.named_parameters(recurse=False)}:
+                module.init_weights()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The attention implementation to use: just the named one, or `DEFAULT_ATTENTION` when none is named.

@@ -313,6 +313,8 @@ def test_data_that_ends():
         next(batch_iterator([], 1, 0)())
     with pytest.raises(DCFormerError, match="expected input_ids"):
         next(batch_iterator([{"ids": tokens()}], 1, 0)())
+    with pytest.raises(DCFormerError, match="a batch has rows of 3 to 4 tokens: give rows of one length, or"):
+        next(batch_iterator([{"input_ids": [1, 2, 3, 4]}, {"input_ids": [1, 2, 3]}], 2, 0)())
 
 
 def test_arguments_are_checked():

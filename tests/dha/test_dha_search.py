@@ -493,6 +493,12 @@ def test_uniform_plans():
         dha.uniform_plan(DHAConfig(**SIZES), 0.1)
 
 
+def test_a_uniform_plan_of_a_folder_is_that_of_its_model(tmp_path):
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    assert dha.uniform_plan(tmp_path, 0.5) == dha.uniform_plan(model, 0.5)
+
+
 @pytest.mark.parametrize("ratio", [0, -0.1, 1.01, float("nan"), None, True])
 def test_ratios_outside_are_refused(ratio):
     with pytest.raises(DCFormerError, match="kv_ratio"):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel, DHAConfig
 from dcformer.analysis import compose_overhead
 from dcformer.cache_report import cache_bytes_per_token
-from dcformer.head_systems import HeadSystemsConfig
+from dcformer.head_systems import HEAD_SYSTEMS, HeadSystemsConfig, to_head_system
 from dcformer.publish import main, model_card, read_results
 from dcformer.vision import DCViTConfig
 
@@ -94,6 +94,15 @@ def test_remote_code_and_no_tokenizer(tmp_path, capsys):
     assert loaded.dtype == torch.bfloat16
     assert (tmp_path / "hub" / "modeling_dcformer.py").is_file()
     assert "trust_remote_code=True" in (tmp_path / "hub" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("options", [(), ("--remote_code",)], ids=" ".join)
+def test_head_systems_of_ones_own_are_refused(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.setitem(HEAD_SYSTEMS, "own", type("Own", (HEAD_SYSTEMS["plain"],), {"__module__": "my_systems"}))
+    to_head_system(DCFormerForCausalLM(tiny_config()), "own").save_pretrained(tmp_path / "model")
+    assert main([str(tmp_path / "model"), str(tmp_path / "hub"), *options]) == 1
+    assert "model has head_system='own', which is my_systems.Own and no part of this package" in capsys.readouterr().err
+    assert not (tmp_path / "hub").exists()
 
 
 @pytest.mark.parametrize("stored", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)

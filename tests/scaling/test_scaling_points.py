@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 from helpers import PLAIN, tiny_config
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, HeadSystemsConfig, HeadSystemsForCausalLM
 from dcformer.analysis import num_parameters, training_flops
 from dcformer.errors import DCFormerError
 from dcformer.head_systems.costs import count_training_flops
+from dcformer.modules import convert_attention
 from dcformer.scaling import of_family, read_points
 
 HEAD = "family,parameters,tokens,loss,embedding_parameters,flops,seed\n"
@@ -169,9 +169,13 @@ def test_what_others_add_to_a_model_counts(tmp_path):
     assert point.embedding_parameters == 2 * model.lm_head.weight.numel()
     assert point.flops == count_training_flops(config, 64) * 1000 != training_flops(config, 64) * 1000
 
-    write(tmp_path / "wider" / "small", state_of({5: 500, 10: 1000}), WiderConfig(**fields))
-    (point,) = (point for point in read_points(tmp_path) if point.family == "wider")
-    assert point.parameters == num_parameters(tiny_config(**PLAIN)) + 7 and point.flops is None
+    for composition in (PLAIN, {}):
+        config = WiderConfig(**{k: v for k, v in tiny_config(**composition).to_dict().items() if k != "model_type"})
+        run = tmp_path / "wider" / "small"
+        write(run, state_of({5: 500, 10: 1000}), config)
+        WiderForCausalLM(config).save_pretrained(run)
+        (point,) = (point for point in read_points(tmp_path) if point.family == "wider")
+        assert point.parameters == num_parameters(config) + 7 and point.flops is None
 
 
 def test_the_loss_is_that_after_the_last_step(tmp_path):
@@ -210,10 +214,18 @@ def test_a_counter_that_goes_on(tmp_path):
     assert read_points(tmp_path)[0].tokens == 1100
 
 
+OTHER_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_other_architectures_count_their_own_parameters(name, tmp_path):
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    config = AutoConfig.for_model(name, **sizes, num_attention_heads=2)
+    config = AutoConfig.for_model(name, **OTHER_SIZES)
     model = AutoModelForCausalLM.from_config(config)
     for i in range(2):  # without a recorded seed, runs are counted
         write(tmp_path / name / str(i), state_of({5: 500}), config)
@@ -224,9 +236,10 @@ def test_other_architectures_count_their_own_parameters(name, tmp_path):
 
 
 def test_converted_models_are_refused(tmp_path):
-    run = tmp_path / "llama" / "small"
-    write(run, state_of({5: 500}), AutoConfig.for_model("llama", hidden_size=16, num_attention_heads=2))
-    save_file({"model.layers.0.self_attn.compose.pre": torch.zeros(1)}, run / "model.safetensors")
+    """Where their weights are in shards, or gone, too."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **OTHER_SIZES))
+    convert_attention(model)
+    write(tmp_path / "llama" / "small", state_of({5: 500}), model.config)
     with pytest.raises(DCFormerError, match="a converted llama"):
         read_points(tmp_path)
 

@@ -71,7 +71,7 @@ def batch_iterator(data: Any, batch_size: int, seed: int) -> Callable[[], Iterat
 
     Args:
         data: batches, as a list, a `DataLoader` or anything that can be iterated again, each `input_ids` [B, T] or a
-            mapping with them; or a data set of rows with `input_ids` [T], as for `Trainer`.
+            mapping with them; or a data set of rows with `input_ids` [T], as for `Trainer`, all of one length.
         batch_size: of a data set's rows.
         seed: of the order of a data set's rows.
 
@@ -79,7 +79,8 @@ def batch_iterator(data: Any, batch_size: int, seed: int) -> Callable[[], Iterat
         a function that starts over. Data that ends is repeated, with a warning.
 
     Raises:
-        DCFormerError: when it is no such data, there are no batches, or data that has ended cannot be iterated again.
+        DCFormerError: when it is no such data, there are no batches, rows differ in length, or data that has ended
+            cannot be iterated again.
     """
     if isinstance(data, str | os.PathLike) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
         raise DCFormerError(f"batches={data!r}: expected batches [B, T] of tokens, a DataLoader or a data set of rows.")
@@ -95,9 +96,7 @@ def batch_iterator(data: Any, batch_size: int, seed: int) -> Callable[[], Iterat
         if rows:
             order = torch.Generator().manual_seed(seed)
             size = min(batch_size, len(data))
-            source = DataLoader(
-                data, size, shuffle=True, drop_last=True, collate_fn=default_data_collator, generator=order
-            )
+            source = DataLoader(data, size, shuffle=True, drop_last=True, collate_fn=_collate, generator=order)
         for repeat in itertools.count():
             found = 0
             for batch in source:
@@ -110,6 +109,16 @@ def batch_iterator(data: Any, batch_size: int, seed: int) -> Callable[[], Iterat
                 warnings.warn(f"the data has ended after {found} batches and is repeated", stacklevel=2)
 
     return start
+
+
+def _collate(rows: list[Any]) -> dict[str, Any]:
+    lengths = {len(row["input_ids"]) for row in rows}
+    if len(lengths) > 1:
+        raise DCFormerError(
+            f"a batch has rows of {min(lengths)} to {max(lengths)} tokens: give rows of one length, or a DataLoader "
+            "whose collator pads them."
+        )
+    return default_data_collator(rows)
 
 
 def _batch(batch: Any) -> dict[str, torch.Tensor]:

@@ -78,6 +78,8 @@ def operator_distances(operator: torch.Tensor) -> torch.Tensor:
 def cka_distances(weight: torch.Tensor) -> torch.Tensor:
     """1 - linear CKA of the heads' parameters, uncentred as in the paper.
 
+    It does not see the order of channels, nor a rotation of them, so heads that are alike to it may not be poolable.
+
     Args:
         weight: [n, D, E], rows of each head. A head of zeros is at 1 from all others.
 
@@ -381,7 +383,7 @@ def uniform_plan(config: Any, kv_ratio: float = 0.25, *, head_blocks: int = 1) -
     """Groups of neighbours, equal counts: what grouped-query attention is made by, the baseline.
 
     Args:
-        config: of the source; or the source itself, to whose parameters the plan is then bound.
+        config: of the source; or the source itself, or its folder, to whose parameters the plan is then bound.
         kv_ratio: the largest share of the heads to keep, in (0, 1]; the largest divisor below is taken, with a warning
             where it keeps fewer.
         head_blocks: as for `search`.
@@ -392,7 +394,8 @@ def uniform_plan(config: Any, kv_ratio: float = 0.25, *, head_blocks: int = 1) -
     Raises:
         DCFormerError: on a ratio that leaves no head, or a configuration that no source has.
     """
-    sizes = HeadSource(config).sizes if isinstance(config, PreTrainedModel) else source_sizes(config)
+    is_source = isinstance(config, PreTrainedModel | str | os.PathLike)
+    sizes = HeadSource(config).sizes if is_source else source_sizes(config)
     groups = {
         kind: [
             consecutive_groups(n, uniform_count(n, kv_ratio, head_blocks))

@@ -20,6 +20,7 @@ from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
 from ..conversion.sources import FLOATS
 from ..errors import ConversionError, DCFormerError, first_line, is_of_package, loading_reason, reports
+from ..head_systems.registry import system_class
 from ..hub_dcformer import IGNORED_ON_LOAD, stored_tensors, weight_files
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_names
 from ..remote_code import export_remote_code
@@ -87,6 +88,12 @@ def write_hub_folder(
             f"{source} is a model of type {config.model_type!r}: expected a causal language model of this package "
             "(dcformer, dcpythia, dha, dcformer_heads). Others write sharded folders by their own "
             "save_pretrained(folder, max_shard_size=...), without a model card."
+        )
+    system = system_class(getattr(config, "head_system", "plain"))
+    if not is_of_package(system):
+        raise HubFolderError(
+            f"{source} has head_system={config.head_system!r}, which is {system.__module__}.{system.__name__} and no "
+            "part of this package: a model card would not say how to load it. Save it by its own save_pretrained."
         )
     try:
         check_parameters(source, config)

@@ -12,13 +12,13 @@ from statistics import median_high
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..analysis import num_parameters
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import CONFIG_ERRORS, DCFormerError, is_of_package, refused
 from ..head_systems.costs import count_parameters, count_training_flops
+from ..modules.saving import is_converted
 
 COLUMNS = {  # that a measure of compute takes, by its name
     "6nd": "columns parameters and tokens",
@@ -301,15 +301,11 @@ def _counted(run: Path) -> tuple[int, int, Any]:
     if isinstance(config, DCFormerConfig) and is_of_package(type(config)):
         parameters = count_parameters(config)
         return parameters, num_parameters(config) - num_parameters(config, exclude_embeddings=True), config
-    weights = run / "model.safetensors"
-    if weights.exists():
-        with refused(OSError, SafetensorError, what=str(weights)), safe_open(weights, "pt") as tensors:
-            composed = any(".compose." in name for name in tensors.keys())  # noqa: SIM118  # not a mapping
-        if composed:
-            raise DCFormerError(
-                f"{run}: a converted {config.model_type}: config.json does not say what composition adds; write a "
-                "table of runs, with all its parameters"
-            )
+    if is_converted(config):
+        raise DCFormerError(
+            f"{run}: a converted {config.model_type}: config.json does not say what composition adds; write a table of "
+            "runs, with all its parameters"
+        )
     with refused(OSError, *CONFIG_ERRORS, what=f"{file}: no language model can be counted"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
