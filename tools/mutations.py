@@ -3096,6 +3096,52 @@ _MODULES = [
         "scaling",
         "scaling/points.py",
         (
+            "a converted model is counted without its composition",
+            "if is_converted(config):",
+            "if False:",
+            "tests/scaling/test_scaling_points.py::test_converted_models_are_refused",
+        ),
+    ),
+    *_in(
+        "training",
+        "training/arguments.py",
+        (
+            "held-out documents are joined without packing",
+            "if given.eval_packing and not (given.packing or given.padding_free):",
+            "if False:",
+            "tests/training/test_training_run.py::test_held_out_rows_are_packed_with_the_others_only",
+        ),
+        (
+            "a list for an argument of the library's choices is a TypeError",
+            '[*f.metadata["choices"]]',
+            'f.metadata["choices"]',
+            "tests/training/test_training_run.py::test_choices_in_a_file_are_those_of_the_command_line",
+        ),
+    ),
+    *_in(
+        "publish",
+        "publish/folder.py",
+        (
+            "a head system of one's own is published",
+            "if not is_of_package(system):",
+            "if False:",
+            "tests/publish/test_publish.py::test_head_systems_of_ones_own_are_refused",
+        ),
+    ),
+    *_in(
+        "modules",
+        "modeling_dcformer.py",
+        (
+            "parameters of a variant's own stay as memory was",
+            "if not std.keys() >= {name for name, _ in module.named_parameters(recurse=False)}:",
+            "if False:",
+            "tests/test_extending.py::test_parameters_of_a_variant_begin_as_it_says_when_a_checkpoint_lacks_them",
+        ),
+    ),
+    *_in(
+        "scaling",
+        "scaling/points.py",
+        (
             "head systems counted as plain attention",
             "parameters = count_parameters(config)",
             "parameters = count_parameters(DCFormerConfig.from_dict(config.to_dict()))",
@@ -3539,6 +3585,12 @@ _DHA = [
         "dha",
         "dha/fusion.py",
         (
+            "rows of several lengths are torch's to refuse",
+            "if len(lengths) > 1:",
+            "if False:",
+            DHA_FUSION + "test_data_that_ends",
+        ),
+        (
             "a margin that does not decay",
             "decay**step * (1 - step / steps)",
             "1 - step / steps",
@@ -3596,6 +3648,12 @@ _DHA = [
     *_in(
         "dha",
         "dha/search.py",
+        (
+            "a uniform plan of a folder is of no model",
+            "is_source = isinstance(config, PreTrainedModel | str | os.PathLike)",
+            "is_source = isinstance(config, PreTrainedModel)",
+            DHA_SEARCH + "test_a_uniform_plan_of_a_folder_is_that_of_its_model",
+        ),
         (
             "fewer heads than asked for, in silence",
             "if kept < asked:",
