@@ -2608,20 +2608,20 @@ _CHUNKED = _in(
     ),
     (
         "keys of the block's first query only",
-        "keys = self._aligned(low, max(low, last))",
-        "keys = self._aligned(low, max(low, first))",
+        "keys = self._aligned(some_from, max(some_from, some_to))",
+        "keys = self._aligned(some_from, max(some_from, all_to))",
         CHUNKED_IS_EAGER,
     ),
     (
         "too much taken for visible",
-        "clear = (high - keys.start, max(high, first) - keys.start)",
-        "clear = (high - keys.start, max(high, last) - keys.start)",
+        "clear = (all_from - keys.start, max(all_from, all_to) - keys.start)",
+        "clear = (all_from - keys.start, max(all_from, some_to) - keys.start)",
         CHUNKED_IS_EAGER,
     ),
     (
         "what is clear is counted from keys that are not aligned",
-        "clear = (high - keys.start, max(high, first) - keys.start)",
-        "clear = (high - low, max(high, first) - low)",
+        "clear = (all_from - keys.start, max(all_from, all_to) - keys.start)",
+        "clear = (all_from - some_from, max(all_from, all_to) - some_from)",
         CHUNKED_IS_EAGER,
     ),
     (

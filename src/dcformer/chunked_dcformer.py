@@ -316,7 +316,7 @@ class _Block:
 
     Attributes:
         batch, queries, keys: slices of B, T and S.
-        clear: from and up to which of these keys nothing is hidden from any query.
+        clear: start and stop, counted from the first of these keys, of those that all queries see.
         some_empty: whether a query of the block may see nothing.
     """
 
@@ -392,8 +392,8 @@ class _Call:
             # of the first and the last query: how many keys lie before its window, and how many up to itself
             ends = [i + 1 + self.key_length - self.length for i in (block.queries.start, block.queries.stop - 1)]
             starts = [0 if self.window is None else end - self.window for end in ends]
-            (low, high), (first, last) = ((max(0, n) for n in pair) for pair in (starts, ends))
-            bounded.append(self._bound(block, low, high, first, last, ends[0] <= 0))
+            bounds = (max(0, n) for n in (*starts, *ends))  # both grow from query to query
+            bounded.append(self._bound(block, ends[0] <= 0, *bounds))
         return bounded
 
     def _bounded_by_intervals(self, blocks: list[_Block]) -> list[_Block]:
@@ -404,14 +404,16 @@ class _Call:
             bounds.append(torch.stack([first.min(), first.max(), last.min(), last.max(), lengths.min()]))
         found = torch.stack(bounds).tolist() if bounds else []  # the one look at the device
         return [
-            self._bound(block, low, high, first, last, least <= 0)
-            for block, (low, high, first, last, least) in zip(blocks, found, strict=True)
+            self._bound(block, shortest <= 0, *of_block)
+            for block, (*of_block, shortest) in zip(blocks, found, strict=True)
         ]
 
-    def _bound(self, block: _Block, low: int, high: int, first: int, last: int, some_empty: bool) -> _Block:
-        """A block whose queries see keys from `low` or later, all from `high`; up to `first` all, up to `last` some."""
-        keys = self._aligned(low, max(low, last))
-        clear = (high - keys.start, max(high, first) - keys.start)
+    def _bound(
+        self, block: _Block, some_empty: bool, some_from: int, all_from: int, all_to: int, some_to: int
+    ) -> _Block:
+        """A block of which some queries see the keys `some_from` to `some_to`, and all see `all_from` to `all_to`."""
+        keys = self._aligned(some_from, max(some_from, some_to))
+        clear = (all_from - keys.start, max(all_from, all_to) - keys.start)
         return replace(block, keys=keys, clear=clear, some_empty=some_empty)
 
     def _aligned(self, start: int, stop: int) -> slice:
