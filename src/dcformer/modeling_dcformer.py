@@ -101,7 +101,7 @@ from .parallel_dcformer import check_tensor_parallel
 logger = logging.get_logger(__name__)
 
 _MAX_FLASH_WIDTH = 256
-_PLAIN_ATTENTION = ("sdpa", "flex_attention")  # of Transformers, beside flash attention: without composition
+_LIBRARY_ATTENTION = ("sdpa", "flex_attention")  # of Transformers, beside flash attention: without composition
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -702,7 +702,7 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
             return DEFAULT_ATTENTION
         known = tuple(dict.fromkeys(("eager", CHUNKED, "dcformer_triton", *FUSED_ATTENTION)))
         takes_library = self.takes_library_attention and not self.config.composes
-        if takes_library and ("flash" in requested_attention or requested_attention in _PLAIN_ATTENTION):
+        if takes_library and ("flash" in requested_attention or requested_attention in _LIBRARY_ATTENTION):
             width = self.config.cached_head_dim("pre")
             if self.config.head_embeddings and "flash" in requested_attention and width > _MAX_FLASH_WIDTH:
                 raise ValueError(
@@ -713,7 +713,7 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         if requested_attention not in known and takes_library:
             raise ValueError(
                 f'Specified `attn_implementation="{requested_attention}"` is not supported by '
-                f"{self.__class__.__name__}: use one of {(*known, *_PLAIN_ATTENTION)}, flash attention, or none."
+                f"{self.__class__.__name__}: use one of {(*known, *_LIBRARY_ATTENTION)}, flash attention, or none."
             )
         if requested_attention not in known:
             why = " cannot compose attention heads, and" if self.config.composes else ""
