@@ -357,13 +357,19 @@ class DCFormerAttention(FusableAttention):
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             projected = projected or self._split(product)
             implementation = default_implementation(self, hidden_states, projected.query, projected.key, attention_mask)
-        kernels = None  # which take the place of modules in decoding
-        if is_fused and is_cached and not self.own_steps:
-            kernels = fused_generators(implementation)
+        can_step = is_fused and is_cached and not self.own_steps  # kernels may take the place of modules
+        kernels = fused_generators(implementation) if can_step else None
         if kernels is not None and kwargs.get("compose_trace") is None:
-            seen = (attention_mask, sliding_window, kwargs.get("is_causal"))
-            lend = partial(lend_room, cache, layer_idx)
-            stepped = kernels.step(self, hidden_states, product, position_embeddings, lend, *seen)
+            stepped = kernels.step(
+                self,
+                hidden_states,
+                product,
+                position_embeddings,
+                partial(lend_room, cache, layer_idx),
+                attention_mask,
+                sliding_window,
+                kwargs.get("is_causal"),
+            )
             if stepped is not None:  # all that comes before the output, new rows in the cache among it
                 output, room = stepped
                 room.count(hidden_states.shape[1])
@@ -722,8 +728,8 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
                 f"one of {known}, or leave it unset for the best that runs where the model is."
             )
         if requested_attention != "eager" and requested_attention not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-            is_known = requested_attention in FUSED_ATTENTION  # not in a folder with its own code
-            missing = "Triton is not installed" if is_known else "its kernels are not loaded"
+            has_registered = requested_attention in FUSED_ATTENTION  # not so in a folder with its own code
+            missing = "Triton is not installed" if has_registered else "its kernels are not loaded"
             raise ValueError(
                 f"attn_implementation={requested_attention!r} is not available here: {missing}. "
                 'pip install "dcformer[kernels]" and import dcformer, use one of the others, or leave it unset.'
