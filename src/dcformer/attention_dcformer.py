@@ -31,8 +31,8 @@ from .masks_dcformer import causal_rows, visible_and_bias
 LOAD_EAGER = "Load the model with attn_implementation='eager', or call model.set_attn_implementation('eager')."
 
 
-def no_trace(implementation: str) -> str:
-    """Why there is no `ComposeTrace` with an attention implementation of this name."""
+def why_no_trace(implementation: str) -> str:
+    """Why no `ComposeTrace` is filled by an attention implementation of this name."""
     return (
         f"compose_trace cannot be filled: attn_implementation={implementation!r} never holds the attention maps. "
         f"{LOAD_EAGER}"
@@ -335,7 +335,7 @@ __all__ = [
     "attend_composed",
     "check_shapes",
     "eager_attention",
-    "no_trace",
     "refuse_without_composition",
     "sum_values",
+    "why_no_trace",
 ]

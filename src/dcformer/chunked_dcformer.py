@@ -25,11 +25,11 @@ from .attention_dcformer import (
     ComposeTrace,
     attend,
     check_shapes,
-    no_trace,
     no_transform,
     refuse_batched,
     refuse_transforms,
     sum_values,
+    why_no_trace,
 )
 from .compose_dcformer import (
     CHUNKED,
@@ -82,7 +82,7 @@ def chunked_attention(
     """
     check_shapes(query, key, value, attention_mask, key_heads, value_heads)
     if compose_trace is not None:
-        raise ValueError(no_trace(CHUNKED))
+        raise ValueError(why_no_trace(CHUNKED))
     if isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad:
         raise ValueError("an attention mask that requires gradients needs attn_implementation='eager'.")
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)

@@ -47,8 +47,8 @@ from .attention_dcformer import (
     attend_composed,
     check_trace,
     eager_attention,
-    no_trace,
     refuse_without_composition,
+    why_no_trace,
 )
 from .cache_dcformer import (
     CACHE_NAME,
@@ -491,7 +491,7 @@ class DCFormerAttention(FusableAttention):
         if is_of_library:
             refuse_without_composition(implementation, kwargs.get("pre"), kwargs.get("post"))
             if kwargs.get("compose_trace") is not None:
-                raise ValueError(no_trace(implementation))
+                raise ValueError(why_no_trace(implementation))
         if self.key_heads is not None and self.value_heads is not None:
             if implementation in ("eager", CHUNKED):  # which read each head once
                 kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
