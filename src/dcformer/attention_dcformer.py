@@ -304,16 +304,16 @@ def attend_composed(
     *arguments: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Calls an attention function of the package as every module does.
+    """Calls an attention function, the package's or the library's, with autocast switched off.
 
-    Under autocast q, k and v take its dtype and the function runs without it: scores and softmax stay in float32.
+    Under autocast q, k and v take its dtype before: so scores and softmax stay in float32.
 
     Args:
-        function: with the signature of `eager_attention`.
+        function: whose first arguments are those of `eager_attention`.
         module: the attention module.
         query: [B, H, T, D].
         key: [B, Hkv, S, D].
-        value: [B, Hkv, S, D].
+        value: [B, Hkv, S, Dv].
         arguments, options: the function's others.
 
     Returns:

@@ -73,12 +73,12 @@ def chunked_attention(
     Arguments as for `eager_attention`; the mask may also be a `QueryBlockMask`, which knows of its window itself.
 
     Returns:
-        output [B, T, H, D], and None in the place of weights.
+        output [B, T, H, Dv], and None in the place of weights.
 
     Raises:
         ValueError: on shapes that do not fit, when a trace of the maps is asked for, or for a mask to be trained.
-        NotImplementedError: under transforms of `torch.func`, in forward mode, and by differentiating twice; from
-            more than `FEW_QUERIES` queries on.
+        NotImplementedError: for more than `FEW_QUERIES` queries, under transforms of `torch.func`, in forward mode,
+            and by differentiating twice.
     """
     check_shapes(query, key, value, attention_mask, key_heads, value_heads)
     if compose_trace is not None:

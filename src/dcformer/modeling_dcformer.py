@@ -572,11 +572,12 @@ class HeadEmbeddingAttention(DCFormerAttention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `DCFormerAttention` has it; what embeddings make of shared values follows behind their sums."""
-        adds, takes_bias = is_cached and self.head_embeddings == "add", implementation in ("eager", CHUNKED)
+        adds = is_cached and self.head_embeddings == "add"
+        takes_bias = implementation in ("eager", CHUNKED)
         if adds:
             pre = kwargs.get("pre")
             is_seen = (pre is not None and pre.key is not None) or kwargs.get("compose_trace") is not None
-            if is_seen:  # else softmax takes it out again
+            if is_seen:  # else softmax takes it out again: it is the same for all keys
                 rest = unturned_scores(query[..., : self.head_dim], self.k_embedding, self.config.rotary_dim)
                 query, key = torch.cat([query, rest], dim=-1), with_ones(key)
             if takes_bias:
