@@ -12,6 +12,7 @@ query, and mixing with it one batched matrix product. What depends on the key is
 Other letters: B batch, T queries, S keys, H query heads, D head dim, R rank.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -446,9 +447,7 @@ class _Call:
 
     def space(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Working memory of a name, the same for every block: fresh memory costs more than the work done in it."""
-        count = 1
-        for n in shape:
-            count *= n
+        count = math.prod(shape)
         held = self.memory.get(name)
         if held is None or held.numel() < count:
             held = self.memory[name] = torch.empty(count, dtype=like.dtype, device=like.device)
@@ -636,14 +635,13 @@ class _Stage:
     def flat_grads(self) -> list[torch.Tensor | None]:
         """Gradients in the order of `flatten_weights`, [B, M, channels, N] and [1, M, M]; None where there is none."""
         sides = []
-        for side, dims in (("query", (0, 2, 1)), ("key", (0, 1, 2))):  # [B, T, M] and [B, M, S] -> [B, M, N]
-            parts = []
-            for name in (f"{side}_down", f"{side}_up", f"{side}_gate"):
-                if getattr(self, name) is None:
-                    continue
-                grad = self._grad(name)
-                ranks = [grad] if name.endswith("gate") else grad.unbind(3) if side == "query" else grad.unbind(0)
-                parts += [rank.permute(dims) for rank in ranks]
+        for side, rank_dim, dims in (("query", 3, (0, 2, 1)), ("key", 0, (0, 1, 2))):
+            channels: list[torch.Tensor] = []
+            for part in ("down", "up", "gate"):
+                if getattr(self, f"{side}_{part}") is not None:
+                    grad = self._grad(f"{side}_{part}")
+                    channels += [grad] if part == "gate" else grad.unbind(rank_dim)
+            parts = [channel.permute(dims) for channel in channels]  # [B, T, M] and [B, M, S] -> [B, M, N]
             sides.append(torch.stack(parts, dim=2) if parts else None)  # [B, M, channels, N]
         return [*sides, None if self.static is None else self._grad("static")[None]]
 
