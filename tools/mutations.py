@@ -299,7 +299,7 @@ _CACHE = _in(
     ),
     (
         "a growing layer moves for every token",
-        "room, held = max(LEAST_ROOM, length // ROOM),",
+        "room, held = max(LEAST_ROOM, length // ROOM_DIVISOR),",
         "room, held = 0,",
         T_CACHE + "test_a_growing_layer_seldom_moves",
     ),

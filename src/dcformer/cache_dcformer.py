@@ -37,7 +37,7 @@ CACHE_NAMES = ("past_key_values", "cache")
 CACHE_NAME = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
 
 # How many more tokens a growing layer that moves gets memory for: 1/16 of its length, and 32 at least.
-ROOM, LEAST_ROOM = 16, 32
+ROOM_DIVISOR, LEAST_ROOM = 16, 32
 
 _NAMES = ("keys", "values")  # of a layer
 _REFUSED = f"{CACHE_NAME} does not belong to this model"
@@ -100,7 +100,9 @@ def check_cache_names(others: Mapping[str, Any]) -> None:
 
 
 def check_cache_layers(cache: Cache, config: DCFormerConfig, length: int) -> None:
-    """Refuses a cache whose layers another model made. Looks at all of them only when a cache comes to a model.
+    """Refuses a cache whose layers another model made.
+
+    All of them are looked at where the model that used the cache last, if any, had other fields than this one.
 
     Args:
         cache: that of a forward pass.
@@ -114,8 +116,8 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig, length: int) -> Non
         return
     if getattr(cache, "layers", None) is None:
         raise ValueError(f"{_REFUSED}: a {type(cache).__name__} is not a Transformers cache of layers. {_ADVICE}")
-    fields = vars(config)  # attributes of a configuration are slow
-    user = {name: fields[name] for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
+    values = vars(config)  # attributes of a configuration are slow
+    user = {name: values[name] for name in (*_ROW_FIELDS, *_LAYER_FIELDS)}
     last_user, bound = getattr(cache, _LAST_USER, (None, None))
     if last_user != user:
         bound = _check_all_layers(cache, config)
@@ -310,7 +312,7 @@ class _Rows:
     held: torch.Tensor | None
 
 
-class _GrowingLayer(DynamicLayer):
+class _LayerWithRoom(DynamicLayer):
     """A dynamic layer with memory that has room for more tokens.
 
     What was given out is never written to again: keys and values that something else has put here (beams chosen anew, a
@@ -390,7 +392,7 @@ class _GrowingLayer(DynamicLayer):
         memory, first, length = rows.memory, rows.first, rows.length + shape[2]
         is_frozen = memory.is_inference() and not torch.is_inference_mode_enabled()
         if not memory.numel() or first + length > memory.shape[2] or is_frozen:
-            room, held = max(LEAST_ROOM, length // ROOM), getattr(self, name)
+            room, held = max(LEAST_ROOM, length // ROOM_DIVISOR), getattr(self, name)
             # whole multiples of 16 tokens: strides of another alignment would be other kernels
             memory, first = like.new_empty(*shape[:2], -(length + room) // 16 * -16, shape[3]), 0
             if rows.length:
@@ -405,7 +407,7 @@ class _GrowingLayer(DynamicLayer):
         vars(self).pop(name, None)
 
 
-class GrowingLayer(_GrowingLayer):
+class GrowingLayer(_LayerWithRoom):
     """All keys and values, [B, G, S, channels], at the front of memory that has room for more.
 
     The numbers are those of the library's layer. While gradients are recorded, and in graphs, tokens are added in the
@@ -440,7 +442,7 @@ class GrowingLayer(_GrowingLayer):
         self._hold(name, length, length)
 
 
-class GrowingWindowLayer(_GrowingLayer, DynamicSlidingWindowLayer):
+class GrowingWindowLayer(_LayerWithRoom, DynamicSlidingWindowLayer):
     """The last keys and values that a window's next query sees, as the library's layer keeps them.
 
     They move through memory that has room for more. Only room that is lent is filled so; `update` is the library's.
