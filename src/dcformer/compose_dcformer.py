@@ -437,8 +437,6 @@ class DCFormerCompose(nn.Module):
         self._head_maps = {"pre": key_heads, "post": value_heads}
         heads = settings.num_attention_heads
         self.generators = settings.compose_generators
-        names = {name for generator in self.generators for name in generator}
-        self.parts = tuple(name in names for name in ("pre", "post", "query", "key"))  # that have generators
         self.heads_per_group = heads // settings.compose_groups
         self.key_value_repeats = {stage: heads // settings.cached_heads(stage, layer_idx) for stage in ("pre", "post")}
         self.channels = {stage: settings.compose_cache_channels(stage, layer_idx) for stage in ("pre", "post")}

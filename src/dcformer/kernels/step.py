@@ -155,7 +155,9 @@ class _Layer:
         compose, dim = self.compose, attention.head_dim
         heads, self.kv_heads = (size // dim for size in attention.fused.sizes[:2])
         self.widths = [dim + compose.channels[stage] for stage in ("pre", "post")]
-        plan = [heads, dim, *map(int, compose.parts), *(width - dim for width in self.widths)]
+        names = {name for generator in compose.generators for name in generator}  # of stages and sides that have one
+        present = (int(name in names) for name in ("pre", "post", "query", "key"))
+        plan = [heads, dim, *present, *(width - dim for width in self.widths)]
         self.plan = *plan, compose.heads_per_group, compose.rank, int(compose.gate_proj is not None)
         self.approximate = APPROXIMATE.get(type(self.act_fn), "none")
 
