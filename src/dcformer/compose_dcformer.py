@@ -23,11 +23,11 @@ COMPOSE_NORM_EPS = 1e-6
 
 # What `DCFormerCompose` makes: (stage, side) -> weights of a generator, and stage -> static projection [G, M, M].
 Generated = tuple[dict[tuple[str, str], "SideWeights"], dict[str, torch.Tensor]]
-# Composition of the scores and of the attention weights; None for a stage that does not compose.
-Stages = tuple["ComposeWeights | None", "ComposeWeights | None"]
 # What its linear layers make of the hidden states: `dw1_proj` [B, N, G·C·K] and `gate_proj` [B, N, G·C·M], None for an
 # absent layer; empty where they have not been asked yet.
 FirstLayer = Sequence[torch.Tensor | None]
+# What the scores and the attention weights are composed with; None for a stage that does not compose.
+Stages = tuple["ComposeWeights | None", "ComposeWeights | None"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -667,17 +667,17 @@ def key_weights_behind(packed: torch.Tensor, head_dim: int, repeats: int, width:
     return weights.unflatten(-1, (repeats, width)).permute(0, 1, 3, 4, 2)
 
 
-def stages(generators: DCFormerCompose, *generated: Generated) -> Stages:
-    """Both stages' composition weights, from what one or two `DCFormerCompose` have made.
+def stages(module: DCFormerCompose, *generated: Generated) -> Stages:
+    """Both stages' composition weights, from what one or two modules have made (in cross-attention, one for each side).
 
     Args:
-        generators: any of them.
+        module: any of them.
         generated: what each returned.
     """
     dynamic = {at: side for sides, _ in generated for at, side in sides.items()}
     static = {stage: projection for _, projections in generated for stage, projection in projections.items()}
     pre, post = (
-        generators.stage_weights(dynamic.get((stage, "query")), dynamic.get((stage, "key")), static.get(stage))
+        module.stage_weights(dynamic.get((stage, "query")), dynamic.get((stage, "key")), static.get(stage))
         for stage in ("pre", "post")
     )
     return pre, post
