@@ -39,7 +39,7 @@ class DCFormerGenerationMixin(GenerationMixin):
         """
         self.model.running_layers()
         given = (generation_mode, generation_config, *args)
-        super()._validate_generation_mode(*given, **kwargs)  # type: ignore[misc]  # as below
+        super()._validate_generation_mode(*given, **kwargs)  # type: ignore[misc]  # the mixin's self is a protocol
         if generation_config.output_attentions and (missing := self._why_no_maps()):
             raise ValueError(missing)
         early, layers = generation_config.assistant_early_exit, self.config.num_hidden_layers
@@ -76,14 +76,14 @@ class DCFormerGenerationMixin(GenerationMixin):
                 "taken back, which a static cache cannot. Set it to None."
             )
         kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != "compose_trace"}
-        drafts: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # as below
+        drafts: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # as above
         if type(drafts) is EarlyExitCandidateGenerator:
             drafts.__class__ = _EarlyExit
         return drafts
 
     def _prepare_static_cache(self, *args: Any, **kwargs: Any) -> Cache:
         """The static cache of `generate`, with local layers that compile to a single graph."""
-        cache: Any = super()._prepare_static_cache(*args, **kwargs)  # type: ignore[misc]  # as below
+        cache: Any = super()._prepare_static_cache(*args, **kwargs)  # type: ignore[misc]  # as above
         use_static_layers(cache, self.config.sliding_window)
         return cache
 
@@ -113,7 +113,7 @@ class DCFormerGenerationMixin(GenerationMixin):
 
     def _get_static_cache_init_shape(self) -> tuple[Any, Any] | None:
         """Head count and width for a static cache allocated before the first forward (`prefill_chunk_size`)."""
-        shape: Any = super()._get_static_cache_init_shape()  # type: ignore[misc]  # the mixin's self is a protocol
+        shape: Any = super()._get_static_cache_init_shape()  # type: ignore[misc]  # as above
         config = self.config
         parts = {
             (config.cached_heads(stage, layer), config.cache_width(stage, layer))
@@ -122,5 +122,6 @@ class DCFormerGenerationMixin(GenerationMixin):
         }
         if shape is None or len(parts) != 1:  # None: allocate on the first forward, from what it brings
             return None
-        (heads, width), (of_rank, _) = parts.pop(), shape
-        return heads * of_rank // config.num_key_value_heads, width
+        heads, width = parts.pop()
+        heads_of_process, _ = shape  # fewer than the configuration's under tensor parallelism
+        return heads * heads_of_process // config.num_key_value_heads, width
