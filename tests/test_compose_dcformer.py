@@ -37,7 +37,7 @@ GENERATORS = [("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key
 
 
 def compose_by_loops(maps, static, query, key, groups):
-    """dcmha.md's five branches for one (batch, query, key, head) at a time, in NumPy. Weights are dicts or None."""
+    """The five branches for one (batch, query, key, head) at a time, in NumPy. Weights are dicts or None."""
     batch, heads, length, key_length = maps.shape
     m_heads = heads // groups
     out = np.zeros_like(maps)
@@ -517,7 +517,7 @@ def assert_normal(tensor, std, name):
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("made", ["constructor", "from_config", "meta"])
 def test_initialisation_is_the_papers(groups, made, tmp_path):
-    """As in dcmha.md, whichever way the model comes to be; and after every other weight has been initialised."""
+    """As the paper has it, whichever way the model comes to be; and after every other weight has been initialised."""
     e, h, r = 128, 16, 2
     config = tiny_config(
         hidden_size=e,

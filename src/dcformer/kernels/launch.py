@@ -281,7 +281,7 @@ class Launcher(Problem):
 
         Args:
             states: letter -> tensor; some that follow each other in `_STATES`.
-            is_copied: whether they are.
+            is_copied: whether to copy them.
             norms: filled with the largest norms of each block of values, negative where one is not finite: [B, Hkv,
                 blocks of `ROWS`].
             rows: filled with those of each row of gradients of the output, [B, H, T].
@@ -412,7 +412,7 @@ class Launcher(Problem):
         return tensor if self.recording is None else self.recording.new(tensor)
 
     def _do(self, function: Callable[..., Any], *tensors: torch.Tensor) -> None:
-        """Has torch compute something, in place; what a pass computes otherwise it may not use."""
+        """Has torch compute something in place. A pass that uses what torch computed elsewhere is not recorded."""
         function(*tensors)
         if self.recording is not None:
             self.recording.call(function, *tensors)
