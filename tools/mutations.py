@@ -1952,7 +1952,29 @@ _KERNELS = (
     )
     + _in(
         "kernels",
+        "kernels/layout.py",
+        (
+            "heads that do not mix have as many groups as key heads",
+            "range(max(1, least, ceil_div(heads, MAX_HEADS)), max(1, heads) + 1) if heads % n == 0",
+            "range(max(1, least), max(1, heads) + 1) if heads % n == 0",
+            T_ATTEND + "test_heads_that_do_not_mix_may_be_many",
+        ),
+        (
+            "a scale that is infinite times log2(e) is taken",
+            "_LARGEST_SCALE = torch.finfo(torch.float32).max * math.log(2)",
+            "_LARGEST_SCALE = torch.finfo(torch.float32).max",
+            T_ATTEND + "test_what_cannot_be_done_says_so",
+        ),
+    )
+    + _in(
+        "kernels",
         "kernels/problem.py",
+        (
+            "only the first and the last chunk are looked at",
+            "starts = {0, last, *before, *(min(t_0 + n_t, last) for t_0 in before)}",
+            "starts = {0, last}",
+            T_ATTEND + "test_no_chunk_is_larger_than_its_bytes_whatever_its_queries_see",
+        ),
         (
             "kept maps are used when others are needed",
             "return self.keeps and (self.q.dtype == torch.float32 or not self.beyond)",
@@ -3259,6 +3281,12 @@ _MODULES = [
         "modules",
         "modules/saving.py",
         (
+            "composition of other sizes is left as memory was",
+            "if others := sorted(key for key in info",
+            "if others := sorted(key for key in () and info",
+            "tests/modules/test_convert_attention.py::test_folders_that_cannot_be_loaded",
+        ),
+        (
             "fields of a configuration are left out",
             "return_unused_kwargs=True, **hub, **kwargs)",
             "return_unused_kwargs=True, **hub)",
@@ -3274,6 +3302,12 @@ _MODULES = [
     *_in(
         "modules",
         "modules/interface.py",
+        (
+            "hooks behind that of composition stay in silence",
+            "values())) is not compose_hook:",
+            "values())) is None:",
+            "tests/modules/test_convert_attention.py::test_hooks_behind_that_of_composition_are_warned_of",
+        ),
         (
             "weights made for another module",
             "weights = weights if owner is module else None",
@@ -3326,6 +3360,12 @@ _MODULES = [
     *_in(
         "modules",
         "modules/finding.py",
+        (
+            "what is no tensor is taken for a weight",
+            "weight if isinstance(weight, torch.Tensor) else None)",
+            "weight)",
+            "tests/modules/test_convert_attention.py::test_projections_without_a_weight_are_quantised_ones",
+        ),
         (
             "attention beside the interface stays in silence",
             "if id(module) not in inside and _is_attention(type(module)):",

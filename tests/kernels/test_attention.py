@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import hear
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_device import DEVICE, HERE, INTERPRETED, SMALL_TILES
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dcformer import ComposeWeights, SideWeights, compose
 from dcformer.attention_dcformer import eager_attention
 from dcformer.chunked_dcformer import chunked_attention
-from dcformer.kernels import composed_attention, launch, ops, overflow, passes, schemas
+from dcformer.kernels import composed_attention, composed_decode, launch, ops, overflow, passes, schemas
 from dcformer.kernels import problem as problems
 from dcformer.kernels.layout import Layout, Part, Stage, packed_weights, stages_of
 from dcformer.kernels.ops import triton_attention
@@ -1793,12 +1793,13 @@ def test_one_graph_keeps_maps_of_all_lengths():
 # --- what is launched -------------------------------------------------------------------------------------------------
 
 
-def problem(length, layout, heads=4, chunk_bytes=1 << 20, low=-(2**30)):
+def problem(length, layout, heads=4, chunk_bytes=1 << 20, low=-(2**30), high=0, keys=None):
     q = torch.empty(2, heads, length, 16, device="meta", dtype=torch.bfloat16)
+    k = q if keys is None else torch.empty(2, heads, keys, 16, device="meta", dtype=torch.bfloat16)
     static = torch.empty(layout.groups, heads // layout.groups, heads // layout.groups, device="meta")
     weights = (Stage(static=static if layout.pre & Part.STATIC else None),) * 2
     bounds = torch.empty(1, length, dtype=torch.int32, device="meta")
-    return Passes(q, q, q, weights, Visibility(bounds, bounds, low, 0), layout, 1.0, chunk_bytes)
+    return Passes(q, k, k, weights, Visibility(bounds, bounds, low, high), layout, 1.0, chunk_bytes)
 
 
 @pytest.mark.parametrize("length", [1, 63, 1000, 4096])
@@ -1820,6 +1821,23 @@ def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low, maps)
         assert size == this.bytes_of_chunk(chunk, maps) and (chunk.n_t <= 128 or size <= 1 << 20)
     if len(chunks) > 1:  # the whole does not fit
         assert length > 128 and this.bytes_of_chunk(this._chunk(0, length), maps) > 1 << 20
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    length=st.integers(1, 5000), keys=st.integers(1, 5000), offset=st.integers(-5000, 5000),
+    window=st.none() | st.integers(1, 3000), bound=st.integers(0, 1 << 22), maps=st.sampled_from([1, 3]),
+)  # fmt: skip
+def test_no_chunk_is_larger_than_its_bytes_whatever_its_queries_see(length, keys, offset, window, bound, maps):
+    """The first and the last may see nothing, and those between them a whole window."""
+    low = -(2**30) if window is None else offset + 1 - window
+    this = problem(length, Layout(*(Part.QUERY | Part.KEY,) * 2, 1, 2), 4, bound, low, offset, keys)
+    chunks = this.chunks(maps)
+    assert all(chunk.n_t <= 128 or this.bytes_of_chunk(chunk, maps) <= bound for chunk in chunks)
+    if len(chunks) > 1:  # twice as many queries would not fit
+        n_t = 2 * chunks[0].n_t
+        larger = [this._chunk(t_0, min(n_t, length - t_0)) for t_0 in range(0, length, n_t)]
+        assert max(this.bytes_of_chunk(chunk, maps) for chunk in larger) > bound
 
 
 @pytest.mark.parametrize("batch_bytes, expected", [(1 << 30, [slice(None)]), (1, [slice(0, 1), slice(1, 2)])])
@@ -2013,8 +2031,13 @@ ERRORS = {
         (_tensors(1, 2, 5, 16), _tensors(1, 2, 5, 16).to_sparse(), _tensors(1, 2, 5, 16)),
         {},
     ),
+    "query has the layout of nested tensors: expected a dense tensor": (
+        (torch.nested.nested_tensor([torch.randn(2, 5, 16)]), *(_tensors(1, 2, 5, 16),) * 2),
+        {},
+    ),
     "scale='a': expected a finite number": ((_tensors(1, 2, 5, 16),) * 3, {"scale": "a"}),
     "scale=1e\\+39: expected a finite number": ((_tensors(1, 2, 5, 16),) * 3, {"scale": 1e39}),
+    "scale=3e\\+38: expected a finite number within 2.3e38": ((_tensors(1, 2, 5, 16),) * 3, {"scale": 3e38}),
     "scale=nan: expected a finite number": ((_tensors(1, 2, 5, 16),) * 3, {"scale": math.nan}),
     "return_lse='yes': expected True or False": ((_tensors(1, 2, 5, 16),) * 3, {"return_lse": "yes"}),
     "query is of type list: expected a tensor": (([1], *(_tensors(1, 2, 5, 16),) * 2), {}),
@@ -2040,12 +2063,14 @@ def test_what_cannot_be_done_says_so(message):
         composed_attention(*tensors, **options)
 
 
-def test_heads_that_do_not_mix_may_be_many():
+@pytest.mark.parametrize("heads, kv_heads", [(66, 33), (71, 1), (134, 2)])
+def test_heads_that_do_not_mix_may_be_many(heads, kv_heads):
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 20, 8, device=DEVICE) for heads in (66, 33, 33))
+    query, key, value = (torch.randn(1, n, 20, 8, device=DEVICE) for n in (heads, kv_heads, kv_heads))
     found = composed_attention(query, key, value)
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(composed_decode(query[:, :, -1:], key, value), exact[:, :, -1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])

@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -702,6 +703,47 @@ def test_offloaded_and_quantised_projections():
     assert {p.dtype for module in generators(model).values() for p in module.parameters()} == {torch.bfloat16}
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("members", [{}, {"weight": lambda self: self.qweight}], ids=["none", "a method"])
+def test_projections_without_a_weight_are_quantised_ones(members):
+    """As those of GPTQ and AWQ; torch's dynamic quantisation has a method of that name."""
+
+    class Packed(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.in_features, self.out_features = linear.in_features, linear.out_features
+            self.register_buffer("qweight", linear.weight)
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.qweight)
+
+    kind, model = type("Quantised", (Packed,), members), make("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = kind(layer.self_attn.q_proj)
+    with pytest.raises(DCFormerError, match=r"projections are quantised \(their weight is no tensor\): pass device"):
+        convert_attention(model)
+    before = logits(model, name="llama")
+    convert_attention(model, device="cpu", dtype=torch.float32)
+    torch.testing.assert_close(logits(model, name="llama"), before, atol=TOLERANCE, rtol=0)
+
+
+def test_hooks_behind_that_of_composition_are_warned_of():
+    model = converted("bert")
+    attention = model.bert.encoder.layer[0].attention.self
+
+    def halved(module, args, kwargs):
+        return (args[0] / 2, *args[1:]), kwargs
+
+    hook = attention.register_forward_pre_hook(halved, with_kwargs=True, prepend=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = logits(model, text())
+    hook.remove()
+    attention.register_forward_pre_hook(halved, with_kwargs=True)
+    with pytest.warns(UserWarning, match=r"layer\.0\.attention\.self: a forward pre-hook .* with prepend=True"):
+        assert not torch.allclose(logits(model, text()), before, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["siglip", "bert"])
 def test_calls_past_the_hooks(name):
     model = converted(name)
@@ -744,7 +786,14 @@ def test_attention_that_is_called_otherwise_than_it_was_converted():
 def test_a_trained_bias_needs_maps():
     model = converted("t5")
     model.set_attn_implementation("dcmha_chunked")
-    with pytest.raises(ValueError, match="a position bias that requires gradients needs attn_implementation='dcmha'"):
+    refused = "a position bias that requires gradients needs attn_implementation='dcmha'"
+    with pytest.raises(ValueError, match=refused):
+        logits(model, name="t5")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".compose" in name)
+    logits(model, name="t5").sum().backward()
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})  # has the library's zeros require gradients
+    with pytest.raises(ValueError, match=rf"{refused}.* without gradient checkpointing"):
         logits(model, name="t5")
 
 
@@ -768,6 +817,9 @@ def test_folders_that_cannot_be_loaded(tmp_path):
         with pytest.raises(DCFormerError, match=message):
             from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM)
     settings.write_text(written)
+    options = {"num_attention_heads": 8, "ignore_mismatched_sizes": True}  # which would leave memory as it was
+    with pytest.raises(DCFormerError, match=r"model has bert.*compose\.\w.* \[\d+, \d+\], and the model \[\d+, \d+\]"):
+        from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM, **options)
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("qkw")}
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(DCFormerError, match=r"lacks 2 tensors of the composition, such as bert.*compose\.qkw"):

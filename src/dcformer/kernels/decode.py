@@ -32,7 +32,17 @@ import triton.language as tl
 
 from ..attention_dcformer import refuse_transforms
 from ..compose_dcformer import ComposeWeights
-from .layout import Layout, Part, Stage, check_states, check_types, check_weights, packed_weights, stages_of
+from .layout import (
+    Layout,
+    Part,
+    Stage,
+    check_states,
+    check_types,
+    check_weights,
+    packed_weights,
+    plain_groups,
+    stages_of,
+)
 from .limits import MAX_QUERIES, require_supported
 from .repeated import Launch, Repeated
 from .schemas import DEVICES, decode_op, place_tensors, refuse_backward
@@ -668,7 +678,7 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
     is_count = isinstance(num_splits, int) and not isinstance(num_splits, bool) and num_splits >= 1
     if num_splits is not None and not is_count:
         raise ValueError(f"num_splits={num_splits!r}: expected an integer of at least 1, or None to have it chosen.")
-    groups = check_weights(pre, post, query, key) or key.shape[1]  # without composition no heads mix
+    groups = check_weights(pre, post, query, key) or plain_groups(H, key.shape[1])
     require_supported(heads=H // groups)
     given = [query, key, value]
     for weights in (pre, post):

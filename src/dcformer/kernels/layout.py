@@ -3,6 +3,7 @@
 Shared by prefill and decoding, kernels included. Imports no Triton.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -12,9 +13,10 @@ import torch
 
 from ..attention_dcformer import check_shapes
 from ..compose_dcformer import ComposeWeights, SideWeights
-from .limits import require_supported
+from .limits import MAX_HEADS, require_supported
+from .sizes import ceil_div
 
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST_SCALE = torch.finfo(torch.float32).max * math.log(2)  # kernels take it times log2(e)
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what kernels read
 
 
@@ -125,13 +127,19 @@ def check_types(
     if scale is not None:
         is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
         # in a graph it may be a symbol, of whose value there would be a guard
-        if not is_number or not (torch.compiler.is_compiling() or abs(scale) <= _LARGEST):
-            raise ValueError(f"scale={scale!r}: expected a finite number of float32, usually D ** -0.5.")
+        if not is_number or not (torch.compiler.is_compiling() or abs(scale) <= _LARGEST_SCALE):
+            raise ValueError(f"scale={scale!r}: expected a finite number within 2.3e38, usually D ** -0.5.")
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} is of type {type(tensor).__name__}: expected a tensor.")
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name} has the layout {tensor.layout}: expected a dense tensor, as of `to_dense()`.")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "of nested tensors" if tensor.is_nested else tensor.layout
+            raise ValueError(f"{name} has the layout {layout}: expected a dense tensor, as of `to_dense()`.")
+
+
+def plain_groups(heads: int, least: int) -> int:
+    """Groups of heads that do not mix: `least`, or as many as the kernels need."""
+    return next(n for n in range(max(1, least, ceil_div(heads, MAX_HEADS)), max(1, heads) + 1) if heads % n == 0)
 
 
 def check_states(

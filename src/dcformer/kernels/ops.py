@@ -16,8 +16,8 @@ from ..attention_dcformer import check_shapes, refuse_transforms
 from ..compose_dcformer import ComposeWeights
 from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, is_captured, visible_and_bias
 from .decode import composed_decode
-from .layout import Layout, check_states, check_types, check_weights, packed_weights, stages_of
-from .limits import MAX_HEADS, MAX_QUERIES, require_supported, unsupported_reason
+from .layout import Layout, check_states, check_types, check_weights, packed_weights, plain_groups, stages_of
+from .limits import MAX_QUERIES, require_supported, unsupported_reason
 from .overflow import beyond
 from .passes import Passes
 from .problem import Visibility
@@ -308,8 +308,8 @@ def _checked(
             f"cu_seqlens is {tuple(cu_seqlens.shape)}: expected the bounds of documents, (documents + 1,)."
         )
     groups = check_weights(pre, post, query, key)
-    if groups is None:  # no heads mix: as many groups as are needed
-        groups = 1 if heads <= MAX_HEADS else key.shape[1]
+    if groups is None:  # no heads mix
+        groups = plain_groups(heads, 1)
     require_supported(heads=heads // groups)
     return groups
 

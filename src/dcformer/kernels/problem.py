@@ -222,9 +222,14 @@ class Problem:
         most = kept_queries(self.visibility.low, self.visibility.high) if self.is_keeping else self.T
 
         def fits(n_t: int) -> bool:
-            worst = max((self._chunk(t_0, n_t) for t_0 in (0, self.T - n_t)), key=lambda chunk: chunk.n_s)
-            is_small = worst.n_p * self.H <= _MOST_INT32
-            return n_t <= most and is_small and self.bytes_of_chunk(worst, maps) <= self.chunk_bytes
+            """Looks at the chunks that may be the largest: the first, the last, and those whose keys begin behind the
+            first key or end with the last."""
+            last = (self.T - 1) // n_t * n_t
+            edges = (-self.visibility.low, self.S - n_t - self.visibility.high)
+            before = [min(max(0, t_0), last) // n_t * n_t for t_0 in edges]
+            starts = {0, last, *before, *(min(t_0 + n_t, last) for t_0 in before)}
+            largest = max(self.bytes_of_chunk(self._chunk(t_0, min(n_t, self.T - t_0)), maps) for t_0 in starts)
+            return n_t <= most and round_up(n_t, self.step) * self.H <= _MOST_INT32 and largest <= self.chunk_bytes
 
         n_t = self.T
         if not fits(n_t):

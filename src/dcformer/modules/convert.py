@@ -61,7 +61,8 @@ def attach(
     for one in found:
         for name, settings in one.settings.items():
             generators = make_generators(settings, zero_init)
-            one.module.add_module(name, generators.to(device or one.weight.device, dtype or one.weight.dtype))
+            like: Any = one.weight  # None only where both are given
+            one.module.add_module(name, generators.to(device or like.device, dtype or like.dtype))
             generators.train(one.module.training)
         one.module.compose_call = one.call  # type: ignore[assignment]
         # a part's own copy of a configuration (ViT-MAE, EncoderDecoderModel) is not one that the model would set
@@ -156,21 +157,22 @@ def convert_attention(
             f"{', '.join(named)}: attention that does not go through Transformers' attention interface, and cannot be "
             "converted: convert a part of the model without it, or leave it as it is with allow_partial=True."
         )
-    are_known = all(one.weight.dtype in _DTYPES for one in found)
+    are_known = all(one.weight is not None and one.weight.dtype in _DTYPES for one in found)
     for one in found:
-        if dtype is not None and are_known and dtype != one.weight.dtype:
+        weight_dtype = None if one.weight is None else one.weight.dtype
+        is_offloaded = one.weight is not None and one.weight.is_meta
+        if dtype is not None and are_known and dtype != weight_dtype:
             raise DCFormerError(
-                f"{one.call.path}: dtype={dtype} of the generators, and its projections are {one.weight.dtype}, as are "
+                f"{one.call.path}: dtype={dtype} of the generators, and its projections are {weight_dtype}, as are "
                 "the states that both read: leave dtype out, or convert the model's."
             )
-        is_known = not one.weight.is_meta and one.weight.dtype in _DTYPES
-        if not is_known and (device is None or dtype is None):
-            what = "offloaded" if one.weight.is_meta else f"quantised ({one.weight.dtype})"
+        if (is_offloaded or weight_dtype not in _DTYPES) and (device is None or dtype is None):
+            what = "offloaded" if is_offloaded else f"quantised ({weight_dtype or 'their weight is no tensor'})"
             raise DCFormerError(
                 f"{one.call.path}: its projections are {what}: pass device and dtype of the generators to "
                 "convert_attention."
             )
-        if device is not None and torch.device(device).type == "meta" and not one.weight.is_meta:
+        if device is not None and torch.device(device).type == "meta" and one.weight is not None and not is_offloaded:
             raise DCFormerError(
                 f"{one.call.path}: device={str(device)!r} of the generators, and its projections are on "
                 f"{one.weight.device}: leave device out."

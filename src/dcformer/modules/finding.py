@@ -79,7 +79,7 @@ class Found:
     module: nn.Module
     call: Call
     settings: dict[str, ComposeSettings]
-    weight: torch.Tensor  # of a projection; the generators take its device and dtype
+    weight: torch.Tensor | None  # of a projection; the generators take its device and dtype. None: it is no tensor
 
 
 def _attention_call(module: nn.Module, path: str) -> tuple[ast.Call, Callable] | None:
@@ -158,7 +158,8 @@ def _examine(module: nn.Module, path: str, call: ast.Call, forward: Callable, co
         positions={name: places[name] for name in (STATES, *KEY_STATES, *CACHES) if name in places},
         passes_kwargs=_passes_kwargs(call, parameters),
     )
-    return Found(module, facts, settings, module.get_submodule(query).weight)  # type: ignore[arg-type]  # a tensor
+    weight: Any = getattr(module.get_submodule(query), "weight", None)
+    return Found(module, facts, settings, weight if isinstance(weight, torch.Tensor) else None)
 
 
 def _passes_kwargs(call: ast.Call, parameters: Mapping[str, inspect.Parameter]) -> bool:

@@ -10,6 +10,7 @@ Letters: B batch, T queries, S keys, H heads.
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,12 @@ def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
         raise ValueError(
             f"{call.path}: attn_implementation={implementation!r} would leave the composition out: call "
             f"model.set_attn_implementation with one of {tuple(IMPLEMENTATIONS)}."
+        )
+    if not torch.compiler.is_compiling() and next(reversed(module._forward_pre_hooks.values())) is not compose_hook:
+        warnings.warn(
+            f"{call.path}: a forward pre-hook was registered after the model was converted, and runs after composition "
+            "weights are made. If it changes hidden states, register it with prepend=True.",
+            stacklevel=2,
         )
     states = call.argument(args, kwargs, STATES)
     if states.dim() > 3:  # a grid of tokens, [B, rows, columns, E]
@@ -132,7 +139,8 @@ def _attend(
     if function is chunked_attention and trains_bias:
         raise ValueError(
             "a position bias that requires gradients needs attn_implementation='dcmha': call "
-            "model.set_attn_implementation('dcmha'), or freeze the bias."
+            "model.set_attn_implementation('dcmha'). Freezing helps where the bias is of parameters alone, without "
+            "gradient checkpointing, with which T5's zeros require gradients."
         )
     return attend_composed(
         function,

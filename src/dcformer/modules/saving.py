@@ -121,7 +121,14 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
     except SafetensorError as error:
         raise DCFormerError(f"{folder} has weights that cannot be read: {error}") from error
     model.__class__ = model_class
-    if missing := sorted(set(info["missing_keys"]) & set(_names(model))):
+    names = set(_names(model))
+    if others := sorted(key for key in info["mismatched_keys"] if key[0] in names):  # with ignore_mismatched_sizes
+        name, stored, wanted = others[0]
+        raise DCFormerError(
+            f"{folder} has {name} {list(stored)}, and the model {list(wanted)}: composition cannot be loaded for other "
+            "sizes. Load the model as it was saved, or convert one of these sizes anew."
+        )
+    if missing := sorted(set(info["missing_keys"]) & names):
         raise DCFormerError(
             f"{folder} lacks {len(missing)} tensors of the composition, such as {missing[0]}. If a part of the model "
             f"was converted: {_PART[0].lower()}{_PART[1:]}"
