@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import hear
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_device import DEVICE, HERE, INTERPRETED, SMALL_TILES
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -1828,6 +1828,7 @@ def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low, maps)
     length=st.integers(1, 5000), keys=st.integers(1, 5000), offset=st.integers(-5000, 5000),
     window=st.none() | st.integers(1, 3000), bound=st.integers(0, 1 << 22), maps=st.sampled_from([1, 3]),
 )  # fmt: skip
+@example(length=4096, keys=512, offset=-1800, window=256, bound=1 << 18, maps=1)
 def test_no_chunk_is_larger_than_its_bytes_whatever_its_queries_see(length, keys, offset, window, bound, maps):
     """The first and the last may see nothing, and those between them a whole window."""
     low = -(2**30) if window is None else offset + 1 - window
