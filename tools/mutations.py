@@ -3846,6 +3846,19 @@ _DHA = [
             DHA_CLI + "test_a_result_of_an_edited_plan_is_another",
         ),
         (
+            "a row of 512 tokens of a model that takes fewer",
+            "options.length = min(_LENGTH, context)",
+            "options.length = _LENGTH",
+            DHA_CLI + "test_rows_are_no_longer_than_the_models_context",
+        ),
+        (
+            "rows beyond the context when asked for",
+            "if not 2 <= options.length <= context:",
+            "if not 2 <= options.length:",
+            DHA_CLI + "test_rows_are_no_longer_than_the_models_context",
+            DHA_CLI + "test_wrong_input_is_one_line",
+        ),
+        (
             "a run continues with other rows",
             "if _holds_state(folder) and (names := _differing(_read_given(folder / _GIVEN), now)):",
             'if _holds_state(folder) and (names := ""):',

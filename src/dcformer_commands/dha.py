@@ -17,7 +17,7 @@ def _add_data(parser: argparse.ArgumentParser, required: bool) -> None:
         "--data", required=required, metavar="FILE", help="texts: file, pattern or name (docs/training)"
     )
     parser.add_argument("--column", metavar="NAME", help="of the texts (default: text)")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a row (default: %(default)s)")
+    parser.add_argument("--length", type=int, help="tokens of a row (default: 512, or the model's context if shorter)")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of a batch and process (default: %(default)s)")
     parser.add_argument("--accumulation", type=int, default=1, help="batches of a step (default: %(default)s)")
     parser.add_argument("--save-steps", type=int, default=100, help="between states to resume from")

@@ -234,6 +234,25 @@ def test_figures_say_what_they_are_measured_on(source, tmp_path, capsys):
     assert status == 1 and "fusion.json lacks soft_loss" in printed and not (tmp_path / "none").exists()
 
 
+def test_rows_are_no_longer_than_the_models_context(tmp_path, capsys):
+    """By default, too; the length that was settled is that of the record."""
+    source, plan, fused = (tmp_path / name for name in ("source", "plan.json", "fused"))
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    llama(vocab_size=len(tokenizer), max_position_embeddings=24).save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    call(capsys, "search", "--model", source, "--output", plan)
+    given = ("--data", TEXTS, "--steps", 1, "--closing-steps", 1, "--batch-size", 2)
+    fuse = ("fuse", "--model", source, "--plan", plan, *given)
+    search = ("search", "--model", source, "--score", "function", *given[:4], *given[6:])
+    for words in ((*fuse, "--output", tmp_path / "no"), (*search, "--output", tmp_path / "no")):
+        status, printed = call(capsys, *words, "--length", 25)
+        assert status == 1 and "--length 25: expected" in printed and "to 24, the model's max_pos" in printed
+        assert not (tmp_path / "no").exists()
+    assert call(capsys, *fuse, "--output", fused)[0] == 0
+    assert json.loads((fused / "dha.json").read_text())["given"]["length"] == 24
+    assert "exists already" in call(capsys, *fuse, "--output", fused, "--length", 24)[1]
+
+
 def test_an_interrupted_fold_continues(source, tmp_path, capsys, monkeypatch):
     from dcformer.dha import folding
 
@@ -310,8 +329,9 @@ def test_wrong_input_is_one_line(source, tmp_path, capsys):
         ((*fuse, "--data", tmp_path / "talk.jsonl"), "conversations"),
         ((*fuse, "--data", tmp_path / "short.txt"), "less than one row of 512 tokens"),
         ((*fuse, "--data", tmp_path / "bad.jsonl"), "bad.jsonl cannot be read"),
-        ((*fuse, *FUSE, "--length", 0), "--length 0: expected at least 2 tokens"),
+        ((*fuse, *FUSE, "--length", 0), "--length 0: expected 2 tokens, of which one is predicted, to 512"),
         ((*fuse, *FUSE, "--length", -4), "--length -4: expected"),
+        ((*fuse, *FUSE, "--length", 513), "--length 513: expected 2 tokens, of which one is predicted, to 512, the mo"),
         ((*fuse, *FUSE, "--batch-size", 0), "--batch-size 0: expected"),
         ((*fuse, *FUSE, "--seed", -1), "seed=-1"),
         (("search", "--model", source, "--output", tmp_path / "short.txt" / "q.json"), "short.txt/q.json cannot be"),

@@ -26,11 +26,12 @@ from .fusion import CLOSED, SMALL_LOSS, fuse, load_fused
 from .plan import HeadPlan
 from .reporting import report
 from .search import TRAINED_SCORES, search
-from .sources import OPERATORS, HeadSource
+from .sources import OPERATORS, HeadSource, find_family, load_config
 
 _GIVEN = "dha.json"
 _FREE = {"command", "output", "overwrite", "save_steps"}  # what does not change a result
 _HELD_OUT = 64  # rows
+_LENGTH = 512  # of a row in tokens, where the model takes as many
 _SUMMARY = {"train", "steps", "source_loss", "soft_loss", "folded_loss"}  # of fusion, for the card
 _CARD = """# {name}
 
@@ -167,6 +168,7 @@ def _remove_without_state(folder: Path) -> None:
 
 
 def _search(options: argparse.Namespace) -> str:
+    _settle_length(options)
     record = Path(options.output).with_name(f".{Path(options.output).name}.given")
     if Path(options.output).exists() and not options.overwrite and not record.exists():
         raise DCFormerError(f"{options.output} exists: choose another --output, or give --overwrite.")
@@ -195,6 +197,7 @@ def _search(options: argparse.Namespace) -> str:
 
 
 def _fuse(options: argparse.Namespace) -> str:
+    _settle_length(options)
     output = Path(options.output)
     if _is_done(options, output / _GIVEN):
         return f"{output} exists already, from the same arguments"
@@ -296,6 +299,24 @@ def _is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+def _settle_length(options: argparse.Namespace) -> None:
+    """Sets `--length` where it is not given, before it is compared with that of an earlier call.
+
+    Raises:
+        DCFormerError: when the model does not take rows of as many tokens, or cannot be a source.
+    """
+    config = load_config(options.model)
+    find_family(config)
+    context = config.max_position_embeddings
+    if options.length is None:
+        options.length = min(_LENGTH, context)
+    if not 2 <= options.length <= context:
+        raise DCFormerError(
+            f"--length {options.length}: expected 2 tokens, of which one is predicted, to {context}, the model's "
+            "max_position_embeddings."
+        )
+
+
 def _rows(options: argparse.Namespace, held_out: str | None = None) -> tuple[Any, list[torch.Tensor]]:
     """Rows of `--length` tokens of the texts in `--data`, and held-out batches; none of fewer than 20 rows.
 
@@ -303,8 +324,6 @@ def _rows(options: argparse.Namespace, held_out: str | None = None) -> tuple[Any
         DCFormerError: when there is not enough text, or it cannot be read.
     """
     require_extra("train", "reading --data", "datasets", "trl")
-    if options.length < 2:
-        raise DCFormerError(f"--length {options.length}: expected at least 2 tokens, of which one is predicted.")
     if options.batch_size < 1:
         raise DCFormerError(f"--batch-size {options.batch_size}: expected at least 1 row.")
     rows = _tokenised(options, options.data, "--data")
