@@ -3830,6 +3830,12 @@ _DHA = [
             DHA_EXACT + "test_equal_rows_fold_exactly",
         ),
         (
+            "converted models are taken",
+            "if is_converted(config):",
+            "if False:",
+            DHA_FOLDING + "test_converted_models_are_refused",
+        ),
+        (
             "models in shards are taken",
             'if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):',
             "if False:",

@@ -35,6 +35,7 @@ from dcformer.dha import folding
 from dcformer.dha.folding import fold_folder
 from dcformer.dha.sources import find_family
 from dcformer.errors import DCFormerError
+from dcformer.modules import convert_attention
 
 TOKENIZER = REPOSITORY / "checkpoints" / "dcformer-synthetic"
 
@@ -336,6 +337,15 @@ def test_unknown_models_are_refused(tmp_path):
             dha.search(other, 0.5)
     with pytest.raises(DCFormerError, match="not a model of Transformers"):
         dha.search(torch.nn.Linear(2, 2), 0.5)
+
+
+def test_converted_models_are_refused(tmp_path):
+    """By name, in memory and in a folder; nobody is told to remove their composition from its files."""
+    model = convert_attention(make("llama"))
+    model.save_pretrained(tmp_path)
+    for source in (model, tmp_path):
+        with pytest.raises(DCFormerError, match="a llama model cannot be a source: its heads are composed by convert_"):
+            dha.search(source, 0.5)
 
 
 def test_quantized_sources_are_refused(tmp_path):

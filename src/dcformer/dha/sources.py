@@ -28,6 +28,7 @@ from ..configuration_dcformer import DCFormerConfig, DHAConfig
 from ..conversion.sources import SafetensorsSource, TorchSource, has_weights
 from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..formats.base import TensorInfo
+from ..modules.saving import is_converted
 from .plan import KINDS, HeadPlan, SourceSizes
 
 OPERATORS = "operators.safetensors"  # of a folder that fusion wrote
@@ -268,6 +269,8 @@ def find_family(config: Any) -> Family:
         if getattr(config, attribute, None):
             why = f"{attribute}={getattr(config, attribute)!r}: {reason}"
             break
+    if is_converted(config):
+        why = "its heads are composed by convert_attention, which folding would leave out"
     supported = f"supported are {', '.join(FAMILIES)} and this package's models"
     if why is not None:
         raise DCFormerError(f"a {name} model cannot be a source: {why}; {supported}.")
