@@ -3865,6 +3865,12 @@ _DHA = [
             DHA_CLI + "test_wrong_input_is_one_line",
         ),
         (
+            "prompts with completions count as conversations",
+            'if "messages" in texts.column_names:',
+            'if "text" not in texts.column_names:',
+            DHA_CLI + "test_wrong_input_is_one_line",
+        ),
+        (
             "a run continues with other rows",
             "if _holds_state(folder) and (names := _differing(_read_given(folder / _GIVEN), now)):",
             'if _holds_state(folder) and (names := ""):',

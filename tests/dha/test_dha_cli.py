@@ -316,6 +316,7 @@ def test_wrong_input_is_one_line(source, tmp_path, capsys):
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"model_type": "olmo2"}))
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     (tmp_path / "short.txt").write_text("Peter\n")
     (tmp_path / "bad.jsonl").write_text("{nope\n")
     fuse = ("fuse", "--model", source, "--plan", plan, "--output", tmp_path / "out")
@@ -326,7 +327,10 @@ def test_wrong_input_is_one_line(source, tmp_path, capsys):
         (("search", "--model", tmp_path / "other", "--output", tmp_path / "p.json"), "QK-norm is over all heads"),
         (("search", "--model", source, "--output", plan, "--kv-ratio", 0.5), "other arguments (kv_ratio)"),
         ((*fuse, "--data", tmp_path / "none.jsonl"), "no file"),
-        ((*fuse, "--data", tmp_path / "talk.jsonl"), "conversations"),
+        ((*fuse, "--data", tmp_path / "talk.jsonl"), "has conversations, in column 'messages': expected texts; make"),
+        ((*fuse, "--data", tmp_path / "talk.jsonl", "--column", "messages"), "has conversations, in column 'messages'"),
+        ((*fuse, "--data", tmp_path / "pairs.jsonl"), "has columns 'prompt' and 'completion': expected texts in one"),
+        ((*fuse, "--data", tmp_path / "pairs.jsonl", "--column", "prompt"), "less than one row of 512 tokens"),
         ((*fuse, "--data", tmp_path / "short.txt"), "less than one row of 512 tokens"),
         ((*fuse, "--data", tmp_path / "bad.jsonl"), "bad.jsonl cannot be read"),
         ((*fuse, *FUSE, "--length", 0), "--length 0: expected 2 tokens, of which one is predicted, to 512"),

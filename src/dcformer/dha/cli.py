@@ -346,8 +346,16 @@ def _tokenised(options: argparse.Namespace, source: str, argument: str) -> list[
         texts = read_rows(source, "train", options.column)
     except (OSError, ValueError) as error:
         raise DCFormerError(f"{error}") from error
+    if "messages" in texts.column_names:
+        raise DCFormerError(
+            f"{source} has conversations, in column {options.column or 'messages'!r}: expected texts; make a file "
+            "with a column 'text' of them."
+        )
     if "text" not in texts.column_names:
-        raise DCFormerError(f"{source} has conversations: expected texts; name their column with --column.")
+        raise DCFormerError(
+            f"{source} has columns {' and '.join(map(repr, texts.column_names))}: expected texts in one column; name "
+            "it with --column."
+        )
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = [token for row in texts for token in (*tokenizer(row["text"])["input_ids"], *end)]
     if len(ids) < options.length:
