@@ -3041,6 +3041,16 @@ _ANALYSIS = (
             _T + "circuits.py::test_scores_are_those_of_the_large_products",
         ),
     )
+    + _in(
+        "analysis",
+        "analysis/cli.py",
+        (
+            "a converted model is loaded before it is refused",
+            "if not is_own:",
+            "if False:",
+            _T + "cli.py::test_models_of_other_libraries_are_refused_before_they_are_loaded",
+        ),
+    )
 )
 
 T_DCMHA, T_CONVERTED = "tests/modules/test_dcmha.py::", "tests/modules/test_convert_attention.py::"

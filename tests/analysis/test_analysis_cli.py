@@ -15,11 +15,12 @@ from analysis_models import CHECKPOINT, PROMPT, random_model
 from helpers import PLAIN, tiny_config
 from safetensors.torch import save_file
 from test_analysis_html import parsed
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dcformer import HeadSystemsConfig, HeadSystemsForCausalLM
 from dcformer.analysis import attribute_heads, cli, composition_summary, head_diversity, single_token, trace
 from dcformer.errors import DCFormerError
+from dcformer.modules import convert_attention
 from dcformer_commands.analyze import main
 
 TEXT = PROMPT.replace("\n", "\\n")
@@ -231,6 +232,19 @@ def test_no_model(tmp_path, capsys, no_heavy_import):
     error = capsys.readouterr().err
     assert error.startswith(f"error: {tmp_path / 'no'}: no such file or folder, and not found on the Hub")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_models_of_other_libraries_are_refused_before_they_are_loaded(tmp_path, capsys, is_converted, no_heavy_import):
+    """The library's report of what it leaves out of a converted one would say that composition can be ignored."""
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=9, **sizes))
+    (convert_attention(model) if is_converted else model).save_pretrained(tmp_path / "model")
+    capsys.readouterr()
+    assert main([str(tmp_path / "model"), "--text", "a", "--output", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'model'} is a model of another library (llama): analysis is of this")
+    assert error.count("\n") == 1 and "convert_attention" in error and not (tmp_path / "out").exists()
 
 
 def cut(file):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ..compose_dcformer import ComposeFields
 from ..errors import CONFIG_ERRORS, DCFormerError, refused, reports, require_extra
 from ..files import strict_json, whole_folder
 from ..hub_dcformer import stored_tensors, weight_files
@@ -132,6 +133,12 @@ def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
     _require_intact(folder, *_JSON)
     with refused(OSError, *CONFIG_ERRORS, what=_config_file(folder), loads=folder):
         config = AutoConfig.from_pretrained(folder)
+    is_own = isinstance(config, ComposeFields)
+    if not is_own:  # said before the library reports what it leaves out of a converted one
+        raise DCFormerError(
+            f"{folder} is a model of another library ({config.model_type}): analysis is of this package's own models, "
+            "DCFormer, DCPythia and DCViT, and not of those that convert_attention has converted."
+        )
     if is_image != hasattr(config, "patch_size"):
         reads, wants = ("texts", "--text") if is_image else ("images", "--image")
         raise DCFormerError(f"{folder} is a model of {reads} ({config.model_type}): give {wants}.")
