@@ -3840,6 +3840,12 @@ _DHA = [
             DHA_EXACT + "test_equal_rows_fold_exactly",
         ),
         (
+            "the file that makes a configuration unreadable is not named",
+            "damaged_file(folder, error) or f",
+            "f",
+            DHA_FOLDING + "test_a_configuration_that_no_model_has_is_refused",
+        ),
+        (
             "converted models are taken",
             "if is_converted(config):",
             "if False:",

@@ -190,6 +190,9 @@ def test_a_configuration_that_no_model_has_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | field))
         with pytest.raises(DCFormerError, match=tmp_path.name):
             dha.search(tmp_path, 0.5, progress=False)
+    (tmp_path / "config.json").write_text("null")
+    with pytest.raises(DCFormerError, match=r"config\.json is damaged \(it holds a NoneType, expected an object\)"):
+        dha.search(tmp_path, 0.5, progress=False)
 
 
 def save_changed(model, folder, change):

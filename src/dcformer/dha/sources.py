@@ -28,6 +28,7 @@ from ..configuration_dcformer import DCFormerConfig, DHAConfig
 from ..conversion.sources import SafetensorsSource, TorchSource, has_weights
 from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..formats.base import TensorInfo
+from ..loading import damaged_file
 from ..modules.saving import is_converted
 from .plan import KINDS, HeadPlan, SourceSizes
 
@@ -480,8 +481,8 @@ def load_config(folder: str | os.PathLike) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, *CONFIG_ERRORS) as error:
-        raise_bug(error)
-        raise DCFormerError(f"{os.fspath(folder)}: its configuration cannot be read ({error}).") from error
+        reason = damaged_file(folder, error) or f"{os.fspath(folder)}: its configuration cannot be read ({error})."
+        raise DCFormerError(reason) from error
 
 
 def _check_model(model: nn.Module) -> None:
