@@ -1108,10 +1108,26 @@ _CONVERSION = (
             T_VERIFY + "test_compositions_with_the_same_tensors",
         ),
         (
+            "a token that is none is not named",
+            'is none" if outside else',
+            'is none" if False else',
+            T_VERIFY + "test_bad_tokens",
+        ),
+        (
             "sides are not decisive",
             '    "compose_query",\n    "compose_key",\n',
             "",
             T_VERIFY + "test_compositions_with_the_same_tensors",
+        ),
+    )
+    + _in(
+        "conversion",
+        "conversion/cli.py",
+        (
+            "a negative number of tokens is refused as if 0 were, too",
+            "if args.num_tokens < 0:",
+            "if False:",
+            T_VERIFY + "test_lengths_are_refused_before_anything_is_compared",
         ),
     )
 )

@@ -358,7 +358,7 @@ def test_a_failing_overwrite_leaves_the_old_output(pax, tmp_path, capsys):
         ("safetensors-to-jax --model nowhere --output out --format pax", "not exist: expected the folder of a check"),
         ("safetensors-to-jax --model {empty} --output out --format pax", "empty is not a model folder: expected"),
         ("verify {native} {native} --num-tokens 100000", "num_tokens=100000: expected at most 128, by the model's max"),
-        ("verify {native} {native} --num-tokens -5", "num_tokens=-5 must be at least 1"),
+        ("verify {native} {native} --num-tokens -5", "--num-tokens -5: expected at least 0"),
         ("safetensors-to-jax --model {native} --output out --format pax --ocdbt", "--ocdbt is for MaxText"),
         ("safetensors-to-jax --model {native} --output out --format pax --layers-per-block 3", "must divide"),
         ("safetensors-to-jax --model {native} --output out --format pax --step -1", "step=-1: expected a whole number"),

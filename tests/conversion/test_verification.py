@@ -358,8 +358,9 @@ def test_tokens_on_the_command_line(model_folder, copy, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["97"], "tokens must be ids from 0 to 96"),
-        (["-1"], "tokens must be ids from 0 to 96"),
+        (["97"], "native, at least one; 97 is none."),
+        (["1,-1,97"], "tokens must be ids from 0 to 96 of"),
+        (["1,-1,97"], "native, at least one; -1 is none."),
         ([""], "at least one"),
         (["one"], "expected numbers, or a .npy file"),
         (["1.5"], "expected numbers, or a .npy file"),
@@ -385,14 +386,14 @@ def test_logits_need_folders(model_folder, pax_folder, capsys):
     assert verify(model_folder, pax_folder, "--tokens", "1") == 1
     assert "needs two model folders" in capsys.readouterr().err
     assert verify(model_folder, model_folder, "--num-tokens", -3) == 1
-    assert "num_tokens=-3 must be at least 1" in capsys.readouterr().err
+    assert "--num-tokens -3: expected at least 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--num-tokens", 129), "num_tokens=129: expected at most 128"),
-        (("--num-tokens", -1), "num_tokens=-1 must be at least 1"),
+        (("--num-tokens", -1), "--num-tokens -1: expected at least 0"),
         (("--tokens", *[1] * 129), "129 tokens in a row: expected at most 128"),
     ],
     ids=["many", "negative", "given"],

@@ -52,6 +52,8 @@ def run(command: str, args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     check_tolerance(args.atol, "--atol")
     check_tolerance(args.logits_atol, "--logits-atol")
+    if args.num_tokens < 0:
+        raise ConversionError(f"--num-tokens {args.num_tokens}: expected at least 0, which compares no logits.")
     first, second = (
         open_checkpoint(
             getattr(args, side),

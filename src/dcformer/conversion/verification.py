@@ -168,8 +168,10 @@ def compare_logits(
         check_length(num_tokens if ids is None else ids.shape[1], model.config, is_random=ids is None)
         if ids is None:
             ids = torch.randint(0, size, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
-        if not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= size:
-            raise ConversionError(f"tokens must be ids from 0 to {size - 1} of {folder}, at least one.")
+        outside = ids[(ids < 0) | (ids >= size)].tolist()
+        if outside or not ids.numel():
+            found = f"; {outside[0]} is none" if outside else ""
+            raise ConversionError(f"tokens must be ids from 0 to {size - 1} of {folder}, at least one{found}.")
         with torch.no_grad():
             logits.append(model(ids, use_cache=False).logits)
         del model
