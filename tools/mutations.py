@@ -1074,6 +1074,18 @@ _CONVERSION = (
         "conversion",
         "conversion/output.py",
         (
+            "a file above the output is not named",
+            "if isinstance(error, FileExistsError) and error.filename is not None:",
+            "if False:",
+            T_OUTPUT + "test_impossible_outputs",
+        ),
+        (
+            "a file as output is called a folder that is not empty",
+            'what = "is not empty" if output.is_dir() else "is no folder"',
+            'what = "is not empty"',
+            T_OUTPUT + "test_existing_output_and_leftovers",
+        ),
+        (
             "header not aligned",
             'text += b" " * (-len(text) % 8)',
             'text += b""',
@@ -3174,6 +3186,12 @@ _MODULES = [
             "if not is_of_package(system):",
             "if False:",
             "tests/publish/test_publish.py::test_head_systems_of_ones_own_are_refused",
+        ),
+        (
+            "a file as output is published into as a folder that is not empty",
+            'what = "is not empty" if output.is_dir() else "is no folder"',
+            'what = "is not empty"',
+            "tests/publish/test_publish.py::test_bad_models_outputs_and_sizes",
         ),
     ),
     *_in(

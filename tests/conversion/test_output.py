@@ -83,13 +83,17 @@ def test_appears_at_the_end(tmp_path):
         (tmp_path / "empty" / "out").mkdir(parents=True, exist_ok=True)
 
 
-@pytest.mark.parametrize("make", [filled, lambda path: path.write_text("old")], ids=["folder", "file"])
-def test_existing_output_and_leftovers(make, tmp_path):
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(filled, "is not empty"), (lambda path: path.write_text("old"), "is no folder")],
+    ids=["folder", "file"],
+)
+def test_existing_output_and_leftovers(make, what, tmp_path):
     """Refused with nothing touched, as leftovers may be a running conversion's; replaced and cleared on demand."""
     for name in ("out", ".out.incomplete", ".out.replaced"):
         make(tmp_path / name)
     before = contents(tmp_path)
-    match = "out exists and is not empty.*--overwrite"
+    match = f"out exists and {what}.*--overwrite"
     with pytest.raises(ConversionError, match=match), complete_folder(tmp_path / "out", 100):
         pytest.fail("nothing should be written")
     assert contents(tmp_path) == before
@@ -126,10 +130,10 @@ def test_the_old_output_comes_back_when_renaming_fails(tmp_path, monkeypatch):
     assert contents(tmp_path) == {Path("out/file"): b"old"}
 
 
-@pytest.mark.parametrize("name", ["file/out", "n" * 300])
-def test_impossible_outputs(name, tmp_path):
+@pytest.mark.parametrize(("name", "reason"), [("file/out", "file is a file, and no folder"), ("n" * 300, "")])
+def test_impossible_outputs(name, reason, tmp_path):
     (tmp_path / "file").write_text("old")
-    with pytest.raises(ConversionError, match="cannot be written: "), complete_folder(tmp_path / name, 100):
+    with pytest.raises(ConversionError, match=f"cannot be written: .*{reason}"), complete_folder(tmp_path / name, 100):
         pytest.fail("nothing should be written")
     assert names_in(tmp_path) == ["file"]
 

@@ -298,8 +298,9 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
         kind(tiny_config()).save_pretrained(tmp_path / kind.__name__)
         assert f"{kind.__name__} lacks lm_head.weight: expected those of a" in error(tmp_path / kind.__name__, output)
     assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "full")
-    assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "file")
-    assert "cannot be written" in error(CHECKPOINT, tmp_path / "file" / "hub")
+    assert "exists and is no folder" in error(CHECKPOINT, tmp_path / "file")
+    message = error(CHECKPOINT, tmp_path / "file" / "hub")
+    assert f"hub cannot be written: {tmp_path / 'file'} is a file, and no folder." in message
     assert "max_shard_size='many' is not understood" in error(CHECKPOINT, output, "--max_shard_size", "many")
     shutil.copytree(CHECKPOINT, tmp_path / "damaged")
     (tmp_path / "damaged" / "tokenizer.json").write_text("{}")

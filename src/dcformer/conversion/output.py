@@ -47,7 +47,8 @@ def complete_folder(
     output = local_path(output)
     if os.path.exists(output) and (not output.is_dir() or any(output.iterdir())):
         if not overwrite:
-            raise ConversionError(f"{output} exists and is not empty: choose another --output, or give --overwrite.")
+            what = "is not empty" if output.is_dir() else "is no folder"
+            raise ConversionError(f"{output} exists and {what}: choose another --output, or give --overwrite.")
         if output in (Path.cwd(), *Path.cwd().parents):
             raise ConversionError(f"{output} holds the current folder and is not replaced: choose another --output.")
     try:
@@ -74,6 +75,8 @@ def complete_folder(
             raise ConversionError(
                 f"Writing {output} failed: {reason}. Make room, or choose another --output; nothing was left."
             ) from error
+        if isinstance(error, FileExistsError) and error.filename is not None:
+            reason = f"{error.filename} is a file, and no folder"
         raise ConversionError(f"{output} cannot be written: {reason}.") from error
 
 

@@ -65,7 +65,8 @@ def write_hub_folder(
     """
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise HubFolderError(f"{output} exists and is not empty: choose another output, or remove it.")
+        what = "is not empty" if output.is_dir() else "is no folder"
+        raise HubFolderError(f"{output} exists and {what}: choose another output, or remove it.")
     if not re.fullmatch(r"[1-9]\d*([KMGT]i?B)", max_shard_size):
         raise HubFolderError(
             f"max_shard_size={max_shard_size!r} is not understood: expected a size such as 100MB or 5GB."
