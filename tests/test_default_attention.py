@@ -622,6 +622,13 @@ def test_the_command_names_a_device_that_is_none(monkeypatch, capsys, device, me
     assert code == 1 and err.startswith(f"error: --device {message}") and len(err.splitlines()) == 1
 
 
+def test_the_command_without_a_cuda_device_says_what_runs_on_a_cpu(monkeypatch, capsys):
+    """`--device cpu` alone is refused by the kernels."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = run_command(capsys, "--preset", "dcformer-405m", "--device", "cuda:9")
+    assert code == 1 and "no CUDA device. Use --device cpu, with TRITON_INTERPRET=1 set before the start." in err
+
+
 @needs_triton
 def test_the_command_where_the_check_cannot_run(gpu, capsys, tmp_path):
     gpu.results = RuntimeError("no compiler")

@@ -2597,6 +2597,15 @@ _SELFCHECK = _in(
         "with current:",
         "tests/kernels/test_selfcheck.py::test_kernels_that_follow_a_mark_are_checked",
     ),
+) + _in(
+    "kernels",
+    "selfcheck.py",
+    (
+        "a device to use that the kernels refuse next",
+        'named_device(options.device, "--device cpu, with TRITON_INTERPRET=1 set before the start")',
+        "named_device(options.device)",
+        "tests/test_default_attention.py::test_the_command_without_a_cuda_device_says_what_runs_on_a_cpu",
+    ),
 )
 
 _PLAIN = _in(

@@ -125,8 +125,12 @@ def refuse_other_parameters(model: Any, model_class: Any) -> None:
             )
 
 
-def named_device(name: str) -> torch.device:
+def named_device(name: str, otherwise: str = "--device cpu") -> torch.device:
     """The device that a command line's `--device` names, with its index where it is a CUDA device.
+
+    Args:
+        name: as given.
+        otherwise: what to use where there is no CUDA device, for the message.
 
     Raises:
         DCFormerError: when PyTorch knows no such device, or this machine lacks it.
@@ -138,7 +142,7 @@ def named_device(name: str) -> torch.device:
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        raise DCFormerError(f"--device {name!r}: this PyTorch finds no CUDA device. Use --device cpu.")
+        raise DCFormerError(f"--device {name!r}: this PyTorch finds no CUDA device. Use {otherwise}.")
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         count = torch.cuda.device_count()

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             "'dcpythia' or 'dcvit'."
         )
     if options.device is not None:
-        device = named_device(options.device)
+        device = named_device(options.device, "--device cpu, with TRITON_INTERPRET=1 set before the start")
     elif is_interpreted():
         device = torch.device("cpu")
     else:  # without one, the kernels say what is missing
