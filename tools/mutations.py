@@ -3237,6 +3237,12 @@ _MODULES = [
         "modules",
         "modules/saving.py",
         (
+            "programs load fused models without their mixtures of heads",
+            "    refuse_mixtures(source, kwargs)\n",
+            "",
+            "tests/dha/test_dha_fusion.py::test_programs_do_not_load_a_fused_folder_without_its_mixtures",
+        ),
+        (
             "programs load converted models without their composition",
             "    if not is_converted(config):\n        return auto",
             "    if True:\n        return auto",
@@ -3247,6 +3253,12 @@ _MODULES = [
         "modules",
         "evaluation/cli.py",
         (
+            "fused models are evaluated without their mixtures of heads",
+            "    refuse_mixtures(source, where)\n",
+            "",
+            "tests/evaluation/test_evaluation_cli.py::test_found_before_the_model_is_loaded",
+        ),
+        (
             "converted models are evaluated as plain ones",
             "if is_converted(config) or int(",
             "if int(",
@@ -3256,6 +3268,12 @@ _MODULES = [
     *_in(
         "modules",
         "serving/server.py",
+        (
+            "fused models are served without their mixtures of heads",
+            "            refuse_mixtures(model)\n",
+            "",
+            "tests/serving/test_serving.py::test_models_that_cannot_be_served",
+        ),
         (
             "converted models are served as plain ones",
             "if config is None or not (is_ours or is_converted(config)):",

@@ -19,6 +19,7 @@ from .hub_dcformer import stored_tensors, weight_files
 
 # What `from_pretrained` of a configuration, a tokenizer or a model raises on folders that it cannot read.
 LOADING_ERRORS = (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError, *CONFIG_ERRORS)
+OPERATORS = "operators.safetensors"  # of a folder that `dcformer-dha fuse` wrote: the trained mixtures of heads
 
 
 def damaged_file(folder: str | os.PathLike, error: Exception) -> str | None:
@@ -78,6 +79,23 @@ def check_parameters(source: str | os.PathLike, config: Any, arguments: Mapping[
         more = f" and {len(missing) - 3} more parameters" if missing[3:] else ""
         raise DCFormerError(
             f"{os.fspath(source)} lacks {', '.join(missing[:3])}{more}: expected those of a causal language model."
+        )
+
+
+def refuse_mixtures(source: str | os.PathLike, arguments: Mapping[str, Any] | None = None) -> None:
+    """Refuses a folder that `dcformer-dha fuse` wrote: loaded as a model, it would lack its mixtures of heads.
+
+    Args:
+        source: the folder. A name on the Hub is not looked at.
+        arguments: those of `from_pretrained`, of which `subfolder` counts.
+
+    Raises:
+        DCFormerError: when there are such mixtures.
+    """
+    if Path(source, (arguments or {}).get("subfolder") or "", OPERATORS).exists():
+        raise DCFormerError(
+            f"{os.fspath(source)} has trained mixtures of heads, which would be left out here: fold it first, by "
+            "FusedModel.fold() or dcformer-dha fold without --plan."
         )
 
 
@@ -152,9 +170,11 @@ def named_device(name: str, otherwise: str = "--device cpu") -> torch.device:
 
 __all__ = [
     "LOADING_ERRORS",
+    "OPERATORS",
     "check_parameters",
     "damaged_file",
     "named_device",
     "parameter_names",
+    "refuse_mixtures",
     "refuse_other_parameters",
 ]

@@ -12,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_sources import make, tokens
+from transformers import AutoModelForCausalLM
 
 from dcformer import dha
 from dcformer.dha.fusion import ascend, batch_iterator, margin, theta_lr
 from dcformer.dha.mixing import mixers_of
 from dcformer.errors import DCFormerError
+from dcformer.modules.saving import from_pretrained_any
 
 
 def batches(count=6, rows=4, length=16):
@@ -224,6 +226,13 @@ def test_a_fused_model_is_no_source(fused_folder, tmp_path):
     with pytest.raises(DCFormerError, match="has trained mixtures of heads"):
         dha.fold_folder(fused_folder, fused.plan, tmp_path / "folded", progress=False)
     assert not [*tmp_path.iterdir()] and mixers_of(dha.HeadSource(fused.model, fused=True))
+
+
+@pytest.mark.parametrize("place", ["", "below"])
+def test_programs_do_not_load_a_fused_folder_without_its_mixtures(place, fused_folder):
+    source, options = (fused_folder.parent, {"subfolder": fused_folder.name}) if place else (fused_folder, {})
+    with pytest.raises(DCFormerError, match=r"has trained mixtures of heads.*FusedModel\.fold\(\)"):
+        from_pretrained_any(source, AutoModelForCausalLM, **options)
 
 
 def test_the_papers_stop_rule():

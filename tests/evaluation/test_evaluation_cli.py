@@ -116,6 +116,7 @@ ANSWERS = ["--tasks", "dcformer_synthetic_heldout_answers", "--limit", "4"]
         ([*ANSWERS, "--gen_kwargs", "use_cache=False"], "--gen_kwargs use_cache: lm-eval sets it itself"),
         ([*ANSWERS, "--model_args", "pretrained=small"], "has 412 tokens, the model a vocabulary of 97"),
         ([*ANSWERS, "--model_args", "pretrained=classifier"], "classifier lacks lm_head.weight: expected those of a"),
+        ([*ANSWERS, "--model_args", "pretrained=fused"], "error: fused has trained mixtures of heads"),
         ([*ANSWERS, "--model_args", "dtype=bf17"], "dtype=bf17: expected auto, float32, bfloat16 or float16"),
         ([*ANSWERS, "--device", "foo"], "--device 'foo': Expected one of cpu"),
         ([*ANSWERS, "--device", "cuda:99"], "--device 'cuda:99': this"),
@@ -128,6 +129,8 @@ def test_found_before_the_model_is_loaded(work, no_model, capsys, arguments, mes
     (work / "few.yaml").write_text("limit: few\n")
     shutil.copytree(REPOSITORY / "checkpoints" / "dcformer-synthetic", work / "small")
     tiny_config().save_pretrained(work / "small")
+    shutil.copytree(REPOSITORY / "checkpoints" / "dcformer-synthetic", work / "fused")
+    (work / "fused" / "operators.safetensors").touch()
     tokenizer = AutoTokenizer.from_pretrained(work / "small")
     tokenizer.save_pretrained(work / "classifier")
     DCFormerForSequenceClassification(tiny_config(vocab_size=len(tokenizer))).save_pretrained(work / "classifier")

@@ -549,6 +549,7 @@ def test_server_refuses_continuous_batching_before_it_loads(capsys):
     [
         (["absent"], "dcformer-serve absent: "),
         (["without_tokenizer"], "dcformer-serve without_tokenizer: "),
+        (["fused"], "fused has trained mixtures of heads"),
         (["damaged"], "damaged/pytorch_model.bin is damaged"),
         (["bundled", "--attn-implementation", "sdpa"], "attn_implementation='sdpa' cannot compose attention heads"),
         (["bundled", "--attn-implementation", "dcformer_chunked"], "Unsupported attention implementation"),
@@ -565,6 +566,10 @@ def test_models_that_cannot_be_served(tmp_path, monkeypatch, capsys, arguments, 
     monkeypatch.chdir(tmp_path)
     os.symlink(REPOSITORY / "checkpoints" / "dcformer-synthetic", tmp_path / "bundled")
     DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path / "without_tokenizer")
+    shutil.copytree(tmp_path / "bundled", tmp_path / "fused", ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=412, **sizes)).save_pretrained(tmp_path / "fused")  # the library's to load
+    (tmp_path / "fused" / "operators.safetensors").touch()
     shutil.copytree(tmp_path / "bundled", tmp_path / "damaged", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "damaged" / "pytorch_model.bin").touch()
     monkeypatch.setattr("uvicorn.Server.run", lambda _: pytest.fail("the server starts"))

@@ -483,6 +483,9 @@ def test_folders_that_hold_no_model(fails, tmp_path):
     assert f"error: --model_name_or_path {damaged}: {damaged / 'tokenizer.json'} is damaged" in message
     (tmp_path / "empty").mkdir()
     assert f"--model_name_or_path {tmp_path / 'empty'}: " in fails(model_name_or_path=str(tmp_path / "empty"))
+    fused = shutil.copytree(CHECKPOINT, tmp_path / "fused")
+    (fused / "operators.safetensors").touch()
+    assert f"{fused} has trained mixtures of heads" in fails(model_name_or_path=str(fused))
 
 
 def test_options_that_contradict(fails):

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 import dcformer  # registers the model types: `--model hf` loads them without remote code
 
 from ..errors import DCFormerError, first_line, raise_bug, reports
-from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device
+from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device, refuse_mixtures
 from ..modules.saving import is_converted
 from .items import FILE_KEY, NUM_SHOTS, EvaluationError, read_paper_file
 
@@ -67,6 +67,7 @@ def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], c
         raise EvaluationError(f"--model_args dtype={dtype}: expected auto, float32, bfloat16 or float16")
     where = {name: model_args[name] for name in ("revision", "subfolder", "trust_remote_code") if name in model_args}
     named = model_args.get("tokenizer") or source
+    refuse_mixtures(source, where)
     try:
         config = AutoConfig.from_pretrained(source, **where)
         tokenizer = AutoTokenizer.from_pretrained(named, **where)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..errors import DCFormerError
 from ..files import whole_file
+from ..loading import refuse_mixtures
 from .convert import all_settings, attach, convert_attention
 from .dcmha import make_generators
 from .finding import SUBMODULES, find_attention
@@ -48,8 +49,9 @@ def from_pretrained_any(source: str | os.PathLike, auto_class: Any, **kwargs: An
     """`auto_class.from_pretrained` for programs that take any model: a converted one comes with its composition.
 
     The library's own classes leave that out, with no more than a warning. Arguments and errors are theirs, or those of
-    `from_pretrained_converted`.
+    `from_pretrained_converted` and `refuse_mixtures`.
     """
+    refuse_mixtures(source, kwargs)
     hub = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
     try:
         config = kwargs.get("config") or AutoConfig.from_pretrained(source, **hub)

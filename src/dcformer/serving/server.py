@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import dcformer  # registers the model types: the server loads them without remote code
 
 from ..errors import DCFormerError, first_line, loading_reason, raise_bug
-from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device
+from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device, refuse_mixtures
 from ..modules.saving import from_pretrained_any, is_converted
 from .requests import CHAT, RESPONSES, SOMETIMES_IGNORED, TEXT, BadRequestError, RequestChecks, find_misfit
 
@@ -98,6 +98,7 @@ def _own_application() -> Iterator[None]:
             model, _, revision = model_id_and_revision.partition("@")
             if os.path.exists(model_id_and_revision):  # a folder, which from Transformers 5.24 on has no revision
                 model, revision = model_id_and_revision, ""
+            refuse_mixtures(model)
             where = {"revision": revision or None, "trust_remote_code": self.trust_remote_code}
             is_gguf = kwargs.get("gguf_file") is not None
             config = None if is_gguf else AutoConfig.from_pretrained(model, **where)
