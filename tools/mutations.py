@@ -3134,6 +3134,12 @@ _MODULES = [
         "modules",
         "evaluation/sharing.py",
         (
+            "lm-eval caches keys without their composition weights",
+            "        if generates_without_cache(self.model.config):\n",
+            "        if False:\n",
+            "tests/evaluation/test_evaluation_cli.py::test_models_that_no_cache_has_room_for_generate_without",
+        ),
+        (
             "lm-eval asks the loader of converted models what class it is",
             "            self.AUTO_MODEL_CLASS = chosen\n",
             "            pass\n",
@@ -3237,6 +3243,12 @@ _MODULES = [
         "modules",
         "modules/saving.py",
         (
+            "models without key-wise weights in self-attention generate without a cache",
+            'settings.get("compose_key", True) is True',
+            'settings.get("compose_key", True) is not False',
+            "tests/evaluation/test_evaluation_cli.py::test_models_that_no_cache_has_room_for_generate_without",
+        ),
+        (
             "programs load fused models without their mixtures of heads",
             "    refuse_mixtures(source, kwargs)\n",
             "",
@@ -3268,6 +3280,18 @@ _MODULES = [
     *_in(
         "modules",
         "serving/server.py",
+        (
+            "the server caches keys without their composition weights",
+            "            if generates_without_cache(config):\n",
+            "            if False:\n",
+            "tests/serving/test_serving.py::test_models_that_no_cache_has_room_for_generate_without",
+        ),
+        (
+            "requests ask for a cache that a model cannot have",
+            "has_cache = not generates_without_cache(model.config)",
+            "has_cache = True",
+            "tests/serving/test_serving.py::test_models_that_no_cache_has_room_for_generate_without",
+        ),
         (
             "fused models are served without their mixtures of heads",
             "            refuse_mixtures(model)\n",

@@ -416,5 +416,24 @@ def test_converted_encoder_decoders_keep_the_class_that_lm_eval_chooses(work, lm
     assert all(torch.equal(states[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("compose_key", [True, "uncached"])
+def test_models_that_no_cache_has_room_for_generate_without(compose_key, work, lm_eval):
+    """lm-eval asks for a cache, in which composition weights of keys would be missing at the second token."""
+    from dcformer.evaluation.sharing import SharingHFLM
+
+    tokenizer = AutoTokenizer.from_pretrained("checkpoints/dcformer-synthetic")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes))
+    randomise(convert_attention(model.eval(), compose_key=compose_key)).save_pretrained(work / "model")
+    loaded = SharingHFLM(pretrained="model", tokenizer=tokenizer, device="cpu", dtype="float32")
+    ids, used = torch.arange(4, 9)[None], []
+    loaded.model.model.register_forward_pre_hook(
+        lambda _, __, kwargs: used.append(kwargs["use_cache"]), with_kwargs=True
+    )
+    found = loaded._model_generate(ids, max_length=8, stop=[])
+    assert torch.equal(found, model.generate(ids, max_length=8, use_cache=False, do_sample=False))
+    assert used == [compose_key == "uncached"] * 3
+
+
 def test_items_have_several_answers():
     assert len(set(heldout_items()["test"]["answer"])) > 50

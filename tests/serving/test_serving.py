@@ -389,6 +389,35 @@ def test_what_the_model_cannot_answer(path, body, field):
 
 
 @needs_server
+@pytest.mark.parametrize("compose_key", [True, "uncached"])
+def test_models_that_no_cache_has_room_for_generate_without(compose_key, tmp_path, monkeypatch):
+    """The library would cache keys, whose composition weights would be missing at the second token."""
+    from fastapi.testclient import TestClient
+
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "checkpoints" / "dcformer-synthetic")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    randomise(convert_attention(model.eval(), compose_key=compose_key)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    started = []
+    monkeypatch.setattr("uvicorn.Server.run", lambda server: started.append(server.config.app))
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--device", "cpu"])
+    client = TestClient(started[0])
+    batch = tokenizer("Peter owns", return_tensors="pt")
+    ids = model.generate(**batch, max_new_tokens=3, do_sample=False, use_cache=False)[0]
+    expected = tokenizer.decode(ids[batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    settings = {"max_new_tokens": 3, "eos_token_id": tokenizer.eos_token_id}
+    for more in ({"max_tokens": 3}, {"generation_config": json.dumps(settings)}):
+        answer = client.post(requests.TEXT, json={"model": str(tmp_path), "prompt": "Peter owns"} | more)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == expected
+    body = {"model": str(tmp_path), "prompt": "a", "generation_config": '{"max_new_tokens": 3, "use_cache": true}'}
+    answer = client.post(requests.TEXT, json=body)
+    assert answer.status_code == (400 if compose_key is True else 200)
+    assert ("use_cache=True, but this model generates without a cache" in answer.text) == (compose_key is True)
+
+
+@needs_server
 def test_all_that_the_server_ignores_is_judged():
     """A field that a later version of the server accepts, and does not read, has to be put into one of the lists."""
     from transformers.cli.serving.chat_completion import ChatCompletionHandler

@@ -9,7 +9,7 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from ..modules.saving import from_pretrained_any
+from ..modules.saving import from_pretrained_any, generates_without_cache
 
 NAME = "dcformer-hf"
 
@@ -20,7 +20,7 @@ if not torch.accelerator.is_available():
 @register_model(NAME)
 class SharingHFLM(HFLM):
     """`--model hf` in which each process of ``accelerate launch`` evaluates its share of the items, and models that
-    `convert_attention` has changed come with their composition.
+    `convert_attention` has changed come with their composition, and generate without a cache where they have to.
 
     lm-eval 0.4.13 shares items only where it sees several GPUs; on CPUs every process would evaluate everything.
     """
@@ -40,6 +40,9 @@ class SharingHFLM(HFLM):
             super()._create_model(*args, **kwargs)
         finally:
             self.AUTO_MODEL_CLASS = chosen
+        if generates_without_cache(self.model.config):
+            generate = self.model.generate  # lm-eval passes use_cache=True
+            self.model.generate = lambda *args, **kwargs: generate(*args, **kwargs | {"use_cache": False})
 
 
 __all__ = ["NAME", "SharingHFLM"]

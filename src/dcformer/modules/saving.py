@@ -41,6 +41,16 @@ def is_converted(config: Any) -> bool:
     return getattr(config, "dcmha", None) is not None or bool(_converted_parts(config))
 
 
+def generates_without_cache(config: Any) -> bool:
+    """Whether a model of this configuration has to generate with `use_cache=False`.
+
+    So has one that was converted with `compose_key=True`: key-wise composition weights of self-attention are in no
+    cache. With "uncached", or in cross-attention, they need none.
+    """
+    settings = getattr(config, "dcmha", None)
+    return settings is not None and settings.get("compose_key", True) is True
+
+
 def _converted_parts(config: Any) -> list[str]:
     return [n for n in config.sub_configs if getattr(getattr(config, n, None), "dcmha", None) is not None]
 

@@ -140,7 +140,9 @@ def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str
     return None
 
 
-def find_misfit(path: str, body: dict[str, Any], config: Any, tokenizer: Any) -> tuple[str, str] | None:
+def find_misfit(
+    path: str, body: dict[str, Any], config: Any, tokenizer: Any, has_cache: bool = True
+) -> tuple[str, str] | None:
     """What is wrong with a request that `find_fault` passes, judged by the model that is to answer it.
 
     Args:
@@ -148,16 +150,22 @@ def find_misfit(path: str, body: dict[str, Any], config: Any, tokenizer: Any) ->
         body: decoded JSON.
         config: the model's. Without `max_position_embeddings`, lengths are not judged.
         tokenizer: the model's.
+        has_cache: whether the model can generate with a cache.
 
     Returns:
         the field and a sentence for the error, or None.
     """
     if path == TEXT and not len(tokenizer(body["prompt"])["input_ids"]):
         return "prompt", f"prompt={body['prompt']!r} has no tokens for this model: expected a text of at least one."
+    settings = json.loads(body.get("generation_config") or "{}")
+    if not has_cache and settings.get("use_cache"):
+        return "generation_config", (
+            f"generation_config has use_cache={settings['use_cache']!r}, but this model generates without a cache, "
+            "which has no room for its key-wise composition weights: leave it out."
+        )
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None:
         return None
-    settings = json.loads(body.get("generation_config") or "{}")
     lengths = [(name, name, body.get(name)) for name in _LENGTHS]
     lengths += [("generation_config", f"generation_config has {name}", settings.get(name)) for name in _SETTINGS]
     for field, what, value in lengths:

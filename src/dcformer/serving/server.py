@@ -18,7 +18,7 @@ import dcformer  # registers the model types: the server loads them without remo
 
 from ..errors import DCFormerError, first_line, loading_reason, raise_bug
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device, refuse_mixtures
-from ..modules.saving import from_pretrained_any, is_converted
+from ..modules.saving import from_pretrained_any, generates_without_cache, is_converted
 from .requests import CHAT, RESPONSES, SOMETIMES_IGNORED, TEXT, BadRequestError, RequestChecks, find_misfit
 
 _PROGRAM = "dcformer-serve"
@@ -108,7 +108,7 @@ def _own_application() -> Iterator[None]:
             try:
                 check_parameters(model, config, where)
                 named = (config.architectures or [""])[0].removeprefix("FSDP")
-                return from_pretrained_any(
+                loaded = from_pretrained_any(
                     model,
                     AutoModelForCausalLM if is_ours else getattr(transformers, named, AutoModelForCausalLM),
                     **where,
@@ -120,6 +120,9 @@ def _own_application() -> Iterator[None]:
                 )
             except EOFError as error:  # typer would take it for the end of its own input
                 raise DCFormerError(f"a file of {model} ends too early") from error
+            if generates_without_cache(config):
+                loaded.generation_config.use_cache = False
+            return loaded
 
         # Before Transformers 5.24, which has `list_models` that does the same.
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
@@ -147,7 +150,8 @@ def _own_application() -> Iterator[None]:
                 reason = (os.path.isdir(given) and damaged_file(given, error)) or loading_reason(given, error)
                 raise BadRequestError("model", f"model={given!r} cannot be loaded: {reason}") from error
             tokenizer = getattr(processor, "tokenizer", processor)
-            if fault := find_misfit(path, body, model.config.get_text_config(), tokenizer):
+            has_cache = not generates_without_cache(model.config)
+            if fault := find_misfit(path, body, model.config.get_text_config(), tokenizer, has_cache):
                 raise BadRequestError(*fault)
             return name, model, processor
 
