@@ -3309,6 +3309,12 @@ _MODULES = [
         "modules",
         "training/run.py",
         (
+            "tokenizers without an end get to TRL",
+            "    check_special_tokens(tokenizer, training, rows, held_out)\n",
+            "",
+            "tests/training/test_training_data.py::test_tokenizers_without_an_end",
+        ),
+        (
             "converted models are trained as plain ones",
             "partial(from_pretrained_any, auto_class=AutoModelForCausalLM)",
             "AutoModelForCausalLM.from_pretrained",

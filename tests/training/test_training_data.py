@@ -270,6 +270,25 @@ def test_chat_template_without_answers(fails, tmp_path):
     assert "has no assistant tokens" in fails(*flags, data=file)
 
 
+@pytest.mark.parametrize("script", [finetune, pretrain])
+def test_tokenizers_without_an_end(script, fails, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    given = {"script": script, "tokenizer": str(tmp_path / "endless")}
+    if script is pretrain:
+        sizes = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 4"
+        given["config_overrides"] = f"{{{sizes}}}"
+    tokenizer.eos_token = None
+    for pad in (tokenizer.pad_token, None):
+        tokenizer.pad_token = pad
+        tokenizer.save_pretrained(tmp_path / "endless")
+        assert f"{tmp_path / 'endless'} has no eos_token, with which each text is ended" in fails(**given)
+        assert "--eos_token" in fails("--streaming", **given)
+    assert "'nothing') is not found" in fails(eos_token="nothing", **given)  # the option counts
+    template = str(DATA / "chat_template.jinja")  # conversations end by their template
+    message = fails(data=str(DATA / "chat_test.jsonl"), chat_template_path=template, **given)
+    assert "has no pad_token, and no eos_token to fill rows up with" in message and "--pad_token" in message
+
+
 def test_configuration_of_a_new_model(fails):
     message = fails(config_overrides="{hidden_size: abc}", script=pretrain)
     assert "config_overrides {'hidden_size': 'abc'}: " in message

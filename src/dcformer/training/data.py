@@ -424,11 +424,40 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, training: TrainingCo
     if tokenizer.chat_template or training.chat_template_path:
         return
     for rows in parts:
-        if rows is not None and any(isinstance(value, list) for value in next(iter(rows)).values()):
+        if rows is not None and _are_conversations(rows):
             raise DCFormerError(
                 f"the rows are conversations, and the tokenizer {tokenizer.name_or_path} has no chat template: give "
                 "one with --chat_template_path, such as examples/data/chat_template.jinja"
             )
+
+
+def check_special_tokens(tokenizer: PreTrainedTokenizerBase, training: TrainingConfig, *parts: Rows | None) -> None:
+    """Refuses texts without a token to end them, and rows without one to fill batches up with.
+
+    Args:
+        tokenizer: the tokenizer to train with.
+        training: for `eos_token` and `pad_token`.
+        parts: rows from `check_rows`, or None.
+
+    Raises:
+        DCFormerError: naming the tokenizer, the token and its option.
+    """
+    if training.eos_token or tokenizer.eos_token:
+        return
+    if any(rows is not None and not _are_conversations(rows) for rows in parts):
+        raise DCFormerError(
+            f"the tokenizer {tokenizer.name_or_path} has no eos_token, with which each text is ended: set one, or name "
+            "a token of its vocabulary with --eos_token"
+        )
+    if not (training.pad_token or tokenizer.pad_token):
+        raise DCFormerError(
+            f"the tokenizer {tokenizer.name_or_path} has no pad_token, and no eos_token to fill rows up with in its "
+            "place: set one, or name a token of its vocabulary with --pad_token"
+        )
+
+
+def _are_conversations(rows: Rows) -> bool:
+    return any(isinstance(value, list) for value in next(iter(rows)).values())
 
 
 def _texts(row: Mapping[str, Any]) -> Iterable[str]:

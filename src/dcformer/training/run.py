@@ -48,6 +48,7 @@ from .data import (
     check_adapters,
     check_chat_template,
     check_output,
+    check_special_tokens,
     check_tokenised,
     check_tokenizer,
     longest,
@@ -228,6 +229,7 @@ def _make_trainer(
         # the trainer loads its template
         _load("--chat_template_path", AutoTokenizer.from_pretrained, training.chat_template_path)
     check_chat_template(tokenizer, training, rows, held_out)
+    check_special_tokens(tokenizer, training, rows, held_out)
     training.dataset_text_field = "text"  # the name that `check_rows` gives
     training.max_length = longest(training, limit, isinstance(rows, IterableDataset))
     training.eval_on_start = (
