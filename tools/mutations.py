@@ -3265,6 +3265,12 @@ _MODULES = [
         "modules",
         "evaluation/cli.py",
         (
+            "lengths beyond the context of other libraries' models get to lm-eval",
+            "if longest is None or longest < 1:",
+            "if not isinstance(config, dcformer.DCFormerConfig):",
+            "tests/evaluation/test_evaluation_cli.py::test_found_before_the_model_is_loaded",
+        ),
+        (
             "fused models are evaluated without their mixtures of heads",
             "    refuse_mixtures(source, where)\n",
             "",

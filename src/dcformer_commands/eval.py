@@ -34,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         setup_logging()
         parser = HarnessCLI()
-        args = parser.parse_args()
+        try:
+            args = parser.parse_args()
+        except ValueError as error:  # lm-eval's, of options that hold JSON
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         if args.command is None:  # it prints its help
             parser.execute(args)
             return 0

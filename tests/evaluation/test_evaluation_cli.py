@@ -91,6 +91,7 @@ def test_unknown_task(no_model, capsys):
 
 
 ANSWERS = ["--tasks", "dcformer_synthetic_heldout_answers", "--limit", "4"]
+LLAMA = ["--model_args", "pretrained=llama"]  # of Transformers
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,9 @@ ANSWERS = ["--tasks", "dcformer_synthetic_heldout_answers", "--limit", "4"]
         ([*ANSWERS, "--model_args", "pretrained=absent"], "pretrained=absent: expected a folder"),
         ([*ANSWERS, "--model_args", "max_length=513"], "max_length=513: expected 1 to 512"),
         ([*ANSWERS, "--gen_kwargs", "max_gen_toks=512"], "max_gen_toks=512: expected 1 to 511"),
+        ([*ANSWERS, "--apply_chat_template", *LLAMA], "--apply_chat_template: the tokenizer of llama has no chat"),
+        ([*ANSWERS, *LLAMA, "max_length=129"], "max_length=129: expected 1 to 128"),
+        ([*ANSWERS, *LLAMA, "max_length=9", "--gen_kwargs", "max_gen_toks=9"], "max_gen_toks=9: expected 1 to 8"),
         ([*ANSWERS, "--gen_kwargs", "use_cache=False"], "--gen_kwargs use_cache: lm-eval sets it itself"),
         ([*ANSWERS, "--model_args", "pretrained=small"], "has 412 tokens, the model a vocabulary of 97"),
         ([*ANSWERS, "--model_args", "pretrained=classifier"], "classifier lacks lm_head.weight: expected those of a"),
@@ -131,6 +135,8 @@ def test_found_before_the_model_is_loaded(work, no_model, capsys, arguments, mes
     tiny_config().save_pretrained(work / "small")
     shutil.copytree(REPOSITORY / "checkpoints" / "dcformer-synthetic", work / "fused")
     (work / "fused" / "operators.safetensors").touch()
+    LlamaConfig(vocab_size=412, max_position_embeddings=128).save_pretrained(work / "llama")
+    AutoTokenizer.from_pretrained(work / "small").save_pretrained(work / "llama")
     tokenizer = AutoTokenizer.from_pretrained(work / "small")
     tokenizer.save_pretrained(work / "classifier")
     DCFormerForSequenceClassification(tiny_config(vocab_size=len(tokenizer))).save_pretrained(work / "classifier")
@@ -172,6 +178,14 @@ def test_wrong_option(lm_eval, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*MODEL, "--tusks", "x"])
     assert caught.value.code == 2 and "--tusks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--metadata", "{x"), ("--gen_kwargs", '{"a":'), ("--model_args", '{"pretrained":')]
+)
+def test_json_that_is_none_is_wrong_usage(lm_eval, capsys, option, value):
+    assert main([*MODEL, *ANSWERS, option, value]) == 2
+    assert f"error: Invalid JSON: {value}." in capsys.readouterr().err
 
 
 # --- the command line is lm-eval's ------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def _check_limit(limit: Any) -> None:
 
 
 def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], chat_template: bool | str) -> Any:
-    """Checks a model of this package by its configuration, tokenizer and files, before its parameters are loaded.
+    """Checks a model by its configuration, tokenizer and, where it is this package's, files, before these are loaded.
 
     Returns:
         the configuration, of any model.
@@ -77,35 +77,41 @@ def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], c
             f"--model_args pretrained={source}: expected a folder (or a name on the Hub) with config.json and a "
             f"tokenizer, or tokenizer=FOLDER beside it ({reason})"
         ) from error
-    if not isinstance(config, dcformer.DCFormerConfig):
-        return config
-    if "peft" not in model_args:
-        try:
-            check_parameters(source, config, where)
-        except (DCFormerError, OSError) as error:
-            raise EvaluationError(f"--model_args pretrained={source}: {first_line(error)}") from error
-    longest, asked = config.max_position_embeddings, model_args.get("max_length")
-    if asked is not None and not (isinstance(asked, int) and 1 <= asked <= longest):
-        raise EvaluationError(
-            f"--model_args max_length={asked}: expected 1 to {longest}, the model's max_position_embeddings"
-        )
-    length, most = gen_kwargs.get("max_gen_toks"), asked or longest
-    if length is not None and not (isinstance(length, int) and 1 <= length < most):
-        raise EvaluationError(
-            f"--gen_kwargs max_gen_toks={length}: expected 1 to {most - 1}, within the model's context"
-        )
-    # Added tokens do not count: a model may lack those at the end, such as runs of spaces.
-    if tokenizer.vocab_size > config.vocab_size and "peft" not in model_args:
-        raise EvaluationError(
-            f"the tokenizer of {named} has {tokenizer.vocab_size} tokens, the model a vocabulary of "
-            f"{config.vocab_size}: name the model's own by --model_args tokenizer=FOLDER"
-        )
     if chat_template and not tokenizer.chat_template:
         raise EvaluationError(
             f"--apply_chat_template: the tokenizer of {named} has no chat template; leave the option out, or put a "
             "chat_template.jinja into its folder"
         )
+    _check_lengths(config, model_args.get("max_length"), gen_kwargs.get("max_gen_toks"))
+    if not isinstance(config, dcformer.DCFormerConfig) or "peft" in model_args:
+        return config
+    try:
+        check_parameters(source, config, where)
+    except (DCFormerError, OSError) as error:
+        raise EvaluationError(f"--model_args pretrained={source}: {first_line(error)}") from error
+    # Added tokens do not count: a model may lack those at the end, such as runs of spaces.
+    if tokenizer.vocab_size > config.vocab_size:
+        raise EvaluationError(
+            f"the tokenizer of {named} has {tokenizer.vocab_size} tokens, the model a vocabulary of "
+            f"{config.vocab_size}: name the model's own by --model_args tokenizer=FOLDER"
+        )
     return config
+
+
+def _check_lengths(config: Any, asked: Any, generated: Any) -> None:
+    """Checks `max_length` and `max_gen_toks`, where given, against the context that a configuration has, if any."""
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is None or longest < 1:  # XLNet's -1
+        return
+    if asked is not None and not (isinstance(asked, int) and 1 <= asked <= longest):
+        raise EvaluationError(
+            f"--model_args max_length={asked}: expected 1 to {longest}, the model's max_position_embeddings"
+        )
+    most = asked or longest
+    if generated is not None and not (isinstance(generated, int) and 1 <= generated < most):
+        raise EvaluationError(
+            f"--gen_kwargs max_gen_toks={generated}: expected 1 to {most - 1}, within the model's context"
+        )
 
 
 def _check_output(path: str | os.PathLike) -> None:
