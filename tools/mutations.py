@@ -3315,6 +3315,12 @@ _MODULES = [
         "modules",
         "training/run.py",
         (
+            "nobody is told that adapters hardly train a composition",
+            "if chosen.use_peft and is_converted(config) and",
+            "if False and",
+            "tests/training/test_training_run.py::test_a_composition_that_hardly_trains_is_told",
+        ),
+        (
             "tokenizers without an end get to TRL",
             "    check_special_tokens(tokenizer, training, rows, held_out)\n",
             "",

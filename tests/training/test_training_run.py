@@ -87,6 +87,23 @@ def test_converted_models_are_trained_with_their_composition(tmp_path):
     assert (tmp_path / "noted" / "out" / "README.md").read_text() == "mine"
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_composition_that_hardly_trains_is_told(whole, tmp_path, monkeypatch, caplog):
+    """Of a new one `qkw` has zeros, and adapters of the layer before it get nearly no gradient."""
+    hear(monkeypatch)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, **sizes))
+    convert_attention(model).save_pretrained(tmp_path / "converted")
+    tokenizer.save_pretrained(tmp_path / "converted")
+    options = ["--lora_modules_to_save", "compose"] if whole else []
+    source = ["--model_name_or_path", str(tmp_path / "converted")]
+    trainer = prepare(tmp_path, "--data", TEXT, "--use_peft", *source, *options)
+    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    assert any(name.endswith(".qkw") for name in trained) == whole
+    assert ("add --lora_modules_to_save compose" in caplog.text) != whole
+
+
 def test_choices_in_a_file_are_those_of_the_command_line(tmp_path):
     """TRL's "wrapped" does not keep documents apart."""
     file = tmp_path / "run.yaml"

@@ -118,6 +118,11 @@ def prepare_finetuning(arguments: Sequence[str] | None = None) -> tuple[SFTTrain
             f"{name} was converted, and the composition of converted models takes no rows without padding: leave "
             "--packing and --padding_free away."
         )
+    if chosen.use_peft and is_converted(config) and "compose" not in (chosen.lora_modules_to_save or ()):
+        logger.warning(
+            f"{name} was converted, and its composition hardly trains beside adapters, which leave compose.qkw as it "
+            "is: add --lora_modules_to_save compose to train all of it."
+        )
     setup = setup_of(config, training.world_size, data, chosen, training)
     if checkpoint is not None:
         check_setup(checkpoint, setup)
