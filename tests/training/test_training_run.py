@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import REPOSITORY, hear, tiny_config
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -102,6 +103,24 @@ def test_a_composition_that_hardly_trains_is_told(whole, tmp_path, monkeypatch, 
     trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     assert any(name.endswith(".qkw") for name in trained) == whole
     assert ("add --lora_modules_to_save compose" in caplog.text) != whole
+
+
+def test_adapters_of_a_vocabulary_that_grew(tmp_path, monkeypatch, caplog):
+    """TRL adds the tokens of the template's tokenizer, and some more; adapters fit the model only with as many."""
+    hear(monkeypatch)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer.chat_template = Path(TEMPLATE).read_text()
+    options = ["--data", CHAT, "--use_peft", "--chat_template_path"]
+    prepare(tmp_path / "a", *options, TEMPLATE)
+    assert "resize_token_embeddings" not in caplog.text
+    tokenizer.add_tokens(["<turn>"])
+    tokenizer.save_pretrained(tmp_path / "more")
+    train(prepare(tmp_path / "b", *options, str(tmp_path / "more")))
+    (size,) = re.findall(r"grew from 412 to (\d+)\. .* call resize_token_embeddings\(\1\)", caplog.text)
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    model.resize_token_embeddings(int(size))
+    adapted = PeftModel.from_pretrained(model, tmp_path / "b" / "out")
+    assert adapted(torch.arange(3)[None]).logits.shape == (1, 3, int(size))
 
 
 def test_choices_in_a_file_are_those_of_the_command_line(tmp_path):

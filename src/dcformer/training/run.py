@@ -240,6 +240,7 @@ def _make_trainer(
     training.eval_on_start = (
         held_out is not None and checkpoint is None
     )  # a resumed run has this evaluation in its history
+    size = model.config.vocab_size
     callbacks = [SetupRecord(setup), *([_EarlyStopping(patience)] if patience is not None else [])]
     with refused(ValueError, RuntimeError, ImportError, TemplateError):
         trainer = _Trainer(
@@ -250,6 +251,12 @@ def _make_trainer(
             processing_class=tokenizer,
             peft_config=peft_config,
             callbacks=callbacks,
+        )
+    if peft_config is not None and (grown := model.config.vocab_size) != size:
+        logger.warning(
+            f"--chat_template_path {training.chat_template_path}: TRL took over the tokens of its tokenizer, and the "
+            f"vocabulary grew from {size} to {grown}. Before these adapters are loaded, call "
+            f"resize_token_embeddings({grown}) of the model."
         )
     _check_optimizer(trainer)
     check_tokenised(trainer)
