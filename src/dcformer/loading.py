@@ -93,10 +93,15 @@ def refuse_mixtures(source: str | os.PathLike, arguments: Mapping[str, Any] | No
         DCFormerError: when there are such mixtures.
     """
     if Path(source, (arguments or {}).get("subfolder") or "", OPERATORS).exists():
-        raise DCFormerError(
-            f"{os.fspath(source)} has trained mixtures of heads, which would be left out here: fold it first, by "
-            "FusedModel.fold() or dcformer-dha fold without --plan."
-        )
+        raise unfolded(os.fspath(source))
+
+
+def unfolded(where: str) -> DCFormerError:
+    """The error for a model that has been fused and not folded, `where` it is."""
+    return DCFormerError(
+        f"{where} has trained mixtures of heads, which would be left out here: fold it first, by FusedModel.fold() or "
+        "dcformer-dha fold without --plan."
+    )
 
 
 def parameter_names(config: Any) -> set[str]:
@@ -177,4 +182,5 @@ __all__ = [
     "parameter_names",
     "refuse_mixtures",
     "refuse_other_parameters",
+    "unfolded",
 ]

@@ -21,12 +21,13 @@ import torch
 from ..conversion.output import complete_folder, refuse_to_replace
 from ..errors import DCFormerError, require_extra
 from ..files import locked_folder, states_of, write_whole
+from ..loading import OPERATORS
 from .folding import copy_kept, expand, fold_folder, load_model, to_gqa
 from .fusion import CLOSED, SMALL_LOSS, fuse, load_fused
 from .plan import HeadPlan
 from .reporting import report
 from .search import TRAINED_SCORES, search
-from .sources import OPERATORS, HeadSource, find_family, load_config
+from .sources import HeadSource, find_family, load_config
 
 _GIVEN = "dha.json"
 _FREE = {"command", "output", "overwrite", "save_steps"}  # what does not change a result

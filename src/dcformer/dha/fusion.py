@@ -30,10 +30,11 @@ from transformers import PreTrainedModel, default_data_collator, set_seed
 
 from ..errors import DCFormerError, first_line, require_extra
 from ..files import write_whole
+from ..loading import OPERATORS
 from .folding import fold_model, load_model
 from .mixing import HeadMixer, Part, attach_mixers, detach_mixers, mixers_of, only_trains
 from .plan import KINDS, HeadPlan, as_plan, check_seed
-from .sources import OPERATORS, HeadSource
+from .sources import HeadSource
 
 MARGIN_DECAY, MARGIN_STEPS = 0.999, 200
 CLOSED = 1e-6  # largest difference of a group's rows at which folding counts as exact

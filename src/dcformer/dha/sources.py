@@ -28,11 +28,10 @@ from ..configuration_dcformer import DCFormerConfig, DHAConfig
 from ..conversion.sources import SafetensorsSource, TorchSource, has_weights
 from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..formats.base import TensorInfo
-from ..loading import damaged_file
+from ..loading import OPERATORS, damaged_file, unfolded
 from ..modules.saving import is_converted
 from .plan import KINDS, HeadPlan, SourceSizes
 
-OPERATORS = "operators.safetensors"  # of a folder that fusion wrote
 _PLAIN = {f"compose_{name}": False for name in ("pre", "post", "query", "key", "static")}
 _COMMON = (
     "vocab_size",
@@ -326,10 +325,7 @@ class HeadSource:
             raise DCFormerError(f"{type(model).__name__} is not a model: give a causal language model, or its folder.")
         self.family = find_family(self.config)
         if is_fused and not fused:
-            raise DCFormerError(
-                f"{self.location} has trained mixtures of heads, which would be left out here: fold it first, by "
-                "FusedModel.fold() or dcformer-dha fold without --plan."
-            )
+            raise unfolded(self.location)
         if self.model is None:
             stored = _open_folder(self.location)
             infos, self._read = stored.infos, stored.read
@@ -510,7 +506,6 @@ def _open_folder(folder: str) -> SafetensorsSource | TorchSource:
 
 __all__ = [
     "FAMILIES",
-    "OPERATORS",
     "TARGETS",
     "HeadSource",
     "check_tensors",
