@@ -23,6 +23,8 @@ from transformers import (
     AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -470,11 +472,12 @@ def test_converted_models_are_served_with_their_composition(tmp_path):
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
     bart = BartConfig(vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
     ids = torch.arange(9)[None]
-    for model in (
-        LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)),
-        BartForConditionalGeneration(bart),  # with its encoder
+    for model, compose_key in (
+        (LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), "uncached"),
+        (BartForConditionalGeneration(bart), "uncached"),  # with its encoder
+        (BertForMaskedLM(BertConfig(vocab_size=32, **sizes)), True),  # which generates nothing
     ):
-        randomise(convert_attention(model.eval(), compose_key="uncached"))
+        randomise(convert_attention(model.eval(), compose_key=compose_key))
         folder = tmp_path / type(model).__name__
         model.save_pretrained(folder)
         with _own_application():

@@ -120,7 +120,7 @@ def _own_application() -> Iterator[None]:
                 )
             except EOFError as error:  # typer would take it for the end of its own input
                 raise DCFormerError(f"a file of {model} ends too early") from error
-            if generates_without_cache(config):
+            if generates_without_cache(config) and loaded.can_generate():
                 loaded.generation_config.use_cache = False
             return loaded
 

@@ -240,7 +240,8 @@ def _make_trainer(
     training.eval_on_start = (
         held_out is not None and checkpoint is None
     )  # a resumed run has this evaluation in its history
-    size = model.config.vocab_size
+    text_config = model.config.get_text_config()
+    size = text_config.vocab_size
     callbacks = [SetupRecord(setup), *([_EarlyStopping(patience)] if patience is not None else [])]
     with refused(ValueError, RuntimeError, ImportError, TemplateError):
         trainer = _Trainer(
@@ -252,7 +253,7 @@ def _make_trainer(
             peft_config=peft_config,
             callbacks=callbacks,
         )
-    if peft_config is not None and (grown := model.config.vocab_size) != size:
+    if peft_config is not None and (grown := text_config.vocab_size) != size:
         logger.warning(
             f"--chat_template_path {training.chat_template_path}: TRL took over the tokens of its tokenizer, and the "
             f"vocabulary grew from {size} to {grown}. Before these adapters are loaded, call "
