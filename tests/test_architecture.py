@@ -30,7 +30,7 @@ LAYERS = (
 )
 # The flat files, in the same way: each imports those of earlier lines.
 MODEL_LAYERS = (
-    {"heads_dcformer"},
+    {"heads_dcformer", "implementations_dcformer"},
     {
         "fusion_dcformer",
         "peft_dcformer",

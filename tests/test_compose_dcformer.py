@@ -20,14 +20,8 @@ from dcformer import (
     SideWeights,
     compose,
 )
-from dcformer.compose_dcformer import (
-    COMPOSE_NORM_EPS,
-    FUSED_ATTENTION,
-    FusedAttention,
-    FusedGenerators,
-    accumulation_dtype,
-    compose_init_std,
-)
+from dcformer.compose_dcformer import COMPOSE_NORM_EPS, accumulation_dtype, compose_init_std
+from dcformer.implementations_dcformer import FUSED_ATTENTION, FusedAttention, LayerKernels
 
 pytestmark = pytest.mark.usefixtures("poison")
 GENERATORS = [("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key")]
@@ -441,7 +435,7 @@ def test_an_implementation_may_bring_its_own_generators(allowed, gradients, dtyp
             states.copy_(compose.pack(states[..., :8], generated.pop((stage, "key")), stage))
         return generated, statics
 
-    own = FusedGenerators(lambda compose, hidden_states: allowed, generate, generate_packed)
+    own = LayerKernels(lambda compose, hidden_states: allowed, generate, generate_packed)
     fused = FusedAttention(lambda config: None, lambda *arguments: False, own)
     monkeypatch.setitem(FUSED_ATTENTION, "own", fused)
     generated, _ = module(hidden)

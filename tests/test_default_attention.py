@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerForSequenceClassification, plain_dcformer
 from dcformer.chunked_dcformer import chunked_attention
-from dcformer.compose_dcformer import DEFAULT_ATTENTION
+from dcformer.implementations_dcformer import DEFAULT_ATTENTION
 from dcformer.kernels import limits, overflow, selfcheck, unsupported_reason, verdicts
 from dcformer.kernels.overflow import NOTHING, Beyond
 

@@ -14,9 +14,10 @@ from dcformer import (
     DCFormerCompose,
     DCFormerForCausalLM,
     DCFormerModel,
-    compose_dcformer,
+    implementations_dcformer,
     modeling_dcformer,
 )
+from dcformer.implementations_dcformer import FUSED_ATTENTION
 
 
 def example(title):
@@ -123,7 +124,7 @@ def test_parameters_of_a_variant_begin_as_it_says_when_a_checkpoint_lacks_them(t
 
 @torch.no_grad()
 def test_a_backend_is_a_function_and_a_mask(monkeypatch):
-    monkeypatch.setattr(compose_dcformer, "FUSED_ATTENTION", fused := dict(compose_dcformer.FUSED_ATTENTION))
+    monkeypatch.setattr(implementations_dcformer, "FUSED_ATTENTION", fused := dict(FUSED_ATTENTION))
     monkeypatch.setattr(modeling_dcformer, "FUSED_ATTENTION", fused)
     example("How to add a kernel backend")
     model, ids = randomise(DCFormerForCausalLM(tiny_config())).eval(), tokens()

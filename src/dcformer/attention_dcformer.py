@@ -17,15 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .compose_dcformer import (
-    ComposeWeights,
-    accumulation_dtype,
-    autocast_dtype,
-    can_compose,
-    compose,
-    without_autocast,
-)
+from .compose_dcformer import ComposeWeights, accumulation_dtype, autocast_dtype, compose, without_autocast
 from .heads_dcformer import HeadMap, matmul_shared
+from .implementations_dcformer import can_compose
 from .masks_dcformer import causal_rows, visible_and_bias
 
 LOAD_EAGER = "Load the model with attn_implementation='eager', or call model.set_attn_implementation('eager')."

@@ -32,15 +32,9 @@ from .attention_dcformer import (
     sum_values,
     why_no_trace,
 )
-from .compose_dcformer import (
-    CHUNKED,
-    DEFAULT_ATTENTION,
-    ComposeWeights,
-    SideWeights,
-    accumulation_dtype,
-    without_autocast,
-)
+from .compose_dcformer import ComposeWeights, SideWeights, accumulation_dtype, without_autocast
 from .heads_dcformer import HeadMap, add_value_bias, with_ones
+from .implementations_dcformer import CHUNKED, DEFAULT_ATTENTION
 from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
 from .plain_dcformer import attend_plain, can_attend_plain
 

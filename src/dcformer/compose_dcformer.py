@@ -6,17 +6,17 @@ group, K = 2·R·M hidden width of a weight generator, C generators in use.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
 from .heads_dcformer import HeadMap
+from .implementations_dcformer import LayerKernels, layer_kernels
 
 COMPOSE_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
 COMPOSE_NORM_EPS = 1e-6
@@ -285,87 +285,6 @@ class ComposeWeights:
         return sides if self.static is None else [*sides, self.static]
 
 
-@dataclass
-class FusedGenerators:
-    """Kernels in the place of `DCFormerCompose`'s own operations, with the same numbers.
-
-    Attributes:
-        can_replace: (module, hidden states) -> whether they may: they read parameters, past the modules that hold them.
-        generate: (hidden states, module, first layer) -> what `DCFormerCompose.forward` returns; differentiable.
-        generate_packed: (hidden states, module, keys, values, first layer) -> the same without the key-wise weights,
-            which it writes where `DCFormerCompose.pack` puts them, into keys and values [B, Hkv, N, D + channels]. Not
-            differentiable.
-        prepare: (attention module, hidden states, parts of its fused product, (cos, sin)) -> all that a layer with a
-            cache does before the cache: queries [B, H, N, D], keys and values [B, Hkv, N, D + channels], and weights as
-            from `generate_packed`; or None where it cannot.
-        step: (attention module, hidden states, its fused product, (cos, sin), what asks the cache for its `Room`,
-            attention mask, window, whether it is causal or None) -> all that the layer does before the projection of
-            its output, [B, N, H, D], and the room, its rows filled; or None where it cannot.
-    """
-
-    can_replace: Callable[["DCFormerCompose", torch.Tensor], bool]
-    generate: Callable[[torch.Tensor, "DCFormerCompose", "FirstLayer"], Generated]
-    generate_packed: Callable[[torch.Tensor, "DCFormerCompose", torch.Tensor, torch.Tensor, "FirstLayer"], Generated]
-    prepare: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, Generated] | None] = lambda *_: None
-    step: Callable[..., tuple[torch.Tensor, Any] | None] = lambda *_, **__: None
-
-
-# The torch implementation of `chunked_dcformer`, which every model can use.
-CHUNKED = "dcformer_chunked"
-# What `config._attn_implementation` says where none is named: `default_implementation` decides for each call.
-DEFAULT_ATTENTION = "dcformer_default"
-
-
-@dataclass
-class FusedAttention:
-    """What a package of attention kernels registers. Models never import kernels.
-
-    Attributes:
-        unsupported_reason: (`DCFormerConfig`) -> why no model of it can use them, naming what to use instead; or None.
-        is_default: (attention module, hidden states [B, T, E], query [B, H, T, D], key [B, Hkv, T, D], attention mask)
-            -> whether they are used for these where no implementation is named. Asked by every layer in every forward
-            pass, in graphs that are traced too.
-        generators: its kernels for weight generators; None where there are none, or what they need is not installed.
-    """
-
-    unsupported_reason: Callable[[Any], str | None]
-    is_default: Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
-    generators: FusedGenerators | None = None
-
-
-# By the name of the attention implementation. Kernels register themselves; without any, the default is chunked.
-FUSED_ATTENTION: dict[str, FusedAttention] = {}
-
-
-def fused_generators(implementation: str | None) -> FusedGenerators | None:
-    """The kernels for weight generators of an attention implementation, if it has some."""
-    fused = None if implementation is None else FUSED_ATTENTION.get(implementation)
-    return None if fused is None else fused.generators
-
-
-def can_compose(implementation: str) -> bool:
-    """Whether an attention implementation of this name is the package's, and takes what heads are composed with."""
-    return implementation in ("eager", CHUNKED) or implementation in FUSED_ATTENTION
-
-
-def default_implementation(
-    attention: nn.Module, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, attention_mask: Any
-) -> str:
-    """The attention implementation for these tensors, where none is named: chunked, unless kernels say otherwise.
-
-    Args:
-        attention: the layer's `DCFormerAttention`, or another with its `keeps_shapes`.
-        hidden_states: [B, T, E].
-        query: [B, H, T, D], on the device that decides.
-        key: [B, Hkv, T, D].
-        attention_mask: what the layer was given.
-    """
-    for name, fused in FUSED_ATTENTION.items():
-        if attention.keeps_shapes and fused.is_default(attention, hidden_states, query, key, attention_mask):
-            return name
-    return CHUNKED
-
-
 def compose(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:
     """Mixes the heads of attention maps: the definition of Compose (paper section 3.1, equation 4).
 
@@ -482,7 +401,7 @@ class DCFormerCompose(nn.Module):
         Raises:
             ValueError: when tensor parallelism has cut through a group of heads.
         """
-        fused = self._fused_generators(hidden_states, implementation)
+        fused = self._kernels(hidden_states, implementation)
         if fused is not None:
             return fused.generate(hidden_states, self, first_layer)
         hidden, gate = first_layer or self.first_layer(hidden_states)
@@ -525,9 +444,9 @@ class DCFormerCompose(nn.Module):
             if static is not None
         }
 
-    def _fused_generators(self, hidden_states: torch.Tensor, implementation: str | None) -> FusedGenerators | None:
+    def _kernels(self, hidden_states: torch.Tensor, implementation: str | None) -> LayerKernels | None:
         """The kernels of an attention implementation, if it has some and this module is one that they can replace."""
-        fused = fused_generators(implementation)
+        fused = layer_kernels(implementation)
         return fused if fused is not None and fused.can_replace(self, hidden_states) else None
 
     @staticmethod
@@ -558,7 +477,7 @@ class DCFormerCompose(nn.Module):
         Returns:
             keys and values [B, Hkv, N, D + channels], and what `forward` returns (perhaps without key-wise weights).
         """
-        fused = None if torch.is_grad_enabled() else self._fused_generators(hidden_states, implementation)
+        fused = None if torch.is_grad_enabled() else self._kernels(hidden_states, implementation)
         if fused is None:
             generated, statics = self(hidden_states, implementation, first_layer)
             key = self.pack(key, generated.get(("pre", "key")), "pre")
@@ -706,27 +625,19 @@ def compose_init_std(settings: ComposeFields) -> dict[str, float]:
 
 
 __all__ = [
-    "CHUNKED",
     "COMPOSE_ACTIVATIONS",
     "COMPOSE_NORM_EPS",
-    "DEFAULT_ATTENTION",
-    "FUSED_ATTENTION",
     "ComposeFields",
     "ComposeSettings",
     "ComposeWeights",
     "DCFormerCompose",
     "FirstLayer",
-    "FusedAttention",
-    "FusedGenerators",
     "SideWeights",
     "Stages",
     "accumulation_dtype",
     "autocast_dtype",
-    "can_compose",
     "compose",
     "compose_init_std",
-    "default_implementation",
-    "fused_generators",
     "key_weights_behind",
     "stages",
     "without_autocast",

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.integrations.executorch import TorchExportableModuleWithHybridCache
 
 from .cache_dcformer import use_static_layers
-from .compose_dcformer import DEFAULT_ATTENTION
+from .implementations_dcformer import DEFAULT_ATTENTION
 from .loading import refuse_other_parameters
 from .modeling_dcformer import DCFormerForCausalLM
 

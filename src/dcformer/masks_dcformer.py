@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from .compose_dcformer import CHUNKED, DEFAULT_ATTENTION
+from .implementations_dcformer import CHUNKED, DEFAULT_ATTENTION
 
 # Up to this many queries (decoding, assisted decoding) the whole mask is computed.
 FEW_QUERIES = 16

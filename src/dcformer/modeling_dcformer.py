@@ -60,18 +60,8 @@ from .cache_dcformer import (
     takes_cache,
     use_growing_layers,
 )
-from .chunked_dcformer import CHUNKED
-from .compose_dcformer import (
-    DEFAULT_ATTENTION,
-    FUSED_ATTENTION,
-    DCFormerCompose,
-    Generated,
-    accumulation_dtype,
-    can_compose,
-    compose_init_std,
-    default_implementation,
-    fused_generators,
-)
+from .chunked_dcformer import CHUNKED  # importing it registers it
+from .compose_dcformer import DCFormerCompose, Generated, SideWeights, accumulation_dtype, compose_init_std
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
 from .fusion_dcformer import FusableAttention, FusableModel
 from .generation_dcformer import DCFormerGenerationMixin
@@ -94,6 +84,14 @@ from .hub_dcformer import (
     load_hub_folder,
     register_hub_conversions,
     with_hub_config,
+)
+from .implementations_dcformer import (
+    DEFAULT_ATTENTION,
+    FUSED_ATTENTION,
+    LayerKernels,
+    can_compose,
+    default_implementation,
+    layer_kernels,
 )
 from .masks_dcformer import causal_rows
 from .parallel_dcformer import check_tensor_parallel
@@ -358,21 +356,11 @@ class DCFormerAttention(FusableAttention):
             projected = projected or self._split(product)
             implementation = default_implementation(self, hidden_states, projected.query, projected.key, attention_mask)
         can_step = is_fused and is_cached and not self.own_steps  # kernels may take the place of modules
-        kernels = fused_generators(implementation) if can_step else None
+        kernels = layer_kernels(implementation) if can_step else None
         if kernels is not None and kwargs.get("compose_trace") is None:
-            stepped = kernels.step(
-                self,
-                hidden_states,
-                product,
-                position_embeddings,
-                partial(lend_room, cache, layer_idx),
-                attention_mask,
-                sliding_window,
-                kwargs.get("is_causal"),
-            )
-            if stepped is not None:  # all that comes before the output, new rows in the cache among it
-                output, room = stepped
-                room.count(hidden_states.shape[1])
+            place, masking = (cache, layer_idx), (attention_mask, sliding_window, kwargs.get("is_causal"))
+            output = self._step(kernels, hidden_states, product, position_embeddings, place, masking)
+            if output is not None:
                 return self.o_proj(output.flatten(2)), None
 
         projected = projected or self._split(product)
@@ -382,14 +370,9 @@ class DCFormerAttention(FusableAttention):
         query, key, value, (generated, statics) = made
         pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
         if cache is not None:
-            key_width, value_width = widths = self.cache_widths
-            if layer_idx == 0:
-                check_cache_rows(cache, key, value, widths, self.head_dim)
-            key, value = cache.update(key, value, layer_idx)
             heads = query.shape[1] if self.keeps_shapes else None
             gather = implementation not in FUSED_ATTENTION or heads is None  # kernels read them where they are
-            key, pre_key = self.compose.unpack(key, key_width, "pre", gather, heads)  # [B, Hkv, S, D], S keys' weights
-            value, post_key = self.compose.unpack(value, value_width, "post", gather, heads)
+            key, value, pre_key, post_key = self._remember(key, value, cache, layer_idx, heads, gather)
 
         output, weights = self._attend(
             implementation,
@@ -404,6 +387,35 @@ class DCFormerAttention(FusableAttention):
             **kwargs,
         )
         return self._output(output, hidden_states, projected.query), weights
+
+    def _step(
+        self,
+        kernels: LayerKernels,
+        hidden_states: torch.Tensor,
+        product: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        place: tuple[Cache | None, int],
+        masking: tuple[Any, int | None, bool | None],
+    ) -> torch.Tensor | None:
+        """All that comes before the output, new rows in the cache among it, by kernels for few tokens.
+
+        Args:
+            kernels: those of the implementation.
+            hidden_states, position_embeddings: as for `forward`.
+            product: of the fused projections, [B, T, all rows].
+            place: the cache, and the layer's place in it.
+            masking: `attention_mask`, `sliding_window` and `is_causal` of the call.
+
+        Returns:
+            [B, T, H, D]; or None where the kernels cannot, and nothing has been done.
+        """
+        room = partial(lend_room, *place)
+        stepped = kernels.step(self, hidden_states, product, position_embeddings, room, *masking)
+        if stepped is None:
+            return None
+        output, rows = stepped
+        rows.count(hidden_states.shape[1])
+        return output
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[B, T, E] -> queries, keys and values [B, H(kv), T, D]."""
@@ -443,6 +455,27 @@ class DCFormerAttention(FusableAttention):
         if not is_cached:
             return query, key, value, self.compose(hidden_states, implementation, first_layer)
         return query, *self.compose.packed(hidden_states, key, value, implementation, first_layer)
+
+    def _remember(
+        self, key: torch.Tensor, value: torch.Tensor, cache: Cache, layer_idx: int, heads: int | None, gather: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, SideWeights | None, SideWeights | None]:
+        """Puts the rows of new tokens into a cache, and takes those of all tokens apart.
+
+        Args:
+            key, value: [B, H(kv), T, D + channels], as `_make` returns them for a cache.
+            cache, layer_idx: as for `forward`.
+            heads, gather: as for `DCFormerCompose.unpack`.
+
+        Returns:
+            keys and values [B, H(kv), S, D], and the key-wise weights of S keys for the scores and for the weights.
+        """
+        key_width, value_width = widths = self.cache_widths
+        if layer_idx == 0:
+            check_cache_rows(cache, key, value, widths, self.head_dim)
+        key, value = cache.update(key, value, layer_idx)
+        key, pre_key = self.compose.unpack(key, key_width, "pre", gather, heads)
+        value, post_key = self.compose.unpack(value, value_width, "post", gather, heads)
+        return key, value, pre_key, post_key
 
     def _normalise(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys [B, H(kv), T, D] of `_project`, each head normalised."""

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_dcformer import no_transform, refuse_batched
-from .compose_dcformer import CHUNKED, without_autocast
+from .compose_dcformer import without_autocast
+from .implementations_dcformer import CHUNKED
 from .masks_dcformer import has_values
 
 

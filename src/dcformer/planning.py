@@ -17,13 +17,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers.modeling_rope_utils import RopeParameters
 
 from .chunked_dcformer import BLOCK_SCORES
-from .compose_dcformer import FUSED_ATTENTION
 from .configuration_dcformer import DCFormerConfig
 from .errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused, reports
 from .head_systems import HeadSystemsConfig, HeadSystemsForCausalLM
 from .head_systems.costs import count_parameters
 from .head_systems.registry import system_class
 from .heads_dcformer import MAP_FIELDS
+from .implementations_dcformer import FUSED_ATTENTION
 from .kernels import unsupported_reason
 from .kernels.schemas import UNBOUNDED, new_kept
 from .modeling_dcformer import DCFormerForCausalLM

@@ -14,7 +14,7 @@ from transformers import BertConfig
 
 from dcformer import DCFormerForCausalLM
 from dcformer import selfcheck as selfcheck_command
-from dcformer.compose_dcformer import DEFAULT_ATTENTION
+from dcformer.implementations_dcformer import DEFAULT_ATTENTION
 from dcformer.kernels import decode, generator, generator_backward, limits, overflow, passes, selfcheck, step, verdicts
 from dcformer.kernels.overflow import NOTHING, Beyond
 from dcformer.vision import DCViTConfig

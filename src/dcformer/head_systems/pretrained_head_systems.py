@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compose_dcformer import FUSED_ATTENTION
+from ..implementations_dcformer import FUSED_ATTENTION
 from ..modeling_dcformer import DCFormerDecoderLayer, DCFormerPreTrainedModel
 from .attention_head_systems import HeadSystemsAttention
 from .base import HeadSystem

@@ -9,9 +9,10 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..compose_dcformer import FUSED_ATTENTION, FusedAttention, FusedGenerators, Generated
+from ..compose_dcformer import Generated
 from ..configuration_dcformer import DCFormerConfig
 from ..heads_dcformer import MAP_FIELDS
+from ..implementations_dcformer import FUSED_ATTENTION, FusedAttention, LayerKernels
 from ..masks_dcformer import chunked_mask
 from .limits import unsupported_reason
 
@@ -88,12 +89,12 @@ def register() -> None:
 
     Where no implementation is named, models ask its kernels about each tensor; without Triton they say why not.
     """
-    generators = None
+    layer = None
     if is_available():
         AttentionInterface.register("dcformer_triton", _triton_attention)
         AttentionMaskInterface.register("dcformer_triton", chunked_mask)
-        generators = FusedGenerators(_can_replace, _generate_weights, _generate_packed, _prepare, _decode_step)
-    FUSED_ATTENTION["dcformer_triton"] = FusedAttention(_unsupported_model, _is_default, generators)
+        layer = LayerKernels(_can_replace, _generate_weights, _generate_packed, _prepare, _decode_step)
+    FUSED_ATTENTION["dcformer_triton"] = FusedAttention(_unsupported_model, _is_default, layer)
 
 
 def __getattr__(name: str) -> Any:

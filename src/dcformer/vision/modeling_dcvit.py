@@ -26,13 +26,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..attention_dcformer import attend_composed, check_trace, eager_attention, refuse_without_composition
-from ..compose_dcformer import (
-    DEFAULT_ATTENTION,
-    DCFormerCompose,
-    compose_init_std,
-    default_implementation,
-    stages,
-)
+from ..compose_dcformer import DCFormerCompose, compose_init_std, stages
+from ..implementations_dcformer import DEFAULT_ATTENTION, default_implementation
 from ..masks_dcformer import has_values
 from ..modeling_dcformer import DCFormerPreTrainedModel, refuse_missing_layers, share_of_labels
 from .configuration_dcvit import DCViTConfig, pair

@@ -1,0 +1,108 @@
+"""Attention implementations, by the names that ask for them: eager, chunked, and what packages of kernels register.
+
+Models never import kernels: they ask this module what is registered.
+Letters: B batch, T queries, S keys, N either, H query heads, D head dim, E hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+# The torch implementation of `chunked_dcformer`, which every model can use.
+CHUNKED = "dcformer_chunked"
+# What `config._attn_implementation` says where none is named: `default_implementation` decides for each call.
+DEFAULT_ATTENTION = "dcformer_default"
+
+
+# What the first layer of composition makes of the hidden states: `compose_dcformer.FirstLayer`.
+_FirstLayer = Sequence[torch.Tensor | None]
+
+
+@dataclass
+class LayerKernels:
+    """Kernels in the place of a layer's own operations around attention, with the same numbers.
+
+    Attributes:
+        can_replace: (module, hidden states) -> whether they may: they read parameters, past the modules that hold them.
+        generate: (hidden states, module, first layer) -> what `DCFormerCompose.forward` returns; differentiable.
+        generate_packed: (hidden states, module, keys, values, first layer) -> the same without the key-wise weights,
+            which it writes where `DCFormerCompose.pack` puts them, into keys and values [B, Hkv, N, D + channels]. Not
+            differentiable.
+        prepare: (attention module, hidden states, parts of its fused product, (cos, sin)) -> all that a layer with a
+            cache does before the cache: queries [B, H, N, D], keys and values [B, Hkv, N, D + channels], and weights as
+            from `generate_packed`; or None where it cannot.
+        step: (attention module, hidden states, its fused product, (cos, sin), what asks the cache for its `Room`,
+            attention mask, window, whether it is causal or None) -> all that the layer does before the projection of
+            its output, [B, N, H, D], and the room, its rows filled; or None where it cannot.
+    """
+
+    can_replace: Callable[[Any, torch.Tensor], bool]
+    generate: Callable[[torch.Tensor, Any, _FirstLayer], Any]
+    generate_packed: Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor, _FirstLayer], Any]
+    prepare: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any] | None] = lambda *_: None
+    step: Callable[..., tuple[torch.Tensor, Any] | None] = lambda *_, **__: None
+
+
+@dataclass
+class FusedAttention:
+    """What a package of attention kernels registers.
+
+    Attributes:
+        unsupported_reason: (`DCFormerConfig`) -> why no model of it can use them, naming what to use instead; or None.
+        is_default: (attention module, hidden states [B, T, E], query [B, H, T, D], key [B, Hkv, T, D], attention mask)
+            -> whether they are used for these where no implementation is named. Asked by every layer in every forward
+            pass, in graphs that are traced too.
+        layer: its kernels for the rest of a layer; None where there are none, or what they need is not installed.
+    """
+
+    unsupported_reason: Callable[[Any], str | None]
+    is_default: Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
+    layer: LayerKernels | None = None
+
+
+# By the name of the attention implementation. Kernels register themselves; without any, the default is chunked.
+FUSED_ATTENTION: dict[str, FusedAttention] = {}
+
+
+def layer_kernels(implementation: str | None) -> LayerKernels | None:
+    """The kernels that an attention implementation has for the rest of a layer, if it has some."""
+    fused = None if implementation is None else FUSED_ATTENTION.get(implementation)
+    return None if fused is None else fused.layer
+
+
+def can_compose(implementation: str) -> bool:
+    """Whether an attention implementation of this name is the package's, and takes what heads are composed with."""
+    return implementation in ("eager", CHUNKED) or implementation in FUSED_ATTENTION
+
+
+def default_implementation(
+    attention: nn.Module, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, attention_mask: Any
+) -> str:
+    """The attention implementation for these tensors, where none is named: chunked, unless kernels say otherwise.
+
+    Args:
+        attention: the layer's `DCFormerAttention`, or another with its `keeps_shapes`.
+        hidden_states: [B, T, E].
+        query: [B, H, T, D], on the device that decides.
+        key: [B, Hkv, T, D].
+        attention_mask: what the layer was given.
+    """
+    for name, fused in FUSED_ATTENTION.items():
+        if attention.keeps_shapes and fused.is_default(attention, hidden_states, query, key, attention_mask):
+            return name
+    return CHUNKED
+
+
+__all__ = [
+    "CHUNKED",
+    "DEFAULT_ATTENTION",
+    "FUSED_ATTENTION",
+    "FusedAttention",
+    "LayerKernels",
+    "can_compose",
+    "default_implementation",
+    "layer_kernels",
+]
