@@ -59,7 +59,7 @@ SANITIZED = (
 )
 SMOKE_TESTS = (
     "test_attention.py::test_output_and_gradients[all, bfloat16]",
-    "test_attention.py::test_visible_intervals",
+    "test_attention_bounds.py::test_visible_intervals",
 )
 
 

@@ -32,10 +32,16 @@ T_STEP = "tests/kernels/test_step.py::"
 T_RECORDING = "tests/kernels/test_recording.py::"
 T_REPEATED = "tests/kernels/test_repeated.py::"
 T_ATTEND = "tests/kernels/test_attention.py::"
+T_PRECISE = "tests/kernels/test_attention_precision.py::"
+T_MARKS = "tests/kernels/test_attention_marks.py::"
+T_KEPT = "tests/kernels/test_attention_kept_maps.py::"
+T_REFUSED = "tests/kernels/test_attention_errors.py::"
+T_BOUNDS = "tests/kernels/test_attention_bounds.py::"
+T_LAUNCH = "tests/kernels/test_attention_launch.py::"
 T_KERNEL = T_ATTEND + "test_output_and_gradients"
-T_BEYOND = T_ATTEND + "test_gradients_beyond_float16_are_noticed"
-T_LARGE = T_ATTEND + "test_large_scores_beside_eager"
-T_TAKEN = T_ATTEND + "test_large_scores_that_composition_takes_away_are_noticed"
+T_BEYOND = T_MARKS + "test_gradients_beyond_float16_are_noticed"
+T_LARGE = T_PRECISE + "test_large_scores_beside_eager"
+T_TAKEN = T_MARKS + "test_large_scores_that_composition_takes_away_are_noticed"
 FORMULA, GENERATORS = T_COMPOSE + "test_compose_is_its_formula", T_COMPOSE + "test_generators_are_their_formulas"
 PACKING = T_COMPOSE + "test_pack_and_unpack_are_inverse"
 MAXTEXT, PAX = T_CONVERT + "test_maxtext_to_pytorch", T_CONVERT + "test_pax_to_pytorch"
@@ -1202,13 +1208,13 @@ _KERNELS = (
             "what is not a number leaves a mark",
             "tl.where(top[i] > LOWEST, tl.abs(top[i]), 0.0)",
             "tl.where(is_seen, tl.abs(top[i]), 0.0)",
-            T_ATTEND + "test_what_is_not_a_number_leaves_no_mark[query]",
+            T_MARKS + "test_what_is_not_a_number_leaves_no_mark[query]",
         ),
         (
             "queries that see what is not a number see nothing",
             " | (total[i] != total[i])  # a maximum",
             "  # a maximum",
-            T_ATTEND + "test_a_key_that_is_not_a_number[key-torch.float32]",
+            T_MARKS + "test_a_key_that_is_not_a_number[key-torch.float32]",
         ),
         (
             "parts that are not a number are nothing",
@@ -1220,7 +1226,7 @@ _KERNELS = (
             "large scores are unseen",
             "tl.constexpr(-3.4028234e38)",
             "tl.constexpr(-1e30)",
-            T_ATTEND + "test_very_large_scores_in_float32[1e+37]",
+            T_PRECISE + "test_very_large_scores_in_float32[1e+37]",
         ),
     )
     + _in(
@@ -1240,14 +1246,14 @@ _KERNELS = (
             "matrices beyond float16 become infinite",
             "    out = within(out, largest)\n",
             "",
-            T_ATTEND + "test_matrices_are_cut_off_until_the_mark_is_seen",
+            T_MARKS + "test_matrices_are_cut_off_until_the_mark_is_seen",
         ),
         (
             "matrices beyond float16 are not noticed",
             "        if tl.max(bound) > largest:",
             "        if tl.max(bound) < 0:",
-            T_ATTEND + "test_matrices_beyond_float16_are_noticed[key side]",
-            T_ATTEND + "test_matrices_after_the_softmax_beyond_float16_are_noticed[torch.float16]",
+            T_MARKS + "test_matrices_beyond_float16_are_noticed[key side]",
+            T_MARKS + "test_matrices_after_the_softmax_beyond_float16_are_noticed[torch.float16]",
         ),
         (
             "gradients of matrices beyond float16 are not noticed",
@@ -1279,7 +1285,7 @@ _KERNELS = (
             "gradients as small as the loss is",
             "    exponent = tl.floor(tl.minimum(",
             "    exponent = 0.0 * tl.floor(tl.minimum(",
-            T_ATTEND + "test_gradients_of_any_size_lose_nothing[-80]",
+            T_PRECISE + "test_gradients_of_any_size_lose_nothing[-80]",
         ),
         (
             "gradients beyond float16 by composition",
@@ -1301,7 +1307,7 @@ _KERNELS = (
             "sums of gradients before they are rounded",
             "        dp = cast(dp, dtype, H1)  # as",
             "        # as",
-            T_ATTEND + "test_queries_that_see_one_key_have_no_gradients_of_scores[torch.bfloat16]",
+            T_PRECISE + "test_queries_that_see_one_key_have_no_gradients_of_scores[torch.bfloat16]",
         ),
     )
     + _in(
@@ -1707,37 +1713,37 @@ _KERNELS = (
             "down in float16 as it is",
             "_half(x[i] * power(-exponent)[:, None])",
             "_half(x[i] * 1.0)",
-            T_ATTEND + "test_powers_of_two_that_down_and_up_share_change_nothing",
+            T_PRECISE + "test_powers_of_two_that_down_and_up_share_change_nothing",
         ),
         (
             "largest down of the first block alone",
             "largest = tl.maximum(largest, tl.max(tl.abs(x[1]), 1))",
             "largest = tl.maximum(largest, 0.0)",
-            T_ATTEND + "test_the_largest_down_may_be_of_any_head[34]",
+            T_PRECISE + "test_the_largest_down_may_be_of_any_head[34]",
         ),
         (
             "large down in float16 as it is",
             "tl.minimum(tl.maximum(exponent, -126.0), 126.0)",
             "tl.minimum(tl.maximum(exponent, -126.0), 0.0)",
-            T_ATTEND + "test_powers_of_two_that_down_and_up_share_change_nothing",
+            T_PRECISE + "test_powers_of_two_that_down_and_up_share_change_nothing",
         ),
         (
             "composition weights cut off without a mark",
             "worst = tl.maximum(worst, _largest(x, H1) * more)",
             "worst = tl.maximum(worst, 0.0 * more)",
-            T_ATTEND + "test_composition_weights_beyond_float16_are_noticed_where_weights_are_small",
+            T_MARKS + "test_composition_weights_beyond_float16_are_noticed_where_weights_are_small",
         ),
         (
             "queries that see nothing leave marks",
             "tl.max(tl.where(matters, worst, 0.0))",
             "tl.max(worst)",
-            T_ATTEND + "test_large_composition_weights_of_queries_that_see_nothing_leave_no_mark",
+            T_MARKS + "test_large_composition_weights_of_queries_that_see_nothing_leave_no_mark",
         ),
         (
             "infinite up in float16",
             "within(x, LARGEST_HALF).to(tl.float16)",
             "x.to(tl.float16)",
-            T_ATTEND + "test_composed_weights_beyond_float16_are_noticed",
+            T_MARKS + "test_composed_weights_beyond_float16_are_noticed",
         ),
         (
             "hidden maps in float16 of the first block alone",
@@ -1849,37 +1855,37 @@ _KERNELS = (
             "composed weights may be infinite",
             "if MARK:  # as where v is a copy",
             "if SCALED:  # as where v is a copy",
-            T_ATTEND + "test_composed_weights_beyond_float16_are_noticed[key.gate-False]",
+            T_MARKS + "test_composed_weights_beyond_float16_are_noticed[key.gate-False]",
         ),
         (
             "a factor of queries is not undone",
             "factor *= tl.load(p_undo + (t_0 + t) // ROWS)",
             "factor *= 1.0",
-            T_ATTEND + "test_queries_and_keys_of_any_size_lose_nothing",
+            T_PRECISE + "test_queries_and_keys_of_any_size_lose_nothing",
         ),
         (
             "all queries have the factor of the first",
             "p_undo + (t_0 + t) // ROWS",
             "p_undo + 0",
-            T_ATTEND + "test_tokens_of_very_different_sizes_lose_nothing[grad]",
+            T_PRECISE + "test_tokens_of_very_different_sizes_lose_nothing[grad]",
         ),
         (
             "a factor of values is not undone",
             "        total *= undo\n",
             "",
-            T_ATTEND + "test_errors_in_16_bits_beside_those_of_eager[dtype0-8 heads, 48 tokens]",
+            T_PRECISE + "test_errors_in_16_bits_beside_those_of_eager[dtype0-8 heads, 48 tokens]",
         ),
         (
             "all keys have the largest factor",
             "return undo, uniform(tl.min(least)) >= undo",
             "return undo, undo > 0",
-            T_ATTEND + "test_tokens_of_very_different_sizes_lose_nothing[key]",
+            T_PRECISE + "test_tokens_of_very_different_sizes_lose_nothing[key]",
         ),
         (
             "keys that nobody sees leave marks",
             "tl.where(is_seen, tl.max(tl.abs(x), 1), 0.0)",
             "tl.max(tl.abs(x), 1)",
-            T_ATTEND + "test_large_keys_that_nobody_sees_leave_no_mark[left padding]",
+            T_MARKS + "test_large_keys_that_nobody_sees_leave_no_mark[left padding]",
         ),
         (
             "scores of all parts of the keys begin at the first",
@@ -1907,43 +1913,43 @@ _KERNELS = (
             "keys share a factor by which small ones are lost",
             " & (least * power(shared) >= 1.0)",
             "",
-            T_ATTEND + "test_tokens_of_very_different_sizes_lose_nothing[key]",
+            T_PRECISE + "test_tokens_of_very_different_sizes_lose_nothing[key]",
         ),
         (
             "keys share a factor by which large ones are infinite",
             "(largest * power(shared) < 2.0**15) & ",
             "",
-            T_ATTEND + "test_copies_in_float16_keep_all_bits[large behind]",
+            T_PRECISE + "test_copies_in_float16_keep_all_bits[large behind]",
         ),
         (
             "queries that see small values only are not noticed",
             "log2(tl.min(least_values))",
             "log2(value)",
-            T_ATTEND + "test_tokens_of_very_different_sizes_lose_nothing[value]",
+            T_PRECISE + "test_tokens_of_very_different_sizes_lose_nothing[value]",
         ),
         (
             "rows that are not finite hide the others of their block",
             "-tl.maximum(largest, LEAST)",
             "-LEAST",
-            T_ATTEND + "test_values_that_are_not_finite_change_nothing_before_them[inf]",
+            T_MARKS + "test_values_that_are_not_finite_change_nothing_before_them[inf]",
         ),
         (
             "values that nobody sees decide about others",
             "low, high = _seen_keys(p_first, p_last, start, stop)",
             "low, high = 0, count",
-            T_ATTEND + "test_tokens_that_nobody_sees_change_nothing[keys behind]",
+            T_PRECISE + "test_tokens_that_nobody_sees_change_nothing[keys behind]",
         ),
         (
             "values of other chunks decide about a chunk's gradients",
             "is_here = (o < tl.cdiv(s_0 + n_s, B_N)) & (",
             "is_here = (",
-            T_ATTEND + "test_values_beyond_a_chunk_change_no_gradients",
+            T_PRECISE + "test_values_beyond_a_chunk_change_no_gradients",
         ),
         (
             "tokens with small gradients are not noticed",
             "if least < largest * 2.0**-24:",
             "if least < -largest:",
-            T_ATTEND + "test_gradients_that_differ_much_between_tokens_are_noticed",
+            T_MARKS + "test_gradients_that_differ_much_between_tokens_are_noticed",
         ),
     )
     + _in(
@@ -1959,7 +1965,7 @@ _KERNELS = (
             "kept maps are made anew",
             "        maps = self.kept_maps(kept, chunks)\n        is_covered",
             "        maps = self.kept_maps(None, chunks)\n        is_covered",
-            T_ATTEND + "test_maps_that_are_kept_change_nothing[bfloat16]",
+            T_KEPT + "test_maps_that_are_kept_change_nothing[bfloat16]",
         ),
     )
     + _in(
@@ -1985,13 +1991,13 @@ _KERNELS = (
             "heads that do not mix have as many groups as key heads",
             "range(max(1, least, ceil_div(heads, MAX_HEADS)), max(1, heads) + 1) if heads % n == 0",
             "range(max(1, least), max(1, heads) + 1) if heads % n == 0",
-            T_ATTEND + "test_heads_that_do_not_mix_may_be_many",
+            T_REFUSED + "test_heads_that_do_not_mix_may_be_many",
         ),
         (
             "a scale that is infinite times log2(e) is taken",
             "_LARGEST_SCALE = torch.finfo(torch.float32).max * math.log(2)",
             "_LARGEST_SCALE = torch.finfo(torch.float32).max",
-            T_ATTEND + "test_what_cannot_be_done_says_so",
+            T_REFUSED + "test_what_cannot_be_done_says_so",
         ),
     )
     + _in(
@@ -2001,19 +2007,19 @@ _KERNELS = (
             "only the first and the last chunk are looked at",
             "starts = {0, last, *before, *(min(t_0 + n_t, last) for t_0 in before)}",
             "starts = {0, last}",
-            T_ATTEND + "test_no_chunk_is_larger_than_its_bytes_whatever_its_queries_see",
+            T_LAUNCH + "test_no_chunk_is_larger_than_its_bytes_whatever_its_queries_see",
         ),
         (
             "kept maps are used when others are needed",
             "return self.keeps and (self.q.dtype == torch.float32 or not self.beyond)",
             "return self.keeps",
-            T_ATTEND + "test_kept_maps_are_made_anew_when_others_are_needed",
+            T_KEPT + "test_kept_maps_are_made_anew_when_others_are_needed",
         ),
         (
             "kept maps of all chunks lie at the start",
             "kept[chunk.t_0 :].flatten()",
             "kept.flatten()",
-            T_ATTEND + "test_kept_maps_have_room",
+            T_KEPT + "test_kept_maps_have_room",
         ),
         (
             "keys of a chunk end with its first query",
@@ -2025,25 +2031,25 @@ _KERNELS = (
             "found tiles of composition may have other queries",
             "return found if found is not None and is_allowed(name, found, usual) else None",
             "return found",
-            T_ATTEND + "test_tiles_of_composition_are_those_that_maps_are_laid_out_by",
+            T_LAUNCH + "test_tiles_of_composition_are_those_that_maps_are_laid_out_by",
         ),
         (
             "tiles of maps in 16 bits serve those in float32",
             "not self.splits_scores  # tiles are searched for\n        self._known.clear()",
             "not self.splits_scores",
-            T_ATTEND + "test_tiles_are_those_of_the_maps",
+            T_LAUNCH + "test_tiles_are_those_of_the_maps",
         ),
         (
             "float16 models leave float16 where scores are coarse",
             "needs_more = Beyond.SCORES in found",
             "needs_more = Beyond.SCORES in found or (self.q.dtype == torch.float16 and Beyond.PRECISION in found)",
-            T_ATTEND + "test_large_scores_in_float16_models",
+            T_PRECISE + "test_large_scores_in_float16_models",
         ),
         (
             "scores in two parts with gradients in bfloat16",
             " or Beyond.PRECISION in found\n",
             "\n",
-            T_ATTEND + "test_errors_in_bfloat16_after_a_mark[both]",
+            T_PRECISE + "test_errors_in_bfloat16_after_a_mark[both]",
         ),
         (
             "gradients of static projections are sums of what float16 holds",
@@ -2055,7 +2061,7 @@ _KERNELS = (
             "matrices of scores are not counted as float32",
             "of_matrices += (of_scores - size) * wider",
             "of_matrices += 0 * wider",
-            T_ATTEND + "test_bytes_of_a_chunk_count_matrices",
+            T_LAUNCH + "test_bytes_of_a_chunk_count_matrices",
         ),
     )
 )
@@ -2566,7 +2572,7 @@ _OVERFLOW = _in(
         "marks are memory of the caller's thread",
         "other.submit(_new_marks, device, is_awaited=True).result()",
         "_new_marks(device, is_awaited=True)",
-        T_ATTEND + "test_marks_are_memory_of_another_thread",
+        T_MARKS + "test_marks_are_memory_of_another_thread",
     ),
     (
         "a self-check takes the passes whose marks are waited for",

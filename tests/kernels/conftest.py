@@ -14,6 +14,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+pytest.register_assert_rewrite("attention_cases")
 # Yardsticks are exact products in float32, which this variable of some containers would make those of TF32.
 os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -88,6 +89,16 @@ def nothing_recorded(monkeypatch):
     from dcformer.kernels import passes
 
     monkeypatch.setattr(passes, "_recorded", {})
+
+
+@pytest.fixture
+def unmarked(monkeypatch):
+    """As in a process that has met nothing too large for float16, and waits for every mark."""
+    from dcformer.kernels import overflow
+
+    monkeypatch.setattr(overflow, "_found", {})
+    monkeypatch.setattr(overflow, "_watches", {})
+    monkeypatch.setattr(overflow, "FIRST", 1000)
 
 
 def call_with_room(function, arguments):

@@ -15,9 +15,9 @@ from kernel_device import INTERPRETED, load_gpu_suite
 if INTERPRETED:
     pytest.skip("needs a CUDA device and compiled kernels, TRITON_INTERPRET is set", allow_module_level=True)
 
-import test_attention
+import attention_cases
 import test_decode
-from test_attention import Case
+from attention_cases import Case
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 from dcformer.kernels import composed_attention, composed_decode, overflow, selfcheck
@@ -81,7 +81,7 @@ def some_case(seed):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_some_attention(seed, monkeypatch):
-    test_attention.check(some_case(seed), monkeypatch)
+    attention_cases.check(some_case(seed), monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -125,9 +125,9 @@ def test_real_decoding_generators_and_models(suite, bench, size, kind, arguments
 @pytest.mark.parametrize("window", [None, 100])
 def test_gradients_are_the_same_bits_from_run_to_run(window):
     case = Case(heads=8, length=1000, dim=64, window=window, static=window is None, dtype=torch.bfloat16)
-    first = test_attention.run(case, case.dtype, test_attention.fused(case))
+    first = attention_cases.run(case, case.dtype, attention_cases.fused(case))
     for _ in range(3):
-        again = test_attention.run(case, case.dtype, test_attention.fused(case))
+        again = attention_cases.run(case, case.dtype, attention_cases.fused(case))
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
@@ -318,14 +318,14 @@ def test_memory_is_linear_in_length(suite, bench, window):
 def test_two_streams():
     """Calls on two streams at once give what they give one after the other."""
     cases = [Case(heads=8, length=700, dim=64, dtype=torch.bfloat16, window=window) for window in (None, 50)]
-    expected = [test_attention.run(case, case.dtype, test_attention.fused(case)) for case in cases]
+    expected = [attention_cases.run(case, case.dtype, attention_cases.fused(case)) for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
     for _ in range(3):
         found = []
         for case, stream in zip(cases, streams, strict=True):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                found.append(test_attention.run(case, case.dtype, test_attention.fused(case)))
+                found.append(attention_cases.run(case, case.dtype, attention_cases.fused(case)))
         torch.cuda.synchronize()
         for one, other in zip(expected, found, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
@@ -347,10 +347,10 @@ def test_a_device_that_is_not_the_current_one():
 
 SANITIZED = """
 import torch
-import test_attention, test_decode
-from test_attention import Case
+import attention_cases, test_decode
+from attention_cases import Case
 for case in (Case(length=37, heads=2, dim=80, dtype=torch.bfloat16), Case(length=70, heads=2, window=5, static=True)):
-    test_attention.run(case, case.dtype, test_attention.fused(case))
+    attention_cases.run(case, case.dtype, attention_cases.fused(case))
 test_decode.run(test_decode.inputs(H=6, S=63, D=80), num_splits=3)
 torch.cuda.synchronize()
 print("done")

@@ -1,4 +1,4 @@
-"""Marks of what float16 cannot hold. What kernels do about them is in test_attention.py."""
+"""Marks of what float16 cannot hold. What kernels do about them is in test_attention_marks.py."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import Case, stage_weights
 from kernel_device import DEVICE, INTERPRETED
-from test_attention import Case, stage_weights
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dcformer.kernels import composed_attention, launch, overflow, passes, tuning

@@ -285,7 +285,7 @@ def test_files_of_tests_take_turns(tmp_path, monkeypatch):
 
 def test_scores_that_exceed_float16_on_purpose_are_not_counted():
     """Tests of marks of scores, one of which runs on a GPU only."""
-    source = (REPOSITORY / "tests" / "kernels" / "test_attention.py").read_text(encoding="utf-8")
+    source = (REPOSITORY / "tests" / "kernels" / "test_attention_marks.py").read_text(encoding="utf-8")
     names = re.findall(r"^def (test_scores_\w+)\(unmarked", source, re.MULTILINE)
     assert "test_scores_of_a_later_call_on_a_gpu_are_not_waited_for" in names
     assert all(name.startswith(test_log._NOT_COUNTED) for name in names)
