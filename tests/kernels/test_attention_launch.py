@@ -91,6 +91,7 @@ def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low, maps)
     window=st.none() | st.integers(1, 3000), bound=st.integers(0, 1 << 22), maps=st.sampled_from([1, 3]),
 )  # fmt: skip
 @example(length=4096, keys=512, offset=-1800, window=256, bound=1 << 18, maps=1)
+@example(length=2060, keys=4096, offset=0, window=None, bound=1 << 22, maps=1)  # as with a static cache
 def test_no_chunk_is_larger_than_its_bytes_whatever_its_queries_see(length, keys, offset, window, bound, maps):
     """The first and the last may see nothing, and those between them a whole window."""
     low = -(2**30) if window is None else offset + 1 - window

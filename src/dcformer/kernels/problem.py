@@ -221,22 +221,20 @@ class Problem:
         they are the same in both passes."""
         most = kept_queries(self.visibility.low, self.visibility.high) if self.is_keeping else self.T
 
+        def cut(n_t: int) -> list[Chunk]:
+            return [self._chunk(t_0, min(n_t, self.T - t_0)) for t_0 in range(0, self.T, n_t)]
+
         def fits(n_t: int) -> bool:
-            """Looks at the chunks that may be the largest: the first, the last, and those whose keys begin behind the
-            first key or end with the last."""
-            last = (self.T - 1) // n_t * n_t
-            edges = (-self.visibility.low, self.S - n_t - self.visibility.high)
-            before = [min(max(0, t_0), last) // n_t * n_t for t_0 in edges]
-            starts = {0, last, *before, *(min(t_0 + n_t, last) for t_0 in before)}
-            largest = max(self.bytes_of_chunk(self._chunk(t_0, min(n_t, self.T - t_0)), maps) for t_0 in starts)
-            return n_t <= most and round_up(n_t, self.step) * self.H <= _MOST_INT32 and largest <= self.chunk_bytes
+            if n_t > most or round_up(n_t, self.step) * self.H > _MOST_INT32:
+                return False
+            return all(self.bytes_of_chunk(chunk, maps) <= self.chunk_bytes for chunk in cut(n_t))
 
         n_t = self.T
         if not fits(n_t):
             n_t = min(FIRST_CHUNK, self.T)
             while fits(2 * n_t):
                 n_t *= 2
-        return [self._chunk(t_0, min(n_t, self.T - t_0)) for t_0 in range(0, self.T, n_t)]
+        return cut(n_t)
 
     def _rows(self, chunks: list[Chunk], maps: int) -> Iterator[tuple[slice, Self]]:
         """The problem in parts of the batch, as many sequences as keep within the bytes."""
