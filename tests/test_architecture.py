@@ -19,7 +19,8 @@ LAYERS = (
     {"errors", "files"},
     {"model"},  # all flat *_dcformer.py files, which remote-code export ships
     {"kernels"},
-    {"analysis", "loading", "optimization", "vision"},
+    {"loading"},
+    {"analysis", "optimization", "vision"},
     {"head_systems"},
     {"modules", "remote_code"},
     {"dcformer"},  # the package's __init__: public names and registration

@@ -18,6 +18,8 @@ from dcformer import (
     modeling_dcformer,
 )
 from dcformer.implementations_dcformer import FUSED_ATTENTION
+from dcformer.vision import DCViTConfig, DCViTModel
+from dcformer.vision.modeling_dcvit import DCViTAttention, DCViTLayer
 
 
 def example(title):
@@ -104,22 +106,57 @@ def with_composition(kind):
     return type("LM", (DCFormerForCausalLM,), {"decoder_class": type("M", (DCFormerModel,), {"layer_class": layer})})
 
 
-def test_parameters_of_a_variant_begin_as_it_says_when_a_checkpoint_lacks_them(tmp_path):
-    class Scaled(DCFormerCompose):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            self.scale = torch.nn.Parameter(torch.ones(4096))
+class Scaled(DCFormerCompose):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.scale = torch.nn.Parameter(torch.empty(4096))
 
+
+class SaysHow(Scaled):
+    def init_weights(self):
+        init.constant_(self.scale, 3.0)
+
+
+def test_parameters_of_a_variant_begin_as_it_says_when_a_checkpoint_lacks_them(tmp_path):
     DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path)
-    with pytest.raises(NotImplementedError, match="Scaled has parameters of its own: give it an init_weights"):
-        with_composition(Scaled)(tiny_config())
-    with pytest.raises(NotImplementedError, match="Scaled has parameters of its own"):
-        with_composition(Scaled).from_pretrained(tmp_path)
-    Scaled.init_weights = lambda self: init.constant_(self.scale, 3.0)
-    loaded = with_composition(Scaled).from_pretrained(tmp_path)
-    assert all(torch.all(layer.self_attn.compose.scale == 3) for layer in loaded.model.layers)
+    for make in (lambda kind: kind(tiny_config()), lambda kind: kind.from_pretrained(tmp_path)):
+        with pytest.raises(NotImplementedError, match=r"Scaled has parameters of its own \(scale\): give it an init"):
+            make(with_composition(Scaled))
+        model = make(with_composition(SaysHow))
+        assert all(torch.all(layer.self_attn.compose.scale == 3) for layer in model.model.layers)
     extended = type("Extended", (DCFormerCompose,), {})
     with_composition(extended)(tiny_config())  # which has none
+
+
+def test_a_decoder_of_ones_own_may_say_how_parameters_of_composition_begin(tmp_path):
+    def init_weights(self, module):
+        super(kind.decoder_class, self)._init_weights(module)
+        if isinstance(module, Scaled):
+            init.constant_(module.scale, 3.0)
+
+    kind = with_composition(Scaled)
+    kind.decoder_class._init_weights = init_weights
+    DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    for model in (kind(tiny_config()), kind.from_pretrained(tmp_path)):
+        assert all(torch.all(layer.self_attn.compose.scale == 3) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("kind", [Scaled, SaysHow])
+def test_parameters_of_a_variant_in_images_begin_as_it_says(kind):
+    class Attention(DCViTAttention):
+        def __init__(self, config, *arguments):
+            super().__init__(config, *arguments)
+            self.compose = kind(config)
+
+    layer = type("Layer", (DCViTLayer,), {"attention_class": Attention})
+    model_class = type("Model", (DCViTModel,), {"layer_class": layer})
+    config = DCViTConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, image_size=8, patch_size=4)
+    if kind is Scaled:
+        with pytest.raises(NotImplementedError, match="Scaled has parameters of its own"):
+            model_class(config)
+    else:
+        model = model_class(config)
+        assert torch.all(model.layers[0].attention.compose.scale == 3)
 
 
 @torch.no_grad()

@@ -84,6 +84,18 @@ def _in(area: str, file: str, *changes: tuple[str, ...]) -> list[Mutation]:
 _COMPOSE = _in(
     "compose",
     COMPOSE,
+    (
+        "a decoder's own initial values are refused",
+        "if others and not is_overridden and type(module)",
+        "if others and type(module)",
+        "tests/test_extending.py::test_a_decoder_of_ones_own_may_say_how_parameters_of_composition_begin",
+    ),
+    (
+        "parameters of a variant begin as memory is",
+        "    module.init_weights()\n",
+        "",
+        "tests/test_extending.py::test_parameters_of_a_variant_in_images_begin_as_it_says",
+    ),
     ("static map from column to row", '"bgjts,gjm->bgmts"', '"bgjts,gmj->bgmts"', FORMULA),
     (
         "query branch reads the composed maps",
@@ -3216,16 +3228,6 @@ _MODULES = [
         ),
     ),
     *_in(
-        "modules",
-        "modeling_dcformer.py",
-        (
-            "parameters of a variant's own stay as memory was",
-            "if not std.keys() >= {name for name, _ in module.named_parameters(recurse=False)}:",
-            "if False:",
-            "tests/test_extending.py::test_parameters_of_a_variant_begin_as_it_says_when_a_checkpoint_lacks_them",
-        ),
-    ),
-    *_in(
         "scaling",
         "scaling/points.py",
         (
@@ -3255,6 +3257,12 @@ _MODULES = [
             "tests/evaluation/test_evaluation_cli.py::test_models_that_no_cache_has_room_for_generate_without",
         ),
         (
+            "converted parts of parts are not noticed",
+            "for inner in _converted_parts(part)]",
+            "for inner in ()]",
+            "tests/modules/test_convert_attention.py::test_a_folder_of_a_model_with_a_converted_part_says_so",
+        ),
+        (
             "programs load fused models without their mixtures of heads",
             "    refuse_mixtures(source, kwargs)\n",
             "",
@@ -3265,6 +3273,36 @@ _MODULES = [
             "    if not is_converted(config):\n        return auto",
             "    if True:\n        return auto",
             "tests/modules/test_convert_attention.py::test_programs_load_any_model",
+        ),
+    ),
+    *_in(
+        "modules",
+        "analysis/cli.py",
+        (
+            "fused models are analysed without their mixtures of heads",
+            "    refuse_mixtures(folder)\n",
+            "",
+            "tests/analysis/test_analysis_cli.py::test_a_fused_folder_is_refused",
+        ),
+    ),
+    *_in(
+        "modules",
+        "publish/folder.py",
+        (
+            "fused models are published without their mixtures of heads",
+            "        refuse_mixtures(source)\n",
+            "        pass\n",
+            "tests/publish/test_publish.py::test_bad_models_outputs_and_sizes",
+        ),
+    ),
+    *_in(
+        "modules",
+        "formats/base.py",
+        (
+            "fused models are converted without their mixtures of heads",
+            "            refuse_mixtures(folder)\n",
+            "            pass\n",
+            "tests/conversion/test_cli.py::test_errors",
         ),
     ),
     *_in(

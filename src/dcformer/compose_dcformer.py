@@ -6,13 +6,14 @@ group, K = 2·R·M hidden width of a weight generator, C generators in use.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from .heads_dcformer import HeadMap
@@ -374,15 +375,7 @@ class DCFormerCompose(nn.Module):
             self.register_parameter(f"{stage}_static", static)
 
     def init_weights(self) -> None:
-        """Sets a variant's own parameters that are not in layers of their own to their initial values.
-
-        Raises:
-            NotImplementedError: when the variant has such parameters and does not say how they begin.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} has parameters of its own: give it an init_weights that sets their initial values, "
-            "by functions of transformers.initialization."
-        )
+        """Sets parameters that a variant has itself, in no module of its own, to their initial values: here none."""
 
     def forward(
         self, hidden_states: torch.Tensor, implementation: str | None = None, first_layer: FirstLayer = ()
@@ -602,6 +595,30 @@ def stages(module: DCFormerCompose, *generated: Generated) -> Stages:
     return pre, post
 
 
+def init_compose(module: DCFormerCompose, std: Mapping[str, float], is_overridden: bool) -> None:
+    """Sets parameters of composition to their initial values, those that a checkpoint has excepted.
+
+    Args:
+        module: the parameters' module, of any class.
+        std: parameter name -> standard deviation, as `compose_init_std` has them.
+        is_overridden: whether a model's `_init_weights` of its own sets what a variant adds.
+
+    Raises:
+        NotImplementedError: when a variant has other parameters, and nobody says how they begin: where a checkpoint
+            lacks them, they would be what memory holds.
+    """
+    for name, parameter in module.named_parameters():
+        if name in std:  # others are a variant's
+            init.normal_(parameter, mean=0.0, std=std[name])
+    others = [name for name, _ in module.named_parameters(recurse=False) if name not in std]
+    if others and not is_overridden and type(module).init_weights is DCFormerCompose.init_weights:
+        raise NotImplementedError(
+            f"{type(module).__name__} has parameters of its own ({', '.join(others[:3])}): give it an init_weights "
+            "that sets their initial values, by functions of transformers.initialization."
+        )
+    module.init_weights()
+
+
 def compose_init_std(settings: ComposeFields) -> dict[str, float]:
     """Standard deviations of composition's parameters at initialisation (paper section 4.1 and the training code).
 
@@ -638,6 +655,7 @@ __all__ = [
     "autocast_dtype",
     "compose",
     "compose_init_std",
+    "init_compose",
     "key_weights_behind",
     "stages",
     "without_autocast",

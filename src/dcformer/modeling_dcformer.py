@@ -61,7 +61,14 @@ from .cache_dcformer import (
     use_growing_layers,
 )
 from .chunked_dcformer import CHUNKED  # importing it registers it
-from .compose_dcformer import DCFormerCompose, Generated, SideWeights, accumulation_dtype, compose_init_std
+from .compose_dcformer import (
+    DCFormerCompose,
+    Generated,
+    SideWeights,
+    accumulation_dtype,
+    compose_init_std,
+    init_compose,
+)
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
 from .fusion_dcformer import FusableAttention, FusableModel
 from .generation_dcformer import DCFormerGenerationMixin
@@ -717,12 +724,8 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
             for name in EMBEDDING_NAMES:
                 init.normal_(getattr(module, name), mean=0.0, std=embedding_init_std(self.config, name))
         if isinstance(module, DCFormerCompose):
-            std = compose_init_std(self.config)
-            for name, parameter in module.named_parameters():
-                if name in std:  # others are a variant's own
-                    init.normal_(parameter, mean=0.0, std=std[name])
-            if not std.keys() >= {name for name, _ in module.named_parameters(recurse=False)}:
-                module.init_weights()
+            is_overridden = type(self)._init_weights is not DCFormerPreTrainedModel._init_weights
+            init_compose(module, compose_init_std(self.config), is_overridden)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The attention implementation to use: just the named one, or `DEFAULT_ATTENTION` when none is named.

@@ -234,6 +234,13 @@ def test_no_model(tmp_path, capsys, no_heavy_import):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_fused_folder_is_refused(tmp_path, capsys, bundled, no_heavy_import):
+    bundled[0].save_pretrained(tmp_path / "model")
+    save_file({"mixer": torch.ones(1)}, tmp_path / "model" / "operators.safetensors")
+    assert main([str(tmp_path / "model"), "--text", "a", "--output", str(tmp_path / "out")]) == 1
+    assert "model has trained mixtures of heads" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("is_converted", [False, True])
 def test_models_of_other_libraries_are_refused_before_they_are_loaded(tmp_path, capsys, is_converted, no_heavy_import):
     """The library's report of what it leaves out of a converted one would say that composition can be ignored."""

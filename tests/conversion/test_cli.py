@@ -357,6 +357,8 @@ def test_a_failing_overwrite_leaves_the_old_output(pax, tmp_path, capsys):
         ("jax-to-safetensors --checkpoint {native} --output out", "is a model folder, not a JAX checkpoint"),
         ("safetensors-to-jax --model nowhere --output out --format pax", "not exist: expected the folder of a check"),
         ("safetensors-to-jax --model {empty} --output out --format pax", "empty is not a model folder: expected"),
+        ("safetensors-to-jax --model {fused} --output out --format pax", "fused has trained mixtures of heads"),
+        ("verify {native} {fused}", "fused has trained mixtures of heads"),
         ("verify {native} {native} --num-tokens 100000", "num_tokens=100000: expected at most 128, by the model's max"),
         ("verify {native} {native} --num-tokens -5", "--num-tokens -5: expected at least 0"),
         ("safetensors-to-jax --model {native} --output out --format pax --ocdbt", "--ocdbt is for MaxText"),
@@ -373,7 +375,9 @@ def test_errors(native, pax, tmp_path, tmp_path_factory, arguments, match, capsy
     monkeypatch.chdir(tmp_path)
     empty = tmp_path_factory.mktemp("folder") / "empty"
     empty.mkdir()
-    assert run(*arguments.format(native=native, pax=pax, empty=empty).split()) == 1
+    fused = shutil.copytree(native, empty.parent / "fused")
+    (fused / "operators.safetensors").touch()
+    assert run(*arguments.format(native=native, pax=pax, empty=empty, fused=fused).split()) == 1
     captured = capsys.readouterr()
     assert re.search(f"^error: .*{match}", captured.err, re.MULTILINE)
     assert "Traceback" not in captured.err

@@ -538,6 +538,11 @@ def test_a_folder_of_a_model_with_a_converted_part_says_so(tmp_path):
     bart.save_pretrained(tmp_path / "bart")
     with pytest.raises(DCFormerError, match=r"such as model\.encoder\..* If a part of the model was converted: load"):
         from_pretrained_converted(tmp_path / "bart", type(bart))
+    config = t.ColPaliConfig()
+    config.vlm_config.text_config.dcmha = {"compose_rank": 2}
+    config.save_pretrained(tmp_path / "deep")
+    with pytest.raises(DCFormerError, match=r"only a part .* \(vlm_config\.text_config\)\. Load"):
+        from_pretrained_any(tmp_path / "deep", t.ColPaliForRetrieval)
 
 
 @torch.no_grad()

@@ -297,6 +297,8 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
     for kind in (DCFormerForSequenceClassification, DCFormerModel):
         kind(tiny_config()).save_pretrained(tmp_path / kind.__name__)
         assert f"{kind.__name__} lacks lm_head.weight: expected those of a" in error(tmp_path / kind.__name__, output)
+    (tmp_path / "config-only" / "operators.safetensors").touch()
+    assert "config-only has trained mixtures of heads" in error(tmp_path / "config-only", output)
     assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "full")
     assert "exists and is no folder" in error(CHECKPOINT, tmp_path / "file")
     message = error(CHECKPOINT, tmp_path / "file" / "hub")

@@ -16,6 +16,7 @@ from ..compose_dcformer import ComposeFields
 from ..errors import CONFIG_ERRORS, DCFormerError, refused, reports, require_extra
 from ..files import strict_json, whole_folder
 from ..hub_dcformer import stored_tensors, weight_files
+from ..loading import refuse_mixtures
 from .attribution import attribute_heads
 from .circuits import single_token
 from .diversity import Diversity, head_diversity
@@ -133,6 +134,7 @@ def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
     _require_intact(folder, *_JSON)
     with refused(OSError, *CONFIG_ERRORS, what=_config_file(folder), loads=folder):
         config = AutoConfig.from_pretrained(folder)
+    refuse_mixtures(folder)
     is_own = isinstance(config, ComposeFields)
     if not is_own:  # said before the library reports what it leaves out of a converted one
         raise DCFormerError(

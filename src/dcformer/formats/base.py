@@ -15,10 +15,11 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..configuration_dcformer import DCFormerConfig
-from ..errors import CONFIG_ERRORS, ConversionError, raise_bug
+from ..errors import CONFIG_ERRORS, ConversionError, DCFormerError, raise_bug
 from ..head_systems import HeadSystemsConfig
 from ..heads_dcformer import HEAD_FIELDS
 from ..layouts_dcformer import TensorLayout, foreign_shape, from_native, layer_dims, to_native
+from ..loading import refuse_mixtures
 from ..modeling_dcformer import DCFormerForCausalLM
 from .arrays import LazyArray
 
@@ -262,7 +263,7 @@ class FolderFormat(Format):
         """The configuration of a folder.
 
         Raises:
-            ConversionError: when it is not the configuration of a model of this package.
+            ConversionError: when it is not the configuration of a model of this package, or has mixtures of heads.
         """
         try:
             if "model_type" not in PreTrainedConfig.get_config_dict(folder)[0]:
@@ -271,6 +272,10 @@ class FolderFormat(Format):
         except (OSError, *CONFIG_ERRORS) as error:
             raise_bug(error)
             raise ConversionError(f"{folder / 'config.json'} is not a valid configuration ({error}).") from error
+        try:
+            refuse_mixtures(folder)
+        except DCFormerError as error:
+            raise ConversionError(str(error)) from error
         if not isinstance(config, DCFormerConfig):
             raise ConversionError(
                 f"{folder / 'config.json'} is of model_type {config.model_type!r}, expected dcformer, dcpythia or dha."

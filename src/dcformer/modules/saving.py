@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import DCFormerError
 from ..files import whole_file
@@ -52,7 +52,15 @@ def generates_without_cache(config: Any) -> bool:
 
 
 def _converted_parts(config: Any) -> list[str]:
-    return [n for n in config.sub_configs if getattr(getattr(config, n, None), "dcmha", None) is not None]
+    """The names of a configuration's parts, and of theirs, that are of converted models."""
+    names: list[str] = []
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if getattr(part, "dcmha", None) is not None:
+            names.append(name)
+        elif isinstance(part, PreTrainedConfig):
+            names += [f"{name}.{inner}" for inner in _converted_parts(part)]
+    return names
 
 
 def from_pretrained_any(source: str | os.PathLike, auto_class: Any, **kwargs: Any) -> Any:

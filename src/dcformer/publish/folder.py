@@ -22,7 +22,7 @@ from ..conversion.sources import FLOATS
 from ..errors import ConversionError, DCFormerError, first_line, is_of_package, loading_reason, reports
 from ..head_systems.registry import system_class
 from ..hub_dcformer import IGNORED_ON_LOAD, stored_tensors, weight_files
-from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_names
+from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_names, refuse_mixtures
 from ..remote_code import export_remote_code
 from .card import model_card, read_results
 
@@ -96,6 +96,10 @@ def write_hub_folder(
             f"{source} has head_system={config.head_system!r}, which is {system.__module__}.{system.__name__} and no "
             "part of this package: a model card would not say how to load it. Save it by its own save_pretrained."
         )
+    try:
+        refuse_mixtures(source)
+    except DCFormerError as error:
+        raise HubFolderError(str(error)) from error
     try:
         check_parameters(source, config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=_stored_dtype(source, config))

@@ -26,7 +26,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..attention_dcformer import attend_composed, check_trace, eager_attention, refuse_without_composition
-from ..compose_dcformer import DCFormerCompose, compose_init_std, stages
+from ..compose_dcformer import DCFormerCompose, compose_init_std, init_compose, stages
 from ..implementations_dcformer import DEFAULT_ATTENTION, default_implementation
 from ..masks_dcformer import has_values
 from ..modeling_dcformer import DCFormerPreTrainedModel, refuse_missing_layers, share_of_labels
@@ -347,8 +347,7 @@ class DCViTPreTrainedModel(PreTrainedModel):
         elif isinstance(module, DCFormerCompose):
             std, size = compose_init_std(self.config), self.config.hidden_size + module.heads_per_group
             std["gate_proj.weight"] = self.config.compose_gate_init * math.sqrt(2 / size)
-            for name, parameter in module.named_parameters():
-                init.normal_(parameter, mean=0.0, std=std[name])
+            init_compose(module, std, type(self)._init_weights is not DCViTPreTrainedModel._init_weights)
         else:
             super()._init_weights(module)
 
