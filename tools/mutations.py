@@ -3378,9 +3378,15 @@ _MODULES = [
         ),
         (
             "tokenizers without an end get to TRL",
-            "    check_special_tokens(tokenizer, training, rows, held_out)\n",
+            "    check_special_tokens(tokenizer, taken, training, rows, held_out)\n",
             "",
             "tests/training/test_training_data.py::test_tokenizers_without_an_end",
+        ),
+        (
+            "the end that comes with a chat template is not known",
+            "check_special_tokens(tokenizer, taken, training, rows, held_out)",
+            "check_special_tokens(tokenizer, None, training, rows, held_out)",
+            "tests/training/test_training_data.py::test_tokens_that_come_with_a_chat_template",
         ),
         (
             "converted models are trained as plain ones",

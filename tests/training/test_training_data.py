@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -287,6 +288,35 @@ def test_tokenizers_without_an_end(script, fails, tmp_path):
     template = str(DATA / "chat_template.jinja")  # conversations end by their template
     message = fails(data=str(DATA / "chat_test.jsonl"), chat_template_path=template, **given)
     assert "has no pad_token, and no eos_token to fill rows up with" in message and "--pad_token" in message
+
+
+@pytest.mark.parametrize("is_ending", [True, False])
+@pytest.mark.parametrize("has_pad", [True, False])
+def test_tokens_that_come_with_a_chat_template(is_ending, has_pad, fails, tmp_path):
+    """TRL takes over the end of the tokenizer that `chat_template_path` names, also where it has none."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer.chat_template = (DATA / "chat_template.jinja").read_text()
+    if not is_ending:
+        tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    if is_ending:
+        tokenizer.eos_token = None
+    if not has_pad:
+        tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "own")
+    given = {"tokenizer": str(tmp_path / "own"), "chat_template_path": str(tmp_path / "chat")}
+    conversations = str(DATA / "chat_test.jsonl")
+    if is_ending:
+        for data in (str(DATA / "text_test.jsonl"), conversations):
+            with pytest.raises(pytest.fail.Exception, match="training started"):
+                fails(data=data, output_dir=str(tmp_path / Path(data).stem), **given)
+    else:
+        message = f"--chat_template_path {tmp_path / 'chat'}: this tokenizer, of which TRL takes over the eos_token"
+        assert message in fails(**given)
+        assert message in fails(eos_token="<eos>", **given)
+        if not has_pad:
+            assert "has no pad_token, and no eos_token" in fails(data=conversations, eos_token="<eos>", **given)
 
 
 def test_configuration_of_a_new_model(fails):

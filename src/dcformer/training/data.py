@@ -431,20 +431,32 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, training: TrainingCo
             )
 
 
-def check_special_tokens(tokenizer: PreTrainedTokenizerBase, training: TrainingConfig, *parts: Rows | None) -> None:
+def check_special_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    taken: PreTrainedTokenizerBase | None,
+    training: TrainingConfig,
+    *parts: Rows | None,
+) -> None:
     """Refuses texts without a token to end them, and rows without one to fill batches up with.
 
     Args:
         tokenizer: the tokenizer to train with.
+        taken: the one that `chat_template_path` names, if it names one: TRL takes over its `eos_token` with its
+            template, even where it has none or another is asked for.
         training: for `eos_token` and `pad_token`.
         parts: rows from `check_rows`, or None.
 
     Raises:
         DCFormerError: naming the tokenizer, the token and its option.
     """
-    if training.eos_token or tokenizer.eos_token:
+    if (training.eos_token or tokenizer.eos_token) if taken is None else taken.eos_token:
         return
     if any(rows is not None and not _are_conversations(rows) for rows in parts):
+        if taken is not None:
+            raise DCFormerError(
+                f"--chat_template_path {training.chat_template_path}: this tokenizer, of which TRL takes over the "
+                "eos_token, has none, with which each text is ended: set one, or name its template alone, a .jinja file"
+            )
         raise DCFormerError(
             f"the tokenizer {tokenizer.name_or_path} has no eos_token, with which each text is ended: set one, or name "
             "a token of its vocabulary with --eos_token"

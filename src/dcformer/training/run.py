@@ -230,11 +230,11 @@ def _make_trainer(
         reason = unsupported_reason(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         if reason is not None:
             raise DCFormerError(f"--attn_implementation dcformer_triton: {reason}")
-    if training.chat_template_path is not None and not Path(training.chat_template_path).exists():
-        # the trainer loads its template
-        _load("--chat_template_path", AutoTokenizer.from_pretrained, training.chat_template_path)
+    source, taken = training.chat_template_path, None
+    if source is not None and not (Path(source).is_file() and source.endswith((".jinja", ".j2"))):  # as TRL has it
+        taken = _load("--chat_template_path", AutoTokenizer.from_pretrained, source)
     check_chat_template(tokenizer, training, rows, held_out)
-    check_special_tokens(tokenizer, training, rows, held_out)
+    check_special_tokens(tokenizer, taken, training, rows, held_out)
     training.dataset_text_field = "text"  # the name that `check_rows` gives
     training.max_length = longest(training, limit, isinstance(rows, IterableDataset))
     training.eval_on_start = (
