@@ -3315,6 +3315,18 @@ _MODULES = [
             "tests/evaluation/test_evaluation_cli.py::test_found_before_the_model_is_loaded",
         ),
         (
+            "texts beyond the context are refused where positions have no table",
+            "if is_length and asked > longest and not _has_position_table(config, longest, trust_remote_code):",
+            "if False:",
+            "tests/evaluation/test_evaluation_cli.py::test_texts_beyond_the_context",
+        ),
+        (
+            "tables of positions are not seen",
+            "    return any(layer.num_embeddings in (longest, longest + 2) for layer in layers) or any(",
+            "    return False and any(",
+            "tests/evaluation/test_evaluation_cli.py::test_texts_beyond_the_context",
+        ),
+        (
             "fused models are evaluated without their mixtures of heads",
             "    refuse_mixtures(source, where)\n",
             "",

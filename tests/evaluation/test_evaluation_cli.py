@@ -1,12 +1,14 @@
 """``dcformer-eval``: errors before any work, tasks found, options kept, documented commands, two processes."""
 
 import json
+import logging
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,13 +17,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    BartConfig,
+    GPTJConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
+    XGLMConfig,
 )
 
-from dcformer import DCFormerForSequenceClassification
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerForSequenceClassification
 from dcformer.evaluation import TASKS_FOLDER, heldout_items, main
 from dcformer.modules import convert_attention
 from dcformer.synthetic.__main__ import main as synthetic
@@ -112,10 +119,10 @@ LLAMA = ["--model_args", "pretrained=llama"]  # of Transformers
         (["ls", "tasks", "--include_path", "absent"], "--include_path absent: expected a folder"),
         ([*ANSWERS, "--apply_chat_template"], "--apply_chat_template: the tokenizer of checkpoints/dcformer-synthetic"),
         ([*ANSWERS, "--model_args", "pretrained=absent"], "pretrained=absent: expected a folder"),
-        ([*ANSWERS, "--model_args", "max_length=513"], "max_length=513: expected 1 to 512"),
+        ([*ANSWERS, "--model_args", "max_length=0"], "max_length=0: expected 1 to 512"),
         ([*ANSWERS, "--gen_kwargs", "max_gen_toks=512"], "max_gen_toks=512: expected 1 to 511"),
         ([*ANSWERS, "--apply_chat_template", *LLAMA], "--apply_chat_template: the tokenizer of llama has no chat"),
-        ([*ANSWERS, *LLAMA, "max_length=129"], "max_length=129: expected 1 to 128"),
+        ([*ANSWERS, *LLAMA, "max_length=long"], "max_length=long: expected 1 to 128"),
         ([*ANSWERS, *LLAMA, "max_length=9", "--gen_kwargs", "max_gen_toks=9"], "max_gen_toks=9: expected 1 to 8"),
         ([*ANSWERS, "--gen_kwargs", "use_cache=False"], "--gen_kwargs use_cache: lm-eval sets it itself"),
         ([*ANSWERS, "--model_args", "pretrained=small"], "has 412 tokens, the model a vocabulary of 97"),
@@ -143,6 +150,45 @@ def test_found_before_the_model_is_loaded(work, no_model, capsys, arguments, mes
     assert main(arguments if arguments[:1] == ["ls"] else [*MODEL, *arguments]) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0]
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}  # all of these names have aliases
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "has_table"),
+    [
+        (LlamaConfig(**SIZES, intermediate_size=24, rope_parameters=DYNAMIC), False),
+        (tiny_config(), False),
+        (XGLMConfig(**SIZES, ffn_dim=24), False),  # its table grows
+        (OPTConfig(**SIZES, ffn_dim=24, word_embed_proj_dim=16), True),
+        (GPTJConfig(**SIZES, rotary_dim=4), True),
+        (BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=24, decoder_ffn_dim=24), True),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
+)
+def test_texts_beyond_the_context(work, no_model, monkeypatch, capsys, config, has_table):
+    """Where positions have no table, such texts may be what is to be evaluated."""
+    config.update({"vocab_size": 412, "max_position_embeddings": 128})
+    chosen = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    ids = torch.arange(129)[None]
+    with pytest.raises((IndexError, RuntimeError), match="index") if has_table else nullcontext():
+        chosen.from_config(config)(ids)
+    config.save_pretrained(work / "model")
+    AutoTokenizer.from_pretrained("checkpoints/dcformer-synthetic").save_pretrained(work / "model")
+    arguments = ["--model", "hf", *ANSWERS, "--model_args", "pretrained=model,max_length=129"]
+    if has_table:
+        assert main(arguments) == 1
+        assert "max_length=129: expected 1 to 128" in capsys.readouterr().err
+        return
+    if isinstance(config, DCFormerConfig):
+        DCFormerForCausalLM(config).save_pretrained(work / "model")  # its parameters are looked for
+    said = []
+    monkeypatch.setattr(logging.getLogger("lm_eval"), "warning", said.append)
+    with pytest.raises(pytest.fail.Exception, match="the model is loaded"):
+        main(arguments)
+    assert "--model_args max_length=129 is beyond 128, the model's max_position_embeddings" in said
 
 
 @pytest.mark.parametrize(
