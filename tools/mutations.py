@@ -3153,7 +3153,7 @@ _MODULES = [
         "evaluation/sharing.py",
         (
             "lm-eval caches keys without their composition weights",
-            "        if generates_without_cache(self.model.config):\n",
+            "        if generates_without_cache(self.config):\n",
             "        if False:\n",
             "tests/evaluation/test_evaluation_cli.py::test_models_that_no_cache_has_room_for_generate_without",
         ),
@@ -3489,6 +3489,18 @@ _MODULES = [
     *_in(
         "modules",
         "modules/interface.py",
+        (
+            "a program that asks for a cache gets one, which has no room for keys' composition weights",
+            '        kwargs.pop("use_cache", None)\n',
+            "",
+            "tests/evaluation/test_evaluation_cli.py::test_models_that_no_cache_has_room_for_generate_without",
+        ),
+        (
+            "the library's default of a cache stays",
+            "    model.generation_config.use_cache = False\n",
+            "",
+            "tests/serving/test_serving.py::test_models_that_no_cache_has_room_for_generate_without",
+        ),
         (
             "hooks behind that of composition stay in silence",
             "values())) is not compose_hook:",

@@ -411,7 +411,7 @@ def test_shares_follow_the_processes(lm_eval, monkeypatch):
     from dcformer.evaluation.sharing import NAME, SharingHFLM
 
     def initialise(self, processes):
-        self._rank, self._world_size = 0, 1
+        self._rank, self._world_size, self._config = 0, 1, LlamaConfig()
         if processes > 1:
             self.accelerator = SimpleNamespace(process_index=1, num_processes=processes)
 
@@ -477,7 +477,8 @@ def test_converted_encoder_decoders_keep_the_class_that_lm_eval_chooses(work, lm
 
 
 @pytest.mark.parametrize("compose_key", [True, "uncached"])
-def test_models_that_no_cache_has_room_for_generate_without(compose_key, work, lm_eval):
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_models_that_no_cache_has_room_for_generate_without(compose_key, is_folder, work, lm_eval):
     """lm-eval asks for a cache, in which composition weights of keys would be missing at the second token."""
     from dcformer.evaluation.sharing import SharingHFLM
 
@@ -485,13 +486,14 @@ def test_models_that_no_cache_has_room_for_generate_without(compose_key, work, l
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes))
     randomise(convert_attention(model.eval(), compose_key=compose_key)).save_pretrained(work / "model")
-    loaded = SharingHFLM(pretrained="model", tokenizer=tokenizer, device="cpu", dtype="float32")
     ids, used = torch.arange(4, 9)[None], []
+    expected = model.generate(ids, max_length=8, use_cache=False, do_sample=False)
+    source = "model" if is_folder else model
+    loaded = SharingHFLM(pretrained=source, tokenizer=tokenizer, device="cpu", dtype="float32")
     loaded.model.model.register_forward_pre_hook(
         lambda _, __, kwargs: used.append(kwargs["use_cache"]), with_kwargs=True
     )
-    found = loaded._model_generate(ids, max_length=8, stop=[])
-    assert torch.equal(found, model.generate(ids, max_length=8, use_cache=False, do_sample=False))
+    assert torch.equal(loaded._model_generate(ids, max_length=8, stop=[]), expected)
     assert used == [compose_key == "uncached"] * 3
 
 

@@ -199,10 +199,26 @@ def _chunked(*args: Any, **kwargs: Any) -> Any:
     return _attend(chunked_attention, *args, **kwargs)
 
 
+def generate_without_cache(model: Any) -> None:
+    """Changes a model so that its `generate` makes no cache, also where a program asks for one, as lm-eval does.
+
+    Args:
+        model: one that `generates_without_cache`.
+    """
+    generate = model.generate
+
+    def without_cache(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("use_cache", None)
+        return generate(*args, **kwargs)
+
+    model.generation_config.use_cache = False
+    model.generate = without_cache
+
+
 # Attention implementations of converted models.
 IMPLEMENTATIONS = {"dcmha": _eager, "dcmha_chunked": _chunked}
 for _name, _function in IMPLEMENTATIONS.items():
     AttentionInterface.register(_name, _function)
     AttentionMaskInterface.register(_name, eager_mask)
 
-__all__ = ["IMPLEMENTATIONS", "compose_hook"]
+__all__ = ["IMPLEMENTATIONS", "compose_hook", "generate_without_cache"]

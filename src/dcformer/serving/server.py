@@ -18,6 +18,7 @@ import dcformer  # registers the model types: the server loads them without remo
 
 from ..errors import DCFormerError, first_line, loading_reason, raise_bug
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, named_device, refuse_mixtures
+from ..modules.interface import generate_without_cache
 from ..modules.saving import from_pretrained_any, generates_without_cache, is_converted
 from .requests import CHAT, RESPONSES, SOMETIMES_IGNORED, TEXT, BadRequestError, RequestChecks, find_misfit
 
@@ -121,7 +122,7 @@ def _own_application() -> Iterator[None]:
             except EOFError as error:  # typer would take it for the end of its own input
                 raise DCFormerError(f"a file of {model} ends too early") from error
             if generates_without_cache(config) and loaded.can_generate():
-                loaded.generation_config.use_cache = False
+                generate_without_cache(loaded)
             return loaded
 
         # Before Transformers 5.24, which has `list_models` that does the same.
