@@ -3115,20 +3115,38 @@ _MODULES = [
         "loading.py",
         (
             "what modules of a subclass do is lost",
-            "if path and own != type(module).__name__:",
+            "if path and own is not type(module):",
             "if False:",
             "tests/head_systems/test_head_models.py::test_what_subclasses_do_is_not_lost",
         ),
         (
             "modules that fully_shard has made are taken for a variant's",
-            '__name__.removeprefix("FSDP")\n        if path',
-            "__name__\n        if path",
+            'if own.__name__.startswith("FSDP"):',
+            "if False:",
             "tests/head_systems/test_head_models.py::test_what_subclasses_do_is_not_lost",
         ),
         (
             "modules of unrelated classes are taken for those of the model",
-            "if path and own != type(module).__name__:",
-            "if path and issubclass(type(modules[path]), type(module)) and own != type(module).__name__:",
+            "if path and own is not type(module):",
+            "if path and issubclass(own, type(module)) and own is not type(module):",
+            "tests/head_systems/test_head_models.py::test_what_replaced_modules_and_models_of_ones_own_do_is_not_lost",
+        ),
+        (
+            "a class is taken for another of its name",
+            "if path and own is not type(module):",
+            "if path and own.__name__ != type(module).__name__:",
+            "tests/head_systems/test_head_models.py::test_what_subclasses_do_is_not_lost",
+        ),
+        (
+            "functions in the place of modules are lost",
+            "own = type(modules.get(path))",
+            "own = type(modules.get(path, module))",
+            "tests/head_systems/test_head_models.py::test_what_replaced_modules_and_models_of_ones_own_do_is_not_lost",
+        ),
+        (
+            "a module that several share is missed",
+            "named_modules(remove_duplicate=False)",
+            "named_modules()",
             "tests/head_systems/test_head_models.py::test_what_replaced_modules_and_models_of_ones_own_do_is_not_lost",
         ),
         (

@@ -120,7 +120,8 @@ def refuse_other_parameters(model: Any, model_class: Any) -> None:
 
     Raises:
         ValueError: naming the first parameters or buffers that differ, as those of adapters or parametrizations, or a
-            module of another class, or the model's class where that has a `forward` of its own.
+            module of another class, or the model's class where that has a `forward` of its own. Hooks are not looked
+            at: those that change something are not told from those of FSDP, offloading or profilers.
     """
     with torch.device("meta"):
         expected = model_class(copy.deepcopy(model.config))
@@ -138,13 +139,16 @@ def refuse_other_parameters(model: Any, model_class: Any) -> None:
             f"{type(model).__name__} has a forward of its own, and not that of {model_class.__name__}: what it does "
             "cannot be kept."
         )
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))  # modules may share one, as of an activation
     for path, module in expected.named_modules():
-        own = type(modules.get(path, module)).__name__.removeprefix("FSDP")
-        if path and own != type(module).__name__:
+        own = type(modules.get(path))
+        if own.__name__.startswith("FSDP"):  # fully_shard makes a class of FSDPModule and the module's own
+            own = own.__bases__[-1]
+        if path and own is not type(module):
+            what = f"a {own.__module__}.{own.__name__}" if path in modules else "no module"
             raise ValueError(
-                f"{path!r} of the model is a {own}, and not the {type(module).__name__} of a {model_class.__name__}: "
-                "what another class does cannot be kept."
+                f"{path!r} of the model is {what}, and not the {type(module).__name__} that its configuration makes: "
+                "what something else does cannot be kept. A configuration that was changed since has to be set back."
             )
 
 

@@ -13,6 +13,7 @@ from accelerate import cpu_offload
 from head_cases import CASES, heads_config, heads_model, tokens
 from helpers import PLAIN, REPOSITORY, randomise, tiny_config
 from peft import IA3Config, LoraConfig, get_peft_model
+from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import prune
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
@@ -496,17 +497,33 @@ def test_what_subclasses_do_is_not_lost(path):
     model = DCFormerForCausalLM(tiny_config())
     module = model.get_submodule(path)
     kind = type(module)
-    module.__class__ = type("Other", (kind,), {})
-    with pytest.raises(ValueError, match=f"'{path}' of the model is a Other, and not the {kind.__name__}"):
-        to_head_system(model, "plain")
-    module.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})  # as fully_shard makes them
+    for name in ("Other", kind.__name__):
+        module.__class__ = type(name, (kind,), {"__module__": "mine"})
+        with pytest.raises(ValueError, match=rf"'{path}' of the model is a mine\.{name}, and not the {kind.__name__} "):
+            to_head_system(model, "plain")
+    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})  # as fully_shard makes them
     to_head_system(model, "plain")
 
 
 def test_what_replaced_modules_and_models_of_ones_own_do_is_not_lost():
     model = DCFormerForCausalLM(tiny_config())
-    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()  # no parameters tell it from the other
-    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.act_fn' of the model is a ReLU, and not the SiLU"):
+    first, mlp = model.model.layers[0].mlp, model.model.layers[1].mlp
+    mlp.act_fn = torch.nn.ReLU()  # no parameters tell it from the other
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.act_fn' of the model is a torch.*\.ReLU, and not "):
+        to_head_system(model, "plain")
+    del mlp.act_fn
+    mlp.act_fn = torch.relu
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.1\.mlp\.act_fn' of the model is no module, and not the SiLU"
+    ):
+        to_head_system(model, "plain")
+    del mlp.act_fn
+    mlp.act_fn = first.act_fn
+    to_head_system(model, "plain")
+    model.config.hidden_act = "relu"
+    with pytest.raises(
+        ValueError, match=r"SiLUActivation, and not the ReLU .* configuration that was changed since has"
+    ):
         to_head_system(model, "plain")
 
     class Capped(DCFormerForCausalLM):
