@@ -3526,6 +3526,12 @@ _MODULES = [
             "tests/modules/test_convert_attention.py::test_hooks_behind_that_of_composition_are_warned_of",
         ),
         (
+            "hooks behind that of composition are warned of at each layer",
+            '"a forward pre-hook of attention was',
+            'f"{call.path}: a forward pre-hook of attention was',
+            "tests/modules/test_convert_attention.py::test_hooks_behind_that_of_composition_are_warned_of_once",
+        ),
+        (
             "weights made for another module",
             "weights = weights if owner is module else None",
             "weights = weights",

@@ -42,9 +42,10 @@ def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
             f"model.set_attn_implementation with one of {tuple(IMPLEMENTATIONS)}."
         )
     if not torch.compiler.is_compiling() and next(reversed(module._forward_pre_hooks.values())) is not compose_hook:
-        warnings.warn(
-            f"{call.path}: a forward pre-hook was registered after the model was converted, and runs after composition "
-            "weights are made. If it changes hidden states, register it with prepend=True.",
+        warnings.warn(  # one text for all layers, so that Python shows it once
+            "a forward pre-hook of attention was registered after the model was converted, and runs after composition "
+            "weights are made. If it changes hidden states, register it with prepend=True; one that only reads may "
+            "stay. By default this is shown once, not for every layer.",
             stacklevel=2,
         )
     states = call.argument(args, kwargs, STATES)
