@@ -3396,9 +3396,15 @@ _MODULES = [
         "training/run.py",
         (
             "nobody is told that adapters need a larger vocabulary",
-            "(grown := text_config.vocab_size) != size",
-            "(grown := size) != size",
-            "tests/training/test_training_run.py::test_adapters_of_a_vocabulary_that_grew",
+            "(changed := text_config.vocab_size) != size",
+            "(changed := size) != size",
+            "tests/training/test_training_run.py::test_adapters_of_a_vocabulary_that_changed",
+        ),
+        (
+            "nobody is told that adapters need a smaller vocabulary",
+            "(changed := text_config.vocab_size) != size",
+            "(changed := text_config.vocab_size) > size",
+            "tests/training/test_training_run.py::test_adapters_of_a_vocabulary_that_changed",
         ),
         (
             "nobody is told that adapters hardly train a composition",

@@ -105,19 +105,26 @@ def test_a_composition_that_hardly_trains_is_told(whole, tmp_path, monkeypatch, 
     assert ("add --lora_modules_to_save compose" in caplog.text) != whole
 
 
-def test_adapters_of_a_vocabulary_that_grew(tmp_path, monkeypatch, caplog):
-    """TRL adds the tokens of the template's tokenizer, and some more; adapters fit the model only with as many."""
+@pytest.mark.parametrize("before", [412, 512])
+def test_adapters_of_a_vocabulary_that_changed(before, tmp_path, monkeypatch, caplog):
+    """TRL adds the tokens of the template's tokenizer, and some more, or fewer; adapters fit the model with as many."""
     hear(monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = Path(TEMPLATE).read_text()
-    options = ["--data", CHAT, "--use_peft", "--chat_template_path"]
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    model.resize_token_embeddings(before)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    source = ["--model_name_or_path", str(tmp_path / "model")]
+    options = ["--data", CHAT, "--use_peft", *source, "--chat_template_path"]
     prepare(tmp_path / "a", *options, TEMPLATE)
     assert "resize_token_embeddings" not in caplog.text
     tokenizer.add_tokens(["<turn>"])
     tokenizer.save_pretrained(tmp_path / "more")
     train(prepare(tmp_path / "b", *options, str(tmp_path / "more")))
-    (size,) = re.findall(r"grew from 412 to (\d+)\. .* call resize_token_embeddings\(\1\)", caplog.text)
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    told = rf"changed from {before} to (\d+)\. .* call resize_token_embeddings\(\1\)"
+    (size,) = re.findall(told, caplog.text)
+    assert 412 < int(size) < 512
     model.resize_token_embeddings(int(size))
     adapted = PeftModel.from_pretrained(model, tmp_path / "b" / "out")
     assert adapted(torch.arange(3)[None]).logits.shape == (1, 3, int(size))

@@ -253,11 +253,11 @@ def _make_trainer(
             peft_config=peft_config,
             callbacks=callbacks,
         )
-    if peft_config is not None and (grown := text_config.vocab_size) != size:
+    if peft_config is not None and (changed := text_config.vocab_size) != size:
         logger.warning(
             f"--chat_template_path {training.chat_template_path}: TRL took over the tokens of its tokenizer, and the "
-            f"vocabulary grew from {size} to {grown}. Before these adapters are loaded, call "
-            f"resize_token_embeddings({grown}) of the model."
+            f"vocabulary changed from {size} to {changed}. Before these adapters are loaded, call "
+            f"resize_token_embeddings({changed}) of the model."
         )
     _check_optimizer(trainer)
     check_tokenised(trainer)
