@@ -213,6 +213,6 @@ def test_a_circle_is_found(tmp_path):
 def test_other_parts_are_there_by_name():
     for name in ("dha", "recipes", "scaling"):
         assert dcformer.__getattr__(name) is importlib.import_module(f"dcformer.{name}") is getattr(dcformer, name)
-    for name in ("_dha", "Recipes", "recipies"):
+    for name in ("_dha", "Recipes", "recipies", "a.b", "dha.cli", ""):
         with pytest.raises(AttributeError, match=f"module 'dcformer' has no attribute '{name}'"):
             getattr(dcformer, name)

@@ -90,7 +90,7 @@ if not TYPE_CHECKING:  # which would take any name for a module
 
     def __getattr__(name):
         """Parts that the models do without, such as `dcformer.dha`: imported when they are first asked for."""
-        if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
+        if name.startswith("_") or not name.isidentifier() or find_spec(f"{__name__}.{name}") is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return import_module(f"{__name__}.{name}")
 
