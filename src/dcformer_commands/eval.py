@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 from . import ends_quietly
 
@@ -36,8 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = HarnessCLI()
         try:
             args = parser.parse_args()
-        except ValueError as error:  # lm-eval's, of options that hold JSON
-            print(f"error: {error}", file=sys.stderr)
+        except ValueError as error:  # lm-eval's, of options that hold JSON, whose name it leaves out
+            words = [part for word in sys.argv for part in (word.split("=", 1) if word[:2] == "--" else [word])]
+            named = (f"argument {option}: " for option, value in pairwise(words) if f": {value}. " in str(error))
+            print(f"error: {next(named, '')}{error}", file=sys.stderr)
             return 2
         if args.command is None:  # it prints its help
             parser.execute(args)

@@ -230,8 +230,9 @@ def test_wrong_option(lm_eval, capsys):
     ("option", "value"), [("--metadata", "{x"), ("--gen_kwargs", '{"a":'), ("--model_args", '{"pretrained":')]
 )
 def test_json_that_is_none_is_wrong_usage(lm_eval, capsys, option, value):
-    assert main([*MODEL, *ANSWERS, option, value]) == 2
-    assert f"error: Invalid JSON: {value}." in capsys.readouterr().err
+    for words in ([option, value], [f"{option}={value}"]):
+        assert main([*MODEL, *ANSWERS, *words]) == 2
+        assert f"error: argument {option}: Invalid JSON: {value}." in capsys.readouterr().err
 
 
 # --- the command line is lm-eval's ------------------------------------------------------------------------------------
