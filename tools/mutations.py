@@ -4104,10 +4104,16 @@ _DHA = [
         ),
         (
             "rows beyond the context when asked for",
-            "if not 2 <= options.length <= context:",
-            "if not 2 <= options.length:",
+            "if has_rows and not 2 <= options.length <= context:",
+            "if has_rows and not 2 <= options.length:",
             DHA_CLI + "test_rows_are_no_longer_than_the_models_context",
             DHA_CLI + "test_wrong_input_is_one_line",
+        ),
+        (
+            "the length of rows that nothing reads is judged",
+            "if has_rows and not 2 <= options.length <= context:",
+            "if not 2 <= options.length <= context:",
+            DHA_CLI + "test_rows_are_no_longer_than_the_models_context",
         ),
         (
             "prompts with completions count as conversations",

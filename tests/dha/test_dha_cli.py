@@ -240,7 +240,7 @@ def test_rows_are_no_longer_than_the_models_context(tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     llama(vocab_size=len(tokenizer), max_position_embeddings=24).save_pretrained(source)
     tokenizer.save_pretrained(source)
-    call(capsys, "search", "--model", source, "--output", plan)
+    assert call(capsys, "search", "--model", source, "--output", plan, "--length", 25)[0] == 0  # it reads no rows
     given = ("--data", TEXTS, "--steps", 1, "--closing-steps", 1, "--batch-size", 2)
     fuse = ("fuse", "--model", source, "--plan", plan, *given)
     search = ("search", "--model", source, "--score", "function", *given[:4], *given[6:])

@@ -169,7 +169,7 @@ def _remove_without_state(folder: Path) -> None:
 
 
 def _search(options: argparse.Namespace) -> str:
-    _settle_length(options)
+    _settle_length(options, has_rows=options.score in TRAINED_SCORES)
     record = Path(options.output).with_name(f".{Path(options.output).name}.given")
     if Path(options.output).exists() and not options.overwrite and not record.exists():
         raise DCFormerError(f"{options.output} exists: choose another --output, or give --overwrite.")
@@ -300,8 +300,8 @@ def _is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def _settle_length(options: argparse.Namespace) -> None:
-    """Sets `--length` where it is not given, before it is compared with that of an earlier call.
+def _settle_length(options: argparse.Namespace, has_rows: bool = True) -> None:
+    """Sets `--length` where it is not given, before it is compared with that of an earlier call; checked with rows.
 
     Raises:
         DCFormerError: when the model does not take rows of as many tokens, or cannot be a source.
@@ -311,7 +311,7 @@ def _settle_length(options: argparse.Namespace) -> None:
     context = config.max_position_embeddings
     if options.length is None:
         options.length = min(_LENGTH, context)
-    if not 2 <= options.length <= context:
+    if has_rows and not 2 <= options.length <= context:
         raise DCFormerError(
             f"--length {options.length}: expected 2 tokens, of which one is predicted, to {context}, the model's "
             "max_position_embeddings."
