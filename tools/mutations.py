@@ -1070,6 +1070,25 @@ _CONVERSION = (
         "conversion",
         "files.py",
         (
+            "a file above the output is not named",
+            "if isinstance(error, FileExistsError | NotADirectoryError) and error.filename is not None:",
+            "if False:",
+            T_OUTPUT + "test_impossible_outputs",
+        ),
+        (
+            "a file two folders above the output is not named",
+            "if isinstance(error, FileExistsError | NotADirectoryError) and error.filename is not None:",
+            "if isinstance(error, FileExistsError) and error.filename is not None:",
+            T_OUTPUT + "test_impossible_outputs",
+        ),
+        (
+            "a file as output is nothing in the way",
+            'return "is no folder" if os.path.exists(path) else None',
+            "return None",
+            T_OUTPUT + "test_existing_output_and_leftovers",
+            "tests/publish/test_publish.py::test_bad_models_outputs_and_sizes",
+        ),
+        (
             "two write one folder",
             "            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
             "",
@@ -1091,18 +1110,6 @@ _CONVERSION = (
     + _in(
         "conversion",
         "conversion/output.py",
-        (
-            "a file above the output is not named",
-            "if isinstance(error, FileExistsError) and error.filename is not None:",
-            "if False:",
-            T_OUTPUT + "test_impossible_outputs",
-        ),
-        (
-            "a file as output is called a folder that is not empty",
-            'what = "is not empty" if output.is_dir() else "is no folder"',
-            'what = "is not empty"',
-            T_OUTPUT + "test_existing_output_and_leftovers",
-        ),
         (
             "header not aligned",
             'text += b" " * (-len(text) % 8)',
@@ -3238,12 +3245,6 @@ _MODULES = [
             "if False:",
             "tests/publish/test_publish.py::test_head_systems_of_ones_own_are_refused",
         ),
-        (
-            "a file as output is published into as a folder that is not empty",
-            'what = "is not empty" if output.is_dir() else "is no folder"',
-            'what = "is not empty"',
-            "tests/publish/test_publish.py::test_bad_models_outputs_and_sizes",
-        ),
     ),
     *_in(
         "scaling",
@@ -4114,6 +4115,12 @@ _DHA = [
             "if has_rows and not 2 <= options.length <= context:",
             "if not 2 <= options.length <= context:",
             DHA_CLI + "test_rows_are_no_longer_than_the_models_context",
+        ),
+        (
+            "a plan's file above which a file stands says that it exists",
+            "{why_not_written(error)}",
+            "{error.strerror}",
+            DHA_CLI + "test_wrong_input_is_one_line",
         ),
         (
             "prompts with completions count as conversations",

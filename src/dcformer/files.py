@@ -58,6 +58,23 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
 
 
+def what_is_in_the_way(path: str | os.PathLike) -> str | None:
+    """Why a new folder cannot be made at a path, after "exists and"; None where nothing is, or an empty folder."""
+    if os.path.isdir(path):
+        return "is not empty" if os.listdir(path) else None
+    return "is no folder" if os.path.exists(path) else None
+
+
+def why_not_written(error: OSError) -> str | None:
+    """Why writing failed: the system's reason, or the file that is where a folder has to be, which that leaves out."""
+    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename is not None:
+        place = Path(error.filename)
+        for above in (place, *place.parents):
+            if above.is_file():
+                return f"{above} is a file, and no folder"
+    return error.strerror
+
+
 def strict_json(value: Any) -> str:
     """A file of JSON, which has no NaN and no infinity: null stands for them."""
 
@@ -191,4 +208,12 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-__all__ = ["UNFINISHED", "locked_folder", "whole_file", "whole_folder", "write_whole"]
+__all__ = [
+    "UNFINISHED",
+    "locked_folder",
+    "what_is_in_the_way",
+    "whole_file",
+    "whole_folder",
+    "why_not_written",
+    "write_whole",
+]

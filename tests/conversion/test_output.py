@@ -130,7 +130,10 @@ def test_the_old_output_comes_back_when_renaming_fails(tmp_path, monkeypatch):
     assert contents(tmp_path) == {Path("out/file"): b"old"}
 
 
-@pytest.mark.parametrize(("name", "reason"), [("file/out", "file is a file, and no folder"), ("n" * 300, "")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("file/out", "file is a file, and no"), ("file/folder/out", "file is a file, and no folder"), ("n" * 300, "")],
+)
 def test_impossible_outputs(name, reason, tmp_path):
     (tmp_path / "file").write_text("old")
     with pytest.raises(ConversionError, match=f"cannot be written: .*{reason}"), complete_folder(tmp_path / name, 100):

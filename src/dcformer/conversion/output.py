@@ -16,7 +16,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ConversionError
-from ..files import UNFINISHED, whole_folder
+from ..files import UNFINISHED, what_is_in_the_way, whole_folder, why_not_written
 
 # In the order in which safetensors lays out a file: wide dtypes first, so that every tensor is aligned.
 _SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -45,9 +45,8 @@ def complete_folder(
             full. Nothing is left then.
     """
     output = local_path(output)
-    if os.path.exists(output) and (not output.is_dir() or any(output.iterdir())):
+    if (what := what_is_in_the_way(output)) is not None:
         if not overwrite:
-            what = "is not empty" if output.is_dir() else "is no folder"
             raise ConversionError(f"{output} exists and {what}: choose another --output, or give --overwrite.")
         if output in (Path.cwd(), *Path.cwd().parents):
             raise ConversionError(f"{output} holds the current folder and is not replaced: choose another --output.")
@@ -70,13 +69,11 @@ def complete_folder(
         number = _os_error(error)
         if number is None:
             raise
-        reason = os.strerror(number)
+        reason = why_not_written(error) if isinstance(error, OSError) else os.strerror(number)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConversionError(
                 f"Writing {output} failed: {reason}. Make room, or choose another --output; nothing was left."
             ) from error
-        if isinstance(error, FileExistsError) and error.filename is not None:
-            reason = f"{error.filename} is a file, and no folder"
         raise ConversionError(f"{output} cannot be written: {reason}.") from error
 
 

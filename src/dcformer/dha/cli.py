@@ -20,7 +20,7 @@ import torch
 
 from ..conversion.output import complete_folder, refuse_to_replace
 from ..errors import DCFormerError, require_extra
-from ..files import locked_folder, states_of, write_whole
+from ..files import locked_folder, states_of, why_not_written, write_whole
 from ..loading import OPERATORS
 from .folding import copy_kept, expand, fold_folder, load_model, to_gqa
 from .fusion import CLOSED, SMALL_LOSS, fuse, load_fused
@@ -120,7 +120,9 @@ def _writing(output: str) -> Iterator[None]:
             f"{output} is being written by another process: wait until it ends, or choose another --output."
         ) from error
     except OSError as error:
-        raise DCFormerError(f"{output} cannot be written: {error.strerror}. Choose another --output.") from error
+        raise DCFormerError(
+            f"{output} cannot be written: {why_not_written(error)}. Choose another --output."
+        ) from error
 
 
 def _state(options: argparse.Namespace) -> Path:

@@ -20,6 +20,7 @@ from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
 from ..conversion.sources import FLOATS
 from ..errors import ConversionError, DCFormerError, first_line, is_of_package, loading_reason, reports
+from ..files import what_is_in_the_way
 from ..head_systems.registry import system_class
 from ..hub_dcformer import IGNORED_ON_LOAD, stored_tensors, weight_files
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_names, refuse_mixtures
@@ -64,8 +65,7 @@ def write_hub_folder(
             written. Nothing is left then.
     """
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        what = "is not empty" if output.is_dir() else "is no folder"
+    if (what := what_is_in_the_way(output)) is not None:
         raise HubFolderError(f"{output} exists and {what}: choose another output, or remove it.")
     if not re.fullmatch(r"[1-9]\d*([KMGT]i?B)", max_shard_size):
         raise HubFolderError(
