@@ -3335,14 +3335,14 @@ _MODULES = [
         ),
         (
             "texts beyond the context are refused where positions have no table",
-            "if is_length and asked > longest and not _has_position_table(config, longest, trust_remote_code):",
-            "if False:",
+            "if not is_length or (asked > longest and not has_rope):",
+            "if not is_length or asked > longest:",
             "tests/evaluation/test_evaluation_cli.py::test_texts_beyond_the_context",
         ),
         (
             "tables of positions are not seen",
-            "    return any(layer.num_embeddings in (longest, longest + 2) for layer in layers) or any(",
-            "    return False and any(",
+            "if not is_length or (asked > longest and not has_rope):",
+            "if not is_length:",
             "tests/evaluation/test_evaluation_cli.py::test_texts_beyond_the_context",
         ),
         (

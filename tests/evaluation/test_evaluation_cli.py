@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
-    XGLMConfig,
 )
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerForSequenceClassification
@@ -161,7 +160,6 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     [
         (LlamaConfig(**SIZES, intermediate_size=24, rope_parameters=DYNAMIC), False),
         (tiny_config(), False),
-        (XGLMConfig(**SIZES, ffn_dim=24), False),  # its table grows
         (OPTConfig(**SIZES, ffn_dim=24, word_embed_proj_dim=16), True),
         (GPTJConfig(**SIZES, rotary_dim=4), True),
         (BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=24, decoder_ffn_dim=24), True),

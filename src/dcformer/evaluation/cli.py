@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import dcformer  # registers the model types: `--model hf` loads them without remote code
 
@@ -82,8 +82,7 @@ def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], c
             f"--apply_chat_template: the tokenizer of {named} has no chat template; leave the option out, or put a "
             "chat_template.jinja into its folder"
         )
-    trust = where.get("trust_remote_code", False)
-    _check_lengths(config, trust, model_args.get("max_length"), gen_kwargs.get("max_gen_toks"))
+    _check_lengths(config, model_args.get("max_length"), gen_kwargs.get("max_gen_toks"))
     if not isinstance(config, dcformer.DCFormerConfig) or "peft" in model_args:
         return config
     try:
@@ -99,45 +98,30 @@ def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], c
     return config
 
 
-def _check_lengths(config: Any, trust_remote_code: bool, asked: Any, generated: Any) -> None:
+def _check_lengths(config: Any, asked: Any, generated: Any) -> None:
     """Checks `max_length` and `max_gen_toks`, where given, against the context that a configuration has, if any.
 
-    Beyond it, models with a table of positions fail. Others are only said to leave it, as with RoPE that may be wanted.
+    Models with RoPE may leave it, of which there is a warning; others have a table of positions.
     """
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    text_config = config.get_text_config(decoder=True)
+    longest = getattr(text_config, "max_position_embeddings", None)
     if longest is None or longest < 1:  # XLNet's -1
         return
     if asked is not None:
-        is_length = isinstance(asked, int) and asked >= 1
-        if is_length and asked > longest and not _has_position_table(config, longest, trust_remote_code):
-            logging.getLogger("lm_eval").warning(
-                f"--model_args max_length={asked} is beyond {longest}, the model's max_position_embeddings"
-            )
-        elif not (is_length and asked <= longest):
+        is_length, has_rope = isinstance(asked, int) and asked >= 1, hasattr(text_config, "rope_parameters")
+        if not is_length or (asked > longest and not has_rope):
             raise EvaluationError(
                 f"--model_args max_length={asked}: expected 1 to {longest}, the model's max_position_embeddings"
+            )
+        if asked > longest:
+            logging.getLogger("lm_eval").warning(
+                f"--model_args max_length={asked} is beyond {longest}, the model's max_position_embeddings"
             )
     most = asked or longest
     if generated is not None and not (isinstance(generated, int) and 1 <= generated < most):
         raise EvaluationError(
             f"--gen_kwargs max_gen_toks={generated}: expected 1 to {most - 1}, within the model's context"
         )
-
-
-def _has_position_table(config: Any, longest: int, trust_remote_code: bool) -> bool:
-    """Whether a model of this configuration looks positions up in a table of `longest` rows."""
-    chosen = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            model = chosen.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
-            tokens = model.get_input_embeddings()
-    except (ImportError, *LOADING_ERRORS):  # one that lm-eval cannot load either, or not on this device
-        return False
-    layers = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not tokens]
-    return any(layer.num_embeddings in (longest, longest + 2) for layer in layers) or any(  # OPT and BART add 2 rows
-        buffer.ndim == 2 and len(buffer) == longest
-        for buffer in model.buffers()  # GPT-J's sines
-    )
 
 
 def _check_output(path: str | os.PathLike) -> None:
