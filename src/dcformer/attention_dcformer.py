@@ -1,6 +1,6 @@
 """Composed attention by its definition, "eager": every map is materialised, and can be traced.
 
-Letters: B batch, T queries, S keys, H query heads, D head dim.
+Letters: B batch, T queries, S keys, H query heads, Hkv key/value heads, D head dim, Dv that of values.
 
 What all implementations compute (paper section 3.1), composition inside groups of heads:
 

@@ -4,6 +4,7 @@ All caches are Transformers' own. Its dynamic layers copy all that they hold for
 room for some. Its static layers give values as many heads as keys, and the sliding one keeps its length as a Python
 int, which makes a compiled decoding step a new graph when the window fills up, and a second one before that.
 `generate(cache_implementation="static")` uses `StaticFullLayer` and `StaticWindowLayer` instead.
+Letters: B batch, T new tokens, S all that are held, Hkv key/value heads, which keys and values may have each their own.
 """
 
 import copy
@@ -230,7 +231,7 @@ class Room(NamedTuple):
 
     Attributes:
         layer: whose it is.
-        keys, values: all of its memory, [B, G, capacity, channels].
+        keys, values: all of its memory, [B, Hkv, capacity, channels].
         place: the first of the new rows, an integer on the device; or None.
         row: the same for the host, where there is no `place`; else 0.
         is_ring: rows begin anew at the end of the memory, so that there is always place for one token: its row is
@@ -260,7 +261,7 @@ def lend_room(cache: Cache, layer_idx: int, shapes: Sequence[tuple[int, ...]], l
     Args:
         cache: that of a forward pass.
         layer_idx: the layer's place in it.
-        shapes: of new keys and values, [B, G, T, channels].
+        shapes: of new keys and values, [B, Hkv, T, channels].
         like: of their dtype and device.
 
     Returns:
@@ -288,7 +289,7 @@ def lend_room(cache: Cache, layer_idx: int, shapes: Sequence[tuple[int, ...]], l
 
 
 def _go_together(held: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> bool:
-    """Whether rows of a shape [B, G, T, channels] and of the form of `like` can go behind those that are held."""
+    """Whether rows of a shape [B, Hkv, T, channels] and of the form of `like` can go behind those that are held."""
     if held.dtype != like.dtype or held.device != like.device or held.dim() != 4:
         return False
     batch, heads, _, channels = held.shape
@@ -300,10 +301,10 @@ class _Rows:
     """Which rows of some memory a layer holds.
 
     Attributes:
-        memory: [B, G, capacity, channels].
+        memory: [B, Hkv, capacity, channels].
         first: of the rows that are held.
         length: so many are.
-        held: these, [B, G, length, channels], as the layer has given them out; None before.
+        held: these, [B, Hkv, length, channels], as the layer has given them out; None before.
     """
 
     memory: torch.Tensor
@@ -408,7 +409,7 @@ class _LayerWithRoom(DynamicLayer):
 
 
 class GrowingLayer(_LayerWithRoom):
-    """All keys and values, [B, G, S, channels], at the front of memory that has room for more.
+    """All keys and values, [B, Hkv, S, channels], at the front of memory that has room for more.
 
     The numbers are those of the library's layer. While gradients are recorded, and in graphs, tokens are added in the
     library's way.
@@ -417,7 +418,7 @@ class GrowingLayer(_LayerWithRoom):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values [B, G, T, channels]; returns all."""
+        """Adds keys and values [B, Hkv, T, channels]; returns all."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or active_transform(key_states, value_states):
             self._leave_memory()
             return super().update(key_states, value_states, *args, **kwargs)
@@ -432,7 +433,7 @@ class GrowingLayer(_LayerWithRoom):
         return super().get_seq_length() if "keys" in vars(self) else self._memory["keys"].length
 
     def _append(self, name: str, new: torch.Tensor) -> None:
-        """Adds tokens [B, G, T, channels] behind those that are held."""
+        """Adds tokens [B, Hkv, T, channels] behind those that are held."""
         rows = self._rows(name)
         memory, length = rows.memory, rows.length + new.shape[-2]
         if rows.length and (memory.dtype, memory.device, *memory.shape[:2]) != (new.dtype, new.device, *new.shape[:2]):
@@ -451,7 +452,7 @@ class GrowingWindowLayer(_LayerWithRoom, DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values [B, G, T, channels]; returns those that the T queries may see."""
+        """Adds keys and values [B, Hkv, T, channels]; returns those that the T queries may see."""
         self._leave_memory()
         return super().update(key_states, value_states, *args, **kwargs)
 
@@ -494,7 +495,7 @@ class _OwnValues(StaticLayer):
     """A static layer whose values have a head count of their own, that of the first ones it gets."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes memory for keys [B, G_K, S, channels] and values [B, G_V, S, channels]."""
+        """Makes memory for keys and values [B, Hkv, S, channels], each with the head count of the first it gets."""
         super().lazy_initialization(key_states, value_states)
         if value_states.shape[1] != self.num_heads:
             self.values = self.values.new_zeros(*value_states.shape[:2], *self.values.shape[2:])
@@ -503,7 +504,7 @@ class _OwnValues(StaticLayer):
 
 
 class StaticFullLayer(_OwnValues):
-    """All keys and values up to `max_cache_len`, [B, G, max_cache_len, channels], each with heads of their own."""
+    """All keys and values up to `max_cache_len`, [B, Hkv, max_cache_len, channels], each with heads of their own."""
 
 
 class StaticWindowLayer(_OwnValues, StaticSlidingWindowLayer):

@@ -9,7 +9,8 @@ are [b, t, M, S'], queries before heads: b sequences, t queries, M heads of a gr
 All that depends on the query (low rank, gate, static projection and the skip connection) is then one matrix [M, M] per
 query, and mixing with it one batched matrix product. What depends on the key is mixed rank by rank, in place.
 
-Other letters: B batch, T queries, S keys, H query heads, D head dim, R rank.
+Other letters: B batch, T queries, S keys, N either, H query heads, Hkv key/value heads, D head dim, Dv that of values,
+G groups, R rank.
 """
 
 import math

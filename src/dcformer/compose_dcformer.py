@@ -1,8 +1,8 @@
 """Composition of attention heads: the dynamic weights, where they come from, and what they do to a map of scores.
 
 The readable definition of DCMHA's Compose function (arXiv 2405.08553, section 3.1, equations 4 to 10, and figure 2).
-Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, R rank, G groups, M = H/G heads of a
-group, K = 2·R·M hidden width of a weight generator, C generators in use.
+Letters: B batch, T queries, S keys, N either, H query heads, Hkv key/value heads, D head dim, E hidden size, R rank, G
+groups, M = H/G heads of a group, K = 2·R·M hidden width of a weight generator, C generators in use.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Attention implementations, by the names that ask for them: eager, chunked, and what packages of kernels register.
 
 Models never import kernels: they ask this module what is registered.
-Letters: B batch, T queries, S keys, N either, H query heads, D head dim, E hidden size.
+Letters: B batch, T queries, S keys, N either, H query heads, Hkv key/value heads, D head dim, E hidden size.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,8 @@
 The shape of the file is that of any Transformers model. What is particular to DCFormer is in `DCFormerAttention`:
 composition weights are made from the layer's normalised hidden states, those of the keys ride in the cache behind the
 keys and values they belong to, and the attention implementation mixes the heads with them.
-Letters: B batch, T queries, S keys, H query heads, D head dim, E hidden size, F MLP width, V vocabulary.
+Letters: B batch, T queries, S keys, N either, H query heads, Hkv key/value heads, H(kv) either, D head dim, E hidden
+size, F MLP width, V vocabulary.
 """
 
 import inspect
