@@ -39,8 +39,8 @@ from .implementations_dcformer import CHUNKED, DEFAULT_ATTENTION
 from .masks_dcformer import QueryBlockMask, causal_intervals, causal_rows, interval_rows, is_few, visible_and_bias
 from .plain_dcformer import attend_plain, can_attend_plain
 
-# Scores of one block of queries: at most this many (a soft bound, per group). Its maps should stay in the cache, but
-# the smaller blocks are, the more there is of Python between them.
+# Scores of one block of queries: at most this many (a soft bound, per group). Its maps should stay in the processor's
+# cache, but the smaller blocks are, the more there is of Python between them.
 BLOCK_SCORES = 1 << 21
 MAX_QUERY_BLOCK = 128
 ALIGNMENT = 16  # of the numbers of keys and queries of a block, where there are enough: products are faster
@@ -73,8 +73,8 @@ def chunked_attention(
 
     Raises:
         ValueError: on shapes that do not fit, when a trace of the maps is asked for, or for a mask to be trained.
-        NotImplementedError: for more than `FEW_QUERIES` queries, under transforms of `torch.func`, in forward mode,
-            and by differentiating twice.
+        NotImplementedError: with more than `masks_dcformer.FEW_QUERIES` queries, where an operator does it, under
+            transforms of `torch.func`, in forward mode, and by differentiating twice.
     """
     check_shapes(query, key, value, attention_mask, key_heads, value_heads)
     if compose_trace is not None:
@@ -346,7 +346,7 @@ class _Call:
         self.seed = 0 if seed is None else int(seed)
         self.causal = causal
         self.window = window if causal else None
-        self.whole = mask[0] if len(mask) == 1 else None  # [B or 1, 1 or H, T, S]
+        self.whole = mask[0] if len(mask) == 1 else None  # a mask of all pairs, [B or 1, 1 or H, T, S]
         self.batch, self.length, self.key_length = query.shape[0], query.shape[2], key.shape[2]
         self.intervals: Sequence[torch.Tensor] = mask if len(mask) == 2 else ()  # first and last, [B or 1, T]
         if causal and not mask:
@@ -355,7 +355,7 @@ class _Call:
         blocks = list(self._cut(heads))
         if self.whole is not None:
             blocks = self._bounded_by_mask(blocks, self.whole)
-        elif causal:
+        elif causal:  # the intervals follow from lengths: no look at the device
             blocks = self._bounded_by_causality(blocks)
         elif self.intervals:
             blocks = self._bounded_by_intervals(blocks)
@@ -524,16 +524,19 @@ class _Stage:
         self.is_empty = not self.has_matrix and self.key_up is None and self.key_gate is None
         self.grads: dict[str, torch.Tensor] = {}
 
-    def matrices(self, block: _Block, heads: int, like: torch.Tensor) -> torch.Tensor | None:
-        """All that depends on the query, the skip connection included: [b, t, M, M], from column to row."""
+    def matrices(self, block: _Block, maps: torch.Tensor) -> torch.Tensor | None:
+        """All that depends on the query, the skip connection included: [b, t, M, M], from column to row.
+
+        None where that is the skip connection alone. Of the maps [b, t, M, S'] only sizes and dtype are read.
+        """
         if not self.has_matrix:
             return None
         at = (block.batch, block.queries)
         if self.query_up is not None and self.query_down is not None:
             matrix = torch.matmul(self.query_up[at], self.query_down[at].transpose(-1, -2))  # [b, t, M, M]
         else:
-            counts = (s.stop - s.start for s in at)
-            matrix = like.new_zeros((*counts, heads, heads))
+            b, t, heads, _ = maps.shape
+            matrix = maps.new_zeros((b, t, heads, heads))
         diagonal = matrix.diagonal(dim1=-2, dim2=-1)
         diagonal += 1 if self.query_gate is None else 1 + self.query_gate[at]
         if self.static is not None:
@@ -557,7 +560,7 @@ class _Stage:
         if self.is_empty:
             return maps, None
         out, hidden = call.space(name, maps.shape, maps), None
-        matrix = self.matrices(block, maps.shape[2], maps)
+        matrix = self.matrices(block, maps)
         if matrix is None:
             out.copy_(maps)
         else:
@@ -585,7 +588,7 @@ class _Stage:
         if self.is_empty:
             return grad
         out = call.space(name, grad.shape, grad)
-        matrix = self.matrices(block, maps.shape[2], maps)
+        matrix = self.matrices(block, maps)
         if matrix is None:
             out.copy_(grad)
         else:
@@ -610,7 +613,10 @@ class _Stage:
         return self.grads[name]
 
     def _keep_query_grads(self, products: torch.Tensor, block: _Block) -> None:
-        """Takes the gradient of `matrices`, [b, t, M, M], back to the weights that they are made of."""
+        """Takes the gradient of `matrices`, [b, t, M, M], back to the weights that they are made of.
+
+        Those of the query side are not added up: no query is in two blocks of a group.
+        """
         at = (block.batch, block.queries)
         if self.query_up is not None and self.query_down is not None:
             self._grad("query_up")[at] = torch.matmul(products, self.query_down[at])
@@ -731,8 +737,8 @@ class _Group:
         composed = call.drop(maps.composed, block, self.heads)
         for total, one, other in zip(grad_v[at_keys], composed.permute(0, 2, 3, 1), grad_output, strict=True):
             total.baddbmm_(one, other)  # [M, S', t] times [M, t, Dv]
-        # The fewer maps there are, the longer they stay in the cache: gradients take turns in two pieces of memory, one
-        # of them that of the composed weights.
+        # The fewer maps there are, the longer they stay in the processor's cache: gradients take turns in two pieces of
+        # memory, one of them that of the composed weights.
         first, second = "composed", "grad"
         grad = self._products(call, first, grad_output, self.v[at_keys])  # [b, t, M, S']
         grad = call.drop(grad, block, self.heads)
