@@ -215,8 +215,8 @@ _COMPOSE = _in(
     ),
     (
         "in-place generators while training",
-        "fused = None if torch.is_grad_enabled() else self._kernels(",
-        "fused = self._kernels(",
+        "kernels = None if torch.is_grad_enabled() else self._kernels(",
+        "kernels = self._kernels(",
         T_COMPOSE + "test_an_implementation_may_bring_its_own_generators",
     ),
     (

@@ -394,14 +394,14 @@ class DCFormerCompose(nn.Module):
         Raises:
             ValueError: when tensor parallelism has cut through a group of heads.
         """
-        fused = self._kernels(hidden_states, implementation)
-        if fused is not None:
-            return fused.generate(hidden_states, self, first_layer)
+        kernels = self._kernels(hidden_states, implementation)
+        if kernels is not None:
+            return kernels.generate(hidden_states, self, first_layer)
         hidden, gate = first_layer or self.first_layer(hidden_states)
         batch, length, _ = hidden_states.shape
         count, m, r = len(self.generators), self.heads_per_group, self.rank
         dtype, compute = hidden_states.dtype, accumulation_dtype(hidden_states.dtype)
-        parts = []  # [C, B, H, channels of each, N]
+        parts = []  # of the channels of a side, in their order: each [C, B, H, channels, N]
         if hidden is not None and self.qkw is not None:
             hidden = self.act_fn(hidden)  # [B, N, G·C·K]
             k = 2 * r * m
@@ -439,8 +439,8 @@ class DCFormerCompose(nn.Module):
 
     def _kernels(self, hidden_states: torch.Tensor, implementation: str | None) -> LayerKernels | None:
         """The kernels of an attention implementation, if it has some and this module is one that they can replace."""
-        fused = layer_kernels(implementation)
-        return fused if fused is not None and fused.can_replace(self, hidden_states) else None
+        kernels = layer_kernels(implementation)
+        return kernels if kernels is not None and kernels.can_replace(self, hidden_states) else None
 
     @staticmethod
     def _check_whole_groups(width: int, per_group: int) -> None:
@@ -470,14 +470,14 @@ class DCFormerCompose(nn.Module):
         Returns:
             keys and values [B, Hkv, N, D + channels], and what `forward` returns (perhaps without key-wise weights).
         """
-        fused = None if torch.is_grad_enabled() else self._kernels(hidden_states, implementation)
-        if fused is None:
+        kernels = None if torch.is_grad_enabled() else self._kernels(hidden_states, implementation)
+        if kernels is None:
             generated, statics = self(hidden_states, implementation, first_layer)
             key = self.pack(key, generated.get(("pre", "key")), "pre")
             value = self.pack(value, generated.get(("post", "key")), "post")
         else:
             key, value = self._widen(key, hidden_states.dtype, "pre"), self._widen(value, hidden_states.dtype, "post")
-            generated, statics = fused.generate_packed(hidden_states, self, key, value, first_layer)
+            generated, statics = kernels.generate_packed(hidden_states, self, key, value, first_layer)
         cached = torch.promote_types(key.dtype, value.dtype)  # of caches, which have one: autocast leaves two
         return key.to(cached), value.to(cached), (generated, statics)
 
@@ -596,12 +596,12 @@ def stages(module: DCFormerCompose, *generated: Generated) -> Stages:
 
 
 def init_compose(module: DCFormerCompose, std: Mapping[str, float], is_overridden: bool) -> None:
-    """Sets parameters of composition to their initial values, those that a checkpoint has excepted.
+    """Sets parameters of composition to their initial values, except those that a checkpoint has.
 
     Args:
         module: the parameters' module, of any class.
         std: parameter name -> standard deviation, as `compose_init_std` has them.
-        is_overridden: whether a model's `_init_weights` of its own sets what a variant adds.
+        is_overridden: whether the model has an `_init_weights` of its own, which may set what a variant adds.
 
     Raises:
         NotImplementedError: when a variant has other parameters, and nobody says how they begin: where a checkpoint
