@@ -25,18 +25,21 @@ _FirstLayer = Sequence[torch.Tensor | None]
 class LayerKernels:
     """Kernels in the place of a layer's own operations around attention, with the same numbers.
 
+    The first three take the layer's `DCFormerCompose`, the others its `DCFormerAttention`. Hidden states: [B, N, E].
+
     Attributes:
-        can_replace: (module, hidden states) -> whether they may: they read parameters, past the modules that hold them.
-        generate: (hidden states, module, first layer) -> what `DCFormerCompose.forward` returns; differentiable.
-        generate_packed: (hidden states, module, keys, values, first layer) -> the same without the key-wise weights,
+        can_replace: (compose, hidden states) -> whether kernels may do what the module does: they read its parameters
+            past the modules that hold them, so that hooks, adapters and the like of these would not be seen.
+        generate: (hidden states, compose, first layer) -> what `DCFormerCompose.forward` returns; differentiable.
+        generate_packed: (hidden states, compose, keys, values, first layer) -> the same without the key-wise weights,
             which it writes where `DCFormerCompose.pack` puts them, into keys and values [B, Hkv, N, D + channels]. Not
             differentiable.
-        prepare: (attention module, hidden states, parts of its fused product, (cos, sin)) -> all that a layer with a
-            cache does before the cache: queries [B, H, N, D], keys and values [B, Hkv, N, D + channels], and weights as
-            from `generate_packed`; or None where it cannot.
-        step: (attention module, hidden states, its fused product, (cos, sin), what asks the cache for its `Room`,
-            attention mask, window, whether it is causal or None) -> all that the layer does before the projection of
-            its output, [B, N, H, D], and the room, its rows filled; or None where it cannot.
+        prepare: (attention, hidden states, parts of its fused product, (cos, sin)) -> all that a layer with a cache
+            does before the cache: queries [B, H, N, D], keys and values [B, Hkv, N, D + channels], and composition
+            weights as from `generate_packed`; or None where it cannot.
+        step: (attention, hidden states, its fused product, (cos, sin), `lend_room` of its place in the cache, attention
+            mask, window, whether it is causal or None) -> all that the layer does before the projection of its output,
+            [B, N, H, D], and the `Room` that was lent, its rows filled and not counted; or None where it cannot.
     """
 
     can_replace: Callable[[Any, torch.Tensor], bool]

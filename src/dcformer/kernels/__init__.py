@@ -70,7 +70,7 @@ def _is_default(*args: Any) -> bool:
 
 
 def _unsupported_model(config: DCFormerConfig) -> str | None:
-    """What no device, dtype or mode of a model changes."""
+    """Why no model of a configuration can use the kernels, on any device and in any dtype; None where it can."""
     rank = config.compose_rank if config.compose_generators and config.compose_projection else 0
     heads = config.num_attention_heads // config.compose_groups
     return unsupported_reason(
@@ -78,7 +78,7 @@ def _unsupported_model(config: DCFormerConfig) -> str | None:
         heads=heads,
         rank=rank,
         activation=config.compose_act,
-        # a DCViT has neither
+        # fields that the configuration of a DCViT does not have
         head_maps=any(getattr(config, name, None) is not None for name in MAP_FIELDS),
         head_embeddings=getattr(config, "head_embeddings", None) is not None,
     )
@@ -87,14 +87,23 @@ def _unsupported_model(config: DCFormerConfig) -> str | None:
 def register() -> None:
     """Makes "dcformer_triton" an attention implementation of Transformers, if Triton is installed.
 
-    Where no implementation is named, models ask its kernels about each tensor; without Triton they say why not.
+    It is in `FUSED_ATTENTION` without Triton, too: models that name it then say what is missing, and those that name
+    none, which ask `is_default` in each call, are told why not.
     """
     layer = None
     if is_available():
         AttentionInterface.register("dcformer_triton", _triton_attention)
         AttentionMaskInterface.register("dcformer_triton", chunked_mask)
-        layer = LayerKernels(_can_replace, _generate_weights, _generate_packed, _prepare, _decode_step)
-    FUSED_ATTENTION["dcformer_triton"] = FusedAttention(_unsupported_model, _is_default, layer)
+        layer = LayerKernels(
+            can_replace=_can_replace,
+            generate=_generate_weights,
+            generate_packed=_generate_packed,
+            prepare=_prepare,
+            step=_decode_step,
+        )
+    FUSED_ATTENTION["dcformer_triton"] = FusedAttention(
+        unsupported_reason=_unsupported_model, is_default=_is_default, layer=layer
+    )
 
 
 def __getattr__(name: str) -> Any:
