@@ -54,6 +54,7 @@ from .attention_dcformer import (
 from .cache_dcformer import (
     CACHE_NAME,
     CACHE_NAMES,
+    Room,
     check_cache_layers,
     check_cache_names,
     check_cache_rows,
@@ -106,7 +107,7 @@ from .parallel_dcformer import check_tensor_parallel
 
 logger = logging.get_logger(__name__)
 
-_MAX_FLASH_WIDTH = 256
+_MAX_FLASH_WIDTH = 256  # channels of a head that flash attention takes
 _LIBRARY_ATTENTION = ("sdpa", "flex_attention")  # of Transformers, beside flash attention: without composition
 
 
@@ -139,6 +140,10 @@ class DCFormerLayerNorm(nn.LayerNorm):
 
 def refuse_missing_layers(layers: int, number: int) -> None:
     """Refuses to save a model of fewer layers than its configuration says.
+
+    Args:
+        layers: how many the model has.
+        number: `config.num_hidden_layers`.
 
     Raises:
         ValueError: naming the field.
@@ -363,13 +368,14 @@ class DCFormerAttention(FusableAttention):
         if implementation == DEFAULT_ATTENTION:  # decided where the tensors are
             projected = projected or self._split(product)
             implementation = default_implementation(self, hidden_states, projected.query, projected.key, attention_mask)
-        can_step = is_fused and is_cached and not self.own_steps  # kernels may take the place of modules
-        kernels = layer_kernels(implementation) if can_step else None
+        takes_kernels = is_fused and is_cached and not self.own_steps  # a variant's steps would not be asked
+        kernels = layer_kernels(implementation) if takes_kernels else None
         if kernels is not None and kwargs.get("compose_trace") is None:
-            place, masking = (cache, layer_idx), (attention_mask, sliding_window, kwargs.get("is_causal"))
-            output = self._step(kernels, hidden_states, product, position_embeddings, place, masking)
+            lend = partial(lend_room, cache, layer_idx)
+            masking = (attention_mask, sliding_window, kwargs.get("is_causal"))
+            output = self._step(kernels, hidden_states, product, position_embeddings, lend, masking)
             if output is not None:
-                return self.o_proj(output.flatten(2)), None
+                return self.o_proj(output.flatten(2)), None  # as `_output` does, which is not a variant's here
 
         projected = projected or self._split(product)
         made = None if kernels is None else kernels.prepare(self, hidden_states, projected.results, position_embeddings)
@@ -402,7 +408,7 @@ class DCFormerAttention(FusableAttention):
         hidden_states: torch.Tensor,
         product: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        place: tuple[Cache | None, int],
+        lend: Callable[..., Room | None],
         masking: tuple[Any, int | None, bool | None],
     ) -> torch.Tensor | None:
         """All that comes before the output, new rows in the cache among it, by kernels for few tokens.
@@ -411,18 +417,17 @@ class DCFormerAttention(FusableAttention):
             kernels: those of the implementation.
             hidden_states, position_embeddings: as for `forward`.
             product: of the fused projections, [B, T, all rows].
-            place: the cache, and the layer's place in it.
+            lend: `lend_room` of the layer's place in the cache.
             masking: `attention_mask`, `sliding_window` and `is_causal` of the call.
 
         Returns:
             [B, T, H, D]; or None where the kernels cannot, and nothing has been done.
         """
-        room = partial(lend_room, *place)
-        stepped = kernels.step(self, hidden_states, product, position_embeddings, room, *masking)
+        stepped = kernels.step(self, hidden_states, product, position_embeddings, lend, *masking)
         if stepped is None:
             return None
-        output, rows = stepped
-        rows.count(hidden_states.shape[1])
+        output, room = stepped
+        room.count(hidden_states.shape[1])
         return output
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -887,8 +892,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if hidden_states is None:
             hidden_states = self._embed(input_ids)
         layers, kinds = self.running_layers()
-        # Made from what was given: restarting position ids mean packed documents only to a call without a cache, and
-        # the empty one that is made below hides nothing.
+        # Masks are made from what was given: restarting position ids mean packed documents only to a call without a
+        # cache, and the empty one that is made below hides nothing.
         given_cache, given_positions = cache, position_ids
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -965,7 +970,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             }
             given = (self.config, hidden_states, attention_mask, cache, position_ids)
             return {kind: make_mask[kind](*given) for kind in sorted(set(kinds))}
-        # generate prepares the masks itself when it compiles the forward
+        # `generate` gives masks by kind when it compiles the forward
         if absent := [kind for kind in kinds if kind not in attention_mask]:
             raise ValueError(
                 f"attention_mask has masks for {sorted(attention_mask)}, and none for the model's {absent[0]!r} "
