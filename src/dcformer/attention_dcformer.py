@@ -289,7 +289,7 @@ def eager_attention(
     return sum_values(weights, value, value_heads, value_bias), weights
 
 
-def attend_composed(
+def attend_without_autocast(
     function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
     module: nn.Module,
     query: torch.Tensor,
@@ -300,10 +300,11 @@ def attend_composed(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Calls an attention function, the package's or the library's, with autocast switched off.
 
-    Under autocast q, k and v take its dtype before: so scores and softmax stay in float32.
+    Where it is on, queries, keys and values are cast to its dtype before, as its products would cast them. The function
+    is free of it, as autocast would also make scores in its dtype, which are float32.
 
     Args:
-        function: whose first arguments are those of `eager_attention`.
+        function: one whose first arguments are those of `eager_attention`.
         module: the attention module.
         query: [B, H, T, D].
         key: [B, Hkv, S, D].
@@ -326,7 +327,7 @@ __all__ = [
     "ComposeTrace",
     "LayerTrace",
     "attend",
-    "attend_composed",
+    "attend_without_autocast",
     "check_shapes",
     "eager_attention",
     "refuse_without_composition",

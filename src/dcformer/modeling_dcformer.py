@@ -45,7 +45,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_dcformer import (
     LOAD_EAGER,
     ComposeTrace,
-    attend_composed,
+    attend_without_autocast,
     check_trace,
     eager_attention,
     refuse_without_composition,
@@ -550,7 +550,7 @@ class DCFormerAttention(FusableAttention):
             if (self.is_causal if is_causal is None else is_causal) and seen > sliding_window:
                 attention_mask = causal_rows(length, seen, sliding_window, query.device)[:, None]
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        return attend_composed(
+        return attend_without_autocast(
             attention_interface,
             self,
             query,

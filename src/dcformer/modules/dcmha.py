@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention_dcformer import attend_composed, eager_attention
+from ..attention_dcformer import attend_without_autocast, eager_attention
 from ..chunked_dcformer import CHUNKED
 from ..compose_dcformer import ComposeSettings, DCFormerCompose, Stages, compose_init_std, stages
 from ..errors import DCFormerError
@@ -356,7 +356,7 @@ class DCMHA(nn.Module):
         implementation = self._implementation(need_weights, mask)
         pre, post = self._compose_weights(query, key, implementation)
         q, k, v, *raw_query = self._project(query, key, value)  # [B, H, T, D], [B, Hkv, S, D]
-        output, weights = attend_composed(
+        output, weights = attend_without_autocast(
             ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention),
             self,
             q,

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from ..attention_dcformer import attend_composed, eager_attention
+from ..attention_dcformer import attend_without_autocast, eager_attention
 from ..chunked_dcformer import chunked_attention
 from ..compose_dcformer import Generated, Stages, stages
 from ..masks_dcformer import causal_rows
@@ -143,7 +143,7 @@ def _attend(
             "model.set_attn_implementation('dcmha'). Freezing helps where the bias is of parameters alone, without "
             "gradient checkpointing, with which T5's zeros require gradients."
         )
-    return attend_composed(
+    return attend_without_autocast(
         function,
         module,
         query,

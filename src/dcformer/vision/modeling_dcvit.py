@@ -25,7 +25,7 @@ from transformers.utils import TransformersKwargs, auto_docstring, can_return_tu
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..attention_dcformer import attend_composed, check_trace, eager_attention, refuse_without_composition
+from ..attention_dcformer import attend_without_autocast, check_trace, eager_attention, refuse_without_composition
 from ..compose_dcformer import DCFormerCompose, compose_init_std, init_compose, stages
 from ..implementations_dcformer import DEFAULT_ATTENTION, default_implementation
 from ..masks_dcformer import has_values
@@ -199,7 +199,7 @@ class DCViTAttention(nn.Module):
         pre, post = stages(self.compose, self.compose(hidden_states, implementation))
         refuse_without_composition(implementation, pre, post)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        output, weights = attend_composed(
+        output, weights = attend_without_autocast(
             attention_interface,
             self,
             query,
