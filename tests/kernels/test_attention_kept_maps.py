@@ -170,8 +170,8 @@ def test_kept_maps_have_room(length, more, window, ahead, bound):
     this = Passes(query, key, key, (Stage(), Stage()), seen, Layout(0, 0), 1.0, bound, keeps=True)
     kept, chunks = schemas.new_kept(query, key, low, ahead), this.chunks(maps=1)
     assert chunks == this.chunks(maps=3) and sum(chunk.n_t for chunk in chunks) == length
-    maps, step = this.kept_maps(kept, chunks), this.step
-    assert [[x.shape for x in of] for of in maps] == [[(2, c.n_s, c.n_p // step, 3, step)] * 3 for c in chunks]
+    maps, unit = this.kept_maps(kept, chunks), this.unit
+    assert [[x.shape for x in of] for of in maps] == [[(2, c.n_s, c.n_p // unit, 3, unit)] * 3 for c in chunks]
     ends = [0, *(of[0].storage_offset() + sum(x.numel() for x in of) for of in maps)]
     assert all(of[0].storage_offset() >= end for of, end in zip(maps, ends, strict=False)) and ends[-1] <= kept.numel()
     of_global = 3 * 2 * 3 * -(-length // 128) * 128 * -(-keys // 16) * 16

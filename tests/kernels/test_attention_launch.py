@@ -76,7 +76,7 @@ def test_chunks_cover_the_queries_and_keep_within_their_bytes(length, low, maps)
     for chunk in chunks:
         stop = -(-min(length, chunk.t_0 + chunk.n_t) // 16) * 16  # s_0 is a multiple of 64, n_s of 16
         assert chunk.s_0 == max(0, chunk.t_0 + low) // 64 * 64 and chunk.s_0 + chunk.n_s == stop
-        assert chunk.n_p == -(-chunk.n_t // this.step) * this.step
+        assert chunk.n_p == -(-chunk.n_t // this.unit) * this.unit
         matrices = 2 * 8 * 8  # of both stages, heads padded
         matrices += 8 * 8 * -(-chunk.n_t // this._tile("back_1").b_t) if maps == 3 else 0  # gradients for each tile
         size = 2 * chunk.n_s * (maps * 4 * chunk.n_p + matrices)
@@ -201,6 +201,6 @@ def test_tiles_are_those_of_the_maps(monkeypatch):
     of_half, block = this._tile("compose"), this.block
     this.beyond = Beyond.SCORES
     assert this._tile("compose") == choose("compose", 4, 16, torch.float32, 90) != of_half
-    assert this.step < of_half.b_t and this.block <= block
+    assert this.unit < of_half.b_t and this.block <= block
     this.beyond = Beyond(0)
     assert this._tile("compose") == of_half

@@ -142,7 +142,7 @@ class Launcher(Problem):
             "H": self.H, "G": self.G, "T": self.T, "S": self.S,
             "rep": self.H // self.kv_heads, "n_bh": self.B * self.H, "n_bg": self.B * self.G,
             "t_0": chunk.t_0, "n_t": chunk.n_t, "n_p": chunk.n_p, "s_0": chunk.s_0, "n_s": chunk.n_s,
-            "UNIT": self.step, "SHIFT": self.shift, "BLOCK": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
+            "UNIT": self.unit, "SHIFT": self.shift, "BLOCK": self.block, "n_scales": ceil_div(chunk.n_t, self.block),
             "SPLIT": self.splits_scores,
             **composition_constants(self.layout, self.M),
         }  # fmt: skip
@@ -419,7 +419,7 @@ class Launcher(Problem):
 
     def _new_map(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         """One number for each key, query and head, in tiles of queries: [B, n_s, tiles, H, queries of a tile]."""
-        return self._new(self.B, chunk.n_s, chunk.n_p // self.step, self.H, self.step, dtype=dtype)
+        return self._new(self.B, chunk.n_s, chunk.n_p // self.unit, self.H, self.unit, dtype=dtype)
 
     def _weights_in(self, chunk: Chunk, memory: torch.Tensor) -> torch.Tensor:
         """A map of composed weights: in the memory of another, where its numbers have that size, or in its own."""

@@ -183,19 +183,19 @@ class Problem:
     # --- chunks -------------------------------------------------------------------------------------------------------
 
     @property
-    def step(self) -> int:
-        """Queries that those of a map are a multiple of: the largest tile of the kernels of composition."""
-        return self._remembered("step", lambda: max(self._tile(name).b_t for name in _COMPOSITION))
+    def unit(self) -> int:
+        """Queries that lie together in a map: as many as the largest tile of the kernels of composition has."""
+        return self._remembered("unit", lambda: max(self._tile(name).b_t for name in _COMPOSITION))
 
     @property
     def block(self) -> int:
         """Queries that gradients have one power of two for: a multiple of the tiles of all kernels with it."""
-        return self._remembered("block", lambda: max(self.step, self._tile("scores").b_t, self._tile("keys").b_t))
+        return self._remembered("block", lambda: max(self.unit, self._tile("scores").b_t, self._tile("keys").b_t))
 
     def _chunk(self, t_0: int, n_t: int) -> Chunk:
         s_0 = min(self.S, max(0, t_0 + self.visibility.low)) // ROWS * ROWS
         s_1 = max(s_0, round_up(max(0, min(self.S, t_0 + n_t + self.visibility.high)), 16))
-        return Chunk(t_0, n_t, round_up(n_t, self.step), s_0, s_1 - s_0)
+        return Chunk(t_0, n_t, round_up(n_t, self.unit), s_0, s_1 - s_0)
 
     def bytes_of_chunk(self, chunk: Chunk, maps: int) -> int:
         """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients. Where
@@ -225,7 +225,7 @@ class Problem:
             return [self._chunk(t_0, min(n_t, self.T - t_0)) for t_0 in range(0, self.T, n_t)]
 
         def fits(n_t: int) -> bool:
-            if n_t > most or round_up(n_t, self.step) * self.H > _MOST_INT32:
+            if n_t > most or round_up(n_t, self.unit) * self.H > _MOST_INT32:
                 return False
             return all(self.bytes_of_chunk(chunk, maps) <= self.chunk_bytes for chunk in cut(n_t))
 
@@ -276,7 +276,7 @@ class Problem:
             return [()] * len(chunks)
         maps: list[Sequence[torch.Tensor]] = []
         for chunk in chunks:
-            shape = (KEPT_MAPS, self.B, chunk.n_s, chunk.n_p // self.step, self.H, self.step)
+            shape = (KEPT_MAPS, self.B, chunk.n_s, chunk.n_p // self.unit, self.H, self.unit)
             maps.append(kept[chunk.t_0 :].flatten()[: math.prod(shape)].view(shape).unbind())
         return maps
 
