@@ -150,7 +150,8 @@ class Launcher(Problem):
     def _start(
         self, kernel: triton.JITFunction, grid: tuple[int, ...], name: str, tile: Tile | None, values: dict[str, Any]
     ) -> Callable[..., Any] | None:
-        """Starts a kernel; by itself, so that others can look at what is launched. Returns what `start` does."""
+        """Starts a kernel, and returns what `start` does. A method of its own, in the place of which others can put one
+        that looks at what is launched."""
         options = {} if tile is None else launch_options(tile)
         launch = partial(start, kernel, grid, values, options, self.q.device)
         if self.trial is None or not name:
@@ -203,7 +204,7 @@ class Launcher(Problem):
         return {"largest": largest, "MARK": True, "p_mark": mark_of(self.q.device, what)}
 
     def _limit_of_precision(self) -> dict[str, Any]:
-        """The same for scores that float16, or two parts of it, hold less exactly than softmax needs."""
+        """`_limit` for scores that float16, or two parts of it, hold less exactly than softmax needs."""
         if self.splits_scores:
             return self._limit(Beyond.SCORES, LARGEST_SPLIT)
         return self._limit(Beyond.PRECISION, LARGEST_EXACT)
@@ -330,7 +331,7 @@ class Launcher(Problem):
 
         Args:
             chunk: of which keys.
-            amplified: [B·G, programs], to be filled with what that after the softmax makes of gradients.
+            amplified: [B·G, programs], filled with how much larger the matrices after the softmax may make gradients.
         """
         out: list[torch.Tensor | None] = []
         for stage in range(2):
@@ -383,7 +384,8 @@ class Launcher(Problem):
     def _project(self, stage: int, chunk: Chunk, parts: torch.Tensor, scales: torch.Tensor, grads: Gradients) -> None:
         """Adds a chunk's gradients of a stage's key side and static projection, from those of the matrices."""
         _, key, static = grads.weights[stage]
-        # with more, registers for few warps; but each program has a gradient of the static projection
+        # With 8192 there are registers for few warps only; but each program writes a gradient of the static projection,
+        # where there is one, and with 8192 these are fewer.
         constants = matrix_constants(self.layout, self.M, stage, numbers=4096 if static is None else 8192)
         grid = (ceil_div(chunk.n_s, constants["B_S"]), self.B * self.G)
         parts_of_static = None if static is None else self._new(grid[0], self.B, self.G, self.M, self.M)

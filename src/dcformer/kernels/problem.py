@@ -54,9 +54,10 @@ class Visibility:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Queries t_0 to t_0 + n_t, and the keys s_0 to s_0 + n_s that any of them may see; the last may not exist.
+    """Queries t_0 to t_0 + n_t, and the keys s_0 to s_0 + n_s that any of them may see.
 
-    Maps have n_p queries, a multiple of every tile. t_0 and s_0 are multiples of `ROWS`, n_s of 16.
+    Maps have n_p queries, a multiple of every tile. t_0 and s_0 are multiples of `ROWS`, n_s of 16. The last queries of
+    a map, and the last keys, may not exist.
     """
 
     t_0: int
@@ -129,7 +130,7 @@ class Problem:
         weights of one group's heads.
 
         Raises:
-            ValueError: when the latter do not fit. (Chunks see to the former.)
+            ValueError: when composition weights do not fit. (`chunks` sees to it that the queries of a key do.)
         """
         count = self.M * self.layout.channels * max(self.T, self.S)
         if count > _MOST_INT32:
@@ -140,6 +141,7 @@ class Problem:
 
     @property
     def beyond(self) -> Beyond:
+        """What has exceeded float16, by which the dtypes of maps are chosen: they change when it is set."""
         return self._beyond
 
     @beyond.setter
@@ -193,19 +195,20 @@ class Problem:
         return self._remembered("block", lambda: max(self.unit, self._tile("scores").b_t, self._tile("keys").b_t))
 
     def _chunk(self, t_0: int, n_t: int) -> Chunk:
+        """n_t queries from t_0 on, with the keys that they may see by the bounds of `Visibility`."""
         s_0 = min(self.S, max(0, t_0 + self.visibility.low)) // ROWS * ROWS
         s_1 = max(s_0, round_up(max(0, min(self.S, t_0 + n_t + self.visibility.high)), 16))
         return Chunk(t_0, n_t, round_up(n_t, self.unit), s_0, s_1 - s_0)
 
     def bytes_of_chunk(self, chunk: Chunk, maps: int) -> int:
         """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients. Where
-        maps are kept, in another memory, those of the backward pass, which has one map besides."""
+        maps are kept they are no part of it: then it is what the backward pass needs besides, with one map of its own.
+        """
         matrix = self.G * matrix_side(self.M) ** 2
         stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))
-        # one stage's gradients at a time
         maps, is_backward = (1, True) if self.is_keeping else (maps, maps > 1)
         tiles = ceil_div(chunk.n_t, self._tile("back_1").b_t)
-        matrices = stages + bool(stages and is_backward) * tiles
+        matrices = stages + bool(stages and is_backward) * tiles  # gradients of one stage at a time
         size, of_scores, of_weights = (t.itemsize for t in (self.map_dtype, self.score_dtype, self.weight_dtype))
         of_maps = of_scores + (maps - 1) * size
         if not is_backward and of_weights != of_scores:  # else W takes the memory of scores in the forward pass
@@ -314,7 +317,7 @@ class Problem:
         """Result of a pass; with DCFORMER_AUTOTUNE=1, tiles of its kernels are searched for first, once per process."""
         is_long = self.B * self.T >= LEAST_QUERIES and self._is_searchable
         if autotune_is_on() and self.trial is None and is_long and can_search(self.q):
-            this = (self.gpu, self._key(name), self.is_keeping)  # then others are launched
+            this = (self.gpu, self._key(name), self.is_keeping)  # passes with kept maps launch other kernels
             if this not in searched:
                 self._search(run)
                 searched.add(this)
