@@ -306,7 +306,7 @@ def test_scores_stay_float32_under_autocast(implementation):
     assert set(seen) == {torch.float32}
     exact = copy.deepcopy(model).double()(ids).logits
     rounded = copy.deepcopy(model).to(torch.bfloat16)(ids).logits
-    # never further from float64 than the model whose weights and residual stream are bfloat16 too
+    # never further from float64 than the model whose parameters and residual stream are bfloat16 too
     assert (logits - exact).norm() <= (rounded - exact).norm()
 
 
@@ -326,7 +326,7 @@ def test_backward_under_autocast(implementation, length):
             loss.backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     for inside, behind in zip(*grads, strict=True):
-        # the products of weights are the library's, and may round otherwise inside
+        # products with parameters are PyTorch's, and may round otherwise inside
         assert (inside - behind).norm() <= 2e-2 * behind.norm() + 1e-7
 
 

@@ -24,7 +24,12 @@ from dcformer.masks_dcformer import chunked_mask
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. `stages` and `sides`: which there are; `start`, `end`: padding of each row; `chunk`: FIRST_CHUNK."""
+    """One call.
+
+    `stages`, `sides`: which there are; `offset`: a query is at the key of its number plus this, by default the last one
+    at the last key; `start`, `end`: of each row the first key that is no padding, and the one behind the last;
+    `documents`: where they begin, and the end of the last; `chunk`: `problem.FIRST_CHUNK` for this call.
+    """
 
     batch: int = 1
     heads: int = 4
@@ -125,7 +130,7 @@ def stage_weights(tensors, stage, groups):
 
 
 def run(case, dtype, attend):
-    """Output and gradients by name, in float64."""
+    """Output and gradients by name, of `attend`(query, key, value, pre, post) -> [B, H, T, D], in `dtype`."""
     tensors = {name: t.to(DEVICE, dtype, copy=True).requires_grad_() for name, t in case.tensors().items()}
     grad = tensors.pop("grad").detach()
     pre, post = (stage_weights(tensors, stage, case.groups) for stage in ("pre", "post"))
@@ -135,6 +140,7 @@ def run(case, dtype, attend):
 
 
 def eager(case):
+    """The definition, as `run` calls it."""
     mask = case.visible().to(DEVICE)
     module = SimpleNamespace(is_causal=True, training=False)
 
@@ -146,6 +152,7 @@ def eager(case):
 
 
 def fused(case):
+    """The kernels, as `run` calls them."""
     return lambda *tensors: composed_attention(*tensors, **case.options())
 
 

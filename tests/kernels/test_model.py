@@ -488,7 +488,7 @@ def test_autocast():
             assert error <= 2 * yardstick + band, (name, error, yardstick)
 
 
-# --- modules that are more than their weights -------------------------------------------------------------------------
+# --- modules that are more than their parameters ----------------------------------------------------------------------
 
 
 class Adapter(nn.Module):
