@@ -17,7 +17,7 @@ CHUNKED = "dcformer_chunked"
 DEFAULT_ATTENTION = "dcformer_default"
 
 
-# What the first layer of composition makes of the hidden states: `compose_dcformer.FirstLayer`.
+# What the first layer of composition makes of hidden states: `FirstLayer` of `compose_dcformer`, which imports this.
 _FirstLayer = Sequence[torch.Tensor | None]
 
 

@@ -32,7 +32,7 @@ from .sizes import ceil_div
 from .triton.heads import matrix_side
 from .tuning import autotune_is_on, cache_file, searches
 
-_Results = list[torch.Tensor | None]
+_Results = list[torch.Tensor | None]  # of a pass, as one list: so they can be written down and handed out again
 
 _MOST_RECORDED = 256  # passes; the oldest is dropped
 _MOST_STEPS = 256  # of a recorded pass: longer ones keep the GPU busy anyway
@@ -96,6 +96,7 @@ class Passes(Launcher):
         return found
 
     def _forward(self) -> _Results:
+        """The pass itself, over rows of the batch and chunks; returns what `forward` does."""
         out = self._new(self.B, self.T, self.H, self.DV, dtype=self.q.dtype).transpose(1, 2)
         lse = self._new(self.B, self.H, self.T)
         seen = self.visibility
@@ -149,6 +150,8 @@ class Passes(Launcher):
         self, grad_out: torch.Tensor, lse: torch.Tensor, kept: torch.Tensor, norms: torch.Tensor,
         grad_lse: torch.Tensor | None,
     ) -> _Results:  # fmt: skip
+        """The pass itself, over rows of the batch and chunks: gradients of q, k, v, and of the weights."""
+
         def zeros(like: torch.Tensor) -> torch.Tensor:
             return self._zeros(*like.shape)
 

@@ -6,8 +6,9 @@ store them. For the backward pass it keeps the weights, too.
 
 A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees. M, H0,
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see
-`problem.Chunk`; o_t are a tile's queries within it, m_t says which of them exist; HP = matrix_side(M). A loop counts
-pointers up from key to key: to multiply strides in each turn would take more instructions. Behind pointers:
+`problem.Chunk`; o_t are a tile's queries within it, m_t says which of them exist; HP = matrix_side(M); NB is the number
+of blocks of heads, 1, or 2 with H1. A loop counts pointers up from key to key: to multiply strides in each turn would
+take more instructions. Behind pointers:
 
     p_scores, p_weights, p_out  maps of the chunk, [B, n_s, n_p / B_T, H, B_T], a key stride_s from the next: S, P, W;
                      P and W are times 2^SHIFT
