@@ -210,7 +210,7 @@ class Launcher(Problem):
         return self._limit(Beyond.PRECISION, LARGEST_EXACT)
 
     def _fill_values(
-        self, chunk: Chunk, tiles: torch.Tensor, v: States, out: torch.Tensor, scale: float = 1.0,
+        self, chunk: Chunk, tiles: torch.Tensor, v: States, out: torch.Tensor, scale: float,
         scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """out [B, H, T, d] = scale · tiles, a map, times v [B, Hkv, S, d], for a chunk's queries. With `scales`, those
@@ -224,7 +224,7 @@ class Launcher(Problem):
         )  # fmt: skip
 
     def _add_keys(
-        self, chunk: Chunk, tiles: torch.Tensor, q: States, out: torch.Tensor, scale: float = 1.0,
+        self, chunk: Chunk, tiles: torch.Tensor, q: States, out: torch.Tensor, scale: float,
         scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """out [B, Hkv, S, d] = scale · tiles, a map, times q [B, H, T, d], summed over the heads of a key; of
