@@ -588,7 +588,8 @@ def test_a_step_of_decoding_is_exported():
 def test_an_ordinary_checkpoint_does_not_become_one(tmp_path):
     DCFormerForCausalLM(tiny_config(**LLAMA)).save_pretrained(tmp_path)
     config = tiny_config(**LLAMA, head_embeddings="add")
-    for arguments in ({"config": config}, {"head_embeddings": "add", "num_key_value_heads": 1}):
+    by_name = {"head_embeddings": "add"}
+    for arguments in ({"config": config}, by_name, by_name | {"num_key_value_heads": 1}):
         with pytest.raises(ValueError, match="trained from scratch"):
             DCFormerForCausalLM.from_pretrained(tmp_path, **arguments)
 

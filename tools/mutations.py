@@ -3855,6 +3855,12 @@ _DHA = [
         "dha",
         "dha/fusion.py",
         (
+            "a loader that shuffles draws its order with dropout",
+            "            torch.set_rng_state(state)\n",
+            "",
+            DHA_FUSION + "test_a_loader_that_draws_its_order_continues_bit_for_bit",
+        ),
+        (
             "rows of several lengths are torch's to refuse",
             "if len(lengths) > 1:",
             "if False:",
@@ -4091,6 +4097,18 @@ _DHA = [
     *_in(
         "dha",
         "dha/cli.py",
+        (
+            "a slash behind a folder is another argument",
+            "os.path.normpath(given[name])",
+            "given[name]",
+            DHA_CLI + "test_from_a_folder_to_a_folded_one",
+        ),
+        (
+            "every configuration has a number of key and value heads",
+            'getattr(plain.config, "num_key_value_heads", plain.config.num_attention_heads)',
+            "plain.config.num_key_value_heads",
+            DHA_CLI + "test_a_folded_neox_is_expanded",
+        ),
         (
             "an edited plan is the same plan",
             'for file in (*files, *([Path(options.plan)] if getattr(options, "plan", None) else [])):',

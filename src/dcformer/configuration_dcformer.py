@@ -393,8 +393,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             "head_dim",
             "max_position_embeddings",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+            if (size := getattr(self, name)) is None or size < 1:  # None comes by the keywords of from_pretrained
+                raise ValueError(f"{name}={size} must be at least 1.")
         if self.num_hidden_layers < 0:
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must not be negative.")
         if self.norm_type not in NORM_TYPES:

@@ -279,7 +279,8 @@ def check_head_embeddings(config: Any) -> None:
     if config.num_key_value_heads != 1:
         raise ValueError(
             f"num_key_value_heads={config.num_key_value_heads} does not go with head_embeddings="
-            f"{config.head_embeddings!r}, where all heads share one key and one value: leave it out."
+            f"{config.head_embeddings!r}, where all heads share one key and one value: leave it out. Such a model is "
+            "trained from scratch: no checkpoint of other heads becomes one by loading."
         )
     for field in MAP_FIELDS:
         if getattr(config, field) is not None:

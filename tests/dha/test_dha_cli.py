@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import REPOSITORY
-from tiny_sources import llama
+from tiny_sources import llama, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dcformer import dha
@@ -73,7 +73,8 @@ def test_from_a_folder_to_a_folded_one(source, tmp_path, capsys):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "mha").eval()
     assert (folded(ids).logits - plain(ids).logits).abs().max() <= 1e-5
 
-    for stage in (search, fuse, ("fold", "--model", fused, "--output", model)):  # again: nothing to do
+    slash = [f"{word}/" if word == source else word for word in fuse]  # as a shell completes it
+    for stage in (search, fuse, slash, ("fold", "--model", fused, "--output", model)):  # again: nothing to do
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
         status, printed = call(capsys, *stage)
         assert status == 0 and "exists already" in printed
@@ -95,6 +96,16 @@ def test_a_tied_plan_is_exported(source, tmp_path, capsys):
     call(capsys, "fold", "--model", source, "--plan", tmp_path / "other.json", "--output", tmp_path / "other")
     status, printed = call(capsys, "expand", "--model", tmp_path / "other", "--output", tmp_path / "no", "--to", "gqa")
     assert status == 1 and "tie=True" in printed and not (tmp_path / "no").exists()
+
+
+def test_a_folded_neox_is_expanded(source, tmp_path, capsys):
+    """Its configuration has no number of key and value heads."""
+    make("neox-partial-rotary").save_pretrained(tmp_path / "neox")
+    call(capsys, "search", "--model", tmp_path / "neox", "--output", tmp_path / "plan.json")
+    folder = ("--model", tmp_path / "neox", "--plan", tmp_path / "plan.json", "--output", tmp_path / "folded")
+    assert call(capsys, "fold", *folder)[0] == 0
+    status, printed = call(capsys, "expand", "--model", tmp_path / "folded", "--output", tmp_path / "mha")
+    assert status == 0 and "GPTNeoXForCausalLM with 8 key and value heads" in printed
 
 
 def test_an_interrupted_fusion_continues(source, tmp_path, capsys, monkeypatch):

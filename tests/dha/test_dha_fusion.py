@@ -9,9 +9,11 @@ import warnings
 
 import pytest
 import torch
+from helpers import randomise
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_sources import make, tokens
+from tiny_sources import llama, make, tokens
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from dcformer import dha
@@ -149,6 +151,39 @@ def test_an_interrupted_run_continues_bit_for_bit(name, tmp_path, capsys):
         (tmp_path / "run" / "step-12" / "run.json").write_text(content)
         with pytest.raises(DCFormerError, match=r"run\.json is damaged.*to start anew"):
             fuse(name, **options)
+
+
+class Stopped(DataLoader):
+    """Ends a run with the fourth batch after the first state was saved."""
+
+    def __iter__(self):
+        yield from itertools.islice(super().__iter__(), 9)
+        raise InterruptedError
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_loader_that_draws_its_order_continues_bit_for_bit(shuffle, tmp_path):
+    """Its draws are its own: rows come in the same order again, and dropout is that of the step."""
+    rows, seen = list(tokens(48, 16)), []
+
+    def note(batch):
+        seen.extend(tuple(row.tolist()) for row in batch)
+        return torch.stack(batch)
+
+    def run(kind, **options):
+        torch.manual_seed(0)
+        model = randomise(llama(attention_dropout=0.1), scale=1.0)
+        data = kind(rows, 4, shuffle=shuffle, collate_fn=note)
+        plan = dha.search(model, 0.25, progress=False)
+        return dha.fuse(model, plan, data, 12, closing_steps=4, lr=1e-3, margin_steps=4, progress=False, **options)
+
+    straight, order = run(DataLoader), list(seen)
+    assert len(set(order)) == 48 and (order[:4] != [tuple(row.tolist()) for row in rows[:4]]) == shuffle
+    options = {"checkpoint": tmp_path / "run", "save_steps": 5}
+    with pytest.raises(InterruptedError):
+        run(Stopped, **options)
+    seen.clear()
+    assert run(DataLoader, **options).losses == straight.losses and seen == order
 
 
 def test_an_interrupted_search_continues_bit_for_bit(tmp_path, capsys):

@@ -70,6 +70,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments that decide on a result; of small files that they name the content, of weights and data sizes and
     times."""
     given = {name: value for name, value in vars(options).items() if name not in _FREE}
+    given |= {name: os.path.normpath(given[name]) for name in ("model", "plan") if given.get(name)}
     files = [Path(options.model) / name for name in ("config.json", _GIVEN, OPERATORS)]
     for file in (*files, *([Path(options.plan)] if getattr(options, "plan", None) else [])):
         if file.is_file():
@@ -287,7 +288,8 @@ def _expand(options: argparse.Namespace) -> str:
         plain.save_pretrained(folder)
         copy_kept(options.model, folder)
         (folder / _GIVEN).write_text(json.dumps({"given": _given(options)}, indent=1) + "\n", encoding="utf-8")
-    return f"{output}: {type(plain).__name__} with {plain.config.num_key_value_heads} key and value heads in each layer"
+    heads = getattr(plain.config, "num_key_value_heads", plain.config.num_attention_heads)  # GPT-NeoX has no such field
+    return f"{output}: {type(plain).__name__} with {heads} key and value heads in each layer"
 
 
 def _report(options: argparse.Namespace) -> str:

@@ -74,7 +74,7 @@ def batch_iterator(data: Any, batch_size: int, seed: int) -> Callable[[], Iterat
         data: batches, as a list, a `DataLoader` or anything that can be iterated again, each `input_ids` [B, T] or a
             mapping with them; or a data set of rows with `input_ids` [T], as for `Trainer`, all of one length.
         batch_size: of a data set's rows.
-        seed: of the order of a data set's rows.
+        seed: of the order of a data set's rows, and of all that the data draws from torch's generator.
 
     Returns:
         a function that starts over. Data that ends is repeated, with a warning.
@@ -100,7 +100,7 @@ def batch_iterator(data: Any, batch_size: int, seed: int) -> Callable[[], Iterat
             source = DataLoader(data, size, shuffle=True, drop_last=True, collate_fn=_collate, generator=order)
         for repeat in itertools.count():
             found = 0
-            for batch in source:
+            for batch in _with_own_draws(source, seed + repeat):
                 found += 1
                 yield _batch(batch)
             if not found:
@@ -110,6 +110,23 @@ def batch_iterator(data: Any, batch_size: int, seed: int) -> Callable[[], Iterat
                 warnings.warn(f"the data has ended after {found} batches and is repeated", stacklevel=2)
 
     return start
+
+
+def _with_own_draws(source: Iterable[Any], seed: int) -> Iterator[Any]:
+    """What a source gives, of which random numbers of torch, as of a `DataLoader` that shuffles, are its own.
+
+    A run that continues then skips the batches that it has seen, and no others; and dropout is as it would have been.
+    """
+    state, batches, end = torch.Generator().manual_seed(seed).get_state(), None, object()
+    while True:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            batches = iter(source) if batches is None else batches
+            batch = next(batches, end)
+            state = torch.get_rng_state()
+        if batch is end:
+            return
+        yield batch
 
 
 def _collate(rows: list[Any]) -> dict[str, Any]:
