@@ -3295,6 +3295,36 @@ _MODULES = [
         ),
     ),
     *_in(
+        "conversion",
+        "formats/pax.py",
+        (
+            "the last norm alone says which norms there are",
+            "has_biases = any(name.endswith(_NORM_BIASES) for name in names)",
+            'has_biases = "final_ln.bias" in names',
+            "tests/conversion/test_round_trip.py::test_a_missing_bias_of_the_last_norm_is_named",
+        ),
+    ),
+    *_in(
+        "conversion",
+        "conversion/convert.py",
+        (
+            "a tokenizer in other files is left behind",
+            '(own / "tokenizer.json").is_file() or tokenizer_special_ids(own, {})',
+            '(own / "tokenizer.json").is_file()',
+            "tests/conversion/test_cli.py::test_a_tokenizer_in_other_files_beside_a_published_model",
+        ),
+    ),
+    *_in(
+        "hub",
+        "hub_dcformer.py",
+        (
+            "the end of text of a tokenizer in other files is not asked for",
+            "        return _special_ids_of_other_files(path, arguments)\n",
+            "        return {}\n",
+            "tests/conversion/test_cli.py::test_a_tokenizer_in_other_files_beside_a_published_model",
+        ),
+    ),
+    *_in(
         "modules",
         "analysis/cli.py",
         (
@@ -3395,6 +3425,12 @@ _MODULES = [
     *_in(
         "modules",
         "training/run.py",
+        (
+            "a stream is resumed in its first pass",
+            "if batches and isinstance(self.train_dataset, IterableDataset):",
+            "if False:",
+            "tests/training/test_training_resume.py::test_a_stream_of_several_passes_is_resumed_in_its_pass",
+        ),
         (
             "nobody is told that adapters need a larger vocabulary",
             "(changed := text_config.vocab_size) != size",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.utils import (
@@ -619,7 +619,7 @@ def tokenizer_special_ids(path: str | os.PathLike, arguments: Mapping[str, Any])
     """
     file = _find(path, "tokenizer.json", arguments)
     if file is None:
-        return {}
+        return _special_ids_of_other_files(path, arguments)
     try:
         tokenizer = Tokenizer.from_file(file)
     except Exception:  # tokenizers raises nothing narrower; AutoTokenizer reports it
@@ -643,6 +643,18 @@ def tokenizer_special_ids(path: str | os.PathLike, arguments: Mapping[str, Any])
                 ids[f"{kind}_token_id"] = (candidate, number)
                 break
     return ids
+
+
+def _special_ids_of_other_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """`tokenizer_special_ids` of a tokenizer in other files than tokenizer.json, as Transformers makes it of them."""
+    if _find(path, "tokenizer_config.json", arguments) is None:
+        return {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **_hub_arguments(arguments))
+    except Exception:  # of tokenizers that cannot be made there is anything; who asks for one is told
+        return {}
+    found = {f"{kind}_token": getattr(tokenizer, f"{kind}_token") for kind in ("bos", "eos")}
+    return {f"{k}_id": (token, getattr(tokenizer, f"{k}_id")) for k, token in found.items() if token is not None}
 
 
 __all__ = [

@@ -236,6 +236,21 @@ def test_tokenizer_beside_a_published_model(hub, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "2").eos_token == "</s>"
 
 
+def test_a_tokenizer_in_other_files_beside_a_published_model(hub, tmp_path):
+    folder = shutil.copytree(hub, tmp_path / "hub")
+    (folder / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.generation_config.eos_token_id == loaded.config.eos_token_id == 0
+    assert run("hub-to-safetensors", "--checkpoint", folder, "--output", tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|endoftext|>"
+    (folder / "vocab.json").unlink()
+    assert run("hub-to-safetensors", "--checkpoint", folder, "--output", tmp_path / "without") == 0
+    assert json.loads((tmp_path / "without" / "config.json").read_text())["eos_token_id"] == 2
+
+
 @pytest.fixture
 def steps(native, tmp_path):
     """A Pax root with steps 5 and 30, of different values."""

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -338,6 +339,14 @@ def pythia_with_scale(folder, value, dtype):
         model.model.layers[1].input_layernorm.weight[3] = value
     model.save_pretrained(folder)
     return folder
+
+
+def test_a_missing_bias_of_the_last_norm_is_named(tmp_path):
+    native = pythia_with_scale(tmp_path / "native", 1.5, torch.float32)
+    convert_safetensors_to_jax(native, tmp_path / "jax", format="pax", **QUIET)
+    shutil.rmtree(state_of(tmp_path / "jax") / "mdl_vars.params.lm.final_ln.bias")
+    with pytest.raises(ConversionError, match=r"lacks 1 of .*final_ln\.bias"):
+        convert_jax_to_safetensors(tmp_path / "jax", tmp_path / "back", **QUIET)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,30 @@ def test_killed_after_the_last_checkpoint(arguments, lost, tmp_path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "more", [[], ["--gradient_accumulation_steps", "2", "--packing", "--max_length", "64"]], ids=str
+)
+def test_a_stream_of_several_passes_is_resumed_in_its_pass(more, tmp_path, monkeypatch):
+    """Of three batches a pass, or fewer; a run may have more steps than it was to have at first."""
+    monkeypatch.chdir(REPOSITORY)
+    lines = (REPOSITORY / "examples" / "data" / "text_test.jsonl").read_text().splitlines()[:6]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines) + "\n")
+    flags = ["--model_name_or_path", "checkpoints/dcformer-synthetic", "--data", str(tmp_path / "few.jsonl"), *more]
+    flags += ["--streaming", "--use_cpu", "--per_device_train_batch_size", "2", "--report_to", "none"]
+    flags += ["--logging_steps", "1", "--save_steps", "1", "--learning_rate", "1e-3", "--lr_scheduler_type", "constant"]
+    finetune.main([*flags, "--output_dir", str(tmp_path / "whole"), "--max_steps", "11"])
+    part = [*flags, "--output_dir", str(tmp_path / "part")]
+    finetune.main([*part, "--max_steps", "7"])
+    for name in ("model.safetensors", "trainer_state.json"):
+        (tmp_path / "part" / name).unlink()
+    finetune.main([*part, "--max_steps", "11", "--resume_from_checkpoint", "last"])
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "part"))
+    assert all(whole[name].equal(resumed[name]) for name in whole)
+    losses = [[entry["loss"] for entry in history(tmp_path / name) if "loss" in entry] for name in ("whole", "part")]
+    assert losses[0] == losses[1] and len(losses[0]) == 11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "arguments", [RUNS[FIRST], *(pytest.param(RUNS[name], marks=pytest.mark.long) for name in OTHERS)], ids=RUNS
 )
 def test_killed_and_resumed(arguments, tmp_path):

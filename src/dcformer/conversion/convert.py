@@ -161,7 +161,8 @@ def convert_hub_to_safetensors(
     Raises:
         ConversionError: as `convert_jax_to_safetensors`. Pickled code in a `.bin` is never run.
     """
-    if tokenizer is None and (Path(checkpoint) / "tokenizer.json").is_file():
+    own = Path(checkpoint)
+    if tokenizer is None and ((own / "tokenizer.json").is_file() or tokenizer_special_ids(own, {})):
         tokenizer = checkpoint
     return write_safetensors(open_checkpoint(checkpoint, HUB.name), output, tokenizer=tokenizer, **options)
 

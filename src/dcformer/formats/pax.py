@@ -11,6 +11,7 @@ from .arrays import LazyArray, write_zarr
 from .base import ArrayFormat, Found, Part
 
 _EMBEDDING, _HEAD = "embedding_lookup.emb_var", "softmax.logits_ffn.linear.w"
+_NORM_BIASES = ("final_ln.bias", ".layer_norm.bias")
 
 
 class PaxFormat(ArrayFormat):
@@ -71,7 +72,8 @@ class PaxFormat(ArrayFormat):
 
     def kind(self, names: Collection[str]) -> tuple[str, str]:
         gated = any(".ffn_layer1_gate." in name for name in names)
-        return "gated" if gated else "plain", "layernorm" if "final_ln.bias" in names else "rmsnorm"
+        has_biases = any(name.endswith(_NORM_BIASES) for name in names)
+        return "gated" if gated else "plain", "layernorm" if has_biases else "rmsnorm"
 
     def assumed(self, found: Found) -> dict[str, Any]:
         return {"norm_eps": 1e-5 if found.fields["norm_type"] == "layernorm" else 1e-6, "qk_norm_eps": 1e-6}

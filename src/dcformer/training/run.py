@@ -19,9 +19,11 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TrainerState,
     set_seed,
 )
 from transformers.optimization import get_scheduler
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import cached_file, logging
@@ -394,6 +396,18 @@ class _Trainer(SFTTrainer):
         self._counts = None
         output.metrics[f"{metric_key_prefix}_token_accuracy"] = sum(counts[::2]) / max(1, sum(counts[1::2]))
         return output
+
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """As the library's; of a stream, which it takes for one pass, the pass and the batches that a run has had."""
+        passes, batches = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
+        if batches and isinstance(self.train_dataset, IterableDataset):
+            saved = TrainerState.load_from_json(str(Path(str(checkpoint), TRAINER_STATE_NAME)))
+            passes = int(saved.epoch)
+            # a batch counts as one of those that the steps of the run, of which there may be more now, would take
+            batches = round((saved.epoch - passes) * saved.max_steps * self.args.gradient_accumulation_steps)
+        return passes, batches
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         stops = [callback for callback in self.callback_handler.callbacks if isinstance(callback, _EarlyStopping)]
