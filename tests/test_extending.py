@@ -139,6 +139,9 @@ def test_a_decoder_of_ones_own_may_say_how_parameters_of_composition_begin(tmp_p
     DCFormerForCausalLM(tiny_config()).save_pretrained(tmp_path)
     for model in (kind(tiny_config()), kind.from_pretrained(tmp_path)):
         assert all(torch.all(layer.self_attn.compose.scale == 3) for layer in model.model.layers)
+    kind.decoder_class._init_weights = lambda self, module: super(kind.decoder_class, self)._init_weights(module)
+    loaded = kind.from_pretrained(tmp_path)  # which forgets them
+    assert all(layer.self_attn.compose.scale.isnan().all() for layer in loaded.model.layers)
 
 
 @pytest.mark.parametrize("kind", [Scaled, SaysHow])

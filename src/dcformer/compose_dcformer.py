@@ -595,13 +595,14 @@ def stages(module: DCFormerCompose, *generated: Generated) -> Stages:
     return pre, post
 
 
-def init_compose(module: DCFormerCompose, std: Mapping[str, float], is_overridden: bool) -> None:
+def init_compose(module: DCFormerCompose, std: Mapping[str, float], model_class: type) -> None:
     """Sets parameters of composition to their initial values, except those that a checkpoint has.
 
     Args:
         module: the parameters' module, of any class.
         std: parameter name -> standard deviation, as `compose_init_std` has them.
-        is_overridden: whether the model has an `_init_weights` of its own, which may set what a variant adds.
+        model_class: that of the model. An `_init_weights` of its own may set what a variant adds, which is NaN before:
+            nobody is to take what memory holds for a number.
 
     Raises:
         NotImplementedError: when a variant has other parameters, and nobody says how they begin: where a checkpoint
@@ -611,11 +612,15 @@ def init_compose(module: DCFormerCompose, std: Mapping[str, float], is_overridde
         if name in std:  # others are a variant's
             init.normal_(parameter, mean=0.0, std=std[name])
     others = [name for name, _ in module.named_parameters(recurse=False) if name not in std]
-    if others and not is_overridden and type(module).init_weights is DCFormerCompose.init_weights:
-        raise NotImplementedError(
-            f"{type(module).__name__} has parameters of its own ({', '.join(others[:3])}): give it an init_weights "
-            "that sets their initial values, by functions of transformers.initialization."
-        )
+    if others and type(module).init_weights is DCFormerCompose.init_weights:
+        owner = next(kind for kind in model_class.__mro__ if "_init_weights" in vars(kind))
+        if owner.__module__.partition(".")[0] == __name__.partition(".")[0]:  # the package's, which knows none
+            raise NotImplementedError(
+                f"{type(module).__name__} has parameters of its own ({', '.join(others[:3])}): give it an init_weights "
+                "that sets their initial values, by functions of transformers.initialization."
+            )
+        for name in others:
+            init.constant_(module.get_parameter(name), math.nan)
     module.init_weights()
 
 

@@ -413,8 +413,8 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
         for name in ("norm_eps", "qk_norm_eps", "initializer_range"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative, infinite or NaN.")
+            if (value := getattr(self, name)) is None or not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must not be negative, infinite or NaN.")
         pad, vocabulary = self.pad_token_id, self.vocab_size
         if pad not in (None, -1) and not 0 <= pad < vocabulary:  # older configurations have -1 for none
             raise ValueError(

@@ -619,7 +619,10 @@ def tokenizer_special_ids(path: str | os.PathLike, arguments: Mapping[str, Any])
     """
     file = _find(path, "tokenizer.json", arguments)
     if file is None:
-        return _special_ids_of_other_files(path, arguments)
+        if (other := tokenizer_of_other_files(path, arguments)) is None:
+            return {}
+        tokens = {"bos_token_id": other.bos_token, "eos_token_id": other.eos_token}
+        return {name: (token, getattr(other, name)) for name, token in tokens.items() if token is not None}
     try:
         tokenizer = Tokenizer.from_file(file)
     except Exception:  # tokenizers raises nothing narrower; AutoTokenizer reports it
@@ -645,16 +648,23 @@ def tokenizer_special_ids(path: str | os.PathLike, arguments: Mapping[str, Any])
     return ids
 
 
-def _special_ids_of_other_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
-    """`tokenizer_special_ids` of a tokenizer in other files than tokenizer.json, as Transformers makes it of them."""
+def tokenizer_of_other_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> Any:
+    """The tokenizer that Transformers makes of other files than tokenizer.json.
+
+    Args:
+        path, arguments: as for `tokenizer_special_ids`.
+
+    Returns:
+        the tokenizer, or None where it cannot be made: without its vocabulary the library would make an empty one.
+    """
     if _find(path, "tokenizer_config.json", arguments) is None:
-        return {}
+        return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **_hub_arguments(arguments))
     except Exception:  # of tokenizers that cannot be made there is anything; who asks for one is told
-        return {}
-    found = {f"{kind}_token": getattr(tokenizer, f"{kind}_token") for kind in ("bos", "eos")}
-    return {f"{k}_id": (token, getattr(tokenizer, f"{k}_id")) for k, token in found.items() if token is not None}
+        return None
+    files = set(type(tokenizer).vocab_files_names.values())
+    return None if files and all(_find(path, file, arguments) is None for file in files) else tokenizer
 
 
 __all__ = [
@@ -671,6 +681,7 @@ __all__ = [
     "stored_config",
     "stored_generators",
     "stored_tensors",
+    "tokenizer_of_other_files",
     "tokenizer_special_ids",
     "weight_files",
     "with_hub_config",

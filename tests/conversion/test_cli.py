@@ -246,9 +246,12 @@ def test_a_tokenizer_in_other_files_beside_a_published_model(hub, tmp_path):
     assert run("hub-to-safetensors", "--checkpoint", folder, "--output", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|endoftext|>"
-    (folder / "vocab.json").unlink()
+    (folder / "vocab.json").unlink()  # the library would make an empty tokenizer
+    (folder / "merges.txt").unlink()
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == 2
     assert run("hub-to-safetensors", "--checkpoint", folder, "--output", tmp_path / "without") == 0
     assert json.loads((tmp_path / "without" / "config.json").read_text())["eos_token_id"] == 2
+    assert not list((tmp_path / "without").glob("tokenizer*"))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """``dcformer-eval``: errors before any work, tasks found, options kept, documented commands, two processes."""
 
+import copy
 import json
 import logging
 import math
@@ -494,6 +495,9 @@ def test_models_that_no_cache_has_room_for_generate_without(compose_key, is_fold
     )
     assert torch.equal(loaded._model_generate(ids, max_length=8, stop=[]), expected)
     assert used == [compose_key == "uncached"] * 3
+    other = copy.deepcopy(loaded.model)  # generates with its own parameters
+    other.lm_head.weight.data.zero_()
+    assert not torch.equal(other.generate(ids, max_length=8, do_sample=False), expected)
 
 
 def test_items_have_several_answers():

@@ -316,7 +316,7 @@ def test_tokens_that_come_with_a_chat_template(is_ending, has_pad, fails, tmp_pa
         assert message in fails(**given)
         assert message in fails(eos_token="<eos>", **given)
         if not has_pad:
-            assert "has no pad_token, and no eos_token" in fails(data=conversations, eos_token="<eos>", **given)
+            assert "chat no eos_token to fill rows up with" in fails(data=conversations, eos_token="<eos>", **given)
 
 
 def test_configuration_of_a_new_model(fails):

@@ -86,12 +86,14 @@ def test_killed_after_the_last_checkpoint(arguments, lost, tmp_path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [[], ["--gradient_accumulation_steps", "2", "--packing", "--max_length", "64"]], ids=str
+    ("rows", "more"),
+    [(6, []), (6, ["--gradient_accumulation_steps", "2", "--packing", "--max_length", "64"]), (40, [])],
+    ids=str,
 )
-def test_a_stream_of_several_passes_is_resumed_in_its_pass(more, tmp_path, monkeypatch):
-    """Of three batches a pass, or fewer; a run may have more steps than it was to have at first."""
+def test_a_stream_of_several_passes_is_resumed_in_its_pass(rows, more, tmp_path, monkeypatch):
+    """Of three batches a pass, or fewer, or more than there are steps; of which there may be more than at first."""
     monkeypatch.chdir(REPOSITORY)
-    lines = (REPOSITORY / "examples" / "data" / "text_test.jsonl").read_text().splitlines()[:6]
+    lines = (REPOSITORY / "examples" / "data" / "text_test.jsonl").read_text().splitlines()[:rows]
     (tmp_path / "few.jsonl").write_text("\n".join(lines) + "\n")
     flags = ["--model_name_or_path", "checkpoints/dcformer-synthetic", "--data", str(tmp_path / "few.jsonl"), *more]
     flags += ["--streaming", "--use_cpu", "--per_device_train_batch_size", "2", "--report_to", "none"]

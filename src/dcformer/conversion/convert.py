@@ -21,7 +21,7 @@ from ..formats import HUB, NATIVE, array_formats
 from ..formats.arrays import LazyArray
 from ..formats.base import ArrayFormat, Part, layer_period, layer_windows
 from ..formats.native import TOKENS
-from ..hub_dcformer import tokenizer_special_ids
+from ..hub_dcformer import tokenizer_of_other_files, tokenizer_special_ids
 from .checkpoint import Checkpoint, open_checkpoint
 from .output import SafetensorsWriter, complete_folder, refuse_to_replace
 from .sources import NoArraysError
@@ -162,7 +162,7 @@ def convert_hub_to_safetensors(
         ConversionError: as `convert_jax_to_safetensors`. Pickled code in a `.bin` is never run.
     """
     own = Path(checkpoint)
-    if tokenizer is None and ((own / "tokenizer.json").is_file() or tokenizer_special_ids(own, {})):
+    if tokenizer is None and ((own / "tokenizer.json").is_file() or tokenizer_of_other_files(own, {})):
         tokenizer = checkpoint
     return write_safetensors(open_checkpoint(checkpoint, HUB.name), output, tokenizer=tokenizer, **options)
 

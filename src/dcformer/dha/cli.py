@@ -66,11 +66,14 @@ def run(options: argparse.Namespace) -> int:
         return 130
 
 
+_PATHS = ("model", "plan", "data", "eval_data")
+
+
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments that decide on a result; of small files that they name the content, of weights and data sizes and
     times."""
     given = {name: value for name, value in vars(options).items() if name not in _FREE}
-    given |= {name: os.path.normpath(given[name]) for name in ("model", "plan") if given.get(name)}
+    given |= {name: os.path.normpath(given[name]) for name in _PATHS if given.get(name)}
     files = [Path(options.model) / name for name in ("config.json", _GIVEN, OPERATORS)]
     for file in (*files, *([Path(options.plan)] if getattr(options, "plan", None) else [])):
         if file.is_file():

@@ -101,7 +101,7 @@ def _check_model(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any], c
 def _check_lengths(config: Any, asked: Any, generated: Any) -> None:
     """Checks `max_length` and `max_gen_toks`, where given, against the context that a configuration has, if any.
 
-    Models with RoPE may leave it, of which there is a warning; others have a table of positions.
+    Models with `rope_parameters` may leave it, of which there is a warning; most others have a table of positions.
     """
     text_config = config.get_text_config(decoder=True)
     longest = getattr(text_config, "max_position_embeddings", None)

@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -200,20 +201,21 @@ def _chunked(*args: Any, **kwargs: Any) -> Any:
     return _attend(chunked_attention, *args, **kwargs)
 
 
+def _generate_without_cache(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(model).generate(model, *args, **kwargs | {"use_cache": False})
+
+
+_generate_without_cache.__name__ = "generate"  # by which pickle finds a method, which is that of the class then
+
+
 def generate_without_cache(model: Any) -> None:
     """Changes a model so that its `generate` makes no cache, also where a program asks for one, as lm-eval does.
 
     Args:
         model: one that `generates_without_cache`.
     """
-    generate = model.generate
-
-    def without_cache(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("use_cache", None)
-        return generate(*args, **kwargs)
-
     model.generation_config.use_cache = False
-    model.generate = without_cache
+    model.generate = MethodType(_generate_without_cache, model)  # that of a copy is the copy's
 
 
 # Attention implementations of converted models.

@@ -47,8 +47,10 @@ def generates_without_cache(config: Any) -> bool:
     So has one that was converted with `compose_key=True`: key-wise composition weights of self-attention are in no
     cache. With "uncached", or in cross-attention, they need none.
     """
-    settings = getattr(config, "dcmha", None)
-    return settings is not None and settings.get("compose_key", True) is True
+    for part in (config, config.get_text_config(decoder=True)):
+        if (settings := getattr(part, "dcmha", None)) is not None:
+            return settings.get("compose_key", True) is True
+    return False
 
 
 def _converted_parts(config: Any) -> list[str]:

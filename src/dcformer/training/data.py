@@ -462,8 +462,9 @@ def check_special_tokens(
             "a token of its vocabulary with --eos_token"
         )
     if not (training.pad_token or tokenizer.pad_token):
+        neither = "no eos_token" if taken is None else f"{taken.name_or_path} no eos_token"
         raise DCFormerError(
-            f"the tokenizer {tokenizer.name_or_path} has no pad_token, and no eos_token to fill rows up with in its "
+            f"the tokenizer {tokenizer.name_or_path} has no pad_token, and {neither} to fill rows up with in its "
             "place: set one, or name a token of its vocabulary with --pad_token"
         )
 

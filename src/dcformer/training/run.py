@@ -404,7 +404,7 @@ class _Trainer(SFTTrainer):
         passes, batches = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
         if batches and isinstance(self.train_dataset, IterableDataset):
             saved = TrainerState.load_from_json(str(Path(str(checkpoint), TRAINER_STATE_NAME)))
-            passes = int(saved.epoch)
+            passes = math.ceil(saved.epoch) - 1  # a whole one is the first, of which all steps of the run were
             # a batch counts as one of those that the steps of the run, of which there may be more now, would take
             batches = round((saved.epoch - passes) * saved.max_steps * self.args.gradient_accumulation_steps)
         return passes, batches
