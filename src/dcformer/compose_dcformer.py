@@ -6,7 +6,7 @@ groups, M = H/G heads of a group, K = 2·R·M hidden width of a weight generator
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
@@ -17,16 +17,13 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from .heads_dcformer import HeadMap
-from .implementations_dcformer import LayerKernels, layer_kernels
+from .implementations_dcformer import FirstLayer, LayerKernels, layer_kernels
 
 COMPOSE_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
 COMPOSE_NORM_EPS = 1e-6
 
 # What `DCFormerCompose` makes: (stage, side) -> weights of a generator, and stage -> static projection [G, M, M].
 Generated = tuple[dict[tuple[str, str], "SideWeights"], dict[str, torch.Tensor]]
-# What its linear layers make of the hidden states: `dw1_proj` [B, N, G·C·K] and `gate_proj` [B, N, G·C·M], None for an
-# absent layer; empty where they have not been asked yet.
-FirstLayer = Sequence[torch.Tensor | None]
 # What the scores and the attention weights are composed with; None for a stage that does not compose.
 Stages = tuple["ComposeWeights | None", "ComposeWeights | None"]
 
@@ -653,7 +650,6 @@ __all__ = [
     "ComposeSettings",
     "ComposeWeights",
     "DCFormerCompose",
-    "FirstLayer",
     "SideWeights",
     "Stages",
     "accumulation_dtype",

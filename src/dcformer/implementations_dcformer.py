@@ -17,8 +17,9 @@ CHUNKED = "dcformer_chunked"
 DEFAULT_ATTENTION = "dcformer_default"
 
 
-# What the first layer of composition makes of hidden states: `FirstLayer` of `compose_dcformer`, which imports this.
-_FirstLayer = Sequence[torch.Tensor | None]
+# What the linear layers of `DCFormerCompose` make of the hidden states: `dw1_proj` [B, N, G·C·K] and `gate_proj`
+# [B, N, G·C·M], None for an absent layer; empty where they have not been asked yet.
+FirstLayer = Sequence[torch.Tensor | None]
 
 
 @dataclass
@@ -43,8 +44,8 @@ class LayerKernels:
     """
 
     can_replace: Callable[[Any, torch.Tensor], bool]
-    generate: Callable[[torch.Tensor, Any, _FirstLayer], Any]
-    generate_packed: Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor, _FirstLayer], Any]
+    generate: Callable[[torch.Tensor, Any, FirstLayer], Any]
+    generate_packed: Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor, FirstLayer], Any]
     prepare: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any] | None] = lambda *_: None
     step: Callable[..., tuple[torch.Tensor, Any] | None] = lambda *_, **__: None
 
@@ -103,6 +104,7 @@ __all__ = [
     "CHUNKED",
     "DEFAULT_ATTENTION",
     "FUSED_ATTENTION",
+    "FirstLayer",
     "FusedAttention",
     "LayerKernels",
     "can_compose",

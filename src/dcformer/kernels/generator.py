@@ -36,11 +36,11 @@ from ..attention_dcformer import active_transform
 from ..compose_dcformer import (
     COMPOSE_NORM_EPS,
     DCFormerCompose,
-    FirstLayer,
     Generated,
     SideWeights,
 )
 from ..fusion_dcformer import has_no_hooks, is_plain_linear
+from ..implementations_dcformer import FirstLayer
 from . import generator_backward  # noqa: F401 - it registers the gradients' kernel
 from .limits import ACTIVATIONS, require_supported, unsupported_reason
 from .repeated import Launch, Repeated

@@ -404,8 +404,9 @@ class _Trainer(SFTTrainer):
         passes, batches = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
         if batches and isinstance(self.train_dataset, IterableDataset):
             saved = TrainerState.load_from_json(str(Path(str(checkpoint), TRAINER_STATE_NAME)))
-            passes = math.ceil(saved.epoch) - 1  # a whole one is the first, of which all steps of the run were
-            # a batch counts as one of those that the steps of the run, of which there may be more now, would take
+            # Passes, and the batches of one more over those that all steps of that run would have taken. So an epoch of
+            # exactly 1 is the first pass, where the run ended; there may be more steps now.
+            passes = math.ceil(saved.epoch) - 1
             batches = round((saved.epoch - passes) * saved.max_steps * self.args.gradient_accumulation_steps)
         return passes, batches
 
