@@ -613,58 +613,65 @@ def tokenizer_special_ids(path: str | os.PathLike, arguments: Mapping[str, Any])
         arguments: those of `from_pretrained`.
 
     Returns:
-        "bos_token_id" and "eos_token_id" -> token and id. The tokens are those named by the tokenizer's configuration;
-        otherwise "<|endoftext|>", if the vocabulary has it: every tokenizer that does separates documents with it.
-        Empty when there is no tokenizer.
+        "bos_token_id" and "eos_token_id" -> token and id. The tokens are those that the tokenizer's configuration
+        names, or its class where there is no tokenizer.json, if the vocabulary has them; otherwise "<|endoftext|>", if
+        it has that: every tokenizer that does separates documents with it. Empty when there is no tokenizer.
     """
-    file = _find(path, "tokenizer.json", arguments)
-    if file is None:
-        if (other := tokenizer_of_other_files(path, arguments)) is None:
-            return {}
-        tokens = {"bos_token_id": other.bos_token, "eos_token_id": other.eos_token}
-        return {name: (token, getattr(other, name)) for name, token in tokens.items() if token is not None}
-    try:
-        tokenizer = Tokenizer.from_file(file)
-    except Exception:  # tokenizers raises nothing narrower; AutoTokenizer reports it
-        return {}
-    named: dict[str, Any] = {}
+    named: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second takes precedence
         if (settings := _find(path, name, arguments)) is not None:
             try:
                 with open(settings, encoding="utf-8") as opened:
                     read = json.load(opened)
             except ValueError:
-                read = None
-            if isinstance(read, dict):
-                named |= {key: value for key, value in read.items() if value is not None}
+                continue
+            for kind in ("bos_token", "eos_token") if isinstance(read, dict) else ():
+                token = read.get(kind)
+                token = token.get("content") if isinstance(token, dict) else token
+                if isinstance(token, str):
+                    named[kind] = token
+    try:
+        if (file := _find(path, "tokenizer.json", arguments)) is not None:
+            vocabulary = Tokenizer.from_file(file).get_vocab()
+        elif _find(path, "tokenizer_config.json", arguments) is not None:
+            other = load_tokenizer(path, arguments)
+            # What only its class names, the library has added behind the vocabulary: no text has it.
+            vocabulary = {
+                token: number
+                for token, number in other.get_vocab().items()
+                if number < other.vocab_size or token in named.values()
+            }
+            named = {"bos_token": other.bos_token, "eos_token": other.eos_token} | named
+        else:
+            return {}
+    except Exception:  # the libraries raise nothing narrower; who asks for the tokenizer is told
+        return {}
     ids: dict[str, tuple[str, int]] = {}
-    for kind in ("bos", "eos"):
-        token = named.get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        for candidate in (token, END_OF_TEXT):
-            if isinstance(candidate, str) and (number := tokenizer.token_to_id(candidate)) is not None:
-                ids[f"{kind}_token_id"] = (candidate, number)
+    for kind in ("bos_token", "eos_token"):
+        for token in (named.get(kind), END_OF_TEXT):
+            if token in vocabulary:
+                ids[f"{kind}_id"] = (token, vocabulary[token])
                 break
     return ids
 
 
-def tokenizer_of_other_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> Any:
-    """The tokenizer that Transformers makes of other files than tokenizer.json.
+def load_tokenizer(path: str | os.PathLike, arguments: Mapping[str, Any]) -> Any:
+    """The tokenizer that Transformers makes of a folder.
 
     Args:
         path, arguments: as for `tokenizer_special_ids`.
 
-    Returns:
-        the tokenizer, or None where it cannot be made: without its vocabulary the library would make an empty one.
+    Raises:
+        OSError: when it has no vocabulary: the library would make an empty tokenizer.
+        Exception: what the library raises, which is anything.
     """
-    if _find(path, "tokenizer_config.json", arguments) is None:
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **_hub_arguments(arguments))
-    except Exception:  # of tokenizers that cannot be made there is anything; who asks for one is told
-        return None
-    files = set(type(tokenizer).vocab_files_names.values())
-    return None if files and all(_find(path, file, arguments) is None for file in files) else tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **_hub_arguments(arguments))
+    own = sorted(set(type(tokenizer).vocab_files_names.values()))
+    if own and all(_find(path, file, arguments) is None for file in ("tokenizer.json", *own)):
+        raise OSError(
+            f"{os.fspath(path)} has no vocabulary of a {type(tokenizer).__name__}: expected {' or '.join(own)}"
+        )
+    return tokenizer
 
 
 __all__ = [
@@ -677,11 +684,11 @@ __all__ = [
     "follow_tokenizer",
     "hub_conversions",
     "load_hub_folder",
+    "load_tokenizer",
     "register_hub_conversions",
     "stored_config",
     "stored_generators",
     "stored_tensors",
-    "tokenizer_of_other_files",
     "tokenizer_special_ids",
     "weight_files",
     "with_hub_config",

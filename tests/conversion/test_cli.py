@@ -236,22 +236,52 @@ def test_tokenizer_beside_a_published_model(hub, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "2").eos_token == "</s>"
 
 
-def test_a_tokenizer_in_other_files_beside_a_published_model(hub, tmp_path):
-    folder = shutil.copytree(hub, tmp_path / "hub")
-    (folder / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2}))
+def with_tokenizer(hub, folder, vocabulary, **settings):
+    """A copy of a hub folder with the files of GPT-2's tokenizer."""
+    shutil.copytree(hub, folder)
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(vocabulary)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"} | settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "vocabulary, settings, ends",
+    [
+        (["<|endoftext|>", "a", "b"], {}, 0),
+        (["a", "b", "</s>"], {}, 2),  # the configuration's: what GPT-2's class names is in no text
+        (["a", "</s>", "b"], {"eos_token": "</s>"}, 1),
+        (["a", "</s>", "b"], {"eos_token": {"__type": "AddedToken", "content": "</s>"}}, 1),
+        (["a", "<|endoftext|>"], {"eos_token": "</s>"}, 2),  # added behind the vocabulary, by name
+    ],
+)
+def test_a_tokenizer_in_other_files_beside_a_published_model(hub, vocabulary, settings, ends, tmp_path):
+    folder = with_tokenizer(hub, tmp_path / "hub", vocabulary, **settings)
+    begins = vocabulary.index("<|endoftext|>") if "<|endoftext|>" in vocabulary else 1  # the configuration's
     loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert loaded.generation_config.eos_token_id == loaded.config.eos_token_id == 0
+    assert loaded.generation_config.eos_token_id == loaded.config.eos_token_id == ends
+    assert loaded.config.bos_token_id == begins
     assert run("hub-to-safetensors", "--checkpoint", folder, "--output", tmp_path / "out") == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|endoftext|>"
-    (folder / "vocab.json").unlink()  # the library would make an empty tokenizer
-    (folder / "merges.txt").unlink()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (begins, ends)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab().items() >= {"a": vocabulary.index("a")}.items()
+
+
+@pytest.mark.parametrize("missing", [["vocab.json", "merges.txt"], ["merges.txt"]])
+def test_files_that_make_no_tokenizer(hub, missing, tmp_path, capsys):
+    """Without a vocabulary the library would make an empty one."""
+    folder = with_tokenizer(hub, tmp_path / "hub", ["<|endoftext|>", "a"])
+    for name in missing:
+        (folder / name).unlink()
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == 2
     assert run("hub-to-safetensors", "--checkpoint", folder, "--output", tmp_path / "without") == 0
+    assert "no tokenizer is saved: " in capsys.readouterr().out
     assert json.loads((tmp_path / "without" / "config.json").read_text())["eos_token_id"] == 2
     assert not list((tmp_path / "without").glob("tokenizer*"))
+    options = ["--checkpoint", hub, "--output", tmp_path / "named", "--tokenizer", folder]
+    assert run("hub-to-safetensors", *options) == 1
+    assert f"tokenizer='{folder}' cannot be loaded" in capsys.readouterr().err
+    assert not (tmp_path / "named").exists()
 
 
 @pytest.fixture

@@ -85,11 +85,16 @@ def test_command_of_the_page(tmp_path, results, capsys):
     }
 
 
-def test_remote_code_and_no_tokenizer(tmp_path, capsys):
+@pytest.mark.parametrize("settings", [None, {"tokenizer_class": "GPT2Tokenizer"}])
+def test_remote_code_and_no_tokenizer(settings, tmp_path, capsys):
+    """Without a vocabulary, of which the library would make an empty tokenizer, there is none either."""
     model = randomise(DCFormerForCausalLM(tiny_config(dtype="bfloat16")).bfloat16())
     model.save_pretrained(tmp_path / "model")
+    if settings is not None:
+        (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
     assert main([str(tmp_path / "model"), str(tmp_path / "hub"), "--remote_code"]) == 0
     assert "no tokenizer is saved" in capsys.readouterr().err
+    assert not list((tmp_path / "hub").glob("tokenizer*"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", trust_remote_code=True)
     assert loaded.dtype == torch.bfloat16
     assert (tmp_path / "hub" / "modeling_dcformer.py").is_file()

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from ..errors import ConversionError, first_line
 from ..formats import HUB, NATIVE, array_formats
 from ..formats.arrays import LazyArray
 from ..formats.base import ArrayFormat, Part, layer_period, layer_windows
 from ..formats.native import TOKENS
-from ..hub_dcformer import tokenizer_of_other_files, tokenizer_special_ids
+from ..hub_dcformer import load_tokenizer, tokenizer_special_ids
 from .checkpoint import Checkpoint, open_checkpoint
 from .output import SafetensorsWriter, complete_folder, refuse_to_replace
 from .sources import NoArraysError
@@ -161,10 +161,16 @@ def convert_hub_to_safetensors(
     Raises:
         ConversionError: as `convert_jax_to_safetensors`. Pickled code in a `.bin` is never run.
     """
-    own = Path(checkpoint)
-    if tokenizer is None and ((own / "tokenizer.json").is_file() or tokenizer_of_other_files(own, {})):
+    opened = open_checkpoint(checkpoint, HUB.name)
+    if tokenizer is None and (Path(checkpoint) / "tokenizer.json").is_file():
         tokenizer = checkpoint
-    return write_safetensors(open_checkpoint(checkpoint, HUB.name), output, tokenizer=tokenizer, **options)
+    elif tokenizer is None and (Path(checkpoint) / "tokenizer_config.json").is_file():
+        try:
+            load_tokenizer(checkpoint, {})
+            tokenizer = checkpoint
+        except Exception as error:  # of tokenizers that cannot be made there is anything
+            opened.notes.append(f"no tokenizer is saved: {first_line(error)}")
+    return write_safetensors(opened, output, tokenizer=tokenizer, **options)
 
 
 def write_safetensors(
@@ -249,14 +255,14 @@ def _generation_config(checkpoint: Checkpoint, special: dict[str, Any]) -> Gener
 
 def _load_tokenizer(path: str | os.PathLike) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return load_tokenizer(path, {})
     except Exception as error:  # damaged and unrelated folders make the library raise almost anything
         raise ConversionError(f"tokenizer={os.fspath(path)!r} cannot be loaded ({error}).") from error
 
 
 def _take_special_tokens(config: Any, path: str | os.PathLike, tokenizer: Any) -> list[str]:
     """Copies a tokenizer's special tokens into a configuration. Returns notes on what changed."""
-    ids = {name: getattr(tokenizer, name) for name in TOKENS}
+    ids = {"pad_token_id": tokenizer.pad_token_id}
     ids |= {name: number for name, (_, number) in tokenizer_special_ids(path, {}).items()}
     notes = []
     for name, new in ids.items():

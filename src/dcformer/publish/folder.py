@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..configuration_dcformer import DCFormerConfig
 from ..conversion.output import complete_folder
@@ -22,7 +22,7 @@ from ..conversion.sources import FLOATS
 from ..errors import ConversionError, DCFormerError, first_line, is_of_package, loading_reason, reports
 from ..files import what_is_in_the_way
 from ..head_systems.registry import system_class
-from ..hub_dcformer import IGNORED_ON_LOAD, stored_tensors, weight_files
+from ..hub_dcformer import IGNORED_ON_LOAD, load_tokenizer, stored_tensors, weight_files
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_names, refuse_mixtures
 from ..remote_code import export_remote_code
 from .card import model_card, read_results
@@ -139,7 +139,7 @@ def _stored_dtype(source: str, config: Any) -> torch.dtype | str:
 
 def _save_tokenizer(source: str, folder: Path) -> None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = load_tokenizer(source, {})
     except LOADING_ERRORS as error:
         damaged = damaged_file(source, error)
         if (Path(source) / "tokenizer.json").is_file():
