@@ -219,6 +219,11 @@ class Problem:
             of_matrices += (of_scores - size) * wider
         return chunk.n_s * (of_maps * self.H * chunk.n_p + of_matrices * matrix)
 
+    def _most_bytes(self, chunks: list[Chunk], maps: int) -> int:
+        """`bytes_of_chunk` of the largest: of as many queries, that with the most keys."""
+        largest = {chunk.n_t: chunk for chunk in sorted(chunks, key=lambda chunk: chunk.n_s)}
+        return max(self.bytes_of_chunk(chunk, maps) for chunk in largest.values())
+
     def chunks(self, maps: int) -> list[Chunk]:
         """Chunks of queries, of which one sequence keeps within the bytes; `maps` are held at once. Where maps are kept
         they are the same in both passes."""
@@ -230,7 +235,7 @@ class Problem:
         def fits(n_t: int) -> bool:
             if n_t > most or round_up(n_t, self.unit) * self.H > _MOST_INT32:
                 return False
-            return all(self.bytes_of_chunk(chunk, maps) <= self.chunk_bytes for chunk in cut(n_t))
+            return self._most_bytes(cut(n_t), maps) <= self.chunk_bytes
 
         n_t = self.T
         if not fits(n_t):
@@ -241,7 +246,7 @@ class Problem:
 
     def _rows(self, chunks: list[Chunk], maps: int) -> Iterator[tuple[slice, Self]]:
         """The problem in parts of the batch, as many sequences as keep within the bytes."""
-        sequence = max(self.bytes_of_chunk(chunk, maps) for chunk in chunks)
+        sequence = self._most_bytes(chunks, maps)
         n_b = max(1, min(self.B, self.chunk_bytes // max(1, sequence), _MOST_PROGRAMS // self.H))
         if n_b == self.B:
             yield slice(None), self
