@@ -592,17 +592,15 @@ def stages(module: DCFormerCompose, *generated: Generated) -> Stages:
     return pre, post
 
 
-def init_compose(module: DCFormerCompose, std: Mapping[str, float], model_class: type) -> None:
+def init_compose(module: DCFormerCompose, std: Mapping[str, float]) -> None:
     """Sets parameters of composition to their initial values, except those that a checkpoint has.
 
     Args:
         module: the parameters' module, of any class.
         std: parameter name -> standard deviation, as `compose_init_std` has them.
-        model_class: that of the model. An `_init_weights` of its own may set what a variant adds, which is NaN before:
-            nobody is to take what memory holds for a number.
 
     Raises:
-        NotImplementedError: when a variant has other parameters, and nobody says how they begin: where a checkpoint
+        NotImplementedError: when a variant has other parameters, and does not say how they begin: where a checkpoint
             lacks them, they would be what memory holds.
     """
     for name, parameter in module.named_parameters():
@@ -610,14 +608,11 @@ def init_compose(module: DCFormerCompose, std: Mapping[str, float], model_class:
             init.normal_(parameter, mean=0.0, std=std[name])
     others = [name for name, _ in module.named_parameters(recurse=False) if name not in std]
     if others and type(module).init_weights is DCFormerCompose.init_weights:
-        owner = next(kind for kind in model_class.__mro__ if "_init_weights" in vars(kind))
-        if owner.__module__.partition(".")[0] == __name__.partition(".")[0]:  # the package's, which knows none
-            raise NotImplementedError(
-                f"{type(module).__name__} has parameters of its own ({', '.join(others[:3])}): give it an init_weights "
-                "that sets their initial values, by functions of transformers.initialization."
-            )
-        for name in others:
-            init.constant_(module.get_parameter(name), math.nan)
+        raise NotImplementedError(
+            f"{type(module).__name__} has parameters of its own ({', '.join(others[:3])}): give it an init_weights "
+            "that sets their initial values, by functions of transformers.initialization. An _init_weights of the "
+            "model does not count."
+        )
     module.init_weights()
 
 

@@ -730,7 +730,7 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
             for name in EMBEDDING_NAMES:
                 init.normal_(getattr(module, name), mean=0.0, std=embedding_init_std(self.config, name))
         if isinstance(module, DCFormerCompose):
-            init_compose(module, compose_init_std(self.config), type(self))
+            init_compose(module, compose_init_std(self.config))
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The attention implementation to use: just the named one, or `DEFAULT_ATTENTION` when none is named.

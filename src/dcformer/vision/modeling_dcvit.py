@@ -347,7 +347,7 @@ class DCViTPreTrainedModel(PreTrainedModel):
         elif isinstance(module, DCFormerCompose):
             std, size = compose_init_std(self.config), self.config.hidden_size + module.heads_per_group
             std["gate_proj.weight"] = self.config.compose_gate_init * math.sqrt(2 / size)
-            init_compose(module, std, type(self))
+            init_compose(module, std)
         else:
             super()._init_weights(module)
 
