@@ -18,7 +18,7 @@ from .heads_dcformer import MAP_FIELDS
 
 # With head embeddings: the seeds of queries, keys and values are whole on every device, each head's embeddings are not.
 _EMBEDDINGS_PLAN = {
-    "layers.*.self_attn": "local_params",
+    "layers.*.self_attn": "dcformer_local_parameters",
     "layers.*.self_attn.q_proj": "dcformer_seed",
     "layers.*.self_attn.k_proj": "dcformer_seed",
     "layers.*.self_attn.v_proj": "dcformer_seed",
@@ -37,7 +37,7 @@ _PLAN = {
     "layers.*.self_attn.v_proj": "colwise",
     "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
     "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-    "layers.*.self_attn.compose": "local_params",
+    "layers.*.self_attn.compose": "dcformer_local_parameters",
     "layers.*.self_attn.compose.dw1_proj": "colwise",
     "layers.*.self_attn.compose.gate_proj": "colwise",
     "layers.*.self_attn.compose.qkw": "colwise",
@@ -131,6 +131,17 @@ def _block(row: Sequence[int], rank: int, size: int) -> list[int] | None:
     return part if all(0 <= head < heads // size for head in part) else None
 
 
+class LocalParameters(TensorParallelLayer):
+    """The style of a module that computes with what each device has of its own parameters, as plain tensors.
+
+    What is split is said of each parameter. The library has the same since Transformers 5.23, as "local_params".
+    """
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        """Always."""
+        return True
+
+
 class SplitHeadMap(TensorParallelLayer):
     """The style of a `HeadMap`: each device keeps its block of the query heads, and the heads that these read."""
 
@@ -186,6 +197,7 @@ class ReplicatedForColumns(TensorParallelLayer):
 
 
 _STYLES = {
+    "dcformer_local_parameters": LocalParameters(),
     "dcformer_replicated_for_columns": ReplicatedForColumns(),
     "dcformer_head_map": SplitHeadMap(),
     "dcformer_seed": Seed(),
@@ -193,4 +205,11 @@ _STYLES = {
 for _name, _style in _STYLES.items():
     ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]  # annotated as a registry of functions
 
-__all__ = ["ReplicatedForColumns", "Seed", "SplitHeadMap", "check_tensor_parallel", "tensor_parallel_plan"]
+__all__ = [
+    "LocalParameters",
+    "ReplicatedForColumns",
+    "Seed",
+    "SplitHeadMap",
+    "check_tensor_parallel",
+    "tensor_parallel_plan",
+]
