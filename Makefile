@@ -78,8 +78,9 @@ test-distributed: $(STAMP) ## run the tests that start two processes (gloo, on C
 
 # An environment of its own, of 6 GB: of the lowest torch the package index has only the CUDA build, and that build does
 # not load without its CUDA libraries.
-test-min: build/constraints-min.txt ## run test-fast, compile models and kernels with the lowest versions that pyproject.toml allows
+test-min: build/constraints-min.txt ## run test-fast and test-distributed, compile models and kernels with the lowest versions allowed
 	$(MAKE) --no-print-directory test-fast VENV=.venv-min EXTRAS=dev CONSTRAINTS=$<
+	$(MAKE) --no-print-directory test-distributed VENV=.venv-min EXTRAS=dev CONSTRAINTS=$<
 	$(MAKE) --no-print-directory test-kernel-tools VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< KERNEL_TOOLS=$(KERNEL_JIT)
 	$(MAKE) --no-print-directory test-kernels VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< ARGS='-k "$(TRACED)"'
 

@@ -186,6 +186,14 @@ def test_a_loader_that_draws_its_order_continues_bit_for_bit(shuffle, tmp_path):
     assert run(DataLoader, **options).losses == straight.losses and seen == order
 
 
+def test_each_pass_over_a_loader_has_an_order_of_its_own():
+    loader = DataLoader(list(tokens(24, 16)), 24, shuffle=True)
+    stream = batch_iterator(loader, 1, seed=0)()
+    with pytest.warns(UserWarning, match="has ended after 1 batches and is repeated"):
+        first, second, third = (next(stream)["input_ids"] for _ in range(3))
+    assert not first.equal(second) and not second.equal(third) and first.sum() == second.sum() == third.sum()
+
+
 def test_an_interrupted_search_continues_bit_for_bit(tmp_path, capsys):
     def interrupted():
         yield from batches(4)

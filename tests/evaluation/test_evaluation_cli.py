@@ -477,8 +477,8 @@ def test_converted_encoder_decoders_keep_the_class_that_lm_eval_chooses(work, lm
 
 
 @pytest.mark.parametrize("compose_key", [True, "uncached"])
-@pytest.mark.parametrize("is_folder", [True, False])
-def test_models_that_no_cache_has_room_for_generate_without(compose_key, is_folder, work, lm_eval):
+@pytest.mark.parametrize("given", ["folder", "model", "compiled"])
+def test_models_that_no_cache_has_room_for_generate_without(compose_key, given, work, lm_eval):
     """lm-eval asks for a cache, in which composition weights of keys would be missing at the second token."""
     from dcformer.evaluation.sharing import SharingHFLM
 
@@ -488,13 +488,15 @@ def test_models_that_no_cache_has_room_for_generate_without(compose_key, is_fold
     randomise(convert_attention(model.eval(), compose_key=compose_key)).save_pretrained(work / "model")
     ids, used = torch.arange(4, 9)[None], []
     expected = model.generate(ids, max_length=8, use_cache=False, do_sample=False)
-    source = "model" if is_folder else model
+    source = {"folder": "model", "model": model, "compiled": torch.compile(model, backend="eager")}[given]
     loaded = SharingHFLM(pretrained=source, tokenizer=tokenizer, device="cpu", dtype="float32")
     loaded.model.model.register_forward_pre_hook(
         lambda _, __, kwargs: used.append(kwargs["use_cache"]), with_kwargs=True
     )
     assert torch.equal(loaded._model_generate(ids, max_length=8, stop=[]), expected)
     assert used == [compose_key == "uncached"] * 3
+    if given != "folder":
+        assert torch.equal(model.generate(ids, max_length=8, use_cache=False, do_sample=False), expected)
     other = copy.deepcopy(loaded.model)  # generates with its own parameters
     other.lm_head.weight.data.zero_()
     assert not torch.equal(other.generate(ids, max_length=8, do_sample=False), expected)

@@ -86,28 +86,42 @@ def test_killed_after_the_last_checkpoint(arguments, lost, tmp_path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "more"),
-    [(6, []), (6, ["--gradient_accumulation_steps", "2", "--packing", "--max_length", "64"]), (40, [])],
+    ("rows", "first", "more"),
+    [
+        (6, 7, []),
+        (6, 7, ["--gradient_accumulation_steps", "2", "--packing", "--max_length", "64"]),
+        (40, 7, []),
+        (8, 6, ["--save_strategy", "epoch", "--eval_strategy", "epoch", "--eval_rows", "2"]),  # where a pass has ended
+    ],
     ids=str,
 )
-def test_a_stream_of_several_passes_is_resumed_in_its_pass(rows, more, tmp_path, monkeypatch):
+def test_a_stream_of_several_passes_is_resumed_in_its_pass(rows, first, more, tmp_path, monkeypatch):
     """Of three batches a pass, or fewer, or more than there are steps; of which there may be more than at first."""
     monkeypatch.chdir(REPOSITORY)
     lines = (REPOSITORY / "examples" / "data" / "text_test.jsonl").read_text().splitlines()[:rows]
     (tmp_path / "few.jsonl").write_text("\n".join(lines) + "\n")
-    flags = ["--model_name_or_path", "checkpoints/dcformer-synthetic", "--data", str(tmp_path / "few.jsonl"), *more]
+    flags = ["--model_name_or_path", "checkpoints/dcformer-synthetic", "--data", str(tmp_path / "few.jsonl")]
     flags += ["--streaming", "--use_cpu", "--per_device_train_batch_size", "2", "--report_to", "none"]
     flags += ["--logging_steps", "1", "--save_steps", "1", "--learning_rate", "1e-3", "--lr_scheduler_type", "constant"]
+    flags += more
     finetune.main([*flags, "--output_dir", str(tmp_path / "whole"), "--max_steps", "11"])
     part = [*flags, "--output_dir", str(tmp_path / "part")]
-    finetune.main([*part, "--max_steps", "7"])
+    finetune.main([*part, "--max_steps", str(first)])
     for name in ("model.safetensors", "trainer_state.json"):
         (tmp_path / "part" / name).unlink()
     finetune.main([*part, "--max_steps", "11", "--resume_from_checkpoint", "last"])
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "part"))
     assert all(whole[name].equal(resumed[name]) for name in whole)
-    losses = [[entry["loss"] for entry in history(tmp_path / name) if "loss" in entry] for name in ("whole", "part")]
-    assert losses[0] == losses[1] and len(losses[0]) == 11
+    losses = [
+        [
+            (entry["step"], key, entry[key])
+            for entry in history(tmp_path / name)
+            for key in entry
+            if key.endswith("loss")
+        ]
+        for name in ("whole", "part")
+    ]
+    assert losses[0] == losses[1] and sum(key == "loss" for _, key, _ in losses[0]) == 11
 
 
 @pytest.mark.slow

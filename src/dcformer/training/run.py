@@ -19,6 +19,7 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TrainerCallback,
     TrainerState,
     set_seed,
 )
@@ -244,7 +245,7 @@ def _make_trainer(
     )  # a resumed run has this evaluation in its history
     text_config = model.config.get_text_config()
     size = text_config.vocab_size
-    callbacks = [SetupRecord(setup), *([_EarlyStopping(patience)] if patience is not None else [])]
+    callbacks = [SetupRecord(setup), _OneEvaluation(), *([_EarlyStopping(patience)] if patience is not None else [])]
     with refused(ValueError, RuntimeError, ImportError, TemplateError):
         trainer = _Trainer(
             model=model,
@@ -297,6 +298,15 @@ class _EarlyStopping(EarlyStoppingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+
+
+class _OneEvaluation(TrainerCallback):
+    """Evaluates no step twice: a stream that is resumed where a pass had ended reaches that end again."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        last = [entry for entry in state.log_history if entry["step"] == state.global_step]
+        if any(name.startswith("eval_") for entry in last for name in entry):
+            control.should_evaluate = False
 
 
 class _Trainer(SFTTrainer):
