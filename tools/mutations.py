@@ -3219,6 +3219,19 @@ _MODULES = [
             "if False:",
             "tests/scaling/test_scaling_points.py::test_converted_models_are_refused",
         ),
+        (
+            "operations of short rows are counted at the context",
+            "length = _mean_length(tokens, history, last)",
+            "length = config and config.max_position_embeddings",
+            "tests/scaling/test_scaling_points.py::test_operations_are_counted_at_the_length_of_rows",
+            "tests/scaling/test_scaling_main.py::test_a_folder_of_short_rows_gives_the_factor_of_its_table",
+        ),
+        (
+            "a row is as long as all of a step",
+            "round(tokens * steps / (last * rows))",
+            "round(tokens / last)",
+            "tests/scaling/test_scaling_points.py::test_the_librarys_trainer_tells_the_length_of_rows",
+        ),
     ),
     *_in(
         "training",

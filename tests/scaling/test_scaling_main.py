@@ -1,12 +1,14 @@
 """`python -m dcformer.scaling`: the paper's table 4, and what the command refuses."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY
+from helpers import PLAIN, REPOSITORY, tiny_config
 
+from dcformer.analysis import num_parameters, training_flops
 from dcformer.scaling.__main__ import main
 
 TABLE_4 = REPOSITORY / "docs" / "scaling" / "table4.csv"
@@ -54,6 +56,40 @@ def test_counted_operations_come_first(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "C (flops)" in out and "paying for them" in out and "One slope for both families" in out
     assert "| 2.00 |" in out  # 0.05 nats, where 0.1 are 4 times the compute
+
+
+def test_a_folder_of_short_rows_gives_the_factor_of_its_table(tmp_path, capsys):
+    """Rows of 32 tokens in a context of 2048, at which composition would count 64 times too much. Without the speeds
+    that tell how long rows were, the folder says that it counts no operations."""
+    rows = []
+    for family, composition, gain in (("b", PLAIN, 0.0), ("v", {}, 0.04)):
+        for width in (32, 48, 64, 96):
+            config = tiny_config(hidden_size=width, max_position_embeddings=2048, **composition)
+            tokens, loss = 1000 * width**2, 9 - 0.5 * math.log(width) - gain
+            history = [
+                {"step": 100, "eval_loss": loss},
+                {"step": 100, "train_samples_per_second": tokens / 32 / 50, "train_steps_per_second": 2.0},
+            ]
+            run = tmp_path / "runs" / family / str(width)
+            config.save_pretrained(run)
+            state = {"global_step": 100, "num_input_tokens_seen": tokens, "log_history": history}
+            (run / "trainer_state.json").write_text(json.dumps(state))
+            rows.append(f"{family},{num_parameters(config)},{tokens},{loss},{training_flops(config, 32) * tokens}\n")
+    file = tmp_path / "runs.csv"
+    file.write_text("family,parameters,tokens,loss,flops\n" + "".join(rows))
+    names = ["--baseline", "b", "--variant", "v"]
+    factors = []
+    for source in (file, file.with_suffix("")):
+        main([str(source), *names])
+        factors.append(re.search("One slope.*", capsys.readouterr().out)[0])
+    assert factors[0] == factors[1]
+
+    for run in (tmp_path / "runs").glob("*/*/trainer_state.json"):
+        state = json.loads(run.read_text())
+        del state["log_history"][1]
+        run.write_text(json.dumps(state))
+    main([str(tmp_path / "runs"), *names])
+    assert "C (6nd) leaves out what composition computes; without flops" in capsys.readouterr().out
 
 
 def table(tmp_path, losses, loss_of_variant, head=""):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from helpers import PLAIN, tiny_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, HeadSystemsConfig, HeadSystemsForCausalLM
 from dcformer.analysis import num_parameters, training_flops
@@ -102,15 +102,19 @@ def test_bad_tables(tmp_path):
         read_points(tmp_path / "missing.csv")
 
 
-def state_of(counts, loss=3.0, last=None, setup=None):
-    """A trainer's state: tokens counted at steps, and an evaluation before and after."""
+def state_of(counts, loss=3.0, last=None, setup=None, speeds=None):
+    """A trainer's state: tokens counted at steps, an evaluation before and after, rows and steps a second."""
     last = last or max(counts)
     history = [{"eval_loss": 9.0, "eval_num_tokens": 0.0, "step": 0}]
     history += [{"loss": 5.0, "num_tokens": float(count), "step": step} for step, count in counts.items()]
     callbacks = {"SetupRecord": {"args": {"setup": setup}, "attributes": {}}} if setup else {}
+    history += [{"eval_loss": loss, "step": last}]
+    if speeds:
+        rows, steps = speeds
+        history += [{"train_samples_per_second": rows, "train_steps_per_second": steps, "step": last}]
     return {
         "global_step": last,
-        "log_history": [*history, {"eval_loss": loss, "step": last}],
+        "log_history": history,
         "num_input_tokens_seen": 0,
         "stateful_callbacks": callbacks,
     }
@@ -122,12 +126,15 @@ def write(run, state, config=None):
     (run / "trainer_state.json").write_text(json.dumps(state))
 
 
+PACKED = {"seed": 4, "max_length": 64, "packing": True}
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Two runs as our trainers leave them, one with a checkpoint below it."""
     for family, loss in (("plain", 3.0), ("composed", 2.9)):
         for run in (tmp_path / family / "small", tmp_path / family / "small" / "checkpoint-5"):
-            write(run, state_of({5: 500, 10: 1000}, loss, setup={"seed": 4, "max_length": 64}))
+            write(run, state_of({5: 500, 10: 1000}, loss, setup=PACKED))
     return tmp_path
 
 
@@ -162,7 +169,7 @@ def test_what_others_add_to_a_model_counts(tmp_path):
     """Head systems by their own costs; of a variant of ours, whose costs nobody knows, the model itself is counted."""
     fields = {name: value for name, value in tiny_config(**PLAIN).to_dict().items() if name != "model_type"}
     config = HeadSystemsConfig(**fields, head_system="collaborative")
-    write(tmp_path / "heads" / "small", state_of({5: 500, 10: 1000}, setup={"seed": 4, "max_length": 64}), config)
+    write(tmp_path / "heads" / "small", state_of({5: 500, 10: 1000}, setup=PACKED), config)
     (point,) = read_points(tmp_path)
     model = HeadSystemsForCausalLM(config)
     assert point.parameters == model.num_parameters() != num_parameters(config)
@@ -203,15 +210,56 @@ TOKENS = {
 @pytest.mark.parametrize("name", TOKENS)
 def test_tokens_of_a_resumed_run(name, tmp_path):
     counts, last, expected = TOKENS[name]
-    write(tmp_path / "plain" / "small", state_of(counts, last=last))
+    write(tmp_path / "plain" / "small", state_of(counts, last=last, setup=PACKED))
     (point,) = read_points(tmp_path)
     assert point.tokens == pytest.approx(expected, abs=1e-6)
-    assert point.flops == pytest.approx(training_flops(tiny_config()) * expected)
+    assert point.flops == pytest.approx(training_flops(tiny_config(), 64) * expected)
 
 
 def test_a_counter_that_goes_on(tmp_path):
     write(tmp_path / "plain" / "small", state_of({5: 500, 10: 500}) | {"num_input_tokens_seen": 1100})
     assert read_points(tmp_path)[0].tokens == 1100
+
+
+LENGTHS = {  # what a run recorded of its rows, its rows and steps a second, and the length that is counted
+    "rows shorter than the context": (None, (160.0, 20.0), 10.0),
+    "rows truncated at more than they have": ({"max_length": 64, "packing": False}, (40.0, 20.0), 40.0),
+    "packed": (PACKED, (160.0, 20.0), 64),
+    "packed up to the context": ({"max_length": None, "packing": True}, None, 128),
+    "not told": (None, None, None),
+    "truncated rows, not told": ({"max_length": 64, "packing": False}, None, None),
+    "too slow for thousandths": (None, (0.072, 0.009), None),
+    "speeds that are none": (None, (None, math.nan), None),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_operations_are_counted_at_the_length_of_rows(name, tmp_path):
+    """At the context's, attention over keys that no row had would count; not told, a run has no such number."""
+    setup, speeds, length = LENGTHS[name]
+    config = tiny_config(max_position_embeddings=128)
+    write(tmp_path / "plain" / "small", state_of({5: 400, 10: 800}, setup=setup, speeds=speeds), config)
+    (point,) = read_points(tmp_path)
+    expected = None if length is None else pytest.approx(training_flops(config, length) * 800)
+    assert point.flops == expected
+
+
+@pytest.mark.parametrize(("rows", "length"), [(24, {"max_steps": 3}), (20, {"num_train_epochs": 2})])
+def test_the_librarys_trainer_tells_the_length_of_rows(rows, length, tmp_path):
+    """With steps of two batches, and a last one in each epoch that is short."""
+    config, run = tiny_config(max_position_embeddings=256), tmp_path / "plain" / "small"
+    arguments = TrainingArguments(
+        str(run), **length, per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True,
+        include_num_input_tokens_seen="all", report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    row = {"input_ids": torch.arange(16), "labels": torch.arange(16)}
+    trainer = Trainer(DCFormerForCausalLM(config), arguments, train_dataset=[row] * rows, eval_dataset=[row])
+    trainer.train()
+    trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    (point,) = read_points(tmp_path)
+    assert point.flops == pytest.approx(training_flops(config, 16) * point.tokens, rel=1e-3)
 
 
 OTHER_SIZES = {

@@ -30,6 +30,7 @@ _NUMBERS = ("parameters", "embedding_parameters", "tokens", "flops", "loss")
 _NEEDED = ("family", "parameters", "tokens", "loss")
 _LARGEST_LOSS = 20.0  # nats; ln(vocabulary) of the largest vocabularies is below 13
 _UNKNOWN_SEED = -1
+_SLOWEST = 0.01  # steps a second, of which rounding to thousandths takes 5 % at most
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def read_points(path: str | Path, perplexity: bool = False, mixed_tokens: bool =
 
     Args:
         path: a CSV file with columns family, parameters, tokens, loss and perhaps embedding_parameters, flops, seed; or
-            a folder `<family>/<any name>/` of trainers' outputs. Those of other architectures have no flops.
+            a folder `<family>/<any name>/` of trainers' outputs. Those of other architectures have no flops, nor have
+            those that do not tell how long their rows were.
         perplexity: losses are perplexities; their logarithm is taken.
         mixed_tokens: runs of one size may differ in tokens; each number of tokens then counts as a size.
 
@@ -245,6 +247,10 @@ def _of_trainer(folder: Path, state_file: Path, perplexity: bool) -> Point:
         setup = _part(setup, state_file, key, dict, {})
     seed = _part(setup, state_file, "seed", int, _UNKNOWN_SEED)
     length = _part(setup, state_file, "max_length", int | None, None)
+    if not _part(setup, state_file, "packing", bool, False):  # rows are as long as they are, and no longer
+        length = _mean_length(tokens, history, last)
+    elif length is None and config is not None:
+        length = config.max_position_embeddings
     point = Point(
         family=run.relative_to(folder).parts[0],
         parameters=parameters,
@@ -254,7 +260,7 @@ def _of_trainer(folder: Path, state_file: Path, perplexity: bool) -> Point:
         seed=seed,
         source=str(run),
     )
-    if config is not None:
+    if config is not None and length is not None:
         point = replace(point, flops=count_training_flops(config, length) * tokens)
     return _checked(point)
 
@@ -325,6 +331,22 @@ def _final_loss(history: list[Any], last: int, run: Path) -> tuple[str, Any]:
             "eval_results.json or in the history of trainer_state.json"
         )
     return f"{run / 'trainer_state.json'}, eval_loss", found[-1]["eval_loss"]
+
+
+def _mean_length(tokens: float, history: list[Any], last: int) -> int | None:
+    """Tokens of a run's mean row, rounded; None where its history does not tell how many rows a step had.
+
+    The speeds that trainers log at their end tell it, as rows and steps a second; both are rounded to thousandths.
+    """
+    found = [entry for entry in history if isinstance(entry, dict) and "train_steps_per_second" in entry]
+    if not found or not last:
+        return None
+    speeds: list[Any] = [found[-1].get(f"train_{what}_per_second") for what in ("samples", "steps")]
+    for speed in speeds:
+        if not isinstance(speed, int | float) or not _SLOWEST <= speed < math.inf:
+            return None
+    rows, steps = speeds
+    return max(1, round(tokens * steps / (last * rows)))
 
 
 def _tokens(state: Mapping[str, Any], history: list[Any], last: int, run: Path) -> float:
