@@ -6,7 +6,8 @@ of the loss.
 
 The unit is the size. A law is fitted to the means of sizes, each with the same weight, and its errors come from how
 far these lie from it. What a law misses at a size, all seeds of that size share: more seeds make the means better, but
-say nothing of the law, so they add no degrees of freedom.
+say nothing of the law, so they add no degrees of freedom. All sizes share one scatter: where noise falls with size, the
+intervals of the smallest are too short.
 """
 
 import math
