@@ -4,6 +4,7 @@ import copy
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny_config
@@ -103,9 +104,11 @@ def test_own_ratios_and_what_is_refused():
     rates = {group["name"]: group["lr"] for group in parameter_groups(model, 1e-3, ratios=0.1)}
     assert all(rate == pytest.approx(1e-4 if name.startswith("compose.") else 1e-3) for name, rate in rates.items())
     assert "compose.gate_proj" in rates and "vectors" in rates
-    for one_rate in ({}, None, 1):
+    for one_rate in ({}, None, 1, np.float32(1), np.int64(1)):
         assert {group["lr"] for group in parameter_groups(model, 1e-3, ratios=one_rate)} == {1e-3}
-    for ratios in ("rule", True, [0.1]):
+    of_numpy = parameter_groups(model, np.float32(1e-3), np.float32(0.1), ratios=np.float32(0.1))
+    assert {type(group[name]) for group in of_numpy for name in ("lr", "weight_decay")} == {float}  # torch.load's
+    for ratios in ("rule", True, np.True_, np.float32(math.nan), np.float32(math.inf), [0.1]):
         with pytest.raises(ValueError, match=re.escape(f"ratios={ratios!r}: expected a number above 0, 'initial'")):
             parameter_groups(model, 1e-3, ratios=ratios)
     for lr in (0, -1e-3, math.nan, math.inf, None, "1e-3"):

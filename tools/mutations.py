@@ -3260,6 +3260,16 @@ _MODULES = [
         ),
     ),
     *_in(
+        "training",
+        "optimization.py",
+        (
+            "numbers of NumPy are no rates",
+            "return isinstance(value, Real) and",
+            "return isinstance(value, int | float) and",
+            "tests/test_optimization.py::test_own_ratios_and_what_is_refused",
+        ),
+    ),
+    *_in(
         "scaling",
         "scaling/points.py",
         (
@@ -4091,6 +4101,12 @@ _DHA = [
     *_in(
         "dha",
         "dha/plan.py",
+        (
+            "a plan of a ratio of NumPy's cannot be saved",
+            'object.__setattr__(self, "kv_ratio", float(self.kv_ratio))',
+            'object.__setattr__(self, "kv_ratio", self.kv_ratio)',
+            DHA_SEARCH + "test_a_ratio_may_be_a_number_of_numpy",
+        ),
         (
             "maps of a grouped-query source by query head",
             "for head in self.source.head_map(layer, kind)])",

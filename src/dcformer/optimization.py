@@ -7,6 +7,7 @@ a tenth was ahead on one and gained nothing on two, rates in proportion to the i
 import math
 import re
 from collections.abc import Iterator
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Literal, TypeGuard
 
@@ -95,7 +96,7 @@ def names_without_decay(model: nn.Module) -> set[str]:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def parameter_groups(
@@ -156,7 +157,7 @@ def parameter_groups(
     groups: dict[tuple[str, float], dict[str, Any]] = {}
 
     def add(group: str, parameter: nn.Parameter, ratio: float, decay: float) -> None:
-        new = {"name": group, "params": [], "lr": lr * ratio, "weight_decay": decay}
+        new = {"name": group, "params": [], "lr": float(lr) * float(ratio), "weight_decay": float(decay)}
         groups.setdefault((group, ratio), new)["params"].append(parameter)
 
     for path, parameter in model.named_parameters():

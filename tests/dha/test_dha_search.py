@@ -8,6 +8,7 @@ import sys
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -503,6 +504,12 @@ def test_a_uniform_plan_of_a_folder_is_that_of_its_model(tmp_path):
 def test_ratios_outside_are_refused(ratio):
     with pytest.raises(DCFormerError, match="kv_ratio"):
         dha.search(make("llama"), ratio, progress=False)
+
+
+def test_a_ratio_may_be_a_number_of_numpy(tmp_path):
+    plan = dha.search(make("llama"), np.float32(0.5), progress=False)
+    plan.save(tmp_path / "plan.json")
+    assert HeadPlan.load(tmp_path / "plan.json") == plan == dha.search(make("llama"), 0.5, progress=False)
 
 
 def test_arguments_of_search_are_checked():

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ class HeadPlan:
 
     def __post_init__(self) -> None:
         check_ratio(self.kv_ratio)
+        object.__setattr__(self, "kv_ratio", float(self.kv_ratio))  # JSON knows no numbers of NumPy
         check_seed(self.seed)
         for kind in KINDS:
             parts = self.key_groups if kind == "key" else self.value_groups
@@ -292,7 +294,7 @@ def check_seed(seed: int) -> None:
 
 def check_ratio(kv_ratio: float) -> None:
     """Refuses a ratio outside (0, 1]."""
-    if not isinstance(kv_ratio, int | float) or isinstance(kv_ratio, bool) or not 0 < kv_ratio <= 1:
+    if not isinstance(kv_ratio, Real) or isinstance(kv_ratio, bool) or not 0 < kv_ratio <= 1:
         raise DCFormerError(f"kv_ratio={kv_ratio!r} must be above 0 and at most 1: the share of the heads to keep.")
 
 
