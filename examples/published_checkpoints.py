@@ -13,6 +13,7 @@ folders, `--limit` the first items of each task. Needs the extra `[eval]`.
 import argparse
 import hashlib
 import json
+import os
 import re
 import sys
 import tempfile
@@ -318,6 +319,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--memory", action="store_true", help="print what the models take, and stop")
     parser.add_argument("--report", action="store_true", help="print the tables of the results so far, and stop")
     options = parser.parse_args(words)
+    options.models = [os.path.normpath(model) if os.path.isdir(model) else model for model in options.models]
     options.tasks, options.shots = list(dict.fromkeys(options.tasks)), list(dict.fromkeys(options.shots))
     names = [short_name(model) for model in options.models]
     if len(set(names)) < len(names):

@@ -407,6 +407,20 @@ def test_published_checkpoints_say_what_was_measured(tmp_path, capsys):
             published_checkpoints.main(options)
 
 
+@pytest.mark.parametrize("name", ["a/model/", "./a/model", "a//model/."])
+def test_a_folder_has_its_results_however_it_is_written(name, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'dcformer[eval]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(published_checkpoints, "check_input", lambda options, todo: None)
+    for folder in ("a/model", "runs/model"):
+        Path(folder).mkdir(parents=True)
+    content = {"model": "a/model", "dtype": "float16", "limit": None, "data": "x", "acc,none": 0.5}
+    Path("runs/model/piqa_0shot.json").write_text(json.dumps(content))
+    options = ["--output", "runs", "--tasks", "piqa", "--shots", "0"]
+    assert published_checkpoints.main([*options, "--models", name]) == 0
+    assert "| model | 50.0 | 50.0 |" in capsys.readouterr().out
+
+
 def test_the_authors_synthetic_file_is_known(authors_file):
     assert published_checkpoints.digest(authors_file) == published_checkpoints.AUTHORS_FILE
 
