@@ -1,7 +1,7 @@
 """Text with 3 to 12 heads in the same width: what composition adds where heads are many and narrow.
 
     python examples/heads_on_text.py            # what is not in docs/scaling/heads.json yet, then the table
-    python examples/heads_on_text.py --report   # the table of what is done
+    python examples/heads_on_text.py --report   # table and picture of what is done
 
 The models, texts, steps and losses are those of `small_law.py` at widths 48 and 64: plain attention with norms of
 queries and keys and windows in every other layer, and the same with composition. Only the number of heads differs, and
