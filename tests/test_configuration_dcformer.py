@@ -88,7 +88,7 @@ def rope(kind, **fields):
 
 
 NAN, INF = float("nan"), float("inf")
-TEXT = ("2", True, NAN, INF)  # what is no number, or none that is finite
+TEXT = ("2", True, NAN, INF)  # what is not a number, or not a finite one
 ABOVE_0, LENGTH = ("factor", "low_freq_factor", "high_freq_factor"), "original_max_position_embeddings"
 BAD_ROPES = [
     *(("default", {"rope_theta": bad}, f"rope_theta={bad!r} must be a fin") for bad in (NAN, INF, -1.0, True, None)),

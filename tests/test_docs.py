@@ -54,7 +54,7 @@ def headings(page):
 def test_links_lead_to_headings(page):
     for target, anchor in ANCHOR.findall(page.read_text(encoding="utf-8")):
         linked = page.parent / target if target else page
-        assert anchor in headings(linked), f"{page.name} links to {target}#{anchor}, which is no heading there"
+        assert anchor in headings(linked), f"{page.name} links to {target}#{anchor}, which is not a heading there"
 
 
 def test_readme_names_the_make_targets():

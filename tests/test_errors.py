@@ -105,7 +105,7 @@ def test_a_bug_keeps_its_traceback(command, arguments, place, kind, model, tmp_p
 
 
 def test_why_a_name_was_not_found(tmp_path):
-    """Something that is there, or an error of another kind, is no missing folder."""
+    """Something that is there, or an error of another kind, is not a missing folder."""
     assert loading_reason(tmp_path / "no", OSError("no\nnet")).startswith("no such file or folder, and")
     assert loading_reason(tmp_path / "no", OSError("no\nnet")).endswith(" either: no net")
     assert loading_reason(tmp_path, OSError("no net")) == loading_reason("no", ValueError("no net")) == "no net"

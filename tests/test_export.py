@@ -178,7 +178,7 @@ def test_refuses_what_has_no_head_embeddings():
             }
             | NOT_COMPOSED
             | {"head_dim": 4},
-            "hidden_size=20 is no multiple of num_attention_heads=3, as LlamaConfig wants it even with a head_dim",
+            "hidden_size=20 is not a multiple of num_attention_heads=3, as LlamaConfig wants it even with a head_dim",
         ),
     ],
     ids=str,

@@ -1077,7 +1077,7 @@ _CONVERSION = (
         ),
         (
             "a file as output is nothing in the way",
-            'return "is no folder" if os.path.exists(path) else None',
+            'return "is not a folder" if os.path.exists(path) else None',
             "return None",
             T_OUTPUT + "test_existing_output_and_leftovers",
             "tests/publish/test_publish.py::test_bad_models_outputs_and_sizes",
@@ -1121,7 +1121,7 @@ _CONVERSION = (
         "conversion",
         "conversion/verification.py",
         (
-            "NaN is no difference",
+            "NaN is not a difference",
             'nan_to_num(nan=float("inf"), posinf',
             "nan_to_num(nan=0.0, posinf",
             T_VERIFY + "test_special_values",
@@ -3263,7 +3263,7 @@ _MODULES = [
         "training",
         "optimization.py",
         (
-            "numbers of NumPy are no rates",
+            "numbers of NumPy are not rates",
             "return isinstance(value, Real) and",
             "return isinstance(value, int | float) and",
             "tests/test_optimization.py::test_own_ratios_and_what_is_refused",
@@ -3686,7 +3686,7 @@ _MODULES = [
         "modules",
         "modules/finding.py",
         (
-            "what is no tensor is taken for a weight",
+            "what is not a tensor is taken for a weight",
             "weight if isinstance(weight, torch.Tensor) else None)",
             "weight)",
             "tests/modules/test_convert_attention.py::test_projections_without_a_weight_are_quantised_ones",

@@ -59,7 +59,7 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a `forward` with an argument `cache`, which callers may also name `past_key_values`.
 
     From Transformers 5.24 on the latter warns, as in the library's own models. Before, it is the library's name, and so
-    the one in the signature, which PEFT reads. None is no cache by either name.
+    the one in the signature, which PEFT reads. None is not a cache by either name.
 
     Raises:
         ValueError: by what is decorated, on a call with two caches.

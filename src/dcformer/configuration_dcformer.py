@@ -48,7 +48,7 @@ _LAYER_LISTS = ("layer_types", *MAP_FIELDS)  # fields with an entry for each lay
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value is a number that floats can hold; a bool is none."""
+    """Whether a value is a number that floats can hold; a bool is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -229,7 +229,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field. Fewer layers keep the entries of the first; raising the number again restores the others.
 
-        `layer_pattern`, which is no field, sets `layer_types`.
+        `layer_pattern`, which is not a field, sets `layer_types`.
         """
         if name == "layer_pattern" and value is not None:
             name, value = "layer_types", _repeat_pattern(value, self.num_hidden_layers)

@@ -166,8 +166,9 @@ def plain_model(model: DCFormerForCausalLM) -> PreTrainedModel:
         )
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(
-            f"hidden_size={config.hidden_size} is no multiple of num_attention_heads={config.num_attention_heads}, as "
-            f"{config_class.__name__} wants it even with a head_dim: such a model stays one of this package."
+            f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads="
+            f"{config.num_attention_heads}, as {config_class.__name__} wants it even with a head_dim: such a model "
+            "stays one of this package."
         )
     names = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),

@@ -62,7 +62,7 @@ def what_is_in_the_way(path: str | os.PathLike) -> str | None:
     """Why a new folder cannot be made at a path, after "exists and"; None where nothing is, or an empty folder."""
     if os.path.isdir(path):
         return "is not empty" if os.listdir(path) else None
-    return "is no folder" if os.path.exists(path) else None
+    return "is not a folder" if os.path.exists(path) else None
 
 
 def why_not_written(error: OSError) -> str | None:
@@ -71,7 +71,7 @@ def why_not_written(error: OSError) -> str | None:
         place = Path(error.filename)
         for above in (place, *place.parents):
             if above.is_file():
-                return f"{above} is a file, and no folder"
+                return f"{above} is a file, not a folder"
     return error.strerror
 
 

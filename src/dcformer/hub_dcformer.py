@@ -396,7 +396,7 @@ def check_stored_heads(
 
 
 def _mapped_heads(rows: Any) -> list[int] | None:
-    """How many heads each layer's row of a head map reads; None of none, and of what is no map, which others refuse."""
+    """How many heads each layer's row of a head map reads; None without a map, and where others refuse it."""
     try:
         return [max(row) + 1 for row in rows]
     except (TypeError, ValueError):

@@ -47,7 +47,7 @@ def native_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         `compose_act`), and leaves out what the format does not decide (`undecided_fields`).
 
     Raises:
-        ValueError: when keys contradict each other, and on a base of RoPE that is no number.
+        ValueError: when keys contradict each other, and on a base of RoPE that is not a number.
     """
     given = {key: value for key, value in config.items() if key not in _IGNORED}
     take = given.pop

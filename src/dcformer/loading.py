@@ -145,7 +145,7 @@ def refuse_other_parameters(model: Any, model_class: Any) -> None:
         if own.__name__.startswith("FSDP"):  # fully_shard makes a class of FSDPModule and the module's own
             own = own.__bases__[-1]
         if path and own is not type(module):
-            what = f"a {own.__module__}.{own.__name__}" if path in modules else "no module"
+            what = f"a {own.__module__}.{own.__name__}" if path in modules else "not a module"
             raise ValueError(
                 f"{path!r} of the model is {what}, and not the {type(module).__name__} that its configuration makes: "
                 "what something else does cannot be kept. A configuration that was changed since has to be set back."

@@ -101,8 +101,8 @@ class Recipe:
             set. Add it where there is a GPU that has it, as examples/pretrain.py does.
 
         Raises:
-            DCFormerError: for a number that is no positive integer, and when the sequences of a step cannot be shared
-                out; the message names the nearest that can.
+            DCFormerError: for a number that is not a positive integer, and when the sequences of a step cannot be
+                shared out; the message names the nearest that can.
         """
         for name, count in (("devices", devices), ("per_device_train_batch_size", per_device)):
             if type(count) is not int or count < 1:
@@ -149,7 +149,7 @@ def check_overrides(config: DCFormerConfig, names: Collection[str]) -> None:
 
     Args:
         config: made with the arguments.
-        names: theirs. `layer_pattern` and `rope_theta` are no fields, but are read.
+        names: theirs. `layer_pattern` and `rope_theta` are not fields, but are read.
 
     Raises:
         DCFormerError: naming the first unknown one, or one that another leaves without effect.

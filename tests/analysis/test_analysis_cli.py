@@ -107,7 +107,7 @@ def test_one_token_and_the_folder_one_is_in(tmp_path, monkeypatch, no_heavy_impo
     assert main([".", "--text", "tuna", "--output", str(output)]) == 0
 
     def refuse(name):
-        pytest.fail(f"{name} is no JSON")
+        pytest.fail(f"{name} is not JSON")
 
     metrics = json.loads((output / "metrics.json").read_text(), parse_constant=refuse)
     assert list(metrics["diversity"]) == [CHECKPOINT.name]

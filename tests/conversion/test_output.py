@@ -85,7 +85,7 @@ def test_appears_at_the_end(tmp_path):
 
 @pytest.mark.parametrize(
     ("make", "what"),
-    [(filled, "is not empty"), (lambda path: path.write_text("old"), "is no folder")],
+    [(filled, "is not empty"), (lambda path: path.write_text("old"), "is not a folder")],
     ids=["folder", "file"],
 )
 def test_existing_output_and_leftovers(make, what, tmp_path):
@@ -132,7 +132,7 @@ def test_the_old_output_comes_back_when_renaming_fails(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("file/out", "file is a file, and no"), ("file/folder/out", "file is a file, and no folder"), ("n" * 300, "")],
+    [("file/out", "file is a file, not"), ("file/folder/out", "file is a file, not a folder"), ("n" * 300, "")],
 )
 def test_impossible_outputs(name, reason, tmp_path):
     (tmp_path / "file").write_text("old")

@@ -349,8 +349,14 @@ def test_wrong_input_is_one_line(source, tmp_path, capsys):
         ((*fuse, *FUSE, "--length", 513), "--length 513: expected 2 tokens, of which one is predicted, to 512, the mo"),
         ((*fuse, *FUSE, "--batch-size", 0), "--batch-size 0: expected"),
         ((*fuse, *FUSE, "--seed", -1), "seed=-1"),
-        (("search", "--model", source, "--output", tmp_path / "short.txt" / "q.json"), "short.txt is a file, and no"),
-        (("search", "--model", source, "--output", tmp_path / "short.txt" / "a" / "q"), "short.txt is a file, and no"),
+        (
+            ("search", "--model", source, "--output", tmp_path / "short.txt" / "q.json"),
+            "short.txt is a file, not a folder",
+        ),
+        (
+            ("search", "--model", source, "--output", tmp_path / "short.txt" / "a" / "q"),
+            "short.txt is a file, not a folder",
+        ),
         (("search", "--model", source, "--output", "/proc/q.json"), "/proc/q.json cannot be written: No such file"),
         (("fuse", "--model", source, "--plan", source / "config.json", *fuse[5:], *FUSE), "not a plan"),
         (("fold", "--model", source, "--output", tmp_path / "out"), "no plan.json"),

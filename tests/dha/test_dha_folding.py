@@ -592,7 +592,7 @@ def test_a_plan_may_be_a_file(tmp_path):
         lambda: dha.from_plan(model, None),
         lambda: fold_folder(tmp_path / "source", None, tmp_path / "other", progress=False),
     ):
-        with pytest.raises(DCFormerError, match="a NoneType is no plan: give the HeadPlan"):
+        with pytest.raises(DCFormerError, match="a NoneType is not a plan: give the HeadPlan"):
             call()
     with pytest.raises(DCFormerError, match="cannot be read"):
         dha.from_plan(model, tmp_path / "none.json")

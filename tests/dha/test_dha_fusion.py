@@ -407,7 +407,7 @@ def test_a_plan_may_be_a_file_and_a_model_to_train_may_not(tmp_path):
     model.save_pretrained(tmp_path / "source")
     options = {"steps": 1, "closing_steps": 1, "progress": False}
     assert dha.fuse(model, tmp_path / "plan.json", batches(), **options).plan == plan
-    with pytest.raises(DCFormerError, match="a dict is no plan"):
+    with pytest.raises(DCFormerError, match="a dict is not a plan"):
         dha.fuse(model, {}, batches(), **options)
     with pytest.raises(DCFormerError, match=r"source is a folder.*load it first"):
         dha.fuse(tmp_path / "source", plan, batches(), **options)

@@ -76,7 +76,7 @@ def rows(count=24, length=21):
 
 
 def labelled(name, count=24):
-    """Rows of one of `MODELS` that is no language model."""
+    """Rows of one of `MODELS` that is not a language model."""
     generator, rows = torch.Generator().manual_seed(0), []
     for i in range(count):
         picture = {"pixel_values": torch.randn(3, 16, 16, generator=generator)}

@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused(native, tmp_path):
 def test_the_engine_names_no_format():
     """What is special about a format is in its module: names and options of trainers nowhere else, docstrings included.
 
-    Words of the command line and "ocdbt", a driver of TensorStore's, are no names of formats.
+    Words of the command line and "ocdbt", a driver of TensorStore's, are not names of formats.
     """
     options = set().union(*(format.options for format in array_formats())) - {"ocdbt"}
     trainers = "|".join(["maxtext", "pax", *(re.sub("[-_]", "[-_]", option) for option in options)])

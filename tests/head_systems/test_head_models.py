@@ -514,7 +514,7 @@ def test_what_replaced_modules_and_models_of_ones_own_do_is_not_lost():
     del mlp.act_fn
     mlp.act_fn = torch.relu
     with pytest.raises(
-        ValueError, match=r"'model\.layers\.1\.mlp\.act_fn' of the model is no module, and not the SiLU"
+        ValueError, match=r"'model\.layers\.1\.mlp\.act_fn' of the model is not a module, and not the SiLU"
     ):
         to_head_system(model, "plain")
     del mlp.act_fn

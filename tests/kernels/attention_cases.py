@@ -27,7 +27,7 @@ class Case:
     """One call.
 
     `stages`, `sides`: which there are; `offset`: a query is at the key of its number plus this, by default the last one
-    at the last key; `start`, `end`: of each row the first key that is no padding, and the one behind the last;
+    at the last key; `start`, `end`: of each row the first key that is not padding, and the one behind the last;
     `documents`: where they begin, and the end of the last; `chunk`: `problem.FIRST_CHUNK` for this call.
     """
 

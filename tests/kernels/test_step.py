@@ -370,7 +370,7 @@ def test_layers_of_caches_lend_what_the_operator_fills():
 @pytest.mark.parametrize("is_masked", [True, False])
 @torch.no_grad()
 def test_a_ring_is_read_as_it_lies(filled, switches, is_masked):
-    """Bit for bit what the same rows give that are no ring, with the mask in their order."""
+    """Bit for bit what the same rows give that are not a ring, with the mask in their order."""
     window = 11
     attention, _, embedding = make((6, 2, 1, 2, 24, 2, 1), torch.float32, **switches)
     x = torch.randn(2, 1, 32).to(DEVICE)

@@ -725,7 +725,7 @@ def test_projections_without_a_weight_are_quantised_ones(members):
     kind, model = type("Quantised", (Packed,), members), make("llama")
     for layer in model.model.layers:
         layer.self_attn.q_proj = kind(layer.self_attn.q_proj)
-    with pytest.raises(DCFormerError, match=r"projections are quantised \(their weight is no tensor\): pass device"):
+    with pytest.raises(DCFormerError, match=r"projections are quantised \(their weight is not a tensor\): pass device"):
         convert_attention(model)
     before = logits(model, name="llama")
     convert_attention(model, device="cpu", dtype=torch.float32)
@@ -826,7 +826,7 @@ def test_folders_that_cannot_be_loaded(tmp_path):
         DCFormerError, match=r"is of a bert model \(BertConfig\), but ViTModel takes a ViTConfig: give the"
     ):
         from_pretrained_converted(tmp_path / "model", t.ViTModel)
-    with pytest.raises(DCFormerError, match="'AutoModelForMaskedLM' is no class of models: expected an Auto"):
+    with pytest.raises(DCFormerError, match="'AutoModelForMaskedLM' is not a class of models: expected an Auto"):
         from_pretrained_converted(tmp_path / "model", "AutoModelForMaskedLM")
     file, settings = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "config.json"
     written = settings.read_text()
@@ -961,7 +961,7 @@ def test_files_that_are_no_composition(tmp_path):
     whole = {name: tensor.long() for name, tensor in tensors.items()}
     for content, metadata, message in (
         ({"x": torch.zeros(1)}, {}, "is not a composition: save_compose writes one"),
-        (tensors, {"dcmha": "{rank"}, "has settings of composition .* that are no JSON: Expecting"),
+        (tensors, {"dcmha": "{rank"}, "has settings of composition .* that are not JSON: Expecting"),
         (tensors, {"dcmha": "[2]"}, r"has dcmha=\[2\]: expected settings of composition by name"),
         (tensors, {"dcmha": '{"rank": 2}'}, "safetensors: rank unknown: expected some of"),
         (whole, {"dcmha": settings}, r"is damaged: bert\..* is torch\.int64 in it, expected floating point"),

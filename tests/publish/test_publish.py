@@ -305,9 +305,9 @@ def test_bad_models_outputs_and_sizes(tmp_path, capsys, monkeypatch):
     (tmp_path / "config-only" / "operators.safetensors").touch()
     assert "config-only has trained mixtures of heads" in error(tmp_path / "config-only", output)
     assert "exists and is not empty" in error(CHECKPOINT, tmp_path / "full")
-    assert "exists and is no folder" in error(CHECKPOINT, tmp_path / "file")
+    assert "exists and is not a folder" in error(CHECKPOINT, tmp_path / "file")
     message = error(CHECKPOINT, tmp_path / "file" / "hub")
-    assert f"hub cannot be written: {tmp_path / 'file'} is a file, and no folder." in message
+    assert f"hub cannot be written: {tmp_path / 'file'} is a file, not a folder." in message
     assert "max_shard_size='many' is not understood" in error(CHECKPOINT, output, "--max_shard_size", "many")
     shutil.copytree(CHECKPOINT, tmp_path / "damaged")
     (tmp_path / "damaged" / "tokenizer.json").write_text("{}")

@@ -342,7 +342,7 @@ def test_pretrain_streams_from_a_preset(tmp_path):
 
 
 def test_overrides_of_the_command_line_are_added_to_those_of_the_file(tmp_path):
-    """They win field by field, as do layer_pattern and rope_theta, which are no fields."""
+    """They win field by field, as do layer_pattern and rope_theta, which are not fields."""
     overrides = '{"num_hidden_layers": 2, "layer_pattern": "LG", "rope_theta": 5e4}'
     flags = ["--config", "examples/configs/pretrain_tiny.yaml", "--config_overrides", overrides, *QUICK]
     trainer, _ = prepare_pretraining([*flags, "--max_steps", "1", "--output_dir", str(tmp_path)])

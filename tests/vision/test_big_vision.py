@@ -254,8 +254,8 @@ def test_what_is_no_checkpoint_of_it(changes, message):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda whole: b"not an archive", "it is no zip archive, or its end is missing"),
-        (lambda whole: whole[: len(whole) // 2], "it is no zip archive, or its end is missing"),
+        (lambda whole: b"not an archive", "it is not a zip archive, or its end is missing"),
+        (lambda whole: whole[: len(whole) // 2], "it is not a zip archive, or its end is missing"),
         (lambda whole: whole[:20_000] + bytes(400) + whole[20_400:], "Bad CRC-32"),
         (lambda whole: whole.replace(b"), }", b" , }"), "EOF in multi-line statement"),
     ],
@@ -271,7 +271,7 @@ def test_damaged_files(tmp_path, damage, message):
 
 def test_no_file_of_arrays(tmp_path):
     np.save(tmp_path / "x.npy", np.zeros(3))
-    with pytest.raises(ConversionError, match=r"x\.npy cannot be read as a \.npz file: it is no zip archive"):
+    with pytest.raises(ConversionError, match=r"x\.npy cannot be read as a \.npz file: it is not a zip archive"):
         convert_big_vision(tmp_path / "x.npy")
     with pytest.raises(ConversionError, match="cannot be read"):
         convert_big_vision(tmp_path / "absent.npz")

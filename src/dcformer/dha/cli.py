@@ -175,7 +175,7 @@ def _remove_without_state(folder: Path) -> None:
 
 
 def _search(options: argparse.Namespace) -> str:
-    _settle_length(options, has_rows=options.score in TRAINED_SCORES)
+    _set_default_length(options, has_rows=options.score in TRAINED_SCORES)
     record = Path(options.output).with_name(f".{Path(options.output).name}.given")
     if Path(options.output).exists() and not options.overwrite and not record.exists():
         raise DCFormerError(f"{options.output} exists: choose another --output, or give --overwrite.")
@@ -204,7 +204,7 @@ def _search(options: argparse.Namespace) -> str:
 
 
 def _fuse(options: argparse.Namespace) -> str:
-    _settle_length(options)
+    _set_default_length(options)
     output = Path(options.output)
     if _is_done(options, output / _GIVEN):
         return f"{output} exists already, from the same arguments"
@@ -307,7 +307,7 @@ def _is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def _settle_length(options: argparse.Namespace, has_rows: bool = True) -> None:
+def _set_default_length(options: argparse.Namespace, has_rows: bool = True) -> None:
     """Sets `--length` where it is not given, before it is compared with that of an earlier call; checked with rows.
 
     Raises:

@@ -80,7 +80,7 @@ def batch_iterator(data: Any, batch_size: int, seed: int) -> Callable[[], Iterat
         a function that starts over. Data that ends is repeated, with a warning.
 
     Raises:
-        DCFormerError: when it is no such data, there are no batches, rows differ in length, or data that has ended
+        DCFormerError: when it is not such data, there are no batches, rows differ in length, or data that has ended
             cannot be iterated again.
     """
     if isinstance(data, str | os.PathLike) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):

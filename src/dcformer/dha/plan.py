@@ -282,7 +282,7 @@ def as_plan(plan: HeadPlan | str | os.PathLike) -> HeadPlan:
     if isinstance(plan, str | os.PathLike):
         return HeadPlan.load(plan)
     if not isinstance(plan, HeadPlan):
-        raise DCFormerError(f"a {type(plan).__name__} is no plan: give the HeadPlan that search made, or its file.")
+        raise DCFormerError(f"a {type(plan).__name__} is not a plan: give the HeadPlan that search made, or its file.")
     return plan
 
 
@@ -299,7 +299,7 @@ def check_ratio(kv_ratio: float) -> None:
 
 
 def check_blocks(head_blocks: int) -> None:
-    """Refuses what is no number of blocks."""
+    """Refuses what is not a number of blocks."""
     if not isinstance(head_blocks, int) or isinstance(head_blocks, bool) or head_blocks < 1:
         raise DCFormerError(f"head_blocks={head_blocks!r} must be a whole number of at least 1: 1 for no blocks.")
 

@@ -76,7 +76,9 @@ class Collaborative(HeadSystem):
         """
         s, repeats = self.sizes, self.sizes.num_heads // self.sizes.num_kv_heads
         if self.keeps_biases and self.content_bias is not None:
-            raise ValueError("content_bias=True: under RoPE or qk_norm b_Q is no such bias; use False, which keeps it.")
+            raise ValueError(
+                "content_bias=True: under RoPE or qk_norm b_Q is not such a bias; use False, which keeps it."
+            )
         if self.content_bias is None and not self.keeps_biases and q.bias is not None and q.bias.any():
             raise ValueError(
                 "content_bias=False: the queries' biases would be lost; use True, which keeps what they do."

@@ -45,7 +45,7 @@ class HeadSystemOptions:
         """Options from a dictionary, as configurations store them.
 
         Raises:
-            ValueError: on an unknown option, and on what is no dictionary.
+            ValueError: on an unknown option, and on what is not a dictionary.
         """
         options = {} if options is None else options
         if not isinstance(options, Mapping):

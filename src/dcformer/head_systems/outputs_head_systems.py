@@ -114,15 +114,17 @@ def collected(tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | 
 def finished(model: Any, output_class: type, outputs: Any, share: Any = 1) -> Any:
     """Outputs of a head with what the decoder's systems have to say, and a share of their loss in its loss."""
     decoder = model.base_model
-    said, decoder._extras = decoder._extras, {}
-    return with_loss(output_class, outputs, said, [layer.self_attn.system for layer in decoder.layers], share)
+    fields, decoder._extras = decoder._extras, {}
+    return with_loss(output_class, outputs, fields, [layer.self_attn.system for layer in decoder.layers], share)
 
 
-def with_loss(output_class: type, outputs: Any, said: dict[str, Any], systems: list[HeadSystem], share: Any = 1) -> Any:
+def with_loss(
+    output_class: type, outputs: Any, fields: dict[str, Any], systems: list[HeadSystem], share: Any = 1
+) -> Any:
     """Outputs of a head with the `extras` of its systems, and a share of their loss in its loss."""
-    if outputs.loss is not None and said["aux_loss"] is not None:
-        outputs.loss = outputs.loss + share * systems[0].aux_loss_coef * said["aux_loss"].to(outputs.loss.device)
-    return output_class(**outputs, **said)
+    if outputs.loss is not None and fields["aux_loss"] is not None:
+        outputs.loss = outputs.loss + share * systems[0].aux_loss_coef * fields["aux_loss"].to(outputs.loss.device)
+    return output_class(**outputs, **fields)
 
 
 __all__ = [

@@ -51,7 +51,8 @@ def prune_heads(model: Any) -> int:
         the number of parameters removed.
 
     Raises:
-        ValueError: when the model has another system, or projections that are no plain linear layers, such as adapters.
+        ValueError: when the model has another system, or projections that are not plain linear layers, such as
+            adapters.
     """
     before = sum(p.numel() for p in model.parameters())
     attentions = _attentions(model)
@@ -94,7 +95,7 @@ def head_importance(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> t
         [layers, H], float32 on the CPU; 0 for heads that `prune_heads` has removed.
 
     Raises:
-        TypeError: on a model of another kind, and on batches that are no dictionaries.
+        TypeError: on a model of another kind, and on batches that are not dictionaries.
         ValueError: without batches or labels, on a model with another head system, head maps (DHA) or head embeddings
             (MHE), and on a loss or gradients that are not finite.
     """

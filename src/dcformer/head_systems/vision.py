@@ -119,9 +119,9 @@ class HeadSystemsViTForImageClassification(HeadSystemsViTPreTrainedModel, DCViTF
         )
         layers: Any = self.dcvit.running_layers()
         systems = [layer.attention.system for layer in layers]
-        said = extras(systems, attention_mask, self.training, wants_logits, wants_gates)
+        fields = extras(systems, attention_mask, self.training, wants_logits, wants_gates)
         share = 1 if labels is None else share_of_labels(labels, **kwargs)
-        return with_loss(HeadSystemsImageClassifierOutput, outputs, said, systems, share)
+        return with_loss(HeadSystemsImageClassifierOutput, outputs, fields, systems, share)
 
 
 __all__ = ["HeadSystemsViTConfig", "HeadSystemsViTForImageClassification", "HeadSystemsViTModel"]

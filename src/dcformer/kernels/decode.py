@@ -217,7 +217,7 @@ def scores_kernel(
     p_maps += (i_b * H + i_g * M) * T * stride_map
     if p_visible is not None:
         p_visible += i_b * stride_ab
-    turned = None  # where rows are no ring
+    turned = None  # where rows are not a ring
     if p_place is not None:
         turned = _turned(p_place, S)
     first, last = _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B_T, B_V)
@@ -313,7 +313,7 @@ def output_kernel(
     p_maps += (i_b * H + i_g * M) * T * stride_map
     if p_visible is not None:
         p_visible += i_b * stride_ab
-    turned = None  # where rows are no ring
+    turned = None  # where rows are not a ring
     if p_place is not None:
         turned = _turned(p_place, S)
     first, last = _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B_T, B_V)

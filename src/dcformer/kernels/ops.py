@@ -266,14 +266,14 @@ def _given_bounds(
 
 
 def _check_switches(**switches: Any) -> None:
-    """Refuses switches that are no truth values."""
+    """Refuses switches that are not truth values."""
     for name, switch in switches.items():
         if not isinstance(switch, bool):
             raise ValueError(f"{name}={switch!r}: expected True or False.")
 
 
 def _check_numbers(causal: bool, offset: Any, window: Any, chunk_bytes: Any = None) -> None:
-    """Refuses numbers of keys or bytes that are none."""
+    """Refuses numbers of keys or bytes that are not whole numbers."""
     numbers = {"causal_offset": offset, "sliding_window": window, "chunk_bytes": chunk_bytes}
     for name, number in numbers.items():
         if number is not None and (not isinstance(number, (int, torch.SymInt)) or isinstance(number, bool)):

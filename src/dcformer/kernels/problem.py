@@ -202,7 +202,7 @@ class Problem:
 
     def bytes_of_chunk(self, chunk: Chunk, maps: int) -> int:
         """Bytes of a chunk of one sequence: of its maps, matrices of keys and, with three maps, their gradients. Where
-        maps are kept they are no part of it: then it is what the backward pass needs besides, with one map of its own.
+        maps are kept they are not part of it: then it is what the backward pass needs besides, with one map of its own.
         """
         matrix = self.G * matrix_side(self.M) ** 2
         stages = sum(bool(flags & (Part.KEY | Part.STATIC)) for flags in (self.layout.pre, self.layout.post))

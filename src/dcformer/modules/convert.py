@@ -167,7 +167,7 @@ def convert_attention(
                 "the states that both read: leave dtype out, or convert the model's."
             )
         if (is_offloaded or weight_dtype not in _DTYPES) and (device is None or dtype is None):
-            what = "offloaded" if is_offloaded else f"quantised ({weight_dtype or 'their weight is no tensor'})"
+            what = "offloaded" if is_offloaded else f"quantised ({weight_dtype or 'their weight is not a tensor'})"
             raise DCFormerError(
                 f"{one.call.path}: its projections are {what}: pass device and dtype of the generators to "
                 "convert_attention."

@@ -79,7 +79,7 @@ class Found:
     module: nn.Module
     call: Call
     settings: dict[str, ComposeSettings]
-    weight: torch.Tensor | None  # of a projection; the generators take its device and dtype. None: it is no tensor
+    weight: torch.Tensor | None  # of a projection; the generators take its device and dtype. None: it is not a tensor
 
 
 def _attention_call(module: nn.Module, path: str) -> tuple[ast.Call, Callable] | None:

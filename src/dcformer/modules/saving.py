@@ -95,7 +95,7 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
         the model, converted.
 
     Raises:
-        DCFormerError: when `auto_class` is no class of models, the folder's model not a converted one, or of another
+        DCFormerError: when `auto_class` is not a class of models, the folder's model not a converted one, or of another
             class, its weights are damaged, or tensors of its composition are missing.
     """
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
@@ -123,7 +123,7 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
             )
     elif not hasattr(auto_class, "from_config"):
         raise DCFormerError(
-            f"auto_class={auto_class!r} is no class of models: expected an Auto class, such as "
+            f"auto_class={auto_class!r} is not a class of models: expected an Auto class, such as "
             "transformers.AutoModelForCausalLM, or the class of the model that was saved."
         )
     else:
@@ -199,7 +199,7 @@ def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
 
     Raises:
         DCFormerError: when the model is not converted, its composition is offloaded or in the hands of PEFT, or `path`
-            is no place for a file.
+            is not a place for a file.
     """
     model = getattr(model, "get_base_model", lambda: model)()  # of PEFT's
     names, settings = _names(model), _settings_of(model)
@@ -254,7 +254,7 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
     try:
         compose = _checked_settings(json.loads(settings), path)
     except json.JSONDecodeError as error:
-        raise DCFormerError(f"{path} has settings of composition ('dcmha') that are no JSON: {error}") from error
+        raise DCFormerError(f"{path} has settings of composition ('dcmha') that are not JSON: {error}") from error
     names = _names(model)
     if names:
         of_model = _settings_of(model) or {}

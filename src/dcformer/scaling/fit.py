@@ -443,7 +443,7 @@ def compute_factors(
         intervals: two sizes are interpolated.
 
     Raises:
-        DCFormerError: as `fit_law`, and on a level that is no share.
+        DCFormerError: as `fit_law`, and on a level that is not a share.
     """
     _check_level(level)
     law, fitted, sizes = fit_law(baseline, form, measure), *(_sizes(p, form, measure) for p in (baseline, variant))

@@ -200,7 +200,7 @@ def _number(source: str, column: str, text: str | None, least: float | None = No
 
 
 def _checked(point: Point) -> Point:
-    """Refuses a run whose compute is no number."""
+    """Refuses a run whose compute is not a number."""
     embeddings = point.embedding_parameters
     if embeddings is not None and embeddings >= point.parameters:
         raise DCFormerError(

@@ -108,7 +108,7 @@ def find_fault(path: str, body: Any, ignored: Collection[str] = ()) -> tuple[str
         return None
     for name, value in body.items():
         if (character := _surrogate(value)) is not None:
-            return name, f"{name} holds {character!r}, half of a surrogate pair, which is no character: leave it out."
+            return name, f"{name} holds {character!r}, half of a surrogate pair and not a character: leave it out."
     if path == CHAT and (fault := _messages_fault(body.get("messages"))):
         return "messages", fault
     if path == TEXT and (not isinstance(body.get("prompt"), str) or not body["prompt"]):
@@ -193,7 +193,7 @@ def _generation_fault(text: Any) -> str | None:
     try:
         settings = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError) as error:
-        return f"generation_config={text[:200]!r} is no JSON: {error}."
+        return f"generation_config={text[:200]!r} is not JSON: {error}."
     if not isinstance(settings, dict):
         return f"generation_config={text!r} must be a text that holds a JSON object."
     for name, harmless in _ONE_ANSWER.items():

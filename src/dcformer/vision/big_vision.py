@@ -81,7 +81,7 @@ def _parameters(source: str | Path | Mapping[str, Any]) -> dict[str, np.ndarray]
         path = Path(source)
         if path.is_file() and not zipfile.is_zipfile(path):
             raise ConversionError(
-                f"{path} cannot be read as a .npz file: it is no zip archive, or its end is missing. Give what "
+                f"{path} cannot be read as a .npz file: it is not a zip archive, or its end is missing. Give what "
                 "numpy.savez writes, whole."
             )
         try:

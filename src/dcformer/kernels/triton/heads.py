@@ -472,7 +472,7 @@ def composed_half(x, w, m, F: tl.constexpr, R: tl.constexpr, H0: tl.constexpr, H
 
 @triton.constexpr_function
 def side_channels(F, R):
-    """How many channels a stage's query side has. (What a jitted function returns is no constant before Triton 3.7.)"""
+    """How many channels a stage's query side has. (A jitted function's result is not a constant before Triton 3.7.)"""
     return bool(Part.QUERY & F) * (2 * R + bool(Part.GATE & F))
 
 
