@@ -3602,6 +3602,35 @@ _MODULES = [
     ),
     *_in(
         "modules",
+        "modules/key_weights.py",
+        (
+            "key-wise weights stay when a cache is reset",
+            "        super().reset()\n        self.key_weights = {}",
+            "        super().reset()",
+            T_CONVERTED + "test_encoder_states_are_not_kept_by_a_cache",
+        ),
+        (
+            "key-wise weights stay in the order of other beams",
+            "packed.index_select(0, beam_idx.to(packed.device))",
+            "packed",
+            T_CONVERTED + "test_key_wise_weights_follow_the_keys_of_a_cache",
+            T_CONVERTED + "test_a_static_cache_that_is_reset_has_weights_of_what_fills_it_then",
+        ),
+        (
+            "key-wise weights are repeated as a whole, and not each",
+            "packed.repeat_interleave(repeats, dim=0)",
+            "packed.repeat(repeats, 1, 1, 1)",
+            T_CONVERTED + "test_key_wise_weights_follow_the_keys_of_a_cache",
+        ),
+        (
+            "key-wise weights of other sequences than those selected",
+            "packed[indices]",
+            "packed[: len(indices)]",
+            T_CONVERTED + "test_key_wise_weights_follow_the_keys_of_a_cache",
+        ),
+    ),
+    *_in(
+        "modules",
         "modules/interface.py",
         (
             "of a compiled model that generates without a cache the compiled one is changed",
@@ -3653,9 +3682,21 @@ _MODULES = [
         ),
         (
             "key-wise weights of the last encoder states",
-            "if call.path not in kept or kept[call.path][0]() is not states:",
-            "if call.path not in kept:",
-            T_CONVERTED + "test_a_cache_begun_anew_has_weights_of_the_new_states",
+            "if (states is None or has_keys) and layer",
+            "if layer",
+            T_CONVERTED + "test_a_call_that_fails_leaves_no_weights_to_the_next",
+        ),
+        (
+            "key-wise weights of the states at hand, and not of the keys in the cache",
+            "cache.is_updated.get(index)",
+            "False",
+            T_CONVERTED + "test_key_wise_weights_follow_the_keys_of_a_cache",
+        ),
+        (
+            "cross-attention without states or weights goes on",
+            '    if states is None:\n        raise ValueError(\n            f"{path}: converted as cross',
+            '    if states is cache:\n        raise ValueError(\n            f"{path}: converted as cross',
+            T_CONVERTED + "test_layers_of_a_cache_that_cannot_hold_key_wise_weights",
         ),
         (
             "position bias without its mask",

@@ -380,8 +380,8 @@ def test_a_cache_begun_anew_has_weights_of_the_new_states():
 
 
 @torch.no_grad()
-def test_nothing_is_left_on_a_cache():
-    """The cache stays as the model makes it; encoder states and key-wise weights are freed when it and they are."""
+def test_encoder_states_are_not_kept_by_a_cache():
+    """They are freed when the model's caller leaves them, and key-wise weights when the cache is left or reset."""
     model = converted("bart", compose_key="uncached")
     made = []
     (generator,) = [module for path, module in generators(model).items() if path.endswith("compose_key")]
@@ -398,9 +398,9 @@ def test_nothing_is_left_on_a_cache():
         return cache, weakref.ref(states)
 
     cache, states = fill(model)
-    assert set(vars(cache)) == set(vars(fill(make("bart"))[0]))
     assert states() is None and alive(made) == [True, True]  # of pre and post
     cache.reset()
+    assert alive(made) == [False, False]
     fresh = noise(2, 4, 16)
     expected = model.model.decoder(input_ids=ids(), encoder_hidden_states=fresh, use_cache=False)[0]
     found = model.model.decoder(input_ids=ids(), encoder_hidden_states=fresh, past_key_values=cache)[0]
@@ -408,6 +408,95 @@ def test_nothing_is_left_on_a_cache():
     assert alive(made) == [False, False, False, False, True, True]
     del cache
     assert not any(alive(made))
+
+
+CHANGES = {
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "copy": lambda cache: None,
+    "pickle": lambda cache: None,
+}
+ROWS = {"reorder": [1, 0], "repeat": [0, 0, 1, 1], "select": [1]}
+
+
+def changed(cache, change):
+    CHANGES[change](cache)
+    if change == "pickle":
+        return pickle.loads(pickle.dumps(cache))
+    return copy.deepcopy(cache) if change == "copy" else cache
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_key_wise_weights_follow_the_keys_of_a_cache(change):
+    """Mllama gives its cross-attention no states behind the prefill; BART gives them, and takes the keys it has."""
+    rows, tokens = ROWS.get(change, [0, 1]), ids(6)
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    fields = TEXT | {"num_key_value_heads": 2, "cross_attention_layers": [1], "pad_token_id": 0}
+    mllama = t.MllamaForCausalLM(MllamaTextConfig(**fields, rope_parameters=rope)).eval()
+    stir(convert_attention(mllama, compose_key="uncached"))
+    mllama.model.layers[1].cross_attn_attn_gate.fill_(1.0)
+    states = {"cross_attention_states": noise(2, 5, 16)}
+    expected = mllama(tokens, **states, use_cache=False).logits[rows, -1]
+    cache = t.DynamicCache(config=mllama.config)
+    mllama(tokens[:, :5], **states, **{CACHE_NAME: cache})
+    cache = changed(cache, change)
+    torch.testing.assert_close(mllama(tokens[rows, 5:], **{CACHE_NAME: cache}).logits[:, -1], expected)
+
+    decoder, states = converted("bart", compose_key="uncached").model.decoder, noise(2, 5, 16)
+    expected = decoder(tokens, encoder_hidden_states=states, use_cache=False)[0][rows, -1]
+    cache = t.EncoderDecoderCache(t.DynamicCache(), t.DynamicCache())
+    decoder(tokens[:, :5], encoder_hidden_states=states, **{CACHE_NAME: cache})
+    cache, unused = changed(cache, change), torch.zeros(len(rows), 5, 16)
+    found = decoder(tokens[rows, 5:], encoder_hidden_states=unused, **{CACHE_NAME: cache})[0][:, -1]
+    torch.testing.assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_a_static_cache_that_is_reset_has_weights_of_what_fills_it_then():
+    """Also where the new encoder states are written into the old ones' memory."""
+    model = converted("bart", compose_key="uncached")
+    decoder, states = model.model.decoder, noise(2, 5, 16)
+    caches = (t.StaticCache(config=model.config, max_cache_len=length) for length in (8, 5))
+    cache = t.EncoderDecoderCache(*caches)
+    inputs = {"input_ids": ids(6), "encoder_hidden_states": states}
+    decoder(**inputs, **{CACHE_NAME: cache})
+    cache.reset()
+    states.neg_()
+    expected = decoder(**inputs, use_cache=False)[0]
+    torch.testing.assert_close(decoder(**inputs, **{CACHE_NAME: cache})[0], expected)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    following = inputs | {"input_ids": torch.cat([ids(6), ids(1, 2)], 1)}
+    expected = decoder(**following, use_cache=False)[0][[1, 0], -1:]
+    inputs["input_ids"] = ids(1, 2).flip(0)
+    torch.testing.assert_close(decoder(**inputs, **{CACHE_NAME: cache})[0], expected)
+
+
+@torch.no_grad()
+def test_a_call_that_fails_leaves_no_weights_to_the_next():
+    """As one that is interrupted before keys are made."""
+    module = next(m for m in converted("encoder-decoder").modules() if isinstance(m, BertCrossAttention))
+    cache, states = t.EncoderDecoderCache(t.DynamicCache(), t.DynamicCache()), noise(2, 3, 16)
+    interface.compose_hook(module, (states,), {"encoder_hidden_states": -noise(2, 5, 16), CACHE_NAME: cache})
+    inputs = {"hidden_states": states, "encoder_hidden_states": noise(2, 5, 16)}
+    expected = module(**inputs)[0]
+    torch.testing.assert_close(module(**inputs, **{CACHE_NAME: cache})[0], expected)
+
+
+@torch.no_grad()
+def test_layers_of_a_cache_that_cannot_hold_key_wise_weights():
+    """With states, weights are made of them in each step; without, nothing is guessed."""
+    model = converted("encoder-decoder")
+    module = next(m for m in model.modules() if isinstance(m, BertCrossAttention))
+    layer = t.DynamicCache(config=t.MistralConfig(num_hidden_layers=1, sliding_window=9))
+    cache, states, keys = t.EncoderDecoderCache(t.DynamicCache(), layer), noise(2, 3, 16), noise(2, 5, 16)
+    module(states, encoder_hidden_states=keys, **{CACHE_NAME: cache})
+    expected = module(states, encoder_hidden_states=keys)[0]
+    found = module(states, encoder_hidden_states=keys, **{CACHE_NAME: cache})[0]
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match=r"no cache that has met them: .* or a dynamic or static cache"):
+        module(states, **{CACHE_NAME: cache})
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -11,14 +11,13 @@ Letters: B batch, T queries, S keys, H heads.
 
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, EncoderDecoderCache
 from transformers.masking_utils import eager_mask
 
 from ..attention_dcformer import attend_without_autocast, eager_attention
@@ -26,11 +25,9 @@ from ..chunked_dcformer import chunked_attention
 from ..compose_dcformer import Generated, Stages, stages
 from ..masks_dcformer import causal_rows
 from .finding import CACHES, KEY_STATES, STATES, SUBMODULES, UNSUPPORTED, Call
+from .key_weights import layer_with_key_weights
 
 _slot = threading.local()
-# For every cache in use: path of a module -> the encoder states that it last met, and its key-wise weights of them.
-_key_weights: weakref.WeakKeyDictionary[Any, dict[str, tuple[weakref.ref[torch.Tensor], Generated]]]
-_key_weights = weakref.WeakKeyDictionary()
 
 
 def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -53,22 +50,14 @@ def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
     if states.dim() > 3:  # a grid of tokens, [B, rows, columns, E]
         states = states.flatten(1, -2)
     key_states = call.argument(args, kwargs, *KEY_STATES)
-    if call.is_cross and key_states is None:  # a step that has its keys in the cache
-        cache = call.argument(args, kwargs, *CACHES)
-        is_known = cache is not None and call.path in _key_weights.get(cache, {})
-        if hasattr(module, "compose_key") and not is_known:
-            raise ValueError(
-                f"{call.path}: converted as cross-attention, but called with no states to make keys from, and no cache "
-                "that has met them: pass use_cache=False."
-            )
-    elif not call.is_cross and key_states is not None:
+    if not call.is_cross and key_states is not None:
         raise ValueError(f"{call.path}: converted as self-attention, but called with encoder states to make keys from.")
     made: list[tuple[nn.Module, Generated]] = []
     for name in SUBMODULES:
         if (generators := getattr(module, name, None)) is None:
             continue
         if name == "compose_key":
-            made.append((generators, _of_keys(generators, call, key_states, args, kwargs)))
+            made.append((generators, _of_keys(module, key_states, call.argument(args, kwargs, *CACHES))))
         else:
             made.append((generators, generators(states)))
     weights = stages(made[0][0], *(generated for _, generated in made)) if made else (None, None)  # type: ignore[arg-type]
@@ -78,20 +67,24 @@ def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
     return args, kwargs
 
 
-def _of_keys(
-    generators: nn.Module, call: Call, states: torch.Tensor | None, args: tuple, kwargs: dict[str, Any]
-) -> Generated:
-    """Key-wise weights of encoder states, kept beside a generation's cache for as long as the states are the same; or
-    those that are kept, without states."""
-    cache = call.argument(args, kwargs, *CACHES)
+def _of_keys(module: Any, states: torch.Tensor | None, cache: Any) -> Generated:
+    """Key-wise weights of encoder states; those that are kept in the cache where it has the keys, too."""
+    path: str = module.compose_call.path
+    index: Any = getattr(module, "layer_idx", None)
+    layer = layer_with_key_weights(cache, index)
+    has_keys = isinstance(cache, EncoderDecoderCache) and cache.is_updated.get(index)
+    if (states is None or has_keys) and layer is not None and path in layer.key_weights:
+        return layer.key_weights[path], {}
     if states is None:
-        return _key_weights[cache][call.path][1]  # `compose_hook` has looked
-    if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return generators(states)
-    kept = _key_weights.setdefault(cache, {})
-    if call.path not in kept or kept[call.path][0]() is not states:
-        kept[call.path] = (weakref.ref(states), generators(states))
-    return kept[call.path][1]
+        raise ValueError(
+            f"{path}: converted as cross-attention, but called with no states to make keys from, and no cache that has "
+            "met them: pass use_cache=False, or a dynamic or static cache that this model, converted as it is, filled "
+            "outside of torch.compile; or convert with compose_key=False."
+        )
+    sides, statics = module.compose_key(states)
+    if layer is not None and not torch.compiler.is_compiling():
+        layer.key_weights[path] = sides
+    return sides, statics
 
 
 def _attend(
