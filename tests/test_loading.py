@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import FIXTURES, tiny_config
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from dcformer import DCFormerForCausalLM, DCFormerModel
 from dcformer.errors import DCFormerError
@@ -76,6 +76,29 @@ def test_the_damaged_file_is_named(folders, name, damage, tmp_path, capsys):
     last = capsys.readouterr().err.rstrip().splitlines()[-1]
     assert last.startswith("error: ") and str(file) in last
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", ["half of it", "nothing", "a Git LFS pointer"])
+@pytest.mark.parametrize("name", ["bin/pytorch_model.bin", "safetensors/model.safetensors"])
+def test_models_name_the_damaged_file(folders, name, damage, tmp_path):
+    folder = shutil.copytree((folders / name).parent, tmp_path / "model")
+    DAMAGE[damage](folder / Path(name).name)
+    for model_class in (AutoModelForCausalLM, DCFormerModel, AutoModelForSequenceClassification):
+        with pytest.raises(OSError, match=rf"{Path(name).name} is damaged.*: copy or download it again") as caught:
+            model_class.from_pretrained(folder)
+        assert str(folder) in str(caught.value) and caught.value.__cause__ is not None
+
+
+def test_models_name_the_damaged_shard(tmp_path):
+    model = DCFormerForCausalLM(tiny_config())
+    model.save_pretrained(tmp_path / "part", max_shard_size="40KB")
+    shards = sorted((tmp_path / "part").glob("*.safetensors"))
+    assert len(shards) > 2
+    cut(shards[1])
+    with pytest.raises(OSError, match=rf"{shards[1].name} is damaged or truncated"):
+        DCFormerForCausalLM.from_pretrained(tmp_path, subfolder="part")
+    with pytest.raises(RuntimeError, match="size"):  # no file is to blame
+        DCFormerModel.from_pretrained(None, config=model.config, state_dict={"norm.weight": torch.ones(3)})
 
 
 def test_damaged_index(folders, tmp_path):

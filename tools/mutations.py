@@ -751,6 +751,18 @@ _HUB = _in(
     "hub",
     HUB,
     (
+        "the damaged file is not named",
+        "            raise damaged from error\n",
+        "            pass\n",
+        "tests/test_loading.py::test_models_name_the_damaged_file",
+    ),
+    (
+        "damaged files in a subfolder are not found",
+        '{**arguments, "local_files_only"',
+        '{"local_files_only"',
+        "tests/test_loading.py::test_models_name_the_damaged_shard",
+    ),
+    (
         "folded models are loaded without their maps",
         "        if name in MAP_FIELDS and here != there:\n",
         "        if False:\n",
@@ -3293,6 +3305,12 @@ _MODULES = [
         "modules",
         "modules/saving.py",
         (
+            "the damaged file of a converted model is not named",
+            "str(damaged or f",
+            "str(damaged and f",
+            "tests/modules/test_convert_attention.py::test_folders_that_cannot_be_loaded",
+        ),
+        (
             "models without key-wise weights in self-attention generate without a cache",
             'settings.get("compose_key", True) is True',
             'settings.get("compose_key", True) is not False',
@@ -3780,6 +3798,12 @@ _VISION = [
     *_in(
         "vision",
         "vision/modeling_dcvit.py",
+        (
+            "the damaged file of a vision model is not named",
+            "return load_naming_damage(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)",
+            "return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)",
+            "tests/vision/test_modeling_dcvit.py::test_a_damaged_file_is_named",
+        ),
         (
             "a causal vision Transformer",
             "    is_causal = False\n",

@@ -331,7 +331,44 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
             yield name, tuple(tensor.shape), partial(torch.Tensor.detach, tensor)
 
 
+def damaged_weights(path: str | os.PathLike, arguments: Mapping[str, Any]) -> OSError | None:
+    """Looks for the weight file that explains why loading failed.
+
+    Args:
+        path: a folder, or the name of a repository on the Hub, of which only files that were downloaded are examined.
+        arguments: those of `from_pretrained`.
+
+    Returns:
+        an error that names the file, or None when every one can be read.
+    """
+    try:
+        for file in weight_files(path, {**arguments, "local_files_only": True, "force_download": None}):
+            for _ in stored_tensors(file):
+                pass
+    except OSError as error:
+        return error
+    return None
+
+
 # --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_naming_damage(load: Callable[..., Any], path: str | os.PathLike | None, *args: Any, **arguments: Any) -> Any:
+    """Calls the library's `from_pretrained`, which does not say in which of the weight files there is damage.
+
+    Args:
+        load: that of the model's class.
+        path, args, arguments: its arguments.
+
+    Raises:
+        OSError: when a weight file is damaged, naming it.
+    """
+    try:
+        return load(path, *args, **arguments)
+    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        if path is not None and (damaged := damaged_weights(path, arguments)) is not None:
+            raise damaged from error
+        raise
 
 
 def stored_config(config_class: Any, path: str | os.PathLike, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -681,9 +718,11 @@ __all__ = [
     "StoredWeights",
     "check_stored_heads",
     "complete_config",
+    "damaged_weights",
     "follow_tokenizer",
     "hub_conversions",
     "load_hub_folder",
+    "load_naming_damage",
     "load_tokenizer",
     "register_hub_conversions",
     "stored_config",

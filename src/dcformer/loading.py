@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from .configuration_dcformer import DCFormerConfig
 from .errors import CONFIG_ERRORS, DCFormerError, first_line, raise_bug
-from .hub_dcformer import stored_tensors, weight_files
+from .hub_dcformer import damaged_weights, stored_tensors, weight_files
 
 # What `from_pretrained` of a configuration, a tokenizer or a model raises on folders that it cannot read.
 LOADING_ERRORS = (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError, *CONFIG_ERRORS)
@@ -46,13 +46,8 @@ def damaged_file(folder: str | os.PathLike, error: Exception) -> str | None:
                 raise ValueError(f"it holds a {type(content).__name__}, expected an object")
         except Exception as reason:  # tokenizers raises nothing narrower
             return f"{file} is damaged ({reason}): copy or download it again."
-    try:
-        for weights in weight_files(folder, {"local_files_only": True}):
-            for _ in stored_tensors(weights):
-                pass
-    except OSError as reason:
-        return str(reason)
-    return None
+    damaged = damaged_weights(folder, {})
+    return None if damaged is None else str(damaged)
 
 
 def check_parameters(source: str | os.PathLike, config: Any, arguments: Mapping[str, Any] | None = None) -> None:

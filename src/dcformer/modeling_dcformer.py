@@ -91,6 +91,7 @@ from .hub_dcformer import (
     IGNORED_ON_LOAD,
     check_stored_heads,
     load_hub_folder,
+    load_naming_damage,
     register_hub_conversions,
     with_hub_config,
 )
@@ -786,12 +787,15 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         """Loads a model. Arguments and return value are those of `PreTrainedModel.from_pretrained`, which does it.
 
         The authors' PyTorch repositories on the Hub load like any other; see `hub_dcformer.load_hub_folder`.
+
+        Raises:
+            OSError: when a weight file is damaged, naming it.
         """
         path = pretrained_model_name_or_path
         check_stored_heads(cls, path, kwargs)
         kwargs, is_hub = with_hub_config(cls, path, kwargs)
         if not is_hub:
-            return super().from_pretrained(path, *args, **kwargs)
+            return load_naming_damage(super().from_pretrained, path, *args, **kwargs)
         return load_hub_folder(super().from_pretrained, path, *args, **kwargs)
 
     @classmethod

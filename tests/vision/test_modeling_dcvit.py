@@ -245,6 +245,14 @@ def test_saved_and_loaded(make_model, images, tmp_path):
     assert torch.equal(base(images).pooler_output, model.dcvit(images).pooler_output)
 
 
+def test_a_damaged_file_is_named(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(OSError, match=r"model\.safetensors is damaged or truncated .*: copy or download it again"):
+        AutoModelForImageClassification.from_pretrained(tmp_path)
+
+
 def test_fewer_layers(make_model, images, tmp_path):
     """As many run as the configuration says, as they will when it is loaded; a missing one is refused."""
     model = make_model()

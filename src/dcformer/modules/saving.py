@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import DCFormerError
 from ..files import whole_file
+from ..hub_dcformer import damaged_weights
 from ..loading import refuse_mixtures
 from .convert import all_settings, attach, convert_attention
 from .dcmha import make_generators
@@ -141,7 +142,8 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
     try:
         model, info = converted.from_pretrained(folder, config=config, output_loading_info=True, **kwargs)
     except SafetensorError as error:
-        raise DCFormerError(f"{folder} has weights that cannot be read: {error}") from error
+        damaged = damaged_weights(folder, kwargs)
+        raise DCFormerError(str(damaged or f"{folder} has weights that cannot be read: {error}")) from error
     model.__class__ = model_class
     names = set(_names(model))
     if others := sorted(key for key in info["mismatched_keys"] if key[0] in names):  # with ignore_mismatched_sizes

@@ -27,6 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..attention_dcformer import attend_without_autocast, check_trace, eager_attention, refuse_without_composition
 from ..compose_dcformer import DCFormerCompose, compose_init_std, init_compose, stages
+from ..hub_dcformer import load_naming_damage
 from ..implementations_dcformer import DEFAULT_ATTENTION, default_implementation
 from ..masks_dcformer import has_values
 from ..modeling_dcformer import DCFormerPreTrainedModel, refuse_missing_layers, share_of_labels
@@ -309,6 +310,15 @@ class DCViTPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": DCViTLayer, "attentions": DCViTAttention}
     _input_embed_layer = "patch_embeddings"
     takes_library_attention = False  # the default is torch's own already where nothing is composed or masked
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Loads a model as Transformers does.
+
+        Raises:
+            OSError: when a weight file is damaged, naming it.
+        """
+        return load_naming_damage(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Saves a model as Transformers does.
