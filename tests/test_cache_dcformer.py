@@ -332,7 +332,7 @@ def test_layers_are_looked_at_when_a_cache_comes_to_a_model_and_not_again():
     check_cache_layers(cache, config, 1)
     looks = layers.looks
     assert looks
-    for user in (config, other, tiny_config(compose_groups=2)):
+    for user in (config, other, tiny_config(compose_static=True)):
         check_cache_layers(cache, user, 1)
         assert layers.looks == looks
     config.sliding_window = 4

@@ -874,6 +874,7 @@ FOREIGN = {
         {"head_dim": 16, "compose_key": False},
         "head_dim of the model that filled it is 16, of this model 8",
     ),
+    "groups": ({"compose_groups": 2}, "compose_groups of the model that filled it is 2, of this model 1"),
     "heads": ({"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}, r"layer 0.*\(1, 8, 16\)"),
     "stage": ({"compose_post": False}, "compose_post of the model that filled it is False, of this model True"),
     "plain": (

@@ -232,6 +232,12 @@ _CACHE = _in(
     "cache",
     CACHE,
     (
+        "a cache of other groups is taken",
+        '"compose_rank", "compose_groups", ',
+        '"compose_rank", ',
+        T_GENERATION + "test_cache_of_another_model",
+    ),
+    (
         "rows that a compiled window turns are read after they are written",
         "held.copy_(held.index_select(2, places))",
         "held.index_copy_(2, self._rows_in_order(), held.clone())",

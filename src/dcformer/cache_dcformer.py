@@ -45,12 +45,13 @@ _REFUSED = f"{CACHE_NAME} does not belong to this model"
 _OUTDATED = "`past_key_values` is deprecated and will be removed in version 5.40.0 of Transformers: pass `cache`."
 _ADVICE = "Pass a cache that this model filled, or none."
 
-# On every cache in use, and on its copies: what decides the form of the rows in it, in the model that used it last; and
+# On every cache in use, and on its copies: by what the model that used it last reads the rows in it (groups tell which
+# heads their hidden maps are of, whatever the shapes), without fields that decide numbers alone, as parameters do; and
 # how many tokens it may hold for that model, None where there is no such bound.
 _LAST_USER = "_dcformer_last_user"
 _ROW_FIELDS = (
-    "head_dim", "compose_rank", "compose_projection", "compose_gate", "compose_pre", "compose_post", "compose_key",
-    *HEAD_FIELDS,
+    "head_dim", "compose_rank", "compose_groups", "compose_projection", "compose_gate", "compose_pre", "compose_post",
+    "compose_key", *HEAD_FIELDS,
 )  # fmt: skip
 _LAYER_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window")
 
