@@ -562,6 +562,46 @@ def test_token_id_out_of_range(bad):
         model(torch.tensor([[1, bad]]))
 
 
+WRONG_SHAPES = {
+    "one row of ids": ({"input_ids": torch.ones(6).long()}, r"input_ids of shape \[6\]: expected \[sequences, tok"),
+    "ids in a list": ({"input_ids": torch.ones(1, 2, 6).long()}, r"input_ids of shape \[1, 2, 6\]: expected"),
+    "one row of states": ({"inputs_embeds": torch.ones(6, 32)}, r"inputs_embeds of shape \[6, 32\]: .*, hidden_size\]"),
+    "a mask of more rows": ({"attention_mask": torch.ones(3, 6)}, r"attention_mask of shape \[3, 6\] .* 2 sequences"),
+    "a mask of one row": ({"attention_mask": torch.ones(1, 6)}, r"attention_mask of shape \[1, 6\] .* 2 sequences"),
+    "a mask without rows": ({"attention_mask": torch.ones(6)}, r"attention_mask of shape \[6\] .* 2 sequences"),
+    "a mask of queries": ({"attention_mask": torch.ones(2, 6, 6)}, r"\[2, 6, 6\] .*\[2, tokens\], or \[2 or 1, "),
+    "a whole mask of more rows": ({"attention_mask": torch.ones(3, 1, 6, 6)}, r"mask of shape \[3, 1, 6, 6\] does"),
+    "more positions": ({"position_ids": torch.ones(1, 7).long()}, r"position_ids of shape \[1, 7\] .*\[2 or 1, 6\]"),
+    "positions without rows": ({"position_ids": torch.arange(6)}, r"position_ids of shape \[6\] do not fit 2 seq"),
+    "positions of more rows": ({"position_ids": torch.ones(3, 6).long()}, r"position_ids of shape \[3, 6\] do not fit"),
+    "positions of axes": ({"position_ids": torch.ones(3, 2, 6).long()}, r"position_ids of shape \[3, 2, 6\] do not"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SHAPES)
+def test_arguments_of_other_shapes_are_named(case):
+    arguments, message = WRONG_SHAPES[case]
+    ids = {} if {"input_ids", "inputs_embeds"} & set(arguments) else {"input_ids": _tokens(2, 6)}
+    with pytest.raises(ValueError, match=message):
+        DCFormerForCausalLM(tiny_config())(**ids, **arguments)
+
+
+def test_arguments_for_every_sequence():
+    """Positions and whole masks may have one row for all; a mask of flex_attention's kind has no shape of ours."""
+    model, ids = randomise(DCFormerForCausalLM(tiny_config())).eval(), _tokens(2, 6)
+    expected = model(ids).logits
+    positions = torch.arange(6)
+    whole = torch.ones(6, 6, dtype=torch.bool).tril() & torch.ones(6, 6, dtype=torch.bool).triu(-7)  # the window's
+    for arguments in (
+        {"position_ids": positions[None]},
+        {"position_ids": positions.expand(2, 6)},
+        {"attention_mask": whole[None, None]},
+        {"attention_mask": whole.expand(2, 1, 6, 6)},
+        {"attention_mask": {"full_attention": None, "sliding_attention": None}},
+    ):
+        torch.testing.assert_close(model(ids, **arguments).logits, expected)
+
+
 def test_cache_of_another_model():
     ids = _tokens(1, 6)
     other = DCFormerForCausalLM(tiny_config(head_dim=16))

@@ -2280,6 +2280,30 @@ _MODELING = _in(
         T_MODEL + "test_packed_documents_do_not_see_each_other[eager]",
     ),
     (
+        "masks of other rows are taken",
+        "if rank not in (2, 4) or (attention_mask",
+        "if rank not in (2, 4) and (attention_mask",
+        T_MODEL + "test_arguments_of_other_shapes_are_named",
+    ),
+    (
+        "one mask for all sequences is refused",
+        " and (rank == 2 or attention_mask.shape[0] != 1)",
+        "",
+        T_MODEL + "test_arguments_for_every_sequence",
+    ),
+    (
+        "one row of positions is refused",
+        "not in ((1, length), (batch, length)):",
+        "not in ((batch, length),):",
+        T_MODEL + "test_arguments_for_every_sequence",
+    ),
+    (
+        "ids of another rank are taken",
+        "if hidden_states.dim() != 3:",
+        "if False:",
+        T_MODEL + "test_arguments_of_other_shapes_are_named",
+    ),
+    (
         "token id outside the vocabulary not named",
         "if not 0 <= number < size]",
         "if not 0 <= number]",

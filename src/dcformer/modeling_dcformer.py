@@ -168,6 +168,41 @@ def share_of_labels(labels: torch.Tensor, num_items_in_batch: Any = None, **_: A
     return (labels != -100).sum() / torch.as_tensor(num_items_in_batch, device=labels.device)
 
 
+def _check_shapes(
+    hidden_states: torch.Tensor, attention_mask: Any, position_ids: torch.Tensor | None, are_embeds: bool
+) -> None:
+    """Refuses arguments of a model whose shapes do not go together.
+
+    Args:
+        hidden_states: what the first layer gets; of ids, or as given.
+        attention_mask, position_ids: as given. Masks that are no tensors are not looked at.
+        are_embeds: whether the hidden states were given.
+
+    Raises:
+        ValueError: naming the argument, its shape and those that it may have.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a graph would have guards of these sizes
+        return
+    if hidden_states.dim() != 3:
+        name, shape = ("inputs_embeds", hidden_states.shape) if are_embeds else ("input_ids", hidden_states.shape[:-1])
+        expected = "[sequences, tokens, hidden_size]" if are_embeds else "[sequences, tokens]"
+        raise ValueError(f"{name} of shape {list(shape)}: expected {expected}, also of a single sequence.")
+    batch, length, _ = hidden_states.shape
+    if isinstance(attention_mask, torch.Tensor):
+        rank = attention_mask.dim()
+        if rank not in (2, 4) or (attention_mask.shape[0] != batch and (rank == 2 or attention_mask.shape[0] != 1)):
+            raise ValueError(
+                f"attention_mask of shape {list(attention_mask.shape)} does not fit {batch} sequences: expected a row "
+                f"for each, [{batch}, tokens], or [{batch} or 1, heads or 1, queries, keys]; or none where nothing is "
+                "padded."
+            )
+    if position_ids is not None and position_ids.shape not in ((1, length), (batch, length)):
+        raise ValueError(
+            f"position_ids of shape {list(position_ids.shape)} do not fit {batch} sequences of {length} tokens: "
+            f"expected [{batch} or 1, {length}], of the tokens of this call alone."
+        )
+
+
 def _check_mask_length(mask: torch.Tensor, cache: Cache, length: int) -> None:
     """Refuses a mask [B, S] that ends before the tokens of a call do, as that of the new ones alone.
 
@@ -894,6 +929,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         hidden_states = inputs_embeds
         if hidden_states is None:
             hidden_states = self._embed(input_ids)
+        _check_shapes(hidden_states, attention_mask, position_ids, are_embeds=inputs_embeds is not None)
         layers, kinds = self.running_layers()
         # Masks are made from what was given: restarting position ids mean packed documents only to a call without a
         # cache, and the empty one that is made below hides nothing.
