@@ -3803,6 +3803,24 @@ _MODULES = [
         "modules",
         "modules/convert.py",
         (
+            "zero_init by its truth value",
+            '            raise DCFormerError(f"{name}={flag!r}: expected True or False.")\n',
+            "            pass\n",
+            T_CONVERTED + "test_conversions_that_fail_leave_the_model_as_it_was",
+        ),
+        (
+            "dtypes by their names are not known",
+            "if isinstance(dtype, str) else dtype",
+            "if False else dtype",
+            T_CONVERTED + "test_a_dtype_by_its_name",
+        ),
+        (
+            "devices that there are not have torch's error",
+            "    _check_device(device)\n",
+            "",
+            T_CONVERTED + "test_conversions_that_fail_leave_the_model_as_it_was",
+        ),
+        (
             "parts with a configuration of their own",
             "        one.module.config._attn_implementation = implementation  #",
             "        pass  #",

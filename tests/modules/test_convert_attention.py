@@ -722,6 +722,13 @@ def test_what_is_off_is_no_obstacle():
         ({"example": ids()}, r"example is of type Tensor: expected the model's arguments by name, as in example={"),
         ({"device": "meta"}, r"device='meta' of the generators, and its projections are on cpu: leave device out"),
         ({"dtype": torch.bfloat16}, r"dtype=torch\.bfloat16 of the generators, and its projections are torch\.float32"),
+        ({"dtype": "bfloat16"}, r"dtype=torch\.bfloat16 of the generators, and its projections are torch\.float32"),
+        ({"dtype": "float3"}, r"dtype='float3' of the generators: expected one of torch\.float16, .*torch\.float64"),
+        ({"dtype": torch.int8}, r"dtype=torch\.int8 of the generators: expected one of"),
+        ({"device": "tpu9"}, r"device='tpu9' of the generators cannot be used \(Invalid device string"),
+        ({"device": 0.5}, r"device=0\.5 of the generators cannot be used"),
+        ({"zero_init": "False"}, "zero_init='False': expected True or False"),
+        ({"allow_partial": 1}, "allow_partial=1: expected True or False"),
         ({"example": {"input_ids": ids(50)}}, "BertForMaskedLM does not run on the example"),
     ],
 )
@@ -734,6 +741,13 @@ def test_conversions_that_fail_leave_the_model_as_it_was(options, message):
     assert not hasattr(model.config, "dcmha") and "save_pretrained" not in vars(model)
     torch.testing.assert_close(logits(model, text()), expected, rtol=0, atol=0)
     convert_attention(model)
+
+
+@pytest.mark.parametrize("name", ["float32", "torch.float32"])
+def test_a_dtype_by_its_name(name):
+    """As `from_pretrained` takes it."""
+    model = convert_attention(make("bert"), dtype=name)
+    assert {p.dtype for module in generators(model).values() for p in module.parameters()} == {torch.float32}
 
 
 def test_a_conversion_that_fails_leaves_the_settings_of_a_plain_load(tmp_path):

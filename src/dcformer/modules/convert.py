@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..compose_dcformer import ComposeSettings
-from ..errors import DCFormerError
+from ..errors import DCFormerError, first_line
 from .dcmha import make_generators
 from .finding import UNCACHED, Found, find_attention, other_attention
 from .interface import compose_hook
@@ -45,6 +45,31 @@ def all_settings(compose: Mapping[str, Any]) -> dict[str, Any]:
     if (key := compose.get("compose_key", True)) not in (True, False, UNCACHED):
         raise DCFormerError(f"compose_key={key!r} is unknown: expected True, False or {UNCACHED!r}.")
     return _DEFAULTS | dict(compose)
+
+
+def _checked_dtype(dtype: Any) -> torch.dtype | None:
+    """The `dtype` of a conversion, by name or not; None is none."""
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if named is not None and named in _DTYPES:
+        return named
+    if dtype is None:
+        return None
+    raise DCFormerError(
+        f"dtype={dtype!r} of the generators: expected one of {', '.join(map(str, _DTYPES))}, or leave it out."
+    )
+
+
+def _check_device(device: Any) -> None:
+    """Refuses a `device` of a conversion on which nothing can be made."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:  # an assertion where torch has no CUDA
+        raise DCFormerError(
+            f"device={device!r} of the generators cannot be used ({first_line(error)}): give one that this machine "
+            "has, or leave it out."
+        ) from error
 
 
 def attach(
@@ -102,7 +127,7 @@ def convert_attention(
     zero_init: bool = True,
     example: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     allow_partial: bool = False,
     **compose: Any,
 ) -> PreTrainedModel:
@@ -119,7 +144,7 @@ def convert_attention(
         zero_init: the model computes at first what it did; see `make_generators`. False: small random parameters.
         example: arguments of the model. It is run on them once, and the conversion undone if that fails.
         device, dtype: of the generators; by default those of the module's projections, and of another dtype only where
-            these are quantised.
+            these are quantised. A dtype may be given by its name.
         allow_partial: attention that does not go through the interface stays as it is, and the rest is converted.
             Otherwise such a model is refused. Linear attention and state spaces, which take no softmax, always stay.
         compose: `compose_rank`, `compose_groups`, `compose_pre`, `compose_post`, `compose_query`, `compose_key`,
@@ -132,7 +157,8 @@ def convert_attention(
         `model`.
 
     Raises:
-        DCFormerError: naming module and reason, where attention cannot be converted. The model is then unchanged.
+        DCFormerError: naming module and reason, where attention cannot be converted, or an argument that is none of
+            those above. The model is then unchanged.
     """
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model"):  # PEFT's
         raise DCFormerError(
@@ -144,6 +170,11 @@ def convert_attention(
             f"example is of type {type(example).__name__}: expected the model's arguments by name, as in "
             "example={'input_ids': ids}."
         )
+    for name, flag in {"zero_init": zero_init, "allow_partial": allow_partial}.items():
+        if not isinstance(flag, bool):
+            raise DCFormerError(f"{name}={flag!r}: expected True or False.")
+    dtype = _checked_dtype(dtype)
+    _check_device(device)
     settings = all_settings(compose)
     found = find_attention(model, settings)
     if not any(of_side.composes for one in found for of_side in one.settings.values()):
