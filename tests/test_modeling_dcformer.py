@@ -567,9 +567,8 @@ WRONG_SHAPES = {
     "ids in a list": ({"input_ids": torch.ones(1, 2, 6).long()}, r"input_ids of shape \[1, 2, 6\]: expected"),
     "one row of states": ({"inputs_embeds": torch.ones(6, 32)}, r"inputs_embeds of shape \[6, 32\]: .*, hidden_size\]"),
     "a mask of more rows": ({"attention_mask": torch.ones(3, 6)}, r"attention_mask of shape \[3, 6\] .* 2 sequences"),
-    "a mask of one row": ({"attention_mask": torch.ones(1, 6)}, r"attention_mask of shape \[1, 6\] .* 2 sequences"),
     "a mask without rows": ({"attention_mask": torch.ones(6)}, r"attention_mask of shape \[6\] .* 2 sequences"),
-    "a mask of queries": ({"attention_mask": torch.ones(2, 6, 6)}, r"\[2, 6, 6\] .*\[2, tokens\], or \[2 or 1, "),
+    "a mask of queries": ({"attention_mask": torch.ones(2, 6, 6)}, r"\[2, 6, 6\] .*\[2 or 1, tokens\], or \[2 or 1, "),
     "a whole mask of more rows": ({"attention_mask": torch.ones(3, 1, 6, 6)}, r"mask of shape \[3, 1, 6, 6\] does"),
     "more positions": ({"position_ids": torch.ones(1, 7).long()}, r"position_ids of shape \[1, 7\] .*\[2 or 1, 6\]"),
     "positions without rows": ({"position_ids": torch.arange(6)}, r"position_ids of shape \[6\] do not fit 2 seq"),
@@ -600,6 +599,15 @@ def test_arguments_for_every_sequence():
         {"attention_mask": {"full_attention": None, "sliding_attention": None}},
     ):
         torch.testing.assert_close(model(ids, **arguments).logits, expected)
+
+
+@pytest.mark.parametrize("attention", ["eager", "dcformer_chunked"])
+def test_one_row_of_padding_for_all_sequences(attention):
+    model = randomise(DCFormerForCausalLM(tiny_config())).eval()
+    model.set_attn_implementation(attention)
+    ids, padding = _tokens(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    expected = model(ids, attention_mask=padding.expand(2, -1)).logits
+    torch.testing.assert_close(model(ids, attention_mask=padding).logits, expected)
 
 
 def test_cache_of_another_model():

@@ -331,6 +331,10 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
             yield name, tuple(tensor.shape), partial(torch.Tensor.detach, tensor)
 
 
+# What the library raises on weight files that are damaged, and on other occasions.
+DAMAGE_ERRORS = (SafetensorError, pickle.UnpicklingError, EOFError, IndexError, OSError, RuntimeError)
+
+
 def damaged_weights(path: str | os.PathLike, arguments: Mapping[str, Any]) -> OSError | None:
     """Looks for the weight file that explains why loading failed.
 
@@ -365,7 +369,7 @@ def load_naming_damage(load: Callable[..., Any], path: str | os.PathLike | None,
     """
     try:
         return load(path, *args, **arguments)
-    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except DAMAGE_ERRORS as error:
         if path is not None and (damaged := damaged_weights(path, arguments)) is not None:
             raise damaged from error
         raise
@@ -608,6 +612,7 @@ def _refuse_others(
 # --- the tokenizer's end of text --------------------------------------------------------------------------------------
 
 END_OF_TEXT = "<|endoftext|>"
+_SPECIAL = ("bos_token", "eos_token", "pad_token")
 
 
 def follow_tokenizer(model: PreTrainedModel, path: str | os.PathLike | None, arguments: Mapping[str, Any]) -> None:
@@ -628,6 +633,8 @@ def follow_tokenizer(model: PreTrainedModel, path: str | os.PathLike | None, arg
         holders.append(model.generation_config)
     wrong: dict[str, None] = {}  # an ordered set: both holders may have the same id
     for name, (token, own) in tokenizer_special_ids(path, arguments).items():
+        if name == "pad_token_id":
+            continue
         for holder in holders if own < model.config.vocab_size else ():
             current = getattr(holder, name)
             if current == own or (isinstance(current, list) and own in current):
@@ -642,54 +649,63 @@ def follow_tokenizer(model: PreTrainedModel, path: str | os.PathLike | None, arg
         )
 
 
-def tokenizer_special_ids(path: str | os.PathLike, arguments: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
-    """A tokenizer's ids of beginning and end of text.
+def tokenizer_special_ids(
+    path: str | os.PathLike, arguments: Mapping[str, Any], tokenizer: Any = None
+) -> dict[str, tuple[str, int]]:
+    """A tokenizer's ids of beginning and end of text, and of padding.
 
     Args:
         path: a folder, or the name of a repository on the Hub.
         arguments: those of `from_pretrained`.
+        tokenizer: what `load_tokenizer` makes of it, if that is known.
 
     Returns:
-        "bos_token_id" and "eos_token_id" -> token and id. The tokens are those that the tokenizer's configuration
-        names, or its class where there is no tokenizer.json, if the vocabulary has them; otherwise "<|endoftext|>", if
-        it has that: every tokenizer that does separates documents with it. Empty when there is no tokenizer.
+        "bos_token_id", "eos_token_id" and "pad_token_id" -> token and id. The tokens are those that the tokenizer's
+        configuration names, or else its class where it has been loaded, if the files have them; otherwise, but for
+        padding, "<|endoftext|>", if they have it: every tokenizer that does separates documents with it. Empty when
+        there is no tokenizer.
     """
-    named: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second takes precedence
-        if (settings := _find(path, name, arguments)) is not None:
-            try:
-                with open(settings, encoding="utf-8") as opened:
-                    read = json.load(opened)
-            except ValueError:
-                continue
-            for kind in ("bos_token", "eos_token") if isinstance(read, dict) else ():
-                token = read.get(kind)
-                token = token.get("content") if isinstance(token, dict) else token
-                if isinstance(token, str):
-                    named[kind] = token
+    settings = _tokenizer_file(path, "special_tokens_map.json", arguments)
+    settings |= _tokenizer_file(path, "tokenizer_config.json", arguments)  # which takes precedence
+    named = {kind: token for kind in _SPECIAL if isinstance(token := _content(settings.get(kind)), str)}
     try:
-        if (file := _find(path, "tokenizer.json", arguments)) is not None:
-            vocabulary = Tokenizer.from_file(file).get_vocab()
-        elif _find(path, "tokenizer_config.json", arguments) is not None:
-            other = load_tokenizer(path, arguments)
-            # What only its class names, the library has added behind the vocabulary: no text has it.
-            vocabulary = {
-                token: number
-                for token, number in other.get_vocab().items()
-                if number < other.vocab_size or token in named.values()
-            }
-            named = {"bos_token": other.bos_token, "eos_token": other.eos_token} | named
-        else:
-            return {}
+        file = _find(path, "tokenizer.json", arguments)
+        vocabulary = {} if file is None else Tokenizer.from_file(file).get_vocab()
+        if tokenizer is None and file is None and _find(path, "tokenizer_config.json", arguments) is not None:
+            tokenizer = load_tokenizer(path, arguments)
     except Exception:  # the libraries raise nothing narrower; who asks for the tokenizer is told
         return {}
+    if tokenizer is not None:
+        # What only its class names, the library has added behind the vocabulary: no text has it.
+        added = [_content(token) for token in dict(settings.get("added_tokens_decoder") or {}).values()]
+        stored = {*vocabulary, *named.values(), *added, *_tokenizer_file(path, "added_tokens.json", arguments)}
+        size = tokenizer.vocab_size if file is None else 0
+        vocabulary = {t: number for t, number in tokenizer.get_vocab().items() if number < size or t in stored}
+        named = {kind: getattr(tokenizer, kind) for kind in _SPECIAL} | named
     ids: dict[str, tuple[str, int]] = {}
-    for kind in ("bos_token", "eos_token"):
-        for token in (named.get(kind), END_OF_TEXT):
+    for kind in _SPECIAL:
+        for token in (named.get(kind), None if kind == "pad_token" else END_OF_TEXT):
             if token in vocabulary:
                 ids[f"{kind}_id"] = (token, vocabulary[token])
                 break
     return ids
+
+
+def _tokenizer_file(path: str | os.PathLike, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a JSON file of a tokenizer, without what is null; empty where there is none, or it is damaged."""
+    if (file := _find(path, name, arguments)) is None:
+        return {}
+    try:
+        with open(file, encoding="utf-8") as opened:
+            read = json.load(opened)
+    except ValueError:
+        return {}
+    return {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
+
+
+def _content(token: Any) -> Any:
+    """A token in a JSON file, which may be an object with settings of its own."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def load_tokenizer(path: str | os.PathLike, arguments: Mapping[str, Any]) -> Any:
@@ -712,6 +728,7 @@ def load_tokenizer(path: str | os.PathLike, arguments: Mapping[str, Any]) -> Any
 
 
 __all__ = [
+    "DAMAGE_ERRORS",
     "IGNORED_ON_LOAD",
     "HubToNative",
     "NativeToHub",

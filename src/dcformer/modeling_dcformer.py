@@ -175,7 +175,7 @@ def _check_shapes(
 
     Args:
         hidden_states: what the first layer gets; of ids, or as given.
-        attention_mask, position_ids: as given. Masks that are no tensors are not looked at.
+        attention_mask, position_ids: as given. Other masks than tensors are not looked at.
         are_embeds: whether the hidden states were given.
 
     Raises:
@@ -188,14 +188,12 @@ def _check_shapes(
         expected = "[sequences, tokens, hidden_size]" if are_embeds else "[sequences, tokens]"
         raise ValueError(f"{name} of shape {list(shape)}: expected {expected}, also of a single sequence.")
     batch, length, _ = hidden_states.shape
-    if isinstance(attention_mask, torch.Tensor):
-        rank = attention_mask.dim()
-        if rank not in (2, 4) or (attention_mask.shape[0] != batch and (rank == 2 or attention_mask.shape[0] != 1)):
-            raise ValueError(
-                f"attention_mask of shape {list(attention_mask.shape)} does not fit {batch} sequences: expected a row "
-                f"for each, [{batch}, tokens], or [{batch} or 1, heads or 1, queries, keys]; or none where nothing is "
-                "padded."
-            )
+    mask = attention_mask if isinstance(attention_mask, torch.Tensor) else None
+    if mask is not None and (mask.dim() not in (2, 4) or mask.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"attention_mask of shape {list(mask.shape)} does not fit {batch} sequences: expected "
+            f"[{batch} or 1, tokens], or [{batch} or 1, heads or 1, queries, keys]; or none where nothing is padded."
+        )
     if position_ids is not None and position_ids.shape not in ((1, length), (batch, length)):
         raise ValueError(
             f"position_ids of shape {list(position_ids.shape)} do not fit {batch} sequences of {length} tokens: "
@@ -1001,8 +999,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
             ValueError: when masks by kind are given and lack one; on a mask that is too short for the cache.
         """
         if not isinstance(attention_mask, dict):
-            if attention_mask is not None and attention_mask.ndim == 2 and cache is not None:
-                _check_mask_length(attention_mask, cache, hidden_states.shape[1])
+            if attention_mask is not None and attention_mask.ndim == 2:
+                if cache is not None:
+                    _check_mask_length(attention_mask, cache, hidden_states.shape[1])
+                if attention_mask.shape[0] == 1:  # of all sequences
+                    attention_mask = attention_mask.expand(hidden_states.shape[0], -1)
             make_mask = {
                 "full_attention": create_causal_mask,
                 "sliding_attention": create_sliding_window_causal_mask,

@@ -241,30 +241,54 @@ def with_tokenizer(hub, folder, vocabulary, **settings):
     shutil.copytree(hub, folder)
     (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(vocabulary)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
+    if (added := settings.pop("added_tokens.json", None)) is not None:
+        (folder / "added_tokens.json").write_text(json.dumps(added))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"} | settings))
     return folder
 
 
 @pytest.mark.parametrize(
-    "vocabulary, settings, ends",
+    "vocabulary, settings, expected",
     [
-        (["<|endoftext|>", "a", "b"], {}, 0),
-        (["a", "b", "</s>"], {}, 2),  # the configuration's: what GPT-2's class names is in no text
-        (["a", "</s>", "b"], {"eos_token": "</s>"}, 1),
-        (["a", "</s>", "b"], {"eos_token": {"__type": "AddedToken", "content": "</s>"}}, 1),
-        (["a", "<|endoftext|>"], {"eos_token": "</s>"}, 2),  # added behind the vocabulary, by name
+        (["<|endoftext|>", "a", "b"], {}, (0, 0)),
+        (["a", "b", "</s>"], {}, (1, 2)),  # the configuration's: what GPT-2's class names is in no text
+        (["a", "</s>", "b"], {"eos_token": "</s>"}, (1, 1)),
+        (["a", "</s>", "b"], {"eos_token": {"__type": "AddedToken", "content": "</s>"}}, (1, 1)),
+        (["a", "<|endoftext|>"], {"eos_token": "</s>"}, (1, 2)),  # added behind the vocabulary, by name
+        (["a", "b", "c"], {"added_tokens_decoder": {"3": {"content": "<|endoftext|>", "special": True}}}, (3, 3)),
+        (["a", "b", "c"], {"added_tokens.json": {"<|endoftext|>": 3}}, (3, 3)),
     ],
 )
-def test_a_tokenizer_in_other_files_beside_a_published_model(hub, vocabulary, settings, ends, tmp_path):
+def test_a_tokenizer_in_other_files_beside_a_published_model(hub, vocabulary, settings, expected, tmp_path):
     folder = with_tokenizer(hub, tmp_path / "hub", vocabulary, **settings)
-    begins = vocabulary.index("<|endoftext|>") if "<|endoftext|>" in vocabulary else 1  # the configuration's
     loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert loaded.generation_config.eos_token_id == loaded.config.eos_token_id == ends
-    assert loaded.config.bos_token_id == begins
+    assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == expected
+    assert loaded.generation_config.eos_token_id == expected[1]
     assert run("hub-to-safetensors", "--checkpoint", folder, "--output", tmp_path / "out") == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (written["bos_token_id"], written["eos_token_id"]) == (begins, ends)
+    assert (written["bos_token_id"], written["eos_token_id"]) == expected
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab().items() >= {"a": vocabulary.index("a")}.items()
+
+
+@pytest.mark.parametrize(
+    "kind, tokens, expected",
+    [
+        ("LlamaTokenizer", ["<unk>", "a", "<s>", "</s>"], (2, 3, None)),
+        ("LlamaTokenizer", ["<unk>", "a", "b"], (1, 2, None)),  # the configuration's
+        ("Qwen2Tokenizer", ["a", "b", "c"], (1, 2, None)),
+        ("Qwen2Tokenizer", ["a", "b", "c", "<|endoftext|>"], (3, 3, 3)),
+    ],
+)
+def test_what_only_the_class_of_a_tokenizer_names_counts_where_its_file_has_it(hub, kind, tokens, expected, tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    model = models.BPE({token: number for number, token in enumerate(tokens)}, [])
+    Tokenizer(model).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    options = ["--checkpoint", hub, "--output", tmp_path / "out", "--tokenizer", folder]
+    assert run("hub-to-safetensors", *options) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert tuple(written.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")) == expected
 
 
 @pytest.mark.parametrize("missing", [["vocab.json", "merges.txt"], ["merges.txt"]])

@@ -506,10 +506,10 @@ def test_ratios_outside_are_refused(ratio):
         dha.search(make("llama"), ratio, progress=False)
 
 
-def test_a_ratio_may_be_a_number_of_numpy(tmp_path):
-    plan = dha.search(make("llama"), np.float32(0.5), progress=False)
+def test_ratio_and_seed_may_be_numbers_of_numpy(tmp_path):
+    plan = dha.search(make("llama"), np.float32(0.5), seed=np.int64(3), progress=False)
     plan.save(tmp_path / "plan.json")
-    assert HeadPlan.load(tmp_path / "plan.json") == plan == dha.search(make("llama"), 0.5, progress=False)
+    assert HeadPlan.load(tmp_path / "plan.json") == plan == dha.search(make("llama"), 0.5, seed=3, progress=False)
 
 
 def test_arguments_of_search_are_checked():

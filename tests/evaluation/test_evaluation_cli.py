@@ -1,6 +1,7 @@
 """``dcformer-eval``: errors before any work, tasks found, options kept, documented commands, two processes."""
 
 import copy
+import functools
 import json
 import logging
 import math
@@ -477,7 +478,7 @@ def test_converted_encoder_decoders_keep_the_class_that_lm_eval_chooses(work, lm
 
 
 @pytest.mark.parametrize("compose_key", [True, "uncached"])
-@pytest.mark.parametrize("given", ["folder", "model", "compiled"])
+@pytest.mark.parametrize("given", ["folder", "model", "compiled", "wrapped"])
 def test_models_that_no_cache_has_room_for_generate_without(compose_key, given, work, lm_eval):
     """lm-eval asks for a cache, in which composition weights of keys would be missing at the second token."""
     from dcformer.evaluation.sharing import SharingHFLM
@@ -488,7 +489,9 @@ def test_models_that_no_cache_has_room_for_generate_without(compose_key, given, 
     randomise(convert_attention(model.eval(), compose_key=compose_key)).save_pretrained(work / "model")
     ids, used = torch.arange(4, 9)[None], []
     expected = model.generate(ids, max_length=8, use_cache=False, do_sample=False)
-    source = {"folder": "model", "model": model, "compiled": torch.compile(model, backend="eager")}[given]
+    source = {"folder": "model", "model": model, "compiled": torch.compile(model, backend="eager")}.get(given, model)
+    if given == "wrapped":
+        model.generate = functools.partial(model.generate)
     loaded = SharingHFLM(pretrained=source, tokenizer=tokenizer, device="cpu", dtype="float32")
     loaded.model.model.register_forward_pre_hook(
         lambda _, __, kwargs: used.append(kwargs["use_cache"]), with_kwargs=True

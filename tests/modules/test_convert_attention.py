@@ -948,6 +948,12 @@ def test_folders_that_cannot_be_loaded(tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(DCFormerError, match=r"model/model\.safetensors is damaged or truncated .*header"):
         from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM)
+    file.unlink()
+    with pytest.raises(OSError, match="no file named"):
+        from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM)
+    file.with_name("pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(DCFormerError, match=r"model/pytorch_model\.bin is damaged"):
+        from_pretrained_converted(tmp_path / "model", t.AutoModelForMaskedLM)
 
 
 def test_a_plain_load_drops_the_composition(tmp_path):

@@ -262,11 +262,9 @@ def _load_tokenizer(path: str | os.PathLike) -> Any:
 
 def _take_special_tokens(config: Any, path: str | os.PathLike, tokenizer: Any) -> list[str]:
     """Copies a tokenizer's special tokens into a configuration. Returns notes on what changed."""
-    ids = {"pad_token_id": tokenizer.pad_token_id}
-    ids |= {name: number for name, (_, number) in tokenizer_special_ids(path, {}).items()}
     notes = []
-    for name, new in ids.items():
-        if new is None or new >= config.vocab_size:
+    for name, (_, new) in tokenizer_special_ids(path, {}, tokenizer).items():
+        if new >= config.vocab_size:
             continue
         old = getattr(config, name)
         if old not in (None, new):

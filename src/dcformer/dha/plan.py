@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,9 @@ class HeadPlan:
 
     def __post_init__(self) -> None:
         check_ratio(self.kv_ratio)
-        object.__setattr__(self, "kv_ratio", float(self.kv_ratio))  # JSON knows no numbers of NumPy
         check_seed(self.seed)
+        object.__setattr__(self, "kv_ratio", float(self.kv_ratio))  # JSON knows no numbers of NumPy
+        object.__setattr__(self, "seed", int(self.seed))
         for kind in KINDS:
             parts = self.key_groups if kind == "key" else self.value_groups
             if len(parts) != self.source.num_layers:
@@ -288,7 +289,7 @@ def as_plan(plan: HeadPlan | str | os.PathLike) -> HeadPlan:
 
 def check_seed(seed: int) -> None:
     """Refuses what random generators do not take."""
-    if type(seed) is not int or not 0 <= seed < 2**32:
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**32:
         raise DCFormerError(f"seed={seed!r} must be a whole number from 0 to 2**32 - 1.")
 
 

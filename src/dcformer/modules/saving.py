@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import DCFormerError
 from ..files import whole_file
-from ..hub_dcformer import damaged_weights
+from ..hub_dcformer import DAMAGE_ERRORS, damaged_weights
 from ..loading import refuse_mixtures
 from .convert import all_settings, attach, convert_attention
 from .dcmha import make_generators
@@ -141,9 +141,10 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
     wants_info = kwargs.pop("output_loading_info", False)
     try:
         model, info = converted.from_pretrained(folder, config=config, output_loading_info=True, **kwargs)
-    except SafetensorError as error:
-        damaged = damaged_weights(folder, kwargs)
-        raise DCFormerError(str(damaged or f"{folder} has weights that cannot be read: {error}")) from error
+    except DAMAGE_ERRORS as error:
+        if (damaged := damaged_weights(folder, kwargs)) is None:
+            raise
+        raise DCFormerError(str(damaged)) from error
     model.__class__ = model_class
     names = set(_names(model))
     if others := sorted(key for key in info["mismatched_keys"] if key[0] in names):  # with ignore_mismatched_sizes
