@@ -667,7 +667,7 @@ def tokenizer_special_ids(
     """
     settings = _tokenizer_file(path, "special_tokens_map.json", arguments)
     settings |= _tokenizer_file(path, "tokenizer_config.json", arguments)  # which takes precedence
-    named = {kind: token for kind in _SPECIAL if isinstance(token := _content(settings.get(kind)), str)}
+    named: dict[str, Any] = {kind: token for kind in _SPECIAL if isinstance(token := _content(settings.get(kind)), str)}
     try:
         file = _find(path, "tokenizer.json", arguments)
         vocabulary = {} if file is None else Tokenizer.from_file(file).get_vocab()
@@ -681,7 +681,7 @@ def tokenizer_special_ids(
         stored = {*vocabulary, *named.values(), *added, *_tokenizer_file(path, "added_tokens.json", arguments)}
         size = tokenizer.vocab_size if file is None else 0
         vocabulary = {t: number for t, number in tokenizer.get_vocab().items() if number < size or t in stored}
-        named = {kind: getattr(tokenizer, kind) for kind in _SPECIAL} | named
+        named = {kind: getattr(tokenizer, kind, None) for kind in _SPECIAL} | named
     ids: dict[str, tuple[str, int]] = {}
     for kind in _SPECIAL:
         for token in (named.get(kind), None if kind == "pad_token" else END_OF_TEXT):
