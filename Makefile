@@ -15,6 +15,7 @@ TWO         := -n 2 --dist worksteal
 KERNEL_JIT   := tests/tools/test_kernel_jit.py
 KERNEL_TOOLS := $(KERNEL_JIT) $(addprefix tests/tools/test_,decode_launches.py gpu_first_run.py kernel_report.py)
 TRACED       := one_graph or compiles or graphs_too
+OF_TWO       := tensor_parallel or fsdp2_losses or dha_fsdp or test_converted
 NO_TRITON    := $(addprefix --ignore=,tests/kernels $(KERNEL_TOOLS))
 
 # A stamp counts only if the environment still runs and was installed from this folder with these extras.
@@ -78,9 +79,9 @@ test-distributed: $(STAMP) ## run the tests that start two processes (gloo, on C
 
 # An environment of its own, of 6 GB: of the lowest torch the package index has only the CUDA build, and that build does
 # not load without its CUDA libraries.
-test-min: build/constraints-min.txt ## run test-fast and test-distributed, compile models and kernels with the lowest versions allowed
+test-min: build/constraints-min.txt ## run test-fast and some of two processes, compile models and kernels with the lowest versions
 	$(MAKE) --no-print-directory test-fast VENV=.venv-min EXTRAS=dev CONSTRAINTS=$<
-	$(MAKE) --no-print-directory test-distributed VENV=.venv-min EXTRAS=dev CONSTRAINTS=$<
+	$(MAKE) --no-print-directory test-distributed VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< ARGS='tests/distributed -k "$(OF_TWO)"'
 	$(MAKE) --no-print-directory test-kernel-tools VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< KERNEL_TOOLS=$(KERNEL_JIT)
 	$(MAKE) --no-print-directory test-kernels VENV=.venv-min EXTRAS=dev CONSTRAINTS=$< ARGS='-k "$(TRACED)"'
 
