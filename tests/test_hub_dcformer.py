@@ -716,17 +716,23 @@ def test_tokenizer_beside_the_model(hub, logged):
 
 @pytest.mark.parametrize(
     "declared",
-    ["tokenizer.json alone", "tokenizer_config.json", "special_tokens_map.json", "tokenizer_config.json, too"],
+    ["tokenizer.json alone", "tokenizer_config.json", "special_tokens_map.json", "both", "both, and added tokens"],
 )
 def test_tokenizer_wins(hub, declared, logged):
     tokenizer_json(hub)
     bos, eos = 0, 0
     if declared != "tokenizer.json alone":
-        bos, eos = 4, 6
-        tokens = {"bos_token": "w4", "eos_token": {"content": "w6", "lstrip": False}, "pad_token": None}
-        if declared.endswith(", too"):  # it takes precedence
+        bos, eos = (8, 9) if declared == "both" else (4, 6)
+        added = {"__type": "AddedToken", "content": "w6", "lstrip": False}
+        tokens = {"bos_token": "w4", "eos_token": added, "pad_token": None}
+        if declared.startswith("both"):  # the library goes by what tokenizer_config.json has
             (hub / "special_tokens_map.json").write_text(json.dumps({"bos_token": "w8", "eos_token": "w9"}))
-        (hub / declared.removesuffix(", too")).write_text(json.dumps(tokens))
+            tokens |= {"added_tokens_decoder": {}} if declared != "both" else {}
+        name = declared if declared == "special_tokens_map.json" else "tokenizer_config.json"
+        (hub / name).write_text(json.dumps(tokens | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+        if name == "tokenizer_config.json":
+            tokenizer = AutoTokenizer.from_pretrained(hub)
+            assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (bos, eos)
     model = AutoModelForCausalLM.from_pretrained(hub)
     for holder in (model.config, model.generation_config):
         assert (holder.bos_token_id, holder.eos_token_id) == (bos, eos)

@@ -56,6 +56,7 @@ DAMAGE = {
     "nothing": lambda file: file.write_bytes(b""),
     "noise": lambda file: file.write_bytes(bytes(range(256))),
     "a Git LFS pointer": lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\n"),
+    "a server's answer": lambda file: file.write_text("error code: 502"),
     "something else": lambda file: torch.save([1], file) if file.suffix == ".bin" else file.write_text("[]"),
     "code": lambda file: torch.save({"a": Path()}, file) if file.suffix == ".bin" else file.write_text("[]"),
 }
@@ -78,7 +79,7 @@ def test_the_damaged_file_is_named(folders, name, damage, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("damage", ["half of it", "nothing", "a Git LFS pointer"])
+@pytest.mark.parametrize("damage", ["half of it", "nothing", "a Git LFS pointer", "a server's answer"])
 @pytest.mark.parametrize("name", ["bin/pytorch_model.bin", "safetensors/model.safetensors"])
 def test_models_name_the_damaged_file(folders, name, damage, tmp_path):
     folder = shutil.copytree((folders / name).parent, tmp_path / "model")

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -315,7 +316,7 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
         raise OSError(
             f"{file} is damaged, or no file of torch.save (a Git LFS pointer, for example): copy or download it again."
         ) from error
-    except (EOFError, OSError, RuntimeError) as error:
+    except (EOFError, IndexError, KeyError, OSError, RuntimeError, struct.error) as error:
         if isinstance(error, OSError) and error.filename is not None:  # it cannot be opened
             raise
         reason = str(error).partition(". ")[0] or type(error).__name__
@@ -332,7 +333,9 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
 
 
 # What the library raises on weight files that are damaged, and on other occasions.
-DAMAGE_ERRORS = (SafetensorError, pickle.UnpicklingError, EOFError, IndexError, OSError, RuntimeError)
+DAMAGE_ERRORS = (
+    SafetensorError, pickle.UnpicklingError, EOFError, IndexError, KeyError, OSError, RuntimeError, struct.error,
+)  # fmt: skip
 
 
 def damaged_weights(path: str | os.PathLike, arguments: Mapping[str, Any]) -> OSError | None:
@@ -665,8 +668,9 @@ def tokenizer_special_ids(
         padding, "<|endoftext|>", if they have it: every tokenizer that does separates documents with it. Empty when
         there is no tokenizer.
     """
-    settings = _tokenizer_file(path, "special_tokens_map.json", arguments)
-    settings |= _tokenizer_file(path, "tokenizer_config.json", arguments)  # which takes precedence
+    settings = _tokenizer_file(path, "tokenizer_config.json", arguments)
+    older = _tokenizer_file(path, "special_tokens_map.json", arguments)  # and the library takes it for newer
+    settings = older | settings if "added_tokens_decoder" in settings else settings | older
     named: dict[str, Any] = {kind: token for kind in _SPECIAL if isinstance(token := _content(settings.get(kind)), str)}
     try:
         file = _find(path, "tokenizer.json", arguments)
@@ -677,11 +681,13 @@ def tokenizer_special_ids(
         return {}
     if tokenizer is not None:
         # What only its class names, the library has added behind the vocabulary: no text has it.
-        added = [_content(token) for token in dict(settings.get("added_tokens_decoder") or {}).values()]
-        stored = {*vocabulary, *named.values(), *added, *_tokenizer_file(path, "added_tokens.json", arguments)}
+        stored = {*vocabulary, *named.values(), *_tokenizer_file(path, "added_tokens.json", arguments)}
+        for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
+            tokens = settings.get(name, ())
+            stored |= {_content(token) for token in (tokens.values() if isinstance(tokens, dict) else tokens)}
         size = tokenizer.vocab_size if file is None else 0
         vocabulary = {t: number for t, number in tokenizer.get_vocab().items() if number < size or t in stored}
-        named = {kind: getattr(tokenizer, kind, None) for kind in _SPECIAL} | named
+        named = {kind: getattr(tokenizer, kind, None) for kind in _SPECIAL}
     ids: dict[str, tuple[str, int]] = {}
     for kind in _SPECIAL:
         for token in (named.get(kind), None if kind == "pad_token" else END_OF_TEXT):
@@ -720,7 +726,7 @@ def load_tokenizer(path: str | os.PathLike, arguments: Mapping[str, Any]) -> Any
     """
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **_hub_arguments(arguments))
     own = sorted(set(type(tokenizer).vocab_files_names.values()))
-    if own and all(_find(path, file, arguments) is None for file in ("tokenizer.json", *own)):
+    if own and all(_find(path, file, arguments) is None for file in ("tokenizer.json", "tokenizer.model", *own)):
         raise OSError(
             f"{os.fspath(path)} has no vocabulary of a {type(tokenizer).__name__}: expected {' or '.join(own)}"
         )

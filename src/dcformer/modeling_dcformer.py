@@ -1002,8 +1002,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             if attention_mask is not None and attention_mask.ndim == 2:
                 if cache is not None:
                     _check_mask_length(attention_mask, cache, hidden_states.shape[1])
-                if attention_mask.shape[0] == 1:  # of all sequences
-                    attention_mask = attention_mask.expand(hidden_states.shape[0], -1)
+                attention_mask = attention_mask.expand(hidden_states.shape[0], -1)  # one row may be of all sequences
             make_mask = {
                 "full_attention": create_causal_mask,
                 "sliding_attention": create_sliding_window_causal_mask,

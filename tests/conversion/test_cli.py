@@ -257,6 +257,7 @@ def with_tokenizer(hub, folder, vocabulary, **settings):
         (["a", "<|endoftext|>"], {"eos_token": "</s>"}, (1, 2)),  # added behind the vocabulary, by name
         (["a", "b", "c"], {"added_tokens_decoder": {"3": {"content": "<|endoftext|>", "special": True}}}, (3, 3)),
         (["a", "b", "c"], {"added_tokens.json": {"<|endoftext|>": 3}}, (3, 3)),
+        (["a", "b", "c"], {"additional_special_tokens": ["<|endoftext|>"]}, (3, 3)),
     ],
 )
 def test_a_tokenizer_in_other_files_beside_a_published_model(hub, vocabulary, settings, expected, tmp_path):

@@ -207,7 +207,7 @@ def generate_without_cache(model: Any) -> None:
     Args:
         model: one that `generates_without_cache`.
     """
-    model = getattr(model.generate, "__self__", model)  # behind `torch.compile`, what is compiled
+    model = getattr(model, "_orig_mod", model)  # behind `torch.compile`, what is compiled
     model.generation_config.use_cache = False
     model.generate = MethodType(_generate_without_cache, model)  # that of a copy is the copy's
 
