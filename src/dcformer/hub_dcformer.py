@@ -13,6 +13,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from statistics import mode
@@ -332,13 +333,7 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
             yield name, tuple(tensor.shape), partial(torch.Tensor.detach, tensor)
 
 
-# What the library raises on weight files that are damaged, and on other occasions.
-DAMAGE_ERRORS = (
-    SafetensorError, pickle.UnpicklingError, EOFError, IndexError, KeyError, OSError, RuntimeError, struct.error,
-)  # fmt: skip
-
-
-def damaged_weights(path: str | os.PathLike, arguments: Mapping[str, Any]) -> OSError | None:
+def damaged_weights(path: str | os.PathLike, arguments: Mapping[str, Any]) -> str | None:
     """Looks for the weight file that explains why loading failed.
 
     Args:
@@ -346,35 +341,43 @@ def damaged_weights(path: str | os.PathLike, arguments: Mapping[str, Any]) -> OS
         arguments: those of `from_pretrained`.
 
     Returns:
-        an error that names the file, or None when every one can be read.
+        a sentence that names the file, or None when every one can be read.
     """
     try:
         for file in weight_files(path, {**arguments, "local_files_only": True, "force_download": None}):
             for _ in stored_tensors(file):
                 pass
     except OSError as error:
-        return error
+        return str(error)
     return None
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
+# What the library raises on weight files that are damaged, and on other occasions.
+_DAMAGE_ERRORS = (
+    SafetensorError, pickle.UnpicklingError, EOFError, IndexError, KeyError, OSError, RuntimeError, struct.error,
+)  # fmt: skip
 
-def load_naming_damage(load: Callable[..., Any], path: str | os.PathLike | None, *args: Any, **arguments: Any) -> Any:
-    """Calls the library's `from_pretrained`, which does not say in which of the weight files there is damage.
+
+@contextmanager
+def naming_damage(
+    path: str | os.PathLike | None, arguments: Mapping[str, Any], error_class: type[Exception] = OSError
+) -> Iterator[None]:
+    """Surrounds the library's `from_pretrained`, which does not say in which of the weight files there is damage.
 
     Args:
-        load: that of the model's class.
-        path, args, arguments: its arguments.
+        path, arguments: those of the call.
+        error_class: of the error that does.
 
     Raises:
-        OSError: when a weight file is damaged, naming it.
+        Exception: of that class, when a weight file is damaged, naming it.
     """
     try:
-        return load(path, *args, **arguments)
-    except DAMAGE_ERRORS as error:
+        yield
+    except _DAMAGE_ERRORS as error:
         if path is not None and (damaged := damaged_weights(path, arguments)) is not None:
-            raise damaged from error
+            raise error_class(damaged) from error
         raise
 
 
@@ -669,8 +672,9 @@ def tokenizer_special_ids(
         there is no tokenizer.
     """
     settings = _tokenizer_file(path, "tokenizer_config.json", arguments)
-    older = _tokenizer_file(path, "special_tokens_map.json", arguments)  # and the library takes it for newer
-    settings = older | settings if "added_tokens_decoder" in settings else settings | older
+    mapped = _tokenizer_file(path, "special_tokens_map.json", arguments)
+    # As in the library, the map takes precedence unless the configuration lists added tokens.
+    settings = mapped | settings if "added_tokens_decoder" in settings else settings | mapped
     named: dict[str, Any] = {kind: token for kind in _SPECIAL if isinstance(token := _content(settings.get(kind)), str)}
     try:
         file = _find(path, "tokenizer.json", arguments)
@@ -734,7 +738,6 @@ def load_tokenizer(path: str | os.PathLike, arguments: Mapping[str, Any]) -> Any
 
 
 __all__ = [
-    "DAMAGE_ERRORS",
     "IGNORED_ON_LOAD",
     "HubToNative",
     "NativeToHub",
@@ -745,8 +748,8 @@ __all__ = [
     "follow_tokenizer",
     "hub_conversions",
     "load_hub_folder",
-    "load_naming_damage",
     "load_tokenizer",
+    "naming_damage",
     "register_hub_conversions",
     "stored_config",
     "stored_generators",

@@ -46,8 +46,7 @@ def damaged_file(folder: str | os.PathLike, error: Exception) -> str | None:
                 raise ValueError(f"it holds a {type(content).__name__}, expected an object")
         except Exception as reason:  # tokenizers raises nothing narrower
             return f"{file} is damaged ({reason}): copy or download it again."
-    damaged = damaged_weights(folder, {})
-    return None if damaged is None else str(damaged)
+    return damaged_weights(folder, {})
 
 
 def check_parameters(source: str | os.PathLike, config: Any, arguments: Mapping[str, Any] | None = None) -> None:

@@ -91,7 +91,7 @@ from .hub_dcformer import (
     IGNORED_ON_LOAD,
     check_stored_heads,
     load_hub_folder,
-    load_naming_damage,
+    naming_damage,
     register_hub_conversions,
     with_hub_config,
 )
@@ -827,9 +827,10 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         path = pretrained_model_name_or_path
         check_stored_heads(cls, path, kwargs)
         kwargs, is_hub = with_hub_config(cls, path, kwargs)
-        if not is_hub:
-            return load_naming_damage(super().from_pretrained, path, *args, **kwargs)
-        return load_hub_folder(super().from_pretrained, path, *args, **kwargs)
+        if is_hub:
+            return load_hub_folder(super().from_pretrained, path, *args, **kwargs)
+        with naming_damage(path, kwargs):
+            return super().from_pretrained(path, *args, **kwargs)
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:

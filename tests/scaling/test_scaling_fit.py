@@ -109,6 +109,7 @@ def test_intervals_are_too_short_at_the_smallest_size_where_noise_falls(noise, s
         found = [*compute_factors(baseline, variant), joint_factor(baseline, variant)]
         hits += [factor.interval[0] <= FACTOR <= factor.interval[1] for factor in found]
     smallest, *others, joint = hits / draws
+    print(f"smallest {smallest:.1%}, others {min(others):.1%} to {max(others):.1%}, all {joint:.1%}")
     assert 0.75 <= smallest <= 0.85, smallest
     assert min(others) >= 0.90 and joint >= 0.95, (others, joint)
 

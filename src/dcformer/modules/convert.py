@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..compose_dcformer import ComposeSettings
 from ..errors import DCFormerError, first_line
-from .dcmha import make_generators
+from .dcmha import check_flags, make_generators
 from .finding import UNCACHED, Found, find_attention, other_attention
 from .interface import compose_hook
 
@@ -170,9 +170,7 @@ def convert_attention(
             f"example is of type {type(example).__name__}: expected the model's arguments by name, as in "
             "example={'input_ids': ids}."
         )
-    for name, flag in {"zero_init": zero_init, "allow_partial": allow_partial}.items():
-        if not isinstance(flag, bool):
-            raise DCFormerError(f"{name}={flag!r}: expected True or False.")
+    check_flags(zero_init=zero_init, allow_partial=allow_partial)
     dtype = _checked_dtype(dtype)
     _check_device(device)
     settings = all_settings(compose)

@@ -147,9 +147,7 @@ class DCMHA(nn.Module):
             )
         if num_heads % num_kv_heads:
             raise DCFormerError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: choose a divisor.")
-        for name, flag in {"qk_norm": qk_norm, "zero_init": zero_init}.items():
-            if not isinstance(flag, bool):
-                raise DCFormerError(f"{name}={flag!r}: expected True or False.")
+        check_flags(qk_norm=qk_norm, zero_init=zero_init)
         rate: Any = dropout
         if not (isinstance(rate, Real) and 0 <= float(rate) < 1):
             raise DCFormerError(f"dropout={dropout!r} must be a number in [0, 1).")
@@ -489,6 +487,17 @@ class DCMHA(nn.Module):
     def extra_repr(self) -> str:
         """The sizes, for `print`."""
         return f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuses arguments that are not truth values.
+
+    Raises:
+        DCFormerError: naming the first one.
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise DCFormerError(f"{name}={flag!r}: expected True or False.")
 
 
 def _is_new(name: str) -> bool:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import DCFormerError
 from ..files import whole_file
-from ..hub_dcformer import DAMAGE_ERRORS, damaged_weights
+from ..hub_dcformer import naming_damage
 from ..loading import refuse_mixtures
 from .convert import all_settings, attach, convert_attention
 from .dcmha import make_generators
@@ -139,12 +139,8 @@ def from_pretrained_converted(folder: str | os.PathLike, auto_class: Any, **kwar
         model_class.__name__, (model_class,), {"__init__": make, "__module__": model_class.__module__}
     )
     wants_info = kwargs.pop("output_loading_info", False)
-    try:
+    with naming_damage(folder, kwargs, DCFormerError):
         model, info = converted.from_pretrained(folder, config=config, output_loading_info=True, **kwargs)
-    except DAMAGE_ERRORS as error:
-        if (damaged := damaged_weights(folder, kwargs)) is None:
-            raise
-        raise DCFormerError(str(damaged)) from error
     model.__class__ = model_class
     names = set(_names(model))
     if others := sorted(key for key in info["mismatched_keys"] if key[0] in names):  # with ignore_mismatched_sizes

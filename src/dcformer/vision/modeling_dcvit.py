@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..attention_dcformer import attend_without_autocast, check_trace, eager_attention, refuse_without_composition
 from ..compose_dcformer import DCFormerCompose, compose_init_std, init_compose, stages
-from ..hub_dcformer import load_naming_damage
+from ..hub_dcformer import naming_damage
 from ..implementations_dcformer import DEFAULT_ATTENTION, default_implementation
 from ..masks_dcformer import has_values
 from ..modeling_dcformer import DCFormerPreTrainedModel, refuse_missing_layers, share_of_labels
@@ -318,7 +318,8 @@ class DCViTPreTrainedModel(PreTrainedModel):
         Raises:
             OSError: when a weight file is damaged, naming it.
         """
-        return load_naming_damage(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+        with naming_damage(pretrained_model_name_or_path, kwargs):
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Saves a model as Transformers does.
