@@ -45,7 +45,7 @@ MODEL_LAYERS = (
     {"plain_dcformer"},
     {"chunked_dcformer"},
     {"cache_dcformer", "layouts_dcformer"},
-    {"generation_dcformer", "hub_dcformer"},
+    {"arguments_dcformer", "generation_dcformer", "hub_dcformer"},
     {"modeling_dcformer"},
 )
 LAYER = {name: number for number, rooms in enumerate(LAYERS) for name in rooms}

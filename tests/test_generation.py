@@ -356,7 +356,7 @@ def test_a_mask_that_ends_before_the_tokens_is_refused(kind, implementation):
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache], ids=lambda kind: kind.__name__)
 def test_columns_that_a_mask_lacks_are_hidden_by_all_implementations(kind, monkeypatch):
     """Where nobody looks, as in graphs."""
-    monkeypatch.setattr(modeling_dcformer, "_check_mask_length", lambda *given: None)
+    monkeypatch.setattr(modeling_dcformer, "check_mask_length", lambda *given: None)
     model, ids, found = make_model(tiny_config(sliding_window=5)), tokens(12), []
     for implementation in ("eager", "dcformer_chunked"):
         model.set_attn_implementation(implementation)

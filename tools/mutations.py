@@ -10,6 +10,7 @@ COMPOSE, CACHE, CONFIG = "compose_dcformer.py", "cache_dcformer.py", "configurat
 HUB, LAYOUTS = "hub_dcformer.py", "layouts_dcformer.py"
 HUB_CONFIG, PARALLEL, OVERHEAD = "legacy_dcformer.py", "parallel_dcformer.py", "analysis/overhead.py"
 MODEL, ATTENTION = "modeling_dcformer.py", "attention_dcformer.py"
+ARGUMENTS = "arguments_dcformer.py"
 GENERATION = "generation_dcformer.py"
 MASKS, CHUNKED = "masks_dcformer.py", "chunked_dcformer.py"
 
@@ -2137,12 +2138,6 @@ _MODELING = _in(
         T_MODEL + "test_frequencies_of_rope_are_float32_whatever_the_model_is",
     ),
     (
-        "masks shorter than the text",
-        "if mask.shape[1] < seen + length:",
-        "if mask.shape[1] < length:",
-        T_GENERATION + "test_a_mask_that_ends_before_the_tokens_is_refused",
-    ),
-    (
         "RMS norm without epsilon",
         "self.weight.shape, eps=self.eps)",
         "self.weight.shape, eps=0.0)",
@@ -2280,40 +2275,10 @@ _MODELING = _in(
         T_MODEL + "test_packed_documents_do_not_see_each_other[eager]",
     ),
     (
-        "masks of other rows are taken",
-        "if mask is not None and (mask.dim() not in (2, 4) or mask",
-        "if mask is not None and (mask.dim() not in (2, 4) and mask",
-        T_MODEL + "test_arguments_of_other_shapes_are_named",
-    ),
-    (
-        "one mask for all sequences is refused",
-        "mask.shape[0] not in (1, batch)",
-        "mask.shape[0] != batch",
-        T_MODEL + "test_arguments_for_every_sequence",
-    ),
-    (
         "one row of padding is of the first sequence alone",
         "attention_mask = attention_mask.expand(hidden_states.shape[0], -1)",
         "pass",
         T_MODEL + "test_one_row_of_padding_for_all_sequences",
-    ),
-    (
-        "one row of positions is refused",
-        "not in ((1, length), (batch, length)):",
-        "not in ((batch, length),):",
-        T_MODEL + "test_arguments_for_every_sequence",
-    ),
-    (
-        "ids of another rank are taken",
-        "if hidden_states.dim() != 3:",
-        "if False:",
-        T_MODEL + "test_arguments_of_other_shapes_are_named",
-    ),
-    (
-        "token id outside the vocabulary not named",
-        "if not 0 <= number < size]",
-        "if not 0 <= number]",
-        T_MODEL + "test_token_id_out_of_range",
     ),
     (
         "every variant has the same attention",
@@ -2332,6 +2297,45 @@ _MODELING = _in(
         'given.arguments.get("save_original_format", False)',
         'given.arguments.get("save_original_format", True)',
         FOLDERS + "[fused]",
+    ),
+) + _in(
+    "modeling",
+    ARGUMENTS,
+    (
+        "masks shorter than the text",
+        "if mask.shape[1] < seen + length:",
+        "if mask.shape[1] < length:",
+        T_GENERATION + "test_a_mask_that_ends_before_the_tokens_is_refused",
+    ),
+    (
+        "masks of other rows are taken",
+        "if mask is not None and (mask.dim() not in (2, 4) or mask",
+        "if mask is not None and (mask.dim() not in (2, 4) and mask",
+        T_MODEL + "test_arguments_of_other_shapes_are_named",
+    ),
+    (
+        "one mask for all sequences is refused",
+        "mask.shape[0] not in (1, batch)",
+        "mask.shape[0] != batch",
+        T_MODEL + "test_arguments_for_every_sequence",
+    ),
+    (
+        "one row of positions is refused",
+        "not in ((1, length), (batch, length)):",
+        "not in ((batch, length),):",
+        T_MODEL + "test_arguments_for_every_sequence",
+    ),
+    (
+        "ids of another rank are taken",
+        "if hidden_states.dim() != 3:",
+        "if False:",
+        T_MODEL + "test_arguments_of_other_shapes_are_named",
+    ),
+    (
+        "token id outside the vocabulary not named",
+        "if not 0 <= number < size]",
+        "if not 0 <= number]",
+        T_MODEL + "test_token_id_out_of_range",
     ),
 )
 
@@ -2874,8 +2878,8 @@ _LAYERS = _in(
     ),
     (
         "empty trace of attention that holds no maps",
-        'if kwargs.get("compose_trace") is not None:',
-        "if False:",
+        "if compose_trace is not None:\n            raise ValueError(why_no_trace(",
+        "if False:\n            raise ValueError(why_no_trace(",
         T_ATTENTION + "test_no_trace_of_plain_attention",
     ),
     (
@@ -2886,14 +2890,14 @@ _LAYERS = _in(
     ),
     (
         "the window of the layer's own configuration",
-        "            sliding_window=sliding_window,\n            **kwargs,\n        )\n\n    def _output",
-        "            sliding_window=self.config.sliding_window,\n            **kwargs,\n        )\n\n    def _output",
+        "            sliding_window=sliding_window,\n            **kwargs,\n        )\n\n    def _for",
+        "            sliding_window=self.config.sliding_window,\n            **kwargs,\n        )\n\n    def _for",
         T_SURGERY + "test_functions_of_the_library_get_the_window_of_the_place",
     ),
     (
         "windows of layers without a mask",
-        "            sliding_window=sliding_window,\n            **kwargs,\n        )\n\n    def _output",
-        "            **kwargs,\n        )\n\n    def _output",
+        "            sliding_window=sliding_window,\n            **kwargs,\n        )\n\n    def _for",
+        "            **kwargs,\n        )\n\n    def _for",
         T_MODEL + "test_layers_without_a_mask_are_causal_and_keep_their_windows",
     ),
     (
@@ -2916,8 +2920,8 @@ _LAYERS = _in(
     ),
     (
         "a cache recomputed",
-        "if self.gradient_checkpointing and self.training and torch.is_grad_enabled():",
-        "if False:",
+        "runs_layers_twice = self.gradient_checkpointing and self.training and torch.is_grad_enabled()",
+        "runs_layers_twice = False",
         T_SURGERY + "test_generate_in_training_with_gradient_checkpointing_keeps_its_cache",
     ),
 )

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.integrations.executorch import TorchExportableModuleWithHybridCache
 
 from .cache_dcformer import use_static_layers
-from .implementations_dcformer import DEFAULT_ATTENTION
+from .implementations_dcformer import CHUNKED, DEFAULT_ATTENTION
 from .loading import refuse_other_parameters
 from .modeling_dcformer import DCFormerForCausalLM
 
@@ -93,7 +93,7 @@ def export_decoding_step(
             "cannot hold that. Models with other kinds of RoPE can be exported."
         )
     implementation = model.config._attn_implementation
-    if implementation not in (DEFAULT_ATTENTION, "dcformer_chunked", "eager"):  # the default is chunked in programs
+    if implementation not in (DEFAULT_ATTENTION, CHUNKED, "eager"):  # the default is chunked in programs
         raise ValueError(
             f"attn_implementation={implementation!r} launches kernels that a program of torch.export cannot hold: call "
             'model.set_attn_implementation("dcformer_chunked") first.'

@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # The torch implementation of `chunked_dcformer`, which every model can use.
 CHUNKED = "dcformer_chunked"
+# The kernels of this package. Models name it in messages also where Triton is missing.
+TRITON = "dcformer_triton"
 # What `config._attn_implementation` says where none is named: `default_implementation` decides for each call.
 DEFAULT_ATTENTION = "dcformer_default"
+
+_MAX_FLASH_WIDTH = 256  # channels of a head that flash attention takes
+_LIBRARY_ATTENTION = ("sdpa", "flex_attention")  # of Transformers, beside flash attention: without composition
 
 
 # What the linear layers of `DCFormerCompose` make of the hidden states: `dw1_proj` [B, N, G·C·K] and `gate_proj`
@@ -82,6 +88,56 @@ def can_compose(implementation: str) -> bool:
     return implementation in ("eager", CHUNKED) or implementation in FUSED_ATTENTION
 
 
+def check_implementation(name: str, config: Any, model: str, takes_library: bool) -> bool:
+    """Refuses a named attention implementation that a model cannot use.
+
+    Args:
+        name: as it was asked for.
+        config: the model's `DCFormerConfig`.
+        model: name of its class.
+        takes_library: whether Transformers' own functions serve it: nothing is composed.
+
+    Returns:
+        whether it is one of Transformers', whose requirements the library knows.
+
+    Raises:
+        ValueError: on a name that cannot compose heads, one whose requirements are missing here, or one whose limits
+            the model exceeds.
+    """
+    known = tuple(dict.fromkeys(("eager", CHUNKED, TRITON, *FUSED_ATTENTION)))
+    is_flash = "flash" in name
+    if takes_library and (is_flash or name in _LIBRARY_ATTENTION):
+        width = config.cached_head_dim("pre")
+        if config.head_embeddings and is_flash and width > _MAX_FLASH_WIDTH:
+            raise ValueError(
+                f"attn_implementation={name!r} takes up to {_MAX_FLASH_WIDTH} channels, and with head_embeddings a "
+                f"cached key has head_dim + rotary dim = {width}. Use 'sdpa', or leave it unset."
+            )
+        return True
+    if name not in known and takes_library:
+        raise ValueError(
+            f'Specified `attn_implementation="{name}"` is not supported by {model}: use one of '
+            f"{(*known, *_LIBRARY_ATTENTION)}, flash attention, or none."
+        )
+    if name not in known:
+        why = " cannot compose attention heads, and" if config.composes else ""
+        raise ValueError(
+            f"attn_implementation={name!r}{why} is not supported by {model}: use one of {known}, or leave it unset for "
+            "the best that runs where the model is."
+        )
+    if name != "eager" and name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        has_registered = name in FUSED_ATTENTION  # not so in a folder with its own code
+        missing = "Triton is not installed" if has_registered else "its kernels are not loaded"
+        raise ValueError(
+            f"attn_implementation={name!r} is not available here: {missing}. "
+            'pip install "dcformer[kernels]" and import dcformer, use one of the others, or leave it unset.'
+        )
+    fused = FUSED_ATTENTION.get(name)
+    if fused is not None and (reason := fused.unsupported_reason(config)) is not None:
+        raise ValueError(f"attn_implementation={name!r} cannot run this model: {reason}.")
+    return False
+
+
 def default_implementation(
     attention: nn.Module, hidden_states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, attention_mask: Any
 ) -> str:
@@ -104,10 +160,12 @@ __all__ = [
     "CHUNKED",
     "DEFAULT_ATTENTION",
     "FUSED_ATTENTION",
+    "TRITON",
     "FirstLayer",
     "FusedAttention",
     "LayerKernels",
     "can_compose",
+    "check_implementation",
     "default_implementation",
     "layer_kernels",
 ]

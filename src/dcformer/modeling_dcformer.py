@@ -42,6 +42,14 @@ from transformers.utils import (
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .arguments_dcformer import (
+    check_cache,
+    check_input_shapes,
+    check_mask_length,
+    check_packing,
+    look_up,
+    refuse_missing_layers,
+)
 from .attention_dcformer import (
     LOAD_EAGER,
     ComposeTrace,
@@ -55,7 +63,6 @@ from .cache_dcformer import (
     CACHE_NAME,
     CACHE_NAMES,
     Room,
-    check_cache_layers,
     check_cache_names,
     check_cache_rows,
     lend_room,
@@ -64,6 +71,7 @@ from .cache_dcformer import (
 )
 from .chunked_dcformer import CHUNKED  # importing it registers it
 from .compose_dcformer import (
+    ComposeWeights,
     DCFormerCompose,
     Generated,
     SideWeights,
@@ -100,6 +108,7 @@ from .implementations_dcformer import (
     FUSED_ATTENTION,
     LayerKernels,
     can_compose,
+    check_implementation,
     default_implementation,
     layer_kernels,
 )
@@ -107,9 +116,6 @@ from .masks_dcformer import causal_rows
 from .parallel_dcformer import check_tensor_parallel
 
 logger = logging.get_logger(__name__)
-
-_MAX_FLASH_WIDTH = 256  # channels of a head that flash attention takes
-_LIBRARY_ATTENTION = ("sdpa", "flex_attention")  # of Transformers, beside flash attention: without composition
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -137,91 +143,6 @@ class DCFormerLayerNorm(nn.LayerNorm):
         compute = accumulation_dtype(x.dtype)
         weight, bias = self.weight.to(compute), self.bias.to(compute)
         return F.layer_norm(x.to(compute), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
-
-
-def refuse_missing_layers(layers: int, number: int) -> None:
-    """Refuses to save a model of fewer layers than its configuration says.
-
-    Args:
-        layers: how many the model has.
-        number: `config.num_hidden_layers`.
-
-    Raises:
-        ValueError: naming the field.
-    """
-    if layers < number:
-        raise ValueError(
-            f"the model has {layers} layers and config.num_hidden_layers={number}: loaded again, it would have new "
-            f"ones behind them. Set config.num_hidden_layers = {layers}."
-        )
-
-
-def share_of_labels(labels: torch.Tensor, num_items_in_batch: Any = None, **_: Any) -> Any:
-    """What part of a step's labels a batch has, by which a mean over it counts where `Trainer` adds up batches.
-
-    Args:
-        labels: of any shape, -100 where there is none.
-        num_items_in_batch: labels of all batches and processes of a step, as `Trainer` tells models; None: this is all.
-    """
-    if num_items_in_batch is None:
-        return 1
-    return (labels != -100).sum() / torch.as_tensor(num_items_in_batch, device=labels.device)
-
-
-def _check_shapes(
-    hidden_states: torch.Tensor, attention_mask: Any, position_ids: torch.Tensor | None, are_embeds: bool
-) -> None:
-    """Refuses arguments of a model whose shapes do not go together.
-
-    Args:
-        hidden_states: what the first layer gets; of ids, or as given.
-        attention_mask, position_ids: as given. Other masks than tensors are not looked at.
-        are_embeds: whether the hidden states were given.
-
-    Raises:
-        ValueError: naming the argument, its shape and those that it may have.
-    """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a graph would have guards of these sizes
-        return
-    if hidden_states.dim() != 3:
-        name, shape = ("inputs_embeds", hidden_states.shape) if are_embeds else ("input_ids", hidden_states.shape[:-1])
-        expected = "[sequences, tokens, hidden_size]" if are_embeds else "[sequences, tokens]"
-        raise ValueError(f"{name} of shape {list(shape)}: expected {expected}, also of a single sequence.")
-    batch, length, _ = hidden_states.shape
-    mask = attention_mask if isinstance(attention_mask, torch.Tensor) else None
-    if mask is not None and (mask.dim() not in (2, 4) or mask.shape[0] not in (1, batch)):
-        raise ValueError(
-            f"attention_mask of shape {list(mask.shape)} does not fit {batch} sequences: expected "
-            f"[{batch} or 1, tokens], or [{batch} or 1, heads or 1, queries, keys]; or none where nothing is padded."
-        )
-    if position_ids is not None and position_ids.shape not in ((1, length), (batch, length)):
-        raise ValueError(
-            f"position_ids of shape {list(position_ids.shape)} do not fit {batch} sequences of {length} tokens: "
-            f"expected [{batch} or 1, {length}], of the tokens of this call alone."
-        )
-
-
-def _check_mask_length(mask: torch.Tensor, cache: Cache, length: int) -> None:
-    """Refuses a mask [B, S] that ends before the tokens of a call do, as that of the new ones alone.
-
-    Args:
-        mask: as given.
-        cache: before the call.
-        length: of the call.
-
-    Raises:
-        ValueError: naming both lengths.
-    """
-    if torch.compiler.is_compiling():  # a graph would have a guard of both lengths
-        return
-    seen = cache.get_seq_length()
-    if isinstance(seen, torch.Tensor):  # of a static cache: a GPU is not waited for
-        seen = int(seen) if seen.device.type == "cpu" else 0
-    if mask.shape[1] < seen + length:
-        raise ValueError(
-            f"attention_mask of {mask.shape[1]} columns is too short: {CACHE_NAME} holds {seen} tokens, and {length} "
-            f"are new. Give one of {seen + length} columns, those in the cache first, or none where nothing is padded."
-        )
 
 
 def _make_norm(config: DCFormerConfig) -> nn.Module:
@@ -567,22 +488,13 @@ class DCFormerAttention(FusableAttention):
         Returns:
             output [B, T, H, D], and the weights [B, H, T, S] or None.
         """
-        is_of_library = not can_compose(implementation)
-        if is_of_library:
-            refuse_without_composition(implementation, kwargs.get("pre"), kwargs.get("post"))
-            if kwargs.get("compose_trace") is not None:
-                raise ValueError(why_no_trace(implementation))
         if self.key_heads is not None and self.value_heads is not None:
             if implementation in ("eager", CHUNKED):  # which read each head once
                 kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
             elif not (self.key_heads.is_consecutive and self.key_heads.heads == self.value_heads.heads):
                 key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
-        if is_of_library and self.num_key_value_groups != (groups := query.shape[1] // key.shape[1]):
-            self.num_key_value_groups = groups
-        if implementation == "sdpa" and attention_mask is None and sliding_window is not None:  # it reads no window
-            is_causal, (length, seen) = kwargs.get("is_causal"), (query.shape[2], key.shape[2])
-            if (self.is_causal if is_causal is None else is_causal) and seen > sliding_window:
-                attention_mask = causal_rows(length, seen, sliding_window, query.device)[:, None]
+        if not can_compose(implementation):
+            attention_mask = self._for_library(implementation, query, key, attention_mask, sliding_window, **kwargs)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         return attend_without_autocast(
             attention_interface,
@@ -596,6 +508,39 @@ class DCFormerAttention(FusableAttention):
             sliding_window=sliding_window,
             **kwargs,
         )
+
+    def _for_library(
+        self,
+        implementation: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: Any,
+        sliding_window: int | None,
+        pre: ComposeWeights | None,
+        post: ComposeWeights | None,
+        compose_trace: ComposeTrace | None = None,
+        is_causal: bool | None = None,
+        **_: Any,
+    ) -> Any:
+        """What Transformers' own attention functions need of a layer. Arguments as for the attention functions.
+
+        Returns:
+            the mask; made for sdpa where it would not learn of the window.
+
+        Raises:
+            ValueError: where something is composed or traced, which they cannot do.
+        """
+        refuse_without_composition(implementation, pre, post)
+        if compose_trace is not None:
+            raise ValueError(why_no_trace(implementation))
+        groups = query.shape[1] // key.shape[1]
+        if self.num_key_value_groups != groups:
+            self.num_key_value_groups = groups
+        is_causal = self.is_causal if is_causal is None else is_causal
+        reads_no_window = implementation == "sdpa" and attention_mask is None and sliding_window is not None
+        if reads_no_window and is_causal and key.shape[2] > sliding_window:
+            return causal_rows(query.shape[2], key.shape[2], sliding_window, query.device)[:, None]
+        return attention_mask
 
     def _output(self, output: torch.Tensor, hidden_states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """[B, T, H, D] of the heads -> [B, T, E]; variants may read the hidden states and the queries of `_project`."""
@@ -782,37 +727,9 @@ class DCFormerPreTrainedModel(FusableModel, PreTrainedModel):
         """
         if requested_attention is None or requested_attention == DEFAULT_ATTENTION:
             return DEFAULT_ATTENTION
-        known = tuple(dict.fromkeys(("eager", CHUNKED, "dcformer_triton", *FUSED_ATTENTION)))
         takes_library = self.takes_library_attention and not self.config.composes
-        if takes_library and ("flash" in requested_attention or requested_attention in _LIBRARY_ATTENTION):
-            width = self.config.cached_head_dim("pre")
-            if self.config.head_embeddings and "flash" in requested_attention and width > _MAX_FLASH_WIDTH:
-                raise ValueError(
-                    f"attn_implementation={requested_attention!r} takes up to {_MAX_FLASH_WIDTH} channels, and with "
-                    f"head_embeddings a cached key has head_dim + rotary dim = {width}. Use 'sdpa', or leave it unset."
-                )
+        if check_implementation(requested_attention, self.config, type(self).__name__, takes_library):
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
-        if requested_attention not in known and takes_library:
-            raise ValueError(
-                f'Specified `attn_implementation="{requested_attention}"` is not supported by '
-                f"{self.__class__.__name__}: use one of {(*known, *_LIBRARY_ATTENTION)}, flash attention, or none."
-            )
-        if requested_attention not in known:
-            why = " cannot compose attention heads, and" if self.config.composes else ""
-            raise ValueError(
-                f"attn_implementation={requested_attention!r}{why} is not supported by {self.__class__.__name__}: use "
-                f"one of {known}, or leave it unset for the best that runs where the model is."
-            )
-        if requested_attention != "eager" and requested_attention not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-            has_registered = requested_attention in FUSED_ATTENTION  # not so in a folder with its own code
-            missing = "Triton is not installed" if has_registered else "its kernels are not loaded"
-            raise ValueError(
-                f"attn_implementation={requested_attention!r} is not available here: {missing}. "
-                'pip install "dcformer[kernels]" and import dcformer, use one of the others, or leave it unset.'
-            )
-        fused = FUSED_ATTENTION.get(requested_attention)
-        if fused is not None and (reason := fused.unsupported_reason(self.config)) is not None:
-            raise ValueError(f"attn_implementation={requested_attention!r} cannot run this model: {reason}.")
         return requested_attention
 
     @classmethod
@@ -915,20 +832,12 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         check_cache_names(kwargs)
-        packs = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if kwargs.get(name) is not None]
-        if packs and (position_ids is None or attention_mask is not None or cache is not None):
-            raise ValueError(
-                f"{' and '.join(packs)} {'are' if len(packs) > 1 else 'is'} not read: position_ids say where documents "
-                "begin. Give those that begin anew with each document, no attention_mask and no cache "
-                "(DataCollatorWithFlattening does by default)."
-            )
+        check_packing(kwargs, position_ids, attention_mask, cache)
         check_trace(kwargs.get("compose_trace"), self.layers, self.training)
         if kwargs.get("output_attentions", self.config.output_attentions) and (missing := self._why_no_maps()):
             logger.warning_once(f"{missing} The tuple of attentions is empty.")  # as with Transformers' sdpa
-        hidden_states = inputs_embeds
-        if hidden_states is None:
-            hidden_states = self._embed(input_ids)
-        _check_shapes(hidden_states, attention_mask, position_ids, are_embeds=inputs_embeds is not None)
+        hidden_states: Any = inputs_embeds if input_ids is None else look_up(self.embed_tokens, input_ids)
+        check_input_shapes(hidden_states, attention_mask, position_ids, are_embeds=inputs_embeds is not None)
         layers, kinds = self.running_layers()
         # Masks are made from what was given: restarting position ids mean packed documents only to a call without a
         # cache, and the empty one that is made below hides nothing.
@@ -936,7 +845,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if cache is not None:
-            self._check_cache(cache, hidden_states.shape[1], kwargs.get("is_causal"))
+            runs_layers_twice = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+            check_cache(cache, self.config, hidden_states.shape[1], kwargs.get("is_causal"), runs_layers_twice)
             use_growing_layers(cache)
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
@@ -960,32 +870,6 @@ class DCFormerModel(DCFormerPreTrainedModel):
         outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE_NAME: cache}
         return BaseModelOutputWithPast(**outputs)
 
-    def _check_cache(self, cache: Cache, length: int, is_causal: bool | None) -> None:
-        """Refuses a cache that another model made, and one for which the result would be wrong.
-
-        Args:
-            cache: to be filled with this call's tokens.
-            length: how many these are.
-            is_causal: as given to `forward`.
-
-        Raises:
-            ValueError: naming what does not fit.
-        """
-        check_cache_layers(cache, self.config, length)
-        if is_causal is None:
-            is_causal = getattr(self.config, "is_causal", True)
-        if not is_causal and any(layer.is_compileable for layer in cache.layers):
-            raise ValueError(
-                f"is_causal=False with a {type(cache).__name__}: attention in both directions would see its slots that "
-                "are not filled. Pass a DynamicCache, or no cache."
-            )
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            raise ValueError(
-                f"{CACHE_NAME} cannot be used in training with gradient checkpointing: layers that are computed "
-                "again in the backward pass would write to the cache twice. Pass no cache, switch gradient "
-                "checkpointing off, or compute under torch.no_grad()."
-            )
-
     def _make_masks(
         self,
         kinds: list[str],
@@ -1002,7 +886,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if not isinstance(attention_mask, dict):
             if attention_mask is not None and attention_mask.ndim == 2:
                 if cache is not None:
-                    _check_mask_length(attention_mask, cache, hidden_states.shape[1])
+                    check_mask_length(attention_mask, cache, hidden_states.shape[1])
                 attention_mask = attention_mask.expand(hidden_states.shape[0], -1)  # one row may be of all sequences
             make_mask = {
                 "full_attention": create_causal_mask,
@@ -1063,20 +947,6 @@ class DCFormerModel(DCFormerPreTrainedModel):
                         f"layer {index} was made with {made} for {field}, the configuration asks for {expected}: when "
                         f"layers change places, so must the rows of {' and '.join(MAP_FIELDS)}."
                     )
-
-    def _embed(self, input_ids: torch.LongTensor) -> Any:
-        """[B, T] -> [B, T, E]; names a token id outside the vocabulary, where looking it up has failed (on the CPU)."""
-        try:
-            return self.embed_tokens(input_ids)
-        except IndexError as error:
-            size = self.embed_tokens.num_embeddings
-            wrong = [number for number in input_ids.flatten().tolist() if not 0 <= number < size]
-            if not wrong:
-                raise
-            raise ValueError(
-                f"input_ids holds token id {wrong[0]}, outside the model's vocabulary of {size} ids (0 to {size - 1}): "
-                "is the tokenizer the model's own?"
-            ) from error
 
 
 class _LanguageModel:

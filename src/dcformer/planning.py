@@ -23,7 +23,7 @@ from .head_systems import HeadSystemsConfig, HeadSystemsForCausalLM
 from .head_systems.costs import count_parameters
 from .head_systems.registry import system_class
 from .heads_dcformer import MAP_FIELDS
-from .implementations_dcformer import FUSED_ATTENTION
+from .implementations_dcformer import CHUNKED, FUSED_ATTENTION, TRITON
 from .kernels import unsupported_reason
 from .kernels.schemas import UNBOUNDED, new_kept
 from .modeling_dcformer import DCFormerForCausalLM
@@ -31,7 +31,7 @@ from .parallel_dcformer import check_tensor_parallel
 from .recipes import check_overrides
 
 FP32, GIB = 4, 1 << 30  # bytes
-IMPLEMENTATIONS = ("dcformer_triton", "dcformer_chunked", "eager")
+IMPLEMENTATIONS = (TRITON, CHUNKED, "eager")
 # Bytes of state per parameter; AdamW has two moments in float32. (Steps, 4 bytes per tensor, are left out.)
 OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd_momentum": 4, "sgd": 0}
 GPUS = {"h100": 80e9, "h200": 141e9}  # bytes of memory
@@ -68,7 +68,7 @@ class Setup:
     dtype: torch.dtype = torch.bfloat16
     optimizer: str = "adamw"
     checkpointing: bool = False
-    attention: str = "dcformer_triton"
+    attention: str = TRITON
     memory: float = GPUS["h100"]
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Setup:
             raise DCFormerError(f"optimizer={self.optimizer!r}: expected one of {sorted(OPTIMIZERS)}")
         if self.attention not in IMPLEMENTATIONS:
             raise DCFormerError(f"attention={self.attention!r}: expected one of {IMPLEMENTATIONS}")
-        if self.attention == "dcformer_triton":
+        if self.attention == TRITON:
             reason = FUSED_ATTENTION[self.attention].unsupported_reason(self.config)
             if reason := reason or unsupported_reason(dropout=self.config.attention_dropout):
                 raise DCFormerError(
@@ -174,7 +174,7 @@ def measure_step(setup: Setup, layers: int) -> tuple[int, int]:
     """
     model = _build(setup, layers, split_vocabulary=False).train()
     model.to(setup.dtype)  # type: ignore[arg-type]  # the library's decorator hides the signature
-    model.set_attn_implementation("eager" if setup.attention == "eager" else "dcformer_chunked")
+    model.set_attn_implementation("eager" if setup.attention == "eager" else CHUNKED)
     ids = torch.zeros((setup.batch, setup.length), dtype=torch.long, device="meta")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
@@ -207,7 +207,7 @@ def workspace_bytes(setup: Setup) -> int:
     states = FP32 * setup.batch * setup.length * heads * config.head_dim
     if setup.attention == "eager":
         return 0
-    if setup.attention == "dcformer_chunked":
+    if setup.attention == CHUNKED:
         return 8 * FP32 * BLOCK_SCORES + 6 * states
     of_key = 3 * heads * setup.length + (2 + setup.length / 64) * heads * heads / config.compose_groups * parts
     maps = 2 * setup.batch * setup.length * int(of_key)
@@ -217,7 +217,7 @@ def workspace_bytes(setup: Setup) -> int:
 def map_bytes(setup: Setup) -> list[int]:
     """Memory for the maps that each layer keeps for its backward pass."""
     config = setup.config
-    if not config.save_maps or setup.attention != "dcformer_triton":
+    if not config.save_maps or setup.attention != TRITON:
         return [0] * config.num_hidden_layers
     shape = (setup.batch, config.num_attention_heads // setup.tensor_parallel, setup.length, 1)
     states = torch.empty(shape, dtype=setup.dtype, device="meta")

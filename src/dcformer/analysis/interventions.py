@@ -16,6 +16,7 @@ from torch import nn
 
 from ..compose_dcformer import DCFormerCompose, Generated, SideWeights
 from ..errors import DCFormerError
+from ..implementations_dcformer import TRITON
 from .layers import Layer, chosen, layers_of, listed, named
 from .terms import TERMS
 from .tracing import STAGES, AnalysisTrace
@@ -27,9 +28,9 @@ def _layers_with_hooks(model: nn.Module) -> list[Layer]:
     """The layers of a model whose forward pass calls the modules that are changed here."""
     found = layers_of(model)
     implementation = getattr(model.config, "_attn_implementation", None)  # type: ignore[union-attr]
-    if implementation == "dcformer_triton":
+    if implementation == TRITON:
         raise DCFormerError(
-            "attn_implementation='dcformer_triton' makes composition weights past the modules that are changed here: "
+            f"attn_implementation={TRITON!r} makes composition weights past the modules that are changed here: "
             "call model.set_attn_implementation('eager') first."
         )
     return found

@@ -10,7 +10,8 @@ import torch
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import can_return_tuple
 
-from ..modeling_dcformer import DCFormerForCausalLM, DCFormerModel, HeadOfDecoder, share_of_labels
+from ..arguments_dcformer import share_of_labels
+from ..modeling_dcformer import DCFormerForCausalLM, DCFormerModel, HeadOfDecoder
 from .configuration_head_systems import HeadSystemsConfig
 from .head_pruning import HeadPruning
 from .outputs_head_systems import (

@@ -10,8 +10,8 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.utils import can_return_tuple
 
+from ..arguments_dcformer import share_of_labels
 from ..compose_dcformer import DCFormerCompose
-from ..modeling_dcformer import share_of_labels
 from ..vision.configuration_dcvit import DCViTConfig
 from ..vision.modeling_dcvit import (
     DCViTAttention,

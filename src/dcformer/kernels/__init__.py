@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..compose_dcformer import Generated
 from ..configuration_dcformer import DCFormerConfig
 from ..heads_dcformer import MAP_FIELDS
-from ..implementations_dcformer import FUSED_ATTENTION, FusedAttention, LayerKernels
+from ..implementations_dcformer import FUSED_ATTENTION, TRITON, FusedAttention, LayerKernels
 from ..masks_dcformer import chunked_mask
 from .limits import unsupported_reason
 
@@ -92,8 +92,8 @@ def register() -> None:
     """
     layer = None
     if is_available():
-        AttentionInterface.register("dcformer_triton", _triton_attention)
-        AttentionMaskInterface.register("dcformer_triton", chunked_mask)
+        AttentionInterface.register(TRITON, _triton_attention)
+        AttentionMaskInterface.register(TRITON, chunked_mask)
         layer = LayerKernels(
             can_replace=_can_replace,
             generate=_generate_weights,
@@ -101,9 +101,7 @@ def register() -> None:
             prepare=_prepare,
             step=_decode_step,
         )
-    FUSED_ATTENTION["dcformer_triton"] = FusedAttention(
-        unsupported_reason=_unsupported_model, is_default=_is_default, layer=layer
-    )
+    FUSED_ATTENTION[TRITON] = FusedAttention(unsupported_reason=_unsupported_model, is_default=_is_default, layer=layer)
 
 
 def __getattr__(name: str) -> Any:

@@ -32,6 +32,7 @@ import triton.language as tl
 
 from ..attention_dcformer import refuse_transforms
 from ..compose_dcformer import ComposeWeights
+from ..implementations_dcformer import TRITON
 from .layout import (
     Layout,
     Part,
@@ -683,7 +684,7 @@ def _check(query, key, value, pre, post, visible, num_splits) -> int:
     given = [query, key, value]
     for weights in (pre, post):
         given += [] if weights is None else weights.tensors()
-    refuse_transforms("dcformer_triton", *given)
+    refuse_transforms(TRITON, *given)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise ValueError(
             "composed_decode has no backward pass and one of its inputs requires gradients. Decode under "

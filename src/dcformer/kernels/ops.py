@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from ..attention_dcformer import check_shapes, refuse_transforms
 from ..compose_dcformer import ComposeWeights
+from ..implementations_dcformer import TRITON
 from ..masks_dcformer import QueryBlockMask, causal_rows, intervals, is_captured, visible_and_bias
 from .decode import composed_decode
 from .layout import Layout, check_states, check_types, check_weights, packed_weights, plain_groups, stages_of
@@ -298,7 +299,7 @@ def _checked(
 ) -> int:
     """Refuses what does not fit. Returns the number of groups of heads that mix."""
     of_composition = [weight for stage in (pre, post) if stage is not None for weight in stage.tensors()]
-    refuse_transforms("dcformer_triton", query, key, value, *of_composition)
+    refuse_transforms(TRITON, query, key, value, *of_composition)
     check_states(query, key, value, pre, post)
     batch, heads, length, _ = query.shape
     if cu_seqlens is not None and (batch != 1 or length != key.shape[2]):

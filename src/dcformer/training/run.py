@@ -33,6 +33,7 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config
 from ..analysis import num_parameters
 from ..errors import DCFormerError, loading_reason, refused
 from ..head_systems import HeadSystem, HeadSystemsModel
+from ..implementations_dcformer import TRITON
 from ..kernels import unsupported_reason
 from ..loading import LOADING_ERRORS, damaged_file
 from ..modules.saving import from_pretrained_any, is_converted
@@ -229,7 +230,7 @@ def _make_trainer(
                 f"--label_smoothing_factor {smoothing}: TRL makes it from logits alone, so that the losses of "
                 f"head_system={model.config.head_system!r} would train nothing. Leave it out"
             )
-    if model.config._attn_implementation == "dcformer_triton":
+    if model.config._attn_implementation == TRITON:
         reason = unsupported_reason(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         if reason is not None:
             raise DCFormerError(f"--attn_implementation dcformer_triton: {reason}")
