@@ -32,7 +32,8 @@ from transformers.utils import logging as transformers_logging
 import dcformer
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 from dcformer.conversion import convert_hub_to_safetensors
-from dcformer.hub_dcformer import hub_conversions, load_hub_folder, tokenizer_special_ids
+from dcformer.hub_dcformer import hub_conversions, load_hub_folder
+from dcformer.tokens_dcformer import tokenizer_special_ids
 
 GENERATORS = [("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key")]
 AUTHORS_KEYS = {"dim", "n_layer", "n_head", "n_local_heads", "block_size", "window_type", "window_size", "query_wise"}

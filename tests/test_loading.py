@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from dcformer import DCFormerForCausalLM, DCFormerModel
 from dcformer.errors import DCFormerError
-from dcformer.hub_dcformer import weight_files
 from dcformer.loading import check_parameters, damaged_file
 from dcformer.publish import main as publish
+from dcformer.stored_dcformer import weight_files
 from dcformer.synthetic import build_tokenizer
 
 

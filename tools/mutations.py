@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 COMPOSE, CACHE, CONFIG = "compose_dcformer.py", "cache_dcformer.py", "configuration_dcformer.py"
 HUB, LAYOUTS = "hub_dcformer.py", "layouts_dcformer.py"
+STORED, TOKENS = "stored_dcformer.py", "tokens_dcformer.py"
 HUB_CONFIG, PARALLEL, OVERHEAD = "legacy_dcformer.py", "parallel_dcformer.py", "analysis/overhead.py"
 MODEL, ATTENTION = "modeling_dcformer.py", "attention_dcformer.py"
 ARGUMENTS = "arguments_dcformer.py"
@@ -702,189 +703,224 @@ _CONFIGURATION = (
     )
 )
 
-_HUB = _in(
-    "hub",
-    LAYOUTS,
-    (
-        "second layer transposed",
-        'compose + "qkw", "(g c x) (r m)"',
-        'compose + "qkw", "(g c x) (m r)"',
-        FOLDERS + "[fused]",
-    ),
-    (
-        "generators lead the groups",
-        'compose + "dw1_proj.weight", "(g c x) e"',
-        'compose + "dw1_proj.weight", "(c g x) e"',
-        FOLDERS + "[groups]",
-    ),
-    ("gates by head first", 'f"{prefix}e g (c m)"', 'f"{prefix}e g (m c)"', FOLDERS + "[fused]"),
-    (
-        "published static projections transposed",
-        '"g m n", name, "(g m) n"',
-        '"g m n", name, "(g n) m"',
-        FOLDERS + "[static, use_sw]",
-    ),
-    (
-        "gate and up swapped",
-        '(("w1", "gate_proj"), ("w3", "up_proj"))',
-        '(("w3", "gate_proj"), ("w1", "up_proj"))',
-        FOLDERS + "[fused]",
-    ),
-    (
-        "fused keys and values swapped",
-        'for name, heads in (("q", "h"), ("k", "j"), ("v", "j"))\n        )\n        for name',
-        'for name, heads in (("q", "h"), ("v", "j"), ("k", "j"))\n        )\n        for name',
-        FOLDERS + "[fused]",
-    ),
-    (
-        "stored generators by side",
-        '(("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key"))',
-        '(("pre", "query"), ("post", "query"), ("pre", "key"), ("post", "key"))',
-        FOLDERS + "[query-wise]",
-    ),
-    (
-        "first generators instead of those in use",
-        "dimension_sizes(config, generators))[used]",
-        "dimension_sizes(config, generators))[: len(used)]",
-        FOLDERS + "[query-wise]",
-    ),
-    (
-        "generators stored in the first places",
-        "padded[used] = tensor",
-        "padded[: len(used)] = tensor",
-        T_HUB + "test_original_format",
-    ),
-) + _in(
-    "hub",
-    HUB,
-    (
-        "the damaged file is not named",
-        "            raise error_class(damaged) from error\n",
-        "            pass\n",
-        "tests/test_loading.py::test_models_name_the_damaged_file",
-    ),
-    (
-        "damaged files in a subfolder are not found",
-        '{**arguments, "local_files_only"',
-        '{"local_files_only"',
-        "tests/test_loading.py::test_models_name_the_damaged_shard",
-    ),
-    (
-        "folded models are loaded without their maps",
-        "        if name in MAP_FIELDS and here != there:\n",
-        "        if False:\n",
-        "tests/dha/test_dha_folding.py::test_a_folded_folder_is_the_model_folded_in_memory",
-    ),
-    (
-        "parts share the whole's memory",
-        "natives = [native.clone() for native in natives]",
-        "natives = list(natives)",
-        T_HUB + "test_loaded_tensors_are_independent",
-    ),
-    (
-        "parameters not contiguous",
-        "prefix + tail: native.contiguous()",
-        "prefix + tail: native",
-        T_HUB + "test_loaded_tensors_are_independent",
-    ),
-    (
-        "names match by their beginning",
-        'r"(\\d+)") + "(?!.)"',
-        'r"(\\d+)")',
-        T_HUB + "test_other_tensors_are_unexpected",
-    ),
-    (
-        "tensors that the configuration knows nothing of",
-        "if others := sorted(found.keys() - known):",
-        "if others := sorted(found.keys() - found.keys()):",
-        T_HUB + "test_tensors_that_the_configuration_knows_nothing_of",
-    ),
-    (
-        "real static projections dropped in silence",
-        "if not config.compose_static and not stored.has_static:",
-        "if not config.compose_static:",
-        T_HUB + "test_real_static_projections_are_not_dropped_in_silence",
-    ),
-    (
-        "the last static projection decides",
-        "if not stored.has_static and HUB_STATIC.fullmatch(name):",
-        "if HUB_STATIC.fullmatch(name):",
-        T_HUB + "test_one_real_projection_in_any_shard_is_enough",
-    ),
-    ("rank is the number of rows", '"compose_rank": rows // 2', '"compose_rank": rows', FOLDERS + "[rank]"),
-    (
-        "the caller's configuration is changed",
-        "config = copy.deepcopy(config)",
-        "config = config",
-        T_HUB + "test_configuration_given",
-    ),
-    (
-        "undecided after the tensors have told",
-        "    config.undecided_fields = None\n",
-        "",
-        T_HUB_CONFIG + "static_projection",
-    ),
-    (
-        "decided by the tensors although stated",
-        "for name in config.undecided_fields or ():",
-        "for name in fields:",
-        T_HUB_CONFIG + "static_projection",
-        "tests/test_legacy_dcformer.py::test_only_hub_configurations_leave_fields_undecided",
-    ),
-    (
-        "authors' checkpoint without a tensor accepted",
-        '    if missing:\n        raise ValueError(\n            f"{path} lacks',
-        '    if False:\n        raise ValueError(\n            f"{path} lacks',
-        T_HUB + "test_missing_tensor",
-    ),
-    (
-        "authors' checkpoint without a head accepted",
-        'if key.startswith(prefix) or key == "lm_head.weight")',
-        "if key.startswith(prefix))",
-        T_HUB + "test_missing_tensor",
-    ),
-    (
-        "several ends of text replaced by one",
-        "if current == own or (isinstance(current, list) and own in current):",
-        "if current == own:",
-        T_HUB + "test_agreeing_tokenizer_is_not_mentioned",
-    ),
-    (
-        "tokens beyond the vocabulary",
-        "for holder in holders if own < model.config.vocab_size else ():",
-        "for holder in holders:",
-        T_HUB + "test_nothing_to_learn_from_the_tokenizer",
-    ),
-    (
-        "the last row of the vocabulary is beyond it",
-        "if own < model.config.vocab_size else",
-        "if own + 1 < model.config.vocab_size else",
-        T_HUB + "test_tokens_are_taken_up_to_the_last_row_of_the_vocabulary",
-    ),
-    (
-        "the caller's generation settings replaced",
-        'if arguments.get("generation_config") is None and getattr',
-        "if getattr",
-        T_HUB + "test_generation_settings",
-    ),
-    (
-        "special tokens map counts for less than the configuration beside it",
-        'if "added_tokens_decoder" in settings else settings | mapped',
-        'if "added_tokens_decoder" in settings else mapped | settings',
-        T_HUB + "test_tokenizer_wins",
-    ),
-    (
-        "code in a pickle is run",
-        "weights_only=True",
-        "weights_only=False",
-        T_HUB + "test_code_in_a_pickle_is_not_run",
-    ),
-    (
-        "looks at files that are not loaded",
-        "names += [] if safe else [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]",
-        "names = ([] if safe else [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]) + names",
-        T_HUB + "test_safetensors_are_preferred",
-    ),
+_HUB = (
+    _in(
+        "hub",
+        LAYOUTS,
+        (
+            "second layer transposed",
+            'compose + "qkw", "(g c x) (r m)"',
+            'compose + "qkw", "(g c x) (m r)"',
+            FOLDERS + "[fused]",
+        ),
+        (
+            "generators lead the groups",
+            'compose + "dw1_proj.weight", "(g c x) e"',
+            'compose + "dw1_proj.weight", "(c g x) e"',
+            FOLDERS + "[groups]",
+        ),
+        ("gates by head first", 'f"{prefix}e g (c m)"', 'f"{prefix}e g (m c)"', FOLDERS + "[fused]"),
+        (
+            "published static projections transposed",
+            '"g m n", name, "(g m) n"',
+            '"g m n", name, "(g n) m"',
+            FOLDERS + "[static, use_sw]",
+        ),
+        (
+            "gate and up swapped",
+            '(("w1", "gate_proj"), ("w3", "up_proj"))',
+            '(("w3", "gate_proj"), ("w1", "up_proj"))',
+            FOLDERS + "[fused]",
+        ),
+        (
+            "fused keys and values swapped",
+            'for name, heads in (("q", "h"), ("k", "j"), ("v", "j"))\n        )\n        for name',
+            'for name, heads in (("q", "h"), ("v", "j"), ("k", "j"))\n        )\n        for name',
+            FOLDERS + "[fused]",
+        ),
+        (
+            "stored generators by side",
+            '(("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key"))',
+            '(("pre", "query"), ("post", "query"), ("pre", "key"), ("post", "key"))',
+            FOLDERS + "[query-wise]",
+        ),
+        (
+            "first generators instead of those in use",
+            "dimension_sizes(config, generators))[used]",
+            "dimension_sizes(config, generators))[: len(used)]",
+            FOLDERS + "[query-wise]",
+        ),
+        (
+            "generators stored in the first places",
+            "padded[used] = tensor",
+            "padded[: len(used)] = tensor",
+            T_HUB + "test_original_format",
+        ),
+    )
+    + _in(
+        "hub",
+        HUB,
+        (
+            "parts share the whole's memory",
+            "natives = [native.clone() for native in natives]",
+            "natives = list(natives)",
+            T_HUB + "test_loaded_tensors_are_independent",
+        ),
+        (
+            "parameters not contiguous",
+            "prefix + tail: native.contiguous()",
+            "prefix + tail: native",
+            T_HUB + "test_loaded_tensors_are_independent",
+        ),
+        (
+            "names match by their beginning",
+            'r"(\\d+)") + "(?!.)"',
+            'r"(\\d+)")',
+            T_HUB + "test_other_tensors_are_unexpected",
+        ),
+        (
+            "tensors that the configuration knows nothing of",
+            "if others := sorted(found.keys() - known):",
+            "if others := sorted(found.keys() - found.keys()):",
+            T_HUB + "test_tensors_that_the_configuration_knows_nothing_of",
+        ),
+        (
+            "real static projections dropped in silence",
+            "if not config.compose_static and not stored.has_static:",
+            "if not config.compose_static:",
+            T_HUB + "test_real_static_projections_are_not_dropped_in_silence",
+        ),
+        (
+            "the last static projection decides",
+            "if not stored.has_static and HUB_STATIC.fullmatch(name):",
+            "if HUB_STATIC.fullmatch(name):",
+            T_HUB + "test_one_real_projection_in_any_shard_is_enough",
+        ),
+        ("rank is the number of rows", '"compose_rank": rows // 2', '"compose_rank": rows', FOLDERS + "[rank]"),
+        (
+            "the caller's configuration is changed",
+            "config = copy.deepcopy(config)",
+            "config = config",
+            T_HUB + "test_configuration_given",
+        ),
+        (
+            "undecided after the tensors have told",
+            "    config.undecided_fields = None\n",
+            "",
+            T_HUB_CONFIG + "static_projection",
+        ),
+        (
+            "decided by the tensors although stated",
+            "for name in config.undecided_fields or ():",
+            "for name in fields:",
+            T_HUB_CONFIG + "static_projection",
+            "tests/test_legacy_dcformer.py::test_only_hub_configurations_leave_fields_undecided",
+        ),
+        (
+            "authors' checkpoint without a tensor accepted",
+            '    if missing:\n        raise ValueError(\n            f"{path} lacks',
+            '    if False:\n        raise ValueError(\n            f"{path} lacks',
+            T_HUB + "test_missing_tensor",
+        ),
+        (
+            "authors' checkpoint without a head accepted",
+            'if key.startswith(prefix) or key == "lm_head.weight")',
+            "if key.startswith(prefix))",
+            T_HUB + "test_missing_tensor",
+        ),
+        (
+            "several ends of text replaced by one",
+            "if current == own or (isinstance(current, list) and own in current):",
+            "if current == own:",
+            T_HUB + "test_agreeing_tokenizer_is_not_mentioned",
+        ),
+        (
+            "tokens beyond the vocabulary",
+            "for holder in holders if own < model.config.vocab_size else ():",
+            "for holder in holders:",
+            T_HUB + "test_nothing_to_learn_from_the_tokenizer",
+        ),
+        (
+            "the last row of the vocabulary is beyond it",
+            "if own < model.config.vocab_size else",
+            "if own + 1 < model.config.vocab_size else",
+            T_HUB + "test_tokens_are_taken_up_to_the_last_row_of_the_vocabulary",
+        ),
+        (
+            "the caller's generation settings replaced",
+            'if arguments.get("generation_config") is None and getattr',
+            "if getattr",
+            T_HUB + "test_generation_settings",
+        ),
+    )
+    + _in(
+        "hub",
+        STORED,
+        (
+            "the damaged file is not named",
+            "            raise error_class(damaged) from error\n",
+            "            pass\n",
+            "tests/test_loading.py::test_models_name_the_damaged_file",
+        ),
+        (
+            "damaged files in a subfolder are not found",
+            '{**arguments, "local_files_only"',
+            '{"local_files_only"',
+            "tests/test_loading.py::test_models_name_the_damaged_shard",
+        ),
+        (
+            "folded models are loaded without their maps",
+            "        if name in MAP_FIELDS and here != there:\n",
+            "        if False:\n",
+            "tests/dha/test_dha_folding.py::test_a_folded_folder_is_the_model_folded_in_memory",
+        ),
+        (
+            "code in a pickle is run",
+            "weights_only=True",
+            "weights_only=False",
+            T_HUB + "test_code_in_a_pickle_is_not_run",
+        ),
+        (
+            "looks at files that are not loaded",
+            "names += [] if safe else [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]",
+            "names = ([] if safe else [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]) + names",
+            T_HUB + "test_safetensors_are_preferred",
+        ),
+    )
+    + _in(
+        "hub",
+        TOKENS,
+        (
+            "special tokens map counts for less than the configuration beside it",
+            'if "added_tokens_decoder" in settings else settings | mapped',
+            'if "added_tokens_decoder" in settings else mapped | settings',
+            T_HUB + "test_tokenizer_wins",
+        ),
+        (
+            "the end of text of a tokenizer in other files is not asked for",
+            "if tokenizer is None and file is None and find_file(path",
+            "if False and find_file(path",
+            "tests/conversion/test_cli.py::test_a_tokenizer_in_other_files_beside_a_published_model",
+        ),
+        (
+            "the end of text is what a tokenizer's class names, though no text has it",
+            "if number < size or t in stored",
+            "if True",
+            "tests/conversion/test_cli.py::test_a_tokenizer_in_other_files_beside_a_published_model",
+        ),
+        (
+            "added tokens of a tokenizer in other files are in no text",
+            '{*vocabulary, *named.values(), *_tokenizer_file(path, "added_tokens.json", arguments)}',
+            "{*vocabulary, *named.values()}",
+            "tests/conversion/test_cli.py::test_a_tokenizer_in_other_files_beside_a_published_model",
+        ),
+        (
+            "a tokenizer without a vocabulary is one",
+            "if own and all(find_file(path, file, arguments) is None for file in ",
+            "if () and all(find_file(path, file, arguments) is None for file in ",
+            "tests/conversion/test_cli.py::test_files_that_make_no_tokenizer",
+        ),
+    )
 )
 
 _CONVERSION = (
@@ -3410,30 +3446,6 @@ _MODULES = [
     *_in(
         "hub",
         "hub_dcformer.py",
-        (
-            "the end of text of a tokenizer in other files is not asked for",
-            'if tokenizer is None and file is None and _find(path, "tokenizer_config.json", arguments) is not None:',
-            "if False:",
-            "tests/conversion/test_cli.py::test_a_tokenizer_in_other_files_beside_a_published_model",
-        ),
-        (
-            "the end of text is what a tokenizer's class names, though no text has it",
-            "if number < size or t in stored",
-            "if True",
-            "tests/conversion/test_cli.py::test_a_tokenizer_in_other_files_beside_a_published_model",
-        ),
-        (
-            "added tokens of a tokenizer in other files are in no text",
-            '{*vocabulary, *named.values(), *_tokenizer_file(path, "added_tokens.json", arguments)}',
-            "{*vocabulary, *named.values()}",
-            "tests/conversion/test_cli.py::test_a_tokenizer_in_other_files_beside_a_published_model",
-        ),
-        (
-            "a tokenizer without a vocabulary is one",
-            "if own and all(_find(path, file, arguments) is None for file in ",
-            "if () and all(_find(path, file, arguments) is None for file in ",
-            "tests/conversion/test_cli.py::test_files_that_make_no_tokenizer",
-        ),
     ),
     *_in(
         "modules",

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from .configuration_dcformer import DCFormerConfig
 from .errors import CONFIG_ERRORS, DCFormerError, first_line, raise_bug
-from .hub_dcformer import damaged_weights, stored_tensors, weight_files
+from .stored_dcformer import damaged_weights, stored_tensors, weight_files
 
 # What `from_pretrained` of a configuration, a tokenizer or a model raises on folders that it cannot read.
 LOADING_ERRORS = (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError, *CONFIG_ERRORS)

@@ -95,14 +95,7 @@ from .heads_dcformer import (
     unturned_scores,
     with_ones,
 )
-from .hub_dcformer import (
-    IGNORED_ON_LOAD,
-    check_stored_heads,
-    load_hub_folder,
-    naming_damage,
-    register_hub_conversions,
-    with_hub_config,
-)
+from .hub_dcformer import IGNORED_ON_LOAD, load_hub_folder, register_hub_conversions, with_hub_config
 from .implementations_dcformer import (
     DEFAULT_ATTENTION,
     FUSED_ATTENTION,
@@ -114,6 +107,7 @@ from .implementations_dcformer import (
 )
 from .masks_dcformer import causal_rows
 from .parallel_dcformer import check_tensor_parallel
+from .stored_dcformer import check_stored_heads, naming_damage
 
 logger = logging.get_logger(__name__)
 

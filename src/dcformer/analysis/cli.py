@@ -15,8 +15,8 @@ from tqdm import tqdm
 from ..compose_dcformer import ComposeFields
 from ..errors import CONFIG_ERRORS, DCFormerError, refused, reports, require_extra
 from ..files import strict_json, whole_folder
-from ..hub_dcformer import stored_tensors, weight_files
 from ..loading import refuse_mixtures
+from ..stored_dcformer import stored_tensors, weight_files
 from .attribution import attribute_heads
 from .circuits import single_token
 from .diversity import Diversity, head_diversity

@@ -21,7 +21,7 @@ from ..formats import HUB, NATIVE, array_formats
 from ..formats.arrays import LazyArray
 from ..formats.base import ArrayFormat, Part, layer_period, layer_windows
 from ..formats.native import TOKENS
-from ..hub_dcformer import load_tokenizer, tokenizer_special_ids
+from ..tokens_dcformer import load_tokenizer, tokenizer_special_ids
 from .checkpoint import Checkpoint, open_checkpoint
 from .output import SafetensorsWriter, complete_folder, refuse_to_replace
 from .sources import NoArraysError

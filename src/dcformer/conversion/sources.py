@@ -19,7 +19,7 @@ from ..errors import ConversionError, first_line, missing_extra
 from ..formats import ArrayFormat, array_formats
 from ..formats.arrays import return_freed_memory
 from ..formats.base import TensorInfo
-from ..hub_dcformer import stored_tensors, weight_files
+from ..stored_dcformer import stored_tensors, weight_files
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OF_SAFETENSORS = dict(zip(("F64", "F32", "F16", "BF16"), FLOATS, strict=True))

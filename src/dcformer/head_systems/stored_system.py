@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..hub_dcformer import stored_config
+from ..stored_dcformer import stored_config
 
 
 def check_same_system(config_class: Any, path: Any, kwargs: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import DCFormerError
 from ..files import whole_file
-from ..hub_dcformer import naming_damage
 from ..loading import refuse_mixtures
+from ..stored_dcformer import naming_damage
 from .convert import all_settings, attach, convert_attention
 from .dcmha import make_generators
 from .finding import SUBMODULES, find_attention

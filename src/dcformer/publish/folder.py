@@ -22,9 +22,11 @@ from ..conversion.sources import FLOATS
 from ..errors import ConversionError, DCFormerError, first_line, is_of_package, loading_reason, reports
 from ..files import what_is_in_the_way
 from ..head_systems.registry import system_class
-from ..hub_dcformer import IGNORED_ON_LOAD, load_tokenizer, stored_tensors, weight_files
+from ..hub_dcformer import IGNORED_ON_LOAD
 from ..loading import LOADING_ERRORS, check_parameters, damaged_file, parameter_names, refuse_mixtures
 from ..remote_code import export_remote_code
+from ..stored_dcformer import stored_tensors, weight_files
+from ..tokens_dcformer import load_tokenizer
 from .card import model_card, read_results
 
 # Names in a hub folder that need not be parameters: buffers that are never loaded, and static projections, which may be

@@ -27,8 +27,8 @@ from trl import SFTTrainer
 
 from ..configuration_dcformer import DCFormerConfig
 from ..errors import DCFormerError, raise_bug, refused
-from ..hub_dcformer import stored_tensors
 from ..peft_dcformer import LORA_TARGETS
+from ..stored_dcformer import stored_tensors
 from .arguments import DataArguments, TrainingConfig
 
 Rows: TypeAlias = Dataset | IterableDataset

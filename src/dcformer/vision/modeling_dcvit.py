@@ -28,10 +28,10 @@ from transformers.utils.output_capturing import capture_outputs
 from ..arguments_dcformer import refuse_missing_layers, share_of_labels
 from ..attention_dcformer import attend_without_autocast, check_trace, eager_attention, refuse_without_composition
 from ..compose_dcformer import DCFormerCompose, compose_init_std, init_compose, stages
-from ..hub_dcformer import naming_damage
 from ..implementations_dcformer import DEFAULT_ATTENTION, default_implementation
 from ..masks_dcformer import has_values
 from ..modeling_dcformer import DCFormerPreTrainedModel
+from ..stored_dcformer import naming_damage
 from .configuration_dcvit import DCViTConfig, pair
 
 logger = logging.get_logger(__name__)
