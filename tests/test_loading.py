@@ -1,6 +1,5 @@
 """Which file of a model folder is damaged: every command's error names it."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -106,11 +105,12 @@ def test_damaged_index(folders, tmp_path):
     folder = shutil.copytree(folders / "safetensors", tmp_path / "model")
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
-    for content in ("{", json.dumps([1])):
-        index.write_text(content)
+    for content in (b"{", b"[1]", b"\xff", b'{"metadata": {}, "weight_map": null}'):
+        index.write_bytes(content)
         assert (damaged_file(folder, OSError()) or "").startswith(f"{index} is damaged")
-        with pytest.raises(OSError, match=r"index\.json is damaged"):
-            weight_files(folder, {})
+        for read in (lambda: weight_files(folder, {}), lambda: AutoModelForCausalLM.from_pretrained(folder)):
+            with pytest.raises(OSError, match=r"index\.json is damaged"):
+                read()
 
 
 def test_bugs_are_not_explained_away(folders):

@@ -140,12 +140,6 @@ def damaged_weights(path: str | os.PathLike, arguments: Mapping[str, Any]) -> st
     return None
 
 
-# What the library raises on weight files that are damaged, and on other occasions.
-_DAMAGE_ERRORS = (
-    SafetensorError, pickle.UnpicklingError, EOFError, IndexError, KeyError, OSError, RuntimeError, struct.error,
-)  # fmt: skip
-
-
 @contextmanager
 def naming_damage(
     path: str | os.PathLike | None, arguments: Mapping[str, Any], error_class: type[Exception] = OSError
@@ -161,7 +155,7 @@ def naming_damage(
     """
     try:
         yield
-    except _DAMAGE_ERRORS as error:
+    except Exception as error:  # what the library raises on damaged files, and on other occasions, is of many classes
         if path is not None and (damaged := damaged_weights(path, arguments)) is not None:
             raise error_class(damaged) from error
         raise
