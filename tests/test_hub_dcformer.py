@@ -748,6 +748,16 @@ def test_tokenizer_wins(hub, declared, logged):
     assert len(logged()) == 2  # once per load
 
 
+def test_a_map_of_tokens_that_the_library_does_not_read(hub):
+    tokenizer_json(hub)
+    (hub / "special_tokens_map.json").write_text(json.dumps({"bos_token": "w8", "eos_token": "w9"}))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {}}
+    (hub / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert AutoTokenizer.from_pretrained(hub).eos_token is None
+    config = AutoModelForCausalLM.from_pretrained(hub).config
+    assert (config.bos_token_id, config.eos_token_id) == (0, 0)
+
+
 @pytest.mark.parametrize(("end_of_text", "expected"), [(96, 96), (97, 2)])
 def test_tokens_are_taken_up_to_the_last_row_of_the_vocabulary(hub, end_of_text, expected):
     tokenizer_json(hub, words=98, end_of_text=end_of_text)

@@ -8,11 +8,11 @@ import torch
 from helpers import FIXTURES, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from dcformer import DCFormerForCausalLM, DCFormerModel
+from dcformer import DCFormerForCausalLM, DCFormerModel, stored_dcformer
 from dcformer.errors import DCFormerError
 from dcformer.loading import check_parameters, damaged_file
 from dcformer.publish import main as publish
-from dcformer.stored_dcformer import weight_files
+from dcformer.stored_dcformer import naming_damage, weight_files
 from dcformer.synthetic import build_tokenizer
 
 
@@ -99,6 +99,31 @@ def test_models_name_the_damaged_shard(tmp_path):
         DCFormerForCausalLM.from_pretrained(tmp_path, subfolder="part")
     with pytest.raises(RuntimeError, match="size"):  # no file is to blame
         DCFormerModel.from_pretrained(None, config=model.config, state_dict={"norm.weight": torch.ones(3)})
+
+
+def test_one_byte_of_a_name(folders, tmp_path):
+    """Torch's pickles fail in more ways than a list of errors has."""
+    folder = shutil.copytree(folders / "bin", tmp_path / "model")
+    file = folder / "pytorch_model.bin"
+    content = file.read_bytes()
+    at = content.index(b"embed_tokens")
+    file.write_bytes(content[:at] + b"\xe9" + content[at + 1 :])
+    with pytest.raises(OSError, match=r"pytorch_model\.bin is damaged") as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert isinstance(caught.value.__cause__, UnicodeDecodeError)
+
+
+def test_what_the_system_says_of_a_file(folders, monkeypatch):
+    def refuse(file):
+        raise PermissionError(13, "Permission denied", file)
+
+    monkeypatch.setattr(stored_dcformer, "stored_tensors", refuse)
+    for error_class, expected in ((OSError, PermissionError), (DCFormerError, DCFormerError)):
+        with (
+            pytest.raises(expected, match=r"Permission denied.*model\.safetensors"),
+            naming_damage(folders / "safetensors", {}, error_class),
+        ):
+            raise RuntimeError("what the library says")
 
 
 def test_damaged_index(folders, tmp_path):

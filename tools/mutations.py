@@ -864,9 +864,27 @@ _HUB = (
         ),
         (
             "the damaged file is not named",
-            "            raise error_class(damaged) from error\n",
-            "            pass\n",
+            "            raise (damaged if isinstance(damaged, error_class)",
+            "            _ = (damaged if isinstance(damaged, error_class)",
             "tests/test_loading.py::test_models_name_the_damaged_file",
+        ),
+        (
+            "errors of the system lose their class",
+            "(damaged if isinstance(damaged, error_class) else error_class(str(damaged)))",
+            "error_class(str(damaged))",
+            "tests/test_loading.py::test_what_the_system_says_of_a_file",
+        ),
+        (
+            "damage of a pickle that fails in another way",
+            "    except Exception as error:  # a damaged pickle",
+            "    except (EOFError, IndexError, KeyError, OSError, RuntimeError) as error:  # a damaged pickle",
+            "tests/test_loading.py::test_one_byte_of_a_name",
+        ),
+        (
+            "a head system is left out of a checkpoint",
+            'if "head_system" in stored and not hasattr(',
+            'if False and "head_system" in stored and not hasattr(',
+            "tests/head_systems/test_head_images.py::test_loading_a_checkpoint_of_another_system_is_refused",
         ),
         (
             "damaged files in a subfolder are not found",
@@ -1070,6 +1088,12 @@ _CONVERSION = (
     + _in(
         "conversion",
         "conversion/checkpoint.py",
+        (
+            "stages that are off are not named",
+            "if off := [name for name in SWITCHES if not getattr(model, name)]:",
+            "if off := []:",
+            "tests/conversion/test_inference.py::test_a_stage_without_a_static_projection_is_off_and_named",
+        ),
         (
             "a damaged configuration beside taken for none",
             "if is_damaged and (",
@@ -3607,6 +3631,18 @@ _MODULES = [
         "modules",
         "modules/dcmha.py",
         (
+            "padding is in the losses of a head system",
+            "            self._padding = key_padding_mask if is_self else None",
+            "            self._padding = None",
+            "tests/modules/test_dcmha_head_systems.py::test_padding_is_not_in_the_losses",
+        ),
+        (
+            "an overlap by the number of a layer that is not known",
+            "            layer=None,\n",
+            "",
+            "tests/modules/test_dcmha_head_systems.py::test_what_is_refused",
+        ),
+        (
             "the least values of a dtype hide",
             "return _hidden_by_inf(additive[0] if len(additive) == 1 else additive[0] + additive[1])",
             "return additive[0] if len(additive) == 1 else additive[0] + additive[1]",
@@ -3714,6 +3750,12 @@ _MODULES = [
     *_in(
         "modules",
         "modules/interface.py",
+        (
+            "a plain load of a converted folder attends without composition",
+            'if call is None and type(getattr(getattr(module, "config", None), "dcmha", None)) is dict:',
+            "if False:",
+            T_CONVERTED + "test_a_plain_load_that_names_our_attention_is_refused",
+        ),
         (
             "of a compiled model that generates without a cache the compiled one is changed",
             '    model = getattr(model, "_orig_mod", model) ',
@@ -3882,7 +3924,7 @@ _VISION = [
         "vision/modeling_dcvit.py",
         (
             "the damaged file of a vision model is not named",
-            "with naming_damage(pretrained_model_name_or_path, kwargs):",
+            "with naming_damage(path, kwargs):",
             "with naming_damage(None, kwargs):",
             "tests/vision/test_modeling_dcvit.py::test_a_damaged_file_is_named",
         ),

@@ -34,7 +34,7 @@ from .layouts_dcformer import (
     to_native,
 )
 from .legacy_dcformer import is_hub_config
-from .stored_dcformer import HUB_ARGUMENTS, stored_config, stored_tensors, weight_files
+from .stored_dcformer import HUB_ARGUMENTS, refuse_head_system, stored_config, stored_tensors, weight_files
 from .tokens_dcformer import tokenizer_special_ids
 
 logger = logging.get_logger(__name__)
@@ -249,11 +249,7 @@ def with_hub_config(
     if source is None or isinstance(config, PreTrainedConfig) or arguments.get("gguf_file") is not None:
         return arguments, getattr(config, "undecided_fields", None) is not None
     config_dict = stored_config(config_class, source, arguments)
-    if "head_system" in config_dict and not hasattr(config_class, "head_system"):
-        raise ValueError(
-            f"{source} is a checkpoint with head_system={config_dict['head_system']!r}, which {model_class.__name__} "
-            "does not have: load it with AutoModelForCausalLM, or a class of dcformer.head_systems."
-        )
+    refuse_head_system(model_class, source, config_dict)
     if not is_hub_config(config_dict) and "undecided_fields" not in config_dict:
         return arguments, False
     # as in Transformers: arguments that name a configuration field go to the configuration, the rest stay

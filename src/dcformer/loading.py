@@ -46,7 +46,8 @@ def damaged_file(folder: str | os.PathLike, error: Exception) -> str | None:
                 raise ValueError(f"it holds a {type(content).__name__}, expected an object")
         except Exception as reason:  # tokenizers raises nothing narrower
             return f"{file} is damaged ({reason}): copy or download it again."
-    return damaged_weights(folder, {})
+    damaged = damaged_weights(folder, {})
+    return None if damaged is None else str(damaged)
 
 
 def check_parameters(source: str | os.PathLike, config: Any, arguments: Mapping[str, Any] | None = None) -> None:

@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -105,7 +104,7 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
         raise OSError(
             f"{file} is damaged, or no file of torch.save (a Git LFS pointer, for example): copy or download it again."
         ) from error
-    except (EOFError, IndexError, KeyError, OSError, RuntimeError, struct.error) as error:
+    except Exception as error:  # a damaged pickle fails in any way
         if isinstance(error, OSError) and error.filename is not None:  # it cannot be opened
             raise
         reason = str(error).partition(". ")[0] or type(error).__name__
@@ -121,7 +120,7 @@ def stored_tensors(file: str) -> Iterator[tuple[str, tuple[int, ...], Callable[[
             yield name, tuple(tensor.shape), partial(torch.Tensor.detach, tensor)
 
 
-def damaged_weights(path: str | os.PathLike, arguments: Mapping[str, Any]) -> str | None:
+def damaged_weights(path: str | os.PathLike, arguments: Mapping[str, Any]) -> OSError | None:
     """Looks for the weight file that explains why loading failed.
 
     Args:
@@ -129,14 +128,14 @@ def damaged_weights(path: str | os.PathLike, arguments: Mapping[str, Any]) -> st
         arguments: those of `from_pretrained`.
 
     Returns:
-        a sentence that names the file, or None when every one can be read.
+        an error that names the file, or None when every one can be read.
     """
     try:
         for file in weight_files(path, {**arguments, "local_files_only": True, "force_download": None}):
             for _ in stored_tensors(file):
                 pass
     except OSError as error:
-        return str(error)
+        return error
     return None
 
 
@@ -157,7 +156,7 @@ def naming_damage(
         yield
     except Exception as error:  # what the library raises on damaged files, and on other occasions, is of many classes
         if path is not None and (damaged := damaged_weights(path, arguments)) is not None:
-            raise error_class(damaged) from error
+            raise (damaged if isinstance(damaged, error_class) else error_class(str(damaged))) from error
         raise
 
 
@@ -180,10 +179,29 @@ def stored_config(config_class: Any, path: str | os.PathLike, arguments: Mapping
     return stored if isinstance(stored, dict) else {}
 
 
+def refuse_head_system(model_class: type[PreTrainedModel], source: Any, stored: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint with a head system, for a class without one.
+
+    Args:
+        model_class: of the model to load.
+        source: of its configuration, for the message.
+        stored: the content of that.
+
+    Raises:
+        ValueError: naming the system.
+    """
+    if "head_system" in stored and not hasattr(model_class.config_class, "head_system"):
+        raise ValueError(
+            f"{source} is a checkpoint with head_system={stored['head_system']!r}, which {model_class.__name__} does "
+            "not have: load it with an Auto class of Transformers, or a class of dcformer.head_systems."
+        )
+
+
 def check_stored_heads(
     model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
 ) -> None:
-    """Refuses to load a checkpoint with other `head_embeddings`, or with head maps of other heads, than it has.
+    """Refuses to load a checkpoint with other `head_embeddings`, or with head maps of other heads, than it has, or
+    with a head system where a configuration is given.
 
     Args:
         model_class: of the model to load.
@@ -203,6 +221,7 @@ def check_stored_heads(
     if not (is_asked or is_folder or getattr(config, "num_attention_heads", 0) == 1):
         return  # where heads differ, shapes do, and Transformers says so
     stored = stored_config(model_class.config_class, path, arguments)
+    refuse_head_system(model_class, path, stored)
     for name in wanted if stored else ():
         own = stored.get(name)
         if name == "head_embeddings" and own != wanted[name]:
@@ -237,6 +256,7 @@ __all__ = [
     "find_file",
     "hub_arguments",
     "naming_damage",
+    "refuse_head_system",
     "stored_config",
     "stored_tensors",
     "weight_files",

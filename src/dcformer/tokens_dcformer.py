@@ -32,8 +32,8 @@ def tokenizer_special_ids(
     """
     settings = _tokenizer_file(path, "tokenizer_config.json", arguments)
     mapped = _tokenizer_file(path, "special_tokens_map.json", arguments)
-    # As in the library, the map takes precedence unless the configuration lists added tokens.
-    settings = mapped | settings if "added_tokens_decoder" in settings else settings | mapped
+    # As in the library, the map takes precedence, unless the configuration lists added tokens: then it is not read.
+    settings = settings if "added_tokens_decoder" in settings else settings | mapped
     named: dict[str, Any] = {kind: token for kind in _SPECIAL if isinstance(token := _content(settings.get(kind)), str)}
     try:
         file = find_file(path, "tokenizer.json", arguments)

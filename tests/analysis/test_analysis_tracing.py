@@ -161,6 +161,9 @@ def test_too_many_maps_are_refused(monkeypatch):
         trace(model, ids)
     trace(model, ids, layers=[0])
     trace(model, ids, positions=[3])
+    monkeypatch.setattr(tracing, "LIMIT", works)
+    with pytest.raises(DCFormerError, match=r"0 GB\. Take a smaller batch, or take a shorter text"):
+        trace(model, ids, positions=[3], layers=[0])  # nothing that could still be restricted
 
 
 def test_two_gigabytes_are_refused_before_anything_runs():

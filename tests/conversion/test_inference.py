@@ -137,6 +137,19 @@ def test_what_maxtext_assumes(maxtext):
         assert any(note.startswith(f"assumed {name} = ") for note in opened.notes), name
 
 
+@pytest.mark.parametrize("kept", ["pre", "post"])
+def test_a_stage_without_a_static_projection_is_off_and_named(kept, tmp_path):
+    """Whatever its generators are: a stage that is composed has a static projection where the other one has."""
+    params = random_maxtext_params(seed=3, static=True)
+    off = {"pre": "post", "post": "pre"}[kept]
+    write_maxtext(tmp_path / "state", {name: value for name, value in params.items() if f"{off}_proj" not in name})
+    opened = open_checkpoint(tmp_path)
+    assert getattr(opened.config, f"compose_{kept}") and not getattr(opened.config, f"compose_{off}")
+    assert f"switched off: compose_{off}" in opened.notes
+    write_maxtext(tmp_path / "whole" / "state", params)
+    assert not any("switched off" in note for note in open_checkpoint(tmp_path / "whole").notes)
+
+
 @pytest.mark.parametrize("mlp", ["plain", "gated", "multi-gate"])
 @pytest.mark.parametrize("layer_norm", [True, False])
 @pytest.mark.parametrize("biases", [True, False])

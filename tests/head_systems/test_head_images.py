@@ -56,6 +56,23 @@ def test_attention_of_the_library_is_refused():
         model.set_attn_implementation("sdpa")
 
 
+def test_loading_a_checkpoint_of_another_system_is_refused(tmp_path):
+    gate = HeadSystemsViTConfig(**SMALL, **PLAIN, head_system="output_gate")
+    HeadSystemsViTForImageClassification(gate).save_pretrained(tmp_path / "gate")
+    DCViTForImageClassification(DCViTConfig(**SMALL)).save_pretrained(tmp_path / "none")
+    other = {"head_system": "overlapped", "head_system_options": {"overlap": 1}}
+    for load in (AutoModelForImageClassification, HeadSystemsViTForImageClassification, HeadSystemsViTModel):
+        with pytest.raises(ValueError, match=r"head_system='output_gate'.*head_system='overlapped'"):
+            load.from_pretrained(tmp_path / "gate", **other)
+    with pytest.raises(ValueError, match=r"head_system='output_gate'.*head_system='plain'"):
+        HeadSystemsViTModel.from_pretrained(tmp_path / "gate", config=HeadSystemsViTConfig(**SMALL))
+    with pytest.raises(ValueError, match=r"is of model type 'dcvit', not 'dcvit_heads'"):
+        HeadSystemsViTForImageClassification.from_pretrained(tmp_path / "none")
+    for given in ({}, {"config": DCViTConfig(**SMALL)}):
+        with pytest.raises(ValueError, match="head_system='output_gate', which DCViTForImageClassification does not"):
+            DCViTForImageClassification.from_pretrained(tmp_path / "gate", **given)
+
+
 @torch.no_grad()
 def test_plain_is_dcvit():
     """The same parameters under other names: a plain system is DCViT's own attention, composed as it is."""

@@ -417,6 +417,9 @@ def test_loading_a_checkpoint_of_another_system_is_refused(tmp_path):
     heads_model("gate").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"head_system='output_gate'.*head_system='mixture_of_heads'"):
         HeadSystemsForCausalLM.from_pretrained(tmp_path, config=heads_config("mixture"))
+    for given in ({}, {"config": tiny_config()}):
+        with pytest.raises(ValueError, match=r"head_system='output_gate', which DCFormerForCausalLM does not have"):
+            DCFormerForCausalLM.from_pretrained(tmp_path, **given)
 
 
 @pytest.mark.parametrize("case", ["mixture", "gate"])

@@ -966,6 +966,20 @@ def test_a_plain_load_drops_the_composition(tmp_path):
     assert not torch.allclose(logits(model, text()), logits(plain, text()), atol=1e-3)
 
 
+@pytest.mark.parametrize("implementation", ["dcmha", "dcmha_chunked"])
+def test_a_plain_load_that_names_our_attention_is_refused(implementation, tmp_path):
+    """As trainers load a model of reference: by the name and the implementation of the one that they train."""
+    model = converted("bert")
+    model.save_pretrained(tmp_path)
+    plain = t.AutoModelForMaskedLM.from_pretrained(tmp_path, attn_implementation=implementation)
+    with pytest.raises(ValueError, match=r"was loaded without it, by a plain from_pretrained: .*_converted"):
+        plain(**text())
+    for copy_of in (copy.deepcopy(model), from_pretrained_converted(tmp_path, t.BertForMaskedLM)):
+        torch.testing.assert_close(logits(copy_of.eval(), text()), logits(model, text()), rtol=0, atol=TOLERANCE)
+    convert_attention(plain)  # it has what it names then
+    assert logits(plain, text()).isfinite().all()
+
+
 def test_loading_gives_what_is_asked(tmp_path):
     converted("bert").save_pretrained(tmp_path)
     model, info = from_pretrained_converted(

@@ -76,10 +76,35 @@ def test_chunked_is_eager_with_every_gradient(name, options):
 
 def test_losses_are_the_systems():
     made = DCMHA(32, 4, batch_first=True, head_system="mixture_of_heads", head_system_options={"routing_form": "paper"})
-    assert made.system.losses() == {}
+    assert made.losses() == {} and DCMHA(32, 4).losses() == {}
     states = noise(2, 6, 32).float()
     made(states, states, states)
-    torch.testing.assert_close(made.system.losses()["load_balance"], torch.tensor(1.0))  # all of H heads: Σ p
+    torch.testing.assert_close(made.losses()["load_balance"], torch.tensor(1.0))  # all of H heads: Σ p
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=["boolean", "additive"])
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "single"])
+def test_padding_is_not_in_the_losses(batched, dtype):
+    torch.manual_seed(0)
+    made = DCMHA(32, 4, head_system="mixture_of_heads", head_system_options={"num_routed_heads_per_tok": 2})
+    layer = nn.TransformerEncoderLayer(32, 4, 16, dropout=0)
+    layer.self_attn = made
+    states, hidden = noise(6, 2, 32).float(), torch.zeros(2, 6, dtype=torch.bool)
+    hidden[0, 4:] = hidden[1, :3] = True
+    if not batched:
+        states, hidden = states[:, 0], hidden[0]
+    padding = hidden.to(dtype) if dtype == torch.bool else torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
+
+    def loss(states, losses):
+        layer(states, src_key_padding_mask=padding)
+        return losses()["load_balance"]
+
+    changed = states + 3 * noise(*states.shape, seed=1).float() * hidden.t()[..., None]  # of padding alone
+    expected = loss(states, lambda: made.system.losses((~hidden).view(-1, 6)))
+    for given in (states, changed):
+        torch.testing.assert_close(loss(given, made.losses), expected)
+    made(states, states, states)  # and no mask of an earlier call
+    assert float((made.losses()["load_balance"] - expected).abs()) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -91,6 +116,16 @@ def test_losses_are_the_systems():
             {"head_system": "overlapped", "head_system_options": {"overlap": 99}},
             ValueError,
             "overlap=99 must be",
+        ),
+        (
+            {"head_system": "overlapped"},
+            ValueError,
+            "overlap='depth0_half' goes by the number of a layer.* 0 to head_dim",
+        ),
+        (
+            {"head_system": "overlapped", "head_system_options": {"overlap": [2]}},
+            ValueError,
+            r"overlap=\[2\] must be a whole number from 0 to 8",
         ),
         ({"head_system": "overlapped", "head_system_options": 3}, ValueError, "head_system_options=3: expected a dict"),
         ({"head_system": "overlapped", "head_system_options": ["overlap"]}, ValueError, "expected a dictionary"),
@@ -114,5 +149,5 @@ def test_keys_and_values_of_other_states_are_refused():
     with pytest.raises(DCFormerError, match="keys and values of the same states"):
         made(states, states, states.clone())
     layer = nn.TransformerDecoderLayer(32, 4, 16)
-    layer.self_attn, layer.multihead_attn = made, DCMHA(32, 4, head_system="overlapped", **PLAIN)
+    layer.self_attn, layer.multihead_attn = made, DCMHA(32, 4, head_system="output_gate", **PLAIN)
     assert layer(states, noise(7, 2, 32).float()).shape == (5, 2, 32)

@@ -375,10 +375,11 @@ def _check_size(batch: int, heads: int, length: int, layers: int, kept: list[int
     size = 8 if model.dtype == torch.float64 else 4
     keeps, works = map_bytes(batch, heads, rows, length, layers, size)
     if keeps + works > LIMIT:
+        restrict = "Restrict layers=, positions= or the batch" if works < LIMIT else "Take a smaller batch"
         raise DCFormerError(
             f"the maps of {layers} layers, {batch} x {heads} heads, {rows} queries and {length} keys take "
             f"{keeps / 1e9:.1f} GB, and attention works with {works / 1e9:.1f} GB in a layer; the limit is "
-            f"{LIMIT / 1e9:.0f} GB. Restrict layers=, positions= or the batch, or take a shorter text."
+            f"{LIMIT / 1e9:.0f} GB. {restrict}, or take a shorter text."
         )
 
 

@@ -2,7 +2,9 @@
 
 TransformerLens finds the adapters by entry point. Its adapter for Llama would compute attention anew, without
 composition; these keep the model's attention and only hook it: `hook_z`, `hook_pattern` (composed weights), `hook_q`,
-`hook_k`, `hook_v`, `hook_resid_pre`, `hook_resid_mid` and `hook_resid_post`. Weights have the library's names.
+`hook_k`, `hook_v`, `hook_resid_pre`, `hook_resid_mid` and `hook_resid_post`. `hook_attn_scores` has composed weights,
+too: scores are those of `trace`. Both of these hooks read and do not edit; edit `hook_z`, or use `ablate`. Weights have
+the library's names.
 Written for TransformerLens 4.3.
 """
 

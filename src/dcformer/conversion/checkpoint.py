@@ -13,7 +13,7 @@ from ..configuration_dcformer import DCFormerConfig
 from ..errors import ConversionError
 from ..formats import FORMATS, FolderFormat, folder_formats
 from ..formats.base import Part, TensorInfo, TensorSource, native_shapes
-from .inference import build_config, infer, read_config_file, summary
+from .inference import SWITCHES, build_config, infer, read_config_file, summary
 from .sources import ArraySource, SafetensorsSource, TorchSource, has_weights
 
 
@@ -257,6 +257,8 @@ def _open_arrays(
         where = "" if config is None or isinstance(config, dict) else f" (The configuration is {config}.)"
         raise ConversionError(f"{error}{where}") from error
     notes.append(f"found: {summary(found)}")
+    if off := [name for name in SWITCHES if not getattr(model, name)]:
+        notes.append(f"switched off: {', '.join(off)}")
     notes += [f"assumed {line}" for line in assumed]
     parts = source.format.parts(
         model, period=found.period, stacked=found.stacked, generators=found.generators, present=list(source.infos)

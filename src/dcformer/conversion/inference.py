@@ -18,7 +18,7 @@ from ..layouts_dcformer import STORED_GENERATORS, TensorLayout, layer_dims
 from .sources import ArraySource
 
 _PATTERN = {"layer_types", "layer_pattern"}
-_SWITCHES = ("compose_pre", "compose_post", "compose_query", "compose_key")
+SWITCHES = ("compose_pre", "compose_post", "compose_query", "compose_key")
 # Letter of a dimension -> its name in messages, and the field that it determines.
 _MEANINGS = {
     "v": ("vocabulary", "vocab_size"),
@@ -310,7 +310,7 @@ def build_config(
     if vocab is not None and vocab < facts["vocab_size"]:
         facts["vocab_size"] = vocab
     for name, value in given.items():
-        if name in facts and facts[name] != value and not (name in _SWITCHES and facts[name] and not value):
+        if name in facts and facts[name] != value and not (name in SWITCHES and facts[name] and not value):
             reason = f" ({found.reasons[name]})" if name in found.reasons else ""
             raise ConversionError(
                 f"The configuration gives {name}={value!r}, the checkpoint shows {facts[name]!r}{reason}: they belong "
@@ -339,9 +339,9 @@ def build_config(
     known = {"partial_rotary_factor": 1.0} | given_rope if whole else given_rope
     given |= {key: known[key] for key in ("rope_theta", "partial_rotary_factor") if key in known}
     assumed = {name: value for name, value in assumed.items() if name not in given}
-    if found.generators == 4 and not any(name in given for name in _SWITCHES):
+    if found.generators == 4 and not any(name in given for name in SWITCHES):
         facts |= used_generators(source, found)
-    elif found.generators not in (0, 4) and not any(name in given for name in _SWITCHES):
+    elif found.generators not in (0, 4) and not any(name in given for name in SWITCHES):
         raise ConversionError(
             f"The checkpoint holds {found.generators} weight generators, which may be the query-wise or the key-wise "
             "ones, or those before or after the softmax: say which with compose_pre, compose_post, compose_query and "
@@ -350,10 +350,10 @@ def build_config(
     merged = {name: value for name, value in assumed.items() if name in NATIVE_FIELDS} | facts | given
     rope = {name: merged.pop(name) for name in ("rope_theta", "partial_rotary_factor")}
     merged["rope_parameters"] = given_rope if whole else {"rope_type": "default"} | rope | given_rope
-    on = {name for name in _SWITCHES if merged.get(name, True)}
+    on = {name for name in SWITCHES if merged.get(name, True)}
     sides = on & {"compose_query", "compose_key"} if found.generators else set()
     if not on & {"compose_pre", "compose_post"} or not (sides or facts["compose_static"]):
-        merged |= {name: False for name in _SWITCHES}  # a plain Transformer
+        merged |= {name: False for name in SWITCHES}  # a plain Transformer
     config_class = DCPythiaConfig if model_type == "dcpythia" else DCFormerConfig
     try:
         config = config_class(**merged)
@@ -378,4 +378,4 @@ def _letters(kinds: list[str]) -> str:
     return "".join("L" if kind == "sliding_attention" else "G" for kind in kinds)
 
 
-__all__ = ["assumed_fields", "build_config", "infer", "read_config_file", "summary", "used_generators"]
+__all__ = ["SWITCHES", "assumed_fields", "build_config", "infer", "read_config_file", "summary", "used_generators"]

@@ -33,7 +33,7 @@ class CollaborativeOptions(HeadSystemOptions):
                 raise ValueError(f"{name}={dims} must be even, from 2 to {most}: RoPE rotates channels in pairs.")
             if sizes.qk_norm and dims % sizes.head_dim:
                 blocks = f"head_dim={sizes.head_dim}, up to {most}: qk_norm normalises blocks of them"
-                raise ValueError(f"{name}={dims} must be a multiple of {blocks}. Choose one, or qk_norm=False.")
+                raise ValueError(f"{name}={dims} must be a multiple of {blocks}. Choose one, or switch qk_norm off.")
         if self.mixing_init not in (None, "normal", "ones", "concatenate"):
             raise ValueError(f"mixing_init={self.mixing_init!r}: expected 'normal', 'ones' or 'concatenate'.")
         check_bool("content_bias", self.content_bias)

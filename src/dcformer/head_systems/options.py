@@ -20,7 +20,7 @@ class HeadSizes:
         bias: whether the projections have biases.
         rotary_dim: the first channels of a head that RoPE rotates in pairs (c, c + rotary_dim / 2); 0 without RoPE.
         qk_norm: whether queries and keys are normalised over the head dim.
-        layer, num_layers: which layer it is, from 0, of how many.
+        layer, num_layers: which layer it is, from 0, of how many; None for a module of its own, which does not know.
         composed: whether composition mixes the heads' maps, so that every head needs the maps of all.
     """
 
@@ -31,7 +31,7 @@ class HeadSizes:
     bias: bool = False
     rotary_dim: int = 0
     qk_norm: bool = False
-    layer: int = 0
+    layer: Any = 0  # int or None
     num_layers: int = 1
     composed: bool = False
 

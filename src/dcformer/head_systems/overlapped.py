@@ -49,8 +49,13 @@ class OverlappedOptions(HeadSystemOptions):
         if isinstance(self.overlap, str):
             if self.overlap not in PARADIGMS:
                 raise ValueError(f"overlap={self.overlap!r}: expected an integer, a list or one of {[*PARADIGMS]}.")
+            if sizes.layer is None:
+                raise ValueError(
+                    f"overlap={self.overlap!r} goes by the number of a layer, which a module of its own does not know: "
+                    f"give a whole number from 0 to head_dim={sizes.head_dim}."
+                )
             return PARADIGMS[self.overlap](sizes.layer, sizes.num_layers)
-        if isinstance(self.overlap, list | tuple):
+        if isinstance(self.overlap, list | tuple) and sizes.layer is not None:
             if len(self.overlap) != sizes.num_layers:
                 raise ValueError(
                     f"overlap={list(self.overlap)} has {len(self.overlap)} entries: expected one for each of the "
@@ -61,10 +66,12 @@ class OverlappedOptions(HeadSystemOptions):
 
     def check(self, sizes: HeadSizes) -> None:
         """Refuses overlaps beyond the neighbour, and grouped keys and values, which have no neighbours."""
-        name = f"overlap[{sizes.layer}]" if isinstance(self.overlap, str | list | tuple) else "overlap"
+        overlap, name = self.of_layer(sizes), "overlap"
+        if overlap is not self.overlap:
+            name = f"overlap[{sizes.layer}]"
         if isinstance(self.overlap, str):
             name = f"overlap={self.overlap!r}: {name}"
-        check_range(name, self.of_layer(sizes), 0, sizes.head_dim, "head_dim, as only neighbours overlap")
+        check_range(name, overlap, 0, sizes.head_dim, "head_dim, as only neighbours overlap")
         if sizes.num_kv_heads != sizes.num_heads:
             raise ValueError(
                 f"head_system='overlapped' with num_key_value_heads={sizes.num_kv_heads} and num_attention_heads="

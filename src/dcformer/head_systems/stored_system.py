@@ -9,7 +9,7 @@ def check_same_system(config_class: Any, path: Any, kwargs: dict[str, Any]) -> N
     """Compares what a folder holds with what it is to be loaded as; without a type of model there, says nothing.
 
     Args:
-        config_class: `HeadSystemsConfig`.
+        config_class: `HeadSystemsConfig` or `HeadSystemsViTConfig`.
         path: as for `from_pretrained`; None for a model without stored weights.
         kwargs: as for `from_pretrained`, perhaps with a `config` or a `head_system`.
 

@@ -27,6 +27,7 @@ from .collaborative_mixing import Mixing
 from .options import OptionsOfLayers
 from .outputs_head_systems import HeadSystemsImageClassifierOutput, extras, with_loss
 from .registry import image_sizes_of, make_system, options_of
+from .stored_system import check_same_system
 
 
 @strict
@@ -89,6 +90,16 @@ class HeadSystemsViTPreTrainedModel(DCViTPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, HeadSystem | Mixing):
             module.init_weights()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: on a checkpoint of another head system than a given configuration's, or of none.
+        """
+        check_same_system(cls.config_class, pretrained_model_name_or_path, kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
 class HeadSystemsViTModel(HeadSystemsViTPreTrainedModel, DCViTModel):

@@ -20,7 +20,7 @@ from ..compose_dcformer import ComposeSettings
 from ..errors import DCFormerError, first_line
 from .dcmha import check_flags, make_generators
 from .finding import UNCACHED, Found, find_attention, other_attention
-from .interface import compose_hook
+from .interface import Attached, compose_hook
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What composes by default: as in `DCMHA`.
@@ -93,7 +93,7 @@ def attach(
         # a part's own copy of a configuration (ViT-MAE, EncoderDecoderModel) is not one that the model would set
         one.module.config._attn_implementation = implementation  # type: ignore[union-attr]
         handles.append(one.module.register_forward_pre_hook(compose_hook, with_kwargs=True))
-    model.config.dcmha = compose
+    model.config.dcmha = Attached(compose)
     model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[method-assign]
 
 

@@ -87,7 +87,8 @@ class DCMHA(nn.Module):
         zero_init: begin as attention without composition; see `make_generators`.
         head_system, head_system_options: how heads interact beside composition, a name of `HEAD_SYSTEMS` and its
             options. The parameters of its projections are below `system`, not those of `nn.MultiheadAttention`; keys
-            and values are made of the same states, of width E; its losses are `system.losses()` after a call.
+            and values are made of the same states, of width E; see `losses`. What goes by the number of a layer, such
+            as the default of "overlapped", has to be given as a number.
         device, dtype: of the parameters.
 
     Raises:
@@ -101,6 +102,8 @@ class DCMHA(nn.Module):
     k_proj_weight: nn.Parameter | None
     v_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
+
+    _padding: torch.Tensor | None = None  # `key_padding_mask` of the last call, where it is of the queries, too
 
     # `nn.TransformerEncoderLayer` reads this: where it is True, inference computes attention past this module.
     _qkv_same_embed_dim = False
@@ -215,6 +218,7 @@ class DCMHA(nn.Module):
             head_dim=self.head_dim,
             bias=bias,
             qk_norm=qk_norm,
+            layer=None,
             composed=settings.composes,
         )
         options.check_config(settings)
@@ -345,7 +349,7 @@ class DCMHA(nn.Module):
         """
         if self.system is not None and key is not value:
             raise DCFormerError("a head system makes keys and values of the same states: pass one tensor for both.")
-        is_batched = self._check_inputs(query, key, value)
+        is_batched, is_self = self._check_inputs(query, key, value), query is key
         mask = self._mask(query, key, is_batched, key_padding_mask, attn_mask, is_causal)
         if not is_batched:
             query, key, value = (states[None] for states in (query, key, value))
@@ -369,6 +373,7 @@ class DCMHA(nn.Module):
         )
         if self.system is not None:
             output = self.system(output, query, *raw_query)
+            self._padding = key_padding_mask if is_self else None
         output = self.out_proj(output.flatten(2))  # [B, T, E]
         if not is_batched:
             output = output[0]
@@ -378,6 +383,20 @@ class DCMHA(nn.Module):
             return output, None
         weights = weights.mean(dim=1) if average_attn_weights else weights
         return output, weights if is_batched else weights[0]
+
+    def losses(self) -> dict[str, torch.Tensor]:
+        """Losses of the head system in the last call, by name and without their coefficient; to be asked for once.
+
+        In self-attention (one tensor for all three inputs), tokens that `key_padding_mask` hides are left out. Empty
+        without a system, and where it has none.
+        """
+        if self.system is None:
+            return {}
+        padding, visible = self._padding, None
+        if padding is not None:
+            visible = ~padding if padding.dtype == torch.bool else padding != float("-inf")
+            visible = visible.reshape(-1, visible.shape[-1])  # [B, T]
+        return self.system.losses(visible)
 
     def _compose_weights(self, query: torch.Tensor, key: torch.Tensor, implementation: str) -> Stages:
         """The weights of both stages, from [B, T, E] and [B, S, kdim]."""

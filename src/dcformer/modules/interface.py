@@ -30,6 +30,11 @@ from .key_weights import layer_with_key_weights
 _slot = threading.local()
 
 
+class Attached(dict[str, Any]):
+    """The settings of composition in the configuration of a model that has it. Those of a folder that has been loaded
+    without it, by a plain `from_pretrained`, are an ordinary dictionary."""
+
+
 def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The hook: puts `compose_weights` among the arguments of a converted module."""
     call: Call = module.compose_call  # type: ignore[assignment]
@@ -118,6 +123,12 @@ def _attend(
             f"{unsupported[0]} asks for {UNSUPPORTED[unsupported[0]]}, which composition does not support."
         )
     call: Call | None = getattr(module, "compose_call", None)
+    if call is None and type(getattr(getattr(module, "config", None), "dcmha", None)) is dict:
+        raise ValueError(
+            "the model is of a folder with composition, and was loaded without it, by a plain from_pretrained: load it "
+            "with dcformer.from_pretrained_converted. Trainers that load a model themselves, as that of reference, are "
+            "to be given it."
+        )
     pre, post = (None, None) if call is None else _weights_of(module, call, compose_weights, query, key)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", False)
@@ -218,4 +229,4 @@ for _name, _function in IMPLEMENTATIONS.items():
     AttentionInterface.register(_name, _function)
     AttentionMaskInterface.register(_name, eager_mask)
 
-__all__ = ["IMPLEMENTATIONS", "compose_hook", "generate_without_cache"]
+__all__ = ["IMPLEMENTATIONS", "Attached", "compose_hook", "generate_without_cache"]

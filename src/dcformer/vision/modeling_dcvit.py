@@ -31,7 +31,7 @@ from ..compose_dcformer import DCFormerCompose, compose_init_std, init_compose, 
 from ..implementations_dcformer import DEFAULT_ATTENTION, default_implementation
 from ..masks_dcformer import has_values
 from ..modeling_dcformer import DCFormerPreTrainedModel
-from ..stored_dcformer import naming_damage
+from ..stored_dcformer import naming_damage, refuse_head_system, stored_config
 from .configuration_dcvit import DCViTConfig, pair
 
 logger = logging.get_logger(__name__)
@@ -318,9 +318,13 @@ class DCViTPreTrainedModel(PreTrainedModel):
 
         Raises:
             OSError: when a weight file is damaged, naming it.
+            ValueError: on a checkpoint with a head system, for a class without one.
         """
-        with naming_damage(pretrained_model_name_or_path, kwargs):
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        path = pretrained_model_name_or_path
+        if path is not None:
+            refuse_head_system(cls, path, stored_config(cls.config_class, path, kwargs))
+        with naming_damage(path, kwargs):
+            return super().from_pretrained(path, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Saves a model as Transformers does.
