@@ -3320,6 +3320,16 @@ _MODULES = [
     ),
     *_in(
         "head systems",
+        "head_systems/rank_heads.py",
+        (
+            "a text in place of a file with it ends with what the system says",
+            "    except (OSError, UnicodeDecodeError) as error:",
+            "    except UnicodeDecodeError as error:",
+            "tests/head_systems/test_head_pruning.py::test_the_command_asks_for_a_file_with_text",
+        ),
+    ),
+    *_in(
+        "head systems",
         "head_systems/costs.py",
         (
             "training of head systems over all keys",

@@ -1,5 +1,7 @@
 """Removing heads leaves the logits; ranking them finds those that matter."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from head_cases import heads_model, tokens
@@ -206,13 +208,25 @@ def test_the_command_ranks_heads(tmp_path, capsys):
     assert "over 2 rows of at most 32 tokens" in lines[0] and len(lines) == 1 + 4 * 8
     values = [float(line.split(": ")[1]) for line in lines[1:]]
     assert values == sorted(values, reverse=True) and values[0] > 0
-    for wrong in (
-        ["nowhere", str(text)],
-        [str(folder), str(tmp_path / "none.txt")],
-        [str(folder), str(text), "--rows", "0"],
-    ):
+    for wrong in (["nowhere", str(text)], [str(folder), str(text), "--rows", "0"]):
         with pytest.raises(SystemExit):
             main(wrong)
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        ("the text itself", "No such file or directory"),
+        ("a folder", "Is a directory"),
+        ("bytes", "'utf-8' codec can't decode byte 0xff in position 0: .*"),
+    ],
+)
+def test_the_command_asks_for_a_file_with_text(file, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a folder").mkdir()
+    Path("bytes").write_bytes(b"\xff\xfe")
+    with pytest.raises(SystemExit, match=rf"^error: '{file}' \({reason}\): expected the path of a file with text in"):
+        main([str(next((REPOSITORY / "checkpoints").iterdir())), file])
 
 
 def test_conversion_begins_with_open_gates():
