@@ -865,7 +865,7 @@ _HUB = (
         (
             "the damaged file is not named",
             "            raise (damaged if isinstance(damaged, error_class)",
-            "            _ = (damaged if isinstance(damaged, error_class)",
+            "            raise (error if isinstance(damaged, error_class)",
             "tests/test_loading.py::test_models_name_the_damaged_file",
         ),
         (
