@@ -4453,6 +4453,12 @@ _DHA = [
             DHA_CLI + "test_wrong_input_is_one_line",
         ),
         (
+            "folding that lowered the loss is said to have raised it",
+            "folding changed the loss on",
+            "folding raised the loss on",
+            DHA_CLI + "test_a_gap_is_refused_with_its_price",
+        ),
+        (
             "a run continues with other rows",
             "if _holds_state(folder) and (names := _differing(_read_given(folder / _GIVEN), now)):",
             'if _holds_state(folder) and (names := ""):',

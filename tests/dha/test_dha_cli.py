@@ -307,7 +307,7 @@ def test_a_gap_is_refused_with_its_price(source, tmp_path, capsys):
     fuse = ("fuse", "--model", source, "--plan", plan, "--output", fused, *FUSE, "--closing-steps", 0)
     assert call(capsys, *fuse, "--train", "attention")[0] == 0
     status, printed = call(capsys, "fold", "--model", fused, "--output", tmp_path / "model")
-    assert status == 1 and "not closed" in printed and "raised the loss" in printed
+    assert status == 1 and "not closed" in printed and "folding changed the loss" in printed
     assert not (tmp_path / "model").exists()
     assert call(capsys, "fold", "--model", fused, "--output", tmp_path / "model", "--accept-gap")[0] == 0
     assert "the parameters of attention only" in (tmp_path / "model" / "README.md").read_text()

@@ -252,7 +252,7 @@ def _fold(options: argparse.Namespace) -> str:
         if gap > CLOSED and not options.accept_gap:
             raise DCFormerError(
                 f"the operators of {options.model} are not closed: mixtures in a group differ by up to {gap:.3g}, and "
-                f"folding raised the loss on {measured_on} from {summary['soft_loss']:.4f} to "
+                f"folding changed the loss on {measured_on} from {summary['soft_loss']:.4f} to "
                 f"{summary['folded_loss']:.4f}. Fuse with --closing-steps, or give --accept-gap."
             )
         operators = {part: weight.mean(1) for part, weight in weights.items()}
