@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,22 @@ def randomise(model: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             parameter.add_(noise.to(parameter.dtype) * (scale / max(1, parameter.shape[-1]) ** 0.5))
     return model.eval()
+
+
+def kept_bytes(model: torch.nn.Module, call: Callable[[], Any]) -> int:
+    """Bytes of all storages, a model's parameters and buffers aside, that autograd keeps in a call."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no other gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def fields_of(config: DCFormerConfig) -> dict:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import PLAIN, randomise, tiny_config
+from helpers import PLAIN, kept_bytes, randomise, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -43,17 +43,20 @@ def dha(**fields) -> DHAForCausalLM:
     return randomise(DHAForCausalLM(DHAConfig(**(SIZES | MAPS | fields))))
 
 
+def without_maps(model: DHAForCausalLM, heads: int | None = None) -> DCFormerForCausalLM:
+    """A new model of its fields, with the usual key and value heads."""
+    fields = model.config.to_dict() | {"key_head_map": None, "value_head_map": None, "num_key_value_heads": heads}
+    fields.pop("model_type")
+    return DCFormerForCausalLM(DCFormerConfig(**fields)).to(model.dtype).eval()
+
+
 def copied(model: DHAForCausalLM) -> DCFormerForCausalLM:
     """The same function with a key and a value head for each query head."""
-    config = model.config
-    fields = config.to_dict() | {"key_head_map": None, "value_head_map": None, "num_key_value_heads": None}
-    fields.pop("model_type")
-    state = model.state_dict()
+    config, other, state = model.config, without_maps(model), model.state_dict()
     for name in [name for name in state if ".k_proj." in name or ".v_proj." in name]:
         kind, layer = ("key" if ".k_proj." in name else "value"), int(name.split(".")[2])
         heads = state[name].unflatten(0, (-1, config.head_dim))
         state[name] = heads[getattr(config, f"{kind}_head_map")[layer]].flatten(0, 1)
-    other = DCFormerForCausalLM(DCFormerConfig(**fields)).to(model.dtype).eval()
     other.load_state_dict(state)
     return other
 
@@ -190,6 +193,26 @@ def test_consecutive_groups_are_llamas():
     llama = LlamaForCausalLM(config).eval()
     llama.load_state_dict(model.state_dict())
     torch.testing.assert_close(model(**inputs()).logits, llama(**inputs()).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("variant", "implementation"),
+    [
+        *(("plain", implementation) for implementation in (None, "eager", "dcformer_chunked", "sdpa")),
+        *(("composed", implementation) for implementation in (None, "eager", "dcformer_chunked")),
+    ],
+)
+def test_consecutive_groups_keep_no_more_than_grouped_queries(variant, implementation):
+    """Of keys and values, for the backward pass; and the numbers are those of `num_key_value_heads`."""
+    model = dha(**VARIANTS[variant], key_head_map=[[0, 0, 1, 1]] * 2, value_head_map=[[0, 0, 1, 1]] * 2)
+    grouped = without_maps(model, heads=2)
+    grouped.load_state_dict(model.state_dict())
+    ids, kept, losses = inputs()["input_ids"], [], []
+    for each in (model, grouped):
+        if implementation is not None:
+            each.set_attn_implementation(implementation)
+        kept.append(kept_bytes(each, lambda each=each: losses.append(each(ids, labels=ids, use_cache=False).loss)))
+    assert torch.equal(*losses) and kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])

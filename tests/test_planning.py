@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import REPOSITORY, documented_commands
+from helpers import REPOSITORY, documented_commands, kept_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -56,25 +56,14 @@ VARIANTS = {
 }
 
 
-def kept_bytes(config, attention, dtype, length=32, checkpointing=False, batch=2):
-    """Bytes of all storages, parameters and buffers aside, that autograd keeps at the end of the forward pass."""
+def step_bytes(config, attention, dtype, length=32, checkpointing=False, batch=2):
+    """Bytes that autograd keeps of a model at the end of the forward pass."""
     model = DCFormerForCausalLM(config).to(dtype).train()
     model.set_attn_implementation(attention)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage  # held, so that no other gets its address
-        return tensor
-
     ids = torch.randint(0, config.vocab_size, (batch, length))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(ids, labels=ids, use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())
+    return kept_bytes(model, lambda: model(ids, labels=ids, use_cache=False))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -95,7 +84,7 @@ def kept_bytes(config, attention, dtype, length=32, checkpointing=False, batch=2
 def test_activations(variant, dtype, attention, batch):
     config = DCFormerConfig(**(SIZES | VARIANTS[variant]))
     setup = Setup(config, gpus=1, batch=batch, length=32, dtype=dtype, attention=attention)
-    found = kept_bytes(config, attention, dtype, batch=batch)
+    found = step_bytes(config, attention, dtype, batch=batch)
     # what autograd keeps of the tokens is not of the step, which is given them; scalars make up the rest
     assert found - 8 * batch * 32 <= memory(setup).activations <= found
 
@@ -105,7 +94,7 @@ def test_checkpointing(dtype):
     """What is kept at the end of the forward pass; a layer's own comes when it runs again."""
     config = DCFormerConfig(**SIZES)
     setup = Setup(config, 1, batch=2, length=32, dtype=dtype, attention="dcformer_chunked", checkpointing=True)
-    found = kept_bytes(config, "dcformer_chunked", dtype, checkpointing=True)
+    found = step_bytes(config, "dcformer_chunked", dtype, checkpointing=True)
     rotary = 2 * 32 * 16 * dtype.itemsize  # cosines and sines: held all the while, though not by autograd
     assert found + rotary - 8 * 2 * 32 <= memory(setup).activations <= found + rotary
 

@@ -2590,6 +2590,12 @@ _HEADS += _in(
         T_EMBEDDINGS + "test_shared_keys_are_those_of_each_head_and_so_are_gradients",
     ),
     (
+        "maps that are grouped-query attention's gathered for each query head",
+        "if not is_grouped:",
+        "if True:",
+        T_HEADS + "test_consecutive_groups_keep_no_more_than_grouped_queries",
+    ),
+    (
         "a copy of the cache for each query head in every implementation",
         'if implementation in ("eager", CHUNKED):  # which read each head once',
         "if False:",

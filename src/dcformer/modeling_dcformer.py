@@ -483,10 +483,12 @@ class DCFormerAttention(FusableAttention):
             output [B, T, H, D], and the weights [B, H, T, S] or None.
         """
         if self.key_heads is not None and self.value_heads is not None:
-            if implementation in ("eager", CHUNKED):  # which read each head once
-                kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
-            elif not (self.key_heads.is_consecutive and self.key_heads.heads == self.value_heads.heads):
-                key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
+            is_grouped = self.key_heads.is_consecutive and self.key_heads.heads == self.value_heads.heads
+            if not is_grouped:  # grouped-query attention needs no maps, and keeps no copies for the backward pass
+                if implementation in ("eager", CHUNKED):  # which read each head once
+                    kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
+                else:
+                    key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
         if not can_compose(implementation):
             attention_mask = self._for_library(implementation, query, key, attention_mask, sliding_window, **kwargs)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)

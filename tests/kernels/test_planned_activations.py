@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from kernel_device import INTERPRETED
-from test_planning import SIZES, VARIANTS, kept_bytes
+from test_planning import SIZES, VARIANTS, step_bytes
 
 from dcformer import DCFormerConfig
 from dcformer.planning import Setup, memory
@@ -20,7 +20,7 @@ def test_planned_as_the_chunked_implementation(variant, length, dtype):
     """Chunked attention keeps a little more. (For rows of at most `FEW_QUERIES` tokens it keeps their maps, too.)"""
     config = DCFormerConfig(**(SIZES | {"num_hidden_layers": 2} | VARIANTS[variant]))
     planned = memory(Setup(config, 1, batch=2, length=length, dtype=dtype)).activations
-    found = kept_bytes(config, "dcformer_triton", dtype, length)
+    found = step_bytes(config, "dcformer_triton", dtype, length)
     assert found <= planned <= 1.1 * found
 
 
@@ -28,7 +28,7 @@ def test_maps_that_are_kept_are_planned():
     config = DCFormerConfig(**SIZES | {"num_hidden_layers": 2, "save_maps": True})
     setup = Setup(config, 1, batch=2, length=20, dtype=torch.bfloat16)
     maps = 2 * (3 * 2 * config.num_attention_heads * 128 * 32) * 2  # both layers', in 16 bits
-    found = kept_bytes(config, "dcformer_triton", torch.bfloat16, 20)
+    found = step_bytes(config, "dcformer_triton", torch.bfloat16, 20)
     assert maps <= found <= memory(setup).activations <= maps + 1.1 * (found - maps)
     chunked = memory(dataclasses.replace(setup, attention="dcformer_chunked"))
     assert memory(setup).activations == chunked.activations + maps
