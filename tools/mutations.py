@@ -4155,6 +4155,24 @@ _DHA = [
         "dha",
         "dha/fusion.py",
         (
+            "a search leaves gradient checkpointing out",
+            "layer.training = layer.gradient_checkpointing",
+            "layer.training = False",
+            DHA_FUSION + "test_a_search_keeps_less_with_gradient_checkpointing",
+        ),
+        (
+            "a search with gradient checkpointing writes to a cache twice",
+            "model(**batch, use_cache=False)",
+            "model(**batch)",
+            DHA_FUSION + "test_a_search_keeps_less_with_gradient_checkpointing",
+        ),
+        (
+            "a search with gradient checkpointing has dropout",
+            "layer.training = layer.gradient_checkpointing",
+            "layer.train(layer.gradient_checkpointing)",
+            DHA_FUSION + "test_a_search_keeps_less_with_gradient_checkpointing",
+        ),
+        (
             "a loader that shuffles draws its order with dropout",
             "            torch.set_rng_state(state)\n",
             "",

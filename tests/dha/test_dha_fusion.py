@@ -6,10 +6,11 @@ import json
 import math
 import shutil
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from helpers import randomise
+from helpers import kept_bytes, randomise
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_sources import llama, make, tokens
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from dcformer import dha
-from dcformer.dha.fusion import ascend, batch_iterator, margin, theta_lr
+from dcformer.dha.fusion import ascend, batch_iterator, margin, theta_lr, train_search
 from dcformer.dha.mixing import mixers_of
 from dcformer.errors import DCFormerError
 from dcformer.modules.saving import from_pretrained_any
@@ -212,6 +213,24 @@ def test_an_interrupted_search_continues_bit_for_bit(tmp_path, capsys):
     assert not mixers_of(dha.HeadSource(model))
     assert dha.search(model, batches=batches(), **arguments) == straight
     assert "search continues after step 3 of 6" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["llama", "neox-partial-rotary", "dcformer-composed"])
+def test_a_search_keeps_less_with_gradient_checkpointing(name):
+    """And finds the same: dropout is off, also where layers are computed again."""
+    found, kept = [], []
+    for checkpointing in (False, True):
+        model = make(name)
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.5
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        train = partial(train_search, model, batches(), steps=2, lr=1e-2, seed=0, progress=False)
+        kept.append(kept_bytes(model, lambda train=train: found.append(train())))
+        assert not any(module.training for module in model.modules())
+    assert kept[1] < kept[0] / 3
+    assert all(torch.equal(found[0][part], operator) for part, operator in found[1].items())
 
 
 def test_saved_and_loaded(tmp_path):

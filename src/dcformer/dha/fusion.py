@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel, default_data_collator, set_seed
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import DCFormerError, first_line, require_extra
 from ..files import write_whole
@@ -305,7 +306,7 @@ def train_mixers(
                 batch = next(source)
                 _check_tokens(model, batch)
                 batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-                loss = model(**batch).loss
+                loss = model(**batch, use_cache=False).loss  # layers that are computed again would write to it twice
                 value = accelerator.reduce(loss.detach(), "mean").item()
                 if not math.isfinite(value):
                     raise DCFormerError(
@@ -440,6 +441,9 @@ def train_search(
     try:
         with only_trains(model, [mixer.weight for mixer in mixers.values()]):
             model.eval()
+            for layer in model.modules():  # which checkpoint in training only; all that is in them stays as it is
+                if isinstance(layer, GradientCheckpointingLayer):
+                    layer.training = layer.gradient_checkpointing
             setup = {"fingerprint": sizes.fingerprint, "lr": lr}
             train_mixers(
                 model, mixers, batches, steps=steps, mixer_lr=lr, seed=seed, progress=progress, setup=setup,
