@@ -24,7 +24,6 @@ T_OVERHEAD = "tests/analysis/test_analysis_overhead.py::"
 T_MODEL, T_ATTENTION = "tests/test_modeling_dcformer.py::", "tests/test_attention_dcformer.py::"
 T_MASKS, T_CHUNKED = "tests/test_masks_dcformer.py::", "tests/test_chunked_dcformer.py::"
 T_SURGERY = "tests/test_surgery.py::"
-T_SCALING = "tests/scaling/test_scaling_fit.py::"
 T_GENERATION, T_CONVERT = "tests/test_generation.py::", "tests/conversion/test_convert.py::"
 T_CHECKPOINT, T_INFERENCE = "tests/conversion/test_checkpoint.py::", "tests/conversion/test_inference.py::"
 T_OUTPUT, T_ROUND_TRIP = "tests/conversion/test_output.py::", "tests/conversion/test_round_trip.py::"
@@ -4502,29 +4501,6 @@ _DHA = [
     ),
 ]
 
-_SCALING = _in(
-    "scaling",
-    "scaling/fit.py",
-    (
-        "noise of a power law is the same in logarithms of losses",
-        'units=1 / means if form == "power" else np.ones_like(means)',
-        "units=np.ones_like(means)",
-        T_SCALING + "test_intervals_of_a_power_law_cover_as_often_as_they_say",
-    ),
-    (
-        "a variant's size is off by as much as one of one nat",
-        "np.append(shares, sizes.units[i])",
-        "np.append(shares, 1.0)",
-        T_SCALING + "test_intervals_of_a_power_law_cover_as_often_as_they_say",
-    ),
-    (
-        "slopes of a power law compared without weights",
-        "squares += float(weights @ (sizes.y",
-        "squares += float(np.ones_like(weights) @ (sizes.y",
-        T_SCALING + "test_intervals_of_a_power_law_cover_as_often_as_they_say",
-    ),
-)
-
 MUTATIONS = [
     *_COMPOSE,
     *_CACHE,
@@ -4546,5 +4522,4 @@ MUTATIONS = [
     *_VISION,
     *_ANALYSIS,
     *_DHA,
-    *_SCALING,
 ]

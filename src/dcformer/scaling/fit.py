@@ -4,9 +4,8 @@ With L(C) fitted to a baseline's runs, a variant's run (C_v, L_v) is worth C* of
 its factor is C*/C_v (arXiv 2405.08553, section 4.1 and figures 3 and 4). Below, x is ln C and y what a form makes
 of the loss.
 
-The unit is the size. A law is fitted to the means of sizes, and its errors come from how far these lie from it, in
-nats, of which all sizes are taken to have the same: the logarithm of a loss L is off by 1/L as much, so that "power"
-weighs a size by L². What a law misses at a size, all seeds of that size share: more seeds make the means better, but
+The unit is the size. A law is fitted to the means of sizes, each with the same weight, and its errors come from how
+far these lie from it. What a law misses at a size, all seeds of that size share: more seeds make the means better, but
 say nothing of the law, so they add no degrees of freedom. All sizes share one scatter: where noise falls with size, the
 intervals of the smallest are too short.
 """
@@ -41,8 +40,8 @@ class Law:
         intercept, slope: a (for "power+floor" ln A) and b; b < 0.
         floor: L∞, 0 but for "power+floor".
         sizes, runs: how many the law was fitted to.
-        deviation: s, the standard deviation of a size's mean about the law, in nats; 0 where there are no more sizes
-            than numbers.
+        deviation: s, the standard deviation of a size's mean about the law, in y (with a floor in L); 0 where there are
+            no more sizes than numbers.
         range: smallest and largest ln C.
     """
 
@@ -131,8 +130,7 @@ class _Sizes:
 
     Attributes:
         parameters, x, y, losses, seeds: of each; `losses` are mean losses.
-        units: of each, what a nat of loss is in y.
-        squares, spare: of seeds about their size's mean, the sum of squares in nats and its degrees of freedom.
+        squares, spare: of seeds about their size's mean, the sum of squares in y and its degrees of freedom.
     """
 
     parameters: np.ndarray
@@ -140,7 +138,6 @@ class _Sizes:
     y: np.ndarray
     losses: np.ndarray
     seeds: np.ndarray
-    units: np.ndarray
     squares: float
     spare: int
 
@@ -164,22 +161,21 @@ def _sizes(points: Sequence[Point], form: str, measure: str) -> _Sizes:
     for point in sorted(points, key=lambda p: (p.parameters, p.tokens, p.seed)):
         groups.setdefault((point.parameters, point.tokens), []).append(point)
     losses = [np.array([point.loss for point in group]) for group in groups.values()]
-    means = np.array([of_size.mean() for of_size in losses])
+    y = [np.log(of_size) for of_size in losses] if form == "power" else losses  # averaged over seeds, and fitted
     return _Sizes(
         parameters=np.array([parameters for parameters, _ in groups]),
         x=np.array([np.log([point.compute(measure) for point in group]).mean() for group in groups.values()]),
-        y=np.log(means) if form == "power" else means,
-        losses=means,
+        y=np.array([values.mean() for values in y]),
+        losses=np.array([of_size.mean() for of_size in losses]),
         seeds=np.array([len(group) for group in groups.values()]),
-        units=1 / means if form == "power" else np.ones_like(means),
-        squares=float(sum(((values - values.mean()) ** 2).sum() for values in losses)),
+        squares=float(sum(((values - values.mean()) ** 2).sum() for values in y)),
         spare=len(points) - len(groups),
     )
 
 
 @dataclass(frozen=True)
 class _Noise:
-    """By how much the mean of a size is off, in nats.
+    """By how much the mean of a size is off.
 
     Attributes:
         scatter: s², of the means that a law was fitted to, about it; `freedom`: its degrees of freedom.
@@ -209,8 +205,8 @@ class _Noise:
     def error(self, shares: np.ndarray, seeds: np.ndarray, level: float) -> tuple[float, float]:
         """Standard error of Σ shares · means, and how many of it an interval of a level goes to either side.
 
-        Means are in nats. What seeds add to s² is known with their own degrees of freedom: quantiles of both parts are
-        added in squares, as s² may be small by chance.
+        What seeds add to s² is known with their own degrees of freedom: quantiles of both parts are added in
+        squares, as s² may be small by chance.
         """
         variance = float(shares**2 @ self.variances(seeds))
         scatter = self.scatter * float(shares @ shares)
@@ -245,23 +241,20 @@ def _around(center: float, half: float) -> Interval:
 # --- straight lines ---------------------------------------------------------------------------------------------------
 
 
-def _line(sizes: _Sizes) -> tuple[float, float]:
-    """Slope and intercept of least squares, of residuals in nats; x is centred, as it is a large number."""
-    weights = sizes.units**-2.0
-    middle = np.average(sizes.x, weights=weights)
-    away = sizes.x - middle
-    slope = float(weights * away @ sizes.y / (weights @ away**2))
-    return slope, float(np.average(sizes.y, weights=weights) - slope * middle)
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Slope and intercept of least squares; x is centred, as it is a large number."""
+    centred = x - x.mean()
+    slope = float(centred @ y / (centred @ centred))
+    return slope, float(y.mean() - slope * x.mean())
 
 
-def _falling_line(families: str, measure: str, sizes: _Sizes) -> tuple[float, float]:
+def _falling_line(families: str, measure: str, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """As `_line`, of losses that fall with compute; others are refused."""
-    x, y = sizes.x, sizes.y
     if np.ptp(x) < 1e-9:
         raise DCFormerError(
             f"{COLUMNS[measure]}: all runs of {families} have the same compute, {math.exp(x[0]):.4g} ({measure})"
         )
-    slope, intercept = _line(sizes)
+    slope, intercept = _line(x, y)
     if slope * np.ptp(x) > -_FLAT * np.abs(y).max():
         raise DCFormerError(
             f"column loss: that of {families} does not fall with compute (slope {slope:+.4g}): there is no factor; "
@@ -296,8 +289,8 @@ def fit_law(points: Sequence[Point], form: str = "log", measure: str = "flops") 
         what = "a law" if least == 2 else f"the form {form}"
         raise DCFormerError(f"column parameters: {_named(points)} has {number}: {what} needs {least} or more")
     x, y = sizes.x, sizes.y
-    slope, intercept = _falling_line(_named(points), measure, sizes)
-    floor, numbers, residuals = 0.0, 2, (y - intercept - slope * x) / sizes.units
+    slope, intercept = _falling_line(_named(points), measure, x, y)
+    floor, numbers, residuals = 0.0, 2, y - intercept - slope * x
     if form == "power+floor":
         found = _fit_floor([x - x.mean()], [y])
         floor, numbers, slope = found.floor, 3, -found.alpha
@@ -440,11 +433,10 @@ def compute_factors(
         baseline, variant: runs of two families.
         form, measure: as for `fit_law`.
         level: of the intervals. For "log" and "power" they are those of inverse prediction: x0 = (y0 - a)/b has the
-            standard error s/|b| · sqrt(1/w0 + 1/Σw + (x0 - x̄)²/Σw(x - x̄)²), with weights w of 1 ("power": L²) of the n
-            sizes of the baseline, each the mean of as many seeds as the variant's, their weighted mean x̄, the
-            variant's w0, and n - 2 degrees of freedom. A variant of fewer seeds adds what seeds vary by, one of more
-            takes it away. For "power+floor", with n - 3, they are of the profile likelihood, and may have an infinite
-            end.
+            standard error s/|b| · sqrt(1 + 1/n + (x0 - x̄)²/Σ(x - x̄)²), with n sizes of the baseline, each the mean of
+            as many seeds as the variant's, and n - 2 degrees of freedom. A variant of fewer seeds adds what seeds vary
+            by, one of more takes it away. For "power+floor", with n - 3, they are of the profile likelihood, and may
+            have an infinite end.
 
     Returns:
         one `Factor` per size, from the smallest on. A baseline with no more sizes than its law has numbers gives no
@@ -456,8 +448,7 @@ def compute_factors(
     _check_level(level)
     law, fitted, sizes = fit_law(baseline, form, measure), *(_sizes(p, form, measure) for p in (baseline, variant))
     noise = _Noise.of(law.deviation**2, law.freedom, fitted.seeds, fitted, sizes)
-    weights, found = fitted.units**-2.0, []
-    middle = float(np.average(fitted.x, weights=weights))
+    middle, found = float(fitted.x.mean()), []
     for i, (x, y, seeds) in enumerate(zip(sizes.x, sizes.y, sizes.seeds, strict=True)):
         at = law.log_compute(math.exp(y) if form == "power" else float(y))
         log_factor, interval, standard = at - float(x), None, None
@@ -469,8 +460,7 @@ def compute_factors(
                 )  # fmt: skip
             else:
                 away = fitted.x - middle
-                shares = (1 / weights.sum() + (at - middle) * away / (weights @ away**2)) / fitted.units
-                shares = np.append(shares, sizes.units[i]) / law.slope
+                shares = np.append(1 / len(fitted) + (at - middle) * away / float(away @ away), 1.0) / law.slope
                 error, quantile = noise.error(shares, np.append(fitted.seeds, seeds), level)
                 interval = _around(log_factor, quantile * error)
                 standard = _around(log_factor, error)
@@ -540,10 +530,8 @@ def joint_factor(
     if min(len(sizes) for sizes in families) < least:
         return None
     for points, sizes in zip((baseline, variant), families, strict=True):
-        _falling_line(_named(points), measure, sizes)
-    x, y, seeds, units = (
-        np.concatenate([getattr(sizes, name) for sizes in families]) for name in ("x", "y", "seeds", "units")
-    )
+        _falling_line(_named(points), measure, sizes.x, sizes.y)
+    x, y, seeds = (np.concatenate([getattr(sizes, name) for sizes in families]) for name in ("x", "y", "seeds"))
     count, middle = len(families[0]), float(x.mean())
     if form == "power+floor":
         places, losses = [sizes.x - middle for sizes in families], [sizes.y for sizes in families]
@@ -555,11 +543,11 @@ def joint_factor(
         factor = _exp(_log_factor(best, places))
         return JointFactor(factor, interval, standard, -best.alpha, freedom, None, None)
     is_variant = np.repeat([0.0, 1.0], [count, len(x) - count])
-    design, in_nats = np.stack([np.ones_like(x), x - middle, is_variant], 1) / units[:, None], y / units
+    design = np.stack([np.ones_like(x), x - middle, is_variant], 1)
     solve = np.linalg.pinv(design)
-    found = solve @ in_nats
+    found = solve @ y
     slope, log_factor, freedom = float(found[1]), float(found[2] / found[1]), len(x) - 3
-    residuals = in_nats - design @ found
+    residuals = y - design @ found
     noise = _Noise.of(float(residuals @ residuals) / freedom, freedom, seeds, *families)
     error, quantile = noise.error(np.array([0.0, -log_factor, 1.0]) / slope @ solve, seeds, level)
     return JointFactor(
@@ -574,11 +562,10 @@ def _own_slopes(*families: _Sizes) -> tuple[tuple[float, float], float]:
 
     slopes, squares, spreads = [], 0.0, 0.0
     for sizes in families:
-        slope, intercept = _line(sizes)
-        weights = sizes.units**-2.0
+        slope, intercept = _line(sizes.x, sizes.y)
         slopes.append(slope)
-        squares += float(weights @ (sizes.y - intercept - slope * sizes.x) ** 2)
-        spreads += 1 / float(weights @ (sizes.x - np.average(sizes.x, weights=weights)) ** 2)
+        squares += float(((sizes.y - intercept - slope * sizes.x) ** 2).sum())
+        spreads += 1 / float(((sizes.x - sizes.x.mean()) ** 2).sum())
     freedom = sum(len(sizes) for sizes in families) - 4
     error = max(math.sqrt(squares / freedom * spreads), 1e-12 * abs(slopes[0]))
     return (slopes[0], slopes[1]), float(2 * t.sf(abs(slopes[0] - slopes[1]) / error, freedom))
