@@ -120,6 +120,23 @@ def test_intervals_of_a_power_law_cover_as_often_as_they_say():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [3, 4, 5])
+@pytest.mark.parametrize(("form", "least"), [("log", 0.92), ("power", 0.86)])
+def test_intervals_of_every_size(form, least, sizes):
+    """Of a power law the same noise of losses is more noise of ln L where losses are small: what docs/scaling.md says."""
+    generator, draws, places = np.random.default_rng(0), 1000, np.geomspace(1e6, 1e9, sizes)
+    hits = np.zeros(sizes)
+    for _ in range(draws):
+        baseline = runs("b", LAWS[form], places, 3, 0.02, generator)
+        variant = runs("v", LAWS[form], places, 3, 0.02, generator, FACTOR)
+        hits += [f.interval[0] <= FACTOR <= f.interval[1] for f in compute_factors(baseline, variant, form)]
+    shares = hits / draws
+    print(f"{form}, {sizes} sizes: " + ", ".join(f"{share:.1%}" for share in shares))
+    assert least <= shares.min() and shares.max() <= (0.98 if form == "log" else 0.995), shares
+    assert form == "log" or shares[0] > shares[-1] + 0.02, shares
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "seeds", "noise"), [(5, (3, 3), 0.01), (7, (1, 1), 0.005), (6, (3, 1), 0.01)])
 def test_intervals_with_a_floor_cover_as_often_as_they_say(sizes, seeds, noise):
     generator, places = np.random.default_rng(1), np.geomspace(1e6, 1e9, sizes)
