@@ -123,7 +123,7 @@ def test_intervals_of_a_power_law_cover_as_often_as_they_say():
 @pytest.mark.parametrize("sizes", [3, 4, 5])
 @pytest.mark.parametrize(("form", "least"), [("log", 0.92), ("power", 0.86)])
 def test_intervals_of_every_size(form, least, sizes):
-    """Of a power law the same noise of losses is more noise of ln L where losses are small: what docs/scaling.md says."""
+    """Of a power law the same noise of losses is more noise of ln L where losses are small; docs/scaling.md says so."""
     generator, draws, places = np.random.default_rng(0), 1000, np.geomspace(1e6, 1e9, sizes)
     hits = np.zeros(sizes)
     for _ in range(draws):
