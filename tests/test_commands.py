@@ -98,6 +98,13 @@ def test_help_imports_nothing_heavy(module, words, expected):
     assert (status or 0, heavy) == (0, []) and expected in out
 
 
+@pytest.mark.parametrize("module", ["selfcheck", "planning"])
+def test_modules_are_their_commands(module):
+    """As a package with a command is: `python -m` of one without would do nothing, and pass."""
+    done = subprocess.run([sys.executable, "-m", f"dcformer.{module}", "--help"], capture_output=True, timeout=120)
+    assert done.returncode == 0 and b"usage:" in done.stdout
+
+
 @pytest.mark.parametrize(("module", "words", "message"), WRONG, ids=lambda value: value)
 def test_wrong_usage_imports_nothing_heavy(module, words, message):
     status, heavy, _, errors = run(module, words)

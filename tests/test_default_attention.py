@@ -627,6 +627,8 @@ def test_the_command_without_a_cuda_device_says_what_runs_on_a_cpu(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = run_command(capsys, "--preset", "dcformer-405m", "--device", "cuda:9")
     assert code == 1 and "no CUDA device. Use --device cpu, with TRITON_INTERPRET=1 set before the start." in err
+    code, _, err = run_command(capsys, "--preset", "dcformer-405m")
+    assert code == 1 and "TRITON_INTERPRET=1 and --device cpu are for a trial" in err
 
 
 @needs_triton

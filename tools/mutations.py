@@ -2489,6 +2489,12 @@ _HEADS = _in(
     "attention",
     "heads_dcformer.py",
     (
+        "indices of head maps are what memory held before a state dict was loaded",
+        "        super()._load_from_state_dict(*args)\n        self.fill()\n",
+        "        super()._load_from_state_dict(*args)\n",
+        T_HEADS + "test_indices_after_a_state_dict",
+    ),
+    (
         "rotated backwards",
         "torch.cat([-second, first], dim=-1)",
         "torch.cat([second, -first], dim=-1)",
@@ -3326,6 +3332,17 @@ _MODULES = [
     ),
     *_in(
         "head systems",
+        "head_systems/outputs_head_systems.py",
+        (
+            "pipelines take the systems' loss for one of each text",
+            "is_item = torch.is_grad_enabled() or",
+            "is_item = True or torch.is_grad_enabled() or",
+            "tests/head_systems/test_head_images.py::test_pipelines_take_batches",
+            "tests/head_systems/test_head_models.py::test_pipelines_take_batches",
+        ),
+    ),
+    *_in(
+        "head systems",
         "head_systems/rank_heads.py",
         (
             "a text in place of a file with it ends with what the system says",
@@ -3938,6 +3955,12 @@ _VISION = [
     *_in(
         "vision",
         "vision/modeling_dcvit.py",
+        (
+            "positions are what memory held before a state dict was loaded",
+            "        super()._load_from_state_dict(*args)\n        if not self.is_learned:",
+            "        super()._load_from_state_dict(*args)\n        if False:",
+            "tests/vision/test_modeling_dcvit.py::test_positions_after_a_state_dict",
+        ),
         (
             "the damaged file of a vision model is not named",
             "with naming_damage(path, kwargs):",

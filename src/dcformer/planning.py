@@ -409,3 +409,9 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     print(report(setup, " ".join([options.preset, *options.set])))
     return 0
+
+
+if __name__ == "__main__":
+    from dcformer_commands.plan import main
+
+    raise SystemExit(main())

@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     else:  # without one, the kernels say what is missing
         device = named_device("cuda") if torch.cuda.is_available() else torch.device("cuda", 0)
     if (reason := unsupported_reason(device=device)) is not None:
-        raise DCFormerError(reason)
+        trial = "" if torch.cuda.is_available() else "; here, TRITON_INTERPRET=1 and --device cpu are for a trial"
+        raise DCFormerError(f"{reason}{trial}")
     print(_where(device))
     passed, found = True, NOTHING
     for mark in options.beyond:
@@ -97,3 +98,9 @@ def _check_kind(device: Any, kind: Any) -> bool:
     off = sum(not check.passed for check in results)
     print(f"  {len(results)} results, {off} beyond what is allowed, {time.perf_counter() - begin:.1f} s")
     return passed
+
+
+if __name__ == "__main__":
+    from dcformer_commands.selfcheck import main
+
+    raise SystemExit(main())

@@ -40,6 +40,18 @@ def test_positions_are_not_trained_nor_stored(make_model):
     assert torch.equal(model.dcvit.embeddings.position_embeddings[0], sincos_positions(4, 4, 32))
 
 
+def test_positions_after_a_state_dict(make_model, images):
+    """In a model that was made without memory, which no state dict fills for them."""
+    model = make_model().eval()
+    with torch.device("meta"):
+        empty = type(model)(model.config).eval()
+    empty.to_empty(device="cpu")
+    empty.dcvit.embeddings.position_embeddings.fill_(float("nan"))  # as memory may be
+    empty.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(empty(images).logits, model(images).logits)
+
+
 def test_attention_is_the_definition_without_causality(make_model, images):
     """One layer's attention in float64: the package's own attention with the weights of its own generators."""
     model = make_model().double()

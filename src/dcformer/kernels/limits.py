@@ -55,7 +55,7 @@ LIMITS = (
     Limit(
         "device",
         f"CUDA, compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or more, with Triton installed; the CPU in "
-        "Triton's interpreter (`TRITON_INTERPRET=1`), for tests",
+        "Triton's interpreter (`TRITON_INTERPRET=1`), for tests, in one thread",
         "`dcformer_chunked`, `eager`",
         {"device": torch.device("meta")},
     ),

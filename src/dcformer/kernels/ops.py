@@ -119,7 +119,8 @@ def composed_attention(
 
     Returns:
         output [B, H, T, DV] in the dtype of `query`, zeros for queries that see nothing; with `return_lse` also
-        [B, H, T] in float32, +inf for those.
+        [B, H, T] in float32, +inf for those. The output is a view: where it has a gradient, PyTorch refuses changes of
+        it in place; change a copy (`output + bias`).
 
     Raises:
         ValueError: on shapes or options that do not fit together, naming them, and beyond `unsupported_reason`.

@@ -121,6 +121,12 @@ class DCViTEmbeddings(nn.Module):
         else:
             init.copy_(self.position_embeddings, sincos_positions(*self.grid, size)[None])
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """As PyTorch's. Computed positions, which no state dict has, may lie in memory that `to_empty` has made."""
+        super()._load_from_state_dict(*args)
+        if not self.is_learned:
+            self.reset_positions()
+
     def positions(self, grid: tuple[int, int]) -> torch.Tensor:
         """Positions of the patches of any grid: [1, rows·columns, E], in the dtype of the parameters.
 
