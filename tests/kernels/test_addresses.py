@@ -75,7 +75,7 @@ class Wide(Passes):
 
 def passes(problem):
     out, lse, *kept = problem.forward()
-    grads = problem.backward(values(*out.shape, seed=7), lse, *kept)
+    grads = problem.backward(values(*out.transpose(1, 2).shape, seed=7), lse, *kept)
     of_weights = enumerate([*grads.weights[0], *grads.weights[1]])
     weights = {f"weight {i}": w for i, w in of_weights if w is not None}
     return {"out": out, "lse": lse, "query": grads.query, "key": grads.key, "value": grads.value} | weights

@@ -1,6 +1,8 @@
 """`composed_attention` against the definition in float64: every switch, awkward shapes, who sees what, three dtypes."""
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +174,37 @@ def test_autocast_changes_nothing():
     with torch.autocast(DEVICE, torch.bfloat16):
         found = run(case, torch.float32, fused(case))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"save_maps": True, "sliding_window": 5}], ids=str)
+def test_outputs_may_be_changed_in_place(options):
+    """As those of the other implementations: variants of a layer do."""
+    case = Case(heads=2, length=9)
+
+    def copied(*given):
+        output, lse = composed_attention(*given, return_lse=True, **options)
+        return output * 2 + lse[..., None]
+
+    def in_place(*given):
+        output, lse = composed_attention(*given, return_lse=True, **options)
+        output *= 2
+        output += lse[..., None]
+        return output
+
+    expected, found = (run(case, torch.float32, f) for f in (copied, in_place))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_outputs_of_a_layer_may_be_changed_in_place():
+    case, module = Case(heads=2, length=20), SimpleNamespace(is_causal=True, training=False)
+
+    def attend(*given, factor):
+        output, _ = triton_attention(module, *given[:3], None, scaling=1.0, pre=given[3], post=given[4])
+        output *= factor
+        return output.transpose(1, 2)
+
+    once, twice = (run(case, torch.float32, partial(attend, factor=factor))["value"] for factor in (1.0, 2.0))
+    torch.testing.assert_close(twice, 2 * once)
 
 
 def _operator_inputs(requires_grad, **options):

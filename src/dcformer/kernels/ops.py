@@ -119,8 +119,7 @@ def composed_attention(
 
     Returns:
         output [B, H, T, DV] in the dtype of `query`, zeros for queries that see nothing; with `return_lse` also
-        [B, H, T] in float32, +inf for those. The output is a view: where it has a gradient, PyTorch refuses changes of
-        it in place; change a copy (`output + bias`).
+        [B, H, T] in float32, +inf for those.
 
     Raises:
         ValueError: on shapes or options that do not fit together, naming them, and beyond `unsupported_reason`.
@@ -157,6 +156,7 @@ def _attend(
     plan = [groups, low, high, -1 if chunk_bytes is None else min(chunk_bytes, 2**62), int(keeps), *places]
     scale = query.shape[3] ** -0.5 if scale is None else scale
     out, lse, *_ = attention_op(query, key, value, weights, bounds, plan, scale)
+    out = out.transpose(1, 2)  # [B, H, T, DV]
     return (out, lse * math.log(2)) if return_lse else out
 
 

@@ -44,8 +44,8 @@ class Passes(Launcher):
     """A problem with its two passes. Arguments are those of `Problem`."""
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Output [B, H, T, DV] (a view of [B, T, H, DV]), log-sum-exp [B, H, T] in float32, base 2, and what is kept
-        for the backward pass, see `new_kept` and `new_norms`."""
+        """Output [B, T, H, DV], log-sum-exp [B, H, T] in float32, base 2, and what is kept for the backward pass, see
+        `new_kept` and `new_norms`."""
         out, lse, kept, norms = self._run_pass("forward", self._forward)
         assert out is not None and lse is not None and kept is not None and norms is not None
         return out, lse, kept, norms
@@ -97,7 +97,8 @@ class Passes(Launcher):
 
     def _forward(self) -> _Results:
         """The pass itself, over rows of the batch and chunks; returns what `forward` does."""
-        out = self._new(self.B, self.T, self.H, self.DV, dtype=self.q.dtype).transpose(1, 2)
+        found = self._new(self.B, self.T, self.H, self.DV, dtype=self.q.dtype)
+        out = found.transpose(1, 2)  # [B, H, T, DV]
         lse = self._new(self.B, self.H, self.T)
         seen = self.visibility
         kept = self._made(new_kept(self.q, self.k, seen.low, seen.high)) if self.keeps else self._new(0, 0)
@@ -110,7 +111,7 @@ class Passes(Launcher):
                     values = part._values(norms[rows])
                     for chunk, here in zip(chunks, maps, strict=True):
                         part._forward_chunk(chunk, values, out[rows], lse[rows], [x[rows] for x in here])
-        return [out, lse, kept, norms]
+        return [found, lse, kept, norms]
 
     def _forward_chunk(
         self, chunk: Chunk, values: States, out: torch.Tensor, lse: torch.Tensor, kept: Sequence[torch.Tensor] = ()

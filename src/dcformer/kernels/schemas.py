@@ -170,7 +170,7 @@ def attention_op(
         scale: factor of the scores.
 
     Returns:
-        output [B, H, T, DV], and log-sum-exp in base 2 [B, H, T]. Both are differentiable in the first four arguments.
+        output [B, T, H, DV], and log-sum-exp in base 2 [B, H, T]. Both are differentiable in the first four arguments.
         Then what is kept for the backward pass: maps, `new_kept`, which is empty where none are, and `new_norms`.
     """
     raise _kernel("composed_attention")
@@ -179,7 +179,7 @@ def attention_op(
 @attention_op.register_fake
 def _(query, key, value, weights, bounds, plan, scale):
     batch, heads, length, _ = query.shape
-    out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
+    out = query.new_empty((batch, length, heads, value.shape[3]))
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
     _, low, high, _, keeps, *_ = plan
     kept = new_kept(query, key, low, high) if keeps else lse.new_empty(0, 0)
@@ -202,7 +202,7 @@ def attention_backward_op(
     """Gradients of query, key, value and each of the weights, in their dtypes.
 
     Args:
-        grad_out: of the output [B, H, T, DV].
+        grad_out: of the output, [B, H, T, DV].
         saved: what `attention_op` returned behind the output.
         grad_lse: of the log-sum-exp, [B, H, T]; None where nothing depends on it.
         Others: those of `attention_op`.
@@ -238,9 +238,11 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tens
     _refuse_batched(grad_out, grad_lse)
     lse, kept, norms, query, key, value, bounds, *weights = ctx.saved_tensors
     if grad_out is None:
-        grad_out = query.new_zeros((*query.shape[:3], value.shape[3]))
+        batch, heads, length, _ = query.shape
+        grad_out = query.new_zeros((batch, length, heads, value.shape[3]))
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
+    grad_out = grad_out.transpose(1, 2)  # [B, H, T, DV]
     saved = [lse, kept, norms]
     grads = attention_backward_op(grad_out, saved, grad_lse, query, key, value, weights, bounds, *ctx.numbers)
     return (*grads[:3], grads[3:], None, None, None)
