@@ -336,18 +336,6 @@ def test_saved_and_loaded(variant, tmp_path):
         DHAForCausalLM.from_pretrained(tmp_path, config=config)
 
 
-def test_indices_after_a_state_dict():
-    """In a map that was made without memory, which no state dict fills for them."""
-    with torch.device("meta"):
-        heads = torch.nn.Sequential(HeadMap([1, 0, 1, 0]))
-    heads.to_empty(device="cpu")
-    for buffer in heads.buffers():
-        buffer.fill_(2**40)  # as memory may be
-    heads.load_state_dict({})
-    for (name, found), expected in zip(heads[0].named_buffers(), HeadMap([1, 0, 1, 0]).buffers(), strict=True):
-        assert torch.equal(found, expected), name
-
-
 @pytest.mark.parametrize("queries", [1, 4])
 def test_one_layer_and_the_widest_difference(queries):
     """One key head beside a value head for each query head."""

@@ -2489,12 +2489,6 @@ _HEADS = _in(
     "attention",
     "heads_dcformer.py",
     (
-        "indices of head maps are what memory held before a state dict was loaded",
-        "        super()._load_from_state_dict(*args)\n        self.fill()\n",
-        "        super()._load_from_state_dict(*args)\n",
-        T_HEADS + "test_indices_after_a_state_dict",
-    ),
-    (
         "rotated backwards",
         "torch.cat([-second, first], dim=-1)",
         "torch.cat([second, -first], dim=-1)",
@@ -3328,17 +3322,6 @@ _MODULES = [
             "    refuse_other_parameters(model, source_class)\n",
             "",
             "tests/head_systems/test_head_models.py::test_parameters_that_would_be_lost_are_refused",
-        ),
-    ),
-    *_in(
-        "head systems",
-        "head_systems/outputs_head_systems.py",
-        (
-            "pipelines take the systems' loss for one of each text",
-            "is_item = torch.is_grad_enabled() or",
-            "is_item = True or torch.is_grad_enabled() or",
-            "tests/head_systems/test_head_images.py::test_pipelines_take_batches",
-            "tests/head_systems/test_head_models.py::test_pipelines_take_batches",
         ),
     ),
     *_in(

@@ -58,11 +58,6 @@ class HeadMap(nn.Module):
             held = getattr(self, name)
             setattr(self, name, torch.tensor(numbers, dtype=torch.long, device=held.device))
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """As PyTorch's. The indices, which no state dict has, may lie in memory that `to_empty` has made."""
-        super()._load_from_state_dict(*args)
-        self.fill()
-
     def gather(self, states: torch.Tensor) -> torch.Tensor:
         """Keys or values [B, Hkv, S, D] -> [B, H, S, D], one for each query head."""
         return states.index_select(1, self.read)

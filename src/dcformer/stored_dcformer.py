@@ -155,6 +155,8 @@ def naming_damage(
     try:
         yield
     except Exception as error:  # what the library raises on damaged files, and on other occasions, is of many classes
+        if type(error) is ValueError:  # arguments are wrong; damaged files raise subclasses of it
+            raise
         if path is not None and (damaged := damaged_weights(path, arguments)) is not None:
             raise (damaged if isinstance(damaged, error_class) else error_class(str(damaged))) from error
         raise

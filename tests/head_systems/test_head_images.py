@@ -7,10 +7,9 @@ import pytest
 import torch
 from head_cases import CASES, TALKING
 from helpers import randomise
-from PIL import Image
-from transformers import AutoModelForImageClassification, pipeline
+from transformers import AutoModelForImageClassification
 
-from dcformer import DCViTConfig, DCViTForImageClassification, DCViTImageProcessor
+from dcformer import DCViTConfig, DCViTForImageClassification
 from dcformer.head_systems import (
     HeadSystemsViTConfig,
     HeadSystemsViTForImageClassification,
@@ -203,27 +202,6 @@ def test_arguments_are_those_of_dcvit():
     by_name = model(images(), attention_mask=mask)
     assert torch.equal(by_place.logits, by_name.logits) and torch.equal(by_place.aux_loss, by_name.aux_loss)
     assert not torch.equal(by_name.aux_loss, model(images()).aux_loss)
-
-
-@pytest.mark.parametrize("case", ["mixture", "pruning"])
-def test_pipelines_take_batches(case):
-    """Every item of an output is one with an entry for each image to them."""
-    name, options = CASES[case]
-    config = HeadSystemsViTConfig(**SMALL | {"num_channels": 3}, head_system=name, head_system_options=options)
-    model = randomise(HeadSystemsViTForImageClassification(config)).eval()
-    processor = DCViTImageProcessor(do_resize=False, do_center_crop=False)
-    classify = pipeline("image-classification", model=model, image_processor=processor)
-    pictures = [Image.new("RGB", (8, 8), color) for color in ("red", "green", "blue")]
-    found, expected = classify(pictures, batch_size=3), classify(pictures)
-    assert [[label["label"] for label in one] for one in found] == [
-        [label["label"] for label in one] for one in expected
-    ]
-    pixels = torch.randn(2, 3, 8, 8)
-    with torch.no_grad():
-        outputs = model(pixels)
-        assert "aux_loss" not in outputs and outputs.aux_loss > 0 and len(outputs.to_tuple()) == 1
-        assert "aux_loss" in model(pixels, labels=torch.zeros(2).long())
-    assert "aux_loss" in model(pixels)
 
 
 def test_parts_of_several_labels_add_up():

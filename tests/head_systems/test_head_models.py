@@ -22,7 +22,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     Trainer,
     TrainingArguments,
-    pipeline,
 )
 
 import dcformer
@@ -37,7 +36,6 @@ from dcformer import (
 from dcformer.head_systems import HEAD_SYSTEMS, system_costs
 from dcformer.head_systems.attention_head_systems import HeadSystemsAttention
 from dcformer.head_systems.stored_system import check_same_system
-from dcformer.synthetic import build_tokenizer
 
 LOADER = """
 import sys
@@ -428,20 +426,6 @@ def test_loading_a_checkpoint_of_another_system_is_refused(tmp_path):
     for given in ({}, {"config": tiny_config()}):
         with pytest.raises(ValueError, match=r"head_system='output_gate', which DCFormerForCausalLM does not have"):
             DCFormerForCausalLM.from_pretrained(tmp_path, **given)
-
-
-def test_pipelines_take_batches():
-    """Every item of an output is one with an entry for each text to them."""
-    tokenizer = build_tokenizer()
-    config = heads_config("mixture", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=3)
-    classifier = randomise(dcformer.HeadSystemsForSequenceClassification(config)).eval()
-    texts = ["Peter owns the desk.", "Boris owns"]
-    for task, model in (("text-classification", classifier), ("feature-extraction", classifier.model)):
-        process = pipeline(task, model=model, tokenizer=tokenizer)
-        found, expected = process(texts, batch_size=2), process(texts)
-        assert len(found) == len(expected) == 2
-        if task == "text-classification":
-            assert [f["label"] for f in found] == [e["label"] for e in expected]
 
 
 @pytest.mark.parametrize("case", ["mixture", "gate"])

@@ -976,6 +976,8 @@ def test_a_plain_load_that_names_our_attention_is_refused(implementation, tmp_pa
         plain(**text())
     for copy_of in (copy.deepcopy(model), from_pretrained_converted(tmp_path, t.BertForMaskedLM)):
         torch.testing.assert_close(logits(copy_of.eval(), text()), logits(model, text()), rtol=0, atol=TOLERANCE)
+    torch.save({"config": model.config.to_dict()}, tmp_path / "config.pt")
+    assert torch.load(tmp_path / "config.pt")["config"]["dcmha"] == model.config.dcmha
     convert_attention(plain)  # it has what it names then
     assert logits(plain, text()).isfinite().all()
 

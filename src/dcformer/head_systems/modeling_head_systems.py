@@ -20,7 +20,6 @@ from .outputs_head_systems import (
     HeadSystemsSequenceClassifierOutput,
     extras,
     finished,
-    with_extras,
 )
 from .pretrained_head_systems import HeadSystemsDecoderLayer, HeadSystemsPreTrainedModel
 
@@ -76,7 +75,7 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
         layers: Any = self.layers[: self.config.num_hidden_layers]
         systems = [layer.self_attn.system for layer in layers]
         self._extras = extras(systems, mask, self.training, wants_logits, wants_gates)
-        return with_extras(HeadSystemsModelOutput, outputs, self._extras)
+        return HeadSystemsModelOutput(**outputs, **self._extras)
 
 
 def _share(labels: Any = None, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any) -> Any:

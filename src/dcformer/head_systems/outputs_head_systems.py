@@ -121,20 +121,10 @@ def finished(model: Any, output_class: type, outputs: Any, share: Any = 1) -> An
 def with_loss(
     output_class: type, outputs: Any, fields: dict[str, Any], systems: list[HeadSystem], share: Any = 1
 ) -> Any:
-    """Outputs of a head `with_extras`, and a share of its systems' loss in its loss."""
+    """Outputs of a head with the `extras` of its systems, and a share of their loss in its loss."""
     if outputs.loss is not None and fields["aux_loss"] is not None:
         outputs.loss = outputs.loss + share * systems[0].aux_loss_coef * fields["aux_loss"].to(outputs.loss.device)
-    return with_extras(output_class, outputs, fields)
-
-
-def with_extras(output_class: type, outputs: Any, fields: dict[str, Any]) -> Any:
-    """Outputs with the `extras` of their systems. Without gradients and labels `aux_loss` is an attribute and no item:
-    the library's pipelines take every item for one with an entry for each sequence."""
-    is_item = torch.is_grad_enabled() or outputs.get("loss") is not None or torch.compiler.is_compiling()
-    made: Any = output_class(**outputs, **(fields if is_item else fields | {"aux_loss": None}))
-    if not is_item:
-        object.__setattr__(made, "aux_loss", fields["aux_loss"])  # the class's own would make an item of it
-    return made
+    return output_class(**outputs, **fields)
 
 
 __all__ = [
@@ -145,6 +135,5 @@ __all__ = [
     "aux_loss",
     "extras",
     "finished",
-    "with_extras",
     "with_loss",
 ]

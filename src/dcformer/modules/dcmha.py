@@ -387,12 +387,12 @@ class DCMHA(nn.Module):
     def losses(self) -> dict[str, torch.Tensor]:
         """Losses of the head system in the last call, by name and without their coefficient; to be asked for once.
 
-        In self-attention (one tensor for all three inputs), tokens that `key_padding_mask` hides are left out. Empty
-        without a system, and where it has none.
+        In self-attention (one tensor for all three inputs), tokens that `key_padding_mask` hides, by True or -inf, are
+        left out. Empty without a system, and where it has none.
         """
         if self.system is None:
             return {}
-        padding, visible = self._padding, None
+        padding, visible, self._padding = self._padding, None, None
         if padding is not None:
             visible = ~padding if padding.dtype == torch.bool else padding != float("-inf")
             visible = visible.reshape(-1, visible.shape[-1])  # [B, T]

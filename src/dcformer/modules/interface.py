@@ -34,6 +34,12 @@ class Attached(dict[str, Any]):
     """The settings of composition in the configuration of a model that has it. Those of a folder that has been loaded
     without it, by a plain `from_pretrained`, are an ordinary dictionary."""
 
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return Attached, (dict(self),)  # in a form that `torch.load` reads with `weights_only`
+
+
+torch.serialization.add_safe_globals([Attached])  # as a configuration may lie beside tensors
+
 
 def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The hook: puts `compose_weights` among the arguments of a converted module."""

@@ -327,7 +327,8 @@ class DCViTPreTrainedModel(PreTrainedModel):
             ValueError: on a checkpoint with a head system, for a class without one.
         """
         path = pretrained_model_name_or_path
-        if path is not None:
+        has_config, has_system = kwargs.get("config") is not None, hasattr(cls.config_class, "head_system")
+        if path is not None and not has_system and (not has_config or os.path.isdir(path)):  # the Hub is asked no more
             refuse_head_system(cls, path, stored_config(cls.config_class, path, kwargs))
         with naming_damage(path, kwargs):
             return super().from_pretrained(path, *args, **kwargs)
