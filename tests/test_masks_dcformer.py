@@ -1,5 +1,6 @@
 """Masks by blocks of queries: what they say of causality, windows, padding and documents."""
 
+import dataclasses
 from contextlib import nullcontext
 
 import pytest
@@ -70,6 +71,14 @@ def test_what_the_model_asks_for_is_what_the_mask_knows(window, is_causal):
     if window is not None:
         expected &= (distance < window) if is_causal else (distance.abs() <= window)
     assert torch.equal(mask.rows(0, 20)[0, 0], expected)
+
+
+def test_a_copy_field_by_field_is_the_mask():
+    """As FSDP makes one of what a layer is called with, where it casts that."""
+    mask = chunked_mask(2, 40, 40, local_size=5)
+    mask.seen = {"of": mask}
+    copied = dataclasses.replace(mask, **{field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)})
+    assert copied == mask and torch.equal(copied.rows(0, 40), mask.rows(0, 40)) and copied.seen is None
 
 
 def test_rows_are_rows_of_the_whole():

@@ -2623,6 +2623,12 @@ _MASKS = _in(
     "attention",
     MASKS,
     (
+        "a copy of a mask begins with what kernels made of one",
+        "        self.seen: dict | None = None\n",
+        "        self.seen: dict | None = {}\n",
+        T_MASKS + "test_a_copy_field_by_field_is_the_mask",
+    ),
+    (
         "masks are read while a program is traced",
         "torch.compiler.is_compiling() or torch.jit.is_tracing()",
         "torch.compiler.is_compiling()",
@@ -3322,6 +3328,16 @@ _MODULES = [
             "    refuse_other_parameters(model, source_class)\n",
             "",
             "tests/head_systems/test_head_models.py::test_parameters_that_would_be_lost_are_refused",
+        ),
+    ),
+    *_in(
+        "head systems",
+        "head_systems/outputs_head_systems.py",
+        (
+            "what a wrapped decoder says is left with the wrapper",
+            "    decoder._extras.clear()",
+            "    decoder._extras = {}",
+            "tests/head_systems/test_head_models.py::test_a_decoder_in_a_wrapper",
         ),
     ),
     *_in(

@@ -3,7 +3,7 @@
 Letters: B batch, T queries, S keys, H heads, t queries of a block.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,7 +68,10 @@ class QueryBlockMask:
     window: int | None = None
     is_plain: bool = False
     _tensors: list[torch.Tensor] | None = None
-    seen: dict | None = field(default=None, init=False, repr=False, compare=False)  # what the fused kernels made of it
+
+    def __post_init__(self) -> None:
+        # What the fused kernels made of it. No field: FSDP replaces masks by copies, field by field.
+        self.seen: dict | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -65,6 +65,19 @@ def test_fsdp2_trains_other_models_as_one_process(start, tmp_path, words):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("words", [[], ["--checkpointing"]], ids=" ".join)
+def test_fsdp2_in_the_precision_of_the_file(start, tmp_path, words):
+    """In bfloat16 FSDP2 casts what layers are called with, masks among it."""
+    mixed = [word for word in FSDP2 if word not in ("--mixed_precision", "no")]
+    start(HERE / "train_worker.py", tmp_path / "one.json", "--batch", "4", *words)
+    start(*mixed, HERE / "train_worker.py", tmp_path / "two.json", "--batch", "2", *words)
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert two["fsdp2"] and len(two["history"]) == 6
+    losses = [[step["loss"] for step in run["history"]] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], abs=0.02) and losses[1] != losses[0]  # half of bfloat16's 2^-8 of 5
+
+
 def check_plan(two):
     """What `dcformer-plan` says of memory and communication, against a step of two processes."""
     setup = Setup(DCFormerConfig(**CONFIG), gpus=2, batch=2, length=21, dtype=torch.float32)

@@ -428,6 +428,27 @@ def test_loading_a_checkpoint_of_another_system_is_refused(tmp_path):
             DCFormerForCausalLM.from_pretrained(tmp_path, **given)
 
 
+def test_a_decoder_in_a_wrapper():
+    """As FSDP's first version has it: what is read comes from the decoder, what is set stays with the wrapper."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def __getattr__(self, name):
+            return getattr(super().__getattr__("module"), name) if name != "module" else super().__getattr__(name)
+
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
+
+    model, ids = heads_model("mixture").train(), tokens()
+    expected = model(ids, labels=ids, use_cache=False).loss
+    model.model = Wrapper(model.model)
+    for _ in range(3):
+        torch.testing.assert_close(model(ids, labels=ids, use_cache=False).loss, expected)
+
+
 @pytest.mark.parametrize("case", ["mixture", "gate"])
 def test_adapters_load(case, tmp_path):
     """A folder of PEFT has no configuration of a model: the base model's is the one that counts."""

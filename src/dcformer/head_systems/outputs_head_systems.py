@@ -114,7 +114,8 @@ def collected(tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | 
 def finished(model: Any, output_class: type, outputs: Any, share: Any = 1) -> Any:
     """Outputs of a head with what the decoder's systems have to say, and a share of their loss in its loss."""
     decoder = model.base_model
-    fields, decoder._extras = decoder._extras, {}
+    fields = dict(decoder._extras)
+    decoder._extras.clear()  # in place: a wrapper, as FSDP's, would keep what is set to itself
     return with_loss(output_class, outputs, fields, [layer.self_attn.system for layer in decoder.layers], share)
 
 

@@ -446,7 +446,8 @@ class DCMHA(nn.Module):
         text = f"query {shapes[0]}, key {shapes[1]} and value {shapes[2]}"
         if "nested" in shapes:
             raise DCFormerError(
-                f"{text}: DCMHA takes no nested tensors. In nn.TransformerEncoder pass enable_nested_tensor=False."
+                f"{text}: DCMHA takes no nested tensors. In nn.TransformerEncoder pass enable_nested_tensor=False; "
+                "of one that is made, as in nn.Transformer, set encoder.use_nested_tensor = False."
             )
         if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
             raise DCFormerError(f"{text}: expected three inputs of 2 dimensions, or 3 with a batch.")
