@@ -71,7 +71,7 @@ bounds = torch.empty(2, 1, 20, device="meta", dtype=torch.int32)
 for keeps, shape in ((0, (0, 0)), (1, (128, 3 * 2 * 4 * 32))):
     plan = [1, 0, 0, -1, keeps, 0, 1]
     out, lse, kept, norms = torch.ops.dcformer.composed_attention(q, k, v, weights, bounds, plan, 0.25)
-    assert out.shape == (2, 4, 20, 8) and lse.shape == (2, 4, 20) and lse.dtype == torch.float32
+    assert out.shape == (2, 20, 4, 8) and lse.shape == (2, 4, 20) and lse.dtype == torch.float32
     assert norms.shape == (2, 2, 1) and norms.dtype == torch.float32
     assert kept.shape == shape and kept.dtype == (torch.float16 if keeps else torch.float32)
 out.sum().backward()
