@@ -2591,8 +2591,8 @@ _HEADS += _in(
     ),
     (
         "maps that are grouped-query attention's gathered for each query head",
-        "if not is_grouped:",
-        "if True:",
+        "if has_maps and not (keys.is_consecutive and keys.heads == values.heads):",
+        "if has_maps:",
         T_HEADS + "test_consecutive_groups_keep_no_more_than_grouped_queries",
     ),
     (

@@ -482,13 +482,14 @@ class DCFormerAttention(FusableAttention):
         Returns:
             output [B, T, H, D], and the weights [B, H, T, S] or None.
         """
-        if self.key_heads is not None and self.value_heads is not None:
-            is_grouped = self.key_heads.is_consecutive and self.key_heads.heads == self.value_heads.heads
-            if not is_grouped:  # grouped-query attention needs no maps, and keeps no copies for the backward pass
-                if implementation in ("eager", CHUNKED):  # which read each head once
-                    kwargs |= {"key_heads": self.key_heads, "value_heads": self.value_heads}
-                else:
-                    key, value = self.key_heads.gather(key), self.value_heads.gather(value)  # [B, H, S, D]
+        keys, values = self.key_heads, self.value_heads
+        has_maps = keys is not None and values is not None
+        # Equal and consecutive maps are grouped-query attention: no copies are kept for the backward pass.
+        if has_maps and not (keys.is_consecutive and keys.heads == values.heads):
+            if implementation in ("eager", CHUNKED):  # which read each head once
+                kwargs |= {"key_heads": keys, "value_heads": values}
+            else:
+                key, value = keys.gather(key), values.gather(value)  # [B, H, S, D]
         if not can_compose(implementation):
             attention_mask = self._for_library(implementation, query, key, attention_mask, sliding_window, **kwargs)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)

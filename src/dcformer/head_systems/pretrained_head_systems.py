@@ -22,19 +22,35 @@ class HeadSystemsDecoderLayer(DCFormerDecoderLayer):
     attention_class = HeadSystemsAttention
 
 
-class HeadSystemsPreTrainedModel(DCFormerPreTrainedModel):
-    """What all models with a head system have in common."""
+class HeadSystemsMixin:
+    """What models of text and of images have in common: initial values, and the checkpoints that they refuse."""
+
+    config_class: Any
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[misc]
+        if isinstance(module, HeadSystem | Mixing):
+            module.init_weights()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: on a checkpoint of another head system than a given configuration's, or of none.
+        """
+        check_same_system(cls.config_class, pretrained_model_name_or_path, kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+
+
+class HeadSystemsPreTrainedModel(HeadSystemsMixin, DCFormerPreTrainedModel):
+    """What all models of text with a head system have in common."""
 
     config: HeadSystemsConfig
     _no_split_modules = ["HeadSystemsDecoderLayer"]
     _can_record_outputs = {"hidden_states": HeadSystemsDecoderLayer, "attentions": HeadSystemsAttention}
     takes_library_attention = False  # for plain attention's shapes
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, HeadSystem | Mixing):
-            module.init_weights()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """As for DCFormer, with the widths that the system gives queries, keys and values."""
@@ -46,16 +62,6 @@ class HeadSystemsPreTrainedModel(DCFormerPreTrainedModel):
             if (reason := FUSED_ATTENTION[name].unsupported_reason(wide)) is not None:
                 raise ValueError(f"attn_implementation={name!r} cannot run this model: {reason}.")
         return name
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.from_pretrained`.
-
-        Raises:
-            ValueError: on a checkpoint of another head system than a given configuration's, or of none.
-        """
-        check_same_system(cls.config_class, pretrained_model_name_or_path, kwargs)
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def fuse_projections(self) -> None:
         """Refused: the projections are the head system's.

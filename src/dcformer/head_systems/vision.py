@@ -22,12 +22,10 @@ from ..vision.modeling_dcvit import (
     make_qk_norm,
 )
 from .attention_head_systems import SystemProjections
-from .base import HeadSystem
-from .collaborative_mixing import Mixing
 from .options import OptionsOfLayers
 from .outputs_head_systems import HeadSystemsImageClassifierOutput, extras, with_loss
+from .pretrained_head_systems import HeadSystemsMixin
 from .registry import image_sizes_of, make_system, options_of
-from .stored_system import check_same_system
 
 
 @strict
@@ -78,28 +76,12 @@ class HeadSystemsViTLayer(DCViTLayer):
     attention_class = HeadSystemsViTAttention
 
 
-class HeadSystemsViTPreTrainedModel(DCViTPreTrainedModel):
+class HeadSystemsViTPreTrainedModel(HeadSystemsMixin, DCViTPreTrainedModel):
     """What both models have in common."""
 
     config: HeadSystemsViTConfig
     _no_split_modules = ["HeadSystemsViTLayer"]
     _can_record_outputs = {"hidden_states": HeadSystemsViTLayer, "attentions": HeadSystemsViTAttention}
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, HeadSystem | Mixing):
-            module.init_weights()
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.from_pretrained`.
-
-        Raises:
-            ValueError: on a checkpoint of another head system than a given configuration's, or of none.
-        """
-        check_same_system(cls.config_class, pretrained_model_name_or_path, kwargs)
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
 class HeadSystemsViTModel(HeadSystemsViTPreTrainedModel, DCViTModel):
