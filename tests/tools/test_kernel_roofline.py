@@ -351,7 +351,7 @@ def test_the_page_has_what_is_printed(capsys):
     """Every row of its tables, and that the second rule and the second GPU are among them."""
     assert roofline.main([]) == 0
     printed = set(capsys.readouterr().out.splitlines())
-    page = (REPOSITORY / "docs" / "kernels.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "kernel_tiles.md").read_text(encoding="utf-8")
     section = re.search(r"^## Roofline.*?(?=^## )", page, re.MULTILINE | re.DOTALL)[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert [row for row in rows if row not in printed] == []
