@@ -12,6 +12,7 @@ def index_readme(text: str) -> str:
     The repository has no public address yet. The files are in the source distribution.
     """
     text = re.sub(r"!\[[^\]]*\]\((?!https?://)[^)]*\)\n*", "", text)
+    text = re.sub(r"\[([^\]]+)\]\((?!https?://)\1\)", r"`\1`", text)  # named by its file already
     return re.sub(r"\[([^\]]+)\]\((?!https?://)([^)#]+)[^)]*\)", r"\1 (`\2`)", text)
 
 

@@ -62,7 +62,7 @@ SIZES = {
     "narrow": Size(128, 8, 0.06, 48, (1e-3, 2e-3, 4e-3)),
     # the two that matter most, with a rate more at each end
     "rates": Size(128, 8, 0.06, 48, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), ("plain", "1")),
-    # the paper's width, heads, initialisation and peak rate; four minutes a run
+    # the paper's width, heads, initialization and peak rate; four minutes a run
     "wide": Size(1024, 16, 0.02, 16, (3e-4,), ("plain", "1", "0.1", "rule"), (0, 1, 2, 3)),
 }
 

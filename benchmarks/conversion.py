@@ -178,7 +178,7 @@ def round_trip(name: str, folder: Path, threads: int) -> dict[str, dict[str, Any
     return results
 
 
-def summarise(direction: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(direction: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The repeats of a direction as one result: rates of all, the largest peak and the bound."""
     failed = next((run for run in runs if run["status"] != "ok"), None)
     if failed is not None:
@@ -231,7 +231,7 @@ def run_benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
                 trips = [round_trip(name, Path(folder), arguments.threads) for _ in range(arguments.repeats)]
                 for direction in trips[0]:
                     runs = [trip.get(direction, {"status": "failed", "detail": "not reached"}) for trip in trips]
-                    content["results"].append(summarise(direction, runs))
+                    content["results"].append(summarize(direction, runs))
                 write_json(arguments.output, content)
     return content
 

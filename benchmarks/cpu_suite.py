@@ -117,7 +117,7 @@ class Job:
 
 
 def build_model(job: Job, **sizes: Any) -> Any:
-    """The causal language model of a job, randomly initialised, float32."""
+    """The causal language model of a job, randomly initialized, float32."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -591,7 +591,7 @@ def ensure_checked(bench: Bench, kind: str, *arguments: Any) -> dict[str, Any]:
 
 
 def build_model(bench: Bench, config: DCFormerConfig, plain: bool = False) -> Any:
-    """A randomly initialised causal language model on the device; `plain`: Llama with the same sizes, all global."""
+    """A randomly initialized causal language model on the device; `plain`: Llama with the same sizes, all global."""
     attention, built = "dcformer_triton", config
     if plain:
         attention = "sdpa"

@@ -36,7 +36,7 @@ HELD_OUT = 20  # questions of each task
 
 
 def make_texts(split: str, number: int | None, seed: int, tokenizer) -> Iterator[dict]:
-    """Tokenised questions of all tasks in turn, `number` of each; without end when None."""
+    """Tokenized questions of all tasks in turn, `number` of each; without end when None."""
     records = iterate_contexts(split, number, num_examples=1, seed=seed, first_scored=0)
     return (encode(record, tokenizer) for record in records)
 

@@ -44,7 +44,7 @@ class Column:
         system, options: of the head system; no name for DCFormer itself.
         switches: fields of composition that are on.
         fields: other fields of the language models; a column that has some is not for images.
-        qk_norm: whether queries and keys are normalised.
+        qk_norm: whether queries and keys are normalized.
     """
 
     label: str

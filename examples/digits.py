@@ -328,10 +328,10 @@ def picture(runs: list[dict]) -> str:
             y, mine = 40 + row * (i + 0.5), list(by_seed(runs, name, measure).values())
             if panel == 0:
                 parts.append(f'<text x="{left - 12}" y="{y + 4:.1f}" text-anchor="end">{COLUMNS[name].label}</text>')
-            colour = "#c2410c" if name == "dcvit" else "#1d4ed8"
-            parts += [f'<circle cx="{x(v):.1f}" cy="{y}" r="4" fill="{colour}" fill-opacity="0.5"/>' for v in mine]
+            color = "#c2410c" if name == "dcvit" else "#1d4ed8"
+            parts += [f'<circle cx="{x(v):.1f}" cy="{y}" r="4" fill="{color}" fill-opacity="0.5"/>' for v in mine]
             mean = f"M{x(statistics.mean(mine)):.1f} {y - 10}v20"
-            parts.append(f'<path d="{mean}" stroke="{colour}" stroke-width="2"/>')
+            parts.append(f'<path d="{mean}" stroke="{color}" stroke-width="2"/>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -6,7 +6,7 @@
 
 Small language models on the text in examples/data, by characters, with the same batches for every arm of a seed. Arms:
 heads of their own (MHA), shared keys and values (MQA), head embeddings that are added or multiplied, with the default
-standard deviation at initialisation, 0.02 and 0, and a single head. The learning rate of an arm is the one of the grid
+standard deviation at initialization, 0.02 and 0, and a single head. The learning rate of an arm is the one of the grid
 with the lowest loss in a run with a seed of its own. A run that is done is written to `results.json` at once, and not
 run again: stop and start as you like.
 """

@@ -286,7 +286,7 @@ def _by_cost(runs: list[dict], baseline: str) -> list[str]:
 def report(runs: list[dict], folder: Path, scale: float) -> str:
     """Writes the table for `dcformer.scaling` and what it says of composition against each baseline."""
     from dcformer.errors import DCFormerError
-    from dcformer.scaling.__main__ import run as analyse
+    from dcformer.scaling.__main__ import run as analyze
 
     rates = {family: chosen_rate(runs, family, scale) for family in FAMILIES}
     if lacking := [family for family, rate in rates.items() if rate is None]:
@@ -319,7 +319,7 @@ def report(runs: list[dict], folder: Path, scale: float) -> str:
             if (baseline, form) == (BASELINES[-1], "log"):  # the picture is of the closest comparison
                 options += ["--plot", str(folder / "small.png")]
             try:
-                _, _, found = analyse([str(folder / "small.csv"), *options]).partition("\n\n")  # behind the runs
+                _, _, found = analyze([str(folder / "small.csv"), *options]).partition("\n\n")  # behind the runs
             except DCFormerError as error:  # too few sizes, or losses that do not fall: a look, not a study
                 found = f"No law: {error}."
             lines += ["", f"### {label}", "", found]

@@ -263,20 +263,20 @@ def read_runs(path: Path) -> list[dict]:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file completely or not at all."""
-    neighbour = path.with_name(f".{path.name}.tmp")
-    neighbour.write_text(text, encoding="utf-8")
-    os.replace(neighbour, path)
+    neighbor = path.with_name(f".{path.name}.tmp")
+    neighbor.write_text(text, encoding="utf-8")
+    os.replace(neighbor, path)
 
 
 def save_figure(figure: Any, path: Path) -> None:
     """Writes a figure of matplotlib's, PNG or SVG, completely or not at all, and closes it. No date is in the file."""
     from matplotlib import pyplot
 
-    neighbour = path.with_name(f".{path.name}")
+    neighbor = path.with_name(f".{path.name}")
     metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
     with pyplot.rc_context({"svg.hashsalt": path.parent.name}):  # the same file from the same runs
-        figure.savefig(neighbour, dpi=110, format=path.suffix[1:], metadata=metadata)
-    os.replace(neighbour, path)
+        figure.savefig(neighbor, dpi=110, format=path.suffix[1:], metadata=metadata)
+    os.replace(neighbor, path)
     pyplot.close(figure)
 
 

@@ -189,14 +189,14 @@ class Rows(torch.utils.data.Dataset):
 
 
 def make_data(split: str, contexts_per_task: int, num_examples: int, seed: int, tokenizer) -> list[dict]:
-    """Tokenised contexts; all answers are labelled, that of the first example included."""
+    """Tokenized contexts; all answers are labeled, that of the first example included."""
     contexts = iterate_contexts(split, contexts_per_task, num_examples, seed, first_scored=0)
     return [encode(record, tokenizer) for record in contexts]
 
 
 @torch.no_grad()
 def score(model, data: list[dict], batch_size: int = 74) -> dict[str, float]:
-    """Mean loss and accuracy of all labelled answers."""
+    """Mean loss and accuracy of all labeled answers."""
     losses, hits = [], []
     for start in range(0, len(data), batch_size):
         rows = data[start : start + batch_size]

@@ -50,7 +50,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"!dcformer-convert safetensors-to-jax --model {CHECKPOINT} --output j --format pax", PIP_HINT.format("jax")),
         ("!dcformer-eval --tasks dcformer_synthetic_heldout", PIP_HINT.format("eval")),
         ("!dcformer-serve " + CHECKPOINT, "dcformer[serve]"),
-        (f"!dcformer-analyze {CHECKPOINT} --text a --output analysed", PIP_HINT.format("analysis")),
+        (f"!dcformer-analyze {CHECKPOINT} --text a --output analyzed", PIP_HINT.format("analysis")),
         (f"dcformer-analyze {CHECKPOINT} --diversity", "| qk |"),
         ("!python examples/finetune.py", PIP_HINT.format("train")),
         ("!python examples/demo.py", PIP_HINT.format("synthetic")),
@@ -96,7 +96,7 @@ print("logits", tuple(model(torch.tensor([[5, 6, 7]])).logits.shape))'""", f"log
         ("python examples/digits.py --steps 2 --seeds 0 --output digits", "wrote table.md and digits.svg"),
     ],
     "analysis": [
-        (f"dcformer-analyze {CHECKPOINT} --text 'Peter owns the desk.' --target desk --output analysed", "report.html"),
+        (f"dcformer-analyze {CHECKPOINT} --text 'Peter owns the desk.' --target desk --output analyzed", "report.html"),
         ("mkdir -p study && cp docs/study/results.json study/ && python examples/study.py --report --output study",
          "wrote tables.md and study.png"),
     ],

@@ -124,8 +124,8 @@ class Logits(torch.nn.Module):
         return self.model(ids, mask, use_cache=False).logits
 
 
-def randomise(model: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
-    """Moves every parameter well away from its initialisation, where composition hardly does anything."""
+def randomize(model: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
+    """Moves every parameter well away from its initialization, where composition hardly does anything."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

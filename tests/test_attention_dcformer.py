@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -427,7 +427,7 @@ def model_inputs(kind, batch, length, generator):
     seed=st.integers(0, 2**31),
 )
 def test_models_agree_in_logits_and_every_gradient(switches, fields, kind, length, blocks, seed):
-    model = randomise(DCFormerForCausalLM(tiny_config(head_dim=8, **fields, **switches))).double()
+    model = randomize(DCFormerForCausalLM(tiny_config(head_dim=8, **fields, **switches))).double()
     inputs = model_inputs(kind, 2, length, torch.Generator().manual_seed(seed))
     results = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -477,7 +477,7 @@ def test_fully_masked_rows_give_zeros_and_no_gradient(attention, hide, rows, dty
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_an_all_padding_sequence_leaves_the_model_finite(implementation, many_blocks):
-    model = randomise(DCFormerForCausalLM(tiny_config()))
+    model = randomize(DCFormerForCausalLM(tiny_config()))
     model.set_attn_implementation(implementation)
     attention_mask = torch.ones(2, 9, dtype=torch.long)
     attention_mask[1] = 0
@@ -496,7 +496,7 @@ UNCHANGED = 1e-6  # what an output may move by; float64 rounding is far below
 def double_model():
     """Two local layers around a global one, in float64, composition at full strength."""
     config = tiny_config(num_hidden_layers=3, sliding_window=4, num_attention_heads=6, head_dim=8, compose_static=True)
-    return randomise(DCFormerForCausalLM(config)).double()
+    return randomize(DCFormerForCausalLM(config)).double()
 
 
 def logits_of(model, implementation, input_ids, **kwargs):
@@ -571,7 +571,7 @@ def test_packed_sequences_are_as_they_are_apart(double_model, implementation, pa
 @by_implementation
 def test_the_window_is_w_keys_with_the_querys_own(implementation, many_blocks):
     """Only the newest w tokens reach a local layer's output, and the oldest of them does."""
-    model = randomise(
+    model = randomize(
         DCFormerForCausalLM(tiny_config(num_hidden_layers=1, sliding_window=4, layer_pattern="L"))
     ).double()
     ids = torch.randint(97, (1, 12))
@@ -664,7 +664,7 @@ def test_composed_weights_are_rounded_before_the_values(attention, length):
 def test_low_precision_models_are_no_worse_than_computing_in_it(implementation, dtype, monkeypatch):
     """The whole model; the naive one is the same with scores, softmax and composition in its own dtype too."""
     small_blocks(monkeypatch, 5, 500)
-    model = randomise(DCFormerForCausalLM(tiny_config(num_attention_heads=4, num_key_value_heads=2))).to(dtype)
+    model = randomize(DCFormerForCausalLM(tiny_config(num_attention_heads=4, num_key_value_heads=2))).to(dtype)
     exact_model = DCFormerForCausalLM(model.config).double()
     exact_model.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()})
     inputs = model_inputs("left", 2, 21, torch.Generator().manual_seed(5))
@@ -750,7 +750,7 @@ def test_dropout_is_the_same_in_forward_and_backward(groups, many_blocks):
 
 @by_implementation
 def test_dropout_in_a_model(implementation, many_blocks):
-    model = randomise(DCFormerForCausalLM(tiny_config(attention_dropout=0.5)))
+    model = randomize(DCFormerForCausalLM(tiny_config(attention_dropout=0.5)))
     model.set_attn_implementation(implementation)
     ids = torch.randint(97, (1, 10))
     assert torch.equal(model(ids).logits, model(ids).logits)
@@ -818,7 +818,7 @@ def training_step_memory(implementation, length, padded, window):
         sliding_window=window,
         layer_pattern="G" if window is None else "L",
     )
-    model = randomise(DCFormerForCausalLM(config))
+    model = randomize(DCFormerForCausalLM(config))
     model.set_attn_implementation(implementation)
     attention_mask = torch.ones(2, length, dtype=torch.long)
     attention_mask[0, : length // 4] = 0
@@ -917,7 +917,7 @@ def test_no_trace_of_plain_attention(implementation):
 
 
 def test_a_models_trace_and_attentions():
-    model = randomise(DCFormerForCausalLM(tiny_config(num_hidden_layers=3)))
+    model = randomize(DCFormerForCausalLM(tiny_config(num_hidden_layers=3)))
     model.set_attn_implementation("eager")
     ids = torch.randint(97, (2, 12))
     trace = ComposeTrace()

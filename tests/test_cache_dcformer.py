@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -240,7 +240,7 @@ def test_a_growing_layer_refuses_what_the_librarys_refuses(field):
 def test_empty_layers_that_would_be_copied_for_every_token_are_replaced():
     config = tiny_config(layer_pattern="LG")
     kinds = ["GrowingWindowLayer", "GrowingLayer"]
-    model = randomise(DCFormerForCausalLM(config)).eval()
+    model = randomize(DCFormerForCausalLM(config)).eval()
     ids = torch.randint(97, (1, 5))
     for cache in (DynamicCache(config=config), None):
         with torch.no_grad():
@@ -344,7 +344,7 @@ def test_layers_are_looked_at_when_a_cache_comes_to_a_model_and_not_again():
 def windows():
     """By window and pattern: a model in float64, all with the same parameters."""
     torch.manual_seed(0)
-    source = randomise(DCFormerForCausalLM(tiny_config())).double().eval()
+    source = randomize(DCFormerForCausalLM(tiny_config())).double().eval()
     models = {}
     for pattern in ("LG", "L"):
         for window in (2, 4, 7):
@@ -485,7 +485,7 @@ def test_heads_of_the_library_take_either_name(name):
 
 def test_where_some_layers_are_trained_with_checkpointing_these_take_no_cache():
     """A model in eval mode makes a cache by itself."""
-    model, ids = randomise(DCFormerForCausalLM(tiny_config())).eval(), torch.arange(8)[None] + 1
+    model, ids = randomize(DCFormerForCausalLM(tiny_config())).eval(), torch.arange(8)[None] + 1
     model(ids, labels=ids, use_cache=False).loss.backward()
     expected = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()

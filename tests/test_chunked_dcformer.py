@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from test_attention_dcformer import Inputs, small_blocks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,7 +83,7 @@ def _fresh_compiler():
 
 
 def model(**fields):
-    return randomise(DCFormerForCausalLM(tiny_config(attn_implementation="dcformer_chunked", **fields)))
+    return randomize(DCFormerForCausalLM(tiny_config(attn_implementation="dcformer_chunked", **fields)))
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -228,7 +228,7 @@ GELUS = {"gelu": erf_gelu, "gelu_pytorch_tanh": tanh_gelu}
 
 
 def make_compose(config, dtype=torch.float64, scale=0.5, seed=0):
-    """A composition module with every weight far from its initialisation."""
+    """A composition module with every weight far from its initialization."""
     module = DCFormerCompose(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -493,7 +493,7 @@ def test_cache_overhead_in_bytes(head_dim, limit):
     assert plain < cache_bytes() <= (1 + limit) * plain
 
 
-# --- initialisation ---------------------------------------------------------------------------------------------------
+# --- initialization ---------------------------------------------------------------------------------------------------
 
 
 def assert_normal(tensor, std, name):
@@ -510,8 +510,8 @@ def assert_normal(tensor, std, name):
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("made", ["constructor", "from_config", "meta"])
-def test_initialisation_is_the_papers(groups, made, tmp_path):
-    """As the paper has it, whichever way the model comes to be; and after every other weight has been initialised."""
+def test_initialization_is_the_papers(groups, made, tmp_path):
+    """As the paper has it, whichever way the model comes to be; and after every other weight has been initialized."""
     e, h, r = 128, 16, 2
     config = tiny_config(
         hidden_size=e,
@@ -529,7 +529,7 @@ def test_initialisation_is_the_papers(groups, made, tmp_path):
         model = DCFormerForCausalLM(config)
     elif made == "from_config":
         model = DCFormerForCausalLM._from_config(config)
-    else:  # a checkpoint without any of these weights: Transformers builds on meta and initialises what is missing
+    else:  # a checkpoint without any of these weights: Transformers builds on meta and initializes what is missing
         DCFormerForCausalLM(config).save_pretrained(tmp_path)
         (tmp_path / "model.safetensors").unlink()
         model, info = DCFormerForCausalLM.from_pretrained(None, config=config, state_dict={}, output_loading_info=True)
@@ -555,7 +555,7 @@ def test_initialisation_is_the_papers(groups, made, tmp_path):
     assert_normal(model.model.embed_tokens.weight, 0.03, "embed_tokens")
 
 
-def test_initialisation_does_not_depend_on_the_order_of_modules():
+def test_initialization_does_not_depend_on_the_order_of_modules():
     """`_init_weights` visits a composition's own Linear layers too; whatever comes last, composition's values stay."""
     config = tiny_config(hidden_size=128, num_attention_heads=16, num_key_value_heads=16, initializer_range=0.7)
     model = DCFormerForCausalLM(config)
@@ -607,9 +607,9 @@ def test_settings_do_what_a_configuration_does(fields):
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(ComposeSettings)}
     )
     own, of_config = DCFormerCompose(settings), DCFormerCompose(config)
-    for parameter in of_config.parameters():  # the model initialises some of them
+    for parameter in of_config.parameters():  # the model initializes some of them
         torch.nn.init.zeros_(parameter)
-    own.load_state_dict(randomise(of_config).state_dict())
+    own.load_state_dict(randomize(of_config).state_dict())
     assert settings.compose_generators == config.compose_generators and own.channels == of_config.channels
     assert compose_init_std(settings) == compose_init_std(config)
     states = torch.randn(2, 5, config.hidden_size)

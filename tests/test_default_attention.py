@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPOSITORY, randomise, tiny_config
+from helpers import REPOSITORY, randomize, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
@@ -111,7 +111,7 @@ def gpu(monkeypatch, tmp_path):
 
 
 def model(**fields):
-    return randomise(DCFormerForCausalLM(tiny_config(**fields)))
+    return randomize(DCFormerForCausalLM(tiny_config(**fields)))
 
 
 def used(model, length=20, **options):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from peft import LoraConfig, get_peft_model
 
 from dcformer import (
@@ -24,7 +24,7 @@ NOT_COMPOSED = dict.fromkeys(("compose_pre", "compose_post", "compose_query", "c
 
 def make(model_class=DCFormerForCausalLM, config=None, attn_implementation="dcformer_chunked", **overrides):
     config = config or tiny_config(**overrides)
-    return randomise(model_class._from_config(config, attn_implementation=attn_implementation))
+    return randomize(model_class._from_config(config, attn_implementation=attn_implementation))
 
 
 @torch.no_grad()

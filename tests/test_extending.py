@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import REPOSITORY, randomise, tiny_config
+from helpers import REPOSITORY, randomize, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers import initialization as init
 
@@ -43,7 +43,7 @@ def tokens():
 
 def gated(variant):
     config = variant["GatedConfig"](**{k: v for k, v in tiny_config().to_dict().items() if k != "model_type"})
-    return randomise(AutoModelForCausalLM.from_config(config)).eval()
+    return randomize(AutoModelForCausalLM.from_config(config)).eval()
 
 
 def test_a_variant_changes_one_module(variant):
@@ -83,7 +83,7 @@ def test_a_variant_generates_trains_and_loads(variant, tmp_path):
 @torch.no_grad()
 def test_a_variant_of_composition_changes_what_makes_its_weights():
     model = example("How to add a variant of composition")["BoundedForCausalLM"](tiny_config())
-    model, ids = randomise(model, scale=3.0), tokens()
+    model, ids = randomize(model, scale=3.0), tokens()
     model.set_attn_implementation("eager")
     expected = model(ids).logits
     model.set_attn_implementation("dcformer_chunked")
@@ -153,7 +153,7 @@ def test_a_backend_is_a_function_and_a_mask(monkeypatch):
     monkeypatch.setattr(implementations_dcformer, "FUSED_ATTENTION", fused := dict(FUSED_ATTENTION))
     monkeypatch.setattr(modeling_dcformer, "FUSED_ATTENTION", fused)
     example("How to add a kernel backend")
-    model, ids = randomise(DCFormerForCausalLM(tiny_config())).eval(), tokens()
+    model, ids = randomize(DCFormerForCausalLM(tiny_config())).eval(), tokens()
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     expected = model(ids, attention_mask=mask).logits[mask.bool()]

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSequenceClassification, StaticCache
@@ -38,8 +38,8 @@ def _original(name):
     torch.manual_seed(0)
     if name == "dcpythia":
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        return randomise(DCPythiaForCausalLM(DCPythiaConfig(vocab_size=97, sliding_window=8, **sizes)))
-    return randomise(DCFormerForCausalLM(tiny_config(**CONFIGS[name])))
+        return randomize(DCPythiaForCausalLM(DCPythiaConfig(vocab_size=97, sliding_window=8, **sizes)))
+    return randomize(DCFormerForCausalLM(tiny_config(**CONFIGS[name])))
 
 
 def make(name="default", implementation=None):
@@ -351,11 +351,11 @@ def _mix(attention):
     attention.compose.gate_proj.bfloat16()
 
 
-def _quantise(attention):
-    class Quantised(nn.Parameter):
+def _quantize(attention):
+    class Quantized(nn.Parameter):
         pass
 
-    attention.q_proj.weight = Quantised(attention.q_proj.weight.detach())
+    attention.q_proj.weight = Quantized(attention.q_proj.weight.detach())
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def _quantise(attention):
         (_empty, r"q_proj is \(32, 32\) on meta, expected \(32, 32\) with data"),
         (_cut, r"q_proj is \(16, 32\) on cpu, expected \(32, 32\)"),
         (_mix, r"q_proj torch\.float32 on cpu, .*gate_proj torch\.bfloat16 on cpu"),
-        (_quantise, r"q_proj is more than .*its weight Quantised"),
+        (_quantize, r"q_proj is more than .*its weight Quantized"),
     ],
 )
 def test_layers_that_cannot_be_fused(change, message):
@@ -380,7 +380,7 @@ def test_layers_that_cannot_be_fused(change, message):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", [_wrap, _hook, _tie, _tie_memory, _cut, _quantise])
+@pytest.mark.parametrize("change", [_wrap, _hook, _tie, _tie_memory, _cut, _quantize])
 def test_changes_after_fusing_do_not_go_unnoticed(change):
     model, expected = fused(), make()
     for one in (model, expected):
@@ -423,7 +423,7 @@ def test_lora(tmp_path):
 def test_other_heads_and_repeated_layers():
     torch.manual_seed(0)
     config = tiny_config(pad_token_id=0)
-    model = randomise(AutoModelForSequenceClassification.from_config(config))
+    model = randomize(AutoModelForSequenceClassification.from_config(config))
     expected = model(tokens()).logits
     model.fuse_projections()
     torch.testing.assert_close(model(tokens()).logits, expected)

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CLIPVisionConfig,
@@ -80,7 +80,7 @@ def make_model(config, implementation: str = "dcformer_chunked", seed: int = 0):
     torch.manual_seed(seed)
     model_class = DCPythiaForCausalLM if isinstance(config, DCPythiaConfig) else DCFormerForCausalLM
     scale = 1.5 if isinstance(config, DCPythiaConfig) else 1.0
-    return randomise(model_class._from_config(config, attn_implementation=implementation), scale=scale)
+    return randomize(model_class._from_config(config, attn_implementation=implementation), scale=scale)
 
 
 @functools.cache
@@ -178,7 +178,7 @@ def test_every_cache_implementation_of_the_library(implementation):
     if "offloaded" in implementation and not torch.cuda.is_available():
         pytest.skip(f"the library's {implementation!r} cache needs CUDA streams (torch.cuda.default_stream)")
     if implementation == "quantized":
-        pytest.skip("lossy, and refuses sliding layers: test_quantized_cache and its neighbours")
+        pytest.skip("lossy, and refuses sliding layers: test_quantized_cache and its neighbors")
     device = "cuda" if "offloaded" in implementation else "cpu"
     model = copy.deepcopy(model_named("gqa")).to(device)
     ids, mask = (tensor.to(device) for tensor in left_padded(prompts()))
@@ -493,7 +493,7 @@ def test_quantized_cache():
 
     The yardstick is what rounding keys and values alone does to the same model.
     """
-    model = randomise(DCFormerForCausalLM(tiny_config(sliding_window=None)))
+    model = randomize(DCFormerForCausalLM(tiny_config(sliding_window=None)))
     d, ids = model.config.head_dim, tokens(60, batch=4)
     exact = model(ids, use_cache=False).logits[:, -1]
 
@@ -699,7 +699,7 @@ def test_a_model_around_this_one():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
     config = LlavaConfig(vision_config=vision, text_config=model_named("gqa").config, image_token_index=5)
-    model, prompt = randomise(LlavaForConditionalGeneration(config)).eval(), tokens(20).clamp_min(6)
+    model, prompt = randomize(LlavaForConditionalGeneration(config)).eval(), tokens(20).clamp_min(6)
     options = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [5], "pad_token_id": 0}
     expected = model.generate(prompt, use_cache=False, **options)
     for more in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 6}):
@@ -854,7 +854,7 @@ def test_static_cache_is_reusable():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_early_initialisation_of_a_static_cache(name):
+def test_early_initialization_of_a_static_cache(name):
     """What `prefill_chunk_size` allocates before the first forward is what the first forward brings."""
     model = model_named(name)
     cache = DynamicCache(config=model.config)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from helpers import PLAIN, REPOSITORY, randomise, tiny_config
+from helpers import PLAIN, REPOSITORY, randomize, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -48,7 +48,7 @@ NO_ROPE = (torch.zeros(1, 1, 0), torch.zeros(1, 1, 0))  # cosines and sines of n
 
 def make(mode: str, variant: str = "plain", **fields) -> DCFormerForCausalLM:
     config = tiny_config(**(VARIANTS[variant] | {"head_embeddings": mode} | fields))
-    return randomise(DCFormerForCausalLM(config)).double()
+    return randomize(DCFormerForCausalLM(config)).double()
 
 
 def inputs(length: int = 21) -> dict[str, torch.Tensor]:
@@ -111,11 +111,11 @@ def tied(attention: DCFormerAttention) -> DCFormerAttention:
 
 def test_only_seeds_are_projected(monkeypatch):
     """No layer of the size of ordinary queries is made, not even for a while."""
-    made, initialise = [], nn.Linear.reset_parameters
+    made, initialize = [], nn.Linear.reset_parameters
 
     def noted(self: nn.Linear) -> None:
         made.append(tuple(self.weight.shape))
-        initialise(self)
+        initialize(self)
 
     monkeypatch.setattr(nn.Linear, "reset_parameters", noted)
     attention = layer("mul")
@@ -465,11 +465,11 @@ def test_bytes_at_the_posters_size():
     assert DCFormerConfig(**sizes, head_embeddings="mul", compose_key=False).compose_cache_channels("pre") == 0
 
 
-# --- initialisation, training, files ----------------------------------------------------------------------------------
+# --- initialization, training, files ----------------------------------------------------------------------------------
 
 
 def variation(**fields) -> float:
-    """Mean total variation between the attention maps of two heads at initialisation."""
+    """Mean total variation between the attention maps of two heads at initialization."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 768, "num_attention_heads": 12}
     config = DCFormerConfig(
@@ -508,7 +508,7 @@ def test_heads_with_small_embeddings_are_alike(mode):
     assert variation(head_embeddings=mode, head_embedding_init_std=0) == 0
 
 
-def test_standard_deviation_at_initialisation():
+def test_standard_deviation_at_initialization():
     config = tiny_config(**LLAMA, head_embeddings="add", initializer_range=0.1)
     assert embedding_init_std(config, "v_embedding") == pytest.approx(0.1 * math.sqrt(32))
     config.qk_norm = True
@@ -542,7 +542,7 @@ def test_the_trainer_decays_no_embeddings():
 @pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
 def test_other_heads_train(head):
     model_class = getattr(__import__("dcformer"), f"DCFormerFor{head}")
-    model = randomise(model_class(tiny_config(**(LLAMA | {"pad_token_id": 0}), head_embeddings="add")))
+    model = randomize(model_class(tiny_config(**(LLAMA | {"pad_token_id": 0}), head_embeddings="add")))
     output = model(**inputs())
     (output.logits if head != "QuestionAnswering" else output.start_logits).square().sum().backward()
     for name, parameter in model.named_parameters():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import PLAIN, kept_bytes, randomise, tiny_config
+from helpers import PLAIN, kept_bytes, randomize, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -40,7 +40,7 @@ VARIANTS = {
 
 
 def dha(**fields) -> DHAForCausalLM:
-    return randomise(DHAForCausalLM(DHAConfig(**(SIZES | MAPS | fields))))
+    return randomize(DHAForCausalLM(DHAConfig(**(SIZES | MAPS | fields))))
 
 
 def without_maps(model: DHAForCausalLM, heads: int | None = None) -> DCFormerForCausalLM:

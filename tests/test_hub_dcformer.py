@@ -13,7 +13,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -48,10 +48,10 @@ def native_model(pythia=False, **fields):
     """A random model with the settings that the authors' PyTorch code has fixed."""
     common = {"compose_act": "gelu", "qk_norm_eps": 1e-6, "norm_eps": 1e-5} | fields
     if not pythia:
-        return randomise(DCFormerForCausalLM(tiny_config(**common)))
+        return randomize(DCFormerForCausalLM(tiny_config(**common)))
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = DCPythiaConfig(**sizes, num_attention_heads=4, sliding_window=8, max_position_embeddings=128, **common)
-    return randomise(DCPythiaForCausalLM(config))
+    return randomize(DCPythiaForCausalLM(config))
 
 
 def authors_tensors(model, fused=True, stale=True, identity=True):

@@ -13,7 +13,7 @@ import accelerate
 import pytest
 import torch
 import transformers
-from helpers import PLAIN, Logits, randomise, tiny_config, trainer_of
+from helpers import PLAIN, Logits, randomize, tiny_config, trainer_of
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -61,7 +61,7 @@ def _tokens(batch=2, length=20):
 @pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
 def test_every_switch_trains_saves_and_counts(switches, tmp_path):
     config = tiny_config(**switches)
-    model = randomise(DCFormerForCausalLM(config))
+    model = randomize(DCFormerForCausalLM(config))
     assert sum(p.numel() for p in model.parameters()) == num_parameters(config)
     composition = sum(p.numel() for n, p in model.named_parameters() if ".compose." in n)
     assert composition == num_compose_parameters(config)
@@ -191,7 +191,7 @@ def test_rotary_embeddings_are_the_librarys_and_scaled(rope, scaling, length):
 @pytest.mark.parametrize("parallel", [False, True])
 def test_hidden_dropout_is_on_all_that_a_layer_adds(parallel):
     config = tiny_config(hidden_dropout=0.25, use_parallel_residual=parallel)
-    model = randomise(DCFormerForCausalLM(config)).model.train()
+    model = randomize(DCFormerForCausalLM(config)).model.train()
     ids = _tokens(length=9)
     embedded = model.embed_tokens(ids)
     for layer in model.layers:
@@ -220,7 +220,7 @@ def _registered():
 
 @pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
 def test_gradient_checkpointing_changes_nothing(implementation):
-    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
+    model = randomize(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
     ids = _tokens(length=40)
     grads = []
     for checkpointing in (False, True):
@@ -235,7 +235,7 @@ def test_gradient_checkpointing_changes_nothing(implementation):
 
 
 def test_compiled_training_step_is_one_graph():
-    model = randomise(DCFormerForCausalLM(tiny_config())).train()
+    model = randomize(DCFormerForCausalLM(tiny_config())).train()
     ids = _tokens(length=40)
     model(ids, labels=ids).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -247,7 +247,7 @@ def test_compiled_training_step_is_one_graph():
 
 
 def test_forward_options_agree():
-    model = randomise(DCFormerForCausalLM(tiny_config()))
+    model = randomize(DCFormerForCausalLM(tiny_config()))
     ids = _tokens(length=24)
     full = model(ids).logits
     torch.testing.assert_close(model(ids, logits_to_keep=3).logits, full[:, -3:])
@@ -258,13 +258,15 @@ def test_forward_options_agree():
     assert not torch.allclose(
         model(ids, position_ids=2 * torch.arange(24)[None], attention_mask=ids * 0 + 1).logits, full
     )
-    assert isinstance(model(ids, return_dict=False), tuple)
+    assert torch.equal(model(ids, return_dict=False)[0], full)
     states = model(ids, output_hidden_states=True).hidden_states
-    assert len(states) == 3 and all(s.shape == (2, 24, 32) for s in states)
+    assert len(states) == 3
+    assert torch.equal(states[0], model.get_input_embeddings()(ids))
+    assert torch.equal(model.lm_head(states[-1]), full)
 
 
 def test_loss_averages_over_the_given_number_of_items():
-    model = randomise(DCFormerForCausalLM(tiny_config()))
+    model = randomize(DCFormerForCausalLM(tiny_config()))
     ids = _tokens()
     logits = model(ids).logits[:, :-1].flatten(0, 1)
     total = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
@@ -274,7 +276,7 @@ def test_loss_averages_over_the_given_number_of_items():
 
 @pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
 def test_packed_documents_do_not_see_each_other(implementation):
-    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
+    model = randomize(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
     first, second = _tokens(1, 30), _tokens(1, 25).flip(1)
     packed = torch.cat([first, second], dim=1)
     positions = torch.cat([torch.arange(30), torch.arange(25)])[None]
@@ -287,7 +289,7 @@ def test_packed_documents_do_not_see_each_other(implementation):
 @pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked"])
 def test_scores_stay_float32_under_autocast(implementation):
     """As in the model's own bfloat16: the matmuls' inputs are rounded, the maps are not."""
-    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
+    model = randomize(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
     seen = []
     # what meets the composed scores next
     owner, name = (dcformer.attention_dcformer, "_masked_softmax")
@@ -314,7 +316,7 @@ def test_scores_stay_float32_under_autocast(implementation):
 @pytest.mark.parametrize("implementation", [None, "eager", "dcformer_chunked"])
 def test_backward_under_autocast(implementation, length):
     """`backward()` inside of the context, as some write it, gives the gradients that it gives behind it."""
-    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
+    model = randomize(DCFormerForCausalLM(tiny_config(attn_implementation=implementation)))
     ids, grads = _tokens(length=length), []
     for is_inside in (True, False):
         model.zero_grad()
@@ -334,7 +336,7 @@ def test_backward_under_autocast(implementation, length):
 @torch.no_grad()
 def test_jit_trace(implementation):
     """As TensorBoard draws a model's graph."""
-    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation))).eval()
+    model = randomize(DCFormerForCausalLM(tiny_config(attn_implementation=implementation))).eval()
     for length in (10, 40):
         ids = _tokens(length=length)
         with warnings.catch_warnings():
@@ -350,7 +352,7 @@ def test_jit_trace(implementation):
 @pytest.mark.parametrize("implementation", [None, "dcformer_chunked", "eager"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_checkpointed_layers_share_a_mask_in_one_graph(kind, implementation):
-    model, ids = randomise(DCFormerForCausalLM(tiny_config(attn_implementation=implementation))).train(), _tokens(2, 33)
+    model, ids = randomize(DCFormerForCausalLM(tiny_config(attn_implementation=implementation))).train(), _tokens(2, 33)
     given = {"input_ids": ids, "labels": ids, "use_cache": False}
     if kind == "padded":
         given["attention_mask"] = (torch.arange(33) >= torch.tensor([[5], [0]])).long()
@@ -376,7 +378,7 @@ def test_smoothed_labels_are_those_of_the_next_tokens(kind, tmp_path):
     name = kind if hasattr(dcformer, f"{kind}Config") else "DCFormer"
     config = getattr(dcformer, f"{name}Config")(**fields, num_attention_heads=2)
     model_class = getattr(dcformer, f"{name}ForCausalLM")
-    model = randomise((type("Own", (model_class,), {}) if kind == "a subclass" else model_class)(config))
+    model = randomize((type("Own", (model_class,), {}) if kind == "a subclass" else model_class)(config))
     if kind == "adapters":
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig())
@@ -411,7 +413,7 @@ def test_accumulated_batches_of_classifiers_are_one_batch(head, tmp_path):
         model = dcformer.HeadSystemsForSequenceClassification(config)
     else:
         model = getattr(dcformer, f"DCFormerFor{task}")(DCFormerConfig(**fields))
-    randomise(model)
+    randomize(model)
     labels = torch.arange(8) % 3
     labels = labels[:, None].expand(8, 12) if task == "TokenClassification" else labels
     labels = labels.float() if head == "regression" else labels
@@ -435,7 +437,7 @@ def test_accumulated_batches_of_classifiers_are_one_batch(head, tmp_path):
 )
 def test_generation_under_autocast(switches, cache):
     """Rotated keys are float32 there and values are not; caches take one dtype."""
-    model = randomise(DCFormerForCausalLM(tiny_config(**switches))).eval()
+    model = randomize(DCFormerForCausalLM(tiny_config(**switches))).eval()
     ids = _tokens(length=12)
     with torch.autocast("cpu", torch.bfloat16):
         options = {"cache_implementation": cache, "max_new_tokens": 6, "do_sample": False}
@@ -452,7 +454,7 @@ def test_generation_under_autocast(switches, cache):
 
 @pytest.mark.parametrize("switches", [{}, {"compose_static": True}], ids=["dynamic", "static"])
 def test_offloaded_weights(switches):
-    model = randomise(DCFormerForCausalLM(tiny_config(**switches)))
+    model = randomize(DCFormerForCausalLM(tiny_config(**switches)))
     ids = _tokens()
     expected = model(ids).logits
     offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device="cpu")
@@ -468,7 +470,7 @@ def test_tensor_parallelism_must_not_cut_groups():
 
 
 def test_output_attentions_are_the_composed_weights():
-    model = randomise(DCFormerForCausalLM(tiny_config(attn_implementation="eager")))
+    model = randomize(DCFormerForCausalLM(tiny_config(attn_implementation="eager")))
     ids, trace = _tokens(length=16), ComposeTrace()
     out = model(ids, output_attentions=True, compose_trace=trace)
     assert len(out.attentions) == len(trace.layers) == 2
@@ -478,7 +480,7 @@ def test_output_attentions_are_the_composed_weights():
         torch.testing.assert_close(layer.weights.sum(-1), torch.ones(2, 4, 16))
         assert not torch.allclose(layer.scores, layer.composed_scores)
         assert not torch.allclose(layer.weights, layer.composed_weights)
-    chunked = randomise(DCFormerForCausalLM(tiny_config()))
+    chunked = randomize(DCFormerForCausalLM(tiny_config()))
     with pytest.raises(ValueError, match="eager"):
         chunked(ids, compose_trace=ComposeTrace())
 
@@ -488,7 +490,7 @@ def test_output_attentions_are_the_composed_weights():
 
 @pytest.fixture
 def saved(tmp_path):
-    randomise(DCFormerForCausalLM(tiny_config())).save_pretrained(tmp_path)
+    randomize(DCFormerForCausalLM(tiny_config())).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -504,7 +506,7 @@ def reported(caplog):
     "name", ["model.layers.1.self_attn.compose.qkw", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
 )
 def test_missing_tensor(saved, name, reported):
-    """The library reports it, initialises it and names it."""
+    """The library reports it, initializes it and names it."""
     assert not any(DCFormerForCausalLM.from_pretrained(saved, output_loading_info=True)[1].values())
     assert "MISSING" not in reported()
     tensors = load_file(saved / "model.safetensors")
@@ -587,7 +589,7 @@ def test_arguments_of_other_shapes_are_named(case):
 
 def test_arguments_for_every_sequence():
     """Positions and whole masks may have one row for all; a mask of flex_attention's kind has no shape of ours."""
-    model, ids = randomise(DCFormerForCausalLM(tiny_config())).eval(), _tokens(2, 6)
+    model, ids = randomize(DCFormerForCausalLM(tiny_config())).eval(), _tokens(2, 6)
     expected = model(ids).logits
     positions = torch.arange(6)
     whole = torch.ones(6, 6, dtype=torch.bool).tril() & torch.ones(6, 6, dtype=torch.bool).triu(-7)  # the window's
@@ -603,7 +605,7 @@ def test_arguments_for_every_sequence():
 
 @pytest.mark.parametrize("attention", ["eager", "dcformer_chunked"])
 def test_one_row_of_padding_for_all_sequences(attention):
-    model = randomise(DCFormerForCausalLM(tiny_config())).eval()
+    model = randomize(DCFormerForCausalLM(tiny_config())).eval()
     model.set_attn_implementation(attention)
     ids, padding = _tokens(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1]])
     expected = model(ids, attention_mask=padding.expand(2, -1)).logits
@@ -623,7 +625,7 @@ def test_cache_of_another_model():
     deeper = DCFormerForCausalLM(tiny_config(num_hidden_layers=4))
     with pytest.raises(ValueError, match="2 layers"):
         deeper(ids[:, :1], past_key_values=cache)
-    assert own(ids, past_key_values=DynamicCache()).logits.shape == (1, 6, 97)
+    torch.testing.assert_close(own(ids, past_key_values=DynamicCache()).logits, own(ids).logits)
 
 
 def test_input_ids_or_embeddings():
@@ -656,7 +658,7 @@ class _DoubledForCausalLM(DCFormerForCausalLM):
 
 def test_a_variant_changes_its_attention_only():
     config = tiny_config(attn_implementation="eager")
-    plain = randomise(DCFormerForCausalLM(config))
+    plain = randomize(DCFormerForCausalLM(config))
     variant = _DoubledForCausalLM(config).eval()
     assert {type(layer.self_attn) for layer in variant.model.layers} == {_Doubled}
     assert {type(layer.self_attn) for layer in plain.model.layers} == {dcformer.modeling_dcformer.DCFormerAttention}
@@ -673,9 +675,14 @@ def test_a_variant_changes_its_attention_only():
 
 
 def test_integer_mask_is_boolean():
-    model = randomise(DCFormerForCausalLM(tiny_config()))
+    model = randomize(DCFormerForCausalLM(tiny_config()))
     ids, mask = _tokens(), torch.ones(2, 1, 20, 20).tril()
-    assert torch.equal(model(ids, attention_mask=mask.long()).logits, model(ids, attention_mask=mask.bool()).logits)
+    mask[..., 5:, 3] = 0  # not what the model would make itself
+    additive = torch.zeros_like(mask).masked_fill(mask == 0, float("-inf"))
+    expected = model(ids, attention_mask=additive).logits
+    assert not torch.allclose(expected, model(ids).logits)
+    for dtype in (torch.long, torch.bool):
+        torch.testing.assert_close(model(ids, attention_mask=mask.to(dtype)).logits, expected)
 
 
 def test_ill_fitting_mask():
@@ -694,7 +701,7 @@ def test_masks_by_kind_of_layer_are_of_each_kind():
 @pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked", "sdpa"])
 def test_layers_without_a_mask_are_causal_and_keep_their_windows(implementation):
     fields = PLAIN if implementation == "sdpa" else {}
-    model = randomise(DCFormerForCausalLM(tiny_config(layer_pattern="LG", sliding_window=5, **fields))).eval()
+    model = randomize(DCFormerForCausalLM(tiny_config(layer_pattern="LG", sliding_window=5, **fields))).eval()
     model.set_attn_implementation(implementation)
     ids, none = _tokens(), {"full_attention": None, "sliding_attention": None}
     expected = model(ids).logits
@@ -713,7 +720,7 @@ def test_layers_without_a_mask_are_causal_and_keep_their_windows(implementation)
 
 @pytest.fixture
 def tiny_model():
-    return randomise(DCFormerForCausalLM(tiny_config())).eval()
+    return randomize(DCFormerForCausalLM(tiny_config())).eval()
 
 
 def test_a_name_in_the_configuration_that_cannot_compose_is_refused(tiny_model):
@@ -747,7 +754,7 @@ def test_bounds_of_documents_need_position_ids(tiny_model):
 @torch.no_grad()
 def test_frequencies_of_rope_are_float32_whatever_the_model_is(tmp_path):
     """Rounded, positions would drift apart, and a model be another one once it is saved and loaded."""
-    model = randomise(DCFormerForCausalLM(tiny_config(head_dim=16, max_position_embeddings=512))).eval()
+    model = randomize(DCFormerForCausalLM(tiny_config(head_dim=16, max_position_embeddings=512))).eval()
     model.save_pretrained(tmp_path)
     loaded = DCFormerForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     ids = torch.arange(500)[None] % 97

@@ -1,4 +1,4 @@
-"""Parameter groups: every trainable parameter once, rates that follow initialisation, no decay where none belongs."""
+"""Parameter groups: every trainable parameter once, rates that follow initialization, no decay where none belongs."""
 
 import copy
 import math

@@ -123,7 +123,7 @@ def test_jax_forward(jax_model, implementation, training):
     out = model(expected["tokens"], output_hidden_states=True)
     model.eval()
     torch.testing.assert_close(out.logits, expected["logits"], atol=TOLERANCE, rtol=0)
-    # Transformers returns the normalised states as the last, and not the last layer's own output
+    # Transformers returns the normalized states as the last, and not the last layer's own output
     theirs = [expected["hidden_embed"], *expected["hidden"][:-1], expected["hidden_final_norm"]]
     for ours, states in zip(out.hidden_states, theirs, strict=True):
         torch.testing.assert_close(ours, states, atol=1e-4, rtol=0)

@@ -7,7 +7,7 @@ import sysconfig
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 
 import dcformer
 from dcformer.head_systems import HEAD_SYSTEMS
@@ -140,7 +140,7 @@ def test_exported_folder_loads_without_the_package(tmp_path, family):
         config = dcformer.DHAConfig(**sizes, **MAPS)
     elif family == "MHE":
         config = tiny_config(head_embeddings="add", num_key_value_heads=None)
-    model = randomise(getattr(dcformer, type(config).__name__.replace("Config", "ForCausalLM"))(config))
+    model = randomize(getattr(dcformer, type(config).__name__.replace("Config", "ForCausalLM"))(config))
     folder = tmp_path / "model"
     model.save_pretrained(folder)
     dcformer.export_remote_code(folder)
@@ -152,7 +152,7 @@ def test_register_for_auto_class_exports_too(tmp_path, monkeypatch):
     monkeypatch.setattr(dcformer.DCFormerForCausalLM, "_auto_class", None)
     dcformer.DCFormerConfig.register_for_auto_class()
     dcformer.DCFormerForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-    model = randomise(dcformer.DCFormerForCausalLM(tiny_config()))
+    model = randomize(dcformer.DCFormerForCausalLM(tiny_config()))
     folder = tmp_path / "model"
     model.save_pretrained(folder)
     _same_as(model, _load_elsewhere(folder, tmp_path))
@@ -161,7 +161,7 @@ def test_register_for_auto_class_exports_too(tmp_path, monkeypatch):
 def test_exported_folder_uses_the_package_where_it_is(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    randomise(dcformer.DCFormerForCausalLM(tiny_config())).save_pretrained(tmp_path)
+    randomize(dcformer.DCFormerForCausalLM(tiny_config())).save_pretrained(tmp_path)
     dcformer.export_remote_code(tmp_path)
     for trust in (None, False, True):
         assert type(AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust)) is (

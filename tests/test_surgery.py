@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import DynamicCache, StaticCache
@@ -39,7 +39,7 @@ def repeat(model):
 def transplant(model):
     """A layer of a model with another window, whose configuration the layer still holds."""
     torch.manual_seed(5)
-    donor = randomise(DCFormerForCausalLM(tiny_config(sliding_window=3, layer_pattern="L"))).double()
+    donor = randomize(DCFormerForCausalLM(tiny_config(sliding_window=3, layer_pattern="L"))).double()
     donor.set_attn_implementation(model.config._attn_implementation)
     model.model.layers[1] = donor.model.layers[0]
 
@@ -58,7 +58,7 @@ SURGERY = [remove_first, remove_first_and_say_so, swap, repeat, transplant, narr
 @pytest.fixture(scope="module")
 def whole():
     torch.manual_seed(0)
-    return randomise(DCFormerForCausalLM(tiny_config(num_hidden_layers=4, sliding_window=WINDOW))).double().eval()
+    return randomize(DCFormerForCausalLM(tiny_config(num_hidden_layers=4, sliding_window=WINDOW))).double().eval()
 
 
 PIECES = {"in pieces": 19, "token by token": 1}
@@ -162,7 +162,7 @@ MAPS = {"key_head_map": [[0, 0, 1, 1], [0, 1, 1, 0]], "value_head_map": [[0, 0, 
 def test_head_maps_move_with_their_layers(call, tmp_path):
     """By position they are saved and loaded, so the rows of the configuration must move, too."""
     torch.manual_seed(0)
-    model = randomise(DCFormerForCausalLM(tiny_config(num_key_value_heads=4, **copy.deepcopy(MAPS)))).double().eval()
+    model = randomize(DCFormerForCausalLM(tiny_config(num_key_value_heads=4, **copy.deepcopy(MAPS)))).double().eval()
     ids = torch.randint(97, (1, 20))
     before = model(ids).logits
     model.model.layers = nn.ModuleList(reversed(model.model.layers))
@@ -212,7 +212,7 @@ def test_functions_of_the_library_get_the_window_of_the_place(monkeypatch):
 @pytest.mark.parametrize("implementation", ["dcformer_chunked", None])
 def test_a_layer_of_a_model_with_another_implementation(whole, implementation):
     torch.manual_seed(5)
-    donor = randomise(DCFormerForCausalLM(tiny_config(attn_implementation="eager"))).double().eval()
+    donor = randomize(DCFormerForCausalLM(tiny_config(attn_implementation="eager"))).double().eval()
     model, ids = copy.deepcopy(whole), torch.randint(97, (1, 20))
     model.model.layers[1] = donor.model.layers[0]
     model.set_attn_implementation("eager")

@@ -1,4 +1,4 @@
-"""Composed attention by its definition, "eager": every map is materialised, and can be traced.
+"""Composed attention by its definition, "eager": every map is materialized, and can be traced.
 
 Letters: B batch, T queries, S keys, H query heads, Hkv key/value heads, D head dim, Dv that of values.
 
@@ -248,7 +248,7 @@ def eager_attention(
     value_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Composed attention by its definition: every map is materialised. The yardstick for all other implementations.
+    """Composed attention by its definition: every map is materialized. The yardstick for all other implementations.
 
     Args:
         module: the attention module; `training` is read, and `is_causal`.

@@ -132,8 +132,9 @@ def check_cache_layers(cache: Cache, config: DCFormerConfig, length: int) -> Non
                 f"{user[wrong[0]]}. {_ADVICE}"
             )
         setattr(cache, _LAST_USER, (copy.deepcopy(user), bound))  # lists may change in place
-    is_captured = bound is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if bound is not None and not is_captured and int(cache.get_seq_length()) + length > bound:
+    if bound is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return  # a captured graph must not wait for the length
+    if int(cache.get_seq_length()) + length > bound:
         raise ValueError(_short_window(cache.is_sliding.index(True), bound, config))
 
 

@@ -206,7 +206,7 @@ class SideWeights:
         """Packs weights that come one by one; differentiable.
 
         Args:
-            down: [B, H, N, R] or None: mixes the heads of a group into R hidden maps (RMS-normalised over the group).
+            down: [B, H, N, R] or None: mixes the heads of a group into R hidden maps (RMS-normalized over the group).
             up: [B, H, N, R], or None as `down` is: mixes the R hidden maps back into heads.
             gate: [B, H, N] or None: scales each head's own map; in (-1, 1).
 
@@ -236,7 +236,7 @@ class SideWeights:
 
     @property
     def down(self) -> torch.Tensor | None:
-        """[B, H, N, R] or None: mixes the heads of a group into R hidden maps (RMS-normalised over the group)."""
+        """[B, H, N, R] or None: mixes the heads of a group into R hidden maps (RMS-normalized over the group)."""
         return self._channels(0, self.rank)
 
     @property
@@ -322,7 +322,7 @@ def compose(maps: torch.Tensor, weights: ComposeWeights | None) -> torch.Tensor:
 
 
 class DCFormerCompose(nn.Module):
-    """Makes a layer's composition weights from its normalised hidden states (paper section 3.1, equations 5 to 8).
+    """Makes a layer's composition weights from its normalized hidden states (paper section 3.1, equations 5 to 8).
 
     Parameters, each present only when its switch is on; groups lead, so that tensor parallelism by groups of heads is a
     plain split of the first dimension:
@@ -380,7 +380,7 @@ class DCFormerCompose(nn.Module):
         """Makes the dynamic weights, and hands out the static ones.
 
         Args:
-            hidden_states: [B, N, E], the normalised states that also feed the q, k and v projections.
+            hidden_states: [B, N, E], the normalized states that also feed the q, k and v projections.
             implementation: the attention implementation, whose kernels are used where it has some.
             first_layer: what `dw1_proj` and `gate_proj` make of the hidden states, where that is known.
 
@@ -517,7 +517,7 @@ class DCFormerCompose(nn.Module):
             packed: [B, Hkv, S, D + channels].
             head_dim: D.
             stage: "pre" or "post".
-            gather: copy the weights, the tokens of each channel together; behind keys and values, those of neighbouring
+            gather: copy the weights, the tokens of each channel together; behind keys and values, those of neighboring
                 tokens lie far apart, and reading them so costs more than the copy when it is done more than once.
             heads: query heads on this process, fewer than H under tensor parallelism; None for as many as the module
                 was made with.
@@ -617,7 +617,7 @@ def init_compose(module: DCFormerCompose, std: Mapping[str, float]) -> None:
 
 
 def compose_init_std(settings: ComposeFields) -> dict[str, float]:
-    """Standard deviations of composition's parameters at initialisation (paper section 4.1 and the training code).
+    """Standard deviations of composition's parameters at initialization (paper section 4.1 and the training code).
 
     Small dynamic weights at the start are what the paper found critical.
 

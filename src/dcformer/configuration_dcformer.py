@@ -96,7 +96,7 @@ class DCFormerConfig(ComposeFields, PreTrainedConfig):
             `num_key_value_heads` then stays what it was in the model that the heads come from.
         head_embeddings (`str`, *optional*): "add" or "mul" for MHE: one projection of queries, one of keys and one of
             values, from which each head makes its own with embeddings of D numbers. `num_key_value_heads` is 1.
-        head_embedding_init_std (`float`, *optional*): standard deviation of these embeddings at initialisation; by
+        head_embedding_init_std (`float`, *optional*): standard deviation of these embeddings at initialization; by
             default `initializer_range * sqrt(hidden_size)` for "add" and 0.6 for "mul".
         hidden_act (`str`): activation of the MLP, a name known to Transformers.
         mlp_type (`str`): "gated" (down(act(gate(x)) * up(x))) or "plain" (down(act(up(x)))).

@@ -52,7 +52,8 @@ def require_extra(extra: str, what: str, *modules: str) -> None:
 
 def missing_extra(extra: str, what: str, missing: str) -> MissingExtraError:
     """The error for a missing extra; `missing` names the absent modules."""
-    return MissingExtraError(f'{what} needs {missing}, which is not installed: pip install "dcformer[{extra}]"')
+    are = "are" if ", " in missing else "is"
+    return MissingExtraError(f'{what} needs {missing}, which {are} not installed: pip install "dcformer[{extra}]"')
 
 
 def first_line(error: BaseException) -> str:

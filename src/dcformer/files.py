@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: they are written as a hidden neighbour, which is then renamed."""
+"""Files and folders that appear whole or not at all: they are written as a hidden neighbor, which is then renamed."""
 
 import errno
 import json
@@ -99,7 +99,7 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
     """A folder to write into, which becomes `path` at the end if no error occurred; otherwise it is removed.
 
     What is at `path` already, a file or a folder, is replaced then; it is briefly `.<name>.replaced`. A killed process
-    leaves the hidden neighbours behind; the next one with the same `path` removes them. One that still writes keeps
+    leaves the hidden neighbors behind; the next one with the same `path` removes them. One that still writes keeps
     them locked, and others out. Files of safetensors get the permissions of the umask, as in `whole_file`.
 
     Args:

@@ -30,7 +30,7 @@ def has_no_hooks(module: nn.Module) -> bool:
 def is_plain_linear(linear: Any) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer that is nothing but weight and bias.
 
-    No for an adapter, quantisation, sharding, offloading or other hooks.
+    No for an adapter, quantization, sharding, offloading or other hooks.
     """
     if type(linear) is not nn.Linear or not has_no_hooks(linear):
         return False
@@ -154,7 +154,7 @@ def _check_fusable(layers: Iterable[dict[str, nn.Module]], model: nn.Module) -> 
                 _refuse(
                     f"{name} is more than a torch.nn.Linear ({kind}, its weight "
                     f"{type(getattr(linear, 'weight', None)).__name__}, perhaps with hooks)",
-                    "merge or remove adapters, quantisation, offloading, tensor parallelism and hooks",
+                    "merge or remove adapters, quantization, offloading, tensor parallelism and hooks",
                 )
             weight, shape = linear.weight, (linear.out_features, linear.in_features)
             if weight.is_meta or tuple(weight.shape) != shape:
@@ -253,7 +253,7 @@ class FusableModel(nn.Module):
 
         Raises:
             ValueError: in training mode; when a projection is not a plain layer with its data in one place (adapters,
-                quantisation, tensor parallelism, offloading, hooks, the meta device), holds a gradient or shares its
+                quantization, tensor parallelism, offloading, hooks, the meta device), holds a gradient or shares its
                 memory with another parameter. Nothing is changed then.
         """
         if self.training:

@@ -241,7 +241,7 @@ def add_value_bias(output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def embedding_init_std(config: Any, name: str) -> float:
-    """Standard deviation of head embeddings at initialisation: heads then differ as much as ordinary ones do.
+    """Standard deviation of head embeddings at initialization: heads then differ as much as ordinary ones do.
 
     MHE's poster gives none. With the usual 0.02 heads are thirty times more alike than those of separate projections.
     Embeddings that are added have the seeds' own, which norms of queries and keys make 1.
@@ -254,8 +254,8 @@ def embedding_init_std(config: Any, name: str) -> float:
         return config.head_embedding_init_std
     if config.head_embeddings == "mul":
         return 0.6
-    is_normalised = config.qk_norm and name != "v_embedding"
-    return 1.0 if is_normalised else config.initializer_range * math.sqrt(config.hidden_size)
+    is_normalized = config.qk_norm and name != "v_embedding"
+    return 1.0 if is_normalized else config.initializer_range * math.sqrt(config.hidden_size)
 
 
 def check_head_embeddings(config: Any) -> None:

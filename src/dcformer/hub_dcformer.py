@@ -18,9 +18,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
-from transformers.utils import (
-    logging,
-)
+from transformers.utils import logging
 
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .layouts_dcformer import (

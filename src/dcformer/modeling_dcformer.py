@@ -1,7 +1,7 @@
 """DCFormer and DCPythia models: Transformers whose attention heads are composed dynamically (arXiv 2405.08553).
 
 The shape of the file is that of any Transformers model. What is particular to DCFormer is in `DCFormerAttention`:
-composition weights are made from the layer's normalised hidden states, those of the keys ride in the cache behind the
+composition weights are made from the layer's normalized hidden states, those of the keys ride in the cache behind the
 keys and values they belong to, and the attention implementation mixes the heads with them.
 Letters: B batch, T queries, S keys, N either, H query heads, Hkv key/value heads, H(kv) either, D head dim, E hidden
 size, F MLP width, V vocabulary.
@@ -78,6 +78,7 @@ from .compose_dcformer import (
     accumulation_dtype,
     compose_init_std,
     init_compose,
+    stages,
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig, DHAConfig
 from .fusion_dcformer import FusableAttention, FusableModel
@@ -229,7 +230,7 @@ class DCFormerAttention(FusableAttention):
     """Dynamically composable multi-head attention (paper section 3).
 
     Variants keep `forward`, which composes and sees to the cache, and override those of its steps in which they differ:
-    `_project`, `_normalise`, `_place`, `_attend`, `_output`.
+    `_project`, `_normalize`, `_place`, `_attend`, `_output`.
     """
 
     own_steps: frozenset[str] = frozenset()  # that a subclass overrides: fused kernels must not take their place
@@ -243,7 +244,7 @@ class DCFormerAttention(FusableAttention):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        names = ("_project", "_normalise", "_place", "_attend", "_output")
+        names = ("_project", "_normalize", "_place", "_attend", "_output")
         cls.own_steps = frozenset(n for n in names if getattr(cls, n) is not getattr(DCFormerAttention, n))
 
     def __init__(self, config: DCFormerConfig, layer_idx: int):
@@ -297,7 +298,7 @@ class DCFormerAttention(FusableAttention):
         What the model decides for all its layers is passed down: a layer may come from another model.
 
         Args:
-            hidden_states: [B, T, E], normalised.
+            hidden_states: [B, T, E], normalized.
             position_embeddings: cosines and sines of RoPE, each [B or 1, T, rotary_dim].
             attention_mask: what each query sees, its window included, as the implementation's mask function made it for
                 layers of this kind; None for causal attention, inside `sliding_window`.
@@ -330,12 +331,13 @@ class DCFormerAttention(FusableAttention):
         made = None if kernels is None else kernels.prepare(self, hidden_states, projected.results, position_embeddings)
         if made is None:
             made = self._make(hidden_states, projected, position_embeddings, implementation, is_cached)
-        query, key, value, (generated, statics) = made
-        pre_key, post_key = generated.get(("pre", "key")), generated.get(("post", "key"))
+        query, key, value, generated = made
         if cache is not None:
             heads = query.shape[1] if self.keeps_shapes else None
             gather = implementation not in FUSED_ATTENTION or heads is None  # kernels read them where they are
-            key, value, pre_key, post_key = self._remember(key, value, cache, layer_idx, heads, gather)
+            key, value, of_keys = self._update_cache(key, value, cache, layer_idx, heads, gather)
+            generated = (generated[0] | of_keys, generated[1])
+        pre, post = stages(self.compose, generated)
 
         output, weights = self._attend(
             implementation,
@@ -345,8 +347,8 @@ class DCFormerAttention(FusableAttention):
             attention_mask,
             sliding_window=sliding_window,
             is_cached=is_cached,
-            pre=self.compose.stage_weights(generated.get(("pre", "query")), pre_key, statics.get("pre")),
-            post=self.compose.stage_weights(generated.get(("post", "query")), post_key, statics.get("post")),
+            pre=pre,
+            post=post,
             **kwargs,
         )
         return self._output(output, hidden_states, projected.query), weights
@@ -418,9 +420,9 @@ class DCFormerAttention(FusableAttention):
             return query, key, value, self.compose(hidden_states, implementation, first_layer)
         return query, *self.compose.packed(hidden_states, key, value, implementation, first_layer)
 
-    def _remember(
+    def _update_cache(
         self, key: torch.Tensor, value: torch.Tensor, cache: Cache, layer_idx: int, heads: int | None, gather: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, SideWeights | None, SideWeights | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[tuple[str, str], SideWeights]]:
         """Puts the rows of new tokens into a cache, and takes those of all tokens apart.
 
         Args:
@@ -429,7 +431,7 @@ class DCFormerAttention(FusableAttention):
             heads, gather: as for `DCFormerCompose.unpack`.
 
         Returns:
-            keys and values [B, H(kv), S, D], and the key-wise weights of S keys for the scores and for the weights.
+            keys and values [B, H(kv), S, D], and the key-wise weights of all S keys, (stage, "key") -> `SideWeights`.
         """
         key_width, value_width = widths = self.cache_widths
         if layer_idx == 0:
@@ -437,10 +439,11 @@ class DCFormerAttention(FusableAttention):
         key, value = cache.update(key, value, layer_idx)
         key, pre_key = self.compose.unpack(key, key_width, "pre", gather, heads)
         value, post_key = self.compose.unpack(value, value_width, "post", gather, heads)
-        return key, value, pre_key, post_key
+        sides = {("pre", "key"): pre_key, ("post", "key"): post_key}
+        return key, value, {at: side for at, side in sides.items() if side is not None}
 
-    def _normalise(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys [B, H(kv), T, D] of `_project`, each head normalised."""
+    def _normalize(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [B, H(kv), T, D] of `_project`, each head normalized."""
         return (
             self.q_norm(query.transpose(1, 2)).transpose(1, 2),
             self.k_norm(key.transpose(1, 2)).transpose(1, 2),
@@ -454,8 +457,8 @@ class DCFormerAttention(FusableAttention):
         rope: tuple[torch.Tensor, torch.Tensor],
         is_cached: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [B, H(kv), T, D] of `_project`, normalised and turned by their positions."""
-        query, key = self._normalise(query, key)
+        """Queries, keys and values [B, H(kv), T, D] of `_project`, normalized and turned by their positions."""
+        query, key = self._normalize(query, key)
         return apply_rotary(query, *rope), apply_rotary(key, *rope), value
 
     def _attend(
@@ -575,7 +578,7 @@ class HeadEmbeddingAttention(DCFormerAttention):
         For a cache, keys are [B, 1, T, D + r], queries [B, H, T, D + r], and values stay seeds.
         """
         mode = self.head_embeddings
-        query, key = self._normalise(query, key)
+        query, key = self._normalize(query, key)
         query = apply_rotary(embed(query, self.q_embedding, mode), *rope)
         if is_cached:
             return *shared_scores(query, key, self.k_embedding, rope, mode), value
@@ -659,11 +662,9 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """[B, T, E] -> [B, T, E]."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        attended = self.dropout(attended)
-        if self.parallel_residual:
-            return hidden_states + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
-        hidden_states = hidden_states + attended
-        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+        summed = hidden_states + self.dropout(attended)
+        mlp_input = hidden_states if self.parallel_residual else summed
+        return summed + self.dropout(self.mlp(self.post_attention_layernorm(mlp_input)))
 
 
 @auto_docstring

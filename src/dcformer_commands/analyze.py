@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; the process's when not given.
 
     Returns:
-        0, or 1 on input that cannot be analysed: then it prints one line, the reason. Wrong usage exits with 2.
+        0, or 1 on input that cannot be analyzed: then it prints one line, the reason. Wrong usage exits with 2.
     """
     parser = argparse.ArgumentParser(prog="dcformer-analyze", description=_ABOUT)
     parser.add_argument("model", metavar="MODEL", help="model folder, or name on the Hub")

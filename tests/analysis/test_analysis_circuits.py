@@ -3,7 +3,7 @@
 import pytest
 import torch
 from analysis_models import random_model
-from helpers import randomise
+from helpers import randomize
 
 from dcformer import DCFormerModel, DCPythiaConfig, DCPythiaForCausalLM
 from dcformer.analysis import circuit_scores, circuit_weights, ov_table, single_token
@@ -15,7 +15,7 @@ def pythia():
         vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         sliding_window=4, attn_implementation="eager",
     )  # fmt: skip
-    return randomise(DCPythiaForCausalLM(config))
+    return randomize(DCPythiaForCausalLM(config))
 
 
 @pytest.mark.parametrize("final_norm", [False, True])

@@ -285,7 +285,7 @@ def test_the_damaged_file_is_named(tmp_path, capsys, name, damage, no_heavy_impo
 
 
 def test_missing_parameters_are_refused(tmp_path, capsys, bundled, no_heavy_import):
-    """Layers of random numbers are not analysed."""
+    """Layers of random numbers are not analyzed."""
     folder = shutil.copytree(CHECKPOINT, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     kept = {name: tensor for name, tensor in bundled[0].state_dict().items() if ".layers.1." not in name}
     save_file({name: tensor.clone() for name, tensor in kept.items()}, folder / "model.safetensors", {"format": "pt"})

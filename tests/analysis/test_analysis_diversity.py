@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from analysis_models import CHECKPOINT, random_model
-from helpers import PLAIN, authors_folder, randomise, tiny_config
+from helpers import PLAIN, authors_folder, randomize, tiny_config
 from safetensors.torch import load_file, save_file
 
 from dcformer import (
@@ -90,7 +90,7 @@ def test_what_has_no_full_rank(form):
     """Singular values that are zero stay so: with one value head all heads write what one matrix can."""
     torch.manual_seed(0)
     config = tiny_config(hidden_size=256, num_attention_heads=8, num_key_value_heads=1, head_dim=16, **PLAIN)
-    model = randomise(DCFormerForCausalLM(config)).double()
+    model = randomize(DCFormerForCausalLM(config)).double()
     found = head_diversity(model, "ov", form)
     attention = model.model.layers[0].self_attn
     outer = attention.o_proj.weight.unflatten(1, (8, 16)).movedim(1, 0)  # [H, E, D]
@@ -264,7 +264,7 @@ def test_folders_of_other_models(tmp_path, recwarn):
         "images, no head": DCViTModel(images),
     }
     for name, model in models.items():
-        randomise(model).save_pretrained(tmp_path / name)
+        randomize(model).save_pretrained(tmp_path / name)
         for circuit in ("qk", "ov"):
             found = head_diversity(tmp_path / name, circuit)
             assert torch.equal(found.curves, head_diversity(model, circuit).curves), name

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from helpers import PLAIN, randomise, tiny_config
+from helpers import PLAIN, randomize, tiny_config
 
 import dcformer
 from dcformer import analysis
@@ -19,7 +19,7 @@ KEYS, VALUES = [[0, 1, 1, 0], [0, 0, 0, 0]], [[0, 0, 0, 0], [3, 0, 2, 1]]
 
 
 def ready(model):
-    model = randomise(model).eval()
+    model = randomize(model).eval()
     model.set_attn_implementation("eager")
     return model
 

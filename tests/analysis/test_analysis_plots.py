@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from analysis_models import random_model
-from helpers import PLAIN, randomise
+from helpers import PLAIN, randomize
 
 from dcformer import DCViTConfig, DCViTForImageClassification
 from dcformer.analysis import attribute_heads, breakdown, composition_summary, head_diversity, single_token, trace
@@ -25,7 +25,7 @@ def drawn(bundled, prompt):
     scores = attribute_heads(model, prompt, single_token(tokenizer, "fish"), 16)
     diversities = {"composed": (head_diversity(model, "qk"), head_diversity(model, "ov"))}
     entry = breakdown(run, 3, "post", -1, 20)
-    vision = randomise(
+    vision = randomize(
         DCViTForImageClassification(
             DCViTConfig(
                 image_size=16, patch_size=4, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
@@ -71,8 +71,8 @@ def test_every_function_returns_a_figure(drawn, name, theme, tmp_path):
 def contrast(one, other):
     """WCAG's ratio of luminance."""
 
-    def luminance(colour):
-        rgb = np.array(matplotlib.colors.to_rgb(colour))
+    def luminance(color):
+        rgb = np.array(matplotlib.colors.to_rgb(color))
         linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
         return linear @ [0.2126, 0.7152, 0.0722]
 
@@ -81,17 +81,17 @@ def contrast(one, other):
 
 
 @pytest.mark.parametrize("theme", plots.THEMES.values(), ids=plots.THEMES)
-def test_colours_can_be_told_apart(theme):
+def test_colors_can_be_told_apart(theme):
     assert contrast(theme.ink, theme.ground) > 7
-    for colour in (theme.positive, theme.negative):
-        assert contrast(colour, theme.ground) > 4.5
-    for colour in theme.series:
-        assert contrast(colour, theme.ground) > 3
+    for color in (theme.positive, theme.negative):
+        assert contrast(color, theme.ground) > 4.5
+    for color in theme.series:
+        assert contrast(color, theme.ground) > 3
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_numbers_can_be_read(drawn, theme):
-    """Each number stands out from the colour of its cell."""
+    """Each number stands out from the color of its cell."""
     axes = drawn[0]["breakdown_strip"](theme).axes[0]
     image = axes.get_images()[0]
     for text in axes.texts:
@@ -114,7 +114,7 @@ def test_numbers_are_those_given(drawn):
     assert any("query 'of' (23), key 'owns' (20)" in text for text in written)
     image = figures["attribution_heatmap"]("light").axes[0].get_images()[0]
     assert np.allclose(image.get_array(), data["scores"].numpy())
-    assert image.get_clim() == (-data["scores"].abs().max(), data["scores"].abs().max())  # centred at 0
+    assert image.get_clim() == (-data["scores"].abs().max(), data["scores"].abs().max())  # centered at 0
     rows = [axes.get_images()[0] for axes in figures["attention_rows"]("light").axes[:6] if axes.get_images()]
     layer = data["run"].layers[3]
     assert np.allclose(rows[0].get_array(), layer.weights[0, :, -1].numpy())
@@ -127,7 +127,7 @@ def test_numbers_are_those_given(drawn):
     assert np.allclose(np.stack(over), weights.numpy())
 
 
-def test_sign_is_shown_by_more_than_colour(drawn):
+def test_sign_is_shown_by_more_than_color(drawn):
     """Every clearly negative cell bears a minus."""
     figures, data = drawn
     figure = figures["mean_maps"]("light")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from analysis_models import PROMPT, random_model
-from helpers import randomise
+from helpers import randomize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -272,19 +272,19 @@ def test_every_model_of_the_package(bundled):
         sliding_window=4, attn_implementation="eager",
     )  # fmt: skip
     ids = torch.randint(97, (1, 8))
-    run = trace(randomise(DCPythiaForCausalLM(pythia)), ids)
+    run = trace(randomize(DCPythiaForCausalLM(pythia)), ids)
     layer = run.layers[1]
     assert torch.allclose(layer.head_outputs.sum(2) + layer.b_O, layer.attention_output, atol=1e-5)
     for head in (DCFormerForSequenceClassification, DCFormerForTokenClassification, DCFormerForQuestionAnswering):
         config = random_model(pad_token_id=0).config
-        assert len(trace(randomise(head(config)), ids, layers=np.arange(1, 2)).layers) == 1
-    decoder = trace(randomise(DCFormerModel(random_model().config)), ids)
+        assert len(trace(randomize(head(config)), ids, layers=np.arange(1, 2)).layers) == 1
+    decoder = trace(randomize(DCFormerModel(random_model().config)), ids)
     assert decoder.logits is None and len(decoder.layers) == 2
     config = DCViTConfig(
         image_size=16, patch_size=4, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_labels=5, attn_implementation="eager",
     )  # fmt: skip
-    vision, pixels = randomise(DCViTForImageClassification(config)), torch.randn(2, 3, 16, 16)
+    vision, pixels = randomize(DCViTForImageClassification(config)), torch.randn(2, 3, 16, 16)
     run = trace(vision, pixels)
     with torch.no_grad():
         assert torch.equal(run.logits, vision(pixels).logits)

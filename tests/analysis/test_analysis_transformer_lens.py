@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from analysis_models import CHECKPOINT, random_model
-from helpers import randomise
+from helpers import randomize
 from transformers import AutoTokenizer
 
 from dcformer import DCPythiaConfig, DCPythiaForCausalLM
@@ -13,7 +13,7 @@ from dcformer.analysis import trace
 
 
 def pythia():
-    return randomise(
+    return randomize(
         DCPythiaForCausalLM(
             DCPythiaConfig(
                 vocab_size=288, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

@@ -30,7 +30,7 @@ def write_arrays(folder, arrays, *, ocdbt=False, driver="zarr"):
 
 
 def write_maxtext(folder, params, *, train_state=False, ocdbt=False, prefix="params.", driver="zarr"):
-    """A MaxText item `state`; optimiser moments, if asked for, are decoys with values of their own."""
+    """A MaxText item `state`; optimizer moments, if asked for, are decoys with values of their own."""
     arrays = {prefix + name: array for name, array in params.items()}
     if train_state:
         arrays |= {"step": np.int32(7), "opt_state.count": np.int32(7)}
@@ -40,7 +40,7 @@ def write_maxtext(folder, params, *, train_state=False, ocdbt=False, prefix="par
 
 
 def write_pax(folder, params, *, prefix="mdl_vars.params.lm."):
-    """A Pax checkpoint's arrays, with optimiser states that must be left alone."""
+    """A Pax checkpoint's arrays, with optimizer states that must be left alone."""
     arrays = {prefix + name: array for name, array in params.items()}
     decoys = {f"opt_states_0.no_prefix.m.params.lm.{n}": np.full_like(np.asarray(a), 1e3) for n, a in params.items()}
     return write_arrays(folder, arrays | decoys | {"step": np.int32(7)})

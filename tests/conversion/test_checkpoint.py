@@ -119,7 +119,7 @@ def test_unknown_array(params, tmp_path):
 
 
 def test_unknown_arrays_under_unknown_names(params, tmp_path):
-    """Learned positions, for one, are parameters and no state of an optimiser."""
+    """Learned positions, for one, are parameters and no state of an optimizer."""
     params["position_embedder.embedding"] = np.ones((8, 32), np.float32)
     folder = write_maxtext(tmp_path / "state", params)
     refuse(folder, tmp_path, r"does not have: position_embedder\.embedding")

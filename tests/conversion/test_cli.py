@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY, randomise, tiny_config
+from helpers import REPOSITORY, randomize, tiny_config
 from jax_stores import read_arrays
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -51,7 +51,7 @@ def native(tmp_path_factory):
     """A model folder whose attention is that of the authors' PyTorch code."""
     folder = tmp_path_factory.mktemp("model") / "native"
     config = tiny_config(compose_act="gelu", qk_norm_eps=1e-6, bos_token_id=1, eos_token_id=2)
-    randomise(DCFormerForCausalLM(config)).save_pretrained(folder)
+    randomize(DCFormerForCausalLM(config)).save_pretrained(folder)
     return folder
 
 

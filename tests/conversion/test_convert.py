@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers import AUTHORS_WEIGHTS, FIXTURES, authors_folder, randomise, tiny_config
+from helpers import AUTHORS_WEIGHTS, FIXTURES, authors_folder, randomize, tiny_config
 from jax_reference import Settings, maxtext_forward, pax_forward, random_maxtext_params, random_pax_params
 from jax_stores import read_arrays, write_maxtext, write_pax
 from transformers import AutoModelForCausalLM
@@ -65,7 +65,7 @@ def test_reference_to_safetensors(a1_native, implementation):
     with torch.no_grad():
         out = model(ids, output_hidden_states=True)
     torch.testing.assert_close(out.logits, torch.from_numpy(np.load(A1 / "logits.npy")), atol=TOLERANCE, rtol=0)
-    for i, hidden in enumerate(out.hidden_states[1:-1]):  # the last one is normalised
+    for i, hidden in enumerate(out.hidden_states[1:-1]):  # the last one is normalized
         torch.testing.assert_close(hidden, torch.from_numpy(np.load(A1 / f"hidden_{i}.npy")), atol=1e-4, rtol=0)
 
 
@@ -347,7 +347,7 @@ def test_dcpythia_to_pax(overrides, tmp_path):
 
 
 def _assert_same_in_jax(model, format, tmp_path, **options):
-    model = randomise(model)
+    model = randomize(model)
     model.save_pretrained(tmp_path / "native")
     convert_safetensors_to_jax(tmp_path / "native", tmp_path / "jax", format=format, **options, **QUIET)
     period = 4 if model.config.num_hidden_layers == 8 else 2

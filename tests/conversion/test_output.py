@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from huggingface_hub import save_torch_state_dict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 @pytest.fixture(scope="module")
 def native(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "native"
-    randomise(DCFormerForCausalLM(tiny_config())).save_pretrained(folder)
+    randomize(DCFormerForCausalLM(tiny_config())).save_pretrained(folder)
     return folder
 
 

@@ -184,7 +184,7 @@ def state_of(root):
 
 
 def use_other_moments(state, ocdbt):
-    """Overwrites the optimiser's moments, whose names are those of the parameters, with values of their own."""
+    """Overwrites the optimizer's moments, whose names are those of the parameters, with values of their own."""
     moments = read_arrays(state, "opt_state.", ocdbt=ocdbt)
     decoys = {f"opt_state.{n}": np.full_like(a, 777) for n, a in moments.items() if n.startswith(("mu.", "nu."))}
     assert len(decoys) == 2 * len(read_arrays(state, "params.", ocdbt=ocdbt))

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from safetensors.torch import load_file, save_file
 
 from dcformer import DCFormerForCausalLM
@@ -29,7 +29,7 @@ INFINITY = float("inf")
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "native"
-    randomise(DCFormerForCausalLM(tiny_config())).save_pretrained(folder)
+    randomize(DCFormerForCausalLM(tiny_config())).save_pretrained(folder)
     return folder
 
 
@@ -160,7 +160,7 @@ def test_special_values(model_folder, tmp_path, first, second, expected):
 
 def test_equal_values_in_other_dtypes(tmp_path):
     """Another dtype does not count as a difference, a rounded value does."""
-    model = randomise(DCFormerForCausalLM(tiny_config()))
+    model = randomize(DCFormerForCausalLM(tiny_config()))
     model.save_pretrained(tmp_path / "unrounded")
     folders = {}
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
@@ -250,7 +250,7 @@ def test_heads_cut_otherwise(tmp_path, capsys):
     for heads in (4, 2):
         config = tiny_config(num_attention_heads=heads, num_key_value_heads=heads, head_dim=32 // heads, **plain)
         torch.manual_seed(0)
-        randomise(DCFormerForCausalLM(config)).save_pretrained(tmp_path / str(heads))
+        randomize(DCFormerForCausalLM(config)).save_pretrained(tmp_path / str(heads))
     assert verify(tmp_path / "4", tmp_path / "2", "--num-tokens", 0) == 1
     out = capsys.readouterr().out
     assert "0 different" in out
@@ -271,7 +271,7 @@ def test_compositions_with_the_same_tensors(tmp_path, one, other, capsys):
     """Names and shapes do not tell what the parameters of generators are for."""
     for name, fields in (("one", one), ("other", other)):
         torch.manual_seed(0)
-        randomise(DCFormerForCausalLM(tiny_config(**fields))).save_pretrained(tmp_path / name)
+        randomize(DCFormerForCausalLM(tiny_config(**fields))).save_pretrained(tmp_path / name)
     assert verify(tmp_path / "one", tmp_path / "other", "--num-tokens", 0) == 1
     out = capsys.readouterr().out
     assert "0 different" in out

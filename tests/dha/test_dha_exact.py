@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import randomise
+from helpers import randomize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_sources import GROUPED, MAKE, left_padded, llama, make, tokens
@@ -99,7 +99,7 @@ def test_folding_rounds_once():
 @pytest.mark.parametrize("bias", [False, True])
 def test_consecutive_mean_pooling_is_grouped_query_attention(bias):
     """The library's Llama with two key/value heads and pooled projections."""
-    model = randomise(llama(attention_bias=bias), scale=1.0)
+    model = randomize(llama(attention_bias=bias), scale=1.0)
     pooled = dha.from_plan(model, dha.uniform_plan(model.config, 0.25))
     assert type(pooled) is DHAForCausalLM and pooled.config.num_key_heads == [2, 2]
     gqa = llama(num_key_value_heads=2, attention_bias=bias).eval()
@@ -159,7 +159,7 @@ def test_what_no_grouped_query_model_can_hold_is_refused():
 def test_the_reason_is_what_each_grouped_query_model_lacks():
     """Qwen2's biases are Llama's, and windows in some layers Qwen3's: no target has both."""
     fields = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-    model = randomise(Qwen2ForCausalLM(Qwen2Config(**GROUPED, **fields)), scale=1.0).eval()
+    model = randomize(Qwen2ForCausalLM(Qwen2Config(**GROUPED, **fields)), scale=1.0).eval()
     folded = dha.from_plan(model, dha.search(model, 0.5, tie=True, progress=False))
     with pytest.raises(
         DCFormerError, match=r"\(llama: layer_types, .*; mistral: attention_bias.*; qwen3: qk_norm differ"

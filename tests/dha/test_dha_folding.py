@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import PLAIN, REPOSITORY, randomise, tiny_config
+from helpers import PLAIN, REPOSITORY, randomize, tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_sources import MAKE, SIZES, llama, make, tokens
 from transformers import (
@@ -511,7 +511,7 @@ def test_heads_of_a_system_are_refused():
 def test_a_model_with_one_map_is_expanded():
     """Where there is no map, heads share as in grouped-query attention."""
     config = DHAConfig(**SIZES, key_head_map=[[0, 1] * 4, [0, 0, 1, 2, 1, 2, 3, 3]])
-    model = randomise(DHAForCausalLM(config)).eval()
+    model = randomize(DHAForCausalLM(config)).eval()
     ids = torch.arange(3, 14)[None]
     torch.testing.assert_close(dha.expand(model)(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
 
@@ -531,7 +531,7 @@ HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor
 @torch.no_grad()
 def test_what_a_llama_has_not_stays_in_a_model_of_this_package(name, fields):
     """Transformers' Llama and its kin know no such field, or ignore it: the function would be another one."""
-    model = randomise(DHAForCausalLM(DHAConfig(**SIZES, **fields)), scale=1.0).eval()
+    model = randomize(DHAForCausalLM(DHAConfig(**SIZES, **fields)), scale=1.0).eval()
     folded = dha.from_plan(model, dha.search(model, 0.5, tie=True, progress=False))
     expanded = dha.expand(folded)
     assert type(expanded) is DHAForCausalLM
@@ -549,7 +549,7 @@ def test_a_source_is_read_as_the_library_runs_it(name, kind):
     config.rope_parameters = HALF_ROTARY | {"rope_type": kind}
     config.rms_norm_eps = 0.05
     torch.manual_seed(0)
-    source = randomise(AutoModelForCausalLM.from_config(config), scale=1.0).eval()
+    source = randomize(AutoModelForCausalLM.from_config(config), scale=1.0).eval()
     folded = dha.from_plan(source, dha.search(source, kv_ratio=1.0, progress=False))
     torch.testing.assert_close(folded(tokens()).logits, source(tokens()).logits, rtol=0, atol=2e-5)
 
@@ -558,7 +558,7 @@ def test_a_source_is_read_as_the_library_runs_it(name, kind):
 @torch.no_grad()
 def test_rope_that_a_llama_has_too(rope):
     """A whole factor is none, and of "proportional" a Llama reads it."""
-    model = randomise(DHAForCausalLM(DHAConfig(**SIZES, rope_parameters=HALF_ROTARY | rope)), scale=1.0).eval()
+    model = randomize(DHAForCausalLM(DHAConfig(**SIZES, rope_parameters=HALF_ROTARY | rope)), scale=1.0).eval()
     folded = dha.from_plan(model, dha.search(model, 0.5, tie=True, progress=False))
     expanded = dha.expand(folded)
     assert type(expanded).__name__ == "LlamaForCausalLM"
@@ -571,7 +571,7 @@ def test_a_window_that_no_layer_has_keeps_nothing_from_being_a_librarys_model(qk
     """It is a default of DCFormer."""
     config = DCFormerConfig(**SIZES, **PLAIN, qk_norm=qk_norm, layer_pattern="G")
     assert config.sliding_window is not None
-    model = randomise(DCFormerForCausalLM(config), scale=1.0).eval()
+    model = randomize(DCFormerForCausalLM(config), scale=1.0).eval()
     folded = dha.from_plan(model, dha.search(model, 0.5, tie=True, progress=False))
     for made in (dha.expand(folded), dha.to_gqa(folded)):
         assert type(made).__name__ == ("Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM")

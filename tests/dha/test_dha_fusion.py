@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import kept_bytes, randomise
+from helpers import kept_bytes, randomize
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_sources import llama, make, tokens
@@ -173,7 +173,7 @@ def test_a_loader_that_draws_its_order_continues_bit_for_bit(shuffle, tmp_path):
 
     def run(kind, **options):
         torch.manual_seed(0)
-        model = randomise(llama(attention_dropout=0.1), scale=1.0)
+        model = randomize(llama(attention_dropout=0.1), scale=1.0)
         data = kind(rows, 4, shuffle=shuffle, collate_fn=note)
         plan = dha.search(model, 0.25, progress=False)
         return dha.fuse(model, plan, data, 12, closing_steps=4, lr=1e-3, margin_steps=4, progress=False, **options)

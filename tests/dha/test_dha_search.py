@@ -141,9 +141,9 @@ def test_planted_groups_of_32_heads_are_found(count):
     for seed in range(3):
         heads = random.Random(seed).sample(range(32), 32)
         planted = canonical([heads[i::count] for i in range(count)])
-        centre = torch.randn(count, 4, 16)
+        center = torch.randn(count, 4, 16)
         weight = torch.empty(32, 4, 16)
-        for group, middle in zip(planted, centre, strict=True):
+        for group, middle in zip(planted, center, strict=True):
             for head in group:
                 weight[head] = middle + 0.5 * torch.randn(4, 16)
         assert best_groups(weight_distances(weight).tolist(), count, seed) == planted

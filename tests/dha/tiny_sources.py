@@ -1,7 +1,7 @@
-"""Small models of every kind that can be a source, far from their initialisation."""
+"""Small models of every kind that can be a source, far from their initialization."""
 
 import torch
-from helpers import randomise
+from helpers import randomize
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -53,7 +53,7 @@ MAKE = {
 def make(name, dtype=torch.float32):
     """The model of that name, in evaluation mode."""
     torch.manual_seed(0)
-    return randomise(MAKE[name](), scale=1.0).to(dtype)
+    return randomize(MAKE[name](), scale=1.0).to(dtype)
 
 
 def tokens(rows=2, length=14, seed=0):

@@ -12,11 +12,11 @@ import sys
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-initialise = PartialState.__init__
+initialize = PartialState.__init__
 
 
 def on_cpu(self, cpu=False, **kwargs):
-    initialise(self, True, **kwargs)
+    initialize(self, True, **kwargs)
     if self.distributed_type is DistributedType.MULTI_CPU:
         deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
         self.distributed_type = DistributedType.DEEPSPEED if deepspeed else DistributedType.MULTI_GPU

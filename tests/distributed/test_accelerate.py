@@ -9,7 +9,7 @@ import yaml
 from accelerate import infer_auto_device_map, init_empty_weights
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import DeepSpeedPlugin, DistributedType
-from helpers import REPOSITORY, randomise, tiny_config
+from helpers import REPOSITORY, randomize, tiny_config
 from packaging.version import Version
 from safetensors.torch import load_file
 from train_worker import CONFIG, MODELS
@@ -230,7 +230,7 @@ def test_deepspeed_trains_as_one_process(deepspeed, start, tmp_path, stage, stat
     """Losses, norms of gradients, evaluation, and what six steps of SGD change in each parameter."""
     torch.manual_seed(0)
     config = tiny_config(compose_static=static)
-    before = randomise(AutoModelForCausalLM.from_config(config))
+    before = randomize(AutoModelForCausalLM.from_config(config))
     before.save_pretrained(tmp_path / "model")
     worker = HERE / "deepspeed_worker.py"
     start(worker, tmp_path / "model", tmp_path / "one", "--batch", "4")  # in float32
@@ -276,7 +276,7 @@ def test_the_examples_run_under_deepspeed(deepspeed, start, tmp_path, monkeypatc
 
 def test_device_map_auto(tmp_path):
     """Split over memory and disk, layers whole, with the same logits and tokens."""
-    model = randomise(DCFormerForCausalLM(tiny_config(num_hidden_layers=4)))
+    model = randomize(DCFormerForCausalLM(tiny_config(num_hidden_layers=4)))
     model.save_pretrained(tmp_path / "model")
     size = sum(p.nbytes for p in model.parameters())
     split = AutoModelForCausalLM.from_pretrained(

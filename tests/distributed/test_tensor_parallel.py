@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import PLAIN, REPOSITORY, randomise, tiny_config
+from helpers import PLAIN, REPOSITORY, randomize, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from dcformer import DCPythiaConfig, DHAConfig, HeadSystemsConfig
@@ -85,7 +85,7 @@ REFUSED = {
         system("collaborative"),
         r"head_system='collaborative' has no tensor parallelism: its heads share",
     ),
-    "neighbours": (
+    "neighbors": (
         system("overlapped", {"num_key_value_heads": 4}),
         r"head_system='overlapped' has no tensor parallel",
     ),
@@ -112,7 +112,7 @@ def found(tmp_path_factory, start):
     configs |= {f"{kind}_{layers}": make(layers) for kind, make in COUNTED.items() for layers in (1, 3)}
     for name, config in configs.items():
         torch.manual_seed(0)
-        randomise(AutoModelForCausalLM.from_config(config)).double().save_pretrained(folder / name)
+        randomize(AutoModelForCausalLM.from_config(config)).double().save_pretrained(folder / name)
     start("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", WORKER, folder)
     return folder, {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in configs}
 
@@ -205,7 +205,7 @@ def test_command_of_the_page(tmp_path, start):
     page = (REPOSITORY / "docs" / "scale_out.md").read_text(encoding="utf-8")
     _, *words = shlex.split(re.search(r"^torchrun .*", page, re.MULTILINE)[0])
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "checkpoints" / "dcformer-synthetic")
-    model = randomise(AutoModelForCausalLM.from_config(dcformer(vocab_size=len(tokenizer))).double())
+    model = randomize(AutoModelForCausalLM.from_config(dcformer(vocab_size=len(tokenizer))).double())
     for part in (tokenizer, model):
         part.save_pretrained(tmp_path)
     prompt = "Boris owns the tuna."

@@ -75,7 +75,7 @@ def rows(count=24, length=21):
     return [{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)]
 
 
-def labelled(name, count=24):
+def labeled(name, count=24):
     """Rows of one of `MODELS` that is not a language model."""
     generator, rows = torch.Generator().manual_seed(0), []
     for i in range(count):
@@ -99,7 +99,7 @@ def main():
         args=training_arguments(
             options, gradient_checkpointing=options.checkpointing, label_smoothing_factor=options.smoothing
         ),
-        train_dataset=labelled(options.model) if options.model in ("images", "texts") else rows(),
+        train_dataset=labeled(options.model) if options.model in ("images", "texts") else rows(),
         callbacks=[look],
     )
     trainer.train()

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import REPOSITORY, documented_commands, randomise, tiny_config
+from helpers import REPOSITORY, documented_commands, randomize, tiny_config
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -411,12 +411,12 @@ def test_shares_follow_the_processes(lm_eval, monkeypatch):
 
     from dcformer.evaluation.sharing import NAME, SharingHFLM
 
-    def initialise(self, processes):
+    def initialize(self, processes):
         self._rank, self._world_size, self._config = 0, 1, LlamaConfig()
         if processes > 1:
             self.accelerator = SimpleNamespace(process_index=1, num_processes=processes)
 
-    monkeypatch.setattr(HFLM, "__init__", initialise)
+    monkeypatch.setattr(HFLM, "__init__", initialize)
     assert get_model(NAME) is SharingHFLM and get_model("hf") is HFLM
     for processes, shares in ((1, (0, 1)), (2, (1, 2))):
         model = SharingHFLM(processes)
@@ -470,7 +470,7 @@ def test_converted_encoder_decoders_keep_the_class_that_lm_eval_chooses(work, lm
     tokenizer = AutoTokenizer.from_pretrained("checkpoints/dcformer-synthetic")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
     model = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=512, decoder_start_token_id=0))
-    randomise(convert_attention(model, compose_key="uncached")).save_pretrained(work / "t5")
+    randomize(convert_attention(model, compose_key="uncached")).save_pretrained(work / "t5")
     loaded = SharingHFLM(pretrained="t5", tokenizer=tokenizer, device="cpu", dtype="float32")
     assert loaded.AUTO_MODEL_CLASS is AutoModelForSeq2SeqLM and type(loaded.model) is T5ForConditionalGeneration
     states = loaded.model.state_dict()
@@ -486,7 +486,7 @@ def test_models_that_no_cache_has_room_for_generate_without(compose_key, given, 
     tokenizer = AutoTokenizer.from_pretrained("checkpoints/dcformer-synthetic")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes))
-    randomise(convert_attention(model.eval(), compose_key=compose_key)).save_pretrained(work / "model")
+    randomize(convert_attention(model.eval(), compose_key=compose_key)).save_pretrained(work / "model")
     ids, used = torch.arange(4, 9)[None], []
     expected = model.generate(ids, max_length=8, use_cache=False, do_sample=False)
     source = {"folder": "model", "model": model, "compiled": torch.compile(model, backend="eager")}.get(given, model)

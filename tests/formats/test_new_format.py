@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import REPOSITORY, randomise, tiny_config
+from helpers import REPOSITORY, randomize, tiny_config
 
 from dcformer import DCFormerForCausalLM
 from dcformer.conversion import (
@@ -40,7 +40,7 @@ def flat(monkeypatch):
 @pytest.fixture
 def native(tmp_path):
     config = tiny_config(num_hidden_layers=4, layer_pattern="LGLL", norm_eps=1e-6, compose_rank=3, compose_groups=2)
-    randomise(DCFormerForCausalLM(config)).save_pretrained(tmp_path / "native")
+    randomize(DCFormerForCausalLM(config)).save_pretrained(tmp_path / "native")
     return tmp_path / "native"
 
 

@@ -1,7 +1,7 @@
 """Bare attention layers around head systems, and models of every system, for the tests of this folder."""
 
 import torch
-from helpers import PLAIN, randomise, tiny_config
+from helpers import PLAIN, randomize, tiny_config
 from torch import nn
 
 from dcformer.attention_dcformer import eager_attention
@@ -48,7 +48,7 @@ def heads_config(case: str, composed: bool = False, **fields) -> HeadSystemsConf
 def heads_model(case: str, composed: bool = False, dtype=torch.float64, **fields) -> HeadSystemsForCausalLM:
     """A model of it with parameters away from their initial values, in evaluation."""
     torch.manual_seed(0)
-    return randomise(HeadSystemsForCausalLM(heads_config(case, composed, **fields))).to(dtype)
+    return randomize(HeadSystemsForCausalLM(heads_config(case, composed, **fields))).to(dtype)
 
 
 def tokens(rows: int = 2, length: int = 21) -> torch.Tensor:

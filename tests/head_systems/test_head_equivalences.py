@@ -213,8 +213,8 @@ def test_collaborative_in_blocks_is_static_composition(rotary_dim):
 
 @settings(max_examples=30, deadline=None)
 @given(heads=st.integers(1, 5), head_dim=st.integers(1, 6), data=st.data())
-def test_overlapped_heads_have_their_neighbours_channels(heads, head_dim, data):
-    """Columns h·D - o to (h + 1)·D + o of the padded heads; scores are the own and the two neighbours' parts."""
+def test_overlapped_heads_have_their_neighbors_channels(heads, head_dim, data):
+    """Columns h·D - o to (h + 1)·D + o of the padded heads; scores are the own and the two neighbors' parts."""
     overlap = data.draw(st.integers(0, head_dim))
     sizes = HeadSizes(12, heads, heads, head_dim)
     system = make_bare("overlapped", sizes, overlap=overlap)
@@ -331,7 +331,7 @@ def test_padding_changes_no_balance():
     assert largest(system.losses()["load_balance"], expected) > 1e-3
 
 
-def test_quantised_gates_have_a_gradient():
+def test_quantized_gates_have_a_gradient():
     system, gates, _ = routed("code", 2, shared=1, router="query_norm")
     assert set(gates.unique().tolist()) == {0.0, 1.0} and (gates.sum(-1) == 3).all() and (gates[..., 0] == 1).all()
     (gates * torch.randn(gates.shape, dtype=gates.dtype)).sum().backward()

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 from head_cases import CASES, TALKING
-from helpers import randomise
+from helpers import randomize
 from transformers import AutoModelForImageClassification
 
 from dcformer import DCViTConfig, DCViTForImageClassification
@@ -36,7 +36,7 @@ def test_trains_and_loads(case, composed, tmp_path):
     switches = TALKING if name == "talking_heads" else {} if composed else PLAIN
     config = HeadSystemsViTConfig(**SMALL, **switches, head_system=name, head_system_options=options)
     torch.manual_seed(0)
-    model = randomise(HeadSystemsViTForImageClassification(config))
+    model = randomize(HeadSystemsViTForImageClassification(config))
     labels = torch.arange(6) % 5
     model.train()(images(), labels=labels).loss.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
@@ -76,7 +76,7 @@ def test_loading_a_checkpoint_of_another_system_is_refused(tmp_path):
 @torch.no_grad()
 def test_plain_is_dcvit():
     """The same parameters under other names: a plain system is DCViT's own attention, composed as it is."""
-    source = randomise(DCViTForImageClassification(DCViTConfig(**SMALL)))
+    source = randomize(DCViTForImageClassification(DCViTConfig(**SMALL)))
     model = HeadSystemsViTForImageClassification(HeadSystemsViTConfig(**SMALL)).eval()
     state = source.state_dict()
     for name in list(state):
@@ -141,7 +141,7 @@ def test_fewer_layers_keep_the_overlaps_of_the_first():
 @torch.no_grad()
 def test_heads_are_removed(composed, tmp_path):
     config = HeadSystemsViTConfig(**SMALL, **({} if composed else PLAIN), head_system="head_pruning")
-    model = randomise(HeadSystemsViTForImageClassification(config)).eval()
+    model = randomize(HeadSystemsViTForImageClassification(config)).eval()
     model.dcvit.layers[0].attention.system.log_alpha.copy_(torch.tensor([3.0, -4.0, -4.0, -1.0]))
     expected, before = model(images()).logits, sum(p.numel() for p in model.parameters())
     removed = prune_heads(model)
@@ -195,7 +195,7 @@ def test_arguments_are_those_of_dcvit():
     config = HeadSystemsViTConfig(
         **SMALL, head_system="mixture_of_heads", head_system_options={"num_routed_heads_per_tok": 1}
     )
-    model = randomise(HeadSystemsViTForImageClassification(config)).eval()
+    model = randomize(HeadSystemsViTForImageClassification(config)).eval()
     mask = torch.ones(6, 16, dtype=torch.long)
     mask[:, 9:] = 0
     by_place = model(images(), None, False, mask)
@@ -207,7 +207,7 @@ def test_arguments_are_those_of_dcvit():
 def test_parts_of_several_labels_add_up():
     """The loss of heads counts by the share of images, however many labels each has."""
     options = {"head_system": "head_pruning", "head_system_options": {"l0_penalty": 1.0}}
-    model = randomise(HeadSystemsViTForImageClassification(HeadSystemsViTConfig(**SMALL, **options))).eval()
+    model = randomize(HeadSystemsViTForImageClassification(HeadSystemsViTConfig(**SMALL, **options))).eval()
     labels = torch.eye(5)[torch.arange(6) % 5]
     whole = model(images(), labels=labels)
     parts = [model(images()[i : i + 2], labels=labels[i : i + 2], num_items_in_batch=labels.numel()) for i in (0, 2, 4)]

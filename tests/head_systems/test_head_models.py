@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from head_cases import CASES, heads_config, heads_model, tokens
-from helpers import PLAIN, REPOSITORY, randomise, tiny_config
+from helpers import PLAIN, REPOSITORY, randomize, tiny_config
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call, grad, vmap
@@ -224,7 +224,7 @@ def test_parts_of_a_batch_add_up_to_its_aux_loss(case):
 
 def test_mixing_of_a_converted_model():
     """A copy, but for the mixing where another start is asked for."""
-    plain = randomise(DCFormerForCausalLM(tiny_config(**PLAIN))).eval()
+    plain = randomize(DCFormerForCausalLM(tiny_config(**PLAIN))).eval()
     copied, ones = (
         to_head_system(plain, "collaborative", **options).eval() for options in ({}, {"mixing_init": "ones"})
     )
@@ -364,7 +364,7 @@ def test_composition_is_kept(name, biased):
     """Grouped keys, biases, partial RoPE, tied embeddings; composed."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     config = tiny_config(attention_bias=biased, rope_parameters=rope, tie_word_embeddings=biased, qk_norm=biased)
-    source = randomise(DCFormerForCausalLM(config)).double()
+    source = randomize(DCFormerForCausalLM(config)).double()
     model, ids = to_head_system(source, name, **EXACT[name]), tokens()
     assert float((model(ids).logits - source(ids).logits).abs().max()) < 1e-12
     assert model.dtype == torch.float64 and not model.training

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from head_cases import heads_model, tokens
-from helpers import PLAIN, REPOSITORY, randomise, tiny_config
+from helpers import PLAIN, REPOSITORY, randomize, tiny_config
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,7 +87,7 @@ def test_projections_with_adapters_are_refused_before_anything_is_removed():
 @pytest.mark.parametrize("switches", [PLAIN, {}], ids=["plain", "composed"])
 def test_importance_is_the_gradient_of_gates(switches):
     """Against the difference of losses when a head's output is scaled a little; a dead head matters nothing."""
-    source = randomise(DCFormerForCausalLM(tiny_config(**switches))).double()
+    source = randomize(DCFormerForCausalLM(tiny_config(**switches))).double()
     with torch.no_grad():
         source.model.layers[1].self_attn.o_proj.weight[:, 8:16] = 0
     batches = [{"input_ids": row[None], "labels": row[None]} for row in tokens(3)]
@@ -110,7 +110,7 @@ def test_importance_is_the_gradient_of_gates(switches):
 
 def test_gates_of_a_trained_model_are_left_out_of_its_ranking():
     """As of the model that it was made from; removed heads have 0, and the model stays as it is."""
-    source = randomise(DCFormerForCausalLM(tiny_config(**PLAIN))).double()
+    source = randomize(DCFormerForCausalLM(tiny_config(**PLAIN))).double()
     model, batches = to_head_system(source, "head_pruning").train(), [{"input_ids": tokens(), "labels": tokens()}]
     expected = head_importance(source, batches)
     closed(model, (0, 1), (1, 0))
@@ -230,7 +230,7 @@ def test_the_command_asks_for_a_file_with_text(file, reason, tmp_path, monkeypat
 
 
 def test_conversion_begins_with_open_gates():
-    source = randomise(DCFormerForCausalLM(tiny_config())).double()
+    source = randomize(DCFormerForCausalLM(tiny_config())).double()
     model = to_head_system(source, "head_pruning")
     assert prune_heads(model) == 0
     with pytest.raises(ValueError, match="kept_heads: a conversion begins with all heads"):

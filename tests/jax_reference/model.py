@@ -108,7 +108,7 @@ class Model(NamedTuple):
 
 
 @jax.jit
-def normalise(x: Array, norm: Norm, eps: float) -> Array:
+def normalize(x: Array, norm: Norm, eps: float) -> Array:
     """LayerNorm or RMSNorm of x [.., E]; returns [.., E]."""
     if norm.bias is None:
         return rms(x, eps) * norm.weight
@@ -121,9 +121,9 @@ def rms(x: Array, eps: float) -> Array:
     return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps)
 
 
-def gelu(x: Array, flavour: str) -> Array:
+def gelu(x: Array, flavor: str) -> Array:
     """GELU of x, "tanh" (the approximation) or "erf" (exact)."""
-    return jax.nn.gelu(x, approximate={"tanh": True, "erf": False}[flavour])
+    return jax.nn.gelu(x, approximate={"tanh": True, "erf": False}[flavor])
 
 
 @functools.partial(jax.jit, static_argnames=("theta", "fraction"))
@@ -144,14 +144,14 @@ def rotary(x: Array, theta: float, fraction: float) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames="flavour")
-def weight_generators(x: Array, layer: Layer, flavour: str) -> dict[tuple[str, str], dict[str, Array]]:
+@functools.partial(jax.jit, static_argnames="flavor")
+def weight_generators(x: Array, layer: Layer, flavor: str) -> dict[tuple[str, str], dict[str, Array]]:
     """The dynamic composition weights of every token.
 
     Args:
-        x: [B, T, E], the normalised hidden states that also feed q, k and v.
+        x: [B, T, E], the normalized hidden states that also feed q, k and v.
         layer: has dw1 and qkw, or no low rank; dd, or no gate.
-        flavour: of the GELU.
+        flavor: of the GELU.
 
     Returns:
         For each (stage, side): "w1" and "w2" [B, T, G, R, M] and "gate" [B, T, G, M], what the layer has of them.
@@ -160,7 +160,7 @@ def weight_generators(x: Array, layer: Layer, flavour: str) -> dict[tuple[str, s
     for c, which in enumerate((("pre", "query"), ("pre", "key"), ("post", "query"), ("post", "key"))):
         made = weights[which] = {}
         if layer.dw1 is not None:
-            hidden = gelu(jnp.einsum("bte,egk->btgk", x, layer.dw1[:, :, c]), flavour)
+            hidden = gelu(jnp.einsum("bte,egk->btgk", x, layer.dw1[:, :, c]), flavor)
             w1, w2 = jnp.split(jnp.einsum("btgk,gkim->btgim", hidden, layer.qkw[:, c]), 2, axis=-2)
             made["w1"], made["w2"] = rms(w1, COMPOSE_EPS), w2
         if layer.dd is not None:
@@ -208,7 +208,7 @@ def attention(x: Array, layer: Layer, window: int | None, settings: Settings) ->
     """Dynamically composable multi-head attention.
 
     Args:
-        x: [B, T, E], normalised hidden states.
+        x: [B, T, E], normalized hidden states.
         window: keys a query sees, its own included; None: all up to its own.
 
     Returns:
@@ -218,8 +218,8 @@ def attention(x: Array, layer: Layer, window: int | None, settings: Settings) ->
     k = plus(jnp.einsum("bse,end->bsnd", x, layer.key), layer.key_bias)  # [B, S, N, D]
     v = plus(jnp.einsum("bse,end->bsnd", x, layer.value), layer.value_bias)  # [B, S, N, D]
     if layer.query_norm is not None:
-        q = normalise(q, layer.query_norm, settings.qk_norm_eps)
-        k = normalise(k, layer.key_norm, settings.qk_norm_eps)
+        q = normalize(q, layer.query_norm, settings.qk_norm_eps)
+        k = normalize(k, layer.key_norm, settings.qk_norm_eps)
     q = rotary(q, settings.rope_theta, settings.rotary_fraction)
     k = rotary(k, settings.rope_theta, settings.rotary_fraction)
     heads, head_dim = q.shape[2:]
@@ -242,11 +242,11 @@ def attention(x: Array, layer: Layer, window: int | None, settings: Settings) ->
     return plus(jnp.einsum("bthd,hde->bte", mixed, layer.out), layer.out_bias)
 
 
-@functools.partial(jax.jit, static_argnames="flavour")
-def mlp(x: Array, layer: Layer, flavour: str) -> Array:
-    """Plain (GELU of that flavour), gated (SwiGLU) or multi-gate MLP of x [B, T, E]; returns [B, T, E]."""
+@functools.partial(jax.jit, static_argnames="flavor")
+def mlp(x: Array, layer: Layer, flavor: str) -> Array:
+    """Plain (GELU of that flavor), gated (SwiGLU) or multi-gate MLP of x [B, T, E]; returns [B, T, E]."""
     up = plus(x @ layer.up, layer.up_bias)  # [B, T, F]
-    hidden = gelu(up, flavour) if layer.gate is None else jax.nn.silu(x @ layer.gate) * up
+    hidden = gelu(up, flavor) if layer.gate is None else jax.nn.silu(x @ layer.gate) * up
     if layer.mgate is not None:
         gates = jax.nn.softmax(x @ layer.mgate, axis=-1)[..., None]  # [B, T, gates, 1]
         hidden = (hidden.reshape(*gates.shape[:3], -1) * gates).reshape(hidden.shape)
@@ -260,9 +260,9 @@ def plus(x: Array, bias: Array | None) -> Array:
 
 def decoder_layer(x: Array, layer: Layer, window: int | None, settings: Settings) -> Array:
     """One layer, from hidden states [B, T, E] to hidden states [B, T, E]."""
-    attended = x + attention(normalise(x, layer.attention_norm, settings.norm_eps), layer, window, settings)
+    attended = x + attention(normalize(x, layer.attention_norm, settings.norm_eps), layer, window, settings)
     mlp_input = x if settings.parallel_residual else attended
-    return attended + mlp(normalise(mlp_input, layer.mlp_norm, settings.norm_eps), layer, settings.mlp_gelu)
+    return attended + mlp(normalize(mlp_input, layer.mlp_norm, settings.norm_eps), layer, settings.mlp_gelu)
 
 
 def forward(model: Model, tokens: np.ndarray, settings: Settings) -> tuple[Array, list[Array]]:
@@ -272,7 +272,7 @@ def forward(model: Model, tokens: np.ndarray, settings: Settings) -> tuple[Array
     for index, layer in enumerate(model.layers):
         x = decoder_layer(x, layer, settings.windows[index % len(settings.windows)], settings)
         hidden_states.append(x)
-    return normalise(x, model.final_norm, settings.norm_eps) @ model.head, hidden_states
+    return normalize(x, model.final_norm, settings.norm_eps) @ model.head, hidden_states
 
 
 # ---- the two checkpoint layouts

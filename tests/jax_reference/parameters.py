@@ -1,8 +1,8 @@
 """Random checkpoints of the two JAX layouts: every name, nothing degenerate, composition strong enough to matter.
 
 The sizes are the letters of `model.py`. A block is a repetition of the P sub-layers that differ, so L is a multiple
-of P. Scales keep activations, scores and dynamic weights of order one (freshly initialised composition hardly does
-anything), and logits at a standard deviation of 1.5. What is normalised before use is small instead, as in a fresh
+of P. Scales keep activations, scores and dynamic weights of order one (freshly initialized composition hardly does
+anything), and logits at a standard deviation of 1.5. What is normalized before use is small instead, as in a fresh
 model, so that a wrong epsilon shows.
 """
 

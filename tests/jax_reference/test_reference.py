@@ -90,8 +90,8 @@ def test_tied_embeddings():
     untied = maxtext | {"decoder.logits_dense.kernel": maxtext["token_embedder.embedding"].T}
     logits = maxtext_forward(maxtext, TOKENS, settings)
     np.testing.assert_array_equal(logits, maxtext_forward(untied, TOKENS, settings))
-    normalised = maxtext_forward(maxtext, TOKENS, replace(settings, normalize_tied_logits=True))
-    np.testing.assert_allclose(normalised * 32**0.5, logits, rtol=1e-4, atol=1e-5)
+    normalized = maxtext_forward(maxtext, TOKENS, replace(settings, normalize_tied_logits=True))
+    np.testing.assert_allclose(normalized * 32**0.5, logits, rtol=1e-4, atol=1e-5)
     pax = random_pax_params(6, tied=True)
     untied = pax | {"embedding_lookup.emb_var": pax["softmax.logits_ffn.linear.w"].T}
     np.testing.assert_array_equal(pax_forward(pax, TOKENS, settings), pax_forward(untied, TOKENS, settings))

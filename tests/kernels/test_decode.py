@@ -335,7 +335,7 @@ def test_any_strides():
     B, H, S, R = 2, 4, 33, 2
     for T in (1, 3):
         sides = [SideWeights(odd(B, H, n, 2 * R + 1).transpose(2, 3)) for n in (T, S, T, S)]
-        sides[3] = SideWeights(odd(B, H, 2 * R + 1, S))  # from the generators: tokens are neighbours
+        sides[3] = SideWeights(odd(B, H, 2 * R + 1, S))  # from the generators: tokens are neighbors
         pre, post = ComposeWeights(*sides[:2]), ComposeWeights(*sides[2:])
         check([odd(B, H, T, 16), odd(B, H, S, 16), odd(B, H, S, 16), pre, post], num_splits=(2,))
 

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def make(dtype=torch.float32, scale=0.5, **fields):
-    """A composition module with weights far from their initialisation, and the same in float64."""
+    """A composition module with weights far from their initialization, and the same in float64."""
     config = tiny_config(
         **({"num_key_value_heads": fields.get("num_attention_heads", 4), "head_dim": HEAD_DIM} | fields)
     )
@@ -165,7 +165,7 @@ def test_nothing_to_generate():
 
 
 def test_the_tolerance_can_fail():
-    """The flavours of GELU differ by 5e-4 at most; taking the wrong one is noticed."""
+    """The flavors of GELU differ by 5e-4 at most; taking the wrong one is noticed."""
     module, exact = make()
     x = states(2, 9)
     with torch.no_grad():

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import REPOSITORY, randomise, tiny_config
+from helpers import REPOSITORY, randomize, tiny_config
 from kernel_device import INTERPRETED, load_gpu_suite
 
 if INTERPRETED:
@@ -160,7 +160,7 @@ def test_forward_and_backward_in_a_cuda_graph(suite, bench, window):
 def test_static_decoding_loop(suite, bench, how):
     """Tokens of a compiled loop over a static cache are those of the eager definition without a cache."""
     fields = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 16}
-    model = randomise(DCFormerForCausalLM(tiny_config(**fields))).cuda()
+    model = randomize(DCFormerForCausalLM(tiny_config(**fields))).cuda()
     ids = suite.make_ids(bench, model.config, 1, bench.prompt)
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_static_decoding_loop(suite, bench, how):
 @pytest.fixture
 def small():
     """A model of this implementation, in bfloat16, and some token ids."""
-    model = randomise(DCFormerForCausalLM(tiny_config())).to("cuda", torch.bfloat16)
+    model = randomize(DCFormerForCausalLM(tiny_config())).to("cuda", torch.bfloat16)
     model.set_attn_implementation("dcformer_triton")
     return model, torch.randint(1, 97, (2, 40), device="cuda")
 
@@ -292,7 +292,7 @@ def test_the_default_on_this_device_is_what_the_self_check_says(monkeypatch, tmp
     """A model whose implementation is unset runs the check, keeps its verdict and takes the kernels."""
     monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path))
     monkeypatch.setattr(selfcheck, "_passed", {})
-    model = randomise(DCFormerForCausalLM(tiny_config())).to("cuda", torch.bfloat16)
+    model = randomize(DCFormerForCausalLM(tiny_config())).to("cuda", torch.bfloat16)
     ids = torch.arange(1, 41, device="cuda")[None]
     with torch.no_grad():
         found = model(ids).logits

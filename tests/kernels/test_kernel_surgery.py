@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from kernel_device import DEVICE
 from test_surgery import SURGERY, WINDOW, answers
 
@@ -23,7 +23,7 @@ def cases():
 @pytest.mark.parametrize(("surgery", "padded", "pieces"), list(cases()))
 def test_one_answer_after_surgery(surgery, padded, pieces):
     torch.manual_seed(0)
-    whole = randomise(DCFormerForCausalLM(tiny_config(num_hidden_layers=4, sliding_window=WINDOW))).eval().to(DEVICE)
+    whole = randomize(DCFormerForCausalLM(tiny_config(num_hidden_layers=4, sliding_window=WINDOW))).eval().to(DEVICE)
     torch.manual_seed(1)
     ids = torch.randint(97, (2, 31) if pieces else (1, 18)).to(DEVICE)
     mask = torch.ones_like(ids)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import randomise
+from helpers import randomize
 from kernel_device import DEVICE
 from test_model import Operators, assert_as_exact, compared
 
@@ -38,7 +38,7 @@ class Module(DCMHA):
     ids=["cross", "padded", "causal", "one query"],
 )
 def test_dcmha(queries, keys, options, masks):
-    model = randomise(Module(64, 4, kdim=48, vdim=40, batch_first=True, **options)).to(DEVICE)
+    model = randomize(Module(64, 4, kdim=48, vdim=40, batch_first=True, **options)).to(DEVICE)
     inputs = noise(2, queries, 64), noise(2, keys, 48, seed=1), noise(2, keys, 40, seed=2)
     masks = {
         name: mask.to(DEVICE).expand(2, -1) if mask.shape[0] == 1 else mask.to(DEVICE) for name, mask in masks.items()
@@ -59,7 +59,7 @@ def test_dcvit():
         hidden_size=64, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=12, patch_size=4,
         num_labels=5, pooling="cls",
     )  # fmt: skip
-    model = randomise(DCViTForImageClassification(config)).to(DEVICE)
+    model = randomize(DCViTForImageClassification(config)).to(DEVICE)
     images = noise(2, 3, 12, 12)
 
     def call(module):

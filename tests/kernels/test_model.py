@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
@@ -56,9 +56,9 @@ CONFIGS = {
 def model_named(name):
     """A model in which composition matters."""
     if CONFIGS[name] is not None:
-        return randomise(DCFormerForCausalLM(tiny_config(**CONFIGS[name]))).to(DEVICE)
+        return randomize(DCFormerForCausalLM(tiny_config(**CONFIGS[name]))).to(DEVICE)
     config = DCPythiaConfig(**tiny_config(num_key_value_heads=4, head_dim=8).to_dict() | {"model_type": "dcpythia"})
-    return randomise(DCPythiaForCausalLM(config)).to(DEVICE)
+    return randomize(DCPythiaForCausalLM(config)).to(DEVICE)
 
 
 def tokens(batch=1, length=LENGTH):
@@ -213,7 +213,7 @@ def test_layers_share_what_a_mask_says(padded, count, monkeypatch):
     monkeypatch.setattr(ops, "_known_bounds", {})
     monkeypatch.setattr(ops, "_make_bounds", lambda *args: made.append(args) or real(*args))
     kinds = ["sliding_attention", "full_attention"] * 2
-    model = randomise(DCFormerForCausalLM(tiny_config(num_hidden_layers=4, layer_types=kinds))).to(DEVICE)
+    model = randomize(DCFormerForCausalLM(tiny_config(num_hidden_layers=4, layer_types=kinds))).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[:, :padded] = 0
 
@@ -246,7 +246,7 @@ def test_fused_decoding_is_one_operator_of_a_layer(fused):
 
 VARIANTS = {
     "_project": lambda self, x: [2 * part for part in DCFormerAttention._project(self, x)],
-    "_normalise": lambda self, query, key: (query, 0.5 * key),
+    "_normalize": lambda self, query, key: (query, 0.5 * key),
     "_place": lambda self, query, key, value, *args: (query, key, 2 * value),
     "_attend": lambda self, *args, **kwargs: (2 * DCFormerAttention._attend(self, *args, **kwargs)[0], None),
     "_output": lambda self, output, *args: self.o_proj(output.flatten(2).sin()),
@@ -516,12 +516,12 @@ def hook_all(compose):
     compose.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0], *inputs[1:]))
 
 
-def parametrise(compose):
+def parametrize(compose):
     torch.nn.utils.parametrizations.weight_norm(compose.dw1_proj)
     compose.dw1_proj.parametrizations.weight.original0.data.mul_(2)
 
 
-@pytest.mark.parametrize("change", [adapt, hook, hook_all, parametrise])
+@pytest.mark.parametrize("change", [adapt, hook, hook_all, parametrize])
 def test_modules_that_are_more_than_their_weights(change):
     model, ids = copy.deepcopy(model_named("mha")), tokens(length=5)
     torch.manual_seed(0)
@@ -773,7 +773,7 @@ def choices(monkeypatch):
 def test_layers_repeat_the_launches_of_the_first(fields, fuse, choices):
     """Three layers, the launches chosen by one, give what the definition gives."""
     fields = {"num_hidden_layers": 3, "sliding_window": None} | fields
-    model = randomise(DCFormerForCausalLM(tiny_config(**fields))).to(DEVICE).eval()
+    model = randomize(DCFormerForCausalLM(tiny_config(**fields))).to(DEVICE).eval()
     ids, lengths = tokens(2, 14), (8, 1, 1, 1, 1, 2)
     truth = copy.deepcopy(with_implementation(model, "eager")).double()(ids).logits
     allowed = 4 * (model(ids).logits.double() - truth).abs().max() + 1e-6 * truth.abs().max()

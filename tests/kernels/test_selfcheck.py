@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from helpers import Logits, randomise, tiny_config
+from helpers import Logits, randomize, tiny_config
 from kernel_device import DEVICE, HERE, INTERPRETED
 from transformers import BertConfig
 
@@ -341,7 +341,7 @@ class Graphs:
 
 
 def unset_model():
-    return randomise(DCFormerForCausalLM(tiny_config(num_key_value_heads=4))).to(DEVICE)
+    return randomize(DCFormerForCausalLM(tiny_config(num_key_value_heads=4))).to(DEVICE)
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["checked while tracing", "checked before"])

@@ -183,7 +183,7 @@ class _Wrapped(torch.Tensor):
 
 
 class _OwnParameter(torch.nn.Parameter):
-    """One that may be more than its numbers, as those of quantisation are."""
+    """One that may be more than its numbers, as those of quantization are."""
 
 
 def _subclass(name):

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 import transformers as t
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_models import IMAGE, KINDS, SEQ2SEQ, TEXT, ids, make, noise, text
 from torch import nn
@@ -47,7 +47,7 @@ def generators(model):
 def stir(model, scale=1.0):
     """Moves composition, and nothing else, well away from where it does nothing."""
     for module in generators(model).values():
-        randomise(module, scale)
+        randomize(module, scale)
     return model
 
 
@@ -797,12 +797,12 @@ def test_other_implementations_do_not_silently_lose_the_composition(implementati
     model(**text())
 
 
-def test_offloaded_and_quantised_projections():
+def test_offloaded_and_quantized_projections():
     model = make("bert")
     query = model.bert.encoder.layer[1].attention.self.query
     query.weight = nn.Parameter(query.weight.detach().to(torch.int8), requires_grad=False)
     with pytest.raises(
-        DCFormerError, match=r"layer\.1\.attention\.self: its projections are quantised \(torch\.int8\)"
+        DCFormerError, match=r"layer\.1\.attention\.self: its projections are quantized \(torch\.int8\)"
     ):
         convert_attention(model)
     with pytest.raises(DCFormerError, match=r"are offloaded: pass device and dtype"):
@@ -813,8 +813,8 @@ def test_offloaded_and_quantised_projections():
 
 @torch.no_grad()
 @pytest.mark.parametrize("members", [{}, {"weight": lambda self: self.qweight}], ids=["none", "a method"])
-def test_projections_without_a_weight_are_quantised_ones(members):
-    """As those of GPTQ and AWQ; torch's dynamic quantisation has a method of that name."""
+def test_projections_without_a_weight_are_quantized_ones(members):
+    """As those of GPTQ and AWQ; torch's dynamic quantization has a method of that name."""
 
     class Packed(nn.Module):
         def __init__(self, linear):
@@ -825,10 +825,10 @@ def test_projections_without_a_weight_are_quantised_ones(members):
         def forward(self, x):
             return nn.functional.linear(x, self.qweight)
 
-    kind, model = type("Quantised", (Packed,), members), make("llama")
+    kind, model = type("Quantized", (Packed,), members), make("llama")
     for layer in model.model.layers:
         layer.self_attn.q_proj = kind(layer.self_attn.q_proj)
-    with pytest.raises(DCFormerError, match=r"projections are quantised \(their weight is not a tensor\): pass device"):
+    with pytest.raises(DCFormerError, match=r"projections are quantized \(their weight is not a tensor\): pass device"):
         convert_attention(model)
     before = logits(model, name="llama")
     convert_attention(model, device="cpu", dtype=torch.float32)

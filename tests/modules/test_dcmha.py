@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import randomise
+from helpers import randomize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -156,7 +156,7 @@ def composed(vector, static, query, key, size):
 @pytest.mark.parametrize("case", SIZES)
 def test_it_is_the_formula(case, options):
     """A float64 loop over all pairs of tokens, bias and mask after the composition of the scores."""
-    module = randomise(DCMHA(E, H, **SIZES[case], dtype=torch.float64, **options), 1.0)
+    module = randomize(DCMHA(E, H, **SIZES[case], dtype=torch.float64, **options), 1.0)
     query, key, value = inputs(case, torch.float64, batched=False)
     rank, groups = options.get("compose_rank", 2), options.get("compose_groups", 1)
     size, dim = H // groups, E // H
@@ -194,8 +194,8 @@ def test_both_sides_are_rows_of_dcformers_generators():
     """DCFormer's tensors for all four (stage, side), split by rows, give the same weights and the same attention."""
     groups = 2
     of_all = ComposeSettings(E, H, H, compose_groups=groups, compose_act="gelu")
-    whole = randomise(make_generators(of_all, zero_init=False).double(), 1.0)
-    module = randomise(DCMHA(E, H, compose_groups=groups, dtype=torch.float64, batch_first=True))
+    whole = randomize(make_generators(of_all, zero_init=False).double(), 1.0)
+    module = randomize(DCMHA(E, H, compose_groups=groups, dtype=torch.float64, batch_first=True))
     for c, side in enumerate(("query", "key")):
         part = module.compose[side]
         for name in ("dw1_proj.weight", "qkw", "gate_proj.weight"):
@@ -217,7 +217,7 @@ def test_both_sides_are_rows_of_dcformers_generators():
 
 
 def cross(dtype=torch.float64):
-    return randomise(DCMHA(E, H, kdim=10, vdim=14, dtype=dtype, batch_first=True), 1.0)
+    return randomize(DCMHA(E, H, kdim=10, vdim=14, dtype=dtype, batch_first=True), 1.0)
 
 
 def test_order_of_the_keys_is_of_no_account():
@@ -270,7 +270,7 @@ def test_chunked_is_eager(query, key, kv_heads, groups, rank, static, mask, leng
         E, H, num_kv_heads=kv_heads, compose_groups=groups, compose_rank=rank, compose_query=query, compose_key=key,
         compose_static=static, qk_norm=static, dtype=torch.float64,
     )  # fmt: skip
-    randomise(module, 1.0).train()
+    randomize(module, 1.0).train()
     x = torch.randn(length, B, E, dtype=torch.float64)
     given = {}
     if mask in ("bool", "both"):
@@ -305,7 +305,7 @@ def test_nothing_to_attend(lengths):
 @pytest.mark.parametrize("implementation", ["eager", "dcformer_chunked", None])
 def test_rows_that_see_nothing_are_zeros(implementation):
     """As no key is seen, the output is the output projection's bias; every gradient is finite."""
-    module = randomise(DCMHA(E, H, attn_implementation=implementation), 1.0).train()
+    module = randomize(DCMHA(E, H, attn_implementation=implementation), 1.0).train()
     x = torch.randn(20, B, E, requires_grad=True)
     padding = torch.zeros(B, 20, dtype=torch.bool)
     padding[1] = True
@@ -344,14 +344,14 @@ def test_the_least_values_of_a_dtype_are_added(implementation, dtype):
 
 
 def test_a_trained_mask_gets_its_gradient():
-    module, x = randomise(DCMHA(E, H)), torch.randn(20, B, E)
+    module, x = randomize(DCMHA(E, H)), torch.randn(20, B, E)
     mask = torch.zeros(20, 20, requires_grad=True)
     module(x, x, x, attn_mask=mask, need_weights=False)[0].square().sum().backward()
     assert mask.grad.any()
 
 
 def test_dropout_is_of_the_composed_weights_in_training_only():
-    module, x = randomise(DCMHA(E, H, dropout=0.5)), torch.randn(20, B, E)
+    module, x = randomize(DCMHA(E, H, dropout=0.5)), torch.randn(20, B, E)
     first, second = (module(x, x, x)[0] for _ in range(2))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     module.train()
@@ -375,7 +375,7 @@ def test_in_the_librarys_transformer(is_layer):
     """In inference its encoder has a path past the attention module; composition must not be lost there."""
     layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
     plain = copy.deepcopy(layer)
-    layer.self_attn = randomise(DCMHA.from_torch(layer.self_attn), 1.0)
+    layer.self_attn = randomize(DCMHA.from_torch(layer.self_attn), 1.0)
     x = torch.randn(B, T, E)
     if not is_layer:
         layer, plain = (nn.TransformerEncoder(one, 2, enable_nested_tensor=False) for one in (layer, plain))
@@ -402,7 +402,7 @@ def test_bfloat16_and_autocast():
 
 
 def test_compiles_and_copies():
-    module, x = randomise(DCMHA(E, H)), torch.randn(20, B, E)
+    module, x = randomize(DCMHA(E, H)), torch.randn(20, B, E)
     with torch.no_grad():
         expected = module(x, x, x)[0]
         for made in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

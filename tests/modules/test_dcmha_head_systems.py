@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import randomise
+from helpers import randomize
 from torch import nn
 
 from dcformer.errors import DCFormerError
@@ -59,7 +59,7 @@ def test_made_from_plain_attention(name, length):
     ],
 )
 def test_chunked_is_eager_with_every_gradient(name, options):
-    made = randomise(DCMHA(32, 4, batch_first=True, head_system=name, head_system_options=options)).double()
+    made = randomize(DCMHA(32, 4, batch_first=True, head_system=name, head_system_options=options)).double()
     query, states = noise(2, 6, 32), noise(2, 9, 32, seed=1)
     found = []
     for implementation in ("eager", "dcformer_chunked"):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import FIXTURES, REPOSITORY, randomise, tiny_config
+from helpers import FIXTURES, REPOSITORY, randomize, tiny_config
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -88,7 +88,7 @@ def test_command_of_the_page(tmp_path, results, capsys):
 @pytest.mark.parametrize("settings", [None, {"tokenizer_class": "GPT2Tokenizer"}])
 def test_remote_code_and_no_tokenizer(settings, tmp_path, capsys):
     """Without a vocabulary, of which the library would make an empty tokenizer, there is none either."""
-    model = randomise(DCFormerForCausalLM(tiny_config(dtype="bfloat16")).bfloat16())
+    model = randomize(DCFormerForCausalLM(tiny_config(dtype="bfloat16")).bfloat16())
     model.save_pretrained(tmp_path / "model")
     if settings is not None:
         (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -112,7 +112,7 @@ def test_head_systems_of_ones_own_are_refused(tmp_path, monkeypatch, capsys, opt
 
 @pytest.mark.parametrize("stored", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
 def test_values_are_kept_whatever_dtype_the_configuration_names(tmp_path, stored):
-    model = randomise(DCFormerForCausalLM(tiny_config()))
+    model = randomize(DCFormerForCausalLM(tiny_config()))
     model.save_pretrained(tmp_path / "model")
     file, config = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "config.json"
     tensors = {name: tensor.to(stored[i % 2]) for i, (name, tensor) in enumerate(load_file(file).items())}
@@ -227,7 +227,7 @@ def test_a_card_speaks_of_composition_only_if_there_is_any(config, said, sources
     assert ("dcmha" in card.data.tags) == bool(config.compose_generators) == ("dynamically" in first)
     titles = re.findall("^## (.*)", card.text, re.MULTILINE)
     composition = ["Composition", "What composition adds"] if config.composes else []
-    assert titles == ["Use", "Sizes", *composition, "Evaluation", "Training", "Licence"]
+    assert titles == ["Use", "Sizes", *composition, "Evaluation", "Training", "License"]
     assert ("compos" in card.text.replace("heads are not composed", "")) == config.composes
 
 
@@ -247,7 +247,7 @@ def test_results_of_another_model(tmp_path, capsys, monkeypatch):
         assert read_results(results, [arguments[0], "user/tiny"])
 
 
-def test_card_without_results_and_licence_says_so():
+def test_card_without_results_and_license_says_so():
     card = model_card(tiny_config(), "tiny")
     assert "None yet" in card.text and "Not stated" in card.text
     assert card.data.license is None and card.data.eval_results is None

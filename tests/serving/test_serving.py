@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPOSITORY, randomise, tiny_config
+from helpers import REPOSITORY, randomize, tiny_config
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -399,7 +399,7 @@ def test_models_that_no_cache_has_room_for_generate_without(compose_key, tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "checkpoints" / "dcformer-synthetic")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
-    randomise(convert_attention(model.eval(), compose_key=compose_key)).save_pretrained(tmp_path)
+    randomize(convert_attention(model.eval(), compose_key=compose_key)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     started = []
     monkeypatch.setattr("uvicorn.Server.run", lambda server: started.append(server.config.app))
@@ -477,7 +477,7 @@ def test_converted_models_are_served_with_their_composition(tmp_path):
         (BartForConditionalGeneration(bart), "uncached"),  # with its encoder
         (BertForMaskedLM(BertConfig(vocab_size=32, **sizes)), True),  # which generates nothing
     ):
-        randomise(convert_attention(model.eval(), compose_key=compose_key))
+        randomize(convert_attention(model.eval(), compose_key=compose_key))
         folder = tmp_path / type(model).__name__
         model.save_pretrained(folder)
         with _own_application():

@@ -41,7 +41,7 @@ def whose(groups):
     return {member: group for group, members in groups.items() for member in members}
 
 
-def neighbour(word, step):
+def neighbor(word, step):
     sequence, index = RING[word]
     if sequence is ORDINALS and not 0 <= index + step < len(sequence):
         return None
@@ -53,8 +53,8 @@ RULES = {  # wording -> function from entity to answer; anything else is a copy
     "city in": whose(COUNTRY_TO_CITIES).__getitem__,
     "tool to": whose(CAPABILITY_TO_TOOLS).__getitem__,
     "opposite of": {a: b for pair in OPPOSITES for a, b in (pair, pair[::-1])}.__getitem__,
-    "slot just before": lambda word: neighbour(word, +1),
-    "slot just after": lambda word: neighbour(word, -1),
+    "slot just before": lambda word: neighbor(word, +1),
+    "slot just after": lambda word: neighbor(word, -1),
 }
 
 

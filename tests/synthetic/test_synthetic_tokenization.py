@@ -86,7 +86,7 @@ def test_a_tokenizer_that_spells_knows_the_same_words(tokenizer):
     assert spelling("desk é")["input_ids"] == [*tokenizer("desk")["input_ids"], tokenizer.unk_token_id]
 
 
-def test_prompt_and_answer_tokenise_like_the_text(tokenizer):
+def test_prompt_and_answer_tokenize_like_the_text(tokenizer):
     for record in generate_dataset("test", 1):
         whole = tokenizer(parse_context(record["texts"]).text)["input_ids"]
         for question in questions(record):
@@ -131,7 +131,7 @@ def test_each_answer_of_a_dataset_has_one_label(tokenizer):
 
 
 def test_answers_of_several_tokens():
-    """Any fast tokenizer will do: with one token a character, each character of an answer is labelled."""
+    """Any fast tokenizer will do: with one token a character, each character of an answer is labeled."""
     characters = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?\n abcdefghijklmnop")}, unk_token="?"))
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     encoded = encode({"texts": "a b\nc [ de f ]\n"}, PreTrainedTokenizerFast(tokenizer_object=characters))

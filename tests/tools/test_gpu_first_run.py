@@ -510,7 +510,7 @@ def test_why_the_source_tree_does_not_import_is_said(monkeypatch, tmp_path):
         first_run.describe(SimpleNamespace(smoke=True))
 
 
-def make_wheel(folder, name="colour_of_gpus", version="1.0"):
+def make_wheel(folder, name="color_of_gpus", version="1.0"):
     folder.mkdir(exist_ok=True)
     info = f"{name}-{version}.dist-info"
     files = {
@@ -526,7 +526,7 @@ def make_wheel(folder, name="colour_of_gpus", version="1.0"):
 
 def test_wheels_go_before_what_is_installed(tmp_path, called):
     make_wheel(tmp_path / "wheels")
-    code = "import colour_of_gpus; print(colour_of_gpus.COLOUR)"
+    code = "import color_of_gpus; print(color_of_gpus.COLOUR)"
     status, parts = called([section("a", code)], "--wheels", str(tmp_path / "wheels"))
     assert status == 0 and parts["a"]["detail"] == "green"
     run = first_run.Run(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Adapters on every linear layer, PEFT's other methods; quantised loading with bitsandbytes or torchao."""
+"""Adapters on every linear layer, PEFT's other methods; quantized loading with bitsandbytes or torchao."""
 
 import copy
 import subprocess
@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import randomize, tiny_config
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
@@ -77,7 +77,7 @@ def test_default_targets_are_all_linear_layers():
     ids=["attention", "mlp", "compose"],
 )
 def test_train_save_reload_merge(targets, modules, tmp_path):
-    base = randomise(DCFormerForCausalLM(tiny_config()))
+    base = randomize(DCFormerForCausalLM(tiny_config()))
     model = peft.get_peft_model(
         copy.deepcopy(base), peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets)
     )
@@ -103,7 +103,7 @@ def test_train_save_reload_merge(targets, modules, tmp_path):
 
 def test_adapted_model_generates_as_merged():
     """With a cache the composition weights go another way than in training; the adapters have to be on it too."""
-    base = randomise(DCFormerForCausalLM(tiny_config()))
+    base = randomize(DCFormerForCausalLM(tiny_config()))
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=LORA_TARGETS))
     losses(model)
     model.eval()
@@ -114,7 +114,7 @@ def test_adapted_model_generates_as_merged():
 
 
 def test_whole_composition_can_be_trained_beside_adapters(tmp_path):
-    base = randomise(DCFormerForCausalLM(tiny_config()))
+    base = randomize(DCFormerForCausalLM(tiny_config()))
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=2, target_modules=[*ATTENTION_TARGETS, *MLP_TARGETS], modules_to_save=["compose"]
     )
@@ -133,10 +133,10 @@ def test_whole_composition_can_be_trained_beside_adapters(tmp_path):
 
 def pythia() -> DCPythiaForCausalLM:
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    return randomise(DCPythiaForCausalLM(DCPythiaConfig(num_attention_heads=4, sliding_window=8, **sizes)))
+    return randomize(DCPythiaForCausalLM(DCPythiaConfig(num_attention_heads=4, sliding_window=8, **sizes)))
 
 
-MODELS = {"dcformer": lambda: randomise(DCFormerForCausalLM(tiny_config())), "dcpythia": pythia}
+MODELS = {"dcformer": lambda: randomize(DCFormerForCausalLM(tiny_config())), "dcpythia": pythia}
 LLAMA_ATTENTION = {"q_proj", "v_proj"}
 DEFAULTS = {  # method: (its configuration, what it changes)
     "lora": (lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=2), None),
@@ -169,7 +169,7 @@ def test_methods_without_target_modules(name, method):
 
 @later_names
 def test_adapters_added_by_transformers_need_no_target_modules(tmp_path):
-    base = randomise(DCFormerForCausalLM(tiny_config()))
+    base = randomize(DCFormerForCausalLM(tiny_config()))
     again = copy.deepcopy(base)
     base.add_adapter(peft.LoraConfig(r=2, init_lora_weights=False))
     tuned = logits(base)
@@ -229,7 +229,7 @@ def test_prefix_tuning_is_refused_with_the_reason(name):
 
 def test_prefix_tuning_without_key_wise_composition():
     """Nothing rides behind such a model's keys, so that a prefix lacks nothing."""
-    base = randomise(DCFormerForCausalLM(tiny_config(compose_key=False)))
+    base = randomize(DCFormerForCausalLM(tiny_config(compose_key=False)))
     model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     curve = losses(model)
     assert curve[-1] < curve[0]
@@ -245,7 +245,7 @@ def test_dcpythia():
         sliding_window=8,
     )
     model = peft.get_peft_model(
-        randomise(DCPythiaForCausalLM(config)), peft.LoraConfig(r=2, target_modules=LORA_TARGETS)
+        randomize(DCPythiaForCausalLM(config)), peft.LoraConfig(r=2, target_modules=LORA_TARGETS)
     )
     assert len(adapted_modules(model)) == 2 * 8  # a plain MLP has no gate_proj
     curve = losses(model)

@@ -62,8 +62,8 @@ def test_attention_is_the_definition_without_causality(make_model, images):
     def heads(projection, norm):
         projected = projection(states).unflatten(-1, (4, 8))  # [B, T, H, D]
         if norm is not None:
-            centred = projected - projected.mean(-1, keepdim=True)
-            projected = centred / (projected.var(-1, correction=0, keepdim=True) + 1e-6).sqrt() * norm.weight
+            centered = projected - projected.mean(-1, keepdim=True)
+            projected = centered / (projected.var(-1, correction=0, keepdim=True) + 1e-6).sqrt() * norm.weight
         return projected.transpose(1, 2)
 
     query, key = heads(attention.q_proj, attention.q_norm), heads(attention.k_proj, attention.k_norm)

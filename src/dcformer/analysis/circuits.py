@@ -20,7 +20,7 @@ def single_token(tokenizer: Any, text: str) -> int:
     """The id of a text that is one token.
 
     Raises:
-        DCFormerError: showing the tokenisation when it is another number of tokens, or an unknown one.
+        DCFormerError: showing the tokenization when it is another number of tokens, or an unknown one.
     """
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
@@ -93,7 +93,7 @@ def ov_table(
         `OVTable`; printed, it is a table in Markdown.
 
     Raises:
-        DCFormerError: on a token that is not one id, showing the tokenisation, on numbers out of range, and NaN.
+        DCFormerError: on a token that is not one id, showing the tokenization, on numbers out of range, and NaN.
     """
     found, decoder, unembed = _language_model(model)
     (layer,), (head,) = chosen([layer], len(found), "layer"), chosen([head], found[0].heads, "head")

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """Analyses a model as the command line says.
 
     Returns:
-        0, or 1 on input that cannot be analysed; then it prints one line, the reason.
+        0, or 1 on input that cannot be analyzed; then it prints one line, the reason.
     """
     if options.diversity:
         print(diversity_report(options.model, options.compare, options.form))

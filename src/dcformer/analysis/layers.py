@@ -68,7 +68,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
         if any(len(kept) < layer.heads for kept in options.get("kept_heads") or ()):
             raise DCFormerError(
                 "heads of this model have been removed (kept_heads), and those that are left have other numbers: "
-                "analyse it before prune_heads, with its gates."
+                "analyze it before prune_heads, with its gates."
             )
     return found
 

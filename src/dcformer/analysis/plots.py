@@ -1,9 +1,9 @@
 """Figures of what composed heads do. Each function returns a `matplotlib.figure.Figure` and touches no global state.
 
-All take `theme`, "light" or "dark". Colours are of Okabe and Ito's palette, which colour-blind people can tell apart,
+All take `theme`, "light" or "dark". Colors are of Okabe and Ito's palette, which color-blind people can tell apart,
 and never alone: lines differ in their dashes, bars in their hatches, and negative cells of heat maps bear a minus sign
-or their number. Composed maps are not probabilities, so signed quantities share one map of colours, centred at 0; its
-scale is printed beside it, and nothing is normalised. A dollar sign of a token or a name stands for itself.
+or their number. Composed maps are not probabilities, so signed quantities share one map of colors, centered at 0; its
+scale is printed beside it, and nothing is normalized. A dollar sign of a token or a name stands for itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _DASHES = ("-", "--", ":", "-.")
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a figure: its ground, text, lines that only help, what is positive and negative, and series."""
+    """Colors of a figure: its ground, text, lines that only help, what is positive and negative, and series."""
 
     ground: str
     ink: str
@@ -78,7 +78,7 @@ def _figure(theme: Theme, width: float, height: float) -> Figure:
 
 
 def _dress(axes: Any, theme: Theme, title: str = "", x: str = "", y: str = "", loc: str = "center") -> None:
-    """Colours, sizes and names of an axes; wide ones have their title on the left, where they are seen first."""
+    """Colors, sizes and names of an axes; wide ones have their title on the left, where they are seen first."""
     axes.set_facecolor(theme.ground)
     axes.set_title(title, color=theme.ink, fontsize=FONT + 1, loc=loc, parse_math=False)
     axes.set_xlabel(x, color=theme.ink, fontsize=FONT)
@@ -95,7 +95,7 @@ def _diverging(theme: Theme) -> Any:
 
 
 def _readable(image: Any, value: float, theme: Theme) -> str:
-    """The theme's ink or ground, whichever stands out more from the colour of a value."""
+    """The theme's ink or ground, whichever stands out more from the color of a value."""
 
     def luminance(rgb: Any) -> float:
         linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in rgb[:3]]
@@ -109,7 +109,7 @@ def _readable(image: Any, value: float, theme: Theme) -> str:
 
 
 def _heat(axes: Any, values: Any, theme: Theme, limit: float | None = None, numbers: bool | None = None) -> Any:
-    """A heat map of signed values, centred at 0; negative cells bear a minus or, where there is room, the number."""
+    """A heat map of signed values, centered at 0; negative cells bear a minus or, where there is room, the number."""
     values = np.asarray(values, dtype=float)
     limit = float(np.abs(values).max() if limit is None else limit) or 1.0
     image = axes.imshow(values, cmap=_diverging(theme), vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
@@ -122,10 +122,10 @@ def _heat(axes: Any, values: Any, theme: Theme, limit: float | None = None, numb
             text = MINUS
         else:
             continue
-        colour = _readable(image, value, theme)
+        color = _readable(image, value, theme)
         weight = "normal" if numbers else "bold"
         size = FONT - 1 if numbers else FONT + 3
-        axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=size, weight=weight)
+        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=size, weight=weight)
     return image
 
 
@@ -156,26 +156,26 @@ def diversity_curves(models: Mapping[str, tuple[Diversity, Diversity]], theme: s
     Raises:
         DCFormerError: on no model, on several forms, and on circuits in another order.
     """
-    colours = _theme(theme)
+    colors = _theme(theme)
     forms = {found.form for pair in models.values() for found in pair}
     if len(forms) != 1 or any((qk.circuit, ov.circuit) != ("qk", "ov") for qk, ov in models.values()):
         raise DCFormerError(
             f"{len(models)} models with diversities of the forms {sorted(forms)}: expected one at least, each with its "
             "circuits (QK, OV), and one form."
         )
-    figure = _figure(colours, 10, 4.2)
+    figure = _figure(colors, 10, 4.2)
     for place, circuit in enumerate(("QK", "OV")):
         axes = figure.add_subplot(1, 2, place + 1)
         for number, (name, pair) in enumerate(models.items()):
-            found, colour = pair[place], colours.series[number % len(colours.series)]
+            found, color = pair[place], colors.series[number % len(colors.series)]
             k = np.arange(1, found.curves.shape[1] + 1)
-            axes.plot(k, found.curves.T.numpy(), color=colour, linewidth=0.7, alpha=0.45)
+            axes.plot(k, found.curves.T.numpy(), color=color, linewidth=0.7, alpha=0.45)
             label = f"{name}: area {found.area.mean():.3f}, k90 {found.k90.double().mean():.0f}"
-            axes.plot(k, found.mean.numpy(), color=colour, linewidth=2.6, linestyle=_DASHES[number % 4], label=label)
+            axes.plot(k, found.mean.numpy(), color=color, linewidth=2.6, linestyle=_DASHES[number % 4], label=label)
         axes.set_ylim(0, 1.02)
-        axes.grid(color=colours.quiet, linewidth=0.5)
-        _dress(axes, colours, f"{circuit} circuits, form “{next(iter(forms))}”", "directions k", "captured variance")
-        _legend(axes, colours)
+        axes.grid(color=colors.quiet, linewidth=0.5)
+        _dress(axes, colors, f"{circuit} circuits, form “{next(iter(forms))}”", "directions k", "captured variance")
+        _legend(axes, colors)
     return figure
 
 
@@ -189,7 +189,7 @@ def breakdown_strip(found: Breakdown, tokens: Sequence[str] | None = None, theme
     Raises:
         DCFormerError: on fewer tokens than the entry's positions.
     """
-    colours = _theme(theme)
+    colors = _theme(theme)
     columns: list[tuple[str, torch.Tensor]] = [("before", found.before)]
     for name, projection in found.projections.items():
         rank = projection.down.shape[1]
@@ -198,23 +198,23 @@ def breakdown_strip(found: Breakdown, tokens: Sequence[str] | None = None, theme
     first_term = len(columns)
     columns += [(LABELS[term], found.terms[term]) for term in TERMS] + [("after", found.after)]
     heads = len(found.before)
-    figure = _figure(colours, 1.6 + 0.78 * len(columns), 2.6 + 0.36 * heads)
+    figure = _figure(colors, 1.6 + 0.78 * len(columns), 2.6 + 0.36 * heads)
     values = torch.stack([column for _, column in columns], dim=1).float()  # [H, columns]
     groups = ([0], list(range(1, first_term)), list(range(first_term, len(columns))))
     maps_limit = float(values[:, groups[0] + groups[2]].abs().max()) or 1.0
     parts_limit = float(values[:, groups[1]].abs().max()) if groups[1] else 1.0
     axes = figure.add_subplot()
-    scaled = values.clone()  # coloured on two scales, each printed with its numbers
+    scaled = values.clone()  # colored on two scales, each printed with its numbers
     scaled[:, groups[1]] *= maps_limit / (parts_limit or 1.0)
-    image = axes.imshow(scaled.numpy(), cmap=_diverging(colours), vmin=-maps_limit, vmax=maps_limit, aspect="auto")
+    image = axes.imshow(scaled.numpy(), cmap=_diverging(colors), vmin=-maps_limit, vmax=maps_limit, aspect="auto")
     for head in range(heads):
         for column in range(len(columns)):
-            ink = _readable(image, float(scaled[head, column]), colours)
+            ink = _readable(image, float(scaled[head, column]), colors)
             number = float(values[head, column])
             text = "0" if abs(number) < 0.005 else f"{number:.2f}" if abs(number) < 99.5 else f"{number:.0f}"
             axes.text(column, head, text, ha="center", va="center", color=ink, fontsize=FONT - 1)
     for edge in (0.5, first_term - 0.5, len(columns) - 1.5):
-        axes.axvline(edge, color=colours.ink, linewidth=1.5)
+        axes.axvline(edge, color=colors.ink, linewidth=1.5)
     axes.set_xticks(range(len(columns)), [name for name, _ in columns], rotation=40, ha="right")
     _heads(axes, range(heads))
     pair = f"query {found.t}, key {found.s}"
@@ -226,8 +226,8 @@ def breakdown_strip(found: Breakdown, tokens: Sequence[str] | None = None, theme
         for name, projection in found.projections.items()
     )
     title = f"Layer {found.layer}, {MAP_NAMES[found.stage][0]}: {pair}"
-    note = "colours: one scale for down and up, one for the rest" if hidden else ""
-    _dress(axes, colours, f"{title}\n{hidden}" if hidden else title, note, "head")
+    note = "colors: one scale for down and up, one for the rest" if hidden else ""
+    _dress(axes, colors, f"{title}\n{hidden}" if hidden else title, note, "head")
     return figure
 
 
@@ -252,7 +252,7 @@ def attention_rows(
 
     Keys before the first and after the last one that the query sees are left out.
     """
-    colours, layer = _theme(theme), trace.number(layer)
+    colors, layer = _theme(theme), trace.number(layer)
     labels = ["\\n" if token == "\n" else token for token in trace.labels(batch, tokens)]
     row = trace.row(t)
     before, after = (maps[batch, :, row].float().cpu() for maps in trace.layer(layer).maps(stage))  # [H, S]
@@ -261,25 +261,25 @@ def attention_rows(
     seen = [trace.positions[row], *visible.nonzero()[:, 0].tolist()]
     keys = range(min(seen), max(seen) + 1)
     count = 2 + (component is not None)
-    figure = _figure(colours, min(60.0, max(7.0, 1.8 + 0.36 * len(keys))), 1.0 + count * (1.1 + 0.3 * len(numbers)))
+    figure = _figure(colors, min(60.0, max(7.0, 1.8 + 0.36 * len(keys))), 1.0 + count * (1.1 + 0.3 * len(numbers)))
     for place, (name, values) in enumerate(zip(MAP_NAMES[stage], (before, after), strict=True)):
         axes = figure.add_subplot(count, 1, place + 1)
-        image = _heat(axes, (values[numbers] * visible)[:, keys], colours, numbers=False)
+        image = _heat(axes, (values[numbers] * visible)[:, keys], colors, numbers=False)
         _heads(axes, numbers)
         _ticks(axes, [labels[key] for key in keys])
-        _dress(axes, colours, f"Layer {layer}, query {labels[trace.positions[row]]!r}: {name}", "", "head", loc="left")
-        _scale(figure, image, axes, colours, name)
+        _dress(axes, colors, f"Layer {layer}, query {labels[trace.positions[row]]!r}: {name}", "", "head", loc="left")
+        _scale(figure, image, axes, colors, name)
     if component is not None:
         side, rank, part = component
         values = component_over_keys(trace, layer, stage, side, rank, numbers, part, batch).float().cpu()
         at = list(range(trace.length)) if side == "key" else trace.positions
         shown = [place for place, position in enumerate(at) if position in keys]
         axes = figure.add_subplot(count, 1, 3)
-        image = _heat(axes, values[:, shown], colours, numbers=False)
+        image = _heat(axes, values[:, shown], colors, numbers=False)
         _heads(axes, numbers)
         _ticks(axes, [labels[at[place]] for place in shown])
-        _dress(axes, colours, f"{side}-wise {part}, component {rank}, along the sequence", "", "head", loc="left")
-        _scale(figure, image, axes, colours, part)
+        _dress(axes, colors, f"{side}-wise {part}, component {rank}, along the sequence", "", "head", loc="left")
+        _scale(figure, image, axes, colors, part)
     return figure
 
 
@@ -297,46 +297,46 @@ def _some(summary: Sequence[StageSummary]) -> Sequence[StageSummary]:
 
 def mean_maps(summary: Sequence[StageSummary], theme: str = "light") -> Figure:
     """The mean map from heads to heads, identity subtracted, per layer (columns) and stage (rows)."""
-    colours, summary = _theme(theme), _some(summary)
+    colors, summary = _theme(theme), _some(summary)
     stages = [stage for stage in MAP_NAMES if any(one.stage == stage for one in summary)]
     layers = sorted({one.layer for one in summary})
     size = max(2.7, 0.34 * summary[0].mean_map.shape[0])
-    figure = _figure(colours, 1.0 + (size + 0.9) * len(layers), 0.4 + (size + 0.7) * len(stages))
+    figure = _figure(colors, 1.0 + (size + 0.9) * len(layers), 0.4 + (size + 0.7) * len(stages))
     for one in summary:
         axes = figure.add_subplot(
             len(stages), len(layers), stages.index(one.stage) * len(layers) + layers.index(one.layer) + 1
         )
-        image = _heat(axes, one.mean_map.numpy(), colours, numbers=False)
+        image = _heat(axes, one.mean_map.numpy(), colors, numbers=False)
         heads = range(one.mean_map.shape[0])
         axes.set_xticks(heads, [str(head) for head in heads])
         _heads(axes, heads)
         is_first, is_last = one.layer == layers[0], one.layer == layers[-1]
-        _dress(axes, colours, f"layer {one.layer}, {one.stage}", "to head", "from head" if is_first else "")
-        _scale(figure, image, axes, colours, "mean of C - I" if is_last else "")
+        _dress(axes, colors, f"layer {one.layer}, {one.stage}", "to head", "from head" if is_first else "")
+        _scale(figure, image, axes, colors, "mean of C - I" if is_last else "")
     return figure
 
 
 def term_shares(summary: Sequence[StageSummary], theme: str = "light") -> Figure:
     """The share of each term in what composition changes, per layer and stage; shares add up to 1."""
-    colours, summary = _theme(theme), _some(summary)
+    colors, summary = _theme(theme), _some(summary)
     terms = [term for term in TERMS[1:] if any(one.shares[term] for one in summary)] or list(TERMS[1:])
-    figure = _figure(colours, max(7.5, 2.0 + 1.25 * len(summary)), 4.8)
+    figure = _figure(colors, max(7.5, 2.0 + 1.25 * len(summary)), 4.8)
     axes = figure.add_subplot()
     width = 0.8 / len(terms)
     for number, term in enumerate(terms):
         at = np.arange(len(summary)) + (number - (len(terms) - 1) / 2) * width
         heights = [one.shares[term] for one in summary]
         bars = axes.bar(
-            at, heights, width, label=LABELS[term], hatch=_HATCHES[term], edgecolor=colours.ground,
-            color=colours.series[TERMS.index(term) - 1],
+            at, heights, width, label=LABELS[term], hatch=_HATCHES[term], edgecolor=colors.ground,
+            color=colors.series[TERMS.index(term) - 1],
         )  # fmt: skip
         labels = [f"{height:.0%}" for height in heights]
-        axes.bar_label(bars, labels, color=colours.ink, fontsize=FONT - 1, padding=2, rotation=90)
-    axes.axhline(0, color=colours.ink, linewidth=1)
+        axes.bar_label(bars, labels, color=colors.ink, fontsize=FONT - 1, padding=2, rotation=90)
+    axes.axhline(0, color=colors.ink, linewidth=1)
     axes.margins(y=0.2)  # room for the numbers
     axes.set_xticks(range(len(summary)), [f"layer {one.layer}\n{one.stage}" for one in summary])
-    _dress(axes, colours, "Share of each term in E|A' - A|", "", "share")
-    _legend(figure, colours, ncols=len(terms), loc="outside lower center")
+    _dress(axes, colors, "Share of each term in E|A' - A|", "", "share")
+    _legend(figure, colors, ncols=len(terms), loc="outside lower center")
     return figure
 
 
@@ -349,14 +349,14 @@ def attribution_heatmap(scores: torch.Tensor, target: str = "the target", theme:
     """
     if scores.ndim != 2:
         raise DCFormerError(f"scores of shape {tuple(scores.shape)}: expected [L, H]; add up the positions.")
-    colours = _theme(theme)
-    figure = _figure(colours, 2.4 + 0.75 * scores.shape[1], 1.7 + 0.5 * scores.shape[0])
+    colors = _theme(theme)
+    figure = _figure(colors, 2.4 + 0.75 * scores.shape[1], 1.7 + 0.5 * scores.shape[0])
     axes = figure.add_subplot()
-    image = _heat(axes, scores.numpy(), colours, numbers=scores.numel() <= 512)
+    image = _heat(axes, scores.numpy(), colors, numbers=scores.numel() <= 512)
     axes.set_xticks(range(scores.shape[1]))
     axes.set_yticks(range(scores.shape[0]))
-    _dress(axes, colours, f"Contribution to the logit of {target!r}: {scores.sum():.2f} in all", "head", "layer")
-    _scale(figure, image, axes, colours, "logits")
+    _dress(axes, colors, f"Contribution to the logit of {target!r}: {scores.sum():.2f} in all", "head", "layer")
+    _scale(figure, image, axes, colors, "logits")
     return figure
 
 
@@ -367,19 +367,17 @@ def accuracy_bars(accuracies: Mapping[str, float], theme: str = "light", title: 
         accuracies: what was done -> share of right answers, in the order to show.
         title: of the figure.
     """
-    colours = _theme(theme)
-    figure = _figure(colours, 9, 0.9 + 0.42 * len(accuracies))
+    colors = _theme(theme)
+    figure = _figure(colors, 9, 0.9 + 0.42 * len(accuracies))
     axes = figure.add_subplot()
     names = list(accuracies)
-    bars = axes.barh(
-        range(len(names)), [100 * accuracies[name] for name in names], color=colours.series[0], height=0.65
-    )
-    axes.bar_label(bars, [f"{accuracies[name]:.1%}" for name in names], padding=4, color=colours.ink, fontsize=FONT)
+    bars = axes.barh(range(len(names)), [100 * accuracies[name] for name in names], color=colors.series[0], height=0.65)
+    axes.bar_label(bars, [f"{accuracies[name]:.1%}" for name in names], padding=4, color=colors.ink, fontsize=FONT)
     axes.set_yticks(range(len(names)), names, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0, 128)  # room for the numbers
     axes.set_xticks(range(0, 101, 20))
-    _dress(axes, colours, title, "right answers, %", "")
+    _dress(axes, colors, title, "right answers, %", "")
     return figure
 
 
@@ -413,12 +411,12 @@ def attention_over_image(
             f"image of shape {image.shape}: expected [rows, columns] or [rows, columns, 3], channels last."
         )
     (batch,) = chosen([batch], len(trace.real), "batch index")
-    colours = _theme(theme)
+    colors = _theme(theme)
     row, patches = trace.row(t), trace.grid[0] * trace.grid[1]
     offset = trace.length - patches  # 1 with a class token
     maps = [m[batch, :, row, offset:].float().cpu().unflatten(-1, trace.grid) for m in trace.layer(layer).maps(stage)]
     numbers = chosen(heads, maps[0].shape[0], "head")
-    figure = _figure(colours, 2.6 + 1.75 * len(numbers), 4.4)
+    figure = _figure(colors, 2.6 + 1.75 * len(numbers), 4.4)
     from matplotlib.patches import Rectangle
 
     grid = figure.add_gridspec(2, len(numbers) + 1)
@@ -426,23 +424,23 @@ def attention_over_image(
     picture.imshow(image, cmap="gray", extent=(-0.5, trace.grid[1] - 0.5, trace.grid[0] - 0.5, -0.5))
     picture.set_xticks([])
     picture.set_yticks([])
-    _dress(picture, colours, "image")
+    _dress(picture, colors, "image")
     for place, (name, values) in enumerate(zip(MAP_NAMES[stage], maps, strict=True)):
         limit = float(values[numbers].abs().max()) or 1.0
         row_axes = []
         for column, head in enumerate(numbers):
             axes = figure.add_subplot(grid[place, column + 1])
-            drawn = _heat(axes, values[head], colours, limit, numbers=False)
+            drawn = _heat(axes, values[head], colors, limit, numbers=False)
             axes.set_aspect("equal")
             axes.set_xticks([])
             axes.set_yticks([])
-            _dress(axes, colours, f"head {head}" if not place else "", "", name if not column else "")
+            _dress(axes, colors, f"head {head}" if not place else "", "", name if not column else "")
             row_axes.append(axes)
-        _scale(figure, drawn, row_axes, colours, "")
+        _scale(figure, drawn, row_axes, colors, "")
     for axes in figure.axes:
         if trace.positions[row] >= offset and axes.get_images() and axes.get_label() != "<colorbar>":
             y, x = divmod(trace.positions[row] - offset, trace.grid[1])
-            frame = Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, fill=False, edgecolor=colours.series[2], linewidth=2.5)
+            frame = Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, fill=False, edgecolor=colors.series[2], linewidth=2.5)
             axes.add_patch(frame)
     return figure
 

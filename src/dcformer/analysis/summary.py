@@ -56,10 +56,10 @@ def composition_summary(trace: AnalysisTrace) -> list[StageSummary]:
         `StageSummary`s: layer by layer, "pre" and then "post". Padding and keys that a query does not see are left out.
     """
     work = [(number, stage) for number in trace.layers for stage in STAGES]
-    return [_summarise(trace, *at) for at in tqdm(work, desc="summary", leave=False, delay=2)]
+    return [_summarize(trace, *at) for at in tqdm(work, desc="summary", leave=False, delay=2)]
 
 
-def _summarise(trace: AnalysisTrace, number: int, stage: str) -> StageSummary:
+def _summarize(trace: AnalysisTrace, number: int, stage: str) -> StageSummary:
     layer = trace.layers[number]
     before, after = layer.maps(stage)
     batch, heads = before.shape[:2]

@@ -255,7 +255,7 @@ class ArraySource:
         unknown = {name: entry for entry in others if (name := found.unknown_parameter(entry[1].replace("/", ".")))}
         self._keys |= unknown  # which is an error, but one of what is expected
         if skipped := len(others) - len(unknown):
-            self.notes.append(f"{skipped} arrays other than parameters (step, optimiser states) were skipped")
+            self.notes.append(f"{skipped} arrays other than parameters (step, optimizer states) were skipped")
         for name in sorted(self._keys):
             self._describe(name, chunks)
         return found

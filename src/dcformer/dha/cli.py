@@ -130,7 +130,7 @@ def _writing(output: str) -> Iterator[None]:
 
 
 def _state(options: argparse.Namespace) -> Path:
-    """The folder of an unfinished stage's state, a hidden neighbour of its output."""
+    """The folder of an unfinished stage's state, a hidden neighbor of its output."""
     output = Path(options.output)
     return output.with_name(f".{output.name}.run")
 
@@ -334,16 +334,16 @@ def _rows(options: argparse.Namespace, held_out: str | None = None) -> tuple[Any
     require_extra("train", "reading --data", "datasets", "trl")
     if options.batch_size < 1:
         raise DCFormerError(f"--batch-size {options.batch_size}: expected at least 1 row.")
-    rows = _tokenised(options, options.data, "--data")
+    rows = _tokenized(options, options.data, "--data")
     if held_out is not None:
-        held = _tokenised(options, held_out, "--eval-data")[:_HELD_OUT]
+        held = _tokenized(options, held_out, "--eval-data")[:_HELD_OUT]
     else:
         count = min(_HELD_OUT, len(rows) // 20)
         rows, held = rows[: len(rows) - count], rows[len(rows) - count :]
     return [{"input_ids": row} for row in rows], [*torch.stack(held).split(options.batch_size)] if held else []
 
 
-def _tokenised(options: argparse.Namespace, source: str, argument: str) -> list[torch.Tensor]:
+def _tokenized(options: argparse.Namespace, source: str, argument: str) -> list[torch.Tensor]:
     """All texts, an end of text between them, cut into rows; at least one."""
     from transformers import AutoTokenizer
 

@@ -165,7 +165,7 @@ def fold_folder(
 ) -> DCFormerConfig:
     """Folds a model folder into another, a tensor at a time: no model is made, and memory is that of one tensor.
 
-    Interrupted or killed, it leaves a hidden neighbour of the output, from which the same call goes on.
+    Interrupted or killed, it leaves a hidden neighbor of the output, from which the same call goes on.
 
     Args:
         model: folder of the source.
@@ -288,7 +288,7 @@ def expand(model: PreTrainedModel) -> PreTrainedModel:
 def to_gqa(model: PreTrainedModel) -> PreTrainedModel:
     """The same function and the same saving as a plain grouped-query model, for other engines.
 
-    Query heads change places so that those of a key/value head are neighbours: rows of `q_proj`, columns of `o_proj`.
+    Query heads change places so that those of a key/value head are neighbors: rows of `q_proj`, columns of `o_proj`.
 
     Args:
         model: from a plan with `tie=True` and equal counts in all layers; without composition.

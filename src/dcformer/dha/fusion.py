@@ -238,7 +238,7 @@ def train_mixers(
         model: with the mixers attached.
         mixers: to train.
         batches: data; see `batch_iterator`.
-        steps: optimiser steps.
+        steps: optimizer steps.
         mixer_lr: learning rate of the mixers, constant, without weight decay.
         lr: peak learning rate of `trained`, with weight decay 0.1.
         trained: parameters of the model that are trained.
@@ -340,7 +340,7 @@ def train_mixers(
 
 
 class _State:
-    """Parameters, optimiser, random numbers and records of a run, in folders step-N; a complete one has run.json."""
+    """Parameters, optimizer, random numbers and records of a run, in folders step-N; a complete one has run.json."""
 
     def __init__(self, folder: Path, setup: Mapping[str, Any], what: str):
         self.folder, self.what = folder, what
@@ -464,7 +464,7 @@ class FusedModel:
     Attributes:
         model: the source's architecture, trained, with a `HeadMixer` behind each projection.
         plan: its groups.
-        losses: a record per step: `step`, `loss` (of language modelling), `fusion`, `worst` part, `margin`, `lambda`.
+        losses: a record per step: `step`, `loss` (of language modeling), `fusion`, `worst` part, `margin`, `lambda`.
         summary: what was trained and how; `source_loss`, `soft_loss` and `folded_loss`, and what they were
             `measured_on`, "held-out batches" or "a training batch"; `gap`, and `small_at`, the step at which the fusion
             loss fell below 1e-3 (None: never).
@@ -602,7 +602,7 @@ def fuse(
         model: the source.
         plan: for it, or its file.
         batches: data: batches, or a data set of rows, as `batch_iterator` describes.
-        steps: optimiser steps, closing included.
+        steps: optimizer steps, closing included.
         lr: peak learning rate of the model's parameters, with 10 % warm-up and a cosine to 10 %.
         mixer_lr: learning rate of the operators and of λ.
         train: "all" parameters of the model, those of "attention", or "none", only the operators.

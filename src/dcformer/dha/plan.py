@@ -27,7 +27,7 @@ def canonical(groups: Sequence[Sequence[int]]) -> Groups:
 
 
 def consecutive_groups(heads: int, count: int) -> Groups:
-    """`heads` heads in `count` groups of neighbours, as grouped-query attention has them."""
+    """`heads` heads in `count` groups of neighbors, as grouped-query attention has them."""
     size = heads // count
     return [list(range(first, first + size)) for first in range(0, heads, size)]
 

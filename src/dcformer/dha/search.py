@@ -76,7 +76,7 @@ def operator_distances(operator: torch.Tensor) -> torch.Tensor:
 
 
 def cka_distances(weight: torch.Tensor) -> torch.Tensor:
-    """1 - linear CKA of the heads' parameters, uncentred as in the paper.
+    """1 - linear CKA of the heads' parameters, uncentered as in the paper.
 
     It does not see the order of channels, nor a rotation of them, so heads that are alike to it may not be poolable.
 
@@ -262,7 +262,7 @@ def search(
         score: distance of heads. "weights": of their projections, without data. "function": the same after training
             mixtures of heads for `steps` on `batches`. "operator": of the mixtures' own factors, the paper's, for
             comparison only: it does not see that two heads are equal. "cka": 1 - similarity of their parameters.
-            "uniform": none, groups of neighbours.
+            "uniform": none, groups of neighbors.
         allocation: "uniform", equal counts; or how costs are made for counts that differ: "root", "score",
             "displacement" (`part_cost`).
         tie: keys and values of a layer share groups, for export to grouped-query models.
@@ -380,7 +380,7 @@ def _distances(
 
 
 def uniform_plan(config: Any, kv_ratio: float = 0.25, *, head_blocks: int = 1) -> HeadPlan:
-    """Groups of neighbours, equal counts: what grouped-query attention is made by, the baseline.
+    """Groups of neighbors, equal counts: what grouped-query attention is made by, the baseline.
 
     Args:
         config: of the source; or the source itself, or its folder, to whose parameters the plan is then bound.

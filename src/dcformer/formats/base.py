@@ -1,4 +1,4 @@
-"""The interface of checkpoint formats: a table of tensors, and how a checkpoint is recognised, read and written.
+"""The interface of checkpoint formats: a table of tensors, and how a checkpoint is recognized, read and written.
 
 A format is a module with a subclass of `FolderFormat` (a model folder: `config.json` beside weight files) or
 `ArrayFormat` (zarr arrays, as JAX trainers write them); `dcformer.formats` lists an instance of it. The subclass holds

@@ -15,7 +15,7 @@ _NORM_BIASES = ("final_ln.bias", ".layer_norm.bias")
 
 
 class PaxFormat(ArrayFormat):
-    """Pax checkpoints, parameters only; the trainer creates new optimiser states."""
+    """Pax checkpoints, parameters only; the trainer creates new optimizer states."""
 
     name, title = "pax", "Pax"
     prefix = r"(?:state\.)?(?:mdl_vars\.)?(?:params\.)?(?:lm\.)?"
@@ -23,7 +23,7 @@ class PaxFormat(ArrayFormat):
     stacked_layers, single_layers = "transformer.repeat.sub.x_layers_{s}.", "transformer.x_layers_{i}."
     options = frozenset({"padded_vocab_size"})
     certain_prefix = r"(?:state\.)?(?:mdl_vars\.params\.(?:lm\.)?|params\.lm\.)"
-    limits = "A Pax checkpoint is one zarr array per parameter, and its trainer creates new optimiser states."
+    limits = "A Pax checkpoint is one zarr array per parameter, and its trainer creates new optimizer states."
 
     def layouts(self, mlp_type: str, norm_type: str) -> list[TensorLayout]:
         """The format's table. praxis stores a LayerNorm's scale minus one, and an RMSNorm's scale unchanged."""

@@ -78,7 +78,7 @@ class HeadSystemsAttention(SystemProjections, DCFormerAttention):
         rope: tuple[torch.Tensor, torch.Tensor],
         is_cached: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [B, heads, T, width] of `_project`, normalised and turned in the system's way."""
+        """Queries, keys and values [B, heads, T, width] of `_project`, normalized and turned in the system's way."""
         query = self.system.position(query, self._turn(self.q_norm, rope))
         key = self.system.position(key, self._turn(self.k_norm, rope))
         return query, key, value

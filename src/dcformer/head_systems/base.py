@@ -70,7 +70,7 @@ class HeadSystem(nn.Module):
         self.v_proj = nn.Linear(size, self.sizes.num_kv_heads * width, bias=bias)
 
     def project(self, x_q: torch.Tensor, x_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Normalised states [B, T, E] and [B, S, E] -> queries, keys, values [B, heads, N, width] as cached."""
+        """Normalized states [B, T, E] and [B, S, E] -> queries, keys, values [B, heads, N, width] as cached."""
         projected = (self.q_proj(x_q), self.k_proj(x_kv), self.v_proj(x_kv))
         query, key, value = (states.unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2) for states in projected)
         return query, key, value

@@ -1,4 +1,4 @@
-"""Re-parametrisation of plain attention as collaborative heads: CP decomposition of the stack of W_Q^h W_K^hᵀ.
+"""Re-parametrization of plain attention as collaborative heads: CP decomposition of the stack of W_Q^h W_K^hᵀ.
 
 The stack is a tensor [H, E, E] whose matrices have rank D, and is never made: everything is computed from its factors.
 Letters: H heads, D head dim, E hidden size, C components (Dk), r = min(E, H·D).

@@ -25,14 +25,14 @@ class CollaborativeOptions(HeadSystemOptions):
     scaling: float | None = None
 
     def check(self, sizes: HeadSizes) -> None:
-        """Refuses dims that are out of range, halves of rotated pairs, parts of normalised blocks, unknown names."""
+        """Refuses dims that are out of range, halves of rotated pairs, parts of normalized blocks, unknown names."""
         name, dims, most = "shared_key_query_dim", self.shared_key_query_dim, sizes.num_heads * sizes.head_dim
         if dims is not None:
             check_range(name, dims, 2 if sizes.rotary_dim else 1, most, "num_attention_heads * head_dim")
             if sizes.rotary_dim and dims % 2:
                 raise ValueError(f"{name}={dims} must be even, from 2 to {most}: RoPE rotates channels in pairs.")
             if sizes.qk_norm and dims % sizes.head_dim:
-                blocks = f"head_dim={sizes.head_dim}, up to {most}: qk_norm normalises blocks of them"
+                blocks = f"head_dim={sizes.head_dim}, up to {most}: qk_norm normalizes blocks of them"
                 raise ValueError(f"{name}={dims} must be a multiple of {blocks}. Choose one, or switch qk_norm off.")
         if self.mixing_init not in (None, "normal", "ones", "concatenate"):
             raise ValueError(f"mixing_init={self.mixing_init!r}: expected 'normal', 'ones' or 'concatenate'.")

@@ -19,7 +19,7 @@ class HeadSizes:
         hidden_size, num_heads, num_kv_heads, head_dim: E, H, Hkv and D of plain attention.
         bias: whether the projections have biases.
         rotary_dim: the first channels of a head that RoPE rotates in pairs (c, c + rotary_dim / 2); 0 without RoPE.
-        qk_norm: whether queries and keys are normalised over the head dim.
+        qk_norm: whether queries and keys are normalized over the head dim.
         layer, num_layers: which layer it is, from 0, of how many; None for a module of its own, which does not know.
         composed: whether composition mixes the heads' maps, so that every head needs the maps of all.
     """

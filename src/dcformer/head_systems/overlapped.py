@@ -1,11 +1,11 @@
-"""Overlapped heads, MOHSA (arXiv 2410.14874): a head also has the neighbours' nearest channels of q, k and v.
+"""Overlapped heads, MOHSA (arXiv 2410.14874): a head also has the neighbors' nearest channels of q, k and v.
 
     head h has columns h·D - o ... (h+1)·D + o of the concatenated heads, zeros beyond the ends: width D + 2o
     A_h = own score + scaling · ( q_{h-1}[-o:]·k_{h-1}[-o:] + q_{h+1}[:o]·k_{h+1}[:o] )
 
 The scaling stays D^-0.5; the output projection reads H·(D + 2o) channels. Heads are widened behind the cache, which is
 that of plain attention, and behind RoPE. RoPE rotates pairs of channels that lie half a head apart, of which an overlap
-of less than D takes one without the other: the neighbours' part then depends on absolute positions, too.
+of less than D takes one without the other: the neighbors' part then depends on absolute positions, too.
 
 Letters: B batch, N tokens, H heads, D head dim, o overlap, E hidden size.
 """
@@ -65,13 +65,13 @@ class OverlappedOptions(HeadSystemOptions):
         return self.overlap
 
     def check(self, sizes: HeadSizes) -> None:
-        """Refuses overlaps beyond the neighbour, and grouped keys and values, which have no neighbours."""
+        """Refuses overlaps beyond the neighbor, and grouped keys and values, which have no neighbors."""
         overlap, name = self.of_layer(sizes), "overlap"
         if overlap is not self.overlap:
             name = f"overlap[{sizes.layer}]"
         if isinstance(self.overlap, str):
             name = f"overlap={self.overlap!r}: {name}"
-        check_range(name, overlap, 0, sizes.head_dim, "head_dim, as only neighbours overlap")
+        check_range(name, overlap, 0, sizes.head_dim, "head_dim, as only neighbors overlap")
         if sizes.num_kv_heads != sizes.num_heads:
             raise ValueError(
                 f"head_system='overlapped' with num_key_value_heads={sizes.num_kv_heads} and num_attention_heads="
@@ -80,7 +80,7 @@ class OverlappedOptions(HeadSystemOptions):
 
 
 class Overlapped(HeadSystem):
-    """Heads that share their outermost channels with their neighbours."""
+    """Heads that share their outermost channels with their neighbors."""
 
     options_class = OverlappedOptions
     keeps_shapes = False
@@ -105,7 +105,7 @@ class Overlapped(HeadSystem):
         return torch.cat([left, heads, right], dim=-1)
 
     def from_mha(self, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear) -> torch.Tensor:
-        """Exact at o = 0. Else zeros meet the neighbours' values, but scores have the neighbours' parts."""
+        """Exact at o = 0. Else zeros meet the neighbors' values, but scores have the neighbors' parts."""
         own = super().from_mha(q, k, v, o).unflatten(1, (self.sizes.num_heads, -1))  # [E, H, D]
         return F.pad(own, (self.overlap, self.overlap)).flatten(1)
 

@@ -65,7 +65,7 @@ class HeadSystemsViTAttention(SystemProjections, DCViTAttention):
     def _place(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of `_project` for the attention function: normalised and expanded by the system."""
+        """Queries, keys and values of `_project` for the attention function: normalized and expanded by the system."""
         query, key = self.system.position(query, self.q_norm), self.system.position(key, self.k_norm)
         return self.system.expand(query, key, value)
 

@@ -13,7 +13,7 @@ Inside a program the maps change hands through memory: the first half writes row
 columns, all heads, with a barrier in between. The reason is shapes: products want [keys, channels] of a head, mixing
 wants [heads, keys].
 
-Key-wise weights are read where the cache keeps them, behind keys and values (`DCFormerCompose.pack`): 2R + 1 neighbours
+Key-wise weights are read where the cache keeps them, behind keys and values (`DCFormerCompose.pack`): 2R + 1 neighbors
 for each query head, the low rank's fetched with one load where they are aligned. Keys that no query sees are not read.
 
 Names: i_ index, o_ offset, m_ mask, p_ pointer, b_ block; h heads, m heads of a group, r rows (a head's queries one
@@ -425,11 +425,11 @@ def split_keys(
     return ceil_div(keys, length), length
 
 
-def _alignment(tensor: torch.Tensor, neighbours: int = -1) -> int:
+def _alignment(tensor: torch.Tensor, neighbors: int = -1) -> int:
     """The largest power of two of elements, up to 16 bytes, of which all strides but that of one axis are multiples."""
     align = 16 // tensor.element_size()
     for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        while axis != neighbours % tensor.dim() and size > 1 and stride % align:
+        while axis != neighbors % tensor.dim() and size > 1 and stride % align:
             align //= 2
     return align
 
@@ -446,8 +446,8 @@ def _stage_arguments(stage: Stage, flags: int, layout: Layout) -> tuple[dict[str
     if key is None:
         arguments |= {f"stride_w{axis}": 0 for axis in "bhrcs"}
     else:
-        # a pair is neighbours of aligned memory, and a power of two of them: one load
-        align, width = _alignment(key, neighbours=3), 2 * layout.rank
+        # a pair is neighbors of aligned memory, and a power of two of them: one load
+        align, width = _alignment(key, neighbors=3), 2 * layout.rank
         wide = min(width, 16 // key.element_size())
         # the address, not the offset in a storage: it is what launches are remembered by
         address = key.storage_offset() * key.element_size() if key.is_meta else key.data_ptr()

@@ -49,7 +49,7 @@ from .sizes import ceil_div, power_of_2
 from .triton.precision import product, rounded, tanh
 
 _INSTEAD = "the DCFormerCompose itself"  # of what computes the weights without kernels
-APPROXIMATE = {type(ACT2FN[name]): flavour for name, flavour in ACTIVATIONS.items()}
+APPROXIMATE = {type(ACT2FN[name]): flavor for name, flavor in ACTIVATIONS.items()}
 
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     Args:
         given: `weights`, as the ops return them; hidden, gates and qkw, as they take them, contiguous but for the first
             two axes; the rows of the first and of the second stage, None where there are none; and the numbers stages,
-            sides, M, R and GELU's flavour.
+            sides, M, R and GELU's flavor.
     """
     weights, hidden, gates, qkw, rows_0, rows_1, stages, sides, heads_per_group, rank, approximate = given
     _, batch, heads, width, length = weights.shape
@@ -299,7 +299,7 @@ def _launch(
     *numbers: Any,
 ) -> None:
     """Runs the kernel: the ops' tensors, `weights` as they return them, each stage's `rows`, if any; stages, sides, M,
-    R and GELU's flavour."""
+    R and GELU's flavor."""
     if not weights.shape[1] or not weights.shape[4]:
         return
     require_supported(instead=_INSTEAD, device=weights.device)
@@ -333,14 +333,14 @@ def _generate_packed(hidden, gates, qkw, rows_0, rows_1, sides, heads_per_group,
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Whether a module is nothing but its weight: no adapter, quantisation, sharding, offloading or other hook."""
+    """Whether a module is nothing but its weight: no adapter, quantization, sharding, offloading or other hook."""
     return is_plain_linear(linear) and linear.bias is None
 
 
 def can_replace(compose: DCFormerCompose, hidden_states: torch.Tensor) -> bool:
     """Whether the kernels may read the module's parameters past their modules, and know its dtype and activation.
 
-    No where something else is to happen as well: adapters, quantisation, sharded or offloaded weights, hooks,
+    No where something else is to happen as well: adapters, quantization, sharded or offloaded weights, hooks,
     parametrizations, transforms of `torch.func` and forward-mode differentiation.
     """
     device = hidden_states.device

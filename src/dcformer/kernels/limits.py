@@ -17,7 +17,7 @@ MAX_HEADS = 64  # of a group
 MAX_QUERIES = 16  # of the kernels for decoding
 MIN_CAPABILITY = (8, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# of the weight generators, as `config.compose_act` names them -> GELU's flavour
+# of the weight generators, as `config.compose_act` names them -> GELU's flavor
 ACTIVATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
 
 _OTHERS = "use attn_implementation='dcformer_chunked' or 'eager', or leave it unset"

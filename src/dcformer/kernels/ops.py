@@ -235,7 +235,7 @@ def _make_bounds(
 
 
 def _rows_contiguous(states: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, D] with neighbouring channels: itself, or a copy."""
+    """[B, H, T, D] with neighboring channels: itself, or a copy."""
     if states.stride(-1) == 1 or states.shape[-1] == 1:
         return states
     return states.clone(memory_format=torch.contiguous_format)

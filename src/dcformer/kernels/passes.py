@@ -152,12 +152,24 @@ class Passes(Launcher):
         grad_lse: torch.Tensor | None,
     ) -> _Results:  # fmt: skip
         """The pass itself, over rows of the batch and chunks: gradients of q, k, v, and of the weights."""
+        chunks = self.chunks(maps=3) if lse.numel() else []
+        maps = self.kept_maps(kept, chunks)
+        grads = self._new_grads(chunks)
+        with self._surroundings():
+            for rows, part in self._rows(chunks, maps=3) if chunks else ():
+                sources = part._sources(grad_out[rows], norms[rows])
+                grad_rows = None if grad_lse is None else grad_lse[rows]
+                for chunk, here in zip(chunks, maps, strict=True):
+                    these = [x[rows] for x in here]
+                    part._backward_chunk(chunk, sources, lse[rows], grad_rows, grads.at(rows), these)
+        return [grads.query, grads.key, grads.value, *grads.weights[0], *grads.weights[1]]
+
+    def _new_grads(self, chunks: list[Chunk]) -> Gradients:
+        """Memory for the gradients: zeros where chunks add to them, or where no chunk writes them."""
 
         def zeros(like: torch.Tensor) -> torch.Tensor:
             return self._zeros(*like.shape)
 
-        chunks = self.chunks(maps=3) if lse.numel() else []
-        maps = self.kept_maps(kept, chunks)
         is_covered = len(chunks) == 1 and chunks[0].s_0 == 0 and chunks[0].n_s >= self.S
 
         def of_keys(like: torch.Tensor) -> torch.Tensor:
@@ -175,18 +187,8 @@ class Passes(Launcher):
             return Stage(*(None if like is None else new(like) for new, like in made))
 
         pre, post = self.weights
-        grads = Gradients(
-            self._new(*self.q.shape, dtype=self.q.dtype), of_keys(self.k), of_keys(self.v),
-            (of_stage(pre), of_stage(post)),
-        )  # fmt: skip
-        with self._surroundings():
-            for rows, part in self._rows(chunks, maps=3) if chunks else ():
-                sources = part._sources(grad_out[rows], norms[rows])
-                grad_rows = None if grad_lse is None else grad_lse[rows]
-                for chunk, here in zip(chunks, maps, strict=True):
-                    these = [x[rows] for x in here]
-                    part._backward_chunk(chunk, sources, lse[rows], grad_rows, grads.at(rows), these)
-        return [grads.query, grads.key, grads.value, *grads.weights[0], *grads.weights[1]]
+        query = self._new(*self.q.shape, dtype=self.q.dtype)
+        return Gradients(query, of_keys(self.k), of_keys(self.v), (of_stage(pre), of_stage(post)))
 
     def _backward_chunk(
         self, chunk: Chunk, sources: Sources, lse: torch.Tensor, grad_lse: torch.Tensor | None, grads: Gradients,

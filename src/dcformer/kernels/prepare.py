@@ -1,6 +1,6 @@
 """What lies between the projections of a decoding step and its attention, in one Triton kernel.
 
-Behind the one product of `FusedProjections` queries and keys are normalised and rotated, composition weights are
+Behind the one product of `FusedProjections` queries and keys are normalized and rotated, composition weights are
 generated, and keys and values get those of their tokens behind them. In torch that is some fifteen launches for a few
 kilobytes. Here a program takes a head of the queries, keys or values, or a generator of a group (`generator_kernel`),
 and writes where the next reader wants it: queries and query-side weights as the kernels of decoding read them, keys and

@@ -323,7 +323,7 @@ def generate_weights_op(
         stages, sides: how many there are; C is their product.
         heads_per_group: M.
         rank: R, 0 without low-rank projections.
-        approximate: GELU's flavour as torch names it, "none" (erf) or "tanh".
+        approximate: GELU's flavor as torch names it, "none" (erf) or "tanh".
         dtype: that of the result.
 
     Returns:

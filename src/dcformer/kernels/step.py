@@ -36,7 +36,7 @@ def launches(*given: Any) -> tuple[list[torch.Tensor], list[Launch]]:
     Args:
         given: the product, keys and values; the nine `others` of `decode_step_op`, None for absent ones, `visible` as
             uint8; the plan without rows and places, its numbers, S as `decode.rounded_length` has it, and GELU's
-            flavour; and what parameters are like: a number, so that a layer finds it out once and not `_key_of` in each
+            flavor; and what parameters are like: a number, so that a layer finds it out once and not `_key_of` in each
             step, though here the tensors tell it, too. The memory is longer than one key, and may be shorter than the
             rounded S: no choice differs by it.
     """

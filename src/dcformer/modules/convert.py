@@ -144,7 +144,7 @@ def convert_attention(
         zero_init: the model computes at first what it did; see `make_generators`. False: small random parameters.
         example: arguments of the model. It is run on them once, and the conversion undone if that fails.
         device, dtype: of the generators; by default those of the module's projections, and of another dtype only where
-            these are quantised. A dtype may be given by its name.
+            these are quantized. A dtype may be given by its name.
         allow_partial: attention that does not go through the interface stays as it is, and the rest is converted.
             Otherwise such a model is refused. Linear attention and state spaces, which take no softmax, always stay.
         compose: `compose_rank`, `compose_groups`, `compose_pre`, `compose_post`, `compose_query`, `compose_key`,
@@ -196,7 +196,7 @@ def convert_attention(
                 "the states that both read: leave dtype out, or convert the model's."
             )
         if (is_offloaded or weight_dtype not in _DTYPES) and (device is None or dtype is None):
-            what = "offloaded" if is_offloaded else f"quantised ({weight_dtype or 'their weight is not a tensor'})"
+            what = "offloaded" if is_offloaded else f"quantized ({weight_dtype or 'their weight is not a tensor'})"
             raise DCFormerError(
                 f"{one.call.path}: its projections are {what}: pass device and dtype of the generators to "
                 "convert_attention."

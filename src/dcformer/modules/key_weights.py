@@ -73,7 +73,7 @@ def layer_with_key_weights(cache: Any, index: int | None) -> Any:
 
     Returns:
         the layer, which has been made one of this file's; None where there is none, or one of another kind, such as a
-        quantised one. In graphs, layers stay what they are.
+        quantized one. In graphs, layers stay what they are.
     """
     cache = getattr(cache, "cross_attention_cache", cache)  # of encoder-decoders
     if not isinstance(cache, Cache) or index is None:

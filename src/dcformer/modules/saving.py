@@ -232,7 +232,7 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
     """Puts a composition that `save_compose` wrote into a model, which is converted if it is not yet.
 
     Args:
-        model: of the architecture and sizes of the one that was saved. One with offloaded or quantised projections is
+        model: of the architecture and sizes of the one that was saved. One with offloaded or quantized projections is
             converted before, with `device` and `dtype`.
         path: the file.
 

@@ -1,7 +1,7 @@
 """Model cards: sizes, composition settings, the cost of composition, and lm-eval's scores.
 
 All numbers come from the configuration and from the JSON of ``dcformer-eval --output_path``. Training data, limits and
-the licence are left to the model's author: the template, `card.md`, has places for them.
+the license are left to the model's author: the template, `card.md`, has places for them.
 """
 
 import json

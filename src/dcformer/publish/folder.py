@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_shard_size", default="5GB", help="largest size of a weight file (%(default)s)")
     parser.add_argument("--remote_code", action="store_true", help="add the modeling code for users without dcformer")
     parser.add_argument("--name", help="name of the model in the card, usually user/name (the output folder's name)")
-    parser.add_argument("--license", help="licence identifier for the card, such as mit (none)")
+    parser.add_argument("--license", help="license identifier for the card, such as mit (none)")
     args = parser.parse_args(arguments)
     with torch.no_grad():
         output = write_hub_folder(**vars(args))

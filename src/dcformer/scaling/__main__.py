@@ -23,7 +23,7 @@ _SIGNIFICANT = 0.05  # probability below which slopes are two
 _FEW_SIZES = 4  # below it the command warns
 
 
-def analyse(baseline: Sequence[Point], variant: Sequence[Point], options: argparse.Namespace) -> dict[str, Any]:
+def analyze(baseline: Sequence[Point], variant: Sequence[Point], options: argparse.Namespace) -> dict[str, Any]:
     """Law, factors and joint factor under every measure of compute that all runs have.
 
     Args:
@@ -232,7 +232,7 @@ def run(arguments: Sequence[str] | None = None) -> str:
         baseline, variant = (of_family(points, name) for name in (options.baseline, options.variant))
     except DCFormerError as error:  # others name a run's place
         raise DCFormerError(f"{options.runs}, {error}") from error
-    found = analyse(baseline, variant, options)
+    found = analyze(baseline, variant, options)
     if options.plot is not None:
         plot(baseline, variant, found[options.compute]["law"], options.compute, options.plot)
     if options.json is not None:

@@ -242,9 +242,9 @@ def _around(center: float, half: float) -> Interval:
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Slope and intercept of least squares; x is centred, as it is a large number."""
-    centred = x - x.mean()
-    slope = float(centred @ y / (centred @ centred))
+    """Slope and intercept of least squares; x is centered, as it is a large number."""
+    centered = x - x.mean()
+    slope = float(centered @ y / (centered @ centered))
     return slope, float(y.mean() - slope * x.mean())
 
 

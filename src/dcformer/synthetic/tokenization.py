@@ -25,7 +25,7 @@ def build_tokenizer(model_max_length: int = MODEL_MAX_LENGTH, spell: bool = Fals
 
     Each word, punctuation mark and newline is a token; newlines end answers. Nothing is added around a text: the
     newline that begins a context serves as its start. Every text :func:`generate_dataset` makes, brackets or not, is
-    encoded without ``<unk>`` and decoded to itself. In other texts decoding normalises white space: one space between
+    encoded without ``<unk>`` and decoded to itself. In other texts decoding normalizes white space: one space between
     tokens, none before ``. , ? !`` and none around a newline.
 
     Args:

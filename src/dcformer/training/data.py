@@ -1,6 +1,6 @@
 """Rows to train on, and checks of rows, tokenizer and output before training starts.
 
-TRL (`SFTTrainer`) tokenises, packs, masks all but the assistants' turns, and makes batches. In packed rows position ids
+TRL (`SFTTrainer`) tokenizes, packs, masks all but the assistants' turns, and makes batches. In packed rows position ids
 restart at every document, by which DCFormer's attention keeps documents apart (docs/architecture.md).
 """
 
@@ -199,7 +199,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def make_data(data: DataArguments, training: TrainingConfig) -> tuple[Rows, Rows | None]:
-    """The rows to train on and the held-out rows, if any; checked, not yet tokenised.
+    """The rows to train on and the held-out rows, if any; checked, not yet tokenized.
 
     Args:
         data: their source.
@@ -501,8 +501,8 @@ def longest(training: TrainingConfig, limit: int, streaming: bool) -> int | None
     return training.max_length
 
 
-def check_tokenised(trainer: SFTTrainer) -> None:
-    """Refuses tokenised rows that the model cannot read, and rows that all have nothing to learn from.
+def check_tokenized(trainer: SFTTrainer) -> None:
+    """Refuses tokenized rows that the model cannot read, and rows that all have nothing to learn from.
 
     Args:
         trainer: with prepared rows; a stream is read up to the first row with something to learn from.

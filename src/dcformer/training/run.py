@@ -53,7 +53,7 @@ from .data import (
     check_chat_template,
     check_output,
     check_special_tokens,
-    check_tokenised,
+    check_tokenized,
     check_tokenizer,
     longest,
     make_data,
@@ -212,7 +212,7 @@ def _make_trainer(
     setup: dict[str, Any],
     peft_config: Any = None,
 ) -> SFTTrainer:
-    """The trainer, with tokenised and checked rows. Completes `training` from model, data and checkpoint."""
+    """The trainer, with tokenized and checked rows. Completes `training` from model, data and checkpoint."""
     limit, patience = model.config.max_position_embeddings, training.early_stopping_patience
     if held_out is None and patience is not None:
         raise DCFormerError(
@@ -264,7 +264,7 @@ def _make_trainer(
             f"resize_token_embeddings({changed}) of the model."
         )
     _check_optimizer(trainer)
-    check_tokenised(trainer)
+    check_tokenized(trainer)
     return trainer
 
 

@@ -196,7 +196,7 @@ class DCViTAttention(nn.Module):
         """[B, T, E] -> output [B, T, E] and, from the eager implementation, composed weights [B, H, T, T].
 
         Args:
-            hidden_states: [B, T, E], normalised.
+            hidden_states: [B, T, E], normalized.
             attention_mask: what each query sees, as the implementation's mask function made it; None for all tokens.
         """
         projected_query, key, value = self._project(hidden_states)  # [B, H, T, D]
@@ -230,7 +230,7 @@ class DCViTAttention(nn.Module):
     def _place(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [B, H, T, D] of `_project` for the attention function: normalised."""
+        """Queries, keys and values [B, H, T, D] of `_project` for the attention function: normalized."""
         query, key = self.q_norm(query.transpose(1, 2)), self.k_norm(key.transpose(1, 2))  # [B, T, H, D]
         return query.transpose(1, 2), key.transpose(1, 2), value
 

@@ -131,7 +131,7 @@ def back_0_kernel(
         p_sums: Σ_s P dP, times that as well, and Σ_s P: [2, B·H, n_t]. P is rounded, and does not quite sum to one:
             with the former divided by the latter, gradients of composed scores sum to zero, as they must.
         p_out: the map of gradients of scores, to be written, with SCALED times that, too; may be the memory of p_grads.
-        p_gwq: as for `back_1_kernel`, times `factor`, as scores are not what they seem.
+        p_gwq: as for `back_1_kernel`, times `factor`: ln 2, which takes back the log2(e) of stored scores.
         p_gm: parts of gradients of M(s): [tiles of queries, B·G, n_s, h, h'], without the factor, times the power and
             `SCORES_GRAD`.
     """

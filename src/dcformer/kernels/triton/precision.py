@@ -68,7 +68,7 @@ def add_half_product(total, a, b):
 
 @triton.jit
 def two_in_a_register(x):
-    """A tile of 16 bits, unchanged: as products of matrices leave theirs, neighbours of a row in one register.
+    """A tile of 16 bits, unchanged: as products of matrices leave theirs, neighbors of a row in one register.
 
     Which they may not be where a loop uses them that did not make them. A compiler must not know that a product of
     zeros is zero.
