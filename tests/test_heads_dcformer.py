@@ -332,7 +332,8 @@ def test_saved_and_loaded(variant, tmp_path):
     tokens = model.generate(**inputs(), max_new_tokens=5, do_sample=False)
     assert torch.equal(loaded.generate(**inputs(), max_new_tokens=5, do_sample=False), tokens)
     config = DHAConfig.from_pretrained(tmp_path, key_head_map=None, value_head_map=None)
-    with pytest.raises(ValueError, match="key_head_map for the usual heads"):  # without its maps it is another model
+    # Without its maps it is another model.
+    with pytest.raises(ValueError, match="key_head_map gives the layers the usual heads"):
         DHAForCausalLM.from_pretrained(tmp_path, config=config)
 
 

@@ -1543,8 +1543,8 @@ _KERNELS = (
         "kernels/decode.py",
         (
             "a ring's mask as it lies",
-            "o_s = tl.where(o_s < turned, o_s + S, o_s) - turned",
-            "o_s = o_s + 0 * turned",
+            "o_s = tl.where(o_s < offset, o_s + S, o_s) - offset",
+            "o_s = o_s + 0 * offset",
             T_STEP + "test_a_ring_is_read_as_it_lies",
         ),
         (
@@ -2055,7 +2055,7 @@ _KERNELS = (
         "kernels/passes.py",
         (
             "gradient of scores without scale",
-            "self._fill_values(chunk, grad_scores, sources.key, grads.query, self.scale, still)",
+            "self._fill_values(chunk, grad_scores, sources.key, grads.query, self.scale, grad_scales)",
             "self._fill_values(chunk, grad_scores, sources.key, grads.query, 1.0, still)",
             T_KERNEL + "[7 queries]",
         ),
@@ -2513,14 +2513,14 @@ _HEADS += _in(
     ),
     (
         "mirrored keys rotated forwards",
-        "back = apply_rotary(key[..., :turned], cos, -sin)",
-        "back = apply_rotary(key[..., :turned], cos, sin)",
+        "back = apply_rotary(key[..., :rotated], cos, -sin)",
+        "back = apply_rotary(key[..., :rotated], cos, sin)",
         T_EMBEDDINGS + "test_a_layer_is_an_ordinary_one_with_tied_weights",
     ),
     (
         "factors of channels that do not rotate left out",
-        "factors = torch.cat([mean, mean, e[..., turned:] + 1], dim=-1)",
-        "factors = torch.cat([mean, mean, torch.ones_like(e[..., turned:])], dim=-1)",
+        "factors = torch.cat([mean, mean, e[..., rotated:] + 1], dim=-1)",
+        "factors = torch.cat([mean, mean, torch.ones_like(e[..., rotated:])], dim=-1)",
         T_EMBEDDINGS + "test_a_layer_is_an_ordinary_one_with_tied_weights",
     ),
     (

@@ -45,9 +45,9 @@ _REFUSED = f"{CACHE_NAME} does not belong to this model"
 _OUTDATED = "`past_key_values` is deprecated and will be removed in version 5.40.0 of Transformers: pass `cache`."
 _ADVICE = "Pass a cache that this model filled, or none."
 
-# On every cache in use, and on its copies: by what the model that used it last reads the rows in it (groups tell which
-# heads their hidden maps are of, whatever the shapes), without fields that decide numbers alone, as parameters do; and
-# how many tokens it may hold for that model, None where there is no such bound.
+# Attribute of every cache in use, and of its copies: (fields, bound). `fields` are those of the configuration by which
+# the model that last used the cache reads its rows, groups among them; fields that only change numbers are left out.
+# `bound` is how many tokens the cache may hold for that model, or None.
 _LAST_USER = "_dcformer_last_user"
 _ROW_FIELDS = (
     "head_dim", "compose_rank", "compose_groups", "compose_projection", "compose_gate", "compose_pre", "compose_post",
@@ -84,7 +84,7 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_cache_names(others: Mapping[str, Any]) -> None:
-    """Refuses a cache by an unknown name, as a later library may have: it would not be used, and tokens be wrong.
+    """Refuses a cache under an unknown name, as a later library may have: it would be ignored, and the output wrong.
 
     Args:
         others: what a model was called with besides what it knows, by name.
@@ -157,7 +157,8 @@ def _check_all_layers(cache: Cache, config: DCFormerConfig) -> int | None:
         if getattr(layer, "is_sliding", False):
             is_static = isinstance(layer, StaticLayer)
             held = layer.max_cache_len if is_static else getattr(layer, "sliding_window", window)
-            if window is None or (held < window and not (is_static and (not whole or held >= max(whole)))):
+            is_shortened = is_static and (not whole or held >= max(whole))  # the cache is shorter than the window
+            if window is None or (held < window and not is_shortened):
                 raise ValueError(_short_window(index, held, config))
             if held < window:
                 bound = held

@@ -98,10 +98,10 @@ def matmul_shared(rows: torch.Tensor, shared: torch.Tensor, heads: HeadMap | Non
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the first r channels of queries or keys [B, H, T, D], half-split, by angles [B or 1, T, r]."""
     rotary_dim = cos.shape[-1]
-    turned, passed = states[..., :rotary_dim], states[..., rotary_dim:]
-    first, second = turned[..., : rotary_dim // 2], turned[..., rotary_dim // 2 :]
-    turned = turned * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
-    return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned
+    rotated, passed = states[..., :rotary_dim], states[..., rotary_dim:]
+    first, second = rotated[..., : rotary_dim // 2], rotated[..., rotary_dim // 2 :]
+    rotated = rotated * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+    return torch.cat([rotated, passed], dim=-1) if passed.shape[-1] else rotated
 
 
 def head_maps(config: Any, layer_idx: int) -> tuple[HeadMap | None, HeadMap | None]:
@@ -187,15 +187,15 @@ def shared_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys whose products are those of every head's own, with one key for all heads.
 
-    A key head is R_s psi(k, e), where R_s turns by the key's position s; psi does not commute with it. "mul": of a
-    turned pair of channels, diag(u1, u2) = m + d·diag(1, -1) with m and d half the sum and half the difference, and
+    A key head is R_s psi(k, e), where R_s rotates by the key's position s; psi does not commute with it. "mul": of a
+    rotated pair of channels, diag(u1, u2) = m + d·diag(1, -1) with m and d half the sum and half the difference, and
     R_s diag(1, -1) = diag(1, -1) R_(-s): the key also holds R_(-s) k. "add": R_s e is linear in the cosines and sines
-    of the key's angles: the key also holds these. A channel that is not turned has its factor in the query, or adds the
-    same to the scores of all keys, which is left out (`unturned_scores`).
+    of the key's angles: the key also holds these. A channel that is not rotated has its factor in the query, or adds
+    the same to the scores of all keys, which is left out (`unrotated_scores`).
 
     Args:
-        query: turned, [B, H, T, D].
-        key: seeds, not turned, [B, 1, T, D].
+        query: rotated, [B, H, T, D].
+        key: seeds, not rotated, [B, 1, T, D].
         embeddings: of the keys, [H, D].
         rope: cosines and sines of RoPE, each [B or 1, T, r].
         mode: "add" or "mul".
@@ -204,29 +204,29 @@ def shared_scores(
         queries [B, H, T, D + r] and keys [B, 1, T, D + r].
     """
     cos, sin = rope
-    turned = cos.shape[-1]
-    half, e = turned // 2, embeddings[:, None]  # [H, 1, D]
+    rotated = cos.shape[-1]
+    half, e = rotated // 2, embeddings[:, None]  # [H, 1, D]
     if mode == "add":
-        first, second = query[..., :half], query[..., half:turned]
-        e1, e2 = e[..., :half], e[..., half:turned]
+        first, second = query[..., :half], query[..., half:rotated]
+        e1, e2 = e[..., :half], e[..., half:rotated]
         more = torch.cat([first * e1 + second * e2, second * e1 - first * e2], dim=-1)  # [B, H, T, r]
         angles = torch.cat([cos[..., :half], sin[..., :half]], dim=-1)[:, None]  # [B or 1, 1, T, r]
         angles = angles.expand(key.shape[0], -1, -1, -1)
         return torch.cat([query, more], dim=-1), torch.cat([apply_rotary(key, cos, sin), angles], dim=-1)
-    u1, u2 = e[..., :half] + 1, e[..., half:turned] + 1
+    u1, u2 = e[..., :half] + 1, e[..., half:rotated] + 1
     mean, difference = (u1 + u2) / 2, (u1 - u2) / 2
-    factors = torch.cat([mean, mean, e[..., turned:] + 1], dim=-1)  # [H, 1, D]
-    mirrored = query[..., :turned] * torch.cat([difference, -difference], dim=-1)
-    back = apply_rotary(key[..., :turned], cos, -sin)
+    factors = torch.cat([mean, mean, e[..., rotated:] + 1], dim=-1)  # [H, 1, D]
+    mirrored = query[..., :rotated] * torch.cat([difference, -difference], dim=-1)
+    back = apply_rotary(key[..., :rotated], cos, -sin)
     return torch.cat([query * factors, mirrored], dim=-1), torch.cat([apply_rotary(key, cos, sin), back], dim=-1)
 
 
-def unturned_scores(query: torch.Tensor, embeddings: torch.Tensor, turned: int) -> torch.Tensor:
-    """What `shared_scores` leaves out of "add", the same for all keys: turned queries [B, H, T, D] -> [B, H, T, 1].
+def unrotated_scores(query: torch.Tensor, embeddings: torch.Tensor, rotated: int) -> torch.Tensor:
+    """What `shared_scores` leaves out of "add", the same for all keys: rotated queries [B, H, T, D] -> [B, H, T, 1].
 
     The softmax does not see it, unless key-wise composition weights multiply it before.
     """
-    return (query[..., turned:] * embeddings[:, None, turned:]).sum(-1, keepdim=True)
+    return (query[..., rotated:] * embeddings[:, None, rotated:]).sum(-1, keepdim=True)
 
 
 def with_ones(states: torch.Tensor) -> torch.Tensor:
@@ -302,6 +302,6 @@ __all__ = [
     "head_maps",
     "matmul_shared",
     "shared_scores",
-    "unturned_scores",
+    "unrotated_scores",
     "with_ones",
 ]

@@ -93,7 +93,7 @@ from .heads_dcformer import (
     embedding_init_std,
     head_maps,
     shared_scores,
-    unturned_scores,
+    unrotated_scores,
     with_ones,
 )
 from .hub_dcformer import IGNORED_ON_LOAD, load_hub_folder, register_hub_conversions, with_hub_config
@@ -146,7 +146,7 @@ def _make_norm(config: DCFormerConfig) -> nn.Module:
 
 
 class DCFormerRotaryEmbedding(nn.Module):
-    """Cosines and sines of RoPE over the channels of a head that it turns, the first `rotary_dim`."""
+    """Cosines and sines of RoPE for the channels of a head that it rotates, the first `rotary_dim`."""
 
     def __init__(self, config: DCFormerConfig):
         super().__init__()
@@ -162,7 +162,7 @@ class DCFormerRotaryEmbedding(nn.Module):
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "DCFormerRotaryEmbedding":
-        """Moves the module, whose frequencies keep their dtype: rounded, they would turn late tokens elsewhere."""
+        """Moves the module, whose frequencies keep their dtype: rounded, they would rotate late tokens elsewhere."""
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, exact in before.items():
@@ -330,7 +330,7 @@ class DCFormerAttention(FusableAttention):
         projected = projected or self._split(product)
         made = None if kernels is None else kernels.prepare(self, hidden_states, projected.results, position_embeddings)
         if made is None:
-            made = self._make(hidden_states, projected, position_embeddings, implementation, is_cached)
+            made = self._new_states(hidden_states, projected, position_embeddings, implementation, is_cached)
         query, key, value, generated = made
         if cache is not None:
             heads = query.shape[1] if self.keeps_shapes else None
@@ -399,7 +399,7 @@ class DCFormerAttention(FusableAttention):
         """[B, T, H(kv) D] -> [B, H(kv), T, D]."""
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _make(
+    def _new_states(
         self,
         hidden_states: torch.Tensor,
         projected: Projected,
@@ -426,7 +426,7 @@ class DCFormerAttention(FusableAttention):
         """Puts the rows of new tokens into a cache, and takes those of all tokens apart.
 
         Args:
-            key, value: [B, H(kv), T, D + channels], as `_make` returns them for a cache.
+            key, value: [B, H(kv), T, D + channels], as `_new_states` returns them for a cache.
             cache, layer_idx: as for `forward`.
             heads, gather: as for `DCFormerCompose.unpack`.
 
@@ -457,7 +457,7 @@ class DCFormerAttention(FusableAttention):
         rope: tuple[torch.Tensor, torch.Tensor],
         is_cached: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [B, H(kv), T, D] of `_project`, normalized and turned by their positions."""
+        """Queries, keys and values [B, H(kv), T, D] of `_project`, normalized and rotated by their positions."""
         query, key = self._normalize(query, key)
         return apply_rotary(query, *rope), apply_rotary(key, *rope), value
 
@@ -603,7 +603,7 @@ class HeadEmbeddingAttention(DCFormerAttention):
             pre = kwargs.get("pre")
             is_seen = (pre is not None and pre.key is not None) or kwargs.get("compose_trace") is not None
             if is_seen:  # else softmax takes it out again: it is the same for all keys
-                rest = unturned_scores(query[..., : self.head_dim], self.k_embedding, self.config.rotary_dim)
+                rest = unrotated_scores(query[..., : self.head_dim], self.k_embedding, self.config.rotary_dim)
                 query, key = torch.cat([query, rest], dim=-1), with_ones(key)
             if takes_bias:
                 kwargs["value_bias"] = self.v_embedding
@@ -948,8 +948,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
 
 class _LanguageModel:
-    """Mixin for classes that `Trainer` is to know for language models: by their names alone it shifts smoothed labels.
-    Also for subclasses, such as `fully_shard` makes."""
+    """Registers each subclass by its name as a causal language model: by class names `Trainer` decides whether to shift
+    smoothed labels. Classes that are made later, such as `fully_shard`'s, are among them."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

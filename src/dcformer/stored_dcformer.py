@@ -63,6 +63,7 @@ def weight_files(path: str | os.PathLike, arguments: Mapping[str, Any]) -> list[
 
 
 def hub_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `from_pretrained`'s arguments that say how files are fetched (`HUB_ARGUMENTS`), without None."""
     return {name: arguments[name] for name in HUB_ARGUMENTS if arguments.get(name) is not None}
 
 
@@ -202,8 +203,8 @@ def refuse_head_system(model_class: type[PreTrainedModel], source: Any, stored: 
 def check_stored_heads(
     model_class: type[PreTrainedModel], path: str | os.PathLike | None, arguments: dict[str, Any]
 ) -> None:
-    """Refuses to load a checkpoint with other `head_embeddings`, or with head maps of other heads, than it has, or
-    with a head system where a configuration is given.
+    """Refuses a call that asks for other `head_embeddings` or numbers of heads than a checkpoint has, or gives a
+    configuration without its head system.
 
     Args:
         model_class: of the model to load.
@@ -238,7 +239,7 @@ def check_stored_heads(
             here, there = here[:number], there[:number]
         if name in MAP_FIELDS and here != there:
             raise ValueError(
-                f"{name} for {here or 'the usual'} heads of the layers does not fit {path}, whose parameters are of "
+                f"{name} gives the layers {here or 'the usual'} heads, but the parameters in {path} are of "
                 f"{there or 'the usual'} heads. Leave {' and '.join(MAP_FIELDS)} to the checkpoint's configuration."
             )
 

@@ -25,10 +25,10 @@ def tokenizer_special_ids(
         tokenizer: what `load_tokenizer` makes of it, if that is known.
 
     Returns:
-        "bos_token_id", "eos_token_id" and "pad_token_id" -> token and id. The tokens are those that the tokenizer's
-        configuration names, or else its class where it has been loaded, if the files have them; otherwise, but for
-        padding, "<|endoftext|>", if they have it: every tokenizer that does separates documents with it. Empty when
-        there is no tokenizer.
+        "bos_token_id", "eos_token_id" and "pad_token_id" -> token and id. Each token is the first of these that the
+        files contain: the one that the tokenizer's configuration names; the one that its class names, where it has been
+        loaded; and, but for padding, "<|endoftext|>", with which every tokenizer that has it separates documents. Empty
+        when there is no tokenizer.
     """
     settings = _tokenizer_file(path, "tokenizer_config.json", arguments)
     mapped = _tokenizer_file(path, "special_tokens_map.json", arguments)

@@ -57,7 +57,10 @@ def test_a_folded_folder_is_the_model_folded_in_memory(name, tmp_path):
     assert type(folded) is type(expected) and folded.config.num_key_heads == plan.num_key_heads == config.num_key_heads
     assert torch.equal(folded.eval()(tokens()).logits, expected(tokens()).logits)
     assert folded.generation_config.temperature == 0.25
-    with pytest.raises(ValueError, match=r"key_head_map for the usual heads of the layers does not fit .*/folded"):
+    with pytest.raises(
+        ValueError,
+        match=r"key_head_map gives the layers the usual heads, but the parameters in .*/folded are of \[2, 2\]",
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path / "folded", key_head_map=None, value_head_map=None)
     for arguments in ({"config": str(tmp_path / "folded")}, {"config": tmp_path / "folded" / "config.json"}):
         assert type(folded).from_pretrained(tmp_path / "folded", **arguments).config.num_key_heads == plan.num_key_heads

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..compose_dcformer import ComposeSettings
-from ..modeling_dcformer import DCFormerAttention, DCFormerRMSNorm, apply_rotary
+from ..heads_dcformer import apply_rotary
+from ..modeling_dcformer import DCFormerAttention, DCFormerRMSNorm
 from .base import HeadSystem
 from .configuration_head_systems import HeadSystemsConfig
 from .registry import make_system
@@ -78,22 +79,22 @@ class HeadSystemsAttention(SystemProjections, DCFormerAttention):
         rope: tuple[torch.Tensor, torch.Tensor],
         is_cached: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [B, heads, T, width] of `_project`, normalized and turned in the system's way."""
-        query = self.system.position(query, self._turn(self.q_norm, rope))
-        key = self.system.position(key, self._turn(self.k_norm, rope))
+        """Queries, keys and values [B, heads, T, width] of `_project`, normalized and rotated in the system's way."""
+        query = self.system.position(query, self._rotate(self.q_norm, rope))
+        key = self.system.position(key, self._rotate(self.k_norm, rope))
         return query, key, value
 
-    def _turn(self, norm: nn.Module, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Callable:
+    def _rotate(self, norm: nn.Module, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Callable:
         """Norm and RoPE of heads [B, any, N, at most D]; narrower ones have the first of the angles."""
 
-        def turn(states: torch.Tensor) -> torch.Tensor:
+        def rotate(states: torch.Tensor) -> torch.Tensor:
             cos, sin = position_embeddings
             half = min(cos.shape[-1], states.shape[-1]) // 2
             if 2 * half < cos.shape[-1]:
                 cos, sin = (torch.cat([angles[..., :half]] * 2, dim=-1) for angles in (cos, sin))
             return apply_rotary(norm(states), cos, sin)
 
-        return turn
+        return rotate
 
     def _attend(
         self,

@@ -75,9 +75,9 @@ class HeadSystem(nn.Module):
         query, key, value = (states.unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2) for states in projected)
         return query, key, value
 
-    def position(self, states: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Queries or keys of `project` with norm and RoPE, which `turn` applies to heads [B, any, N, at most D]."""
-        return turn(states)
+    def position(self, states: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Queries or keys of `project` with norm and RoPE, which `rotate` applies to heads [B, any, N, at most D]."""
+        return rotate(states)
 
     def expand(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -54,9 +54,9 @@ class Collaborative(HeadSystem):
             key = torch.cat([key, self.content_bias(x_kv)], dim=-1)
         return query[:, None], key[:, None], value[:, None]
 
-    def position(self, states: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def position(self, states: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Norm and RoPE of blocks of D channels, and of what is left; the content bias passes."""
-        return torch.cat([self.mixing.turned(states[..., : self.dims], turn), states[..., self.dims :]], dim=-1)
+        return torch.cat([self.mixing.rotated(states[..., : self.dims], rotate), states[..., self.dims :]], dim=-1)
 
     def expand(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -50,13 +50,13 @@ class Mixing(nn.Module):
             parts.append(self._spread(self.weight[:, start:], self.rest))
         return torch.cat(parts, dim=-1)
 
-    def turned(self, states: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Shared channels [B, 1, N, Dk] with `turn` applied to each block, as heads [B, any, N, at most D]."""
+    def rotated(self, states: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Shared channels [B, 1, N, Dk] with `rotate` applied to each block, as heads [B, any, N, at most D]."""
         blocks, rest = states.split([self.blocks * self.width, self.rest], dim=-1)
         if self.blocks:
-            heads = turn(blocks[:, 0].unflatten(-1, (self.blocks, -1)).transpose(1, 2))  # [B, blocks, N, D]
+            heads = rotate(blocks[:, 0].unflatten(-1, (self.blocks, -1)).transpose(1, 2))  # [B, blocks, N, D]
             blocks = heads.transpose(1, 2).flatten(2)[:, None]
-        return torch.cat([blocks, turn(rest)], dim=-1) if self.rest else blocks
+        return torch.cat([blocks, rotate(rest)], dim=-1) if self.rest else blocks
 
     @torch.no_grad()
     def set(self, mixing: torch.Tensor) -> None:

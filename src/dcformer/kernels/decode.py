@@ -66,25 +66,25 @@ _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16:
 
 
 @triton.jit
-def _turned(p_place, S):
+def _ring_offset(p_place, S):
     """How many rows of a ring the oldest token's lies behind the first one."""
     return (tl.maximum(tl.load(p_place).to(tl.int64) + 1 - S, 0) % S).to(tl.int32)
 
 
 @triton.jit
-def _visible_keys(p_visible, o_t, stride_as, o_s, m_s, turned, S):
+def _visible_keys(p_visible, o_t, stride_as, o_s, m_s, offset, S):
     """Which keys queries see, True or False in the shape of `m_s`; p_visible None: all of `m_s`. The mask has them in
-    the order of tokens, which begins `turned` rows behind that of a ring."""
+    the order of tokens, which begins `offset` rows behind that of a ring."""
     if p_visible is None:
         return m_s
     else:
-        if turned is not None:
-            o_s = tl.where(o_s < turned, o_s + S, o_s) - turned
+        if offset is not None:
+            o_s = tl.where(o_s < offset, o_s + S, o_s) - offset
         return tl.load(p_visible + o_t + o_s.to(tl.int64) * stride_as, mask=m_s, other=0) != 0
 
 
 @triton.jit
-def _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B_T: tl.constexpr, B_V: tl.constexpr):
+def _split_keys(p_visible, stride_at, stride_as, offset, i_p, split_len, T, S, B_T: tl.constexpr, B_V: tl.constexpr):
     """The keys of split i_p that queries see lie in first <= s < last; first is a whole unit. None: first >= last."""
     first = i_p * split_len
     last = tl.maximum(tl.minimum(first + split_len, S), first)  # splits behind the last key are empty
@@ -95,7 +95,7 @@ def _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B
         for o in range(start, stop, B_V):
             o_s = (o + tl.arange(0, B_V))[None, :]
             o_a, m_tile = o_t.to(tl.int64) * stride_at, (o_t < T) & (o_s < stop)
-            visible = _visible_keys(p_visible, o_a, stride_as, o_s, m_tile, turned, S)  # [b_t, b_v]
+            visible = _visible_keys(p_visible, o_a, stride_as, o_s, m_tile, offset, S)  # [b_t, b_v]
             first = tl.minimum(first, tl.min(tl.where(visible, o_s, stop)))
             last = tl.maximum(last, tl.max(tl.where(visible, o_s + 1, start)))
         first = first // UNIT * UNIT
@@ -218,10 +218,10 @@ def scores_kernel(
     p_maps += (i_b * H + i_g * M) * T * stride_map
     if p_visible is not None:
         p_visible += i_b * stride_ab
-    turned = None  # where rows are not a ring
+    offset = None  # where rows are not a ring
     if p_place is not None:
-        turned = _turned(p_place, S)
-    first, last = _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B_T, B_V)
+        offset = _ring_offset(p_place, S)
+    first, last = _split_keys(p_visible, stride_at, stride_as, offset, i_p, split_len, T, S, B_T, B_V)
     end = (last + UNIT - 1) // UNIT * UNIT  # maps are written up to here: -inf beyond `last`
 
     # Scores, one block of rows after the other. SHARED heads in a row have the same key/value head.
@@ -277,7 +277,7 @@ def scores_kernel(
                 o_h, o_m, m_m, o_s, o_s < last, end, n_m, M, REP, FLAGS, R, PAIRS, ALIGN_W,
             )  # fmt: skip
             o_a = tl.cast(i_t, tl.int64) * stride_at
-            visible = _visible_keys(p_visible, o_a, stride_as, o_s, o_s < last, turned, S)  # [b_n]
+            visible = _visible_keys(p_visible, o_a, stride_as, o_s, o_s < last, offset, S)  # [b_n]
             tile = tl.where(visible[None, :], tile, float("-inf"))
             tl.debug_barrier()  # what was read above is overwritten below
             tl.store(p_tile, tile, mask=m_tile)
@@ -314,10 +314,10 @@ def output_kernel(
     p_maps += (i_b * H + i_g * M) * T * stride_map
     if p_visible is not None:
         p_visible += i_b * stride_ab
-    turned = None  # where rows are not a ring
+    offset = None  # where rows are not a ring
     if p_place is not None:
-        turned = _turned(p_place, S)
-    first, last = _split_keys(p_visible, stride_at, stride_as, turned, i_p, split_len, T, S, B_T, B_V)
+        offset = _ring_offset(p_place, S)
+    first, last = _split_keys(p_visible, stride_at, stride_as, offset, i_p, split_len, T, S, B_T, B_V)
     end = (last + UNIT - 1) // UNIT * UNIT
 
     # Softmax and composition, one query after the other; none where nothing is seen.

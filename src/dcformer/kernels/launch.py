@@ -20,7 +20,7 @@ from .schemas import ROWS
 from .sizes import ceil_div, power_of_2
 from .triton.backward import back_0_kernel, back_1_kernel
 from .triton.compose import compose_kernel, join_kernel, lse_kernel
-from .triton.heads import SCORES_GRAD, matrix_side
+from .triton.heads import MATRIX_GRAD_UNIT, matrix_side
 from .triton.key_side import expand_kernel, project_kernel
 from .triton.precision import INTERPRETED
 from .triton.products import keys_kernel, scores_kernel, values_kernel
@@ -113,7 +113,7 @@ class Launcher(Problem):
         tile: Tile | None = None,
         **arguments: Any,
     ) -> None:
-        """Runs a kernel; arguments that kernels share (`_shared`) are filled in by name, those given come before them.
+        """Runs a kernel; arguments that kernels share (`_shared`) are filled in by name; those given take precedence.
 
         Args:
             kernel: to run.
@@ -150,8 +150,8 @@ class Launcher(Problem):
     def _start(
         self, kernel: triton.JITFunction, grid: tuple[int, ...], name: str, tile: Tile | None, values: dict[str, Any]
     ) -> Callable[..., Any] | None:
-        """Starts a kernel, and returns what `start` does. A method of its own, in the place of which others can put one
-        that looks at what is launched."""
+        """Starts a kernel, and returns what `start` does. A method of its own, so that tests and tools can replace it
+        and see what is launched."""
         options = {} if tile is None else launch_options(tile)
         launch = partial(start, kernel, grid, values, options, self.q.device)
         if self.trial is None or not name:
@@ -392,7 +392,7 @@ class Launcher(Problem):
         tile = self._tile(f"back_{stage}")
         self._launch(
             project_kernel, grid, chunk, p_gm=parts, p_gwk=key, p_gstatic=parts_of_static, **self._key_side(stage),
-            factor=1.0 if stage else LN_2 / SCORES_GRAD.value, B_T=tile.b_t, TRANSPOSED=bool(stage),
+            factor=1.0 if stage else LN_2 / MATRIX_GRAD_UNIT.value, B_T=tile.b_t, TRANSPOSED=bool(stage),
             ADD=chunk.n_t < self.T, p_inverse=scales[1], p_finite=scales[2],
             **(self._limit(Beyond.GRADIENTS) if parts.dtype == torch.float16 else UNLIMITED), **constants,
         )  # fmt: skip

@@ -129,7 +129,7 @@ def composed_attention(
     check_types(pre, post, scale, {"query": query, "key": key, "value": value} | of_keys)
     _check_switches(causal=causal, save_maps=save_maps, return_lse=return_lse)
     _check_numbers(causal, causal_offset, sliding_window, chunk_bytes)
-    groups = _checked(query, key, value, pre, post, cu_seqlens)
+    groups = _check_call(query, key, value, pre, post, cu_seqlens)
     _check_bounds(query.shape[0], query.shape[2], query.device, of_keys)
     seen = _visibility(query, key, causal, causal_offset, sliding_window, of_keys)
     return _attend(query, key, value, pre, post, groups, seen, scale, return_lse, save_maps, chunk_bytes)
@@ -148,7 +148,7 @@ def _attend(
     save_maps: bool = False,
     chunk_bytes: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`composed_attention` of what has been checked; `groups` is what `_checked` returns."""
+    """`composed_attention` of what has been checked; `groups` is what `_check_call` returns."""
     query, key, value = map(_rows_contiguous, (query, key, value))
     weights, places = packed_weights(pre, post, key.shape[1])
     keeps = save_maps and _needs_gradients(query, key, value, pre, post)
@@ -290,7 +290,7 @@ def _check_numbers(causal: bool, offset: Any, window: Any, chunk_bytes: Any = No
         raise ValueError(f"chunk_bytes={chunk_bytes}: expected at least 0 (the smallest chunks), or None.")
 
 
-def _checked(
+def _check_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -340,8 +340,8 @@ def _require_data(name: str, tensor: torch.Tensor, device: torch.device) -> None
 
 
 def _require(condition: torch.Tensor, otherwise: str) -> None:
-    """Raises ValueError unless a boolean holds: otherwise a mask has that. Where it cannot be read (graphs), asserts
-    when the graph runs."""
+    """Raises a ValueError that refuses a mask with `otherwise`, unless a condition, one boolean, is true. In a graph,
+    where it cannot be read, the graph asserts it when it runs."""
     if torch.compiler.is_compiling() or is_captured(condition.device):
         torch._assert_async(condition, unsupported_reason(mask=otherwise) or "")
     elif not bool(condition):
@@ -502,7 +502,7 @@ def triton_attention(
     else:
         check_types(pre, post, scaling, {"query": query, "key": key, "value": value})
         _check_switches(save_maps=options["save_maps"])
-        groups = _checked(query, key, value, pre, post)
+        groups = _check_call(query, key, value, pre, post)
         out = _attend(query, key, value, pre, post, groups, _seen_by(attention_mask, query, key), scaling, **options)
     return out.transpose(1, 2), None  # type: ignore[union-attr]
 

@@ -51,7 +51,7 @@ class Passes(Launcher):
         return out, lse, kept, norms
 
     def _run_pass(self, name: str, run: Callable[..., _Results], *given: torch.Tensor | None) -> _Results:
-        """Results of a pass over given tensors; of another, with other maps, where something went beyond float16."""
+        """Results of a pass over given tensors; it runs again, with wider maps, if something was beyond float16."""
         again = partial(self._repeated, name, run, given)
         found = self._searched(name, again)
         while self.q.dtype != torch.float32:
@@ -235,9 +235,9 @@ class Passes(Launcher):
         outputs = {"p_out": grad_scores, "p_sums": sums}
         constants: dict[str, Any] = {"factor": LN_2, "SCALED": is_scaled}
         self._back(0, chunk, grads, scales, n_parts, p_scores=scores, **constants, **outputs, **tensors)
-        still = scales if is_scaled else None
-        self._fill_values(chunk, grad_scores, sources.key, grads.query, self.scale, still)
-        self._add_keys(chunk, grad_scores, sources.query, grads.key, self.scale, still)
+        grad_scales = scales if is_scaled else None
+        self._fill_values(chunk, grad_scores, sources.key, grads.query, self.scale, grad_scales)
+        self._add_keys(chunk, grad_scores, sources.query, grads.key, self.scale, grad_scales)
 
     def _back(
         self, stage: int, chunk: Chunk, grads: Gradients, scales: torch.Tensor, n_parts: int, **tensors: Any

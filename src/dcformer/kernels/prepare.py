@@ -77,14 +77,14 @@ def _prepare_head(
     if P > 0:
         is_first = o_d < P // 2
         o_other = tl.where(is_first, o_d + P // 2, o_d - P // 2)
-        m_turned = m_n & (o_d < P)[None, :]
-        other = _normed(p_row, stride, p_weight, o_n, o_other, m_turned, scale, NORM)  # [b_n, b_d]
+        m_rotated = m_n & (o_d < P)[None, :]
+        other = _normed(p_row, stride, p_weight, o_n, o_other, m_rotated, scale, NORM)  # [b_n, b_d]
         o_c = o_n[:, None].to(tl.int64) * stride_c + o_d[None, :]
-        cos = tl.load(p_cos + o_c, mask=m_turned, other=0.0).to(tl.float32)  # [b_n, b_d]
-        sin = tl.load(p_sin + o_c, mask=m_turned, other=0.0).to(tl.float32)  # [b_n, b_d]
-        turned = rounded(out * cos, dtype).to(tl.float32)
-        turned += rounded(tl.where(is_first[None, :], -other, other) * sin, dtype).to(tl.float32)
-        out = tl.where(m_turned, turned, out)
+        cos = tl.load(p_cos + o_c, mask=m_rotated, other=0.0).to(tl.float32)  # [b_n, b_d]
+        sin = tl.load(p_sin + o_c, mask=m_rotated, other=0.0).to(tl.float32)  # [b_n, b_d]
+        rotated = rounded(out * cos, dtype).to(tl.float32)
+        rotated += rounded(tl.where(is_first[None, :], -other, other) * sin, dtype).to(tl.float32)
+        out = tl.where(m_rotated, rotated, out)
     if fits is not None:
         out = tl.where(fits, out, float("nan"))
     p_tile = p_out + o_n[:, None].to(tl.int64) * stride_o + o_d[None, :]

@@ -18,14 +18,13 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention_dcformer import attend_without_autocast, eager_attention
-from ..chunked_dcformer import CHUNKED
 from ..compose_dcformer import ComposeSettings, DCFormerCompose, Stages, compose_init_std, stages
 from ..errors import DCFormerError
 from ..head_systems.base import HeadSystem
 from ..head_systems.collaborative_mixing import Mixing
 from ..head_systems.options import HeadSizes, HeadSystemOptions
 from ..head_systems.registry import system_class
-from ..implementations_dcformer import FUSED_ATTENTION
+from ..implementations_dcformer import CHUNKED, FUSED_ATTENTION
 
 
 def make_generators(settings: ComposeSettings, zero_init: bool) -> DCFormerCompose:

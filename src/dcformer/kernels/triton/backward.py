@@ -19,7 +19,7 @@ from .compose import program_keys
 from .heads import (
     ALIKE,
     KEY,
-    SCORES_GRAD,
+    MATRIX_GRAD_UNIT,
     STATIC,
     add_side_grads,
     cast,
@@ -133,7 +133,7 @@ def back_0_kernel(
         p_out: the map of gradients of scores, to be written, with SCALED times that, too; may be the memory of p_grads.
         p_gwq: as for `back_1_kernel`, times `factor`: ln 2, which takes back the log2(e) of stored scores.
         p_gm: parts of gradients of M(s): [tiles of queries, B·G, n_s, h, h'], without the factor, times the power and
-            `SCORES_GRAD`.
+            `MATRIX_GRAD_UNIT`.
     """
     i_t, i_s, i_bg = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_t = i_t * B_T + tl.arange(0, B_T)  # in the chunk
@@ -186,7 +186,7 @@ def back_0_kernel(
                 left, right = split(row, 1 + (H1 > 0), EXACT), split(da, 1 + (H1 > 0), EXACT)
             else:
                 left, right = cast(row, dtype, H1), narrow
-            store_matrix_grad(p_gm, left, right, SCORES_GRAD, M, H0, H1, EXACT)
+            store_matrix_grad(p_gm, left, right, MATRIX_GRAD_UNIT, M, H0, H1, EXACT)
         p_scores += stride_s
         p_weights += stride_s
         p_grads += stride_s

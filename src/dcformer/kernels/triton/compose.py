@@ -1,8 +1,8 @@
 """From scores to composed weights: `lse_kernel`, `join_kernel`, `compose_kernel`.
 
-Scores arrive times log2(e), so that exp2 and log2 do; log-sum-exps are base 2. Softmax sits between two compositions,
-so its sums need a pass of their own over the scores; `compose_kernel` composes them anew, which is more exact than to
-store them. For the backward pass it keeps the weights, too.
+Scores arrive times log2(e), so that exp2 and log2 suffice; log-sum-exps are base 2. Softmax sits between two
+compositions, so its sums need a pass of their own over the scores; `compose_kernel` composes them anew, which is more
+exact than to store them. For the backward pass it keeps the weights, too.
 
 A program has B_T queries and all heads of a group, and visits a part of the keys that any of its queries sees. M, H0,
 H1, R, C and the flags F_PRE and F_POST are those of `heads`; t_0, n_t, n_p, s_0 and n_s are a chunk, see

@@ -41,7 +41,7 @@ NO_KEY = tl.constexpr(2147483647)  # no key is as far as this
 WEIGHT_SHIFT = tl.constexpr(8)  # P and W are stored times 2^8 in float16: with many keys each is small
 GRAD_SHIFT = tl.constexpr(6)  # gradients of the M(s) of scores are stored times 2^-6: scores are larger than weights
 LEAST = tl.constexpr(2.0**-126)
-SCORES_GRAD = tl.constexpr(2.0**-GRAD_SHIFT.value)
+MATRIX_GRAD_UNIT = tl.constexpr(2.0**-GRAD_SHIFT.value)
 
 # What kernels are jitted with: counts that follow from lengths, and pointers to single numbers. That one is a multiple
 # of 16 makes no better code: Triton would compile each kernel once more for it.
@@ -53,7 +53,7 @@ ALIKE = {
 
 @triton.jit
 def log2(x):
-    """Of a size, 0 included: of what float32 has least."""
+    """log2 of x >= 0; of 0, that of the smallest normal float32."""
     return tl.log2(tl.maximum(x, LEAST))
 
 
