@@ -63,6 +63,20 @@ def one_side(settings: ComposeSettings, side: str, hidden_size: int) -> ComposeS
     return replace(settings, hidden_size=hidden_size, compose_query=query, compose_key=key, compose_static=static)
 
 
+def _check_sizes(embed_dim: Any, num_heads: Any, num_kv_heads: Any, kdim: Any, vdim: Any) -> None:
+    """Refuses numbers that make no heads. Arguments as for `DCMHA`, none of them None."""
+    sizes = {
+        "embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim, "num_kv_heads": num_kv_heads
+    }  # fmt: skip
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+            raise DCFormerError(f"{name}={size!r} must be a whole number of at least 1.")
+    if embed_dim % num_heads:
+        raise DCFormerError(f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}: change one of them.")
+    if num_heads % num_kv_heads:
+        raise DCFormerError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: choose a divisor.")
+
+
 class DCMHA(nn.Module):
     """Dynamically composable multi-head attention as a drop-in for `torch.nn.MultiheadAttention`.
 
@@ -139,16 +153,7 @@ class DCMHA(nn.Module):
         super().__init__()
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes: dict[str, Any] = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
-        for name, size in (sizes | {"num_kv_heads": num_kv_heads}).items():
-            if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
-                raise DCFormerError(f"{name}={size!r} must be a whole number of at least 1.")
-        if embed_dim % num_heads:
-            raise DCFormerError(
-                f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}: change one of them."
-            )
-        if num_heads % num_kv_heads:
-            raise DCFormerError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: choose a divisor.")
+        _check_sizes(embed_dim, num_heads, num_kv_heads, kdim, vdim)
         check_flags(qk_norm=qk_norm, zero_init=zero_init)
         rate: Any = dropout
         if not (isinstance(rate, Real) and 0 <= float(rate) < 1):
