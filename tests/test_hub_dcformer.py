@@ -758,6 +758,17 @@ def test_a_map_of_tokens_that_the_library_does_not_read(hub):
     assert (config.bos_token_id, config.eos_token_id) == (0, 0)
 
 
+def test_null_in_a_map_of_tokens_takes_precedence(hub):
+    tokenizer_json(hub)
+    (hub / "special_tokens_map.json").write_text(json.dumps({"eos_token": None}))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w4", "eos_token": "w6"}
+    (hub / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = AutoTokenizer.from_pretrained(hub)
+    assert tokenizer.bos_token_id == 4 and tokenizer.eos_token is None
+    config = AutoModelForCausalLM.from_pretrained(hub).config
+    assert (config.bos_token_id, config.eos_token_id) == (4, 0)
+
+
 @pytest.mark.parametrize(("end_of_text", "expected"), [(96, 96), (97, 2)])
 def test_tokens_are_taken_up_to_the_last_row_of_the_vocabulary(hub, end_of_text, expected):
     tokenizer_json(hub, words=98, end_of_text=end_of_text)

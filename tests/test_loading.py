@@ -1,7 +1,9 @@
 """Which file of a model folder is damaged: every command's error names it."""
 
 import shutil
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +113,35 @@ def test_one_byte_of_a_name(folders, tmp_path):
     with pytest.raises(OSError, match=r"pytorch_model\.bin is damaged") as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     assert isinstance(caught.value.__cause__, UnicodeDecodeError)
+
+
+def test_one_byte_of_a_number(folders, tmp_path):
+    """Torch reads it as one, and fails as calls with wrong arguments do."""
+    folder = shutil.copytree(folders / "bin", tmp_path / "model")
+    file = folder / "pytorch_model.bin"
+    content = file.read_bytes()
+    at = content.index(b"64", content.index(b".storage_alignment"))
+    file.write_bytes(content[:at] + b"Z" + content[at + 1 :])
+    with pytest.raises(OSError, match=r"pytorch_model\.bin is damaged") as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert type(caught.value.__cause__) is ValueError
+
+
+class _Quantized(torch.Tensor):
+    """As a library of quantization has them: in a pickle it is code."""
+
+
+def test_a_missing_library_is_no_damage(folders, tmp_path):
+    folder = shutil.copytree(folders / "bin", tmp_path / "model")
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config = {"quant_method": "quanto", "weights": "int8"}
+    config.save_pretrained(folder)
+    state = torch.load(folder / "pytorch_model.bin")
+    state["model.norm.weight"] = state["model.norm.weight"].as_subclass(_Quantized)
+    torch.save(state, folder / "pytorch_model.bin")
+    assert "holds more than tensors" in damaged_file(folder, OSError())
+    with mock.patch.dict(sys.modules, {"optimum": None, "optimum.quanto": None}), pytest.raises(ImportError):
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_what_the_system_says_of_a_file(folders, monkeypatch):

@@ -875,6 +875,18 @@ _HUB = (
             "tests/test_loading.py::test_what_the_system_says_of_a_file",
         ),
         (
+            "a missing library is taken for damage",
+            "    except ImportError:  # a library is missing",
+            "    except ZeroDivisionError:  # a library is missing",
+            "tests/test_loading.py::test_a_missing_library_is_no_damage",
+        ),
+        (
+            "damage that torch takes for a wrong number is not named",
+            "and not _raised_by_torch(error)",
+            "",
+            "tests/test_loading.py::test_one_byte_of_a_number",
+        ),
+        (
             "damage of a pickle that fails in another way",
             "    except Exception as error:  # a damaged pickle",
             "    except (EOFError, IndexError, KeyError, OSError, RuntimeError) as error:  # a damaged pickle",
@@ -919,6 +931,12 @@ _HUB = (
             'if "added_tokens_decoder" in settings else settings | mapped',
             'if "added_tokens_decoder" in settings else mapped | settings',
             T_HUB + "test_tokenizer_wins",
+        ),
+        (
+            "null in a special tokens map counts for nothing",
+            "else settings | mapped",
+            "else settings | {k: v for k, v in mapped.items() if v is not None}",
+            T_HUB + "test_null_in_a_map_of_tokens_takes_precedence",
         ),
         (
             "the end of text of a tokenizer in other files is not asked for",

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -155,12 +156,20 @@ def naming_damage(
     """
     try:
         yield
+    except ImportError:  # a library is missing, such as one whose quantized tensors a file holds
+        raise
     except Exception as error:  # what the library raises on damaged files, and on other occasions, is of many classes
-        if type(error) is ValueError:  # arguments are wrong; damaged files raise subclasses of it
+        if type(error) is ValueError and not _raised_by_torch(error):  # arguments are wrong
             raise
         if path is not None and (damaged := damaged_weights(path, arguments)) is not None:
             raise (damaged if isinstance(damaged, error_class) else error_class(str(damaged))) from error
         raise
+
+
+def _raised_by_torch(error: BaseException) -> bool:
+    """Whether an error comes from within torch, as of a file that it cannot read, and not from who calls it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").startswith("torch.")
 
 
 def stored_config(config_class: Any, path: str | os.PathLike, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def tokenizer_special_ids(
         # What only its class names, the library has added behind the vocabulary: no text has it.
         stored = {*vocabulary, *named.values(), *_tokenizer_file(path, "added_tokens.json", arguments)}
         for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
-            tokens = settings.get(name, ())
+            tokens = settings.get(name) or ()
             stored |= {_content(token) for token in (tokens.values() if isinstance(tokens, dict) else tokens)}
         size = tokenizer.vocab_size if file is None else 0
         vocabulary = {t: number for t, number in tokenizer.get_vocab().items() if number < size or t in stored}
@@ -61,7 +61,7 @@ def tokenizer_special_ids(
 
 
 def _tokenizer_file(path: str | os.PathLike, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a JSON file of a tokenizer, without what is null; empty where there is none, or it is damaged."""
+    """The content of a JSON file of a tokenizer; empty where there is none, or it is damaged."""
     if (file := find_file(path, name, arguments)) is None:
         return {}
     try:
@@ -69,7 +69,7 @@ def _tokenizer_file(path: str | os.PathLike, name: str, arguments: Mapping[str, 
             read = json.load(opened)
     except ValueError:
         return {}
-    return {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
+    return read if isinstance(read, dict) else {}
 
 
 def _content(token: Any) -> Any:

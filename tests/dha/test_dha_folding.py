@@ -59,7 +59,7 @@ def test_a_folded_folder_is_the_model_folded_in_memory(name, tmp_path):
     assert folded.generation_config.temperature == 0.25
     with pytest.raises(
         ValueError,
-        match=r"key_head_map gives the layers the usual heads, but the parameters in .*/folded are of \[2, 2\]",
+        match=r"key_head_map gives the layers the usual heads, but the parameters in .*/folded are of \[\d, \d\] heads",
     ):
         AutoModelForCausalLM.from_pretrained(tmp_path / "folded", key_head_map=None, value_head_map=None)
     for arguments in ({"config": str(tmp_path / "folded")}, {"config": tmp_path / "folded" / "config.json"}):

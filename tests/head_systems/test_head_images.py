@@ -66,7 +66,7 @@ def test_loading_a_checkpoint_of_another_system_is_refused(tmp_path):
             load.from_pretrained(tmp_path / "gate", **other)
     with pytest.raises(ValueError, match=r"head_system='output_gate'.*head_system='plain'"):
         HeadSystemsViTModel.from_pretrained(tmp_path / "gate", config=HeadSystemsViTConfig(**SMALL))
-    with pytest.raises(ValueError, match=r"is of model type 'dcvit', not 'dcvit_heads'"):
+    with pytest.raises(ValueError, match=r"is of model type 'dcvit', not 'dcvit_heads': load it with its own class\.$"):
         HeadSystemsViTForImageClassification.from_pretrained(tmp_path / "none")
     for given in ({}, {"config": DCViTConfig(**SMALL)}):
         with pytest.raises(ValueError, match="head_system='output_gate', which DCViTForImageClassification does not"):

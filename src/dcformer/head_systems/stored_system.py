@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..stored_dcformer import stored_config
+from .configuration_head_systems import HeadSystemsConfig
 
 
 def check_same_system(config_class: Any, path: Any, kwargs: dict[str, Any]) -> None:
@@ -23,10 +24,11 @@ def check_same_system(config_class: Any, path: Any, kwargs: dict[str, Any]) -> N
         return
     wanted = getattr(kwargs.get("config"), "head_system", None) or kwargs.get("head_system")
     if stored["model_type"] != config_class.model_type:
-        raise ValueError(
-            f"{path} is of model type {stored['model_type']!r}, not {config_class.model_type!r}: load it "
-            "with its own class, and make a model with a head system from it with to_head_system."
-        )
+        advice = "load it with its own class"
+        if config_class is HeadSystemsConfig:
+            advice += ", and make a model with a head system from it with to_head_system"
+        found, expected = stored["model_type"], config_class.model_type
+        raise ValueError(f"{path} is of model type {found!r}, not {expected!r}: {advice}.")
     if wanted is not None and wanted != (found := stored.get("head_system", "plain")):
         raise ValueError(
             f"{path} is a checkpoint with head_system={found!r}, and the model to load has head_system={wanted!r}: "
