@@ -1428,6 +1428,24 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def earlier_cells(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cells of an earlier run of the same setup, which this one goes on with.
+
+    Raises:
+        ValueError: where nothing can be read, or figures were measured in another way: one page says how all were.
+    """
+    earlier = read_json(path, {"about", "options", "cells"})
+    setup = ("device", "driver_version", "python", "torch", "triton", "transformers", "commit")
+    changed = [
+        f"{name} {earlier[part].get(name)}, now {content[part].get(name)}"
+        for part, names in (("about", setup), ("options", ("batch", "repeats", "full_depth", "smoke")))
+        for name in names if earlier[part].get(name) != content[part].get(name)
+    ]  # fmt: skip
+    if changed:
+        raise ValueError(f"it was measured with another setup: {'; '.join(changed)}. Name another --out")
+    return earlier["cells"]
+
+
 def let_first_passes_go_by(device: torch.device) -> None:
     """A process waits for the marks of its first passes. What is timed are later ones, which wait for nothing."""
     overflow.mark_of(device, overflow.Beyond.SCORES)  # there are marks to look at
@@ -1456,12 +1474,21 @@ def main(arguments: list[str] | None = None) -> int:
     bench = Bench(smoke=args.smoke, repeats=args.repeats, batch=args.batch, full_depth=args.full_depth, out=args.out)
     if args.smoke:
         bench = Bench(smoke=True, batch=1, prompt=9, new_tokens=2, depth=(1, 2), full_depth=args.full_depth)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"--out {args.out} cannot be made: {error}", file=sys.stderr)
+        return 2
     path, start = args.out / "gpu_suite.json", time.perf_counter()
     options = {name: value for name, value in vars(args).items() if name not in ("out", "plot", "markdown")}
     content: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "options": options}
     content |= {"about": describe(bench), "goals": [], "cells": []}
     if args.resume and path.exists():
-        content["cells"] = json.loads(path.read_text())["cells"]
+        try:
+            content["cells"] = earlier_cells(path, content)
+        except ValueError as error:
+            print(f"--resume {path}: {error}", file=sys.stderr)
+            return 2
     let_first_passes_go_by(bench.numbered_device)
     lost = run_suite(bench, args, content, path)
     if lost and args.restarts < 5:

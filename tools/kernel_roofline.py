@@ -136,6 +136,8 @@ DECODING_GOALS = {("2.8B", "LG"): 0.96, ("6.9B", "LG"): 0.98, ("2.8B", "LGLL"): 
 # projections and Llama's q, k and v one product, too; with three, as in Llama's own code; without fused projections.
 # Counted by `tools/decode_launches.py`.
 EXTRA_LAUNCHES = {"fused": (1, 1), "fused, Llama not": (-1, -1), "not fused": (11, 15)}
+LENGTHS = (2048, 4096)  # tokens in training that `--json` has
+DECODED = 1152  # keys of a step of decoding
 # What is estimated besides, in words -> as an option of `attention_work`.
 HOWS: dict[str, dict[str, bool]] = {
     "": {}, ", with operands": {"operands": True}, ", maps kept": {"save_maps": True},
@@ -588,11 +590,12 @@ def summary(gpu: Device, issued: Callable[[str, int], float], length: int, assum
     lines += ["", both_rules(issued, assumed, arch)]
     hows = {how: replace(assumed, extra_launches=extra) for how, extra in EXTRA_LAUNCHES.items()}
     hows["bytes alone"] = replace(assumed, extra_launches=(0, 0))
-    lines += ["", "| decoding, S = 1152 | " + " | ".join(f"LG, {how} | LGLL, {how}" for how in hows) + " | goals |"]
+    heads = " | ".join(f"LG, {how} | LGLL, {how}" for how in hows)
+    lines += ["", f"| decoding, S = {DECODED} | {heads} | goals |"]
     lines += ["|---|" + "---|" * (2 * len(hows) + 1)]
     for shape in SHAPES.values():
         found = {
-            (pattern, how): decoding_throughput(shape, 1152, local, gpu, assumptions)
+            (pattern, how): decoding_throughput(shape, DECODED, local, gpu, assumptions)
             for how, assumptions in hows.items()
             for pattern, local in PATTERNS.items()
         }
@@ -633,7 +636,7 @@ def training_rows(
     rows: list[dict[str, object]] = []
     for gpu in DEVICES.values():
         for name in names:
-            for tokens in (2048, 4096):
+            for tokens in LENGTHS:
                 for pattern, local in PATTERNS.items():
                     row: dict[str, object] = {"shape": name, "pattern": pattern, "tokens": tokens, "gpu": gpu.name}
                     for how in HOWS.values():
@@ -642,6 +645,30 @@ def training_rows(
                         row["at_bounds" + suffix] = round(found.throughput(), 4)
                         row["at_75" + suffix] = round(found.throughput(0.75), 4)
                     rows.append(row)
+    return rows
+
+
+def attention_rows(names: Iterable[str], issued: Callable[[str, int], float], arch: int) -> list[dict[str, object]]:
+    """Milliseconds at bounds of a layer's attention, one sequence, and of each of its kernels."""
+    rows: list[dict[str, object]] = []
+    for gpu, name, tokens, window in itertools.product(DEVICES.values(), names, LENGTHS, (None, WINDOW)):
+        passes = attention_work(SHAPES[name], tokens, window, issued, arch)
+        for which, work in zip(("forward", "backward"), passes, strict=True):
+            kernels = {w.name: round(1e3 * w.bound(gpu)[1], 4) for w in work}
+            row = {"shape": name, "window": window, "tokens": tokens, "gpu": gpu.name, "pass": which}
+            rows.append(row | {"ms": round(1e3 * seconds(work, gpu), 4), "kernels": kernels})
+    return rows
+
+
+def decoding_rows(names: Iterable[str], assumed: Assumptions) -> list[dict[str, object]]:
+    """Shares of a plain Transformer's speed in decoding: by launches of a layer, see `EXTRA_LAUNCHES`, and by bytes."""
+    rows: list[dict[str, object]] = []
+    for gpu, name, (pattern, local) in itertools.product(DEVICES.values(), names, PATTERNS.items()):
+        row: dict[str, object] = {"shape": name, "pattern": pattern, "tokens": DECODED, "gpu": gpu.name}
+        for how, extra in (EXTRA_LAUNCHES | {"bytes alone": (0, 0)}).items():
+            launched = replace(assumed, extra_launches=extra)
+            row[how] = round(decoding_throughput(SHAPES[name], DECODED, local, gpu, launched), 4)
+        rows.append(row)
     return rows
 
 
@@ -675,7 +702,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=2048, help="tokens of the sequence")
     parser.add_argument("--sizes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument(
-        "--json", action="store_true", help="print what models reach on H100 and H200 at 2,048 and 4,096 tokens"
+        "--json", action="store_true", help="print the tables as JSON, for H100 and H200 and for 2,048 and 4,096 tokens"
     )
     figures = parser.add_argument_group("the device; an H200 unless said otherwise")
     figures.add_argument("--tensor", type=float, default=989e12, help="FLOP/s, dense bfloat16")
@@ -696,16 +723,19 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("linear", "flash", "stream"):
         if not 0 < getattr(args, name) <= 1:
             parser.error(f"--{name} {getattr(args, name)}: expected a share, above 0 and at most 1")
-    fixed = ("length", "tensor", "multiprocessors", "clock", "l2", "hbm", "stream")
+    fixed = ("length", "tensor", "multiprocessors", "clock", "l2", "hbm")
     if args.json and (given := [name for name in fixed if getattr(args, name) != parser.get_default(name)]):
-        parser.error(
-            f"--{given[0]} {getattr(args, given[0])}: --json is of training on fixed devices and lengths; leave one out"
-        )
+        parser.error(f"--{given[0]} {getattr(args, given[0])}: --json is of fixed devices and lengths; leave one out")
     gpu = device("GPU", args.multiprocessors, args.clock, args.tensor, args.l2, args.hbm)
     assumed = Assumptions(args.linear, args.flash, args.stream)
     issued = compiled(args.arch, [SHAPES[name] for name in args.sizes]) if args.compile else stored
     if args.json:
-        print(json.dumps({"training": training_rows(args.sizes, issued, assumed, args.arch)}, indent=1))
+        found = {
+            "training": training_rows(args.sizes, issued, assumed, args.arch),
+            "attention": attention_rows(args.sizes, issued, args.arch),
+            "decoding": decoding_rows(args.sizes, assumed),
+        }
+        print(json.dumps(found, indent=1))
         return 0
 
     print("ESTIMATE, not a measurement. Milliseconds; one sequence, forward and backward, bfloat16, R = 2.")
@@ -719,7 +749,7 @@ def main(argv: list[str] | None = None) -> int:
             for which, work in zip(("forward", "backward"), passes, strict=True):
                 print(f"\n{table(f'{name}, {which}, ' + (f'window {window}' if window else 'global'), work, gpu)}")
         print(f"\n{table(f'{name}, generators, {args.length} tokens', generator_work(SHAPES[name], args.length), gpu)}")
-        print(f"\n{table(f'{name}, decoding, S = 1152', decode_work(SHAPES[name], 1152), gpu)}")
+        print(f"\n{table(f'{name}, decoding, S = {DECODED}', decode_work(SHAPES[name], DECODED), gpu)}")
     print(f"\n{summary(gpu, issued, args.length, assumed, args.arch)}")
     print(f"\n{operators(gpu, issued, assumed, args.arch)}")
     return 0

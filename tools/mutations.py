@@ -2120,6 +2120,12 @@ _KERNELS = (
         "kernels",
         "kernels/problem.py",
         (
+            "a search waits for the current device",
+            "                with torch.cuda.device_of(self.q):  # by which",
+            "                if True:  # by which",
+            "tests/kernels/test_tuning.py::test_a_search_waits_for_the_device_of_its_tensors",
+        ),
+        (
             "only the first and the last chunk are looked at",
             "return self._most_bytes(cut(n_t), maps) <=",
             "return self._most_bytes([cut(n_t)[0], cut(n_t)[-1]], maps) <=",

@@ -176,6 +176,22 @@ def test_smoke_run(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_run_of_another_setup_is_not_gone_on_with(tmp_path, capsys, no_plot):
+    run(tmp_path, "--sections", "op", "--budget-s", "0")
+    path = tmp_path / "gpu_suite.json"
+    content = json.loads(path.read_text())
+    for part, name in (("about", "device"), ("about", "commit"), ("options", "batch")):
+        other = content | {part: content[part] | {name: "another"}}
+        path.write_text(json.dumps(other))
+        assert suite.main(["--smoke", "--out", str(tmp_path), "--resume", "--budget-s", "0"]) == 2
+        assert f"it was measured with another setup: {name} another, now " in capsys.readouterr().err
+        assert json.loads(path.read_text()) == other
+    for broken in ('{"cells": [', "[]"):
+        path.write_text(broken)
+        assert suite.main(["--smoke", "--out", str(tmp_path), "--resume", "--budget-s", "0"]) == 2
+        assert f"--resume {path}: " in capsys.readouterr().err and path.read_text() == broken
+
+
 def test_a_wrong_result_is_reported(tmp_path, monkeypatch, capsys, no_plot):
     right = suite.ours
     monkeypatch.setattr(suite, "ours", lambda inputs, **options: right(inputs, **options) * 1.001)

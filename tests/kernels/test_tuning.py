@@ -120,6 +120,27 @@ def test_the_fastest_tile_is_found_kept_and_used(tuned, monkeypatch):
     assert len(used) == 2 * count
 
 
+def test_a_search_waits_for_the_device_of_its_tensors(tuned, monkeypatch):
+    """Whatever device is the current one: what it sleeps and waits on takes that."""
+    entered, outside = [], []
+
+    class Guard:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __enter__(self):
+            entered.append(self.tensor.shape)
+
+        def __exit__(self, *_):
+            entered.pop()
+
+    tensors, real = problem(), Clock.milliseconds
+    monkeypatch.setattr(problems.torch.cuda, "device_of", Guard)
+    monkeypatch.setattr(Clock, "milliseconds", lambda self: (outside.append(not entered), real(self))[1])
+    composed_attention(*tensors)
+    assert outside and not any(outside)
+
+
 def test_the_call_that_searches_has_the_tiles_it_found(tuned, monkeypatch):
     used = []
     real = passes.Passes._start

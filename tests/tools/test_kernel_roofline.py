@@ -306,11 +306,11 @@ def test_launches_of_decoding_take_their_time():
     assert step(-1, 0) < step(0, 0)
 
 
-@pytest.mark.parametrize("option", ["--length=512", "--hbm=1e12", "--stream=0.5"])
+@pytest.mark.parametrize("option", ["--length=512", "--hbm=1e12"])
 def test_json_refuses_what_it_would_ignore(option, capsys):
     with pytest.raises(SystemExit):
         roofline.main(["--json", option])
-    assert "--json is of training on fixed devices and lengths" in capsys.readouterr().err
+    assert "--json is of fixed devices and lengths" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--clock=0", "--length=-5", "--tensor=nan", "--flash=0", "--linear=1.5"])
@@ -330,7 +330,8 @@ def test_make_prints_json_and_nothing_else():
 
 def test_json_has_every_model_pattern_length_and_gpu(capsys):
     assert roofline.main(["--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["training"]
+    content = json.loads(capsys.readouterr().out)
+    rows = content["training"]
     assert (
         len({(row["shape"], row["pattern"], row["tokens"], row["gpu"]) for row in rows}) == len(rows) == 4 * 2 * 2 * 2
     )
@@ -345,6 +346,32 @@ def test_json_has_every_model_pattern_length_and_gpu(capsys):
     # they were 0.923, 0.919 and 0.811.
     assert found["6.9B"] >= 0.914 and found["13B"] >= 0.911 and found["2.8B"] >= 0.801
     assert kept["6.9B"] >= 0.932 and kept["13B"] >= 0.927 and kept["2.8B"] >= 0.832
+
+    attention, decoding = content["attention"], content["decoding"]
+    assert len(attention) == 2 * 4 * 2 * 2 * 2 and len(decoding) == 2 * 4 * 2
+    for row in attention:
+        assert sum(row["kernels"].values()) == pytest.approx(row["ms"], abs=1e-3)
+    assert {"lse", "compose", "values"} <= attention[0]["kernels"].keys()
+    for row in decoding:
+        assert row["not fused"] < row["fused"] < row["bytes alone"]
+
+
+def test_json_has_the_figures_of_the_tables(capsys):
+    assert roofline.main([]) == 0
+    printed = capsys.readouterr().out
+    assert roofline.main(["--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    of = {
+        (row["shape"], row["window"], row["pass"]): row
+        for row in content["attention"] if (row["gpu"], row["tokens"]) == ("H200", 2048)
+    }  # fmt: skip
+    sums = [of["2.8B", window, which]["ms"] for window in (None, 256) for which in ("forward", "backward")]
+    assert "| 2.8B | " + " | ".join(f"{ms:.3f}" for ms in sums) in printed
+    lse = of["6.9B", None, "forward"]["kernels"]["lse"]
+    assert re.search(rf"^\| lse .*\| \w+ {lse:.3f} \|$", printed, re.M)
+    steps = {(row["shape"], row["pattern"]): row for row in content["decoding"] if row["gpu"] == "H200"}
+    fused = [steps["13B", pattern]["fused"] for pattern in ("LG", "LGLL")]
+    assert "| 13B | " + " | ".join(f"{share:.1%}" for share in fused) in printed
 
 
 def test_the_page_has_what_is_printed(capsys):

@@ -324,7 +324,8 @@ class Problem:
         if autotune_is_on() and self.trial is None and is_long and can_search(self.q):
             this = (self.gpu, self._key(name), self.is_keeping)  # passes with kept maps launch other kernels
             if this not in searched:
-                self._search(run)
+                with torch.cuda.device_of(self.q):  # by which the search waits
+                    self._search(run)
                 searched.add(this)
         return run()
 
