@@ -16,6 +16,7 @@ measured; they do not decide the exit status.
 
 import argparse
 import gc
+import hashlib
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -1244,7 +1245,7 @@ def first_line(*command: str) -> str | None:
 
 
 def describe(bench: Bench) -> dict[str, Any]:
-    """Device, driver, clocks, versions and commit, as far as they can be found out."""
+    """Device, driver, clocks, versions, commit and sources, as far as they can be found out."""
 
     def installed(package: str) -> str | None:
         try:
@@ -1258,6 +1259,7 @@ def describe(bench: Bench) -> dict[str, Any]:
         **{name: installed(name) for name in ("torch", "triton", "transformers")}, "torch_cuda": torch.version.cuda,
         "commit": first_line("git", "rev-parse", "HEAD"),
         "changed_since_commit": bool(first_line("git", "status", "--porcelain", "--", "src", "benchmarks")),
+        "sources": digest(),
         "device": "CPU, Triton's interpreter",
     }  # fmt: skip
     if not bench.smoke:
@@ -1269,6 +1271,25 @@ def describe(bench: Bench) -> dict[str, Any]:
         line = first_line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") or ""
         out |= dict(zip(query.split(","), line.split(", "), strict=False))
     return out
+
+
+def digest() -> str:
+    """Of the package's source: what is measured, also where there is no git."""
+    found = hashlib.sha256()
+    for path in sorted((REPOSITORY / "src" / "dcformer").rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def differences(one: dict[str, Any], other: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Entries that are not the same, in words."""
+    return [f"{name} {one.get(name)}, now {other.get(name)}" for name in names if one.get(name) != other.get(name)]
+
+
+def changed_setup(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What two descriptions (`describe`) differ in that figures depend on, in words."""
+    names = ("device", "driver_version", "python", "torch", "triton", "transformers", "sources")
+    return differences(one, other, names)
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -1435,12 +1456,8 @@ def earlier_cells(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
         ValueError: where nothing can be read, or figures were measured in another way: one page says how all were.
     """
     earlier = read_json(path, {"about", "options", "cells"})
-    setup = ("device", "driver_version", "python", "torch", "triton", "transformers", "commit")
-    changed = [
-        f"{name} {earlier[part].get(name)}, now {content[part].get(name)}"
-        for part, names in (("about", setup), ("options", ("batch", "repeats", "full_depth", "smoke")))
-        for name in names if earlier[part].get(name) != content[part].get(name)
-    ]  # fmt: skip
+    changed = changed_setup(earlier["about"], content["about"])
+    changed += differences(earlier["options"], content["options"], ("batch", "repeats", "full_depth", "smoke"))
     if changed:
         raise ValueError(f"it was measured with another setup: {'; '.join(changed)}. Name another --out")
     return earlier["cells"]

@@ -17,7 +17,6 @@ some ran out of time (`--resume`). Rows "to settle" that fail do not decide it: 
 
 import argparse
 import ctypes
-import hashlib
 import importlib
 import json
 import os
@@ -737,21 +736,7 @@ def describe(run: Run) -> dict[str, Any]:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         why = "; ".join([first, *below])
         raise Unusable(f"the source tree does not import here: {why}; bring other versions with --wheels") from None
-    return about | {"sources": digest(), "below_the_lowest_versions": "; ".join(below) or None}
-
-
-def digest() -> str:
-    """Of the package's source: what was measured, also where there is no git."""
-    found = hashlib.sha256()
-    for path in sorted((REPOSITORY / "src" / "dcformer").rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
-
-
-def same_setup(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What two descriptions differ in that figures depend on, in words."""
-    names = ("device", "driver_version", "python", "torch", "triton", "transformers", "sources")
-    return [f"{name} {one.get(name)}, now {other.get(name)}" for name in names if one.get(name) != other.get(name)]
+    return about | {"below_the_lowest_versions": "; ".join(below) or None}
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -799,7 +784,7 @@ def first_run(args: argparse.Namespace) -> int:
     about = describe(run)
     if path.exists():
         run.content = read_run(path, "--resume")
-        if changed := same_setup(run.content["about"], about):
+        if changed := suite().changed_setup(run.content["about"], about):
             raise Unusable(f"--resume: {args.output} was measured with another setup: {'; '.join(changed)}")
         run.content["calls"] += 1
     else:

@@ -180,7 +180,7 @@ def test_a_run_of_another_setup_is_not_gone_on_with(tmp_path, capsys, no_plot):
     run(tmp_path, "--sections", "op", "--budget-s", "0")
     path = tmp_path / "gpu_suite.json"
     content = json.loads(path.read_text())
-    for part, name in (("about", "device"), ("about", "commit"), ("options", "batch")):
+    for part, name in (("about", "device"), ("about", "sources"), ("options", "batch")):
         other = content | {part: content[part] | {name: "another"}}
         path.write_text(json.dumps(other))
         assert suite.main(["--smoke", "--out", str(tmp_path), "--resume", "--budget-s", "0"]) == 2
