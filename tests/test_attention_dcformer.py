@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import randomize, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.utils import _apply_to_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import (
@@ -934,6 +935,21 @@ def test_a_models_trace_and_attentions():
         assert not maps.weights[..., hidden].any()
         assert (maps.weights[..., ~hidden] > 0).all()
         assert (maps.composed_scores - maps.scores).abs().max() > 1e-3  # composition is at work
+
+
+@pytest.mark.parametrize("depth", ["root", "layers"])
+def test_a_trace_is_filled_where_arguments_are_cast(depth):
+    """As FSDP casts those of modules that it wraps: what is a dataclass arrives as a copy."""
+    model, ids, trace = randomize(DCFormerForCausalLM(tiny_config())), torch.randint(97, (2, 12)), ComposeTrace()
+    model.set_attn_implementation("eager")
+
+    def cast(module, args, kwargs):
+        return _apply_to_tensors(torch.clone, args), _apply_to_tensors(torch.clone, kwargs)
+
+    for module in [model] if depth == "root" else model.model.layers:
+        module.register_forward_pre_hook(cast, with_kwargs=True)
+    model(ids, compose_trace=trace, use_cache=False)
+    assert len(trace.layers) == model.config.num_hidden_layers
 
 
 def test_a_trace_costs_nothing_when_off():

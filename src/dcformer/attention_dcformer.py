@@ -10,7 +10,7 @@ What all implementations compute (paper section 3.1), composition inside groups 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,7 +97,6 @@ class LayerTrace:
     composed_weights: torch.Tensor
 
 
-@dataclass
 class ComposeTrace:
     """Collects the maps of every layer with `attn_implementation="eager"`.
 
@@ -109,7 +108,9 @@ class ComposeTrace:
             step 0 is the prompt; with `prefill_chunk_size` each chunk of the prompt is a step.
     """
 
-    layers: list[LayerTrace] = field(default_factory=list)
+    # No dataclass: FSDP replaces those, where it casts what a layer is called with, by copies that are lost.
+    def __init__(self, layers: list[LayerTrace] | None = None):
+        self.layers: list[LayerTrace] = [] if layers is None else layers
 
 
 def check_trace(trace: Any, layers: Iterable[nn.Module], training: bool) -> None:
