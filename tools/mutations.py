@@ -2456,6 +2456,12 @@ _ATTENTION = _in(
     "attention",
     ATTENTION,
     (
+        "a trace is lost where FSDP casts arguments",
+        "class ComposeTrace:\n",
+        "@dataclass\nclass ComposeTrace:\n    layers: Any = None\n",
+        T_ATTENTION + "test_a_trace_is_filled_where_arguments_are_cast",
+    ),
+    (
         "attention under autocast",
         "with without_autocast(device):",
         "if True:",
@@ -3681,13 +3687,25 @@ _MODULES = [
         "modules/dcmha.py",
         (
             "padding is in the losses of a head system",
-            "            self._padding = key_padding_mask if is_self else None",
-            "            self._padding = None",
+            "                self._padding = key_padding_mask if is_self else None",
+            "                self._padding = None",
             "tests/modules/test_dcmha_head_systems.py::test_padding_is_not_in_the_losses",
         ),
         (
+            "a mask of padding is kept that nothing reads",
+            "            if self._has_losses:\n",
+            "            if True:\n",
+            "tests/modules/test_dcmha_head_systems.py::test_nothing_of_a_call_is_in_copies",
+        ),
+        (
+            "copies have the padding of the last call",
+            'if name != "_padding"}',
+            'if name != "_paddings"}',
+            "tests/modules/test_dcmha_head_systems.py::test_nothing_of_a_call_is_in_copies",
+        ),
+        (
             "an overlap by the number of a layer that is not known",
-            "            layer=None,\n",
+            "            knows_layer=False,\n",
             "",
             "tests/modules/test_dcmha_head_systems.py::test_what_is_refused",
         ),

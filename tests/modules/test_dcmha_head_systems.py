@@ -1,5 +1,8 @@
 """DCMHA with a head system: it begins as plain attention where the system can, and computes what models compute."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers import randomize
@@ -123,9 +126,19 @@ def test_padding_is_not_in_the_losses(batched, dtype):
             "overlap='depth0_half' goes by the number of a layer.* 0 to head_dim",
         ),
         (
-            {"head_system": "overlapped", "head_system_options": {"overlap": [2]}},
+            {"head_system": "overlapped", "head_system_options": {"overlap": [2, 2]}},
             ValueError,
-            r"overlap=\[2\] must be a whole number from 0 to 8",
+            r"overlap=\[2, 2\] has 2 entries: expected one for each of the 1 layers",
+        ),
+        (
+            {"head_system": "overlapped", "head_system_options": {"overlap": [9]}},
+            ValueError,
+            r"overlap\[0\]=9 must be a whole number from 0 to 8",
+        ),
+        (
+            {"head_system": "head_pruning", "head_system_options": {"kept_heads": [[0, 9]]}, **PLAIN},
+            ValueError,
+            r"kept_heads\[0\]=\[0, 9\]: expected one or more of 0 to 3",
         ),
         ({"head_system": "overlapped", "head_system_options": 3}, ValueError, "head_system_options=3: expected a dict"),
         ({"head_system": "overlapped", "head_system_options": ["overlap"]}, ValueError, "expected a dictionary"),
@@ -136,6 +149,37 @@ def test_padding_is_not_in_the_losses(batched, dtype):
 def test_what_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         DCMHA(32, 4, **arguments)
+
+
+def test_options_of_layers_have_one_entry():
+    """And a system of one's own reads the number of its layer, as in models."""
+    pruned = DCMHA(32, 4, head_system="head_pruning", head_system_options={"kept_heads": [[0, 2]]}, **PLAIN)
+    overlapped = DCMHA(32, 4, head_system="overlapped", head_system_options={"overlap": [4]})
+    assert pruned.out_proj.in_features == 16 and overlapped.out_proj.in_features == 64
+    states = noise(5, 2, 32).float()
+    for made in (pruned, overlapped):
+        assert made(states, states, states)[0].shape == (5, 2, 32)
+        assert (made.system.sizes.layer, made.system.sizes.num_layers) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("overlapped", {"overlap": 4}), ("mixture_of_heads", {}), ("output_gate", {})]
+)
+def test_nothing_of_a_call_is_in_copies(name, options):
+    """Neither masks, which may be of a transform of torch.func that has ended, nor what losses are made of."""
+    made = DCMHA(32, 4, batch_first=True, head_system=name, head_system_options=options)
+    states, hidden = noise(2, 5, 32).float(), torch.zeros(2, 5, dtype=torch.bool)
+
+    def call(x, padding):
+        return made(x, x, x, key_padding_mask=padding)[0]
+
+    torch.func.vmap(call)(states[:, None], hidden[:, None])
+    has_losses = name == "mixture_of_heads"
+    assert (made._padding is not None) == has_losses
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert copied._padding is None and copied.losses() == {}
+        assert torch.equal(copied(states, states, states)[0], made(states, states, states)[0])
+        assert bool(copied.losses()) == has_losses
 
 
 def test_options_for_a_copy_are_a_dictionary():

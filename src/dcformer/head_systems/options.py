@@ -20,8 +20,9 @@ class HeadSizes:
         bias: whether the projections have biases.
         rotary_dim: the first channels of a head that RoPE rotates in pairs (c, c + rotary_dim / 2); 0 without RoPE.
         qk_norm: whether queries and keys are normalized over the head dim.
-        layer, num_layers: which layer it is, from 0, of how many; None for a module of its own, which does not know.
+        layer, num_layers: which layer it is, from 0, of how many; 0 of 1 for a module of its own.
         composed: whether composition mixes the heads' maps, so that every head needs the maps of all.
+        knows_layer: False for a module of its own, whatever `layer` says: what goes by the layer's number is refused.
     """
 
     hidden_size: int
@@ -31,9 +32,10 @@ class HeadSizes:
     bias: bool = False
     rotary_dim: int = 0
     qk_norm: bool = False
-    layer: Any = 0  # int or None
+    layer: int = 0
     num_layers: int = 1
     composed: bool = False
+    knows_layer: bool = True
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,13 @@ class OverlappedOptions(HeadSystemOptions):
         if isinstance(self.overlap, str):
             if self.overlap not in PARADIGMS:
                 raise ValueError(f"overlap={self.overlap!r}: expected an integer, a list or one of {[*PARADIGMS]}.")
-            if sizes.layer is None:
+            if not sizes.knows_layer:
                 raise ValueError(
                     f"overlap={self.overlap!r} goes by the number of a layer, which a module of its own does not know: "
                     f"give a whole number from 0 to head_dim={sizes.head_dim}."
                 )
             return PARADIGMS[self.overlap](sizes.layer, sizes.num_layers)
-        if isinstance(self.overlap, list | tuple) and sizes.layer is not None:
+        if isinstance(self.overlap, list | tuple):
             if len(self.overlap) != sizes.num_layers:
                 raise ValueError(
                     f"overlap={list(self.overlap)} has {len(self.overlap)} entries: expected one for each of the "

@@ -101,7 +101,7 @@ class DCMHA(nn.Module):
         head_system, head_system_options: how heads interact beside composition, a name of `HEAD_SYSTEMS` and its
             options. The parameters of its projections are below `system`, not those of `nn.MultiheadAttention`; keys
             and values are made of the same states, of width E; see `losses`. What goes by the number of a layer, such
-            as the default of "overlapped", has to be given as a number.
+            as the default of "overlapped", has to be given as a number; a list of layers has one entry.
         device, dtype: of the parameters.
 
     Raises:
@@ -116,7 +116,8 @@ class DCMHA(nn.Module):
     v_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
 
-    _padding: torch.Tensor | None = None  # `key_padding_mask` of the last call, where it is of the queries, too
+    # `key_padding_mask` of the last call, where it is of the queries, too, and the system has losses.
+    _padding: torch.Tensor | None = None
 
     # `nn.TransformerEncoderLayer` reads this: where it is True, inference computes attention past this module.
     _qkv_same_embed_dim = False
@@ -202,6 +203,7 @@ class DCMHA(nn.Module):
         )
         options = system_class(head_system).options_class.of(head_system_options)
         self.system = self._make_system(head_system, options, settings, bias, qk_norm) if has_system else None
+        self._has_losses = self.system is not None and type(self.system).losses is not HeadSystem.losses
         self.scaling = self.head_dim**-0.5 if self.system is None else self.system.scaling
         width = embed_dim if self.system is None else self.system.output_width
         self.out_proj = nn.Linear(width, embed_dim, bias=bias)
@@ -211,6 +213,10 @@ class DCMHA(nn.Module):
                 self.compose[side] = make_generators(of_side, zero_init)
         self._reset_projections()
         self.to(device=device, dtype=dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is of the last forward pass, as the system's own."""
+        return {name: value for name, value in vars(self).items() if name != "_padding"}
 
     def _make_system(
         self, name: str, options: HeadSystemOptions, settings: ComposeSettings, bias: bool, qk_norm: bool
@@ -222,8 +228,8 @@ class DCMHA(nn.Module):
             head_dim=self.head_dim,
             bias=bias,
             qk_norm=qk_norm,
-            layer=None,
             composed=settings.composes,
+            knows_layer=False,
         )
         options.check_config(settings)
         system = system_class(name)(sizes, options)
@@ -377,7 +383,8 @@ class DCMHA(nn.Module):
         )
         if self.system is not None:
             output = self.system(output, query, *raw_query)
-            self._padding = key_padding_mask if is_self else None
+            if self._has_losses:
+                self._padding = key_padding_mask if is_self else None
         output = self.out_proj(output.flatten(2))  # [B, T, E]
         if not is_batched:
             output = output[0]
