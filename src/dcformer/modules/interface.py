@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, EncoderDecoderCache
 from transformers.masking_utils import eager_mask
@@ -38,7 +39,9 @@ class Attached(dict[str, Any]):
         return Attached, (dict(self),)  # in a form that `torch.load` reads with `weights_only`
 
 
-torch.serialization.add_safe_globals([Attached])  # as a configuration may lie beside tensors
+# A configuration may lie beside tensors, or be written as YAML, as trackers of experiments do.
+torch.serialization.add_safe_globals([Attached])
+yaml.SafeDumper.add_representer(Attached, yaml.representer.SafeRepresenter.represent_dict)
 
 
 def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
