@@ -3634,6 +3634,12 @@ _MODULES = [
         "modules",
         "training/run.py",
         (
+            "rows grouped by length are resumed in another order",
+            "            sampler.generator = self._order\n",
+            "            pass\n",
+            "tests/training/test_training_resume.py::test_rows_grouped_by_length_are_resumed_in_their_epoch",
+        ),
+        (
             "a stream is resumed in its first pass",
             "if batches and isinstance(self.train_dataset, IterableDataset):",
             "if False:",

@@ -125,6 +125,28 @@ def test_a_stream_of_several_passes_is_resumed_in_its_pass(rows, first, more, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [[], ["--data_seed", "7"]], ids=["seed", "data seed"])
+def test_rows_grouped_by_length_are_resumed_in_their_epoch(seed, tmp_path, monkeypatch):
+    """In the second of two; where it begins, too, and in its middle."""
+    monkeypatch.chdir(REPOSITORY)
+    lines = (REPOSITORY / "examples" / "data" / "text_test.jsonl").read_text().splitlines()[:10]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines) + "\n")
+    flags = ["--model_name_or_path", "checkpoints/dcformer-synthetic", "--data", str(tmp_path / "few.jsonl"), *seed]
+    flags += ["--train_sampling_strategy", "group_by_length", "--per_device_train_batch_size", "2", "--use_cpu"]
+    flags += ["--num_train_epochs", "2", "--save_steps", "1", "--logging_steps", "1", "--learning_rate", "1e-3"]
+    flags += ["--report_to", "none", "--disable_tqdm", "true"]
+    finetune.main([*flags, "--output_dir", str(tmp_path / "whole")])
+    whole, entries = load_file(tmp_path / "whole" / "model.safetensors"), history(tmp_path / "whole")
+    assert sum("loss" in entry for entry in entries) == 10
+    for step in (5, 7):
+        part = tmp_path / f"from-{step}"
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", part / f"checkpoint-{step}")
+        finetune.main([*flags, "--output_dir", str(part), "--resume_from_checkpoint", "last"])
+        resumed = load_file(part / "model.safetensors")
+        assert all(whole[name].equal(resumed[name]) for name in whole) and history(part) == entries
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [RUNS[FIRST], *(pytest.param(RUNS[name], marks=pytest.mark.long) for name in OTHERS)], ids=RUNS
 )

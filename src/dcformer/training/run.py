@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.optimization import get_scheduler
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_pt_utils import get_model_param_count
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import cached_file, logging
 from trl import SFTTrainer, get_peft_config, get_quantization_config
@@ -421,7 +421,21 @@ class _Trainer(SFTTrainer):
             batches = round((saved.epoch - passes) * saved.max_steps * self.args.gradient_accumulation_steps)
         return passes, batches
 
+    @cached_property
+    def _order(self) -> torch.Generator:
+        """Of rows that are grouped by length."""
+        return torch.Generator()
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """As the library's; rows that are grouped by length have an order that follows from seed and epoch, too."""
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.generator = self._order
+        return sampler
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._order.manual_seed(seed + kwargs["epoch"])
         stops = [callback for callback in self.callback_handler.callbacks if isinstance(callback, _EarlyStopping)]
         stopped = any(stop.early_stopping_patience_counter >= stop.early_stopping_patience for stop in stops)
         if stopped or self.state.global_step >= self.state.max_steps:
