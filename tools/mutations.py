@@ -4491,6 +4491,30 @@ _DHA = [
         "dha",
         "dha/cli.py",
         (
+            "a plan is there before its record",
+            'os.replace(state / "given.json", record)\n                os.replace(state / "plan.json", output)',
+            'os.replace(state / "plan.json", output)\n                os.replace(state / "given.json", record)',
+            DHA_CLI + "test_a_search_that_is_killed_while_it_writes",
+        ),
+        (
+            "a former plan is beside the record of another",
+            "                output.unlink(missing_ok=True)\n",
+            "",
+            DHA_CLI + "test_a_search_that_is_killed_while_it_writes",
+        ),
+        (
+            "a state stays behind its result",
+            "if _is_main() and state.is_dir():",
+            "if False:",
+            DHA_CLI + "test_the_state_of_a_stage_that_was_killed_behind_its_result",
+        ),
+        (
+            "a result removes the state of a run that is to replace it",
+            "if not _holds_state(state) or _read_given(state / _GIVEN) == now:",
+            "if True:",
+            DHA_CLI + "test_the_state_of_a_stage_that_was_killed_behind_its_result",
+        ),
+        (
             "a slash behind a folder is another argument",
             "os.path.normpath(given[name])",
             "given[name]",

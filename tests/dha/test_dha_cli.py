@@ -13,6 +13,7 @@ from tiny_sources import llama, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dcformer import dha
+from dcformer.files import locked_folder
 from dcformer_commands.dha import main
 
 pytest.importorskip("trl")
@@ -262,6 +263,73 @@ def test_rows_are_no_longer_than_the_models_context(tmp_path, capsys):
     assert call(capsys, *fuse, "--output", fused)[0] == 0
     assert json.loads((fused / "dha.json").read_text())["given"]["length"] == 24
     assert "exists already" in call(capsys, *fuse, "--output", fused, "--length", 24)[1]
+
+
+def test_a_search_that_is_killed_while_it_writes(source, tmp_path, capsys, monkeypatch):
+    """At any time: no plan passes for that of other arguments, and none without a record is in the way."""
+    plan, replace = tmp_path / "plan.json", os.replace
+    quarter, half = (("search", "--model", source, "--output", plan, "--kv-ratio", ratio) for ratio in (0.25, 0.5))
+    plans = [dha.search(source, ratio, progress=False) for ratio in (0.25, 0.5)]
+    monkeypatch.setattr("dcformer.dha.cli._remove_without_state", lambda folder: None)  # a killed one does not
+    states = set()
+    for before in range(1, 7):  # each file gets its name in that way
+        for overwritten in (False, True):
+            assert not overwritten or call(capsys, *quarter, "--overwrite")[0] == 0
+            calls = iter(range(1, 7))
+
+            def killed(*paths, before=before, calls=calls):
+                if next(calls) == before:
+                    raise KeyboardInterrupt
+                replace(*paths)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "replace", killed)
+                status, _ = call(capsys, *half, *["--overwrite"] * overwritten)
+            assert status == (130 if before < 6 else 0)
+            states.add((plan.exists(), (tmp_path / ".plan.json.given").exists()))
+            if overwritten and plan.exists():
+                status, printed = call(capsys, *quarter)
+                assert dha.HeadPlan.load(plan) == plans[status]
+                assert ("exists already", "other arguments (kv_ratio)")[status] in printed
+                call(capsys, *half, "--overwrite")
+            assert call(capsys, *half)[0] == 0 and dha.HeadPlan.load(plan) == plans[1]
+            assert sorted(path.name for path in tmp_path.iterdir()) == [".plan.json.given", "plan.json"]
+            plan.unlink()
+    assert states >= {(True, True), (False, True)}
+
+
+def test_the_state_of_a_stage_that_was_killed_behind_its_result(source, tmp_path, capsys, monkeypatch):
+    """It is removed by the next call; that of another run, or of one that still runs, is not."""
+    from dcformer.dha import fusion
+
+    plan, trained, rmtree = tmp_path / "plan.json", tmp_path / "trained.json", shutil.rmtree
+    call(capsys, "search", "--model", source, "--output", plan)
+    fuse = ("fuse", "--model", source, "--plan", plan, "--output", tmp_path / "fused", *FUSE)
+    search = ("search", "--model", source, "--output", trained, "--score", "function", *FUSE[:4], *FUSE[6:])
+
+    def killed(path, *arguments, **options):
+        if Path(path).name.endswith(".run"):
+            raise KeyboardInterrupt
+        rmtree(path, *arguments, **options)
+
+    def saved_and_stopped(*arguments, save=fusion._State.save):
+        save(*arguments)
+        raise KeyboardInterrupt
+
+    for words, state in ((fuse, tmp_path / ".fused.run"), (search, tmp_path / ".trained.json.run")):
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", killed)
+            assert call(capsys, *words)[0] == 130
+        assert state.is_dir() and not list(state.glob("step-*/run.json"))
+        with locked_folder(state):
+            assert "exists already" in call(capsys, *words)[1] and state.is_dir()
+        assert "exists already" in call(capsys, *words)[1] and not state.exists()
+        with monkeypatch.context() as patch:
+            patch.setattr(fusion._State, "save", saved_and_stopped)
+            assert call(capsys, *words, "--length", 16, "--overwrite")[0] == 130
+        if words == fuse:  # a search replaces its plan only at its end, too
+            assert "exists already" in call(capsys, *words)[1] and list(state.glob("step-*/run.json"))
+        assert call(capsys, *words, "--length", 16, "--overwrite")[0] == 0 and not state.exists()
 
 
 def test_an_interrupted_fold_continues(source, tmp_path, capsys, monkeypatch):

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _is_done(options: argparse.Namespace, record: Path) -> bool:
-    """Whether the result exists, from the same arguments.
+    """Whether the result exists, from the same arguments. A state that a killed call left beside it is removed then.
 
     Raises:
         DCFormerError: when there is one from others, which is not to be replaced.
@@ -94,6 +94,12 @@ def _is_done(options: argparse.Namespace, record: Path) -> bool:
         return False
     saved, now = _read_given(record), _given(options)
     if saved == now:
+        state = _state(options)
+        if _is_main() and state.is_dir():
+            with suppress(OSError), locked_folder(state):
+                # that of a run with other arguments stays: it is to replace this result
+                if not _holds_state(state) or _read_given(state / _GIVEN) == now:
+                    _remove_state(state)
         return True
     raise DCFormerError(
         f"{options.output} exists and was made with other arguments ({_differing(saved, now)}): choose another "
@@ -162,11 +168,19 @@ def _started(options: argparse.Namespace) -> Iterator[Path]:
         except BaseException:
             _remove_without_state(folder)
             raise
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_state(folder)
 
 
 def _holds_state(folder: Path) -> bool:
     return any(folder.glob("step-*/run.json"))
+
+
+def _remove_state(folder: Path) -> None:
+    """Removes the folder of a stage; killed meanwhile, it leaves none that holds a state without its record."""
+    with suppress(OSError):
+        for file in folder.glob("step-*/run.json"):
+            file.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_without_state(folder: Path) -> None:
@@ -176,10 +190,11 @@ def _remove_without_state(folder: Path) -> None:
 
 def _search(options: argparse.Namespace) -> str:
     _set_default_length(options, has_rows=options.score in TRAINED_SCORES)
-    record = Path(options.output).with_name(f".{Path(options.output).name}.given")
-    if Path(options.output).exists() and not options.overwrite and not record.exists():
+    output = Path(options.output)
+    record = output.with_name(f".{output.name}.given")
+    if output.exists() and not options.overwrite and not record.exists():
         raise DCFormerError(f"{options.output} exists: choose another --output, or give --overwrite.")
-    if Path(options.output).exists() and _is_done(options, record):
+    if output.exists() and _is_done(options, record):
         return f"{options.output} exists already, from the same arguments"
     arguments = {
         name: getattr(options, name) for name in ("kv_ratio", "score", "allocation", "tie", "head_blocks", "seed")
@@ -193,12 +208,19 @@ def _search(options: argparse.Namespace) -> str:
             model = load_model(options.model, options.dtype)
             trained = ("steps", "lr", "batch_size", "accumulation", "save_steps")
             arguments |= {name: getattr(options, name) for name in trained}
-            arguments |= {"batches": rows, "checkpoint": stack.enter_context(_started(options))}
+            arguments["batches"] = rows
+        state = stack.enter_context(_started(options))
+        if options.score in TRAINED_SCORES:
+            arguments["checkpoint"] = state
         plan = search(model, **arguments)
         if _is_main():
             with _writing(options.output):
-                plan.save(options.output)
-                write_whole(record, json.dumps({"given": _given(options)}) + "\n")
+                plan.save(state / "plan.json")
+                write_whole(state / "given.json", json.dumps({"given": _given(options)}) + "\n")
+                # the plan last: killed in between, this leaves none beside another's record, and none without one
+                output.unlink(missing_ok=True)
+                os.replace(state / "given.json", record)
+                os.replace(state / "plan.json", output)
     counts = f"{plan.num_key_heads} key heads, {plan.num_value_heads} value heads"
     return f"{options.output}: {counts}; {plan.kv_saving:.1%} of {plan.source.total} heads saved"
 
