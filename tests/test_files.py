@@ -1,6 +1,8 @@
 """Files and folders appear whole or not at all."""
 
+import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dcformer.files import whole_file, whole_folder
+from dcformer.files import lacks_room, whole_file, whole_folder, why_not_written
 
 
 def names_in(folder):
@@ -133,3 +135,49 @@ def test_one_process_writes_a_folder(tmp_path, monkeypatch):
     with whole_folder(path) as unfinished:
         (unfinished / "file").write_text("second")
     assert names_in(tmp_path) == ["out"] and (path / "file").read_text() == "second"
+
+
+def test_temporary_files_of_a_killed_process_do_not_stay(tmp_path):
+    """In a folder that is continued; others' files do."""
+    path = tmp_path / "out"
+    killed = """import os, sys
+from dcformer.files import whole_file, whole_folder
+with whole_folder(sys.argv[1], "this") as folder, whole_file(folder / "plan.json") as unfinished:
+    unfinished.write_text("half")
+    (folder / ".own.tmp").write_text("")
+    os._exit(1)
+"""
+    subprocess.run([sys.executable, "-c", killed, path], check=False)
+    assert len(names_in(tmp_path / ".out.incomplete")) == 3
+    with whole_folder(path, "this") as unfinished:
+        assert names_in(unfinished) == [".own.tmp", ".unfinished"]
+    assert names_in(path) == [".own.tmp"]
+
+
+def test_errors_of_the_system_are_known_by_any_name(tmp_path):
+    """Of libraries, which have errors of their own; and what is none keeps its traceback."""
+    resource = pytest.importorskip("resource")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
+    writers = [
+        lambda path: path.write_text("a" * 5000),
+        lambda path: save_file({"a": torch.ones(2000)}, path),
+        lambda path: torch.save(torch.ones(2000), path),
+    ]
+    errors = []
+    try:
+        for i, write in enumerate(writers):
+            with pytest.raises(Exception) as raised:  # each has its own
+                write(tmp_path / str(i))
+            errors.append(raised.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    reasons = [os.strerror(errno.EFBIG)] * 2 + ["a file could not be written to its end"]  # torch does not say why
+    assert [why_not_written(error) for error in errors] == reasons and all(map(lacks_room, errors))
+    readonly = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    assert why_not_written(readonly) == os.strerror(errno.EROFS) and not lacks_room(readonly)
+    late = RuntimeError("basic_ios::clear: iostream error")  # torch's, where closing is what fails
+    assert why_not_written(late) == reasons[-1] and lacks_room(late)
+    bug = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert why_not_written(bug) is None and not lacks_room(bug)

@@ -1203,6 +1203,24 @@ _CONVERSION = (
             "    finally:\n        os.replace(unfinished, target)\n",
             "tests/test_files.py::test_a_file_is_whole_or_as_it_was",
         ),
+        (
+            "temporary files of a killed process stay",
+            "if _TEMPORARY.fullmatch(child.name):",
+            "if False:",
+            "tests/test_files.py::test_temporary_files_of_a_killed_process_do_not_stay",
+        ),
+        (
+            "the files of others are taken for temporary ones",
+            "if _TEMPORARY.fullmatch(child.name):",
+            "if True:",
+            "tests/test_files.py::test_temporary_files_of_a_killed_process_do_not_stay",
+        ),
+        (
+            "torch's errors on a full disk are bugs",
+            "return isinstance(error, RuntimeError) and _CUT_SHORT.search(str(error)) is not None",
+            "return False",
+            "tests/test_files.py::test_errors_of_the_system_are_known_by_any_name",
+        ),
     )
     + _in(
         "conversion",
@@ -1218,6 +1236,18 @@ _CONVERSION = (
             "key=lambda name: (order.index(tensors[name][1]), name)",
             "key=lambda name: name",
             T_OUTPUT + "test_the_bytes_of_safetensors",
+        ),
+        (
+            "safetensors' errors on a full disk are bugs",
+            "except (OSError, ValueError, SafetensorError) as error:",
+            "except (OSError, ValueError) as error:",
+            T_OUTPUT + "test_errors_leave_nothing",
+        ),
+        (
+            "a source that cannot be read is an output that cannot be written",
+            "    except DCFormerError:\n        raise\n    except BlockingIOError",
+            "    except BlockingIOError",
+            T_OUTPUT + "test_errors_leave_nothing",
         ),
     )
     + _in(
@@ -4217,6 +4247,18 @@ _DHA = [
     *_in(
         "dha",
         "dha/fusion.py",
+        (
+            "a full disk while a state is saved is a bug",
+            "if (reason := why_not_written(error)) is None:",
+            "if (reason := why_not_written(error)) is not False:",
+            DHA_FUSION + "test_a_state_that_cannot_be_saved_leaves_the_one_before_it",
+        ),
+        (
+            "half a state keeps the room that the next one needs",
+            "            if accelerator.is_main_process:\n                shutil.rmtree(target, ignore_errors=True)\n",
+            "",
+            DHA_FUSION + "test_a_state_that_cannot_be_saved_leaves_the_one_before_it",
+        ),
         (
             "a search leaves gradient checkpointing out",
             "layer.training = layer.gradient_checkpointing",

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -18,6 +19,9 @@ except ImportError:  # not a Unix: there folders are not locked
     fcntl = None  # type: ignore[assignment]
 
 UNFINISHED = ".unfinished"  # in a folder that may be continued: what it is made from, then its writer's own lines
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # names of `whole_file`
+_NUMBER = re.compile(r"os_error_code='(\d+)'|\(os error (\d+)\)")  # TensorStore's text, and that of safetensors
+_CUT_SHORT = re.compile(r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed|iostream error")  # torch's: no number
 
 
 @contextmanager
@@ -65,14 +69,39 @@ def what_is_in_the_way(path: str | os.PathLike) -> str | None:
     return "is not a folder" if os.path.exists(path) else None
 
 
-def why_not_written(error: OSError) -> str | None:
-    """Why writing failed: the system's reason, or the file that is where a folder has to be, which that leaves out."""
+def lacks_room(error: Exception) -> bool:
+    """Whether writing failed for want of room, as far as it says so: a full disk, or a limit."""
+    return _error_number(error) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or _is_cut_short(error)
+
+
+def why_not_written(error: Exception) -> str | None:
+    """Why writing failed: the system's reason, or the file that is where a folder has to be, which that leaves out.
+
+    None for an error that is not of a system: a bug. Libraries have errors of their own for those of the system.
+    """
     if isinstance(error, FileExistsError | NotADirectoryError) and error.filename is not None:
         place = Path(error.filename)
         for above in (place, *place.parents):
             if above.is_file():
                 return f"{above} is a file, not a folder"
-    return error.strerror
+    if isinstance(error, OSError):
+        return error.strerror
+    if _is_cut_short(error):
+        return "a file could not be written to its end"
+    number = _error_number(error)
+    return None if number is None else os.strerror(number)
+
+
+def _error_number(error: Exception) -> int | None:
+    """The system's number of an error, which some libraries put into their text."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = _NUMBER.search(str(error))
+    return int(match[1] or match[2]) if match else None
+
+
+def _is_cut_short(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and _CUT_SHORT.search(str(error)) is not None
 
 
 def strict_json(value: Any) -> str:
@@ -109,7 +138,7 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
 
     Yields:
         the folder to write into, `.<name>.incomplete`: empty, but for the file `UNFINISHED` with the line `made_from`
-        where that is given; or with what was written before.
+        where that is given; or with what was written before, without the temporary files of `whole_file`.
 
     Raises:
         BlockingIOError: while another process, or thread, writes a folder for the same `path`.
@@ -126,6 +155,9 @@ def whole_folder(path: str | os.PathLike, made_from: str | None = None) -> Itera
                     _remove(child)
                 if made_from is not None:
                     record.write_bytes(started)
+            for child in work.rglob("*.tmp"):
+                if _TEMPORARY.fullmatch(child.name):  # of a killed process: nobody else writes here
+                    _remove(child)
             yield work
             record.unlink(missing_ok=True)
             usual = work.stat().st_mode & 0o666
@@ -210,6 +242,7 @@ def _remove(path: Path) -> None:
 
 __all__ = [
     "UNFINISHED",
+    "lacks_room",
     "locked_folder",
     "what_is_in_the_way",
     "whole_file",

@@ -17,6 +17,7 @@ from helpers import randomize, tiny_config
 from huggingface_hub import save_torch_state_dict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dcformer import DCFormerForCausalLM
@@ -28,6 +29,7 @@ from dcformer.conversion import (
     open_checkpoint,
 )
 from dcformer.conversion.output import SafetensorsWriter, complete_folder
+from dcformer.errors import DCFormerError
 
 pytest.importorskip("tensorstore", reason="JAX checkpoints need tensorstore: pip install 'dcformer[jax]'")
 
@@ -223,6 +225,10 @@ def tensorstore_error(number):
     return ValueError(f"Error writing local file \"/x\": {os.strerror(number)} [os_error_code='{number}']")
 
 
+def safetensors_error(number):
+    return SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+
+
 @pytest.mark.parametrize("existing", [False, True])
 @pytest.mark.parametrize(
     ("error", "match"),
@@ -234,18 +240,21 @@ def tensorstore_error(number):
         (OSError(errno.EIO, os.strerror(errno.EIO)), f"out cannot be written: {os.strerror(errno.EIO)}"),
         (tensorstore_error(errno.EDQUOT), f"out failed: {os.strerror(errno.EDQUOT)}. Make room"),
         (tensorstore_error(errno.EROFS), f"out cannot be written: {os.strerror(errno.EROFS)}"),
+        (safetensors_error(errno.ENOSPC), f"out failed: {os.strerror(errno.ENOSPC)}. Make room"),
+        (SafetensorError("Error while deserializing header: invalid JSON"), None),
+        (DCFormerError(f"a source is damaged: {safetensors_error(errno.EIO)}"), None),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_errors_leave_nothing(error, match, existing, tmp_path):
-    """What was there before stays. Errors of the system, from Python or TensorStore, are explained."""
+    """What was there before stays. Errors of the system, from Python or from libraries, are explained."""
     if existing:
         filled(tmp_path / "out")
     kind = ConversionError if match else type(error)
     with pytest.raises(kind, match=match) as raised, complete_folder(tmp_path / "out", 1, overwrite=True) as folder:
         filled(folder / "deep")
         raise error
-    assert error in (raised.value, raised.value.__cause__)
+    assert error is (raised.value.__cause__ if match else raised.value)
     assert contents(tmp_path) == ({Path("out/file"): b"old"} if existing else {})
 
 

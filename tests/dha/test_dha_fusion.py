@@ -1,9 +1,12 @@
 """Fusion: its constraint, closing, resuming, what it refuses; folding of what it leaves."""
 
 import copy
+import errno
 import itertools
 import json
 import math
+import os
+import re
 import shutil
 import warnings
 from functools import partial
@@ -13,6 +16,7 @@ import torch
 from helpers import kept_bytes, randomize
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from tiny_sources import llama, make, tokens
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -152,6 +156,48 @@ def test_an_interrupted_run_continues_bit_for_bit(name, tmp_path, capsys):
         (tmp_path / "run" / "step-12" / "run.json").write_text(content)
         with pytest.raises(DCFormerError, match=r"run\.json is damaged.*to start anew"):
             fuse(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            r"No space left on device; \d+\.\d\d GB are free there. Make",
+        ),
+        (SafetensorError(f"I/O error: x (os error {errno.ENOSPC})"), "No space left on device; .* Make room"),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+            "to its end; .* Make room",
+        ),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "Read-only file system. Correct that"),
+        (RuntimeError("a bug"), None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_state_that_cannot_be_saved_leaves_the_one_before_it(error, reason, tmp_path, monkeypatch, capsys):
+    """Nor does half a state take room."""
+    from accelerate import Accelerator
+
+    save = Accelerator.save_state
+
+    def failing(self, folder, *arguments, **options):
+        save(self, folder, *arguments, **options)
+        if folder.endswith("step-4"):
+            raise error
+
+    options = {"checkpoint": tmp_path / "run", "save_steps": 2, "steps": 6}
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "save_state", failing)
+        with pytest.raises(DCFormerError if reason else RuntimeError) as raised:
+            fuse(**options)
+    assert error in (raised.value, raised.value.__cause__)
+    if reason is not None:
+        begin = f"{tmp_path / 'run'}: the state of fusion after step 4 cannot be saved: "
+        assert str(raised.value).startswith(begin) and re.search(reason, str(raised.value))
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-2"]
+    fuse(**options)
+    assert "continues after step 2 of 6" in capsys.readouterr().out
 
 
 class Stopped(DataLoader):

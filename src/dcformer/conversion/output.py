@@ -1,9 +1,7 @@
 """Output of conversions: folders that appear only when complete, and safetensors files filled in place."""
 
-import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +13,8 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
-from ..errors import ConversionError
-from ..files import UNFINISHED, what_is_in_the_way, whole_folder, why_not_written
+from ..errors import ConversionError, DCFormerError
+from ..files import UNFINISHED, lacks_room, what_is_in_the_way, whole_folder, why_not_written
 
 # In the order in which safetensors lays out a file: wide dtypes first, so that every tensor is aligned.
 _SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -59,30 +57,21 @@ def complete_folder(
                     "or choose another --output."
                 )
             yield work
-    except ConversionError:
+    except DCFormerError:
         raise
     except BlockingIOError as error:
         raise ConversionError(
             f"{output} is being written by another process: wait until it ends, or choose another --output."
         ) from error
-    except (OSError, ValueError) as error:
-        number = _os_error(error)
-        if number is None:
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = why_not_written(error)
+        if reason is None:
             raise
-        reason = why_not_written(error) if isinstance(error, OSError) else os.strerror(number)
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if lacks_room(error):
             raise ConversionError(
                 f"Writing {output} failed: {reason}. Make room, or choose another --output; nothing was left."
             ) from error
         raise ConversionError(f"{output} cannot be written: {reason}.") from error
-
-
-def _os_error(error: Exception) -> int | None:
-    """The system's number of an error; TensorStore puts it into the text of a ValueError."""
-    if isinstance(error, OSError):
-        return error.errno
-    match = re.search(r"os_error_code='(\d+)'", str(error))
-    return int(match[1]) if match else None
 
 
 def local_path(path: str | os.PathLike) -> Path:

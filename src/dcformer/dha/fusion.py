@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, default_data_collator, set_seed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import DCFormerError, first_line, require_extra
-from ..files import write_whole
+from ..files import lacks_room, why_not_written, write_whole
 from ..loading import OPERATORS
 from .folding import fold_model, load_model
 from .mixing import HeadMixer, Part, attach_mixers, detach_mixers, mixers_of, only_trains
@@ -365,7 +365,29 @@ class _State:
         return saved["history"]
 
     def save(self, accelerator: Any, history: list[dict[str, float]]) -> None:
+        """Saves a state, and removes the one before it.
+
+        Raises:
+            DCFormerError: when it cannot be written, as on a full disk; the one before it is then kept.
+        """
         target = self.folder / f"step-{len(history)}"
+        try:
+            self._write(target, accelerator, history)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if (reason := why_not_written(error)) is None:
+                raise
+            if accelerator.is_main_process:
+                shutil.rmtree(target, ignore_errors=True)
+            what = f"{self.folder}: the state of {self.what} after step {len(history)} cannot be saved: {reason}"
+            if lacks_room(error) and self.folder.is_dir():
+                what += f"; {shutil.disk_usage(self.folder).free / 1e9:.2f} GB are free there. Make room"
+            else:
+                what += ". Correct that"
+            raise DCFormerError(
+                f"{what}, then call it again in the same way: it continues after the last state that was saved, if any."
+            ) from error
+
+    def _write(self, target: Path, accelerator: Any, history: list[dict[str, float]]) -> None:
         if accelerator.is_main_process:
             shutil.rmtree(target, ignore_errors=True)
         accelerator.wait_for_everyone()
