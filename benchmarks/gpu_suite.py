@@ -1456,6 +1456,8 @@ def earlier_cells(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
         ValueError: where nothing can be read, or figures were measured in another way: one page says how all were.
     """
     earlier = read_json(path, {"about", "options", "cells"})
+    if not (isinstance(earlier["about"], dict) and isinstance(earlier["options"], dict)):
+        raise ValueError("expected the JSON of an earlier run, whose about and options are objects")
     changed = changed_setup(earlier["about"], content["about"])
     changed += differences(earlier["options"], content["options"], ("batch", "repeats", "full_depth", "smoke"))
     if changed:

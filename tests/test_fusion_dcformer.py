@@ -294,6 +294,18 @@ def test_copies_are_whole_and_not_fused(how):
     other(tokens())
 
 
+@torch.no_grad()
+def test_copies_of_compiled_layers_are_not_compiled():
+    """As torch's own modules: what is compiled computes with the original's parameters."""
+    model = make()
+    attentions(model)[0].compile(backend="eager")
+    expected, other = model(tokens()).logits, copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.zero_()
+    torch.testing.assert_close(other(tokens()).logits, expected)
+    pickle.dumps(model)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

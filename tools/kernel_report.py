@@ -48,7 +48,7 @@ SHAPES = ("405m", "2.8b", "6.9b", "13b")
 FULL = Layout(pre=Part.QUERY | Part.KEY | Part.GATE, post=Part.QUERY | Part.KEY | Part.GATE, rank=2)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LENGTH = 2048
-_BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))  # of any architecture: specialisation does not depend on it
+_BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))  # of any architecture: specialization does not depend on it
 _OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own, where a launch does not say
 # Bytes that a kernel may spill: a few of those that change in no inner loop; on sm_90 since Triton 3.9 alone.
 _MAY_SPILL = {80: 32, 86: 32, 89: 32, 90: 32 if Version(triton.__version__) >= Version("3.9") else 0}

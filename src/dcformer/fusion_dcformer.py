@@ -212,7 +212,7 @@ class FusableAttention(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "fused": None, "was_fused": self.fused is not None}
+        return super().__getstate__() | {"fused": None, "was_fused": self.fused is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         was_fused = state.pop("was_fused", False)

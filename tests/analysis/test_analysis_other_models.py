@@ -172,7 +172,7 @@ def test_adapters_are_to_be_merged_first(name, call):
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "GPTNeoX"])
-def test_converted_models_are_not_analysed(family):
+def test_converted_models_are_not_analyzed(family):
     """Whatever their layers look like: norms are elsewhere, and scaled by 1 + w, or projections are one."""
     config = getattr(transformers, f"{family}Config")(
         hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8, intermediate_size=8,

@@ -617,6 +617,24 @@ def test_decoders_are_copied_between_forward_and_backward(case):
         torch.testing.assert_close(copied.eval()(tokens())[0], model.eval()(tokens())[0], rtol=0, atol=0)
 
 
+def test_copies_of_compiled_parts_are_not_compiled():
+    """As torch's own modules: what is compiled computes with the original's parameters."""
+    model = heads_model("gate", dtype=torch.float32).eval()
+    attention = model.model.layers[0].self_attn
+    for part in (model.model, attention, attention.system):
+        part.compile(backend="eager")
+    expected = model(tokens()).logits
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(copied(tokens()).logits, expected)
+    with torch.no_grad():
+        for parameter in copied.model.parameters():
+            parameter.zero_()
+    assert not copied.model(tokens())[0].any()
+
+
 def test_a_class_without_a_system_does_not_load_one(tmp_path):
     """Its attention would be random."""
     heads_model("gate", dtype=torch.float32).save_pretrained(tmp_path)

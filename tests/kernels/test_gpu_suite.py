@@ -186,7 +186,7 @@ def test_a_run_of_another_setup_is_not_gone_on_with(tmp_path, capsys, no_plot):
         assert suite.main(["--smoke", "--out", str(tmp_path), "--resume", "--budget-s", "0"]) == 2
         assert f"it was measured with another setup: {name} another, now " in capsys.readouterr().err
         assert json.loads(path.read_text()) == other
-    for broken in ('{"cells": [', "[]"):
+    for broken in ('{"cells": [', "[]", '{"cells": [], "about": null, "options": {}}'):
         path.write_text(broken)
         assert suite.main(["--smoke", "--out", str(tmp_path), "--resume", "--budget-s", "0"]) == 2
         assert f"--resume {path}: " in capsys.readouterr().err and path.read_text() == broken

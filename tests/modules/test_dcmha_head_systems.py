@@ -182,6 +182,18 @@ def test_nothing_of_a_call_is_in_copies(name, options):
         assert bool(copied.losses()) == has_losses
 
 
+def test_copies_of_compiled_modules_are_not_compiled():
+    """As torch's own: what is compiled computes with the original's parameters."""
+    made = DCMHA(32, 4, batch_first=True, head_system="output_gate")
+    made.compile(backend="eager")
+    states = noise(2, 5, 32).float()
+    assert made(states, states, states)[0].any()
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        for parameter in copied.parameters():
+            nn.init.zeros_(parameter)
+        assert not copied(states, states, states)[0].any()
+
+
 def test_options_for_a_copy_are_a_dictionary():
     with pytest.raises(ValueError, match=r"head_system_options=3: expected a dictionary of options and their values"):
         DCMHA.from_torch(plain(), head_system="overlapped", head_system_options=3)

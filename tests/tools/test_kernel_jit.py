@@ -1,6 +1,6 @@
 """All kernels compile as they are launched: by Triton's just-in-time compiler, which specialises arguments by value.
 
-The interpreter compiles nothing, and the report compiles one specialisation. `make test-min` runs this with the lowest
+The interpreter compiles nothing, and the report compiles one specialization. `make test-min` runs this with the lowest
 Triton that is allowed.
 """
 

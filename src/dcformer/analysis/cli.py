@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if options.diversity:
         print(diversity_report(options.model, options.compare, options.form))
     else:
-        _analyse(options)
+        _analyze(options)
     return 0
 
 
@@ -161,7 +161,7 @@ def _load(folder: str, is_image: bool) -> tuple[Any, Any]:
         return model.eval(), reader.from_pretrained(folder)
 
 
-def _analyse(options: argparse.Namespace) -> None:
+def _analyze(options: argparse.Namespace) -> None:
     require_extra("analysis", "dcformer-analyze", "matplotlib")
     output = Path(options.output)
     with _new_folder(output) as work:

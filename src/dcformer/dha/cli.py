@@ -84,8 +84,13 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return given | {"files of weights": states_of(weights), "files of data": states_of(data)}
 
 
-def _is_done(options: argparse.Namespace, record: Path) -> bool:
+def _is_done(options: argparse.Namespace, record: Path, plan: Path | None = None) -> bool:
     """Whether the result exists, from the same arguments. A state that a killed call left beside it is removed then.
+
+    Args:
+        options: the command line.
+        record: the file with the arguments of the result.
+        plan: that result, where it lies beside its record.
 
     Raises:
         DCFormerError: when there is one from others, which is not to be replaced.
@@ -93,7 +98,8 @@ def _is_done(options: argparse.Namespace, record: Path) -> bool:
     if not record.exists() or options.overwrite:
         return False
     saved, now = _read_given(record), _given(options)
-    if saved == now:
+    found = now | ({} if plan is None else _content_of(plan))
+    if saved == found:
         state = _state(options)
         if _is_main() and state.is_dir():
             with suppress(OSError), locked_folder(state):
@@ -102,9 +108,14 @@ def _is_done(options: argparse.Namespace, record: Path) -> bool:
                     _remove_state(state)
         return True
     raise DCFormerError(
-        f"{options.output} exists and was made with other arguments ({_differing(saved, now)}): choose another "
-        "--output, or give --overwrite."
+        f"{options.output} exists and was made with other arguments ({_differing(saved, found)}): choose "
+        "another --output, or give --overwrite."
     )
+
+
+def _content_of(plan: Path) -> dict[str, Any]:
+    """What a record says of the plan that it is of: beside another, it tells nothing."""
+    return {"content of the plan": hashlib.sha256(plan.read_bytes()).hexdigest()[:16]}
 
 
 def _differing(saved: dict[str, Any], now: dict[str, Any]) -> str:
@@ -194,7 +205,7 @@ def _search(options: argparse.Namespace) -> str:
     record = output.with_name(f".{output.name}.given")
     if output.exists() and not options.overwrite and not record.exists():
         raise DCFormerError(f"{options.output} exists: choose another --output, or give --overwrite.")
-    if output.exists() and _is_done(options, record):
+    if output.exists() and _is_done(options, record, output):
         return f"{options.output} exists already, from the same arguments"
     arguments = {
         name: getattr(options, name) for name in ("kv_ratio", "score", "allocation", "tie", "head_blocks", "seed")
@@ -215,12 +226,12 @@ def _search(options: argparse.Namespace) -> str:
         plan = search(model, **arguments)
         if _is_main():
             with _writing(options.output):
-                plan.save(state / "plan.json")
-                write_whole(state / "given.json", json.dumps({"given": _given(options)}) + "\n")
-                # the plan last: killed in between, this leaves none beside another's record, and none without one
-                output.unlink(missing_ok=True)
-                os.replace(state / "given.json", record)
-                os.replace(state / "plan.json", output)
+                plan.save(made := state / "plan.json")
+                write_whole(given := state / "given.json", json.dumps({"given": _given(options) | _content_of(made)}))
+                for file, place in ((given, record), (made, output)):  # the plan last: it is then not without a record
+                    if place.exists():
+                        shutil.copymode(place, file)
+                    os.replace(file, place)
     counts = f"{plan.num_key_heads} key heads, {plan.num_value_heads} value heads"
     return f"{options.output}: {counts}; {plan.kv_saving:.1%} of {plan.source.total} heads saved"
 

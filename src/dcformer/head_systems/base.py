@@ -60,7 +60,8 @@ class HeadSystem(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is of the last forward pass: copies have no part in its graph."""
-        return vars(self) | dict.fromkeys({"gates", "router_logits", *self.transient} & vars(self).keys())
+        state = super().__getstate__()
+        return state | dict.fromkeys({"gates", "router_logits", *self.transient} & state.keys())
 
     def make_projections(self) -> None:
         """Makes the layers in front of attention."""

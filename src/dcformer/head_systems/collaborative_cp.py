@@ -36,7 +36,7 @@ class Decomposition:
 def decompose(query: torch.Tensor, key: torch.Tensor, components: int) -> Decomposition:
     """CP of the stack W_Q^h W_K^hᵀ by alternating least squares, in float64 (arXiv 2006.16362, section 4).
 
-    It begins with the truncated HOSVD of the modes E, and, where heads allow it, with a joint diagonalisation of two
+    It begins with the truncated HOSVD of the modes E, and, where heads allow it, with a joint diagonalization of two
     combinations of them, which is exact at the true rank; the better one stays.
 
     Args:

@@ -35,7 +35,7 @@ class HeadSystemsModel(HeadSystemsPreTrainedModel, DCFormerModel):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is of the last forward pass."""
-        return vars(self) | {"_extras": {}}
+        return super().__getstate__() | {"_extras": {}}
 
     def take_loss(self) -> torch.Tensor | None:
         """The systems' loss of the last forward pass times its coefficient, for trainers that go past the model's head.

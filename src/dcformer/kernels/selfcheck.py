@@ -393,11 +393,11 @@ class _Subject:
         self.exact, self.compose = self._make(partial(DCFormerCompose, self._config(head_dim=2)))
 
     def _config(self, head_dim: int) -> DCFormerConfig:
-        kind, turned = self.kind, 1.0
-        if head_dim % 2:  # RoPE turns pairs of channels
-            turned = (head_dim - 0.5) / head_dim
+        kind, rotated = self.kind, 1.0
+        if head_dim % 2:  # RoPE rotates pairs of channels
+            rotated = (head_dim - 0.5) / head_dim
         return DCFormerConfig(
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": turned},
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": rotated},
             hidden_size=_HIDDEN_SIZE, num_attention_heads=kind.heads, num_key_value_heads=kind.kv_heads,
             head_dim=head_dim, num_hidden_layers=1, compose_groups=kind.groups, compose_rank=max(1, kind.rank),
             compose_projection=kind.rank > 0, compose_gate=kind.gate, compose_static=kind.static, compose_pre=kind.pre,

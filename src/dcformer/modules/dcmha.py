@@ -203,7 +203,6 @@ class DCMHA(nn.Module):
         )
         options = system_class(head_system).options_class.of(head_system_options)
         self.system = self._make_system(head_system, options, settings, bias, qk_norm) if has_system else None
-        self._has_losses = self.system is not None and type(self.system).losses is not HeadSystem.losses
         self.scaling = self.head_dim**-0.5 if self.system is None else self.system.scaling
         width = embed_dim if self.system is None else self.system.output_width
         self.out_proj = nn.Linear(width, embed_dim, bias=bias)
@@ -216,7 +215,7 @@ class DCMHA(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is of the last forward pass, as the system's own."""
-        return {name: value for name, value in vars(self).items() if name != "_padding"}
+        return super().__getstate__() | {"_padding": None}
 
     def _make_system(
         self, name: str, options: HeadSystemOptions, settings: ComposeSettings, bias: bool, qk_norm: bool
@@ -383,7 +382,7 @@ class DCMHA(nn.Module):
         )
         if self.system is not None:
             output = self.system(output, query, *raw_query)
-            if self._has_losses:
+            if type(self.system).losses is not HeadSystem.losses:
                 self._padding = key_padding_mask if is_self else None
         output = self.out_proj(output.flatten(2))  # [B, T, E]
         if not is_batched:

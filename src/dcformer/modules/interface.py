@@ -41,7 +41,8 @@ class Attached(dict[str, Any]):
 
 # A configuration may lie beside tensors, or be written as YAML, as trackers of experiments do.
 torch.serialization.add_safe_globals([Attached])
-yaml.SafeDumper.add_representer(Attached, yaml.representer.SafeRepresenter.represent_dict)
+for _dumper in {getattr(yaml, name, yaml.Dumper) for name in ("Dumper", "SafeDumper", "CDumper", "CSafeDumper")}:
+    _dumper.add_representer(Attached, yaml.representer.SafeRepresenter.represent_dict)
 
 
 def compose_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
