@@ -3395,6 +3395,36 @@ _MODULES = [
     ),
     *_in(
         "head systems",
+        "head_systems/base.py",
+        (
+            "copies of a compiled system compute with the original's parameters",
+            "state = super().__getstate__()",
+            "state = dict(vars(self))",
+            "tests/head_systems/test_head_models.py::test_copies_of_compiled_parts_are_not_compiled",
+        ),
+    ),
+    *_in(
+        "head systems",
+        "head_systems/modeling_head_systems.py",
+        (
+            "copies of a compiled decoder compute with the original's parameters",
+            'super().__getstate__() | {"_extras": {}}',
+            'vars(self) | {"_extras": {}}',
+            "tests/head_systems/test_head_models.py::test_copies_of_compiled_parts_are_not_compiled",
+        ),
+    ),
+    *_in(
+        "cache",
+        "fusion_dcformer.py",
+        (
+            "copies of a compiled layer compute with the original's parameters",
+            "super().__getstate__() | {",
+            "vars(self) | {",
+            "tests/test_fusion_dcformer.py::test_copies_of_compiled_layers_are_not_compiled",
+        ),
+    ),
+    *_in(
+        "head systems",
         "head_systems/rank_heads.py",
         (
             "a text in place of a file with it ends with what the system says",
