@@ -60,8 +60,7 @@ class HeadSystem(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is of the last forward pass: copies have no part in its graph."""
-        state = super().__getstate__()
-        return state | dict.fromkeys({"gates", "router_logits", *self.transient} & state.keys())
+        return super().__getstate__() | dict.fromkeys({"gates", "router_logits", *self.transient} & vars(self).keys())
 
     def make_projections(self) -> None:
         """Makes the layers in front of attention."""
