@@ -2777,6 +2777,18 @@ _OVERFLOW = _in(
         T_MARKS + "test_marks_are_memory_of_another_thread",
     ),
     (
+        "a mark that is found while another is assumed is lost",
+        "    with _lock:\n        before, calls =",
+        "    if True:\n        before, calls =",
+        "tests/kernels/test_overflow.py::test_a_mark_that_another_thread_finds_while_one_is_assumed_stays",
+    ),
+    (
+        "what another thread assumed stays",
+        "beyond(device) & ~(found & ~before)",
+        "before | (beyond(device) & ~found)",
+        "tests/kernels/test_overflow.py::test_marks_that_two_threads_assume_are_over_with_them",
+    ),
+    (
         "a self-check takes the passes whose marks are waited for",
         "                _watches[device].calls = calls\n",
         "                pass\n",

@@ -1,6 +1,6 @@
 """Marks of what float16 cannot hold. What kernels do about them is in test_attention_marks.py."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Barrier
 
 import pytest
@@ -65,6 +65,33 @@ def test_what_is_assumed_is_over_afterwards_but_for_what_was_found_meanwhile():
         overflow.mark_of(HERE, Beyond.SCORES).fill_(1)
         assert overflow.look(HERE)
     assert overflow.beyond(HERE) == Beyond.PRECISION | Beyond.SCORES
+
+
+def test_a_mark_that_another_thread_finds_while_one_is_assumed_stays(monkeypatch):
+    overflow.mark_of(HERE, Beyond.PRECISION).fill_(1)
+    with ThreadPoolExecutor(1) as other:
+        looks = []
+
+        def count(device):
+            """Between reading what was found and adding to it: the other thread has time, unless it has to wait."""
+            looks.append(other.submit(overflow.look, device))
+            wait(looks, timeout=0.2)
+            return 0
+
+        monkeypatch.setattr(overflow, "_calls", count)
+        with overflow.assumed(HERE, Beyond.GRADIENTS):
+            assert looks[0].result()
+    assert overflow.beyond(HERE) == Beyond.PRECISION
+
+
+def test_marks_that_two_threads_assume_are_over_with_them():
+    first, second = (overflow.assumed(HERE, what) for what in (Beyond.GRADIENTS, Beyond.PRECISION))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert overflow.beyond(HERE) == Beyond.PRECISION
+    second.__exit__(None, None, None)
+    assert overflow.beyond(HERE) == overflow.NOTHING
 
 
 def test_passes_of_a_self_check_are_not_among_the_first(monkeypatch):

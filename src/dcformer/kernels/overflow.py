@@ -85,13 +85,14 @@ def beyond(device: torch.device) -> Beyond:
 def assumed(device: torch.device, found: Beyond) -> Iterator[None]:
     """Adds marks to what `beyond` returns for a device meanwhile, to try the kernels that follow. Those that are there
     stay: other threads go by them. Calls meanwhile are not among the first ones of the process, which wait."""
-    before, calls = beyond(device), _calls(device)
-    _found[device] = before | found
+    with _lock:
+        before, calls = beyond(device), _calls(device)
+        _found[device] = before | found
     try:
         yield
     finally:
         with _lock:
-            _found[device] = before | (beyond(device) & ~found)  # what is new was found meanwhile
+            _found[device] = beyond(device) & ~(found & ~before)
             if device in _watches:
                 _watches[device].calls = calls
 
