@@ -19,7 +19,7 @@ LAYERS = (
     {"errors", "files"},
     {"model"},  # all flat *_dcformer.py files, which remote-code export ships
     {"kernels"},
-    {"loading"},
+    {"loading", "shards"},
     {"analysis", "optimization", "vision"},
     {"head_systems"},
     {"modules", "remote_code"},

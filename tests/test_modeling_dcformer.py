@@ -17,6 +17,7 @@ from helpers import PLAIN, Logits, randomize, tiny_config, trainer_of
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -24,7 +25,7 @@ import dcformer
 from dcformer import ComposeTrace, DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig
 from dcformer.analysis import num_compose_parameters, num_parameters
 from dcformer.cache_dcformer import CACHE_NAME
-from dcformer.modeling_dcformer import DCFormerRMSNorm
+from dcformer.modeling_dcformer import DCFormerDecoderLayer, DCFormerRMSNorm
 
 SWITCHES = {
     "default": {},
@@ -232,6 +233,24 @@ def test_gradient_checkpointing_changes_nothing(implementation):
     assert model.model.layers[0].gradient_checkpointing
     for name, grad in grads[0].items():
         assert torch.equal(grad, grads[1][name]), name
+
+
+def test_layers_in_torchs_checkpoint_wrapper_fill_no_cache():
+    """As accelerate wraps them: computed again, they would write to it twice."""
+    model, ids = randomize(DCFormerForCausalLM(tiny_config())).train(), _tokens(length=40)
+    model(ids, labels=ids).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, DCFormerDecoderLayer))
+    output = model(ids, labels=ids)
+    assert CACHE_NAME not in output
+    output.loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name.replace("_checkpoint_wrapped_module.", "")])
+    with pytest.raises(ValueError, match="cannot be used in training with gradient checkpointing"):
+        model(ids, **{CACHE_NAME: DynamicCache(config=model.config)})
+    with torch.no_grad():
+        assert model(ids)[CACHE_NAME].get_seq_length() == 40
 
 
 def test_compiled_training_step_is_one_graph():

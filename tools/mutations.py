@@ -2228,6 +2228,12 @@ _MODELING = _in(
     "modeling",
     MODEL,
     (
+        "layers in torch's checkpoint wrapper write to a cache twice",
+        'return self.gradient_checkpointing or any(hasattr(layer, "_checkpoint_wrapped_module") for layer in layers)',
+        "return self.gradient_checkpointing",
+        T_MODEL + "test_layers_in_torchs_checkpoint_wrapper_fill_no_cache",
+    ),
+    (
         "smoothed labels are those of the same tokens",
         "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__",
         "pass",
@@ -3063,8 +3069,8 @@ _LAYERS = _in(
     ),
     (
         "a cache recomputed",
-        "runs_layers_twice = self.gradient_checkpointing and self.training and torch.is_grad_enabled()",
-        "runs_layers_twice = False",
+        "        runs_layers_twice = self._runs_twice(layers)\n",
+        "        runs_layers_twice = False\n",
         T_SURGERY + "test_generate_in_training_with_gradient_checkpointing_keeps_its_cache",
     ),
 )
@@ -3147,6 +3153,12 @@ _ANALYSIS = (
     + _in(
         "analysis",
         "analysis/weights.py",
+        (
+            "weights in shards are read as they are",
+            "gathered(tensor).detach()",
+            "tensor.detach()",
+            "tests/test_shards.py::test_analysis_reads_gathered_weights",
+        ),
         (
             "circuits: theorem 2.2 as 2.1",
             'return self.pre if circuit == "qk" else self.post.T',
@@ -3388,6 +3400,12 @@ _MODULES = [
     *_in(
         "head systems",
         "head_systems/convert.py",
+        (
+            "models in shards get a head system",
+            '    refuse_shards(model, "convert it before that")\n',
+            "",
+            "tests/test_shards.py::test_what_changes_a_model_refuses_shards",
+        ),
         (
             "adapters are lost on the way to a head system",
             "    refuse_other_parameters(model, source_class)\n",
@@ -3851,6 +3869,12 @@ _MODULES = [
         "modules",
         "modules/saving.py",
         (
+            "a composition is loaded into shards",
+            '    refuse_shards(model, "load its composition before that")\n',
+            "",
+            "tests/test_shards.py::test_what_changes_a_model_refuses_shards",
+        ),
+        (
             "composition of other sizes is left as memory was",
             "if others := sorted(key for key in info",
             "if others := sorted(key for key in () and info",
@@ -4029,6 +4053,12 @@ _MODULES = [
     *_in(
         "modules",
         "modules/convert.py",
+        (
+            "models in shards are converted",
+            '    refuse_shards(model, "convert it before that")\n',
+            "",
+            "tests/test_shards.py::test_what_changes_a_model_refuses_shards",
+        ),
         (
             "zero_init by its truth value",
             "    check_flags(zero_init=zero_init, allow_partial=allow_partial)\n",
@@ -4562,8 +4592,8 @@ _DHA = [
         ),
         (
             "models in shards are taken",
-            'if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):',
-            "if False:",
+            '    refuse_shards(model, "load it again, whole; search and fuse distribute it themselves")\n',
+            "",
             DHA_FOLDING + "test_a_model_in_shards_is_to_be_loaded_again",
         ),
     ),

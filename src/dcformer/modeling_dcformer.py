@@ -9,7 +9,7 @@ size, F MLP width, V vocabulary.
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -840,10 +840,10 @@ class DCFormerModel(DCFormerPreTrainedModel):
         # Masks are made from what was given: restarting position ids mean packed documents only to a call without a
         # cache, and the empty one that is made below hides nothing.
         given_cache, given_positions = cache, position_ids
-        if use_cache and cache is None:
+        runs_layers_twice = self._runs_twice(layers)
+        if use_cache and cache is None and not runs_layers_twice:
             cache = DynamicCache(config=self.config)
         if cache is not None:
-            runs_layers_twice = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
             check_cache(cache, self.config, hidden_states.shape[1], kwargs.get("is_causal"), runs_layers_twice)
             use_growing_layers(cache)
         if position_ids is None:
@@ -867,6 +867,12 @@ class DCFormerModel(DCFormerPreTrainedModel):
             )
         outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE_NAME: cache}
         return BaseModelOutputWithPast(**outputs)
+
+    def _runs_twice(self, layers: Iterable[nn.Module]) -> bool:
+        """Whether the backward pass computes layers again: the library's checkpointing, or torch's wrapper of them."""
+        if not (self.training and torch.is_grad_enabled()):
+            return False
+        return self.gradient_checkpointing or any(hasattr(layer, "_checkpoint_wrapped_module") for layer in layers)
 
     def _make_masks(
         self,

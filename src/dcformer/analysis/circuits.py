@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import DCFormerError
+from ..shards import refuse_shards
 from .layers import Layer, chosen, layers_of, listed, refuse_nonfinite, whole
 from .tracing import token_texts
 from .weights import circuit_weights
@@ -60,6 +61,7 @@ class OVTable:
 def _language_model(model: Any) -> tuple[list[Layer], Any, Any]:
     """The layers, the decoder and the output layer."""
     found = layers_of(model)
+    refuse_shards(model, "load it again, whole")  # its embeddings are read, and called alone
     decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     if decoder is None or head is None:
         raise DCFormerError(f"{type(model).__name__} has no lm_head: expected a causal language model of this package.")

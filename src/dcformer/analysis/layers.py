@@ -13,6 +13,7 @@ from torch import nn
 
 from ..compose_dcformer import DCFormerCompose
 from ..errors import DCFormerError
+from ..shards import gathered
 
 
 class Layer(NamedTuple):
@@ -27,8 +28,8 @@ class Layer(NamedTuple):
         return self.attention.config.num_attention_heads
 
     def output_weights(self) -> torch.Tensor:
-        """[H, D, E]: what each head's output z_h is multiplied by, a view of `o_proj`."""
-        return self.attention.o_proj.weight.T.unflatten(0, (self.heads, -1))
+        """[H, D, E]: what each head's output z_h is multiplied by, a view of `o_proj` (FSDP2: gathered)."""
+        return gathered(self.attention.o_proj.weight).T.unflatten(0, (self.heads, -1))
 
 
 def layers_of(model: nn.Module) -> list[Layer]:

@@ -17,6 +17,7 @@ from ..cache_dcformer import CACHE_NAMES
 from ..compose_dcformer import ComposeWeights, SideWeights, stages
 from ..errors import DCFormerError
 from ..masks_dcformer import causal_rows, visible_and_bias
+from ..shards import gathered
 from .layers import Layer, chosen, layers_of, refuse_nonfinite, whole
 
 MAPS = ("scores", "composed_scores", "weights", "composed_weights")
@@ -337,7 +338,7 @@ def trace(
             **vars(maps),
             **record,
             W_O=layer.output_weights().detach(),
-            b_O=None if layer.attention.o_proj.bias is None else layer.attention.o_proj.bias.detach(),
+            b_O=None if layer.attention.o_proj.bias is None else gathered(layer.attention.o_proj.bias).detach(),
             is_parallel=getattr(model.config, "use_parallel_residual", False),
         )
     logits = getattr(outputs, "logits", None)

@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING
 from ..errors import CONFIG_ERRORS, DCFormerError, refused
 from ..layouts_dcformer import foreign_shape, hub_layouts, to_native
 from ..legacy_dcformer import is_hub_config
+from ..shards import gathered
 from .layers import chosen, layers_of, refuse_adapters
 
 CIRCUITS = ("qk", "ov")
@@ -110,7 +111,7 @@ def _from_tensors(get: Callable[[str], torch.Tensor | None], config: Any, layer:
         tensor = get(name)
         if tensor is None:
             return None
-        tensor = tensor.detach().to("cpu", torch.float64)
+        tensor = gathered(tensor).detach().to("cpu", torch.float64)
         if not tensor.isfinite().all():
             raise DCFormerError(
                 f"layer {layer}: {name} holds NaN or infinity: load the checkpoint again, or repair it."

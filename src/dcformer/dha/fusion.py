@@ -32,6 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..errors import DCFormerError, first_line, require_extra
 from ..files import lacks_room, why_not_written, write_whole
 from ..loading import OPERATORS
+from ..shards import gathered, is_sharded
 from .folding import fold_model, load_model
 from .mixing import HeadMixer, Part, attach_mixers, detach_mixers, mixers_of, only_trains
 from .plan import KINDS, HeadPlan, as_plan, check_seed
@@ -471,7 +472,7 @@ def train_search(
                 model, mixers, batches, steps=steps, mixer_lr=lr, seed=seed, progress=progress, setup=setup,
                 what="search", **options,
             )  # fmt: skip
-        return {part: mixer.whole_weight.detach()[0].clone() for part, mixer in mixers.items()}
+        return {part: gathered(mixer.weight).detach()[0].clone() for part, mixer in mixers.items()}
     finally:
         detach_mixers(source)
 
@@ -718,7 +719,7 @@ def fuse(
 def _gathered(trained: Any, accelerator: Any, source: HeadSource, plan: HeadPlan) -> Any:
     """The trained model as a plain one, on the main process; elsewhere None where it was distributed."""
     model = accelerator.unwrap_model(trained)
-    if not any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+    if not is_sharded(model):
         return model
     state = accelerator.get_state_dict(trained)
     if not accelerator.is_main_process:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..shards import gathered
 from .plan import Groups
 from .sources import HeadSource
 
@@ -67,15 +68,10 @@ class HeadMixer(nn.Module):
         parts[self.slot] = self.mix(parts[self.slot])
         return (parts[0] if self.slots == 1 else torch.stack(parts, -2)).flatten(2)
 
-    @property
-    def whole_weight(self) -> torch.Tensor:
-        """`weight` as a plain tensor, gathered where it is distributed (FSDP2); differentiable."""
-        return self.weight.full_tensor() if hasattr(self.weight, "full_tensor") else self.weight  # type: ignore[operator]
-
     def fusion_loss(self) -> torch.Tensor:
         """How far the heads of a group are from equal: the mean over groups and pairs (i, i') of a group of
         Σ_jc (weight[i, j, c] - weight[i', j, c])² / (g·D); 2/g at the start, 0 for groups of one."""
-        weight = self.whole_weight
+        weight = gathered(self.weight)
         count, size, _, head_dim = weight.shape
         if size == 1:
             return weight.new_zeros(())
@@ -93,7 +89,7 @@ class HeadMixer(nn.Module):
     @torch.no_grad()
     def gap(self) -> float:
         """The largest difference of a row from the mean row of its group; 0 if folding is exact."""
-        weight = self.whole_weight
+        weight = gathered(self.weight)
         return (weight - weight.mean(1, keepdim=True)).abs().max().item()
 
     def extra_repr(self) -> str:

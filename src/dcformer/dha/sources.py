@@ -30,6 +30,7 @@ from ..errors import CONFIG_ERRORS, DCFormerError, raise_bug, refused
 from ..formats.base import TensorInfo
 from ..loading import OPERATORS, damaged_file, unfolded
 from ..modules.saving import is_converted
+from ..shards import refuse_shards
 from .plan import KINDS, HeadPlan, SourceSizes
 
 _PLAIN = {f"compose_{name}": False for name in ("pre", "post", "query", "key", "static")}
@@ -488,11 +489,7 @@ def _check_model(model: nn.Module) -> None:
         raise DCFormerError(f"{type(model).__name__} is not a language model: expected a ...ForCausalLM.")
     if getattr(model, "peft_config", None):
         raise DCFormerError(f"{type(model).__name__} has adapters: merge them first (merge_and_unload).")
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        raise DCFormerError(
-            f"{type(model).__name__} is in shards over several processes (FSDP or tensor parallelism): load it again, "
-            "whole; search and fuse distribute it themselves."
-        )
+    refuse_shards(model, "load it again, whole; search and fuse distribute it themselves")
     for module in model.modules():
         if getattr(module, "fused", None) is not None:
             raise DCFormerError("the model's projections are fused: call model.unfuse() first.")

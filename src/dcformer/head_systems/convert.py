@@ -8,6 +8,7 @@ from torch import nn
 
 from ..loading import refuse_other_parameters
 from ..modeling_dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification, DCFormerModel
+from ..shards import refuse_shards
 from .configuration_head_systems import HeadSystemsConfig, own_head_fields
 from .modeling_head_systems import HeadSystemsForCausalLM, HeadSystemsForSequenceClassification, HeadSystemsModel
 from .registry import system_class
@@ -41,8 +42,8 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
         TypeError: on a model of another kind.
         ValueError: on an unknown system, on options that do not fit, and where the system cannot be made from it, as
             talking heads from query- or key-wise composition, which they do not have. A model that has a
-            head system already is refused by the name of both; adapters, parametrizations and modules of subclasses
-            by theirs.
+            head system already is refused by the name of both; adapters, parametrizations, modules of subclasses
+            and shards of FSDP2 by theirs.
     """
     source_class = next((kind for kind in (*_CLASSES.values(), *_CLASSES) if isinstance(model, kind)), None)
     if source_class is None:
@@ -59,6 +60,7 @@ def to_head_system(model: Any, name: str, **options: Any) -> Any:
             f"the model has {' and '.join(lost)}, of attention without a head system: what they do to its heads "
             "would be lost. Give a model that does not have them."
         )
+    refuse_shards(model, "convert it before that")
     refuse_other_parameters(model, source_class)
     defaults = system_class(name).options_class.for_conversion(has_lost_biases=False)  # there is RoPE
     fields = model.config.to_dict()

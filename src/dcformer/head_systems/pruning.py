@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..shards import refuse_shards
 from .configuration_head_systems import own_head_fields
 from .convert import to_head_system
 from .head_pruning import HeadPruning
@@ -52,10 +53,11 @@ def prune_heads(model: Any) -> int:
 
     Raises:
         ValueError: when the model has another system, or projections that are not plain linear layers, such as
-            adapters.
+            adapters, or is in shards (FSDP2).
     """
-    before = sum(p.numel() for p in model.parameters())
     attentions = _attentions(model)
+    refuse_shards(model, "load it again, whole")
+    before = sum(p.numel() for p in model.parameters())
     kept_heads = []
     for attention in attentions:
         system = attention.system
@@ -97,7 +99,7 @@ def head_importance(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> t
     Raises:
         TypeError: on a model of another kind, and on batches that are not dictionaries.
         ValueError: without batches or labels, on a model with another head system, head maps (DHA) or head embeddings
-            (MHE), and on a loss or gradients that are not finite.
+            (MHE) or in shards (FSDP2), and on a loss or gradients that are not finite.
     """
     system = getattr(model.config, "head_system", "plain") if isinstance(model, PreTrainedModel) else "plain"
     if system not in ("plain", "head_pruning"):
@@ -110,6 +112,7 @@ def head_importance(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> t
             f"the model has {' and '.join(fields)}: heads are ranked by gates of 'head_pruning', which does not go "
             "with these. dcformer.analysis.attribute_heads says what its heads do for a target."
         )
+    refuse_shards(model, "load it again, whole")
     gated = (copy.deepcopy(model) if system == "head_pruning" else to_head_system(model, "head_pruning")).eval()
     attentions, count = _attentions(gated), 0
     total = torch.zeros(len(attentions), attentions[0].system.sizes.num_heads)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..compose_dcformer import ComposeSettings
 from ..errors import DCFormerError, first_line
+from ..shards import refuse_shards
 from .dcmha import check_flags, make_generators
 from .finding import UNCACHED, Found, find_attention, other_attention
 from .interface import Attached, compose_hook
@@ -139,8 +140,8 @@ def convert_attention(
 
     Args:
         model: any of Transformers, as long as its attention goes through its attention interface. One that is to be
-            compiled is converted before, and so is one that is to get adapters of PEFT, which then save the composition
-            (`modules_to_save=["compose"]`); with adapters already, `save_compose` does.
+            compiled or sharded (FSDP2) is converted before, and so is one that is to get adapters of PEFT, which then
+            save the composition (`modules_to_save=["compose"]`); with adapters already, `save_compose` does.
         zero_init: the model computes at first what it did; see `make_generators`. False: small random parameters.
         example: arguments of the model. It is run on them once, and the conversion undone if that fails.
         device, dtype: of the generators; by default those of the module's projections, and of another dtype only where
@@ -165,6 +166,7 @@ def convert_attention(
             f"convert_attention takes a model of Transformers, not {type(model).__name__}: give the one inside it, "
             "before torch.compile."
         )
+    refuse_shards(model, "convert it before that")
     if example is not None and not isinstance(example, Mapping):
         raise DCFormerError(
             f"example is of type {type(example).__name__}: expected the model's arguments by name, as in "

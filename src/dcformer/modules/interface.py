@@ -185,7 +185,10 @@ def _weights_of(
     if weights is None:
         raise ValueError(f"{call.path}: its forward was called past its hooks; call the module itself.")
     if query.shape[1] != call.heads:
-        raise ValueError(f"{call.path}: converted for {call.heads} heads, but attention has {query.shape[1]}.")
+        raise ValueError(
+            f"{call.path}: converted for {call.heads} heads, but attention has {query.shape[1]}. Heads that are "
+            "divided over devices (tensor parallelism) cannot be composed: use FSDP2 or device_map."
+        )
     for stage in weights:
         sides = () if stage is None else ((stage.query, query), (stage.key, key))
         for side, states in sides:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ..errors import DCFormerError
 from ..files import whole_file
 from ..loading import refuse_mixtures
+from ..shards import gathered, is_sharded, refuse_shards
 from ..stored_dcformer import naming_damage
 from .convert import all_settings, attach, convert_attention
 from .dcmha import make_generators
@@ -216,14 +217,13 @@ def save_compose(model: PreTrainedModel, path: str | os.PathLike) -> None:
     state = {name.replace(_COMPILED, ""): tensor for name, tensor in model.state_dict().items()}
     if offloaded := [name for name in names if state[name].is_meta]:
         raise DCFormerError(f"{offloaded[0]} is offloaded: load the model without offloading to save its composition.")
-    is_sharded = any(hasattr(state[name], "full_tensor") for name in names)
-    whole = {name: state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name] for name in names}
-    if is_sharded and torch.distributed.get_rank():
+    tensors = {name: gathered(state[name]) for name in names}
+    if is_sharded(model) and torch.distributed.get_rank():
         return
     if Path(path).is_dir() or not Path(path).parent.is_dir():
         what = "is a folder" if Path(path).is_dir() else "is in a folder that does not exist"
         raise DCFormerError(f"{path} {what}: give the path of a file, in a folder that exists.")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with whole_file(path) as unfinished:
         save_file(tensors, unfinished, {"format": "pt", "dcmha": json.dumps(settings)})
 
@@ -233,15 +233,16 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
 
     Args:
         model: of the architecture and sizes of the one that was saved. One with offloaded or quantized projections is
-            converted before, with `device` and `dtype`.
+            converted before, with `device` and `dtype`. One for FSDP2 is sharded afterwards.
         path: the file.
 
     Returns:
         `model`.
 
     Raises:
-        DCFormerError: when the file is none, or does not fit. The model is then unchanged.
+        DCFormerError: when the file is none, or does not fit, or the model is in shards. It is then unchanged.
     """
+    refuse_shards(model, "load its composition before that")
     try:
         with safe_open(path, framework="pt") as file:
             settings = (file.metadata() or {}).get("dcmha")
