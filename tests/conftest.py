@@ -69,6 +69,18 @@ def poison(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)), raising=False)
 
 
+@pytest.fixture
+def few_tasks(monkeypatch):
+    """lm-eval reads the 14,000 files of its own tasks for every command line: here those of piqa alone."""
+    index = pytest.importorskip("lm_eval.tasks._index", reason="needs the extra [eval]").TaskIndex
+    build = index.build
+
+    def build_few(paths):
+        return build([path / "piqa" if path.parts[-2:] == ("lm_eval", "tasks") else path for path in paths])
+
+    monkeypatch.setattr(index, "build", staticmethod(build_few))
+
+
 @pytest.fixture(scope="session")
 def authors_file() -> Path:
     """The data set of the paper's synthetic tasks, which is not part of this repository."""

@@ -21,6 +21,7 @@ from dcformer.heads_dcformer import EMBEDDING_NAMES, embedding_init_std
 from dcformer.modeling_dcformer import DCFormerAttention, attention_class_of
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
+import dha_study
 import mhe_study
 
 MODES = ("add", "mul")
@@ -656,6 +657,8 @@ def test_the_study_resumes(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     arms = {arm: mhe_study.ARMS[arm] for arm in ("MHA", "MHE-Add", "single head")}
     monkeypatch.setattr(mhe_study, "ARMS", arms)
+    few = dha_study.held_out_batches()[0][:4]  # measured after every step of so few
+    monkeypatch.setattr(dha_study, "held_out_batches", lambda: [few])
     arguments = ["--output", str(tmp_path), "--seeds", "0", "--steps", "10"]
     mhe_study.main(arguments)
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]

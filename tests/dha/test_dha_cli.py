@@ -467,18 +467,21 @@ def test_wrong_input_is_one_line(source, tmp_path, capsys):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("few_tasks")
 def test_the_story_runs(tmp_path, capsys):
     pytest.importorskip("lm_eval")
     import fewer_heads
 
-    fewer_heads.main(["--output", str(tmp_path), "--steps", "20", "--fusion-steps", "6", "--limit", "4"])
+    fewer_heads.main(["--output", str(tmp_path), "--steps", "4", "--fusion-steps", "6", "--limit", "4"])
     printed = capsys.readouterr().out
     assert "75.0% of 64 saved" in printed and printed.count("exact_match") == 2
     assert printed.splitlines()[-1].startswith("< Peter owns the desk.")
 
 
 @pytest.mark.long
-def test_the_study_resumes(tmp_path, capsys):
+def test_the_study_resumes(tmp_path, capsys, monkeypatch):
+    few = dha_study.held_out_batches()[0][:4]  # what is held out is measured after every step of so few
+    monkeypatch.setattr(dha_study, "held_out_batches", lambda: [few])
     arguments = ["--output", str(tmp_path), "--seeds", "0", "--steps", "10", "--base-steps", "2"]
     dha_study.main(arguments)
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]
