@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY
+from helpers import REPOSITORY, as_trained_here
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import recipe_changes as study
@@ -45,8 +45,10 @@ def test_the_committed_table_is_that_of_the_runs():
 
 
 @pytest.mark.long
-def test_runs_are_made_once(tmp_path, capsys):
-    """A look at one change, with both seeds."""
+def test_runs_are_made_once(tmp_path, monkeypatch, capsys):
+    """A look at one change, with both seeds, of few rows a step."""
+    monkeypatch.setattr(study, "ROWS", 4)
+    monkeypatch.setattr(study.composition_rates, "as_trained", as_trained_here)
     arguments = ["--changes", "at-once", "--steps", "50", "--output", str(tmp_path / "runs.json")]
     study.main([*arguments, "--workers", "1"])
     runs = json.loads((tmp_path / "runs.json").read_text())["runs"]

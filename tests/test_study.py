@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from helpers import REPOSITORY, documented_commands
+from helpers import REPOSITORY, as_trained_here, documented_commands
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 
@@ -119,8 +119,10 @@ def test_every_variant_is_told_against_plain_attention():
 
 
 @pytest.mark.long
-def test_a_study_resumes(tmp_path, capsys):
+def test_a_study_resumes(tmp_path, capsys, monkeypatch):
     """Finished runs are not trained again; missing ones are, and come out the same."""
+    monkeypatch.setattr(study, "as_trained", as_trained_here)
+    monkeypatch.setattr(study, "HELD_OUT", 10**6)  # one page is held out
     arguments = [*SMALL, "--variants", "plain", "r1", "--output", str(tmp_path)]
     study.main(arguments)
     path = tmp_path / "results.json"
@@ -267,8 +269,11 @@ def commands() -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", commands())
-def test_commands_of_the_page_run(command, tmp_path):
+def test_commands_of_the_page_run(command, tmp_path, monkeypatch):
+    """The first in a worker, as the study is."""
     arguments = shlex.split(command)[2:]
+    if command != commands()[0]:
+        monkeypatch.setattr(study, "as_trained", as_trained_here)
     if "--report" in arguments:
         (tmp_path / "results.json").write_text(json.dumps(RESULTS))
     study.main([*arguments, *SMALL, "--output", str(tmp_path)])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -159,7 +160,17 @@ def test_what_can_be_made_again():
 
 
 @pytest.mark.long
-def test_runs_are_added_and_kept(tmp_path, capsys):
+def test_runs_are_added_and_kept(tmp_path, monkeypatch, capsys):
+    """The first run in a worker of its own, the others in a thread of this process, asked few questions."""
+    workers, make_data = [], train_synthetic.make_data
+
+    def pool(count, mp_context):
+        workers.append(count)
+        return ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(twins, "RATES", twins.RATES[:2])
+    monkeypatch.setattr(twins, "SEEDS", twins.SEEDS[:2])
+    threads = torch.get_num_threads()
     options = [f"--output={tmp_path / 'docs'}", f"--runs={tmp_path / 'runs'}", "--steps=2"]
     twins.main([*options, "--limit=1"])
     results = tmp_path / "docs" / "results.json"
@@ -168,10 +179,13 @@ def test_runs_are_added_and_kept(tmp_path, capsys):
     [[step, loss]] = first[0]["held_out_losses"]
     assert step == 2 and 1 < loss < 20
     assert first[0]["patterns"].keys() == {task.pattern for task in twins.TASKS} and len(first[0]["hops"]) == 3
+    monkeypatch.setattr(twins, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(twins, "TEST_CONTEXTS", 1)
+    monkeypatch.setattr(train_synthetic, "make_data", lambda *arguments: make_data(*arguments)[::20])
     twins.main([*options, "--limit=2", "--workers=2"])
     three = json.loads(results.read_text())["runs"]
     assert three[0] == first[0] and len({run["variant"] for run in three}) == len(three) == 3
-    assert "17 runs can be added" in capsys.readouterr().out  # other seeds follow when all rates have run
+    assert "7 runs can be added" in capsys.readouterr().out  # other seeds follow when all rates have run
     twins.main([*options, "--variants", "plain", "--workers=2"])  # the seeds, too, when the best rate is known
     plain = [run for run in json.loads(results.read_text())["runs"] if run["variant"] == "plain"]
     assert len(plain) == len(twins.RATES) + len(twins.SEEDS) - 1
@@ -179,6 +193,8 @@ def test_runs_are_added_and_kept(tmp_path, capsys):
     second = json.loads((tmp_path / "docs" / "again.json").read_text())["runs"]
     assert [run["seed"] for run in second] == [twins.SEEDS[0]]
     assert "at the best rate, of the second runs" in capsys.readouterr().out
+    assert workers == [2, 2, 1]
     with pytest.raises(SystemExit):
         twins.main([f"--output={tmp_path / 'docs'}", "--report", "--steps=3"])
     assert "has runs of 2 steps" in capsys.readouterr().err
+    torch.set_num_threads(threads)

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, as_trained_here
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import heads_on_text
@@ -72,6 +72,8 @@ def test_a_run_trains_and_is_not_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(heads_on_text, "RATES", (8e-3, 1.6e-2))
     monkeypatch.setattr(heads_on_text, "SEEDS", (0,))
     monkeypatch.setattr(heads_on_text, "HEAD_DIMS", {48: (16, 8)})
+    monkeypatch.setattr(small_law, "as_trained", as_trained_here)
+    monkeypatch.setattr(small_law.study, "HELD_OUT", 10**6)  # one page is held out
     scale, law = 0.002, tmp_path / "small.json"
     of_law = [
         small_law.settings_of(family, heads_on_text.RATE_WIDTH, seed, rate, scale)

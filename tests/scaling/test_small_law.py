@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, as_trained_here
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import small_law
@@ -153,6 +153,8 @@ def test_it_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(small_law, "RATES", small_law.RATES[:2])
     monkeypatch.setattr(small_law, "FAMILIES", {"dcformer++": small_law.FAMILIES["dcformer++"]})
     monkeypatch.setattr(small_law, "report", lambda *_: "reported")
+    monkeypatch.setattr(small_law, "as_trained", as_trained_here)
+    monkeypatch.setattr(small_law.study, "HELD_OUT", 10**6)  # one page is held out
     arguments = ["--output", str(tmp_path), "--sizes", "32", "--seeds", "0", "--scale", "0.005", "--workers", "1"]
     small_law.main(arguments)
     stored = (tmp_path / "small.json").read_bytes()
