@@ -21,8 +21,10 @@ import finetune
 
 CHAT = ["--config", "examples/configs/finetune_synthetic.yaml", "--eval_steps", "4"]
 TEXT = ["--model_name_or_path", "checkpoints/dcformer-synthetic", "--data", "examples/data/text_test.jsonl"]
+FEW = "few.jsonl"  # the first lines of the texts, in the test's folder, of which an epoch takes three steps
+PACKED = ["--data", FEW, "--packing", "--max_length", "128"]
 RUNS = {
-    "packed, accumulated, several epochs": [*TEXT, "--packing", "--gradient_accumulation_steps", "2"],
+    "packed, accumulated, several epochs": [*TEXT[:2], *PACKED, "--gradient_accumulation_steps", "2"],
     "packed stream": [*TEXT, "--streaming", "--packing", "--shuffle_buffer", "50", "--max_length", "200"],
     "conversations, adapters with dropout": [*CHAT, "--use_peft", "--lora_dropout", "0.1"],
 }
@@ -153,6 +155,9 @@ def test_rows_grouped_by_length_are_resumed_in_their_epoch(seed, tmp_path, monke
 )
 def test_killed_and_resumed(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
+    lines = (REPOSITORY / "examples" / "data" / "text_test.jsonl").read_text().splitlines()
+    (tmp_path / FEW).write_text("\n".join(lines[: len(lines) // 8]) + "\n")
+    arguments = [str(tmp_path / FEW) if word == FEW else word for word in arguments]
     finetune.main(options(arguments, tmp_path / "whole"))
 
     process = start(options(arguments, tmp_path / "killed"))
