@@ -436,7 +436,6 @@ def test_the_authors_synthetic_file_is_known(authors_file):
     assert published_checkpoints.digest(authors_file) == published_checkpoints.AUTHORS_FILE
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("few_tasks")
 def test_published_checkpoints_refuse_before_a_model_is_loaded(tmp_path, synthetic_file, monkeypatch):
     """What the user or the environment lacks is one line; bugs are raised."""

@@ -7,11 +7,11 @@ import os
 import re
 import shlex
 import sys
-import time
 
 import pytest
 import torch
 from helpers import REPOSITORY, as_trained_here, documented_commands
+from study_worker import train_or_fail
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 
@@ -193,15 +193,6 @@ def test_every_rate_is_tried_before_the_seeds(tmp_path, monkeypatch):
     assert asked == grid + again + [(name, seed, r) for seed in (0, 1) for name, r in (("plain", 4e-3), ("r2", 1e-3))]
 
 
-def train_or_fail(settings: dict, folder: str) -> dict:
-    """What a worker does in the test below: the first fails at once, others take a moment."""
-    if settings["number"] == 0:
-        raise RuntimeError("the first")
-    time.sleep(1)
-    return settings
-
-
-@pytest.mark.long
 def test_a_run_that_fails_does_not_take_others_with_it():
     """What runs beside it is returned, what waits is not begun, and the error is raised."""
     done = []
@@ -267,8 +258,7 @@ def commands() -> list[str]:
     return list(dict.fromkeys(shlex.join(command) for command in found if command[1] == "examples/study.py"))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", [pytest.param(commands()[0], marks=pytest.mark.long), *commands()[1:]])
 def test_commands_of_the_page_run(command, tmp_path, monkeypatch):
     """The first in a worker, as the study is."""
     arguments = shlex.split(command)[2:]
