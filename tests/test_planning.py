@@ -71,16 +71,15 @@ def step_bytes(config, attention, dtype, length=32, checkpointing=False, batch=2
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attention", "batch", "dtype"),
+    ("attention", "batch", "dtype", "variant"),
     [
-        ("eager", 1, torch.float32),
-        ("eager", 2, torch.bfloat16),
-        ("dcformer_chunked", 2, torch.float32),
-        ("dcformer_chunked", 2, torch.bfloat16),
+        *(("eager", 1, torch.float32, variant) for variant in VARIANTS),
+        *(("dcformer_chunked", 2, torch.bfloat16, variant) for variant in VARIANTS),
+        *(("eager", 2, torch.bfloat16, variant) for variant in ("full", "multi-gate", "head maps")),
+        *(("dcformer_chunked", 2, torch.float32, variant) for variant in ("full", "multi-gate", "head maps")),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_activations(variant, dtype, attention, batch):
     config = DCFormerConfig(**(SIZES | VARIANTS[variant]))
     setup = Setup(config, gpus=1, batch=batch, length=32, dtype=dtype, attention=attention)
