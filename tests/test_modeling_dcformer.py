@@ -235,10 +235,11 @@ def test_gradient_checkpointing_changes_nothing(implementation):
         assert torch.equal(grad, grads[1][name]), name
 
 
-def test_layers_in_torchs_checkpoint_wrapper_fill_no_cache():
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_in_torchs_checkpoint_wrapper_fill_no_cache(training):
     """As accelerate wraps them: computed again, they would write to it twice."""
-    model, ids = randomize(DCFormerForCausalLM(tiny_config())).train(), _tokens(length=40)
-    model(ids, labels=ids).loss.backward()
+    model, ids = randomize(DCFormerForCausalLM(tiny_config(attn_implementation="eager"))), _tokens(length=40)
+    model.train(training)(ids, labels=ids).loss.backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, DCFormerDecoderLayer))
@@ -247,8 +248,10 @@ def test_layers_in_torchs_checkpoint_wrapper_fill_no_cache():
     output.loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name.replace("_checkpoint_wrapped_module.", "")])
-    with pytest.raises(ValueError, match="cannot be used in training with gradient checkpointing"):
+    with pytest.raises(ValueError, match="cannot be used with gradient checkpointing"):
         model(ids, **{CACHE_NAME: DynamicCache(config=model.config)})
+    with pytest.raises(ValueError, match="compose_trace with gradient checkpointing"):
+        model(ids, compose_trace=ComposeTrace())
     with torch.no_grad():
         assert model(ids)[CACHE_NAME].get_seq_length() == 40
 

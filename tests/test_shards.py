@@ -38,6 +38,10 @@ def _llama():
     return LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=4))
 
 
+def _converted():
+    return convert_attention(_llama(), zero_init=False)
+
+
 def _pruned():
     return HeadSystemsForCausalLM(HeadSystemsConfig(**SIZES, head_system="head_pruning"))
 
@@ -55,29 +59,37 @@ def test_parameters_are_gathered(shard):
     assert torch.equal(gathered(model.model.norm.weight.grad), torch.ones_like(before["model.norm.weight"]))
 
 
+def _dcformer():
+    return DCFormerForCausalLM(tiny_config())
+
+
 @pytest.mark.parametrize(
-    ("make", "call", "advice"),
+    ("make", "call", "message"),
     [
-        (_llama, convert_attention, "convert it before"),
-        (_llama, lambda model: load_compose(model, "any"), "load its composition before"),
-        (
-            lambda: convert_attention(_llama()),
-            lambda model: load_compose(model, "any"),
-            "load its composition before",
-        ),
-        (lambda: DCFormerForCausalLM(tiny_config()), lambda m: to_head_system(m, "output_gate"), "convert it before"),
-        (lambda: DCFormerForCausalLM(tiny_config()), lambda m: head_importance(m, []), "load it again, whole"),
-        (_pruned, lambda model: head_importance(model, []), "load it again, whole"),
-        (_pruned, prune_heads, "load it again, whole"),
-        (lambda: DCFormerForCausalLM(tiny_config()), lambda m: circuit_scores(m, 0, 0), "load it again, whole"),
+        (_llama, lambda m, _: convert_attention(m), "LlamaAttention is in shards .*: convert before"),
+        (_llama, load_compose, "LlamaAttention is in shards .*: convert before"),
+        (_converted, load_compose, r"is in shards .*: load the composition before"),
+        (_dcformer, lambda m, _: to_head_system(m, "output_gate"), r"FSDP\w+ is in shards .*: convert it before"),
+        (_dcformer, lambda m, _: head_importance(m, []), r"FSDP\w+ is in shards .*: convert it before"),
+        (_pruned, lambda m, _: head_importance(m, []), r"FSDP\w+ is in shards .*: load it again, whole"),
+        (_pruned, lambda m, _: prune_heads(m), r"FSDP\w+ is in shards .*: load it again, whole"),
+        (_dcformer, lambda m, _: circuit_scores(m, 0, 0), r"FSDP\w+ is in shards .*: load it again, whole"),
     ],
 )
-def test_what_changes_a_model_refuses_shards(shard, make, call, advice):
+def test_what_changes_a_model_refuses_shards(shard, tmp_path, make, call, message):
+    save_compose(_converted(), tmp_path / "compose.safetensors")
     model = shard(make())
     before = [name for name, _ in model.named_modules()]
-    with pytest.raises(DCFormerError, match=rf"^FSDP\w+ is in shards over several processes .*: {advice}"):
-        call(model)
+    with pytest.raises(DCFormerError, match=message):
+        call(model, tmp_path / "compose.safetensors")
     assert [name for name, _ in model.named_modules()] == before
+
+
+def test_what_is_no_model_is_named():
+    with pytest.raises(TypeError, match="model is a str"):
+        head_importance("x", [])
+    with pytest.raises(DCFormerError, match="y cannot be read"):
+        load_compose("x", "y")
 
 
 def test_analysis_reads_gathered_weights(shard):
@@ -92,8 +104,16 @@ def test_analysis_reads_gathered_weights(shard):
     torch.testing.assert_close(head_diversity(model, "ov").curves, diversity.curves)
 
 
+def test_analysis_refuses_heads_on_several_devices(monkeypatch):
+    """It would take a part of them for all."""
+    model = _dcformer()
+    monkeypatch.setattr(model, "_tp_size", 2)
+    with pytest.raises(DCFormerError, match="heads of this DCFormerForCausalLM are divided over devices"):
+        circuit_weights(model, 0)
+
+
 def test_a_saved_composition_is_whole(shard, tmp_path):
-    model = convert_attention(_llama(), zero_init=False)
+    model = _converted()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_compose(shard(model), tmp_path / "compose.safetensors")
     other = load_compose(_llama(), tmp_path / "compose.safetensors")

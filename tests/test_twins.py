@@ -3,6 +3,7 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -160,7 +161,7 @@ def test_what_can_be_made_again():
 
 
 @pytest.mark.long
-def test_runs_are_added_and_kept(tmp_path, monkeypatch, capsys):
+def test_runs_are_added_and_kept(tmp_path, monkeypatch, capsys, request):
     """The first run in a worker of its own, the others in a thread of this process, asked few questions."""
     workers, make_data = [], train_synthetic.make_data
 
@@ -170,7 +171,7 @@ def test_runs_are_added_and_kept(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(twins, "RATES", twins.RATES[:2])
     monkeypatch.setattr(twins, "SEEDS", twins.SEEDS[:2])
-    threads = torch.get_num_threads()
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))  # a run sets them, for its worker
     options = [f"--output={tmp_path / 'docs'}", f"--runs={tmp_path / 'runs'}", "--steps=2"]
     twins.main([*options, "--limit=1"])
     results = tmp_path / "docs" / "results.json"
@@ -197,4 +198,3 @@ def test_runs_are_added_and_kept(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         twins.main([f"--output={tmp_path / 'docs'}", "--report", "--steps=3"])
     assert "has runs of 2 steps" in capsys.readouterr().err
-    torch.set_num_threads(threads)

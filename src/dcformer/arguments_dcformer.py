@@ -135,7 +135,7 @@ def check_cache(
         )
     if runs_layers_twice:
         raise ValueError(
-            f"{CACHE_NAME} cannot be used in training with gradient checkpointing: layers that are computed "
+            f"{CACHE_NAME} cannot be used with gradient checkpointing: layers that are computed "
             "again in the backward pass would write to the cache twice. Pass no cache, switch gradient "
             "checkpointing off, or compute under torch.no_grad()."
         )

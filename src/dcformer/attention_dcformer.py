@@ -113,6 +113,15 @@ class ComposeTrace:
         self.layers: list[LayerTrace] = [] if layers is None else layers
 
 
+def runs_twice(layers: Iterable[nn.Module], training: bool) -> bool:
+    """Whether a backward pass is to compute layers again: by the library's checkpointing, in training, or because they
+    are in torch's `CheckpointWrapper`, as accelerate makes them."""
+    return torch.is_grad_enabled() and any(
+        hasattr(layer, "_checkpoint_wrapped_module") or (training and getattr(layer, "gradient_checkpointing", False))
+        for layer in layers
+    )
+
+
 def check_trace(trace: Any, layers: Iterable[nn.Module], training: bool) -> None:
     """Refuses what collects no maps, and layers that a backward pass runs, and records, a second time.
 
@@ -123,14 +132,10 @@ def check_trace(trace: Any, layers: Iterable[nn.Module], training: bool) -> None
         return
     if not isinstance(trace, ComposeTrace):
         raise ValueError(f"compose_trace is of type {type(trace).__name__}: expected a ComposeTrace.")
-    if (
-        training
-        and torch.is_grad_enabled()
-        and any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
-    ):
+    if runs_twice(layers, training):
         raise ValueError(
             "compose_trace with gradient checkpointing would hold every layer twice, as the backward pass runs layers "
-            "again: call model.eval(), switch gradient checkpointing off, or trace under torch.no_grad()."
+            "again: trace under torch.no_grad(), or switch gradient checkpointing off."
         )
 
 
@@ -332,6 +337,7 @@ __all__ = [
     "check_shapes",
     "eager_attention",
     "refuse_without_composition",
+    "runs_twice",
     "sum_values",
     "why_no_trace",
 ]

@@ -9,7 +9,7 @@ size, F MLP width, V vocabulary.
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ from .attention_dcformer import (
     check_trace,
     eager_attention,
     refuse_without_composition,
+    runs_twice,
     why_no_trace,
 )
 from .cache_dcformer import (
@@ -840,7 +841,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         # Masks are made from what was given: restarting position ids mean packed documents only to a call without a
         # cache, and the empty one that is made below hides nothing.
         given_cache, given_positions = cache, position_ids
-        runs_layers_twice = self._runs_twice(layers)
+        runs_layers_twice = runs_twice(layers, self.training)
         if use_cache and cache is None and not runs_layers_twice:
             cache = DynamicCache(config=self.config)
         if cache is not None:
@@ -867,12 +868,6 @@ class DCFormerModel(DCFormerPreTrainedModel):
             )
         outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE_NAME: cache}
         return BaseModelOutputWithPast(**outputs)
-
-    def _runs_twice(self, layers: Iterable[nn.Module]) -> bool:
-        """Whether the backward pass computes layers again: the library's checkpointing, or torch's wrapper of them."""
-        if not (self.training and torch.is_grad_enabled()):
-            return False
-        return self.gradient_checkpointing or any(hasattr(layer, "_checkpoint_wrapped_module") for layer in layers)
 
     def _make_masks(
         self,

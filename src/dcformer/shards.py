@@ -16,19 +16,19 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model has parameters in shards."""
+    """Whether a model, or a part of it, has parameters in shards."""
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def refuse_shards(model: nn.Module, advice: str) -> None:
-    """Refuses a model with parameters in shards.
+    """Refuses a model, or a part of it, with parameters in shards.
 
     Args:
         model: any.
         advice: what to do instead.
 
     Raises:
-        DCFormerError: naming the model's class, with the advice.
+        DCFormerError: naming its class, with the advice.
     """
     if is_sharded(model):
         raise DCFormerError(

@@ -33,7 +33,7 @@ FIRST, *OTHERS = RUNS
 
 def options(arguments: list[str], folder: Path, *more: str) -> list[str]:
     found = [*arguments, "--output_dir", str(folder), *more]
-    found += ["--max_steps", "12", "--save_steps", "4", "--logging_steps", "1", "--save_total_limit", "9"]
+    found += ["--max_steps", "20", "--save_steps", "4", "--logging_steps", "1", "--save_total_limit", "9"]
     return [*found, "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--report_to", "none", "--use_cpu"]
 
 
@@ -174,7 +174,7 @@ def test_killed_and_resumed(arguments, tmp_path, monkeypatch):
     finetune.main(options(arguments, tmp_path / "killed", "--resume_from_checkpoint", "last"))
 
     entries = history(tmp_path / "whole")
-    assert sum("loss" in entry for entry in entries) == 12
+    assert sum("loss" in entry for entry in entries) == 20
     assert history(tmp_path / "killed") == entries
     (file,) = (tmp_path / "whole").glob("*model.safetensors")
     whole, resumed = load_file(file), load_file(tmp_path / "killed" / file.name)

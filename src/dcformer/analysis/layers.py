@@ -40,12 +40,18 @@ def layers_of(model: nn.Module) -> list[Layer]:
             are, in what scales them, and in what else attention does.
 
     Raises:
-        DCFormerError: on anything but a model of this package, and on one of which heads have been removed.
+        DCFormerError: on anything but a model of this package, on one of which heads have been removed, and on one
+            whose heads are divided over devices (tensor parallelism).
     """
     if not isinstance(model, nn.Module):
         raise DCFormerError(
             f"a model of type {type(model).__name__}: expected a DCFormer, DCPythia or DCViT model, which "
             "from_pretrained loads from a folder."
+        )
+    if getattr(model, "tp_size", None) not in (None, 1):
+        raise DCFormerError(
+            f"the heads of this {type(model).__name__} are divided over devices (tensor parallelism): load it again, "
+            "whole."
         )
     if any(hasattr(module, "compose_call") for module in model.modules()):
         raise DCFormerError(

@@ -112,7 +112,8 @@ def head_importance(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> t
             f"the model has {' and '.join(fields)}: heads are ranked by gates of 'head_pruning', which does not go "
             "with these. dcformer.analysis.attribute_heads says what its heads do for a target."
         )
-    refuse_shards(model, "load it again, whole")
+    if system == "head_pruning":
+        refuse_shards(model, "load it again, whole")
     gated = (copy.deepcopy(model) if system == "head_pruning" else to_head_system(model, "head_pruning")).eval()
     attentions, count = _attentions(gated), 0
     total = torch.zeros(len(attentions), attentions[0].system.sizes.num_heads)

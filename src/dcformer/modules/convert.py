@@ -166,7 +166,6 @@ def convert_attention(
             f"convert_attention takes a model of Transformers, not {type(model).__name__}: give the one inside it, "
             "before torch.compile."
         )
-    refuse_shards(model, "convert it before that")
     if example is not None and not isinstance(example, Mapping):
         raise DCFormerError(
             f"example is of type {type(example).__name__}: expected the model's arguments by name, as in "
@@ -188,6 +187,8 @@ def convert_attention(
             f"{', '.join(named)}: attention that does not go through Transformers' attention interface, and cannot be "
             "converted: convert a part of the model without it, or leave it as it is with allow_partial=True."
         )
+    for one in found:
+        refuse_shards(one.module, "convert before fully_shard; tensor parallelism cannot divide composed heads")
     are_known = all(one.weight is not None and one.weight.dtype in _DTYPES for one in found)
     for one in found:
         weight_dtype = None if one.weight is None else one.weight.dtype

@@ -242,7 +242,6 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
     Raises:
         DCFormerError: when the file is none, or does not fit, or the model is in shards. It is then unchanged.
     """
-    refuse_shards(model, "load its composition before that")
     try:
         with safe_open(path, framework="pt") as file:
             settings = (file.metadata() or {}).get("dcmha")
@@ -263,6 +262,8 @@ def load_compose(model: PreTrainedModel, path: str | os.PathLike) -> PreTrainedM
         own = {name: model.get_parameter(name).shape for name in names}
         if offloaded := [name for name in names if model.get_parameter(name).is_meta]:
             raise DCFormerError(f"{offloaded[0]} is offloaded: load the model without offloading.")
+        for name in names:
+            refuse_shards(model.get_submodule(name.rpartition(".")[0]), "load the composition before fully_shard")
     else:
         with torch.device("meta"):
             own = {
