@@ -20,7 +20,7 @@ settings.load_profile("same")
 
 # Most of what Python's garbage collector looks through here are modules and compiled functions: millions of objects
 # that stay. It does not look while they are imported, and never again at what is alive after that, or after a file's
-# tests: the library's `Trainer` asks for several collections, which took a third of the suite's time.
+# tests: the library's `Trainer` asks for several collections, which took most of the time of its tests.
 
 
 @pytest.hookimpl(wrapper=True)
