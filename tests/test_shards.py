@@ -34,6 +34,10 @@ def shard():
     torch.distributed.destroy_process_group()
 
 
+def _dcformer():
+    return DCFormerForCausalLM(tiny_config())
+
+
 def _llama():
     return LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=4))
 
@@ -47,7 +51,7 @@ def _pruned():
 
 
 def test_parameters_are_gathered(shard):
-    model = DCFormerForCausalLM(tiny_config())
+    model = _dcformer()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     assert not is_sharded(model)
     assert all(gathered(parameter) is parameter for parameter in model.parameters())
@@ -57,10 +61,6 @@ def test_parameters_are_gathered(shard):
         assert type(gathered(parameter)) is torch.Tensor and torch.equal(gathered(parameter), before[name])
     gathered(model.model.norm.weight).sum().backward()
     assert torch.equal(gathered(model.model.norm.weight.grad), torch.ones_like(before["model.norm.weight"]))
-
-
-def _dcformer():
-    return DCFormerForCausalLM(tiny_config())
 
 
 @pytest.mark.parametrize(
